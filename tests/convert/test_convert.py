@@ -618,11 +618,6 @@ def test_older_spellings_of_rope_and_windows(tmp_path: Path) -> None:
     assert config.layers[0].rope.freq == pytest.approx([500 ** (-2 * i / 16) / 2 for i in range(8)], rel=1e-6)
 
 
-def test_a_tied_output_is_not_stored_twice(checkpoint: Path) -> None:
-    edit(checkpoint / "config.json", tie_word_embeddings=True)
-    assert "output.weight" not in converted(checkpoint).tensors
-
-
 @pytest.mark.parametrize(
     ("entries", "error", "message"),
     [

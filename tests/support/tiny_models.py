@@ -1143,6 +1143,7 @@ RECIPES: dict[str, TinyModel] = {
     "mamba-falcon": TinyModel(
         "FalconMamba", {**MAMBA, "mixer_rms_eps": 1e-2, "conv_kernel": 3, "tie_word_embeddings": False}
     ),
+    "mamba-falcon-epsilon": TinyModel("FalconMamba", {**MAMBA, "mixer_rms_eps": 0.5}),
     "plm": TinyModel(
         "DeepseekV2",
         {"first_k_dense_replace": 3, "num_key_value_heads": 6, "kv_lora_rank": 40, "q_lora_rank": None}
@@ -1528,6 +1529,9 @@ EXPERTS: dict[str, TinyModel] = {
         "Mistral4",
         {**MISTRAL4, "first_k_dense_replace": 2, "norm_topk_prob": False, "tie_word_embeddings": True}
         | {"num_experts_per_tok": 1, "v_head_dim": 24},
+    ),
+    "mistral4-groups": TinyModel(
+        "Mistral4", {**MISTRAL4, "n_routed_experts": 12, "n_group": 3, "topk_group": 2}
     ),
     "deepseek32": TinyModel("DeepseekV32", DSA),
     "deepseek32-tied": TinyModel(

@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +37,7 @@ from hotset.convert.hf_embedding import (
     answer_ids,
     embedding_keys,
     is_reranker,
+    longest_text,
     reranker_keys,
     reranker_template,
     use_of,
@@ -80,8 +81,8 @@ _OUTPUTS = (
     "output.weight",
     "head.weight",
 )
-_IGNORED = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
+_BUFFERS = re.compile(  # constants that older versions of a model's class stored
+    r"(.*\.)?(inv_freq|cos_cached|sin_cached|position_ids|(attn|attention)\.(masked_)?bias)"
 )
 _NEXTN_MODULE = re.compile(r"(model\.)?mtp\..*")  # predicts more than one token
 # Of models that see: the other parts.
@@ -91,8 +92,7 @@ _OTHER_PARTS = re.compile(
 )
 # Of encoders: what was trained with them and is no part of their hidden states.
 _OTHER_HEADS = re.compile(
-    r"((bert|roberta|model)\.)?((pooler|head|decoder|classifier|lm_head|cls\.predictions|cls\.seq_relationship)\..*"
-    r"|embeddings\.position_ids)"
+    r"((bert|roberta|model)\.)?(pooler|head|decoder|classifier|lm_head|cls\.predictions|cls\.seq_relationship)\..*"
 )
 _NGRAMS = "per_layer_token_embd.weight"  # whose rows checkpoints have in parts, those of n-grams
 _BARE = frozenset({"ssm_a", "ssm_d", "exp_probs_b"})  # tensors whose name says all
@@ -302,7 +302,9 @@ def _stored_type(source: Source) -> GGMLType:
 
 
 def _opened(src: Path, config: HFConfig) -> Checkpoint:
-    """The tensors; `config` learns which layers for multi-token prediction they have."""
+    """Open the tensors. `config` learns its layers for multi-token prediction and the longest text."""
+    if (n_tokens := longest_text(src)) is not None:
+        config.limit_positions(n_tokens)
     checkpoint, hf = Checkpoint(src, config.fp8_block), config.hf_class
     if config.row.nextn is not None:
         config.n_nextn = hf_nextn.count(checkpoint.tensors, hf.layers, config.n_layer, in_parts=hf.parts)
@@ -523,25 +525,49 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
     alone = any(config.factors(stem) is not None for stem in ("token_embd", "output"))
     if tied and (alone or (dialect == "powerinfer" and config.architecture != "opt")):
         # PowerInfer's engine ties OPT's output only. With multipliers it is another matrix.
-        values = checkpoint.tensors[_embedding(places)]
+        values = checkpoint.tensors[_embedding(names, config)]
         yield "output.weight", _source(values, "output.weight", _OUTPUTS[0], config, dialect)
 
 
+def _is_tied(checkpoint: Checkpoint, config: HFConfig, output: str | None) -> bool:
+    """Return whether the embedding is the output matrix too.
+
+    An output matrix that differs from the embedding is kept, even if config.json ties them: many fine-tuned
+    models are saved so.
+    """
+    if output is None:
+        return config.tied or checkpoint.embeds or config.class_name.endswith("Model")
+    return config.tied and _equal(checkpoint, _embedding(checkpoint.tensors, config), output)
+
+
+def _equal(checkpoint: Checkpoint, *names: str) -> bool:
+    """Return whether two tensors hold the same values."""
+    first, second = (Origin(checkpoint.tensors[name]) for name in names)
+    if first.shape != second.shape:
+        return False
+    for pieces in zip(first.pieces(), second.pieces(), strict=True):
+        if not np.array_equal(*pieces):
+            return False
+        checkpoint.release()
+    return True
+
+
 def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
-    """The tensors of the checkpoint that become some of the file, and whether the embedding is the output."""
-    tied, hf = config.tied, config.hf_class
+    """Return the tensors that become part of the file, and whether the embedding is the output too.
+
+    Raises UnsupportedModelError if one of them has a type that hotset does not read, or the output is
+    missing.
+    """
+    hf = config.hf_class
     output = next((name for name in _OUTPUTS if name in checkpoint.tensors), None)
-    if config.architecture == "falcon" and output is not None:
-        # Many say nothing and have a matrix of their own.
-        tied = config.raw.get("tie_word_embeddings") is True
-    if output is None and (checkpoint.embeds or config.class_name.endswith("Model")):
-        tied = True
+    tied = _is_tied(checkpoint, config, output)
     if not tied and output is None and not hf.is_encoder:
         raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")
     extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_nextn, config.n_extra_layers))
     if config.rwkv is not None:
         extra += (f"{hf.layers}.0.attn.v_lora.",)  # the first layer's values are the others'
-    found = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not n.startswith(extra)]
+    every = (*checkpoint.tensors, *checkpoint.unread)
+    found = [n for n in every if not _BUFFERS.fullmatch(n) and not n.startswith(extra)]
     if not config.n_nextn:
         found = [n for n in found if not _NEXTN_MODULE.fullmatch(n)]
     if hf.is_encoder:
@@ -549,6 +575,7 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
         stems = {n: n.rpartition(".")[0] for n in found}
         known = hf.tensors.keys() | {name.removeprefix(prefix) for name in hf.tensors}
         found = [n for n in found if stems[n] in known or not _OTHER_HEADS.fullmatch(n)]
+        checkpoint.check_readable(found)
         unused = [n for n in found if n.endswith(".mlp.experts.bias") and not checkpoint.tensors[n].any()]
         found = [n for n in found if n not in unused]
     if hf.sees:
@@ -557,7 +584,9 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
         unread = {f"{hf.layers}.{i}.ffn.gate.bias" for i in range(config.compressed.n_hashed)}
         found = [n for n in found if hf.full_name(n) not in unread]
     are_keys = tuple(f".{stem}" for stem in (*hf.layer_keys, *HFNgrams.constants))
-    return [n for n in found if not (tied and n == output) and not n.endswith(are_keys)], tied
+    found = [n for n in found if not (tied and n == output) and not n.endswith(are_keys)]
+    checkpoint.check_readable(found)
+    return found, tied
 
 
 def _are_by_input(checkpoint: Checkpoint, places: list[tuple[_Place, str]], config: HFConfig) -> bool:
@@ -578,7 +607,7 @@ def _are_by_input(checkpoint: Checkpoint, places: list[tuple[_Place, str]], conf
 def _used(values: np.ndarray, place: _Place, config: HFConfig, by_input: bool) -> np.ndarray:
     """What the file has of a tensor. by_input: matrices of all experts are stored so."""
     if place.targets == ("position_embd.weight",):
-        return values[config.n_unused_positions :]
+        return values[config.n_unused_positions : len(values) - config.n_cut_positions]
     n, d = config.n_ff_expert, config.n_embd
     of_all = place.expert < 0 and place.targets[0].endswith("_exps.weight")
     if of_all and values.ndim == 2 and values.shape[1] == d and len(values) % n == 0:
@@ -687,11 +716,13 @@ def _of_heads(values: np.ndarray, target: str, name: str, config: HFConfig) -> S
     return Stack(tuple(Origin(head[latent.n_own :]) for head in heads))
 
 
-def _embedding(places: list[tuple[_Place, str]]) -> str:
-    found = [name for place, name in places if place.targets == ("token_embd.weight",)]
-    if not found:
-        raise UnsupportedModelError("the checkpoint lacks its embedding")
-    return found[0]
+def _embedding(names: Iterable[str], config: HFConfig) -> str:
+    """Return the name of the embedding. Raises UnsupportedModelError if the checkpoint has none."""
+    for name in names:
+        stem = checkpoint_name(name, config).removesuffix(".weight")
+        if config.hf_class.tensors.get(stem) == "token_embd":
+            return name
+    raise UnsupportedModelError("the checkpoint lacks its embedding")
 
 
 def _converted_name(target: str, dialect: Dialect) -> str:

@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,38 +42,67 @@ NUMBERS: dict[str, np.dtype] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 OF_EXPERT = re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight")  # that may hold FP4, as DeepSeek V4's
 FP4: dict[str, np.dtype] = DTYPES | {"I8": mxfp4.PAIRS}
 SCALES: dict[str, np.dtype] = DTYPES | {"F8_E8M0": mxfp4.EXPONENTS}
+OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # TensorFlow's
 
 
 class Checkpoint:
     """All tensors of a folder: name → array, outermost dimension first, read-only, in the mapped file.
 
-    embeds: it is one of sentence-transformers, which makes vectors of texts and needs no output matrix.
-    Matrices in FP8 lie under their scales (fp8.Scaled), and experts' in FP4 (mxfp4.Matrix); block: rows and
-    columns of FP8 that share a scale.
-    Raises ModelNotFoundError where files are missing, FormatError for damaged ones, UnsupportedModelError for
-    tensors that are not floats, nor bytes where weights are packed.
+    Matrices in FP8 lie under their scales (fp8.Scaled), and experts' in FP4 (mxfp4.Matrix). A published
+    checkpoint may hold tensors that the model does not need, such as masks and positions, in any type.
+
+    Attributes:
+        tensors: the tensors whose type hotset reads under their name.
+        unread: name → "NAME in FILE is TYPE" of all other tensors; `check_readable` refuses those needed.
+        embeds: whether it is a checkpoint of sentence-transformers, which needs no output matrix.
+
+    Args:
+        folder: holds safetensors or `.bin` files, whole or in shards.
+        block: rows and columns of FP8 that share a scale.
+
+    Raises:
+        ModelNotFoundError: files are missing.
+        FormatError: a file is damaged.
     """
 
     def __init__(self, folder: Path, block: tuple[int, int] = (128, 128)) -> None:
         self.tensors: dict[str, np.ndarray] = {}
+        self.unread: dict[str, str] = {}
         self._maps: list[MappedFile] = []
         self.embeds = (folder / "modules.json").exists()
         for path in _files(folder):
-            tensors, mapped = (map_torch if path.suffix == ".bin" else map_safetensors)(path)
+            unread: dict[str, str] = {}
+            if path.suffix == ".bin":
+                tensors, mapped = map_torch(path)
+                unread = {
+                    name: str(values.dtype)
+                    for name, values in tensors.items()
+                    if values.dtype not in _dtypes_of(name).values()
+                }
+            else:
+                tensors, mapped = map_safetensors(path, unread=unread)
             self._maps.append(mapped)
-            for name, values in tensors.items():
-                packed = values.dtype in _dtypes_of(name).values()
-                ignored = name.endswith((".inv_freq", ".bias", ".masked_bias"))
-                if values.dtype not in DTYPES.values() and not packed and not ignored:
-                    raise UnsupportedModelError(
-                        f"the tensor {name} in {path} is {values.dtype}, which is not supported"
-                    )
+            self.unread |= {name: f"{name} in {path} is {type}" for name, type in unread.items()}
+            for old_name, values in tensors.items():
+                if old_name in unread:
+                    continue
+                name = _current_name(old_name)
                 if name in self.tensors:
-                    raise FormatError(f"the tensor {name} stands twice in {folder}; download it again")
+                    raise FormatError(f"{folder} holds the tensor {name} twice; download it again")
                 self.tensors[name] = values
         scaled = (fp8.CODES, mxfp4.PAIRS, mxfp4.EXPONENTS)
         if any(values.dtype in scaled for values in self.tensors.values()):
+            stems = {name: name.removesuffix(".weight") for name in self.unread}
+            self.check_readable(
+                n for n, stem in stems.items() if any(stem + s in self.tensors for s in fp8.SCALES)
+            )
             self.tensors = fp8.scaled(self.tensors, block)
+
+    def check_readable(self, names: Iterable[str]) -> None:
+        """Raise UnsupportedModelError if one of these tensors has a type that hotset does not read."""
+        for name in names:
+            if name in self.unread:
+                raise UnsupportedModelError(f"the tensor {self.unread[name]}, which is not supported")
 
     def release(self) -> None:
         """Takes what has been read out of the process's memory (the system may keep it)."""
@@ -96,10 +125,29 @@ def _files(folder: Path) -> list[Path]:
     raise ModelNotFoundError(f"{folder} holds none of {', '.join((*INDICES, *SINGLE_FILES))}")
 
 
-def map_safetensors(path: Path, header_bytes: int = SMALL_FILE) -> tuple[dict[str, np.ndarray], MappedFile]:
-    """The tensors of a file where they lie, and the mapping. header_bytes: at most. Errors as of Checkpoint.
+def _current_name(name: str) -> str:
+    """Return the name that transformers gives a tensor today."""
+    for old, new in OLD_NAMES.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def map_safetensors(
+    path: Path, header_bytes: int = SMALL_FILE, unread: dict[str, str] | None = None
+) -> tuple[dict[str, np.ndarray], MappedFile]:
+    """Map a file, and return its tensors as views of the mapping, and the mapping.
 
     Format: u64 header length, JSON header, raw little-endian values.
+
+    Args:
+        header_bytes: the longest header that is read.
+        unread: receives name and type of each tensor whose type hotset does not read under its name. Without
+            it such a tensor raises UnsupportedModelError.
+
+    Raises:
+        ModelNotFoundError: the file does not exist.
+        FormatError: the file is damaged.
     """
     try:
         with open_regular(path) as file:
@@ -119,7 +167,7 @@ def map_safetensors(path: Path, header_bytes: int = SMALL_FILE) -> tuple[dict[st
         raise FormatError(f"{path} has a damaged header; download it again") from None
     if not isinstance(header, dict):
         raise FormatError(f"{path} has a damaged header; download it again")
-    return dict(_tensors(path, header, 8 + length, mapped)), mapped
+    return dict(_tensors(path, header, 8 + length, mapped, unread)), mapped
 
 
 def _dtypes_of(name: str) -> dict[str, np.dtype]:
@@ -138,7 +186,11 @@ def _counts(values: object) -> tuple[int, ...]:
 
 
 def _tensors(
-    path: Path, header: dict[str, object], data_start: int, mapped: MappedFile
+    path: Path,
+    header: dict[str, object],
+    data_start: int,
+    mapped: MappedFile,
+    unread: dict[str, str] | None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, entry in header.items():
         if name == "__metadata__":
@@ -155,12 +207,11 @@ def _tensors(
             raise FormatError(f"{path} describes the tensor {name} wrongly; download it again")
         dtypes = _dtypes_of(name)
         if dtype not in dtypes:
-            raise UnsupportedModelError(f"the tensor {name} in {path} is {dtype}, which is not supported")
+            if unread is None:
+                raise UnsupportedModelError(f"the tensor {name} in {path} is {dtype}, which is not supported")
+            unread[name] = dtype
+            continue
         n = math.prod(shape)
-        if (
-            not data_start <= start <= end <= len(mapped)
-            or end - start != n * dtypes[dtype].itemsize
-            or min(shape, default=1) < 1
-        ):
+        if not data_start <= start <= end <= len(mapped) or end - start != n * dtypes[dtype].itemsize:
             raise FormatError(f"{path} is cut short or damaged at the tensor {name}; download it again")
-        yield name, np.frombuffer(mapped, dtypes[dtype], n, start).reshape(shape)
+        yield name, np.frombuffer(mapped, dtypes[dtype], n, start).reshape(shape) if n else np.empty(0)

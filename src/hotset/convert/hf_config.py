@@ -210,7 +210,7 @@ class HFConfig:
         self.n_ctx = integer(config, "max_position_embeddings")
         if config.get("max_trained_positions") is not None:  # beyond them the rotation is another
             self.n_ctx = min(self.n_ctx, integer(config, "max_trained_positions"))
-        self.n_unused_positions = 0
+        self.n_unused_positions = self.n_cut_positions = 0
         if self.hf_class.padded_positions:
             self.n_unused_positions = 1 + int(number(config, "pad_token_id"))
             self.n_ctx = integer(
@@ -225,6 +225,11 @@ class HFConfig:
             n_rot = self.head_dim
         self.rope = HFRope(config, self.hf_class, self.n_ctx, self.head_dim, n_rot)
         self.activation = self._activation(activation)
+
+    def limit_positions(self, n: int) -> None:
+        """Limit the context to n tokens. Learned positions beyond them are left out of the file."""
+        self.n_cut_positions = max(self.n_ctx - n, 0)
+        self.n_ctx -= self.n_cut_positions
 
     @property
     def tied(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFConfig, read_json
+from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, TokenizerError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.parameters import shown
@@ -30,6 +31,8 @@ _WITHOUT_KEYS = (
     "Transformer",
     "Normalize",
 )  # modules that are the model itself, and what is done to all vectors
+_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""Kinds of models that name the file in which sentence-transformers stores the limit of a text."""
 _RANK = 4
 _RERANKER = "qwen3-reranker"
 _ANSWERS = ("yes", "no")  # tokens whose logits are the scores
@@ -75,6 +78,18 @@ def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[st
     if config.class_name.endswith("ForSequenceClassification"):
         keys["classifier.output_labels"] = _labels(config.raw)
     return keys, tensors
+
+
+def longest_text(src: Path) -> int | None:
+    """Return the tokens of a text that a checkpoint of sentence-transformers reads, if it has a limit.
+
+    sentence-transformers cuts longer texts. The limit is often below the model's own number of positions.
+    """
+    paths = (src / f"sentence_{kind}_config.json" for kind in _TRANSFORMERS)
+    for path in paths:
+        if path.exists() and (limits := read_json(path)).get("max_seq_length") is not None:
+            return integer(limits, "max_seq_length")
+    return None
 
 
 def use_of(config: HFConfig, keys: Mapping[str, Any]) -> Literal["run", "embed", "rerank"]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from hotset.convert.checkpoints.classes import HFClass
 from hotset.convert.hf_layers import DELTA_TYPES, checked_types
-from hotset.convert.hf_values import integer, number
+from hotset.convert.hf_values import integer, number, positive
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.architectures import ARCHITECTURES
-from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS
+from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS, MIXER_EPSILON
 from hotset.model.mixers import ChannelMixer, DeltaMixer, StateSpaceMixer
 
 _LARGEST_MULTIPLIER = 1e6  # several are multiplied, and weights with them
@@ -143,8 +143,9 @@ def channel_keys(raw: dict[str, Any], channels: ChannelMixer, n_layer: int, n_he
         "ssm.time_step_rank": channels.rank,
     }
     if n_head_kv == 0:
-        falcon = raw["architectures"] == ["FalconMambaForCausalLM"]
-        return keys | {"ssm.dt_b_c_rms": falcon}
+        if raw["architectures"] != ["FalconMambaForCausalLM"]:
+            return keys | {"ssm.dt_b_c_rms": False}
+        return keys | {"ssm.dt_b_c_rms": True, MIXER_EPSILON: positive(raw, "mixer_rms_eps")}
     period = integer(raw, "attn_layer_period", high=1 << 12)
     offset = number(raw, "attn_layer_offset")
     kv = [n_head_kv if i % period == offset else 0 for i in range(n_layer)]

@@ -42,7 +42,8 @@ class ExpertDefaults:
     no key says which. beside: they stand beside the layer's own FFN, which is what all tokens share: each of
     both has norms of its own before and behind it, the router reads the stream through a norm without
     weights and a scale of each channel, and each expert has a scale (Gemma 4). optional: dense models are
-    published under the same name.
+    published under the same name. group_best: the number of best scores whose sum ranks a group of experts;
+    None: 1 for softmax scores (DeepSeek V2), 2 for others (V3).
     """
 
     scoring: Scoring = "softmax"
@@ -52,6 +53,7 @@ class ExpertDefaults:
     where_routed: bool = False
     beside: bool = False
     optional: bool = False
+    group_best: int | None = None
 
 
 @dataclass(frozen=True)
@@ -359,7 +361,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         compared_with="transformers' DeepseekV2, with an FFN without a gate",
     ),
     "mistral4": Architecture(
-        latent_eps=1e-6, tempered="attention.temperature_length", experts=ExpertDefaults(optional=True)
+        latent_eps=1e-6, tempered="attention.temperature_length",
+        experts=ExpertDefaults(optional=True, group_best=2),
     ),
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),

@@ -112,8 +112,7 @@ def experts_of(
         ),
         defaults.gated_share,
         defaults.early,
-        # DeepSeek V2's groups and V3's; llama.cpp takes two for both.
-        1 if scoring == "softmax" and n_groups_used < n_groups else 2,
+        defaults.group_best or (1 if scoring == "softmax" and n_groups_used < n_groups else 2),
         keys.integer("moe_latent_size", 0, 1 << 20, 0),
         defaults.beside,
     )

@@ -5,6 +5,8 @@ Keys of our own, beside the standard ones (gguf's `docs/gguf.md`):
 - `<arch>.activation_sparsity_scale` (llama.cpp's, f32 array): of each layer the multiplier of a Gaussian
   top-k before the activation; -inf: it has none.
 - `<arch>.hidden_activation` (standard, string): silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu.
+- `<arch>.ssm.norm_rms_epsilon` (f32): epsilon of the norms of dt, B and C in Falcon Mamba; without the key
+  it is `attention.layer_norm_rms_epsilon`.
 - `powerinfer.sparse_threshold` (f32, PowerInfer's): a neuron whose predicted score is below it is skipped.
 - `hotset.predictor_masks` (bool): the mask of the file's predictors is part of the model (TurboSparse): in
   every mode a neuron whose score is below the threshold is zero.
@@ -29,6 +31,7 @@ UP_ACTIVATION_KEY = "hotset.up_activation"
 FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
 SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+MIXER_EPSILON = "ssm.norm_rms_epsilon"
 TOP_K_KEY, MAX_MULTIPLIER, MAX_STREAMS = "activation_sparsity_scale", 100.0, 16
 MAX_NGRAM, MAX_NGRAM_HEADS = 16, 1024  # kMaxNgram and kMaxNgramHeads of csrc/ops/ngrams.cpp
 PREDICTOR_MASKS_KEY = "hotset.predictor_masks"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hotset.errors import UnsupportedModelError
 from hotset.model.architectures import Architecture
-from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS, Keys
+from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS, MIXER_EPSILON, Keys
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -74,15 +74,19 @@ class StateSpaceMixer:
 
 @dataclass(frozen=True)
 class ChannelMixer:
-    """The state space of Mamba in place of attention: see operations.ChannelScan. kernel: of the convolution
-    before it; inner: its channels; dim_k: numbers of B and C; rank: of what dt is made of. norms: of dt, B
-    and C, with weights or without; None: there are none."""
+    """The state space of Mamba in place of attention: see operations.ChannelScan.
+
+    kernel: width of the convolution before it. inner: its channels. dim_k: numbers of B and C. rank: width of
+    the vector that dt is computed from. norms: whether dt, B and C pass norms, with weights or without.
+    plain_eps: epsilon of norms without weights; None: the model's.
+    """
 
     kernel: int
     inner: int
     dim_k: int
     rank: int
     norms: Literal["weights", "plain"] | None
+    plain_eps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ def _channel_mixer(gguf: GGUFFile, keys: Keys, layer: int) -> ChannelMixer:
         keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
         keys.integer("ssm.time_step_rank", 1, 1 << 16),
         "weights" if weights else "plain" if plain else None,
+        None if keys.get(MIXER_EPSILON) is None else keys.real(MIXER_EPSILON, 0.0, 1.0),
     )
 
 

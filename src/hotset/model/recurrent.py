@@ -163,7 +163,8 @@ def channel_space(model: GraphBuilder, blk: str, mixer: ChannelMixer, h: Value) 
 def _small_norm(model: GraphBuilder, x: Value, name: str, mixer: ChannelMixer) -> Value:
     if mixer.norms == "weights":
         return model.norm(x, name)
-    return model.add(UnitNorm(model.value(name, x.width), x, model.config.norm_eps, 1, **model.where))
+    eps = model.config.norm_eps if mixer.plain_eps is None else mixer.plain_eps
+    return model.add(UnitNorm(model.value(name, x.width), x, eps, 1, **model.where))
 
 
 class TimeMix:

@@ -254,7 +254,9 @@ CLASSES: dict[str, HFClass] = {
         state_space=("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
     ),
     "MambaForCausalLM": HFClass("mamba", **_MAMBA),
-    "FalconMambaForCausalLM": HFClass("mamba", **_MAMBA),
+    "FalconMambaForCausalLM": HFClass(
+        "mamba", **_MAMBA | {"defaults": _MAMBA["defaults"] | {"mixer_rms_eps": 1e-6}}
+    ),
     "JambaForCausalLM": HFClass(
         "jamba",
         tensors=LLAMA_TENSORS | {"model.final_layernorm": "output_norm"},
