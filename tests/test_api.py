@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 from byte_models import BOS, EOS, PRINTABLE, TEMPLATE, write_model
 from tiny_gguf import write_llama
+from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 
 import hotset
 from hotset.backends.base import PAGE_SIZE
@@ -253,6 +257,55 @@ def test_chat(model: hotset.Model):
     assert following[: len(tokens)] == tokens
 
 
+def test_chat_calls_functions(tmp_path: Path):
+    path = write_model(tmp_path / "calls.gguf", **{"tokenizer.chat_template": THINKS})
+    question: list[Any] = [{"role": "user", "content": "weather?"}]
+    sampled: dict[str, Any] = {"tools": [WEATHER, CLOCK], "temperature": 0}
+    with hotset.load(path, backend="reference", n_ctx=2048) as model:
+        written(model, f"hm</think>I look.\n{CALL}\n" + CALL.replace("Rome", "Oslo"))
+        message = model.chat(question, **sampled)
+        assert (message.reasoning, message.content) == ("hm", "I look.")
+        assert [call.name for call in message.tool_calls] == ["get_weather"] * 2
+        assert [json.loads(call.arguments)["city"] for call in message.tool_calls] == ["Rome", "Oslo"]
+        assert message.as_dict()["tool_calls"][0]["function"]["name"] == "get_weather"
+        assert message.completion.text.startswith("hm</think>I look.")
+
+        chunks = list(model.chat(question, stream=True, **sampled))
+        assert "".join(chunk.text for chunk in chunks) == "I look."
+        assert "".join(chunk.reasoning for chunk in chunks) == "hm"
+        assert [call.arguments for chunk in chunks for call in chunk.tool_calls] == [
+            call.arguments for call in message.tool_calls
+        ]
+
+        first = model.chat(question, parallel_tool_calls=False, **sampled)
+        assert [call.arguments for call in first.tool_calls] == [message.tool_calls[0].arguments]
+        assert first.completion.finish_reason == "stop"
+        assert not model.chat(question, tool_choice="none", **sampled).tool_calls
+
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+        assert b"get_weather" in bytes(model.encode_chat([*question, message, result])[1:])
+
+
+def test_a_required_call_follows_a_grammar(tmp_path: Path):
+    path = write_model(tmp_path / "calls.gguf", **{"tokenizer.chat_template": HERMES})
+    question: list[Any] = [{"role": "user", "content": "weather?"}]
+    with hotset.load(path, backend="reference", n_ctx=2048) as model:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            message = model.chat(
+                question, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, seed=1
+            )
+            assert json.loads(message.tool_calls[0].arguments)["city"] in ("Rome", "Oslo")
+        for wrong, match in (
+            ("other", "must be"),
+            ({"name": "other"}, "'other', which is not among"),
+            (3, "must be"),
+        ):
+            with pytest.raises(hotset.InvalidRequestError, match=match):
+                model.chat(question, tools=[WEATHER], tool_choice=wrong)  # type: ignore[arg-type]
+        with pytest.raises(hotset.InvalidRequestError, match="tool 0 has no function with a name"):
+            model.chat(question, tools=["clock"])  # type: ignore[list-item]
+
+
 def test_a_template_without_bos_gets_one(tmp_path: Path):
     template = TEMPLATE.replace("{{ bos_token }}", "")
     path = write_model(tmp_path / "plain.gguf", **{"tokenizer.chat_template": template})
@@ -343,11 +396,42 @@ def test_taps_say_what_they_cannot_give(model: hotset.Model):
         model.taps([1] * 257, ["blk.0.out"])
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temp", "temperature"),
+        ("temprature", "temperature"),
+        ("max_new_tokens", "max_tokens"),
+        ("n_predict", "max_tokens"),
+        ("repeat_penalty", "repetition_penalty"),
+    ],
+)
+def test_an_unknown_parameter_suggests_the_one_that_was_meant(model: hotset.Model, name: str, meant: str):
+    with pytest.raises(hotset.InvalidRequestError, match=rf"'{name}'; did you mean {meant}\b"):
+        model.generate("x", **{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_many", "stream", "chat"])
+def test_the_signature_lists_the_sampling_parameters(method: str):
+    for owner in (hotset.Model, hotset.AsyncModel):
+        parameters = inspect.signature(getattr(owner, method)).parameters
+        assert parameters.keys() > {one.name for one in fields(hotset.SamplingParams)}
+        assert parameters["temperature"].default == hotset.SamplingParams().temperature
+        assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def test_logprobs_have_text(model: hotset.Model):
+    answer = model.generate("hello", seed=1, max_tokens=4, logprobs=3)
+    for token, one in zip(answer.tokens, answer.logprobs, strict=True):
+        assert one.text == model.tokenizer.decode([token])
+        assert one.top_texts == tuple(model.tokenizer.decode([top]) for top, _ in one.top)
+
+
 def test_parameters_are_checked_at_the_call(model: hotset.Model):
     with pytest.raises(
-        hotset.InvalidRequestError, match="no parameter 'temprature'; the parameters are temp"
+        hotset.InvalidRequestError, match=r"unknown parameter 'nothing'; the parameters are temp"
     ):
-        model.stream("x", temprature=1)
+        model.stream("x", nothing=1)
     with pytest.raises(hotset.InvalidRequestError, match="top_p must be between"):
         model.stream("x", top_p=2)
     with pytest.raises(hotset.ContextLengthError, match="the prompt has 256 tokens"):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_server import MESSAGES, write_model
+from tool_models import CALL, HERMES, WEATHER, written
 from waiting import until
 
 import hotset
@@ -57,6 +58,51 @@ def test_each_method_gives_what_the_model_gives(model: hotset.Model):
     run(model, work)
 
 
+def test_it_loads_a_model_as_load_does(tmp_path: Path):
+    path = write_model(tmp_path / "tiny.gguf")
+
+    async def work() -> None:
+        async with await AsyncModel.load(path, backend="cpu", n_threads=1, n_ctx=64) as loaded:
+            assert loaded.model.n_ctx == 64
+            assert (
+                await loaded.generate("hello", max_tokens=2, seed=1, ignore_eos=True)
+            ).finish_reason == "length"
+        with pytest.raises(hotset.ModelNotFoundError):
+            await AsyncModel.load(tmp_path / "missing.gguf")
+
+    asyncio.run(work())
+
+
+def test_scores_are_those_of_the_model(model: hotset.Model):
+    async def work(many: AsyncModel) -> None:
+        assert await many.encode("hello") == model.encode("hello")
+        assert await many.encode_chat(MESSAGES) == model.encode_chat(MESSAGES)
+        assert (await many.logits("hello") == model.logits("hello")).all()
+        assert (await many.perplexity("hello " * 20, n_ctx=32)).ppl == model.perplexity(
+            "hello " * 20, n_ctx=32
+        ).ppl
+        for found, expected in zip(await many.embed_tokens(["a"]), model.embed_tokens(["a"]), strict=True):
+            assert (found == expected).all()
+
+    run(model, work)
+
+
+def test_calls_of_functions_are_those_of_the_model(tmp_path: Path):
+    path = write_model(tmp_path / "calls.gguf", **{"tokenizer.chat_template": HERMES})
+
+    async def work() -> None:
+        async with await AsyncModel.load(path, backend="cpu", n_threads=1, n_ctx=2048) as loaded:
+            written(loaded.model, CALL)
+            message = await loaded.chat(MESSAGES, tools=[WEATHER], temperature=0)
+            assert [call.name for call in message.tool_calls] == ["get_weather"]
+            streamed = [chunk async for chunk in loaded.stream_chat(MESSAGES, tools=[WEATHER], temperature=0)]
+            assert [call.arguments for chunk in streamed for call in chunk.tool_calls] == [
+                message.tool_calls[0].arguments
+            ]
+
+    asyncio.run(work())
+
+
 def test_a_stop_string_ends_an_answer(model: hotset.Model):
     text = model.generate("hello", **SAMPLED).text
     stop = text[4:6]
@@ -93,7 +139,7 @@ def test_what_nobody_waits_for_is_cancelled(model: hotset.Model):
 
 def test_errors_are_those_of_the_model(model: hotset.Model):
     async def work(many: AsyncModel) -> None:
-        with pytest.raises(hotset.InvalidRequestError, match="there is no parameter 'tempature'"):
+        with pytest.raises(hotset.InvalidRequestError, match="unknown parameter 'tempature'"):
             await many.generate("a", tempature=1)  # type: ignore[call-arg]
         with pytest.raises(hotset.ContextLengthError):
             await many.generate("a" * 9999)
@@ -105,12 +151,10 @@ def test_errors_are_those_of_the_model(model: hotset.Model):
 
 def test_it_closes_the_model_with_what_runs(tmp_path: Path):
     async def work() -> None:
-        loaded = await asyncio.to_thread(
-            hotset.load, write_model(tmp_path / "tiny.gguf"), backend="cpu", n_threads=1
-        )
-        async with AsyncModel(loaded) as many:
+        path = write_model(tmp_path / "tiny.gguf")
+        async with await AsyncModel.load(path, backend="cpu", n_threads=1) as many:
             task = asyncio.create_task(many.generate("hello", temperature=0, ignore_eos=True))
-            while not loaded.engine.has_work:
+            while not many.model.engine.has_work:
                 await asyncio.sleep(0)
         assert (await task).finish_reason == "cancelled"
         with pytest.raises(hotset.InvalidRequestError, match="has been closed"):

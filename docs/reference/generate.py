@@ -351,8 +351,18 @@ def members(value: type) -> Iterator[tuple[str, str, Any]]:
             yield "method", name, getattr(value, name)
 
 
+def without_sampling(given: inspect.Signature) -> inspect.Signature:
+    """Replace the fields of SamplingParams, which have an entry of their own, by one line."""
+    fields = inspect.signature(hotset.SamplingParams).parameters.keys()
+    if not fields <= given.parameters.keys():
+        return given
+    own = [one for name, one in given.parameters.items() if name not in fields]
+    rest = inspect.Parameter("sampling", inspect.Parameter.VAR_KEYWORD, annotation="SamplingParams")
+    return given.replace(parameters=[*own, rest])
+
+
 def signature(name: str, value: Any, without: Iterable[str] = ()) -> str:
-    found = inspect.signature(value)
+    found = without_sampling(inspect.signature(value))
     shown, seen_star = [], False
     for one in found.parameters.values():
         if one.name in without:

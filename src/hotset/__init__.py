@@ -13,8 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hotset.api import Model, compare, compare_chunks, load, plan
+    from hotset.api import Model, load, plan
     from hotset.async_model import AsyncModel
+    from hotset.comparison import compare, compare_chunks
     from hotset.engine.perplexity import Divergence, PerplexityResult
     from hotset.engine.reranking import RankedDocument
     from hotset.engine.sampler import SamplingParams, TokenLogprobs
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "hotset.api": ("Model", "compare", "compare_chunks", "load", "plan"),
+    "hotset.api": ("Model", "load", "plan"),
     "hotset.async_model": ("AsyncModel",),
+    "hotset.comparison": ("compare", "compare_chunks"),
     "hotset.engine.perplexity": ("Divergence", "PerplexityResult"),
     "hotset.engine.reranking": ("RankedDocument",),
     "hotset.engine.sampler": ("SamplingParams", "TokenLogprobs"),

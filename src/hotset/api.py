@@ -5,7 +5,7 @@ Several threads may use one Model: the engine is driven by a thread of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import numpy as np
 
 from hotset.backends.base import AdapterScales, Backend, StepStats
-from hotset.engine import perplexity as engine_perplexity
+from hotset.comparison import compare_chunks
 from hotset.engine import taps as engine_taps
-from hotset.engine.driver import EngineThread, in_turns
+from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import PerplexityResult
-from hotset.engine.sampler import Sampling, SamplingParams
+from hotset.engine.sampler import Sampling, SamplingParams, takes_sampling
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.generation import (
     ChatMessage,
+    ChatOptions,
     Chunk,
     Completion,
     Generation,
@@ -38,9 +39,11 @@ from hotset.loader.decide import Decided, Opened
 from hotset.loader.prompt_cache import open_prompt_cache
 from hotset.loader.reserved import reserved_for
 from hotset.loader.speculate import open_speculator
-from hotset.parameters import shown, whole_number
+from hotset.outputs import Reading, ToolUse, output_of
+from hotset.parameters import whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
+from hotset.text.messages import BY_LAST_ROLE
 
 if TYPE_CHECKING:
     from hotset.engine.embedding import Embedder, TextVectors
@@ -166,7 +169,7 @@ class Model:
     def encode_chat(
         self,
         messages: Messages,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
@@ -192,16 +195,19 @@ class Model:
 
     # ---- generation ----
 
+    @takes_sampling
     def generate(
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> Completion:
         """The answer to a prompt: text (special tokens in it are plain text), or token ids taken as they are.
 
         reuse_prefix: False computes the prompt even where its beginning is in the cache.
+        The other keywords are the fields of SamplingParams, which `help(hotset.SamplingParams)` explains.
         Raises InvalidRequestError for a bad parameter, ContextLengthError for a prompt that does not fit.
         """
         return self.generate_many([prompt], reuse_prefix=reuse_prefix, **params)[0]
 
+    @takes_sampling
     def generate_many(
         self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> list[Completion]:
@@ -213,6 +219,7 @@ class Model:
                 running.enter_context(generation)
             return [generation.finish() for generation in generations]
 
+    @takes_sampling
     def stream(
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> Iterator[Chunk]:
@@ -225,32 +232,55 @@ class Model:
 
     @overload
     def chat(
-        self, messages: Messages, *, stream: Literal[False] = ..., **params: Unpack[Sampling]
+        self, messages: Messages, *, stream: Literal[False] = ..., **options: Unpack[ChatOptions]
     ) -> ChatMessage: ...
 
     @overload
     def chat(
-        self, messages: Messages, *, stream: Literal[True], **params: Unpack[Sampling]
+        self, messages: Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]
     ) -> Iterator[Chunk]: ...
 
+    @takes_sampling
     def chat(
         self,
         messages: Messages,
         *,
         stream: bool = False,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        variables: Mapping[str, Any] | None = None,
         **params: Unpack[Sampling],
     ) -> ChatMessage | Iterator[Chunk]:
-        """The next message of a conversation, or the rest of a last one that is the assistant's.
+        """Return the next message of a conversation; a last message of the assistant is continued.
 
         messages: as OpenAI's clients write them, [{"role": "user", "content": "Hello"}, ...].
-        stream: chunks instead of the whole message. tools: handed to the chat template.
+        stream: chunks instead of the whole message. tools: functions that the model may call, in OpenAI's
+        shape; its calls are the message's `tool_calls`. tool_choice: "auto", "none", "required", or one
+        function, {"name": ...}. parallel_tool_calls: False ends an answer with its first call.
+        variables: for the chat template, such as enable_thinking. Sampling: as of `generate`.
         """
-        tokens = self.encode_chat(messages, tools)
+        use = ToolUse(tools or (), tool_choice, parallel_tool_calls)
+        generation = self.prepare_chat(messages, use, variables, **params)
         if stream:
-            return self.stream(tokens, **params)
-        completion = self.generate(tokens, **params)
-        return ChatMessage(completion.text, completion)
+            return self._stream(generation)
+        with self._explained(), generation:
+            generation.finish()
+        return generation.message
+
+    def prepare_chat(
+        self,
+        messages: Messages,
+        use: ToolUse,
+        variables: Mapping[str, Any] | None = None,
+        **params: Unpack[Sampling],
+    ) -> Generation:
+        """Return an answer to a conversation that has not begun. Raises as `encode_chat` and `prepare` do."""
+        checked = checked_messages(messages)
+        sampling = sampling_params(params, self.decided.sampling)
+        output = output_of(self.output_form, sampling, checked, BY_LAST_ROLE, use)
+        tokens = self.encode_chat(checked, output.tools, variables=variables)
+        return self.prepare(tokens, output.params, reading=output.reading(self.tokenizer, tokens))
 
     def prepare(
         self,
@@ -258,27 +288,25 @@ class Model:
         params: SamplingParams,
         reuse_prefix: bool = True,
         *,
-        shown: Collection[int] = (),
-        around: str | None = None,
+        reading: Reading = Reading(),  # noqa: B008
         owner: Owner | None = None,
         adapters: AdapterScales | None = None,
     ) -> Generation:
         """An answer that has not begun: for a caller that gives its sequence to the thread and takes the
         events.
 
-        shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
-        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py).
-        adapters: of `adapters.resolve`; None: those that answers have by default.
+        reading: how its text is read (outputs.py). owner: for whom it runs (engine/sequence.py). adapters: of
+        `adapters.resolve`; None: those that answers have by default.
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
         self._check_open()
         sequence = self.engine.prepare(
             tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
-            constraint=self.grammars.constraint(*params.form, around) if params.form else None,
+            constraint=self.grammars.constraint(*params.form, reading.around) if params.form else None,
             breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, adapters=adapters,
         )  # fmt: skip
-        return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
+        return Generation(self.thread, sequence, params, self.tokenizer, self.summary, reading)
 
     def _stream(self, generation: Generation) -> Iterator[Chunk]:
         with self._explained(), generation:
@@ -466,34 +494,3 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<hotset.Model {self.gguf.path.name}, {self.backend.name}, n_ctx {self.n_ctx}>"
-
-
-def compare(
-    models: Sequence[Model], text: str, *, n_ctx: int = 512, chunks: int | None = None
-) -> tuple[PerplexityResult, ...]:
-    """Perplexity of several models side by side, and how far each is from the first (`divergence`).
-
-    The models are loaded by the caller, one file in several modes or several files, and must share their
-    tokens; the first one's tokenizer encodes the text. Raises InvalidRequestError for different vocabularies.
-    """
-    *_, results = compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks)
-    return results
-
-
-def compare_chunks(
-    models: Sequence[Model], text: str, *, n_ctx: int = 512, chunks: int | None = None
-) -> Iterator[tuple[PerplexityResult, ...]]:
-    """As `compare`, yielding the running results after each chunk."""
-    if not models:
-        raise InvalidRequestError("there is no model to compare; give at least one")
-    engine_perplexity.check_same_tokens([model.gguf for model in models])
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"perplexity is measured over a text, not {shown(text)}")
-    results = engine_perplexity.compare_chunks(
-        [model.engine for model in models],
-        models[0].tokenizer.encode(text, add_special=True),
-        n_ctx=n_ctx, chunks=chunks, bos_id=models[0].tokenizer.text_bos_id,
-        n_neurons=[sum(model.config.n_ff) for model in models],
-        progress=models[0].decided.settings.progress,
-    )  # fmt: skip
-    yield from in_turns({model.thread for model in models}, results)

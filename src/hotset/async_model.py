@@ -7,118 +7,151 @@ whose events come to the loop as they are made; a task that is cancelled cancels
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
+from hotset.api import Model, load
+from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.reranking import RankedDocument
-from hotset.engine.sampler import Sampling, SamplingParams
+from hotset.engine.sampler import Sampling, takes_sampling
 from hotset.engine.sequence import Event
 from hotset.generation import ChatMessage, Chunk, Completion, Generation, Messages, Prompt, sampling_params
-from hotset.loader.decide import Decided
+from hotset.outputs import ToolUse
+from hotset.settings import LoadSettings, ModelPath, taking
 
-Tools = list[dict[str, Any]] | None
+_Prepare = Callable[[], Generation]
 
 
-class LoadedModel(Protocol):
-    """What is used of a hotset.Model."""
+@taking(LoadSettings)
+async def _load(model: ModelPath, settings: LoadSettings) -> AsyncModel:
+    """Load a model as `hotset.load` does, in a thread. A cancelled task leaves no model behind."""
+    loading = asyncio.create_task(asyncio.to_thread(load, model, settings))
+    try:
+        return AsyncModel(await asyncio.shield(loading))
+    except asyncio.CancelledError:
+        loading.add_done_callback(_close)
+        raise
 
-    decided: Decided
 
-    def encode(self, prompt: Prompt) -> list[int]: ...
-
-    def encode_chat(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]: ...
-
-    def prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool = ...) -> Generation: ...
-
-    def embed(
-        self, texts: Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
-    ) -> np.ndarray: ...
-
-    def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None
-    ) -> list[RankedDocument]: ...
-
-    def close(self) -> None: ...
+def _close(loading: asyncio.Task[Model]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.get_loop().run_in_executor(None, loading.result().close)
 
 
 class AsyncModel:
     """The methods of a Model as coroutines. Use it with `async with`, or call `close`: the model is closed.
 
-    model: of `hotset.load`, which takes a while: `AsyncModel(await asyncio.to_thread(hotset.load, "name"))`.
-    Answers that run at the same time are computed side by side, as many as the model's max_sequences; each is
+    `await AsyncModel.load("name")` has the parameters of `hotset.load`. model: a loaded Model; it is kept as
+    `model`, with its attributes and further methods.
+    Answers that run at the same time are computed together, as many as the model's max_sequences; each is
     the same as from the Model. Errors are the Model's.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    load = staticmethod(_load)
+
+    def __init__(self, model: Model) -> None:
         self.model = model
 
+    @takes_sampling
     async def generate(
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> Completion:
-        """As Model.generate."""
-        checked = sampling_params(params, self.model.decided.sampling)
-        return await self._finished(prompt, checked, reuse_prefix)
+        """Do as Model.generate."""
+        return (await self._finished(self._prompted(prompt, reuse_prefix, params)))[0]
 
+    @takes_sampling
     async def generate_many(
         self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> list[Completion]:
-        """As Model.generate_many; where one fails the others are cancelled."""
-        checked = sampling_params(params, self.model.decided.sampling)
+        """Do as Model.generate_many; if one fails the others are cancelled."""
+        prepared = [self._prompted(one, reuse_prefix, params) for one in prompts]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._finished(one, checked, reuse_prefix)) for one in prompts]
-        return [task.result() for task in tasks]
+            tasks = [group.create_task(self._finished(one)) for one in prepared]
+        return [task.result()[0] for task in tasks]
 
+    @takes_sampling
     async def stream(
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> AsyncGenerator[Chunk, None]:
-        """As Model.stream. Leaving the loop early cancels the rest when the generator is closed, which
+        """Do as Model.stream. Leaving the loop early cancels the rest when the generator is closed, which
         `contextlib.aclosing` does at once."""
-        checked = sampling_params(params, self.model.decided.sampling)
-        async with aclosing(self._chunks(prompt, checked, reuse_prefix)) as chunks:
+        async with aclosing(self._chunks(self._prompted(prompt, reuse_prefix, params))) as chunks:
             async for chunk, _ in chunks:
                 yield chunk
 
+    @takes_sampling
     async def chat(
         self,
         messages: Messages,
         *,
-        tools: Tools = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        variables: Mapping[str, Any] | None = None,
         **params: Unpack[Sampling],
     ) -> ChatMessage:
-        """As Model.chat."""
-        tokens = await asyncio.to_thread(self.model.encode_chat, messages, tools)
-        completion = await self.generate(tokens, **params)
-        return ChatMessage(completion.text, completion)
+        """Do as Model.chat."""
+        use = ToolUse(tools or (), tool_choice, parallel_tool_calls)
+        prepared = partial(self.model.prepare_chat, messages, use, variables, **params)
+        return (await self._finished(prepared))[1]
 
+    @takes_sampling
     async def stream_chat(
         self,
         messages: Messages,
         *,
-        tools: Tools = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        variables: Mapping[str, Any] | None = None,
         **params: Unpack[Sampling],
     ) -> AsyncGenerator[Chunk, None]:
-        """As Model.chat with stream=True."""
-        tokens = await asyncio.to_thread(self.model.encode_chat, messages, tools)
-        async with aclosing(self.stream(tokens, **params)) as chunks:
-            async for chunk in chunks:
+        """Do as Model.chat with stream=True."""
+        use = ToolUse(tools or (), tool_choice, parallel_tool_calls)
+        prepared = partial(self.model.prepare_chat, messages, use, variables, **params)
+        async with aclosing(self._chunks(prepared)) as chunks:
+            async for chunk, _ in chunks:
                 yield chunk
+
+    async def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
+        """Do as Model.encode."""
+        return await asyncio.to_thread(self.model.encode, prompt, parse_special=parse_special)
+
+    async def encode_chat(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **how: Any
+    ) -> list[int]:
+        """Do as Model.encode_chat."""
+        return await asyncio.to_thread(self.model.encode_chat, messages, tools, **how)
+
+    async def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
+        """Do as Model.logits: float32 [n_tokens, n_vocab]."""
+        return await asyncio.to_thread(self.model.logits, tokens, reuse_prefix=reuse_prefix)
+
+    async def perplexity(self, text: str, *, n_ctx: int = 512, chunks: int | None = None) -> PerplexityResult:
+        """Do as Model.perplexity."""
+        return await asyncio.to_thread(self.model.perplexity, text, n_ctx=n_ctx, chunks=chunks)
 
     async def embed(
         self, texts: Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
     ) -> np.ndarray:
-        """As Model.embed: float32 [n_texts, width]."""
+        """Do as Model.embed: float32 [n_texts, width]."""
         return await asyncio.to_thread(self.model.embed, texts, pooling=pooling, dimensions=dimensions)
+
+    async def embed_tokens(
+        self, texts: Sequence[Prompt], *, dimensions: int | None = None
+    ) -> list[np.ndarray]:
+        """Do as Model.embed_tokens: float32 [n_tokens, width] of each text."""
+        return await asyncio.to_thread(self.model.embed_tokens, texts, dimensions=dimensions)
 
     async def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None
     ) -> list[RankedDocument]:
-        """As Model.rerank."""
+        """Do as Model.rerank."""
         return await asyncio.to_thread(self.model.rerank, query, documents, top_n=top_n)
 
     async def close(self) -> None:
@@ -133,28 +166,27 @@ class AsyncModel:
     ) -> None:
         await self.close()
 
-    async def _finished(self, prompt: Prompt, params: SamplingParams, reuse_prefix: bool) -> Completion:
-        async with aclosing(self._chunks(prompt, params, reuse_prefix)) as chunks:
-            async for _, completion in chunks:
-                if completion is not None:
-                    return completion
+    def _prompted(self, prompt: Prompt, reuse_prefix: bool, params: Mapping[str, Any]) -> _Prepare:
+        """Return what prepares the answer to a prompt. Raises InvalidRequestError for bad parameters."""
+        checked = sampling_params(params, self.model.decided.sampling)
+        return lambda: self.model.prepare(self.model.encode(prompt), checked, reuse_prefix)
+
+    async def _finished(self, prepare: _Prepare) -> tuple[Completion, ChatMessage]:
+        async with aclosing(self._chunks(prepare)) as chunks:
+            async for _, generation in chunks:
+                if generation.completion is not None:
+                    return generation.completion, generation.message
         raise AssertionError("an answer has an end")
 
-    async def _chunks(
-        self, prompt: Prompt, params: SamplingParams, reuse_prefix: bool
-    ) -> AsyncGenerator[tuple[Chunk, Completion | None], None]:
-        """The pieces of an answer, and with the last the whole of it."""
-
-        def prepared() -> Generation:
-            return self.model.prepare(self.model.encode(prompt), params, reuse_prefix)
-
-        generation = await asyncio.to_thread(prepared)
+    async def _chunks(self, prepare: _Prepare) -> AsyncGenerator[tuple[Chunk, Generation], None]:
+        """Yield the pieces of an answer, each with the generation that it is of."""
+        generation = await asyncio.to_thread(prepare)
         mailbox = _Mailbox(asyncio.get_running_loop())
         try:
             generation.thread.submit(generation.sequence, mailbox)
             while generation.completion is None:
                 chunk = generation.take(await mailbox.events.get())
-                yield chunk, generation.completion
+                yield chunk, generation
         finally:
             generation.cancel_soon()  # (of one that has ended nothing is left to cancel)
 

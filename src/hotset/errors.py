@@ -48,7 +48,14 @@ class DeviceError(HotsetError):
 
 
 class InvalidRequestError(HotsetError, ValueError):
-    """A parameter out of its range (temperature, top_p, number of threads, ...)."""
+    """A parameter out of its range (temperature, top_p, number of threads, ...).
+
+    param: the name of the parameter, if one is to blame and a program may want to know which.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class QueueFullError(HotsetError):

@@ -5,23 +5,26 @@ Text and token ids meet here: the engine knows ids only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from html import escape
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
-from hotset.engine.sampler import SamplingParams, TokenLogprobs
+from hotset.engine.sampler import Sampling, SamplingParams, TokenLogprobs
 from hotset.engine.sequence import Event, FinishReason
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.engine.stop import StopMatcher
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, did_you_mean
 from hotset.escaping import clause
+from hotset.outputs import Reading
 from hotset.parameters import data_frame, shown
 from hotset.text.messages import checked_calls
+from hotset.text.parts import CallStart, Gathered, Part, Reasoning, Text, ToolCall
 
 if TYPE_CHECKING:
     from hotset.sparsity.stats import StatsSummary
@@ -63,9 +66,10 @@ class _Counted:
 class Chunk:
     """A piece of an answer while it is generated.
 
-    text may be empty: half a character, or what could still become a stop string, is held back.
-    tokens: the ids generated since the last chunk. logprobs: one per token, where they were asked for.
-    finish_reason: set in the last chunk, see Completion.
+    text may be empty: half a character, or the possible beginning of a stop string or call, is held back.
+    tokens: the ids generated since the last chunk. logprobs: one per token, if they were requested.
+    finish_reason: set in the last chunk, see Completion. parts: of `chat`, the piece as text, reasoning and
+    calls of functions, in order. tool_calls: of `chat`, the calls that are complete with this chunk.
     """
 
     text: str
@@ -73,7 +77,14 @@ class Chunk:
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
     timings: Timings
+    parts: list[Part] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     _counted: _Counted | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning in this piece of a `chat`."""
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
 
     @property
     def stats(self) -> StatsSummary | None:
@@ -124,10 +135,11 @@ class Completion:
         return f"{len(self.tokens)} tokens, finish_reason={self.finish_reason!r}, {speed}"
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each token: its id and, where they were asked for, `logprob` and
-        `top`, a dictionary of the likeliest. Raises HotsetError where pandas is not installed."""
+        """Return a DataFrame with a row for each token: its id and, if they were requested, its `text`, its
+        `logprob` and `top`, a dictionary of the likeliest tokens. Raises HotsetError without pandas."""
         columns: dict[str, list[Any]] = {"token": self.tokens}
         if self.logprobs:
+            columns["text"] = [one.text for one in self.logprobs]
             columns["logprob"] = [one.logprob for one in self.logprobs]
             columns["top"] = [dict(one.top) for one in self.logprobs]
         return data_frame(columns)
@@ -135,21 +147,41 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ChatMessage:
-    """An answer in a conversation: append it to the messages to go on. A notebook shows it."""
+    """An answer in a conversation: append it to the messages to continue. A notebook shows it.
+
+    content: the text for the reader. tool_calls: the functions that the model calls; their results are
+    messages of the role "tool". reasoning: the thoughts before it. completion: all that the model wrote.
+    """
 
     content: str
     completion: Completion
     role: str = "assistant"
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        """The message as OpenAI's clients write it."""
-        return {"role": self.role, "content": self.content}
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as OpenAI's clients write it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return message
 
     def __repr__(self) -> str:
         return f"ChatMessage({self.role!r}, {shown(self.content)})"
 
     def _repr_html_(self) -> str:
         return self.completion._repr_html_()
+
+
+class ChatOptions(Sampling, total=False):
+    """The keywords of `chat`, for editors and type checkers."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    variables: Mapping[str, Any] | None
 
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -159,10 +191,9 @@ Messages = Sequence[Mapping[str, Any] | ChatMessage]
 class Generation:
     """A sequence on its way through the engine, and the text that it has become so far.
 
-    thread: computes it. summary: adds up statistics of steps. shown: special tokens that the text spells out,
-    for parsers of calls of functions or reasoning (text/output.py). Use it as a context manager:
-    leaving it cancels what still runs. token_times: when each token came that was taken, time.perf_counter()
-    seconds.
+    thread: computes it. summary: adds up statistics of steps. reading: how its text is read; its parser is
+    this answer's own. Use it as a context manager: leaving it cancels what still runs. token_times: when each
+    token came that was taken, time.perf_counter() seconds.
     """
 
     def __init__(
@@ -172,15 +203,18 @@ class Generation:
         params: SamplingParams,
         tokenizer: Tokenizer,
         summary: Summary,
-        shown: Collection[int] = (),
+        reading: Reading = Reading(),  # noqa: B008
     ) -> None:
         self.sequence = sequence
         self.completion: Completion | None = None
         self.thread = thread
         self._summary = summary
-        self._decoder = tokenizer.stream(skip_special=True, shown=shown)
+        self._tokenizer, self._reading = tokenizer, reading
+        self._decoder = tokenizer.stream(skip_special=True, shown=reading.marks)
         self._matcher = StopMatcher(params.stop)
         self._text = ""
+        self._gathered = Gathered()  # by the parser
+        self._n_complete = 0  # calls of them
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self.token_times: list[float] = []
@@ -189,6 +223,22 @@ class Generation:
     def stop(self) -> str | None:
         """The stop string that ended the answer, if one did."""
         return self._matcher.matched
+
+    @property
+    def n_calls(self) -> int:
+        """Calls of functions so far."""
+        return len(self._gathered.calls)
+
+    @property
+    def message(self) -> ChatMessage:
+        """The finished answer as a message of a conversation."""
+        assert self.completion is not None
+        if self._reading.parser is None:
+            return ChatMessage(self.completion.text, self.completion)
+        found = self._gathered
+        return ChatMessage(
+            found.text, self.completion, tool_calls=tuple(found.calls), reasoning=found.reasoning
+        )
 
     def cancel_soon(self) -> None:
         """Ends what still runs, and does not wait for it."""
@@ -219,9 +269,10 @@ class Generation:
         return self.completion
 
     def take(self, event: Event) -> Chunk:
-        """What an event adds to the answer; the last sets `completion`. Raises a step's failure.
+        """Add an event to the answer and return its chunk; the last sets `completion`. Raises what failed.
 
-        A stop string ends the answer while the sequence still runs: the caller then cancels it.
+        A stop string, or a second call if only one is allowed, ends the answer while the sequence still runs:
+        the caller then cancels it.
         """
         if event.error is not None:
             raise event.error
@@ -232,7 +283,7 @@ class Generation:
             self._tokens.append(event.token)
             self.token_times.append(event.time)
             if event.logprobs is not None:
-                self._logprobs.append(event.logprobs)
+                self._logprobs.append(self._spelled(event.logprobs))
             if event.token not in self.sequence.stop_ids:
                 text = self._matcher.push(self._decoder.push(event.token))
         if finish_reason is not None and not self._matcher.stopped:
@@ -241,6 +292,17 @@ class Generation:
         if self._matcher.stopped:
             finish_reason = "stop"
         self._text += text
+        parts: list[Part] = [Text(text)] if text else []
+        parser = self._reading.parser
+        if parser is not None:
+            parts = parser.push(text) + (parser.finish() if finish_reason is not None else [])
+            if parser.n_calls > 1 and not self._reading.parallel:
+                parts = list(takewhile(lambda part: not isinstance(part, CallStart) or not part.call, parts))
+                finish_reason = "stop"
+            text = "".join(part.text for part in parts if isinstance(part, Text))
+            for part in parts:
+                self._gathered.add(part)
+        calls = self._completed(ends=finish_reason is not None)
         steps, n_after = self.sequence.step_stats, len(self._tokens)
         counted = _Counted(self._summary, steps, n_before, n_after) if steps else None
         timings = self._timings()
@@ -257,7 +319,18 @@ class Generation:
                 _counted=counted,
             )
         logprobs = self._logprobs[n_before:]
-        return Chunk(text, self._tokens[n_before:], logprobs, finish_reason, timings, counted)
+        tokens = self._tokens[n_before:]
+        return Chunk(text, tokens, logprobs, finish_reason, timings, parts, calls, counted)
+
+    def _completed(self, *, ends: bool) -> list[ToolCall]:
+        """Return the calls that nothing is added to any more, once each."""
+        begin = self._n_complete
+        self._n_complete = max(begin, self.n_calls - (0 if ends else 1))
+        return self._gathered.calls[begin : self._n_complete]
+
+    def _spelled(self, one: TokenLogprobs) -> TokenLogprobs:
+        tops = tuple(self._tokenizer.token_text(token) for token, _ in one.top)
+        return one._replace(text=self._tokenizer.token_text(one.token), top_texts=tops)
 
     def _timings(self) -> Timings:
         """Up to the latest token that was taken; the engine may be further."""
@@ -276,13 +349,34 @@ class Generation:
         )
 
 
+# Names of sampling parameters in other programs.
+_OTHER_NAMES = {
+    "temp": "temperature",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "penalty_last_n",
+    "stop_sequences": "stop",
+    "n_probs": "logprobs",
+    "top_logprobs": "logprobs",
+    "typ_p": "typical_p",
+    "response_format": "json_schema",
+}
+
+
 def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """defaults: of the model, for what is left out."""
+    """Return SamplingParams of the given names. defaults: of the model, for parameters that are missing."""
     known = [field.name for field in fields(SamplingParams)]
     for name in params:
         if name not in known:
+            near = did_you_mean(name.lower(), {one: one for one in known} | _OTHER_NAMES, least=0.75)
             raise InvalidRequestError(
-                f"there is no parameter {name!r}; the parameters are {', '.join(known)}"
+                f"unknown parameter {clause(shown(name))}; "
+                + (near or f"the parameters are {', '.join(known)}"),
+                param=name,
             )
     return SamplingParams(**{**defaults, **params})
 

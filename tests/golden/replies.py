@@ -317,7 +317,7 @@ async def _replies(cases: list[Case], route: tuple[str, str], folder: Path) -> l
         path = _model(folder, writes is not None, ranks)
         async with client_of(path, load=load, **settings) as (client, service):
             if writes is not None:
-                written(service, writes)
+                written(service.model, writes)
             for case in group:
                 method = route[0] or ("GET" if case.body is None else "POST")
                 found.append(await _reply(client, case, method, case.path or route[1]))

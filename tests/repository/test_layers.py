@@ -24,8 +24,8 @@ ARCHITECTURE = DOCS / "ARCHITECTURE.md"
 LAYERS = (
     ("errors", "units", "escaping"), ("files", "cores", "memory", "energy", "reporter", "parameters"),
     ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity",), ("settings",),
-    ("placement",), ("engine", "convert", "report"), ("generation", "loader"), ("async_model",),
-    ("api",),
+    ("placement",), ("engine", "convert", "report"), ("outputs",), ("generation", "loader"),
+    ("comparison",), ("api",), ("async_model",),
     ("evaluation", "training", "server"), ("scale",), ("cli",),
 )  # fmt: skip
 # A part of the package itself, not of a module of it: there whatever imports what.

@@ -85,7 +85,7 @@ def test_reasoning_that_a_message_leaves_open_goes_on(
     tmp_path: Path, begun: str, text: str, content: str, reasoning: str | None
 ):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        written(service, text)
+        written(service.model, text)
         messages = [QUESTION, {"role": "assistant", "content": begun}]
         body = {"messages": messages, "temperature": 0, "max_tokens": 60}
         message = (await posted(client, "/v1/chat/completions", body))["choices"][0]["message"]
@@ -97,7 +97,7 @@ def test_reasoning_that_a_message_leaves_open_goes_on(
 
 def test_a_continued_answer_may_call_a_function(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        written(service, CALL)
+        written(service.model, CALL)
         body = {"messages": [QUESTION, BEGUN], "tools": [WEATHER], "temperature": 0, "max_tokens": 120}
         choice = (await posted(client, "/v1/chat/completions", body))["choices"][0]
         assert choice["finish_reason"] == "tool_calls"

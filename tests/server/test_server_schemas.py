@@ -233,7 +233,7 @@ def test_reasoning_text_and_calls_come_apart(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        written(service, f"look it up\n</think>\n\nLet me see.\n{CALL}")
+        written(service.model, f"look it up\n</think>\n\nLet me see.\n{CALL}")
         body = schema.body(tools=[WEATHER, CLOCK], temperature=0, max_tokens=200)
         found = await both(client, schema, body)
         assert (found.reasoning.strip(), found.text.strip()) == ("look it up", "Let me see.")
@@ -259,7 +259,7 @@ def test_several_calls_or_one(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        written(service, f"{CALL}\n{CALL.replace('Rome', 'Oslo')}")
+        written(service.model, f"{CALL}\n{CALL.replace('Rome', 'Oslo')}")
         asked = {"tools": [WEATHER], "temperature": 0, "max_tokens": 300}
         found = await both(client, schema, schema.body(**asked))
         assert [arguments["city"] for _, arguments in found.calls] == ["Rome", "Oslo"]
@@ -301,7 +301,7 @@ def test_a_form_of_calls_is_read_in_every_schema(tmp_path: Path, name: str):
     ]
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        written(service, emitted)
+        written(service.model, emitted)
         for schema in SCHEMAS:
             if schema.has_tools:
                 found = await both(client, schema, schema.body(tools=tools, temperature=0, max_tokens=900))
@@ -333,7 +333,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        written(service, f"</think>{CALL}")
+        written(service.model, f"</think>{CALL}")
         _, raw = await schema.whole(client, schema.body(tools=[WEATHER], temperature=0, max_tokens=200))
         called = schema.called(raw, "")[:-1]
         message = await refused(client, schema, schema.body([*BEGUN[:1], *called], **SHORT))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hotset.api import Model
 from hotset.backends.base import Batch, StepResult
-from hotset.server.service import Service
 
 EOS = 257
 HERMES = (
@@ -31,10 +31,10 @@ CLOCK = {
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 
 
-def written(service: Service, text: str) -> None:
-    """From now on the model writes this, and ends."""
+def written(model: Model, text: str) -> None:
+    """Make the model write this from now on, and end."""
     ids = [*text.encode(), EOS]
-    step = service.model.backend.step
+    step = model.backend.step
     next_of: dict[int, tuple[int, int]] = {}  # by sequence: the position that comes next, and its byte
 
     def scripted(batch: Batch) -> StepResult:
@@ -48,4 +48,4 @@ def written(service: Service, text: str) -> None:
             result.logits[row, ids[min(n, len(ids) - 1)]] = 50.0
         return result
 
-    service.model.backend.step = scripted  # type: ignore[method-assign]
+    model.backend.step = scripted  # type: ignore[method-assign]

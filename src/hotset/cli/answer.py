@@ -29,7 +29,7 @@ def chunks(
     """
     if isinstance(prompt, str):
         return model.stream(model.encode(prompt, parse_special=parse_special), **params)
-    return model.chat(prompt, stream=True, **params)
+    return model.stream(model.encode_chat(prompt), **params)
 
 
 def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) -> float:

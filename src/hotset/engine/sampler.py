@@ -12,14 +12,15 @@ depends on the sequences beside it.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import secrets
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from hotset.engine.repetitions import Repetitions
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
 from hotset.text.mask import TokenMask
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -67,11 +70,18 @@ class Constraint(Protocol):
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities (no bias, penalty or temperature)."""
+    """Natural logarithms of the model's own probabilities (no bias, penalty or temperature).
+
+    token, text: the chosen token, its id and its text. top: the most likely (token, logprob), best first.
+    top_texts: their texts. Texts are empty in the engine, which knows ids only; generation.py adds them.
+    Part of a character is U+FFFD.
+    """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the most likely (token, logprob), best first
+    top: tuple[tuple[int, float], ...]
+    text: str = ""
+    top_texts: tuple[str, ...] = ()
 
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
@@ -271,6 +281,18 @@ class Sampling(TypedDict, total=False):
     json_object: bool
     regex: str | None
     grammar: str | None
+
+
+def takes_sampling(function: _F) -> _F:
+    """Add the fields of SamplingParams to the signature of a function with such keywords."""
+    own = inspect.signature(function)
+    *others, rest = own.parameters.values()
+    assert rest.kind is rest.VAR_KEYWORD, "the last parameter is **params"
+    fields = [
+        one.replace(kind=one.KEYWORD_ONLY) for one in inspect.signature(SamplingParams).parameters.values()
+    ]
+    function.__signature__ = own.replace(parameters=[*others, *fields])  # type: ignore[attr-defined]
+    return function
 
 
 _FORMS = ("json_schema", "json_object", "regex", "grammar")

@@ -38,7 +38,7 @@ class ActivityReport:
         token = sequence.tokens[sequence.n_prompt + i]
         entry: dict[str, Any] = {
             "token": token,
-            "text": model.tokenizer.token_bytes(token).decode("utf-8", "replace"),
+            "text": model.tokenizer.token_text(token),
             "seconds": round(generation.token_times[i] - sequence.started, 6),
             "bytes_kv": round(model.cost.kv_bytes_read(sequence.n_prompt + i - 1, model.kv_type)),
         }

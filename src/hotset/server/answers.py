@@ -32,8 +32,7 @@ from hotset.server.json_limits import check_json
 from hotset.server.preparation import LONG_BYTES
 from hotset.text.infill import Gap
 from hotset.text.messages import BY_LAST_ROLE, Opening
-from hotset.text.output import Parser
-from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text
+from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, ToolCall
 
 log = logging.getLogger("hotset.server")
 
@@ -164,13 +163,6 @@ class Usage:
 
 
 @dataclass(slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
 class Choice:
     """One finished answer."""
 
@@ -230,13 +222,11 @@ def arguments_object(text: str) -> dict[str, Any]:
 class PreparedPrompt:
     """A prompt and what is to become of it.
 
-    parsers: what reads each of the answers; None where all is text. scores: of the prompt's own tokens, where
-    they are wanted.
+    scores: of the prompt's own tokens, if they are requested.
     """
 
     tokens: list[int]
     generations: list[Generation]
-    parsers: list[Parser | None]
     scores: PromptLogprobs | None = None
 
     @property
@@ -273,12 +263,7 @@ class Answer:
         self.prompts = prompts
         self.created = int(time.time())
         self.generations = [generation for prompt in prompts for generation in prompt.generations]
-        parsers = [parser for prompt in prompts for parser in prompt.parsers]
-        several = request.parallel_tool_calls
-        self._parts = [
-            _Part(i, generation, parser, several)
-            for i, (generation, parser) in enumerate(zip(self.generations, parsers, strict=True))
-        ]
+        self._parts = [_Part(i, generation) for i, generation in enumerate(self.generations)]
         self._n_open = len(self._parts)
         self._ready: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -460,16 +445,14 @@ def raise_end(event: Event) -> None:
 
 
 class _Part:
-    """One of the answers on its way from chunks to deltas. several: whether it may have several calls."""
+    """One of the answers on its way from chunks to deltas."""
 
-    def __init__(self, index: int, generation: Generation, parser: Parser | None, several: bool) -> None:
+    def __init__(self, index: int, generation: Generation) -> None:
         self.index = index
         self.generation = generation
         self.reason: Reason | None = None
         self.n_tokens = 0
         self.n_reasoning = 0
-        self._parser = parser
-        self._several = several
         self._tokens: list[int] = []  # whose text is still to come: half a character, half a stop string
         self._logprobs: list[TokenLogprobs] = []
 
@@ -480,23 +463,14 @@ class _Part:
         stop_ids = self.generation.sequence.stop_ids
         self._tokens += [token for token in chunk.tokens if token not in stop_ids]  # these have no text
         self._logprobs += [one for one in chunk.logprobs if one.token not in stop_ids]
-        ends = chunk.finish_reason is not None
-        found: list[Delta] = []
-        for part in self._read(chunk.text, ends):
-            if isinstance(part, CallStart) and part.call and not self._several:
-                ends = True  # the first call was whole: the rest is dropped
-                break
-            found.append(self._delta(part))
-        if ends:
-            calls = self._parser is not None and self._parser.n_calls and chunk.finish_reason != "length"
-            self.reason = "tool_calls" if calls else "length" if chunk.finish_reason == "length" else "stop"
+        found = [self._delta(part) for part in chunk.parts]
+        if chunk.finish_reason is not None:
+            if chunk.finish_reason == "length":
+                self.reason = "length"
+            else:
+                self.reason = "tool_calls" if self.generation.n_calls else "stop"
             found.append(Finished(self.index, self.reason, self.generation.stop))
         return found
-
-    def _read(self, text: str, ends: bool) -> list[Part]:
-        if self._parser is None:
-            return [Text(text)] if text else []
-        return self._parser.push(text) + (self._parser.finish() if ends else [])
 
     def _delta(self, part: Part) -> Delta:
         tokens, logprobs = self._tokens, self._logprobs

@@ -81,7 +81,9 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(error.status, str(error), error.param, error.code, error.retry_after)
         case ContextLengthError():
             return Problem(400, str(error), None, "context_length_exceeded")
-        case InvalidRequestError() | TokenizerError():
+        case InvalidRequestError():
+            return Problem(400, str(error), error.param)
+        case TokenizerError():
             return Problem(400, str(error))
         case ModelNotFoundError():
             return Problem(404, str(error), code="model_not_found")

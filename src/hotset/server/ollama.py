@@ -38,7 +38,6 @@ from hotset.server.answers import (
     Finished,
     ReasoningDelta,
     TextDelta,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
     arguments_object,
@@ -79,6 +78,7 @@ from hotset.storage import created
 from hotset.storage.aliases import untagged
 from hotset.storage.created import Created
 from hotset.text.infill import Gap, InfillTokens
+from hotset.text.parts import ToolCall
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 

@@ -31,13 +31,13 @@ from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import HotsetError, UnsupportedModelError
 from hotset.escaping import clause
 from hotset.loader.prompt_cache import session_files
+from hotset.outputs import Output, ToolUse, output_of
 from hotset.parameters import shown
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, Delivery, PreparedPrompt
 from hotset.server.catalogue import FileFacts
 from hotset.server.errors import NotReadyError, RequestError
 from hotset.server.metrics import Metrics, engine_metrics
-from hotset.server.outputs import Output, output_of
 from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
 from hotset.server.vectors import Vectors
@@ -397,9 +397,11 @@ class Service:
 
 def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:
     """What a request makes the engine do, checked, and over after so many seconds; in a thread."""
-    output = output_of(model, request)
+    output = Output(None, request.params)
     scales = None if request.adapters is None else model.adapters.resolve(request.adapters)
     if request.messages is not None:
+        use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
+        output = output_of(model.output_form, request.params, request.messages, request.opening, use)
         how = {"variables": request.template, **request.opening._asdict()}
         prompts = [model.encode_chat(request.messages, output.tools, **how)]
     elif request.gap is not None:
@@ -435,16 +437,12 @@ def _prepared_prompt(
     if request.prompt_logprobs is not None:
         scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs, owner)
     generations, params, seed = [], output.params, output.params.seed
-    end = output.end_of(model, tokens)
-    parsers, around = [output.parser(end) for _ in range(request.n)], output.around(end)
-    marks = model.output_form.shown_ids if parsers[0] is not None else ()
     for i in range(request.n):
         own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
-        generations.append(
-            model.prepare(tokens, own, request.reuse_prefix, shown=marks, around=around, owner=owner)
-        )
+        reading = output.reading(model.tokenizer, tokens)
+        generations.append(model.prepare(tokens, own, request.reuse_prefix, reading=reading, owner=owner))
         generations[-1].sequence.id_slot = request.id_slot
-    return PreparedPrompt(tokens, generations, parsers, scores)
+    return PreparedPrompt(tokens, generations, scores)
 
 
 class Mail:

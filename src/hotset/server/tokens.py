@@ -93,7 +93,7 @@ async def tokenize(body: TokenizeBody, http: Request) -> Response:
         if body.with_pieces:
             found["tokens"] = ({"id": id, "piece": _piece(model, id)} for id in ids)
         if body.return_token_strs:
-            strings = (model.tokenizer.token_bytes(id).decode("utf-8", "replace") for id in ids)
+            strings = (model.tokenizer.token_text(id) for id in ids)
             found["token_strs"] = strings
         return JsonReply(found)
 

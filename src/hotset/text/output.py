@@ -1,7 +1,6 @@
 """From the text that a model emits to the parts of an answer: reasoning, then calls of functions, then text.
 
-    form = model.output_form                                  # once per model
-    generation = model.prepare(tokens, params, shown=form.shown_ids)
+    form = model.output_form                                  # once per model; outputs.py does the rest
     parser = form.parser(prompt, tools={"get_weather": {}})   # the rendered text; schemas of functions, or ()
     for piece in pieces: parts = parser.push(piece)           # of Text, Reasoning, CallStart, CallArguments
     parts = parser.finish()                                   # once, after the last piece
@@ -10,8 +9,7 @@
 Where the form of the answer is given the model still thinks first, if it does; and a tool may be required:
 
     params = replace(params, grammar=form.calls_grammar(tools, name=None))    # tool_choice "required"
-    generation = model.prepare(tokens, params, shown=..., around=form.around(prompt, calls=True))
-    # response_format: params have json_schema=..., and around=form.around(prompt)
+    around = form.around(prompt, calls=True)                  # response_format: around=form.around(prompt)
 
 Marks that are special tokens have no text in an answer as it is decoded for a reader: `shown_ids` are those
 that the decoder must spell out for the parser. A request that wants neither calls nor reasoning apart and a

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class Text(NamedTuple):
@@ -33,6 +34,43 @@ class CallArguments(NamedTuple):
 
 
 Part = Text | Reasoning | CallStart | CallArguments
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a function. arguments: JSON as the model wrote it, which may be broken."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call as OpenAI's clients write it."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The parts of an answer so far, put together."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, part: Part) -> None:
+        match part:
+            case Text():
+                self.text += part.text
+            case Reasoning():
+                self.reasoning += part.text
+            case CallStart():
+                self.calls.append(ToolCall(part.id, part.name))
+            case CallArguments():
+                self.calls[part.call].arguments += part.text
 
 
 def merged(parts: list[Part]) -> list[Part]:

@@ -292,6 +292,10 @@ class Tokenizer:
             known = self._bytes[id] = self._found_bytes(id)
         return known
 
+    def token_text(self, id: int) -> str:
+        """Return the text of a token; part of a character becomes U+FFFD."""
+        return self.token_bytes(id).decode("utf-8", "replace")
+
     def _found_bytes(self, id: int) -> bytes:
         if not 0 <= id < len(self.tokens):
             raise TokenizerError(f"Token id {id} is outside the vocabulary of {len(self.tokens)} tokens.")

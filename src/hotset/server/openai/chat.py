@@ -20,7 +20,6 @@ from hotset.server.answers import (
     Finished,
     ReasoningDelta,
     TextDelta,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -44,6 +43,7 @@ from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, documented
 from hotset.server.streams import off_loop, serving, streamed, whole
 from hotset.text.messages import Opening
+from hotset.text.parts import ToolCall
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -1,0 +1,184 @@
+"""How an answer is written and read: reasoning, calls of functions, and the form that it must have.
+
+A model's chat template says how the model writes these (text/output.py). A required call (`tool_choice`) is
+not left to the model: a grammar of the model's own form constrains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import InvalidRequestError
+from hotset.escaping import clause
+from hotset.parameters import shown
+from hotset.text.messages import Opening
+from hotset.text.output import OutputForm, Parser
+from hotset.text.tokenizer import Tokenizer
+from hotset.text.tool_calls import HARMONY
+
+_END = 32  # tokens of a prompt that show whether an answer begins inside reasoning
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The functions that an answer may call.
+
+    tools: JSON schemas in OpenAI's shape. choice: "none", "auto", "required", or one function, which is
+    {"name": ...} or OpenAI's {"type": "function", "function": {"name": ...}}. parallel: False ends an answer
+    with its first call.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: str | Mapping[str, Any] = "auto"
+    parallel: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        """True if an answer must call a function."""
+        return self.choice not in ("auto", "none")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one answer to a prompt is read, and what surrounds the form that it must have.
+
+    parser: None if all of the answer is text. marks: special tokens that the parser must see as text.
+    around: as of text/output_grammar.py. parallel: whether the answer may call several functions.
+    """
+
+    parser: Parser | None = None
+    marks: frozenset[int] = frozenset()
+    around: str | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the answers to one request are written, and read.
+
+    form: the model's; None if there is no conversation. tools: given to the template.
+    params: with the grammar that the answers must follow. names: of functions that may be called. calls:
+    whether `params.grammar` is one of calls. begun: the text of the message that the answers continue; None
+    if they begin a message. parallel: as of ToolUse.
+    """
+
+    form: OutputForm | None
+    params: SamplingParams
+    tools: list[dict[str, Any]] | None = None
+    names: tuple[str, ...] = ()
+    calls: bool = False
+    begun: str | None = None
+    parallel: bool = True
+
+    def reading(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> Reading:
+        """Return how one answer to a prompt of these tokens is read."""
+        form = self.form
+        if form is None:
+            return Reading()
+        end = self._end_of(form, tokenizer, tokens)
+        around = form.around(end, calls=self.calls) if self.params.form is not None else None
+        if not (form.thinks or form.calls is HARMONY or self.names):
+            return Reading(around=around)
+        functions = [tool["function"] for tool in self.tools or ()]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        return Reading(form.parser(end, tools=schemas), form.shown_ids, around, self.parallel)
+
+    def _end_of(self, form: OutputForm, tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+        """Return the end of a prompt, marks included; for a continued message the mark of open reasoning."""
+        if self.begun is None:
+            return tokenizer.decode(list(tokens[-_END:]))
+        marks = form.thinks
+        if marks is None or self.begun.rfind(marks[0]) <= self.begun.rfind(marks[1]):
+            return ""
+        return marks[0]
+
+
+def output_of(
+    form: OutputForm,
+    params: SamplingParams,
+    messages: Sequence[Mapping[str, Any]],
+    opening: Opening,
+    use: ToolUse,
+) -> Output:
+    """Return how the answers to a conversation are written and read.
+
+    Raises InvalidRequestError for invalid tools, for a combination that this model cannot do, and for a
+    message that cannot be continued.
+    """
+    output, begun = _of_tools(form, params, use), _begun(messages, opening)
+    if begun and (params.form is not None or use.is_forced):
+        raise InvalidRequestError(
+            "the last message has the role assistant, and an answer that was begun cannot be held to a form "
+            "or a call; leave that out, or end with a message of the user"
+        )
+    return replace(output, begun=begun)
+
+
+def _begun(messages: Sequence[Mapping[str, Any]], opening: Opening) -> str | None:
+    """Return the text of the message that the answers continue, if they do."""
+    if not opening.continues(messages):
+        return None
+    content = messages[-1].get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+def _of_tools(form: OutputForm, params: SamplingParams, use: ToolUse) -> Output:
+    tools = [dict(tool) if isinstance(tool, Mapping) else {} for tool in use.tools]
+    names = _names_of(tools)
+    if use.choice == "none" or not tools:
+        if use.is_forced:
+            raise InvalidRequestError(
+                "tool_choice requires a call, and the request has no tools", param="tool_choice"
+            )
+        return Output(form, params)
+    if params.form is not None:
+        raise InvalidRequestError(
+            "tools and a form of the answer cannot be used together; leave one of them out, or say "
+            'tool_choice: "none"',
+            param="tools",
+        )
+    if use.is_forced:
+        name = _chosen(use.choice)
+        if name is not None and name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {clause(shown(name))}, which is not among the tools", param="tool_choice"
+            )
+        grammar = form.calls_grammar(tools, name=name, parallel=use.parallel)
+        return Output(form, replace(params, grammar=grammar), tools, names, calls=True, parallel=use.parallel)
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    strict = form.strict_grammar(tools) if is_strict else None
+    if strict is not None:
+        return Output(form, replace(params, grammar=strict), tools, names, calls=True, parallel=use.parallel)
+    return Output(form, params, tools, names, parallel=use.parallel)
+
+
+def _chosen(choice: str | Mapping[str, Any]) -> Any:
+    """Return the name of the function that a choice names; None if any will do."""
+    if choice == "required":
+        return None
+    named = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if name is None:
+        raise InvalidRequestError(
+            f'tool_choice must be "auto", "none", "required" or a function, not {clause(shown(choice))}',
+            param="tool_choice",
+        )
+    return name
+
+
+def _names_of(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    functions = [tool.get("function") for tool in tools]
+    names = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
+    known: set[str] = set()
+    for i, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"tool {i} has no function with a name", param="tools")
+        if name in known:
+            raise InvalidRequestError(f"two tools are called {clause(shown(name))}", param="tools")
+        known.add(name)
+    return tuple(known)
