@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from byte_models import write_model
-from tiny_server import MESSAGES, AsyncTinyClient, events_of, text_of
+from tiny_server import MESSAGES, events_of, text_of
 from waiting import WATCHDOG
 
 import hotset
@@ -201,7 +201,7 @@ async def fronted(order: list[str], **settings: Any) -> Any:
         front.ready.set()
         transport = httpx.ASGITransport(Watched(app, places), raise_app_exceptions=False)
         where = "http://localhost"
-        async with AsyncTinyClient(transport=transport, base_url=where, timeout=WATCHDOG) as client:
+        async with httpx.AsyncClient(transport=transport, base_url=where, timeout=WATCHDOG) as client:
             yield client, places, front
 
 

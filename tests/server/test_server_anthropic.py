@@ -304,7 +304,6 @@ def test_errors_have_anthropics_types(path: Path):
             return str(error["type"])
 
         assert await refused("max_tokens is missing", max_tokens="absent") == "invalid_request_error"
-        assert await refused("'other' is not served", 404, model="other") == "not_found_error"
         await refused("container is not supported", container="c")
         await refused("thinking: budget_tokens belongs", thinking={"type": "adaptive", "budget_tokens": 2000})
         await refused("mcp_servers", mcp_servers=[{"type": "url", "name": "a", "url": "https://example.org"}])

@@ -26,6 +26,7 @@ from waiting import WATCHDOG, until
 
 import hotset
 from hotset.server.answers import AnswerRequest
+from hotset.server.logs import MOST_NOTICES
 from hotset.server.service import Service
 
 BEGUN = [{"role": "user", "content": "ok"}, {"role": "assistant", "content": "Well, "}]
@@ -350,6 +351,42 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, schema: ApiSchema):
     with_template(tmp_path, HERMES.replace("{{ m.content }}", "{{ m.content | upper }}"), work)
 
 
+# ---- names of models ----
+
+NAMES = ("tiny:latest", "tiny[1m]", "gpt-4o-mini", "claude-haiku-4-5-20251001", "other:8b", "tiny:8b")
+
+
+@each()
+def test_one_model_answers_to_any_name(path: Path, schema: ApiSchema, caplog: pytest.LogCaptureFixture):
+    body = schema.body(**SHORT)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        expected, _ = await schema.whole(client, body)
+        for _ in range(2):
+            for name in NAMES:
+                found, _ = await schema.whole(client, body | {"model": name})
+                assert found.text == expected.text, name
+
+    run(path, work)
+    lines = [record.getMessage() for record in caplog.records if record.name == "hotset.server"]
+    assert lines == [f"requests name the model {name!r}; 'tiny' answers them" for name in NAMES[2:]]
+
+
+def test_names_in_the_log_are_bounded(path: Path, caplog: pytest.LogCaptureFixture):
+    """Clients choose names: the log escapes them, and remembers a limited number."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for i in range(MOST_NOTICES + 5):
+            assert service.at_once(f"a\n{i}", [], required=True) is service
+        assert service.at_once("x" * 10**6, [], required=True) is service
+
+    run(path, work)
+    lines = [record.getMessage() for record in caplog.records if record.name == "hotset.server"]
+    assert len(lines) <= MOST_NOTICES
+    assert max(map(len, lines)) < 500
+    assert not any("\n" in line for line in lines)
+
+
 # ---- what is refused ----
 
 
@@ -358,10 +395,6 @@ def test_what_is_wrong_is_refused_by_name(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(**SHORT)
         assert "frobnicate is not supported" in await refused(client, schema, body | {"frobnicate": 3})
-        assert "'other' is not served" in await refused(client, schema, body | {"model": "other"}, 404)
-        for without in ({}, {"model": None}, {"model": ""}):
-            nameless = {key: value for key, value in body.items() if key != "model"} | without
-            assert "model" in await refused(client, schema, nameless)
         for name, value in (("temperature", -1), ("temperature", "warm"), ("top_p", 1.5)):
             assert name in await refused(client, schema, schema.body(**SHORT | {name: value}))
         assert "1, not 0" in await refused(client, schema, schema.body(temperature=0, max_tokens=0))
@@ -421,7 +454,6 @@ def test_pictures_are_refused(path: Path, schema: ApiSchema):
         message = await refused(client, schema, body, 501)
         assert message.startswith(f"{schema.subject}.0")
         assert "cannot be read: the model 'tiny' reads and writes only text" in message
-        assert "is not served here" in await refused(client, schema, body | {"model": "other"}, 404)
 
     run(path, work)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import client_of, metrics_of, run
+from tiny_server import metrics_of, run
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.server.keys import NamedKey
@@ -247,15 +247,6 @@ def test_several_clients_after_a_restart_get_what_they_got_before(path: Path, tm
     first, second = found
     assert [text for text, _ in first] == [text for text, _ in second]
     assert all(cached == 3 * PAGE_SIZE for _, cached in second)
-
-
-def test_one_client_of_several_models(path: Path, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
-            reply = await act(client, "save", filename="x", model="other")
-            assert reply.status_code == 404
-
-    asyncio.run(work())
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from tiny_server import MESSAGES, client_of, run
+from tiny_server import client_of, run
 from waiting import WATCHDOG, until
 
 import hotset
@@ -27,7 +27,7 @@ from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
-BODY = {"prompt": "secret words"} | GREEDY
+BODY = {"model": "tiny", "prompt": "secret words"} | GREEDY
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -110,9 +110,7 @@ def test_a_span_has_what_the_log_has(path: Path, tmp_path: Path, collector: Coll
         await client.post("/v1/chat/completions", json=stream)
         await client.post("/v1/embeddings", json={"input": ["secret words", "ok"]})
         await client.post("/v1/completions", json=BODY | {"logit_bias": {"99999": 1}})
-        await client.post(
-            "/v1/messages", json={"model": "secret model", "max_tokens": 3, "messages": MESSAGES}
-        )
+        await client.post("/v1/messages", json={"model": "secret model", "max_tokens": 3, "messages": []})
         await client.get("/health")
         await client.get("/metrics")
 
@@ -154,7 +152,7 @@ def test_a_span_has_what_the_log_has(path: Path, tmp_path: Path, collector: Coll
     assert first["gen_ai.usage.num_sequences"] == 2
     assert 0 < first["gen_ai.latency.time_in_queue"] < first["gen_ai.latency.time_to_first_token"]
     assert "gen_ai.usage.output_tokens" not in vectors
-    assert (refused["error.type"], none["error.type"], first.get("error.type")) == ("400", "404", None)
+    assert (refused["error.type"], none["error.type"], first.get("error.type")) == ("400", "400", None)
     spans = collector.spans
     assert (spans[0].trace_id.hex(), spans[0].parent_span_id.hex()) == (TRACE, PARENT)
     assert spans[1].trace_id.hex() != TRACE

@@ -23,27 +23,8 @@ from hotset.server.service import Host, Service
 from hotset.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-_NEED_A_MODEL = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 __all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "write_model", "write_reranker"]
-
-
-class _NamesTheModel:
-    """A client that names the model in bodies which leave it out, so that tests are about something else."""
-
-    def build_request(self, method: str, url: Any, **how: Any) -> httpx.Request:
-        body = how.get("json")
-        if isinstance(body, dict) and url in _NEED_A_MODEL:
-            how["json"] = {"model": "tiny"} | body
-        return super().build_request(method, url, **how)  # type: ignore[misc]
-
-
-class TinyClient(_NamesTheModel, httpx.Client):
-    pass
-
-
-class AsyncTinyClient(_NamesTheModel, httpx.AsyncClient):
-    pass
 
 
 @asynccontextmanager
@@ -64,7 +45,7 @@ async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
     async with app.router.lifespan_context(app):
         await host.loaded()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with AsyncTinyClient(
+        async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=WATCHDOG
         ) as client:
             yield client
@@ -102,7 +83,7 @@ class Serving:
         asyncio.run(self.server.serve(sockets=[self._bound]))
 
     def __enter__(self) -> Serving:
-        self.client = TinyClient(base_url=self.url, timeout=WATCHDOG, trust_env=False, verify=False)
+        self.client = httpx.Client(base_url=self.url, timeout=WATCHDOG, trust_env=False, verify=False)
         self._thread.start()
         until(lambda: self.service.is_ready, "the model is not loaded")
         return self

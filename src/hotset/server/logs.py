@@ -12,6 +12,21 @@ N_LINES, SECONDS = 20, 10.0  # so many of one logger in so long; the first one a
 
 log = logging.getLogger("hotset.server")
 
+MOST_NOTICES = 1000  # that one server remembers
+
+
+class Notices:
+    """Lines that a server logs once, however often requests cause them."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, line: str) -> None:
+        """Log a line that was not logged before; nothing once there were MOST_NOTICES."""
+        if line not in self._logged and len(self._logged) < MOST_NOTICES:
+            self._logged.add(line)
+            log.warning("%s", line)
+
 
 class RateLimit(logging.Filter):
     """Lets `N_LINES` records pass in every `SECONDS`, and counts the others."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -75,7 +74,6 @@ from hotset.server.streams import (
 )
 from hotset.server.turns import Turn, tool_call
 from hotset.storage import created
-from hotset.storage.aliases import untagged
 from hotset.storage.created import Created
 from hotset.text.infill import Gap, InfillTokens
 from hotset.text.parts import ToolCall
@@ -83,6 +81,9 @@ from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.OllamaErrorReply))
+
+OLLAMA_VERSION = "0.13.5"
+"""The version of Ollama whose API this is. Clients read it: Codex refuses servers older than 0.13.4."""
 
 _MOST_SHOWN = 64  # entries of a list of the file's metadata
 _NEVER = "9999-12-31T23:59:59Z"
@@ -471,7 +472,7 @@ async def generate(body: OllamaGenerateBody, http: Request) -> Response:
 async def _named(http: Request, body: AnswerBody | EmbedBody) -> Service:
     """The service of the model that a body names, which stays loaded as long as the body says."""
     asks = isinstance(body, AnswerBody)
-    service = await serving(http, untagged(body.model), takes_adapter=asks)
+    service = await serving(http, body.model, takes_adapter=asks)
     host_of(http).keep(service, body.keep_alive)
     return service
 
@@ -491,7 +492,7 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
     once it is idle, as after any request with this keep_alive."""
     is_over = body.keep_alive is not None and duration(body.keep_alive) == 0
     reason = "load"
-    if is_over and may_manage(http) and await _unloaded(http, untagged(body.model)):
+    if is_over and may_manage(http) and await _unloaded(http, body.model):
         reason = "unload"
     else:
         await _named(http, body)
@@ -561,7 +562,7 @@ def _embedded(
 
 @router.get("/api/version")
 async def api_version() -> dict[str, str]:
-    return {"version": version("hotset")}
+    return {"version": OLLAMA_VERSION}
 
 
 @router.get("/api/tags")
@@ -587,7 +588,7 @@ async def show(body: OllamaShowBody, http: Request) -> dict[str, Any]:
     given = body.model or body.name
     if not given:
         raise RequestError("model is missing", param="model")
-    service, name, path = await file_of(http, untagged(given))
+    service, name, path = await file_of(http, given)
     made = await asyncio.to_thread(created.find, name)
     if service is not None:
         return _shown(name, service.model.gguf, service.model.chat_template.source, body, made)

@@ -37,10 +37,12 @@ from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, Delivery, PreparedPrompt
 from hotset.server.catalogue import FileFacts
 from hotset.server.errors import NotReadyError, RequestError
+from hotset.server.logs import Notices
 from hotset.server.metrics import Metrics, engine_metrics
 from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
 from hotset.server.vectors import Vectors
+from hotset.storage.aliases import untagged
 from hotset.text.infill import encode_gap
 
 _P = ParamSpec("_P")
@@ -101,8 +103,8 @@ class Host(Protocol):
     def at_once(self, name: str | None, held: list[Any], /, *, required: bool) -> Service | None:
         """The service of a model that is there; None where `when_loaded` is to be awaited.
 
-        name: of a request; None, which `required` refuses, for any. held: gets what keeps it loaded until the
-        request has come to its end. Raises RequestError.
+        name: of a request; None for any. required: whether requests must name one of several models. held:
+        gets what keeps it loaded until the request has come to its end. Raises RequestError.
         """
 
     async def when_loaded(self, name: str | None, held: list[Any], /) -> Service:
@@ -152,6 +154,7 @@ class Service:
         self._model: Model | None = None
         self._answers: set[Answer | Vectors] = set()
         self.slots: SessionFiles | HotsetError | None = None  # what saves them, or why none does
+        self.notices = Notices()
         self._n_prepared = 0  # answers whose prompts are tokenized now
         self.metrics = metrics or Metrics(self._now)
         self._mail = Mail()
@@ -217,16 +220,14 @@ class Service:
         """What the model's tokens do, for those who ask."""
         return ActivityReport(self.model)
 
-    def check_name(self, name: str | None) -> None:
-        """Raises RequestError for no name (400), as the public schemas have it, and for that of a model that
-        is not served here (404)."""
-        if not name:
-            raise RequestError(
-                f"model is missing; this server has {self.name!r}",
-                param="model",
-                code="missing_required_parameter",
-            )
-        if name != self.name and name not in self.aliases:
+    def is_called(self, name: str) -> bool:
+        """Return whether a name is the model's, or an alias of it; with `:latest` or without."""
+        names = (self.name, *self.aliases)
+        return name in names or untagged(name) in names
+
+    def check_name(self, name: str) -> None:
+        """Raise RequestError (404) for the name of another model."""
+        if not self.is_called(name):
             raise RequestError(
                 f"the model {clause(shown(name))} is not served here; this server has {self.name!r}",
                 404,
@@ -240,8 +241,15 @@ class Service:
         _ = self.model
 
     def at_once(self, name: str | None, _held: list[Any], /, *, required: bool) -> Service | None:
-        if required or name is not None:
-            self.check_name(name)
+        """Return this service. Requests that name another model, or none, get the only one there is."""
+        if not name:
+            if required:
+                self.notices.log(f"requests name no model; {self.name!r} answers them")
+        elif not self.is_called(name):
+            model, _, adapter = name.rpartition(":")
+            if self.is_called(model) and any(adapter == each.name for each in self.model.adapters.loaded):
+                self.check_name(name)  # the route takes no adapter, and this model alone is another one
+            self.notices.log(f"requests name the model {clause(shown(name))}; {self.name!r} answers them")
         return self
 
     async def when_loaded(self, _name: str | None, _held: list[Any], /) -> Service:

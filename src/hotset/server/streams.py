@@ -44,6 +44,9 @@ ADAPTER = "hotset.adapter"  # of the model, that its name had behind it
 METHOD = "hotset.method"  # that it came with, where it is answered as if it were another one
 ANSWERS = "hotset.answers"  # gets what is computed for it, where there is a log of requests
 
+LONG_CONTEXT = "[1m]"
+"""What Claude Code appends to a model's name to ask for a context of a million tokens."""
+
 _LONG_PIECE = 4096  # bytes
 
 _P = ParamSpec("_P")
@@ -70,13 +73,14 @@ def service_of(http: Request) -> Service:
 async def serving(
     http: Request, name: str | None, *, required: bool = True, takes_adapter: bool = False
 ) -> Service:
-    """The service of the model that a request names, once it is loaded. required: whether it must name one.
-    takes_adapter: whether MODEL:ADAPTER is a name, too (`of_client` heeds the adapter).
+    """Return the service of the model that a request names, once it is loaded.
 
+    required: whether a request to a server of several models must name one. takes_adapter: whether
+    MODEL:ADAPTER is a name, too (`of_client` heeds the adapter).
     Raises RequestError for a name that is missing or not served, and what keeps the model from being loaded.
     """
     host, held = host_of(http), http.scope.setdefault(HELD, [])
-    adapter = None
+    name, adapter = name and name.removesuffix(LONG_CONTEXT), None
     if takes_adapter and name and ":" in name:
         name, adapter = await _without_adapter(http, name)
     if (holder := limited_holder(http)) is not None:  # before a model is loaded, or kept loaded
@@ -99,7 +103,7 @@ async def _name_for(http: Request, holder: Holder, name: str | None, required: b
     """The model that a request of a key with limited models gets. Raises RequestError."""
     if name:
         return (await file_of(http, name))[1]
-    served = [] if required else [one for one in sorted(holder.models) if await _is_served(http, one)]
+    served = [] if required else [one for one in sorted(holder.models) if await _found(http, one) is not None]
     if len(served) != 1:
         raise RequestError(
             f"model is missing; the key {holder.name!r} may use {holder.shown}",
@@ -110,41 +114,37 @@ async def _name_for(http: Request, holder: Holder, name: str | None, required: b
 
 
 async def name_of(http: Request, name: str) -> str:
-    """The model that a request names, also with an adapter, which need not be loaded. Raises RequestError."""
+    """Return the model that answers requests with this name; it need not be loaded. Raises RequestError."""
     model = (await _without_adapter(http, name))[0] if ":" in name else name
+    if isinstance(host := host_of(http), Service) and limited_holder(http) is None:
+        return host.name
     return (await file_of(http, model))[1]
 
 
-async def _is_served(http: Request, name: str) -> bool:
-    try:
-        await file_of(http, name)
-    except RequestError as error:
-        if error.status != 404:
-            raise
-        return False
-    return True
-
-
 async def _without_adapter(http: Request, name: str) -> tuple[str, str | None]:
-    """The model of a name, and the adapter behind it, unless a model is called so. Raises RequestError."""
-    try:
-        await file_of(http, name)
-    except RequestError:
-        model, _, adapter = name.rpartition(":")
-        try:
-            await file_of(http, model)
-        except RequestError as error:
-            if error.status != 404:  # it is loading
-                raise
-        else:
+    """Return the model of a name and the adapter behind it; the name itself if no model with adapters is
+    called so. Raises NotReadyError while a model is loaded."""
+    model, _, adapter = name.rpartition(":")
+    if await _found(http, name) is None and (found := await _found(http, model)) is not None:
+        service = found[0]
+        if service is None or service.model.adapters.loaded:
             return model, adapter
-        raise
     return name, None
+
+
+async def _found(http: Request, name: str) -> tuple[Service | None, str, Path] | None:
+    """`file_of`; None for a name that is not served."""
+    try:
+        return await file_of(http, name)
+    except RequestError as error:
+        if error.status != 404:  # it is loading
+            raise
+        return None
 
 
 async def file_of(http: Request, name: str) -> tuple[Service | None, str, Path]:
     """`Host.file_of`, of a model that the request's key may ask."""
-    holder = limited_holder(http)
+    name, holder = name.removesuffix(LONG_CONTEXT), limited_holder(http)
     try:
         found = await host_of(http).file_of(name)
     except RequestError as error:
