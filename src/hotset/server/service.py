@@ -104,7 +104,7 @@ class Host(Protocol):
         """The service of a model that is there; None where `when_loaded` is to be awaited.
 
         name: of a request; None for any. required: whether requests must name one of several models. held:
-        gets what keeps it loaded until the request has come to its end. Raises RequestError.
+        receives the object that keeps the model loaded until the request ends. Raises RequestError.
         """
 
     async def when_loaded(self, name: str | None, held: list[Any], /) -> Service:
@@ -221,7 +221,7 @@ class Service:
         return ActivityReport(self.model)
 
     def is_called(self, name: str) -> bool:
-        """Return whether a name is the model's, or an alias of it; with `:latest` or without."""
+        """Return whether the model has this name or alias; `:latest` may follow it."""
         names = (self.name, *self.aliases)
         return name in names or untagged(name) in names
 
