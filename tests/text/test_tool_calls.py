@@ -147,6 +147,72 @@ def test_what_breaks_off(form: str, emitted: str, text: str, calls: list[tuple[s
         assert text_of(parts) == text
 
 
+# Objects whose braces do not balance, as small models write them, and what stands around them.
+BRACES = [
+    f"{opening}{inner}{closing}"
+    for arguments in ('{"city": "Rome", "days": 2}', '{{"city": "Rome", "days": 2}}')
+    for inner in (
+        f'"name": "get_weather", "arguments": {arguments}',
+        f'"arguments": {arguments}, "name": "get_weather"',
+        f'"type": "function", "name": "get_weather", "parameters": {arguments}',
+    )
+    for opening in ("{", "{{", "{{{", "{ {", "{\n  {\n")
+    for closing in ("", "}", "}}", "}}}", "} }", "\n}\n}", "}}}}}")
+]
+PLACES = {
+    "the whole answer": "{}",
+    "tags": "<tool_call>\n{}\n</tool_call>",
+    "a fenced block": "```json\n{}\n```",
+    "a line": "I look it up.\n{}",
+    "two in tags": "<tool_call>{}</tool_call>\n<tool_call>{}</tool_call>",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_surplus_and_missing_braces_lose_no_call(place: str) -> None:
+    before = "I look it up." if place == "a line" else ""
+    for call in BRACES:
+        emitted = PLACES[place].replace("{}", call)
+        parts = read("hermes", [emitted])
+        found = [(name, json.loads(arguments)) for name, arguments in calls_of(parts)]
+        assert found == [("get_weather", ROME)] * PLACES[place].count("{}"), emitted
+        assert text_of(parts) == before, emitted
+        assert read("hermes", list(emitted)) == parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ user.name }} and {{ user.city }}",
+        '{{"name": "other", "arguments": {}}}',
+        '{{"name": "get_weather"}}',
+        '{{"city": "Rome"}}',
+        "A set:\n{1, 2, {3}}\n{{}}\n{",
+        'int main() {\n{\n  puts("name");\n}\n}',
+        '\n{"name": "get_weather", "city": {}}\n{{"name": {"name": "get_weather"}}}',
+        "```c\nstruct a {\n{ int b; }\n};\n```",
+        "{{{{{{ five and one",
+        'fn f() {{ "name" }}',
+    ],
+)
+@pytest.mark.parametrize("before", ["", "Text.\n", "Text "])
+def test_ordinary_braces_stay_text(before: str, text: str) -> None:
+    for pieces in ([before + text], list(before + text)):
+        parts = read("hermes", pieces)
+        assert calls_of(parts) == []
+        assert text_of(parts) == before + text
+
+
+@pytest.mark.parametrize("repeated", ["```json\n{}\n```", "\n{}", "Called:\n```\n{}\n```\nDone."])
+def test_call_that_is_repeated_for_the_reader_is_one(repeated: str) -> None:
+    call = f'{{"name": "get_weather", "arguments": {J}}}'
+    emitted = f"<tool_call>\n{call}\n</tool_call>\n{repeated.replace('{}', call)}"
+    parts = read("hermes", [emitted])
+    assert calls_of(parts) == [("get_weather", J)]
+    assert text_of(parts).strip() == repeated.replace("{}", call).strip()
+    assert read("hermes", list(emitted)) == parts
+
+
 def test_ids_that_a_model_gives_are_kept():
     section = f"<|tool_calls_section_begin|>{KIMI.format(0, J)}{KIMI.format(1, J)}{KIMI.format(1, J)}"
     starts = [part.id for part in read("kimi", [section]) if isinstance(part, CallStart)]

@@ -43,7 +43,7 @@ def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in one text or number: those of a stream of tokens, all but a few.
+    """Events that differ in one text or number, as nearly all events of a stream of tokens do.
 
     value, name: as of `event`, with `TextEvents.HOLE` in place of the text or number.
     """

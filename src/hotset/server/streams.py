@@ -320,7 +320,7 @@ class AnswerStream(EventSourceResponse):
             self._pieces,
             sep="\n",
             ping=0 if lines else service_of(http).settings.keep_alive_seconds,
-            ping_message_factory=sign_of_life,  # type: ignore[arg-type]  # it sends bytes as they are
+            ping_message_factory=sign_of_life,  # type: ignore[arg-type]  # bytes are sent unchanged
             media_type="application/x-ndjson" if lines else "text/event-stream",
         )
 

@@ -22,12 +22,14 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 Calls = Sequence[tuple[str, Any]]
 """Names and arguments; arguments that are no mapping are what a model wrote instead of one."""
 _CALL_KEYS = (*_NAME_KEYS, *_ARGUMENTS_KEYS, "id", "tool_call_id", "type")
+_MAX_BRACES = 4  # that open one object: Qwen2.5-Coder's template asks for {{"name": ...}}
 
 
 @dataclass(frozen=True)
 class Objects:
     """`<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>`: objects, or a list.
 
+    Surplus braces around an object or its arguments, and missing ones at its end, change nothing.
     opening: the marks, of which the first is written where a call is required. end: "" for none. is_checked:
     only an object with arguments and a known name is a call, since nothing marks it as one. as_list,
     name_key, arguments_key: as a call is written where it is required.
@@ -54,7 +56,7 @@ class Objects:
         while True:
             if n:
                 parser.hold()
-            yield from parser.space(",;[]")
+            yield from parser.space(",;[]}" if n else ",;[]")
             if not (yield from parser.peek("{")):
                 break
             found = yield from self._object(parser)
@@ -73,7 +75,7 @@ class Objects:
         """One call; False where the object is none."""
         call = _Call(parser, self.is_checked)
         stops = (",", self.end) if self.end else (",",)
-        parser.take(1)
+        yield from _braces(parser, _MAX_BRACES)
         while True:
             yield from parser.space()
             if (yield from parser.at("}")):
@@ -87,13 +89,26 @@ class Objects:
             if not (yield from parser.at(":")):
                 return call.ends(is_whole=False)
             yield from parser.space()
+            n_surplus = 0
+            while n_surplus < _MAX_BRACES and (yield from parser.peek("{{")):
+                n_surplus += len(parser.take(1))
             sink = call.value_of("".join(key[:-1]), bool((yield from parser.peek("{", "["))))
             stop = yield from parser.value(sink, stops)
             call.end_value()
+            for _ in range(n_surplus):
+                yield from parser.at("}")
             if stop is None:
                 return call.ends(is_whole=False)
             yield from parser.space()
             yield from parser.at(",")
+
+
+def _braces(parser: ToolCallParser, most: int) -> Steps[None]:
+    """Take the braces that open an object, at most so many, with the white space between them."""
+    for _ in range(most):
+        yield from parser.space()
+        if not (yield from parser.at("{")):
+            return
 
 
 class _Call:

@@ -13,6 +13,7 @@ from hotset.text.tool_calls.bodies import Calls, Named, Objects, kimi_head, mist
 from hotset.text.tool_calls.parser import ToolCallParser
 from hotset.text.tool_calls.reader import Steps
 
+_FENCE, _LINE = "```", "\n{"  # before calls without a mark
 _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # of what may be one token
 
 
@@ -35,8 +36,9 @@ class Form:
     """A form of tool calls.
 
     found_by: a model uses the form where its chat template has all strings of one of these groups. objects,
-    named: how calls are written; with both, objects are what begins with a bracket. is_loose: an answer may
-    also begin with calls that have no mark, or have them in a fenced block, if their names are known.
+    named: how calls are written; with both, objects are what begins with a bracket. is_loose: calls of known
+    functions may also come without a mark, at the beginning of the answer or of a line, or in a fenced block.
+    After a call with a mark these are text: models repeat the call for the reader.
     writes_bare: a call that is required has no mark. ends_reasoning: what begins a call even where the model
     has not closed its reasoning. make_id: an id for a call that the model does not number itself.
     """
@@ -82,15 +84,20 @@ class Form:
             yield from parser.space()
             found = bool((yield from parser.peek("{", "["))) and (yield from self._unmarked(parser))
             _decide(parser, found)
-        marks = (*self.opening, "```") if self.is_loose else self.opening
+        marks = (*self.opening, _FENCE, _LINE) if self.is_loose else self.opening
         while True:
             mark = yield from parser.until(marks, parser.text)
             if not mark:
                 return
             parser.hold()
-            parser.take(len(mark))
-            found = yield from (self._fenced(parser) if mark == "```" else self._marked(parser, mark))
+            if mark == _LINE:
+                found = yield from UNMARKED_OBJECTS.read(parser, "")
+            else:
+                parser.take(len(mark))
+                found = yield from (self._fenced(parser) if mark == _FENCE else self._marked(parser, mark))
             _decide(parser, found)
+            if found and mark in self.opening:
+                marks = self.opening
 
     def _marked(self, parser: ToolCallParser, mark: str) -> Steps[bool]:
         body = self.named or self.objects
