@@ -602,6 +602,10 @@ def test_entries_of_classes_that_transformers_lacks() -> None:
     assert found["hunyuan_vl.rope.dimension_sections"] == [2, 2, 2, 2]
     with pytest.raises(UnsupportedModelError, match="first_k_dense_replace"):
         keys("HYV3", first_k_dense_replace=2)
+    kinds = ["dense", "dense", "sparse", "sparse"]
+    for name in ("ExaoneMoe", "HYV3", "DeepseekV3"):  # transformers writes both entries; the list wins
+        found = keys(name, num_experts=8, n_routed_experts=8, first_k_dense_replace=1, mlp_layer_types=kinds)
+        assert found["leading_dense_block_count"] == 2
     with pytest.raises(UnsupportedModelError, match="mlp_layer_types"):
         keys("HYV3", num_experts=8, mlp_layer_types=["sparse", "dense", "sparse", "sparse"])
 

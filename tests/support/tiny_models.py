@@ -875,6 +875,7 @@ RECIPES: dict[str, TinyModel] = {
         "Starcoder2", {"norm_epsilon": 1e-2, "use_bias": False, "tie_word_embeddings": False}
     ),
     "stablelm": TinyModel("StableLm", LAYER_NORMS),
+    "stablelm-norms": TinyModel("StableLm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "stablelm-parallel": TinyModel(
         "StableLm", {**LAYER_NORMS, "use_parallel_residual": True, "use_qkv_bias": True}
     ),

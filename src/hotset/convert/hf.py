@@ -453,8 +453,8 @@ def _place_of(name: str, config: HFConfig) -> _Place:
         part = re.fullmatch(r"(.+\.shard_)([0-9]{1,5})", match[2])
         if part and (several := hf.layer_tensors.get(f"{part[1]}*")) is not None:  # of no layer
             return _Place(-1, (f"{several}.{kind}",), int(part[2]))
-        number = re.search(r"\.experts\.([0-9]{1,5})\.", match[2])
-        inside = match[2] if number is None else match[2].replace(number[0], ".experts.*.", 1)
+        number = re.search(r"\.(?:experts|norms)\.([0-9]{1,5})(?=\.|$)", match[2])
+        inside = match[2] if number is None else f"{match[2][: number.start(1)]}*{match[2][number.end(1) :]}"
         if config.rwkv is not None and (lerp := LERP.fullmatch(inside)) is not None:
             target = f"blk.{match[1]}.{FUSED}.weight"
             return _Place(int(match[1]), (target,), LERPS[config.rwkv.version].index(lerp[1]))
@@ -623,12 +623,14 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig, by_input: bool) -
 
 
 def _n_parts(target: str, config: HFConfig) -> int:
-    """Tensors of the checkpoint that become one: an expert each, a residual stream but the first, what the
-    token before counts for, or some rows of n-grams."""
+    """Return how many tensors of the checkpoint become one: an expert each, a head's norm, a residual stream
+    but the first, what the token before counts for, or some rows of n-grams."""
     if config.streams is not None and config.streams.ngrams is not None and target == _NGRAMS:
         return config.streams.ngrams.n_parts
     if config.rwkv is not None:
         return len(LERPS[config.rwkv.version])
+    if (stem := _stem(target)) in ("attn_q_norm", "attn_k_norm"):
+        return config.n_head if stem == "attn_q_norm" else config.n_head_kv
     return config.n_expert if config.altup is None else config.altup.n_streams - 1
 
 

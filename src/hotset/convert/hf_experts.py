@@ -39,27 +39,34 @@ class HFMoE:
             keys["expert_shared_count"] = self.n_ff_shared // self.n_ff
             if experts.says_shared_ff:
                 keys["expert_shared_feed_forward_length"] = self.n_ff_shared
-        if experts.n_dense is not None and self.raw.get(experts.n_dense):
-            keys["leading_dense_block_count"] = integer(self.raw, experts.n_dense, high=self.n_layer)
+        if (n_dense := self._n_dense()) or experts.first_dense:
+            keys["leading_dense_block_count"] = n_dense
         if experts.groups is not None and self._heeds_groups():
             for key, entry in zip(
                 ("expert_group_count", "expert_group_used_count"), experts.groups, strict=True
             ):
                 keys[key] = integer(self.raw, entry, 1, self.n)
-        kinds = self.raw.get("mlp_layer_types")
-        if experts.first_dense:
-            otherwise = keys.get("leading_dense_block_count", 1 if experts.n_dense is None else 0)
-            n_dense = kinds.count("dense") if isinstance(kinds, list) else otherwise
-            keys["leading_dense_block_count"] = n_dense
-        n_dense = keys.get("leading_dense_block_count", 0)
-        if kinds not in (
-            None, ["dense"] * n_dense + ["sparse"] * (self.n_layer - n_dense)
-        ):  # fmt: skip
-            raise UnsupportedModelError(
-                f"mlp_layer_types in config.json must be dense in the first {n_dense} layers and sparse in "
-                f"the others, not {str(kinds)[:60]}"
-            )
         return keys | self._routing_keys()
+
+    def _n_dense(self) -> int:
+        """Return the number of leading layers without experts.
+
+        mlp_layer_types decides, as in transformers, which writes the other entry too. Raises
+        UnsupportedModelError if a layer without experts follows a layer with experts.
+        """
+        experts, kinds = self.entries, self.raw.get("mlp_layer_types")
+        if isinstance(kinds, list):
+            n_dense = kinds.count("dense")
+            if kinds == ["dense"] * n_dense + ["sparse"] * (self.n_layer - n_dense):
+                return n_dense
+        if kinds is not None:
+            raise UnsupportedModelError(
+                "mlp_layer_types in config.json must name dense layers first and sparse layers after them, "
+                f"{self.n_layer} in all, not {str(kinds)[:60]}"
+            )
+        if experts.n_dense is None:
+            return 1 if experts.first_dense else 0
+        return integer(self.raw, experts.n_dense, high=self.n_layer) if self.raw.get(experts.n_dense) else 0
 
     def _routing_keys(self) -> dict[str, Any]:
         experts, keys = self.entries, dict[str, Any]()

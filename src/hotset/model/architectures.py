@@ -269,7 +269,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         biased=("attn_output", "ffn_up", "ffn_down", "output"),
     ),
     "starcoder2": Architecture(rope="neox", norm="layer", gated=False, activation=GELU_TANH),
-    "stablelm": Architecture(rope="neox", norm="layer", parallel="without_ffn_norm"),
+    "stablelm": Architecture(  # heads of the 12B have norms
+        rope="neox", norm="layer", parallel="without_ffn_norm", qk_norm="head", optional_qk_norm=True,
+    ),
     "command-r": Architecture(  # and R+, whose queries and keys have norms
         norm="layer", norm_bias=False, parallel="always", multiplies_logits=True, qk_norm="head",
         optional_qk_norm=True,

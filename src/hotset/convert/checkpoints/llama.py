@@ -51,7 +51,11 @@ CLASSES: dict[str, HFClass] = {
             "partial_rotary_factor": 0.25,
             "use_parallel_residual": False,
         },
-        required={"qk_layernorm": False},
+        layer_tensors=LLAMA_NAMES
+        | {
+            "self_attn.q_layernorm.norms.*": "attn_q_norm",
+            "self_attn.k_layernorm.norms.*": "attn_k_norm",
+        },
         flags={"use_parallel_residual": "use_parallel_residual"},
         partial=True,
     ),
