@@ -9,7 +9,7 @@ WORKERS ?= 3
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-peers test-scale test-triton test-ptx test-vulkan mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
+.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-peers test-published test-scale test-triton test-ptx test-vulkan mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -100,12 +100,20 @@ test-peers: export PYTHONPATH := $(abspath build/llama-cpp/site)
 test-peers: build $(VENV)/.dev build/llama-cpp/.installed
 	$(BIN)/python -m pytest -n $(JOBS) tests/peers/check_llama_cpp.py
 
-build/llama-cpp/.installed: | $(VENV)/bin/python
+build/llama-cpp/.source: | $(VENV)/bin/python
 	mkdir -p $(@D)
 	$(BIN)/python -m pip download -q --no-deps --no-binary :all: --no-build-isolation -d $(@D) llama-cpp-python==$(LLAMA_CPP_PYTHON)
 	tar -xzf $(@D)/llama_cpp_python-$(LLAMA_CPP_PYTHON).tar.gz --strip-components 1 -C $(@D)
+	touch $@
+
+build/llama-cpp/.installed: build/llama-cpp/.source
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF" $(BIN)/python -m pip install -q --no-deps --target $(@D)/site ./$(@D) diskcache
 	touch $@
+
+# Published files: conversations through the chat templates of llama.cpp's source, compared with transformers. Minutes.
+test-published: export TEMPLATES := $(abspath build/llama-cpp/vendor/llama.cpp/models/templates)
+test-published: build $(VENV)/.dev build/llama-cpp/.source
+	$(BIN)/python -m pytest -n $(JOBS) tests/published/check_*.py
 
 # Replicas and stages on a cluster of three Ray nodes on this machine, whose nodes die in mid-load. Minutes.
 SCALE ?= tests/cluster/check_*.py

@@ -191,7 +191,7 @@ class Service:
         model = self._load()
         try:
             # Made now: the first to ask would wait for them, and two at once would make them twice.
-            _ = model.tokenizer, model.chat_template, model.output_form
+            _ = model.tokenizer, model.chat_template.folding, model.output_form
             model.grammars.prepare()
             if self.settings.slot_save_path is not None:
                 self.slots = _slots_of(model)

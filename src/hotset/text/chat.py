@@ -7,12 +7,19 @@ in Jinja's immutable sandbox, on plain data, in a process that is ended where it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from hotset.errors import TokenizerError
+from hotset.text.folding import Folding
+from hotset.text.probing import probed
 from hotset.text.renderer import Renderer
 from hotset.text.tokenizer import Tokenizer
+from hotset.text.tool_calls import Form, form_of
+
+log = logging.getLogger("hotset.text")
 
 MAX_SOURCE_CHARS = 1 << 20
 """The longest template that is accepted (the longest in the wild have some 30,000 characters)."""
@@ -91,21 +98,45 @@ class ChatTemplate:
                     'Every message of a chat must be an object with a "role" and a "content".'
                 )
         given = {
-            "bos_token": self.bos_token,
-            "eos_token": self.eos_token,
             "messages": messages,
             "tools": tools,
-            "xml_tools": tools,  # SmolLM3's name for them
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
+            **variables,
         }
         try:
-            return self._renderer.render(_plain(given | variables))
+            return self._renderer.render(_plain(self._variables(given)))
         except (TypeError, ValueError, RecursionError) as error:  # of variables that are not JSON's
             raise TokenizerError(
                 "The messages of a chat must be plain data, as JSON has it "
                 f"({type(error).__name__}: {error})."
             ) from None
+
+    @cached_property
+    def form(self) -> Form:
+        """Return the form in which the model writes calls of functions."""
+        return form_of(self.source)
+
+    @cached_property
+    def folding(self) -> Folding:
+        """Probe the template once, log the rewritings that it needs, and return them."""
+        try:
+            folding = probed(self._texts, self.form)
+        except TokenizerError as error:
+            log.warning("The chat template was not probed, and gets conversations as they are. %s", error)
+            return Folding()
+        if folding != Folding():
+            log.info("Conversations are rewritten for the chat template: %s.", folding)
+        return folding
+
+    def _texts(self, conversations: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        return self._renderer.render_all(
+            [self._variables({"add_generation_prompt": True, **one}) for one in conversations]
+        )
+
+    def _variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        own = {"bos_token": self.bos_token, "eos_token": self.eos_token, "xml_tools": given["tools"]}
+        return {"documents": None, **own, **given}  # (xml_tools: SmolLM3's name for them)
 
 
 def chat_template(

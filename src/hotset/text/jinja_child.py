@@ -2,7 +2,8 @@
 
 `renderer.py` starts it. A message is eight bytes of length and that many of JSON. The first one out says that
 the process is ready; then each message in gets one out: {"source": ..., "environment": ...} compiles,
-{"render": {...}} renders, and with "literal" the text is read as a Python literal, whose JSON is the answer.
+{"render": {...}} renders, and with "literal" the text is read as a Python literal, whose JSON is the answer;
+{"renders": [{...}, ...]} renders several, of which those that fail have no text.
 
 Nothing here belongs to the rest of hotset, and nothing heavy is imported: the process must start in the time
 that loading a tokenizer takes, and what a template may use of memory is counted from what is here.
@@ -15,6 +16,7 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, BinaryIO
@@ -24,7 +26,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
 
 _MAX_REASON_CHARS = 400
@@ -53,8 +55,20 @@ def _tojson(
 ) -> str:
     # Jinja's own escapes <, > and & for HTML, which a model has never seen.
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_list_of_filter,
     )
+
+
+def _list_of_filter(value: Any) -> list[Any]:
+    """The items of `map`, `select` and alike, of which Python makes a generator."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 class _GenerationBlock(Extension):
@@ -97,14 +111,19 @@ def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) ->
     return re.sub(pattern, replacement, text, count=count)
 
 
-def _environment(name: str) -> ImmutableSandboxedEnvironment:
-    """name: "chat", as Hugging Face renders chat templates, or "task", as EleutherAI's evaluation harness
-    renders those of its task files (lm_eval/utils.py)."""
+def _environment(name: str) -> SandboxedEnvironment:
+    """Return Jinja's environment of a kind of templates.
+
+    name: "chat", as Hugging Face renders chat templates, or "task", as EleutherAI's evaluation harness
+    renders the templates of its task files (lm_eval/utils.py). A chat template may change its values, which
+    are this process's copy of the request: Kimi K2 appends to lists.
+    """
+    environment: SandboxedEnvironment
     if name == "task":
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         environment.filters["regex_replace"] = _regex_replace
     else:
-        environment = ImmutableSandboxedEnvironment(
+        environment = SandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
         )
         environment.filters["tojson"] = _tojson
@@ -128,8 +147,9 @@ class _Renderer:
             if "source" in request:
                 self._template = _environment(request["environment"]).from_string(request["source"])
                 return {}
-            assert self._template is not None
-            text = self._template.render(request["render"])
+            if "renders" in request:
+                return {"texts": self._texts(request["renders"])}
+            text = self._rendered(request["render"])
             if request.get("literal"):
                 text = json.dumps(ast.literal_eval(text), ensure_ascii=False)
         except MemoryError:
@@ -143,6 +163,26 @@ class _Renderer:
         if len(text) > self._max_chars:
             return {"error": "failed", "reason": f"it puts out more than {self._max_chars} characters"}
         return {"text": text}
+
+    def _rendered(self, variables: dict[str, Any]) -> str:
+        assert self._template is not None
+        return self._template.render(variables)
+
+    def _texts(self, conversations: list[dict[str, Any]]) -> list[str | None]:
+        """The text of each; None for one that fails, and for those past the longest text together."""
+        texts: list[str | None] = []
+        n_chars = 0
+        for variables in conversations:
+            text: str | None
+            try:
+                text = self._rendered(variables)
+            except MemoryError:
+                raise
+            except Exception:  # as of one text
+                text = None
+            n_chars += len(text or "")
+            texts.append(text if n_chars <= self._max_chars else None)
+        return texts
 
 
 def _reason(error: BaseException) -> str:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hotset.errors import InvalidRequestError, TokenizerError
+from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.text.chat import ChatTemplate
+from hotset.text.folding import AS_TEXT, Folding, folded
 from hotset.text.plain_text import PlainText
+from hotset.text.renderer import RefusedError
 from hotset.text.tokenizer import Tokenizer
-from hotset.text.tools_as_text import adapted
 
 
 def checked_calls(message: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -149,30 +152,55 @@ def rendered(
     protected: Callable[[Any], Any] = lambda value: value,
     **variables: Any,
 ) -> str:
-    """What a template makes of messages that `checked_calls` has seen. Raises as ChatTemplate.render does.
+    """Render messages that `checked_calls` has seen, rewritten as the template needs (text/folding.py).
 
-    protected: what is to be rendered in place of plain data, such as messages and tools are made of.
+    If the template still refuses them, they are rendered as texts of two roles in turn.
+    protected: returns what to render in place of plain data, such as messages and tools are made of.
+    Raises as ChatTemplate.render does.
     """
     named = _with_names(messages)
+    known = protected(tools)
 
-    def made(arguments: Any) -> str:
-        given = [
-            {key: value if key == "role" else protected(value) for key, value in message.items()}
-            for message in _with_arguments(named, arguments)
-        ]
-        given, known = adapted(template.source, given, protected(tools))
-        return template.render(given, add_generation_prompt, known, **variables)
+    def made(folding: Folding, given: Sequence[dict[str, Any]]) -> str:
+        found, shown_tools, more = folded(folding, template.form, given, known)
+        return template.render(found, add_generation_prompt, shown_tools, **more, **variables)
 
-    try:
-        return made(_as_object)
-    except TokenizerError:
-        if not any("tool_calls" in message for message in messages):
-            raise
-        try:
-            return made(_as_text)
-        except TokenizerError:
-            pass  # what is wrong is something else, and was reported
-        raise
+    as_objects = _protected(_with_arguments(named, _as_object), protected)
+    if not tools and _is_ordinary(as_objects):
+        # Nearly every template takes these, so that the first answer does not wait for the probe.
+        with suppress(RefusedError):
+            text = made(Folding(), as_objects)
+            if as_objects[-1]["content"].strip() in text:
+                return text
+    forms = [as_objects]
+    if any("tool_calls" in message for message in messages):
+        forms.append(_protected(_with_arguments(named, _as_text), protected))
+    refusal: RefusedError | None = None
+    for folding in (template.folding, replace(template.folding, **AS_TEXT)):
+        for given in forms:
+            try:
+                return made(folding, given)
+            except RefusedError as error:
+                refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _is_ordinary(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the messages are questions and answers in turn, without calls."""
+    roles = ("user", "assistant")
+    return all(
+        message["role"] == roles[i % 2] and "tool_calls" not in message for i, message in enumerate(messages)
+    )
+
+
+def _protected(
+    messages: Sequence[Mapping[str, Any]], protected: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
+    return [
+        {key: value if key == "role" else protected(value) for key, value in message.items()}
+        for message in messages
+    ]
 
 
 def _with_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

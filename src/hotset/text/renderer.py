@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,10 @@ _KEPT_VARIABLES = (
     "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_TIME",
     "LC_CTYPE",
 )  # fmt: skip
+
+
+class RefusedError(TokenizerError):
+    """A template that refuses its variables, or fails on them within its limits."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,18 @@ class Renderer:
         and ValueError or RecursionError for variables that JSON cannot hold."""
         return self._rendered({"render": variables})
 
+    def render_all(self, conversations: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """Render several in the time and memory of one. Return their texts, None for those that fail.
+
+        Raises TokenizerError if the template takes too much.
+        """
+        request = _encoded({"renders": conversations})
+        self._after_fork()
+        with self._lock:
+            answer = self._asked(self._compiled(), request)
+        texts: list[str | None] = answer["texts"]
+        return texts
+
     def literal(self, variables: dict[str, Any]) -> Any:
         """The value of the Python literal that the text is: plain JSON. Errors as `render`, also for other
         text. The child reads it, since a text can be made that takes the parser down."""
@@ -111,9 +128,9 @@ class Renderer:
             answer = self._asked(self._compiled(), request)
         error, reason = answer.get("error"), str(answer.get("reason"))
         if error == "refused":
-            raise TokenizerError(f"The {self._kind.noun} refuses {self._kind.given}: {reason}")
+            raise RefusedError(f"The {self._kind.noun} refuses {self._kind.given}: {reason}")
         if error is not None:
-            raise TokenizerError(f"The {self._kind.noun} failed on {self._kind.given} ({reason}).")
+            raise RefusedError(f"The {self._kind.noun} failed on {self._kind.given} ({reason}).")
         return str(answer["text"])
 
     def close(self) -> None:
@@ -336,7 +353,7 @@ def _too_large(kind: TemplateKind) -> TokenizerError:
     )
 
 
-def _encoded(message: dict[str, Any]) -> bytes:
+def _encoded(message: Mapping[str, Any]) -> bytes:
     # Not in ASCII, where JSON's escapes make six bytes of a letter; lone surrogates pass.
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 

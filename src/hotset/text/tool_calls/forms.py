@@ -345,9 +345,9 @@ FORMS: tuple[Form, ...] = (
 
 
 def form_of(template: str) -> Form:
-    """How a model with this chat template writes calls.
+    """Return the form in which a model with this chat template writes calls.
 
-    Where the template knows no tools that is as Hermes' do: the prompt then asks for it (tools_as_text.py).
+    Without marks of another form it is Hermes', which the prompt then describes (text/folding.py).
     """
     return next(
         (form for form in FORMS if any(all(part in template for part in group) for group in form.found_by)),
