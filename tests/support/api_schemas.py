@@ -23,11 +23,11 @@ from tiny_server import MESSAGES
 import hotset
 from hotset.server import shapes
 from hotset.server.anthropic import MessagesBody
+from hotset.server.fields import SAMPLING
 from hotset.server.ollama import OllamaChatBody, OllamaGenerateBody
 from hotset.server.openai.chat import ChatBody
 from hotset.server.openai.completions import CompletionBody
 from hotset.server.openai.responses import ResponsesBody
-from hotset.server.openai.schema import MORE_SAMPLERS
 
 Json = dict[str, Any]
 _MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(anthropic_types.RawMessageStreamEvent)
@@ -162,14 +162,8 @@ def events_of(text: str) -> list[Json]:
 
 
 _CHOICES = {"any": "required", "auto": "auto"}
-_OF_OPENAI = {
-    name: name
-    for name in (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-        "presence_penalty", "logit_bias", "seed", "stop", "max_tokens", "ignore_eos", "logprobs",
-        *MORE_SAMPLERS,
-    )
-} | {"penalty_last_n": "repeat_last_n"}  # fmt: skip
+_SAMPLING = {row.setting: row.name for row in SAMPLING if row.name == row.setting}
+_OF_OPENAI = _SAMPLING | {"max_tokens": "max_tokens", "logprobs": "logprobs"}
 
 
 class _OpenAI(ApiSchema):

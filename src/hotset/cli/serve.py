@@ -85,6 +85,9 @@ class ServerOptions:
         list[str] | None,
         _option("--trusted-proxy", "Address of a proxy whose X-Forwarded-For is trusted; repeatable."),
     ] = None
+    strict_requests: Annotated[
+        bool, _option("--strict-requests", "Refuse fields of requests that have no effect.")
+    ] = False
     max_queue: Annotated[
         int, _option("--max-queue", "Requests that may wait; more are refused (429).", min=0)
     ] = 64
@@ -168,6 +171,7 @@ class ServerOptions:
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
             trusted_proxies=tuple(self.trusted_proxy or ()),
+            strict_requests=self.strict_requests,
             max_queue=self.max_queue,
             max_tokens=self.max_tokens,
             max_seconds=self.timeout,

@@ -207,7 +207,8 @@ class Engine:
         sequence = self._new(tokens, owner, reuse_prefix, n_tokens_max=n_tokens_max)
         if adapters is not None:
             sequence.choose(adapters)
-        sequence.sampler, sequence.stop_ids = sampler, frozenset(stop_ids)
+        sequence.sampler = sampler
+        sequence.stop_ids = frozenset(stop_ids) | frozenset(params.stop_token_ids)
         return sequence
 
     def prepare_score(

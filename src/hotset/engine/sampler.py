@@ -124,7 +124,8 @@ class SamplingParams:
     logprobs: None for none, n for those of the chosen token and of the n most likely.
     max_tokens: None runs to the end of the context.
     stop: strings that end the answer and are not part of it; at most 64 of 1,024 characters.
-    ignore_eos: forbids the tokens that would end the answer.
+    stop_token_ids: further tokens that end the answer, and have no text in it; at most 64.
+    ignore_eos: forbids the model's own tokens that would end the answer.
     json_schema, json_object, regex, grammar: what the answer must follow, at most one of them: a JSON schema
         (an object, or its text), any JSON object, a regular expression that the whole answer matches, or
         rules in GBNF or Lark (text/constraint.py, which makes a Constraint of it).
@@ -157,6 +158,7 @@ class SamplingParams:
     logprobs: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
@@ -189,6 +191,7 @@ class SamplingParams:
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "stop": _stops(self.stop),
+            "stop_token_ids": _stop_tokens(self.stop_token_ids),
             "logit_bias": _biases(self.logit_bias),
             "json_schema": _schema(self.json_schema),
             "json_object": flag("json_object", self.json_object),
@@ -276,6 +279,7 @@ class Sampling(TypedDict, total=False):
     logprobs: int | None
     max_tokens: int | None
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
     ignore_eos: bool
     json_schema: Mapping[str, Any] | str | None
     json_object: bool
@@ -322,6 +326,15 @@ def _stops(stop: Any) -> tuple[str, ...]:
             f"{MAX_STOPS} of {MAX_STOP_CHARS} are taken"
         )
     return stops
+
+
+def _stop_tokens(given: Any) -> tuple[int, ...]:
+    tokens = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    if len(tokens) > MAX_STOPS:
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(tokens)} tokens; at most {MAX_STOPS} are accepted"
+        )
+    return tuple(whole_number("a token in stop_token_ids", token, 0) for token in tokens)
 
 
 def _breakers(given: Any) -> tuple[str, ...]:

@@ -46,13 +46,38 @@ MAX_ARGUMENT_NESTING = 56
 
 
 @dataclass(frozen=True, kw_only=True)
+class Thinking:
+    """How much a model thinks before it answers, and whether the reply has it.
+
+    enabled: None leaves it to the chat template. effort: a level from "minimal" to "max", or "none". budget:
+    tokens; 0: no thinking, -1: no limit. closing: the text that ends thinking when the budget is used up.
+    shown: whether the reply has the thinking.
+    """
+
+    enabled: bool | None = None
+    effort: str | None = None
+    budget: int | None = None
+    closing: str | None = None
+    shown: bool = True
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of chat templates that say so."""
+        if self.enabled is False or self.budget == 0:
+            return {"enable_thinking": False}
+        found = {} if self.effort is None else {"reasoning_effort": self.effort}
+        return found | ({"enable_thinking": True} if self.enabled or self.budget is not None else {})
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
     """What is asked for: either a conversation or prompts that are continued as they stand.
 
     messages: as OpenAI's clients write them. opening: how their answer begins. tools: their JSON schemas, in
     OpenAI's shape; tool_choice: "none", "auto", "required", or the name of a function in {"name": ...};
     parallel_tool_calls: False ends an answer with its first call. template: further variables of the chat
-    template. prompts: texts or token ids. parse_special: special tokens spelled in these are parsed.
+    template, which override those of `thinking`. thinking: how much the model thinks.
+    prompts: texts or token ids. parse_special: special tokens spelled in these are parsed.
     gap: in place of prompts, what is around a gap that is filled in.
     n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
     prompt_logprobs: None, or how many of the likeliest tokens are wanted beside each token of the prompt.
@@ -73,6 +98,7 @@ class AnswerRequest:
     tool_choice: str | Mapping[str, str] = "auto"
     parallel_tool_calls: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
+    thinking: Thinking = Thinking()
     n: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt_logprobs: int | None = None
@@ -406,7 +432,9 @@ class Answer:
             self._wake()
 
     def _add(self, delta: Delta) -> None:
-        """Makes it a part of what that answer had last, if it was not taken and is of the same kind."""
+        """Append a delta, or make it a part of the answer's last one if that waits and has the same kind."""
+        if isinstance(delta, ReasoningDelta) and not self.request.thinking.shown:
+            return
         last = next((one for one in reversed(self._ready) if one.index == delta.index), None)
         match delta, last:
             case (TextDelta(), TextDelta()) if len(last.logprobs) < MOST_LOGPROBS:

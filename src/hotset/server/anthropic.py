@@ -1,22 +1,22 @@
 """Anthropic's API schema: /v1/messages and /v1/messages/count_tokens.
 
-Only a translation: a body becomes an AnswerRequest, and the deltas of an answer become content blocks and
-their events. A field that is not declared is refused by its name.
+A translation: a body becomes an AnswerRequest, and the deltas of an answer become content blocks and their
+events.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from hotset.errors import InvalidRequestError
-from hotset.parameters import shown
 from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
@@ -32,20 +32,24 @@ from hotset.server.answers import (
     arguments_object,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.modalities import check_part
-from hotset.server.openai.schema import (
-    MAX_TOOLS,
-    NO_DEFAULTS,
-    Body,
-    Share,
-    Temperature,
-    ToolName,
-    sampled,
-)
+from hotset.server.fields import NO_DEFAULTS, AnswerFields, Level
+from hotset.server.modalities import check_part, note_of
 from hotset.server.replies import event
+from hotset.server.rows import (
+    MANY,
+    Body,
+    ByType,
+    Flag,
+    Row,
+    Text,
+    UnknownPart,
+    having,
+    settings_of,
+)
 from hotset.server.shapes import EVENT_STREAM, documented, errors
 from hotset.server.streams import in_turn, off_loop, serving, streamed, whole
-from hotset.server.turns import Turn, add, tool_call
+from hotset.server.tool_fields import MAX_TOOLS, AnyToolChoice, Chosen, Function, ToolChoice, chosen
+from hotset.server.turns import ROLES, Turn, add, tool_call
 
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.AnthropicErrorReply))
 
@@ -58,98 +62,118 @@ _BILLING = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 
 
 class CacheControl(Body):
-    """Accepted and not needed: what a prompt shares with an earlier one is found again by itself."""
+    """A mark that hotset does not need: it finds again what a prompt shares with an earlier one."""
 
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    type: Text | None = None
+    ttl: Text | None = None
 
 
-class TextBlock(Body):
+class _Part(Body):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Part):
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None  # as an answer has them: none
+    citations: list[Any] | None = None  # as an answer has them
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(_Part):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class DirectCaller(Body):
-    """The model itself, not a program that it wrote."""
+class RedactedThinkingBlock(_Part):
+    """Thinking that only its provider can read."""
 
-    type: Literal["direct"]
+    type: Literal["redacted_thinking"]
+    data: Any = None
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(_Part):
     type: Literal["tool_use"]
-    id: str
+    id: Text
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
-    caller: DirectCaller | None = None  # as an answer has them
-    toolset_name: None = None
+    caller: Any = None  # as an answer has them
+    toolset_name: Any = None
 
 
-class ToolResultBlock(Body):
+class Source(Body):
+    """The content of a document: its text, or blocks with text."""
+
+    type: Literal["text", "content"]
+    media_type: str | None = None
+    data: str | None = None
+    content: str | list[TextBlock] | None = None
+
+
+class DocumentBlock(_Part):
+    type: Literal["document"]
+    source: Source
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+
+
+class SearchResultBlock(_Part):
+    type: Literal["search_result"]
+    source: str
+    title: str | None = None
+    content: list[TextBlock] | None = None
+    citations: Any = None
+
+
+def _noted(part: Any) -> Any:
+    """Replace a part of a tool's result that no model here reads by a text block with a note."""
+    note = note_of(part)
+    return {"type": "text", "text": note} if note else part
+
+
+ResultBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | UnknownPart, ByType("text")]
+
+
+class ToolResultBlock(_Part):
     type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[Annotated[TextBlock, BeforeValidator(check_part)]] = ""
-    is_error: bool = False
-    cache_control: CacheControl | None = None
+    tool_use_id: Text
+    content: str | list[Annotated[ResultBlock, BeforeValidator(_noted)]] = ""
+    is_error: Flag = False
 
 
 Block = Annotated[
-    Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")],
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | UnknownPart,
+    ByType("text"),
     BeforeValidator(check_part),
 ]
 
 
 class AnthropicMessage(Body):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Block] = ""
 
 
-class AnthropicTool(Body):
-    type: Literal["custom"] | None = None
-    name: ToolName
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
+class AnthropicTool(Function):
+    """A function that the model may call. input_schema: of its arguments."""
+
+    type: Literal["custom", "function"] = "custom"
+    input_schema: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
-    # Without effect: arguments always come as they are written, and every tool is in the prompt.
-    eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+
+    def turn(self) -> dict[str, Any]:
+        found = super().turn()
+        found["function"]["parameters"] = self.input_schema or self.parameters or {"type": "object"}
+        return found
 
 
-class AnthropicToolChoice(Body):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool = False
-
-    @model_validator(mode="after")
-    def _names_a_tool(self) -> AnthropicToolChoice:
-        if (self.type == "tool") != (self.name is not None):
-            raise ValueError('name says which tool, and belongs to the type "tool" alone')
-        return self
-
-
-class Thinking(Body):
-    """Whether to think; the model decides how long, whatever the budget. display: "omitted" leaves it out of
-    the answer, and anything else gives it whole."""
-
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-    @model_validator(mode="after")
-    def _has_a_budget(self) -> Thinking:
-        if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise ValueError('budget_tokens belongs to the type "enabled", which needs it')
-        return self
+AnyTool = Annotated[AnthropicTool | UnknownPart, ByType("custom")]
 
 
 class OutputFormat(Body):
@@ -157,95 +181,92 @@ class OutputFormat(Body):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
+def _schema(form: OutputFormat) -> dict[str, Any]:
+    return form.schema_
+
+
+@having(
+    Row("effort", "How much to think.", Level, use="thinking"),
+    Row("format", "What the answer follows.", OutputFormat, sets="json_schema", read=_schema),
+)
 class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
-
-
-class Metadata(Body):
-    user_id: str | None = None
+    """How an answer is written."""
 
 
 class ContextManagement(Body):
-    """What to take out of a conversation as it grows. Nothing is: one that does not fit is refused."""
+    """Edits of a conversation as it grows. hotset makes none: it refuses a conversation that does not fit."""
 
-    edits: list[dict[str, Any]] | None = None
+    edits: list[Any] | None = None
 
 
-class PromptBody(Body):
-    """What a prompt is made of: all that count_tokens needs."""
+@having(
+    *(Row("output_config", "Effort of thinking, and form of the answer.", OutputConfig, use=use, sets=MANY,
+          read=settings_of(use)) for use in ("thinking", "sampling")),
+    Row("container", "hotset runs no code", use="ignored"),
+    Row("mcp_servers", "hotset calls no servers of tools for a request", use="ignored"),
+    Row("fallbacks", "this server answers, or says why not", use="ignored"),
+)  # fmt: skip
+class PromptBody(AnswerFields):
+    """The fields that a prompt is made of: all that count_tokens needs."""
 
-    model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    system: str | list[Annotated[TextBlock | UnknownPart, ByType("text")]] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnyToolChoice | None = None
     context_management: ContextManagement | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+@having(
+    Row("output_format", "What the answer follows: the older name.", OutputFormat, sets="json_schema",
+        read=_schema),
+    Row("parallel_tool_calls", "False ends the answer with its first call.", Flag, use="request"),
+)  # fmt: skip
 class MessagesBody(PromptBody):
-    """Anthropic's body, less what this server does not have."""
-
-    max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    # For a provider's statistics, prices and places: no answer depends on it.
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    inference_geo: str | None = None
-    speed: Literal["standard", "fast"] | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    """The body of a message, as Anthropic has it."""
 
 
 # ---- from a body to a request ----
 
 
-def conversation(system: str | list[TextBlock] | None, messages: list[AnthropicMessage]) -> list[Turn]:
-    """The turns of a conversation. Blocks of text are lines of one text, and turns of one role that follow
-    each other are one turn. What a tool returned is a turn of its own, under the name that its call had."""
+def conversation(system: str | list[Any] | None, messages: list[AnthropicMessage]) -> list[Turn]:
+    """Return the turns of a conversation.
+
+    Blocks of text are lines of one text, and turns of one role that follow each other are one turn. A tool's
+    result is a turn of its own, under the name that its call had.
+    """
     turns: list[Turn] = []
     if system and (text := _without_billing(system)):
         turns.append({"role": "system", "content": text})
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for i, message in enumerate(messages):
+        role = ROLES[message.role]
         if isinstance(message.content, str) or not message.content:
-            add(turns, {"role": message.role, "content": message.content or ""})
+            add(turns, {"role": role, "content": message.content or ""})
             continue
         for block in message.content:
             try:
-                turn = _turn(message.role, block, names)
+                turn = _turn(role, block, names)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"message {i}: {error}") from None
-            if turn["role"] == "tool":
+            if turn is not None and turn["role"] == "tool":
                 turns.append(turn)
-            else:
+            elif turn is not None:
                 add(turns, turn)
     return turns
 
 
-def _turn(role: str, block: Block, names: dict[str, str]) -> Turn:
-    """What one block of a message says."""
+def _turn(role: str, block: Block, names: dict[str, str]) -> Turn | None:
+    """Return what a block of a message adds to the conversation; None for one that hotset cannot read."""
     match block:
-        case TextBlock():
-            return {"role": role, "content": block.text}
+        case TextBlock() | DocumentBlock() | SearchResultBlock():
+            return {"role": role, "content": _text(block)}
         case ToolResultBlock() if role == "user":
-            if block.tool_use_id not in names:
-                raise InvalidRequestError(
-                    f"there is no tool_use with the id {shown(block.tool_use_id)} before its tool_result"
-                )
             text = _joined(block.content)
+            name = names.get(block.tool_use_id)
             return {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
-                "name": names[block.tool_use_id],
+                **({} if name is None else {"name": name}),
                 "content": f"Error: {text}" if block.is_error else text,  # templates cannot say it otherwise
             }
         case ThinkingBlock() if role == "assistant":
@@ -254,69 +275,59 @@ def _turn(role: str, block: Block, names: dict[str, str]) -> Turn:
             names[block.id] = block.name
             arguments = json.dumps(block.input, ensure_ascii=False)
             return {"role": role, "tool_calls": [tool_call(block.id, block.name, arguments)]}
-    raise InvalidRequestError(f"a block of type {block.type} cannot stand in a message of the {role}")
+        case RedactedThinkingBlock() | UnknownPart():
+            return None
+    raise InvalidRequestError(f"a block of type {block.type} cannot be in a message of the {role}")
 
 
-def _without_billing(system: str | list[TextBlock]) -> str:
+def _without_billing(system: str | list[Any]) -> str:
     """Return the text of a system prompt without Claude Code's billing lines.
 
     They differ in each request, so that no prompt would begin like an earlier one in the prefix cache.
     """
-    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    texts = [system] if isinstance(system, str) else [_text(block) for block in system]
     kept = (_BILLING.sub("", text) for text in texts)
     return "\n".join(text for text, before in zip(kept, texts, strict=True) if text or not before)
 
 
-def _joined(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _joined(content: str | list[Any]) -> str:
+    return content if isinstance(content, str) else "\n".join(filter(None, map(_text, content)))
+
+
+def _text(block: Any) -> str:
+    """Return the text of a block, with the title and the source of a document or a search result."""
+    match block:
+        case TextBlock():
+            return block.text
+        case DocumentBlock():
+            source = block.source
+            text = source.data if source.type == "text" else _joined(source.content or "")
+            return "\n".join(filter(None, (block.title, block.context, text)))
+        case SearchResultBlock():
+            return "\n".join(filter(None, (block.title, block.source, _joined(block.content or ""))))
+    return ""
 
 
 def answer_request(body: MessagesBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Raises InvalidRequestError for what is wrong with it."""
-    given: dict[str, Any] = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": body.stop_sequences,
-        "max_tokens": body.max_tokens,
-        "json_schema": body.output_config and body.output_config.format and body.output_config.format.schema_,
-    }
+    """Return the request that a body means. Raises InvalidRequestError."""
+    use, settings = _chosen(body), body.all_settings("request")
+    if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.disable_parallel_tool_use:
+        settings["parallel_tool_calls"] = False
     return AnswerRequest(
         messages=conversation(body.system, body.messages),
-        tools=_tools(body),
-        tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
-        template=_template(body),
-        params=sampled(given, defaults),
-        stream=bool(body.stream),
+        tools=use.tools,
+        tool_choice=use.value,
+        template=body.template_variables,
+        thinking=body.thinking_settings,
+        params=body.sampling(defaults),
+        stream=bool(body.given("stream")),
+        **settings,
     )
 
 
-def _tools(body: PromptBody) -> list[dict[str, Any]]:
-    tools = []
-    for tool in body.tools or ():
-        more = {"description": tool.description, "strict": tool.strict}
-        given = {key: value for key, value in more.items() if value is not None}
-        function = {"name": tool.name, **given, "parameters": tool.input_schema}
-        tools.append({"type": "function", "function": function})
-    return tools
-
-
-def _tool_choice(choice: AnthropicToolChoice | None) -> str | Mapping[str, str]:
-    if choice is None:
-        return "auto"
-    if choice.name is not None:
-        return {"name": choice.name}
-    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
-
-
-def _template(body: PromptBody) -> dict[str, Any]:
-    variables: dict[str, Any] = {}
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = body.output_config.effort
-    if body.thinking is not None:
-        variables["enable_thinking"] = body.thinking.type != "disabled"
-    return variables
+def _chosen(body: PromptBody) -> Chosen:
+    tools = [tool.turn() for tool in body.tools or () if isinstance(tool, AnthropicTool)]
+    return chosen(body.tool_choice, tools)
 
 
 # ---- from deltas to a message ----
@@ -325,15 +336,12 @@ def _template(body: PromptBody) -> dict[str, Any]:
 class MessageWriter:
     """The message of an answer as it grows, and the events that a client gets.
 
-    omits_thinking: leaves out what the model thinks. manages_context: the request asked for edits of the
+    max_tokens: the limit of the answer; None: the context. manages_context: the request has edits of the
     conversation, and the message says that there were none.
     """
 
-    def __init__(
-        self, model: str, max_tokens: int, *, omits_thinking: bool = False, manages_context: bool = False
-    ) -> None:
+    def __init__(self, model: str, max_tokens: int | None, *, manages_context: bool = False) -> None:
         self._max_tokens = max_tokens
-        self._omits_thinking = omits_thinking
         self._edits = {"context_management": shapes.AppliedEdits.written()} if manages_context else {}
         self._arguments = ""  # of the call that is being written
         self._finished: Finished | None = None
@@ -374,7 +382,7 @@ class MessageWriter:
                 events = self._open(shapes.TextReplyBlock.written(text=""))
                 self._blocks[-1]["text"] += text
                 return [*events, self._event({"type": "text_delta", "text": text})]
-            case ReasoningDelta(text=text) if text and not self._omits_thinking:
+            case ReasoningDelta(text=text) if text:
                 events = self._open(shapes.ThinkingReplyBlock.written(thinking=""))
                 self._blocks[-1]["thinking"] += text
                 return [*events, self._event({"type": "thinking_delta", "thinking": text})]
@@ -427,7 +435,7 @@ class MessageWriter:
         reason = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[finished.reason]
         if finished.stop is not None:
             reason = "stop_sequence"
-        elif finished.reason == "length" and usage.completion_tokens < self._max_tokens:
+        elif finished.reason == "length" and usage.completion_tokens < (self._max_tokens or math.inf):
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": finished.stop, "stop_details": None}
 
@@ -449,12 +457,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 async def messages(body: MessagesBody, http: Request) -> Response:
     service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, answer_request, body, service.sampling)
-    writer = MessageWriter(
-        service.name,
-        body.max_tokens,
-        omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
-        manages_context=body.context_management is not None,
-    )
+    max_tokens = service.most_tokens(request.params.max_tokens)
+    writer = MessageWriter(service.name, max_tokens, manages_context=body.context_management is not None)
     if request.stream:
         return await streamed(http, request, writer.events, lambda: PING)
     return await whole(http, request, lambda answer, choices: writer.whole(choices[0], answer.usage))
@@ -466,7 +470,8 @@ async def count_tokens(body: PromptBody, http: Request) -> shapes.TokenCount:
     model = service.model
 
     def counted() -> int:
-        turns, tools = conversation(body.system, body.messages), _tools(body)
-        return len(model.encode_chat(turns, tools or None, variables=_template(body)))
+        turns, tools = conversation(body.system, body.messages), _chosen(body).tools
+        variables = {**body.thinking_settings.variables, **body.template_variables}
+        return len(model.encode_chat(turns, tools or None, variables=variables))
 
     return shapes.TokenCount(input_tokens=await in_turn(http, counted))

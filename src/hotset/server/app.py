@@ -29,6 +29,7 @@ from hotset.server import (
 )
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
+from hotset.server.logs import Notices
 from hotset.server.mcp import routes as mcp
 from hotset.server.metrics import RequestCounter
 from hotset.server.models import HoldMiddleware, Models
@@ -95,7 +96,7 @@ def create_app(host: Host) -> FastAPI:
         strict_content_type=False,
         responses=errors(OpenAIErrorReply),
     )
-    app.state.host, app.state.mcp_clients = host, None
+    app.state.host, app.state.mcp_clients, app.state.ignored = host, None, Notices()
     for router in ROUTERS:
         app.include_router(router)
     if isinstance(host, Models):

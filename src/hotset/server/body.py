@@ -16,8 +16,10 @@ from starlette.exceptions import HTTPException
 
 from hotset.errors import QueueFullError
 from hotset.server.errors import Problem, RequestError, invalid_body, problem_of
+from hotset.server.ignored import ignored_of
 from hotset.server.json_limits import loads
 from hotset.server.preparation import LONG_BYTES
+from hotset.server.rows import ignored_fields
 from hotset.server.streams import ClientGoneError, client_of, host_of, while_connected
 
 
@@ -40,7 +42,9 @@ class BodyRoute(APIRoute):
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
 
         async def handled(http: Request) -> Response:
-            return await handler(BodyRequest(http, model))
+            response = await handler(BodyRequest(http, model))
+            response.headers.update(ignored_of(http).headers)
+            return response
 
         return handled
 
@@ -68,7 +72,14 @@ class BodyRequest(Request):
         """Raises RefusedBodyError."""
         try:
             given = loads(body)
-            return given if self._model is None else self._model.model_validate(given)
+            if self._model is None:
+                return given
+            checked, ignored = self._model.model_validate(given), ignored_of(self)
+            for name, reason in ignored_fields(checked):
+                ignored.add(name, reason)
+                if ignored.is_full:
+                    break
+            return checked
         except ValidationError as error:
             found = error.errors(include_url=False)
             problem = invalid_body([{**one, "loc": ("body", *one["loc"])} for one in found])

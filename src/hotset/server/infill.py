@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,8 +11,9 @@ from pydantic import Field
 
 from hotset.server.answers import Answer, AnswerRequest, Choice, Finished, TextDelta
 from hotset.server.body import BodyRoute
-from hotset.server.openai.schema import NO_DEFAULTS, Body, SamplingFields
+from hotset.server.fields import NO_DEFAULTS, AnswerFields
 from hotset.server.replies import event
+from hotset.server.rows import Body
 from hotset.server.shapes import EVENT_STREAM, InfillReply, InfillTimings, documented
 from hotset.server.streams import off_loop, serving, streamed, whole
 from hotset.text.infill import File, Gap
@@ -30,27 +32,22 @@ class ExtraFile(Body):
     text: str
 
 
-class InfillBody(SamplingFields):
-    """llama-server's body. samplers and the limits of time have no effect: the order of the samplers is
-    fixed, and an answer ends by its tokens."""
+class InfillBody(AnswerFields):
+    """The body of a gap to fill in, as llama-server has it."""
 
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES)] | None = None
     prompt: str | None = None
     response_fields: Annotated[list[_FieldName], Field(max_length=MAX_FIELDS)] | None = None
-    samplers: list[str] | None = None
-    n_indent: int | None = None
-    t_max_prompt_ms: float | None = None
-    t_max_predict_ms: float | None = None
 
-    @property
+    @cached_property
     def only_reads(self) -> bool:
-        """Whether nothing is wanted but that the prompt is in the cache."""
-        return self.n_predict == 0
+        """Whether the client only wants the prompt in the cache."""
+        return bool(self.all_settings("sampling").get("max_tokens") == 0)
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-        """Raises what is wrong with it."""
+        """Return the request. Raises InvalidRequestError."""
         gap = Gap(
             prefix=self.input_prefix,
             suffix=self.input_suffix,
@@ -58,14 +55,11 @@ class InfillBody(SamplingFields):
             files=[File(one.filename or "tmp", one.text) for one in self.input_extra or ()],
             trims=True,
         )
-        sampling = self.model_copy(update={"n_predict": 1}) if self.only_reads else self
         return AnswerRequest(
             gap=gap,
-            params=sampling.sampling(defaults, logprobs=None),
-            stream=bool(self.stream),
-            reuse_prefix=self.cache_prompt is not False,
-            id_slot=self.slot,
-            adapters=self.adapters,
+            params=self.sampling(defaults, **({"max_tokens": 1} if self.only_reads else {})),
+            stream=bool(self.given("stream")),
+            **self.all_settings("request"),
         )
 
 

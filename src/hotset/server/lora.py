@@ -19,9 +19,10 @@ from hotset.engine.adapters import LoadedAdapter
 from hotset.errors import HotsetError, InvalidRequestError, OutOfMemoryError
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
+from hotset.server.fields import LoraScale
 from hotset.server.manage import adapter_path, check_manager
-from hotset.server.openai.schema import Body, LoraScale
 from hotset.server.replies import JsonReply
+from hotset.server.rows import Body
 from hotset.server.service import Service
 from hotset.server.shapes import AdapterReply
 from hotset.server.streams import ClientGoneError, serving, while_connected

@@ -27,9 +27,9 @@ from hotset.server.errors import RequestError, body_of, problem_of
 from hotset.server.key_limits import Holder
 from hotset.server.models import Models
 from hotset.server.openai.models import entry
-from hotset.server.openai.schema import Body
 from hotset.server.pulls import Pulls
 from hotset.server.replies import JsonReply, dumped, event
+from hotset.server.rows import Body
 from hotset.server.shapes import JSON_LINES
 from hotset.server.streams import HOLDER, file_of, host_of, limited_holder, listed, while_connected
 from hotset.storage import aliases, created, store

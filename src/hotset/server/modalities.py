@@ -44,12 +44,26 @@ _MOST_HEAD_BYTES = 1024  # of a part of a form
 _OF_MODEL = re.compile(rb'; ?name="?model"?(?:[;\r\n]|\Z)')
 
 
-def check_part(part: Any) -> Any:
-    """A part of a message, unless it is of a kind that no model here reads; for validators of pydantic."""
+def _kind_of(part: Any) -> str | None:
+    """Return the type of a part that no model here reads; None for another part, such as a text document."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _PARTS:
+    if not isinstance(kind, str) or kind not in _PARTS:
+        return None
+    source = part.get("source") if kind == "document" else None
+    return None if isinstance(source, dict) and source.get("type") in ("text", "content") else kind
+
+
+def check_part(part: Any) -> Any:
+    """Return a part of a message, for pydantic. Raises UnreadableError if no model here reads it."""
+    if kind := _kind_of(part):
         raise UnreadableError(f"a part of type {kind} cannot be read")
     return part
+
+
+def note_of(part: Any) -> str:
+    """Return the note that replaces a part of a tool's result that no model here reads; "" for others."""
+    kind = _kind_of(part)
+    return f"[{kind.removeprefix('input_')}: this model reads only text]" if kind else ""
 
 
 async def with_model(http: Request, problem: Problem, model: str | None) -> Problem:

@@ -1,8 +1,7 @@
 """Ollama's API schema: /api/chat, /api/generate, /api/embed, and what its clients ask about models.
 
-Only a translation: a body becomes an AnswerRequest, and the deltas of an answer lines of JSON. A field that
-is not declared is refused by its name; one that is declared is obeyed, or has the one value that changes
-nothing. A server of one model loaded it when it began, and keeps it: there `keep_alive` has no meaning.
+A translation: a body becomes an AnswerRequest, and the deltas of an answer lines of JSON. A server of one
+model loaded it when it began and keeps it: `keep_alive` has no meaning there.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from pydantic import BeforeValidator, Field
 
 from hotset.api import Model
 from hotset.engine.embedding import TextVectors
-from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Owner
-from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.loader.modelfile import Modelfile
 from hotset.server import shapes
@@ -44,20 +41,14 @@ from hotset.server.answers import (
 from hotset.server.body import BodyRoute
 from hotset.server.catalogue import FileFacts
 from hotset.server.errors import RequestError, UnreadableError
+from hotset.server.fields import NO_DEFAULTS, AnswerFields
 from hotset.server.logprobs import spelled
 from hotset.server.manage import may_manage
 from hotset.server.model_settings import duration
 from hotset.server.openai.embeddings import MAX_TEXTS
-from hotset.server.openai.schema import (
-    MAX_TOOLS,
-    NO_DEFAULTS,
-    Body,
-    Share,
-    Temperature,
-    ToolName,
-    sampled,
-)
+from hotset.server.openai.schema import Logprobs, logprobs_of
 from hotset.server.replies import JsonReply, dumped
+from hotset.server.rows import MANY, Body, ByType, Flag, Number, Row, Text, UnknownPart, having, integer
 from hotset.server.service import ListedModel, Service
 from hotset.server.shapes import JSON_LINES, documented, errors
 from hotset.server.streams import (
@@ -72,7 +63,8 @@ from hotset.server.streams import (
     while_connected,
     whole,
 )
-from hotset.server.turns import Turn, tool_call
+from hotset.server.tool_fields import MAX_TOOLS, AnyToolChoice, Function, chosen
+from hotset.server.turns import ROLES, Turn, tool_call
 from hotset.storage import created
 from hotset.storage.created import Created
 from hotset.text.infill import Gap, InfillTokens
@@ -97,136 +89,106 @@ def _none(images: Any) -> Any:
     return images
 
 
-NoImages = Annotated[Annotated[list[Any], Field(max_length=0)] | None, BeforeValidator(_none)]
+def _form(given: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return {"json_schema": given}
+    return {"json_object": True} if given == "json" else {}
 
 
-class OllamaOptions(Body):
-    """How tokens are chosen. The options of loading are accepted and have no effect: the model was loaded
-    when the server began."""
-
-    temperature: Temperature | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    typical_p: Share | None = None
-    tfs_z: Literal[1] | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    penalize_newline: Literal[True] | None = None
-    mirostat: Literal[0, 1, 2] | None = None
-    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat_eta: Share | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    num_predict: Annotated[int, Field(ge=-2)] | None = None
-
-    num_ctx: int | None = None
-    num_keep: int | None = None
-    num_batch: int | None = None
-    num_gpu: int | None = None
-    num_gqa: int | None = None
-    num_thread: int | None = None
-    main_gpu: int | None = None
-    numa: bool | None = None
-    low_vram: bool | None = None
-    f16_kv: bool | None = None
-    logits_all: bool | None = None
-    vocab_only: bool | None = None
-    use_mmap: bool | None = None
-    use_mlock: bool | None = None
-    embedding_only: bool | None = None
-    rope_frequency_base: float | None = None
-    rope_frequency_scale: float | None = None
+_LOGPROBS = (
+    Row("logprobs", "Logprobs of the tokens, or how many of the likeliest.", Logprobs, use="route"),
+    Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
+)
+_TRUNCATE = "a conversation that does not fit is refused"
+_KEEP_ALIVE = Row("keep_alive", "How long the model stays loaded.", Number | str, use="route")
 
 
-class AnswerBody(Body):
+@having(
+    *_LOGPROBS,
+    _KEEP_ALIVE,
+    Row("format", "The word json, or the JSON schema that the answer follows.",
+        Literal["", "json"] | dict[str, Any], sets=MANY, read=_form),
+    Row("truncate", _TRUNCATE, use="ignored"),
+    Row("shift", _TRUNCATE, use="ignored"),
+)  # fmt: skip
+class AnswerBody(AnswerFields):
+    """The fields of a request for an answer, as Ollama has them."""
+
     model: Annotated[str, Field(min_length=1)]
-    stream: bool | None = None
-    options: OllamaOptions | None = None
-    format: Literal["", "json"] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    keep_alive: float | str | None = None
-    truncate: Literal[False] | None = None  # a conversation that does not fit is refused
-    shift: Literal[False] | None = None
 
     @property
     def streams(self) -> bool:
-        return self.stream is not False
+        return self.given("stream") is not False
 
 
 class OllamaCalledFunction(Body):
     name: str
-    arguments: dict[str, Any]
-    index: int | None = None
+    arguments: dict[str, Any] | str = Field(default={})
+    index: Any = None
 
 
 class OllamaCall(Body):
     function: OllamaCalledFunction
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: Text | None = None
+    type: Any = None
 
 
 class OllamaMessage(Body):
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | None = None
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
-    tool_call_id: str | None = None
-    images: NoImages = None
-
-
-class OllamaFunction(Body):
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    tool_call_id: Text | None = None
+    images: Annotated[list[Any] | None, BeforeValidator(_none)] = None
 
 
 class OllamaTool(Body):
     type: Literal["function"] = "function"
-    function: OllamaFunction
+    function: Function
 
 
 class OllamaChatBody(AnswerBody):
-    """Ollama's body, less what this server does not have."""
+    """The body of a chat, as Ollama has it."""
 
     messages: list[OllamaMessage] | None = None
-    tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[
+        list[Annotated[OllamaTool | UnknownPart, ByType("function")]] | None, Field(max_length=MAX_TOOLS)
+    ] = None
+    tool_choice: AnyToolChoice | None = None
 
 
+@having(
+    Row("raw", "Continue the prompt without a chat template.", Flag, use="route"),
+    Row("template", "a request cannot replace the model's template", use="ignored"),
+    Row("context", "the conversation of an earlier answer is found in the messages", use="ignored"),
+)
 class OllamaGenerateBody(AnswerBody):
-    """Ollama's body, less what this server does not have."""
+    """The body of a prompt, as Ollama has it."""
 
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = None
     suffix: str | None = None
-    template: Literal[""] | None = None
-    context: Annotated[list[int], Field(max_length=0)] | None = None
-    images: NoImages = None
+    images: Annotated[list[Any] | None, BeforeValidator(_none)] = None
 
 
+@having(_KEEP_ALIVE, Row("options", "they concern the draw of tokens, and the load", use="free"))
 class EmbedBody(Body):
     model: Annotated[str, Field(min_length=1)]
-    options: OllamaOptions | None = None
-    keep_alive: float | str | None = None
 
 
 class OllamaEmbedBody(EmbedBody):
+    """Texts to embed. prompt: the name of the older route."""
+
     input: str | Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
-    truncate: bool | None = None
+    prompt: str | Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
+    truncate: Flag | None = None
     dimensions: Annotated[int, Field(ge=0)] | None = None
 
-
-class OllamaEmbeddingsBody(EmbedBody):
-    """Of an older route."""
-
-    prompt: str | None = None
+    @property
+    def texts(self) -> list[str]:
+        given = self.input if self.input is not None else self.prompt
+        return [text for text in ([given] if isinstance(given, str) else given or ()) if text]
 
 
 class OllamaShowBody(Body):
@@ -238,100 +200,77 @@ class OllamaShowBody(Body):
 # ---- from a body to a request ----
 
 
+def _arguments(function: OllamaCalledFunction) -> str:
+    given = function.arguments
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
 def chat_request(body: OllamaChatBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Raises InvalidRequestError for what is wrong with it."""
+    """Return the request that a body means. Raises InvalidRequestError."""
+    tools = [tool.function.turn() for tool in body.tools or () if isinstance(tool, OllamaTool)]
+    use = chosen(body.tool_choice, tools)
+    return _request(
+        body, defaults, messages=conversation(body.messages or ()), tools=use.tools, tool_choice=use.value
+    )
+
+
+def _request(body: AnswerBody, defaults: Mapping[str, Any], **subject: Any) -> AnswerRequest:
     return AnswerRequest(
-        messages=conversation(body.messages or ()),
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
-        template=_template(body),
-        params=_params(body, defaults),
+        template=body.template_variables,
+        thinking=body.thinking_settings,
+        params=body.sampling(defaults, logprobs_of(body.given("logprobs"), body.given("top_logprobs"))),
         stream=body.streams,
+        **body.all_settings("request"),
+        **subject,
     )
 
 
 def generate_request(body: OllamaGenerateBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Raises InvalidRequestError for what is wrong with it."""
-    request = partial(AnswerRequest, params=_params(body, defaults), stream=body.streams)
+    """Return the request that a body means. Raises InvalidRequestError."""
+    request = partial(_request, body, defaults)
     prompt = body.prompt or ""
     if body.suffix:
         if body.system:
             raise RequestError("a gap is filled in without a system message", param="system")
         return request(gap=Gap(prefix=prompt, suffix=body.suffix))
-    if body.raw:
+    if body.given("raw"):
         if body.system:
             raise RequestError("a raw prompt is taken as it stands, without a system message", param="system")
         return request(prompts=[prompt])  # with the special tokens of a template that the client rendered
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return request(messages=[*system, {"role": "user", "content": prompt}], template=_template(body))
+    return request(messages=[*system, {"role": "user", "content": prompt}])
 
 
 def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
-    """The turns of a conversation. Calls get an id where they have none, and results that of their call: the
-    one of that name, or else the first, that has no result yet."""
+    """Return the turns of a conversation.
+
+    A call without an id gets one. A result gets the id and the name of its call: of the first call without a
+    result that has the result's name, if it has one. A result without a call keeps its own.
+    """
     turns: list[Turn] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     for i, message in enumerate(messages):
-        turn: Turn = {"role": message.role, "content": message.content or ""}
+        turn: Turn = {"role": ROLES[message.role], "content": message.content or ""}
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         if message.tool_calls:
             calls = [(call.id or f"call_{i}_{j}", call.function) for j, call in enumerate(message.tool_calls)]
             waiting = [(call_id, function.name) for call_id, function in calls]
             turn["tool_calls"] = [
-                tool_call(call_id, function.name, json.dumps(function.arguments, ensure_ascii=False))
-                for call_id, function in calls
+                tool_call(call_id, function.name, _arguments(function)) for call_id, function in calls
             ]
-        if message.role == "tool":
+        if turn["role"] == "tool":
             fits = [
                 call
                 for call in waiting
                 if message.tool_call_id in (None, call[0]) and message.tool_name in (None, call[1])
             ]
-            if not fits:
-                raise InvalidRequestError(
-                    f"message {i} is the result of a tool that was not called before it, or not by that name"
-                )
-            waiting.remove(fits[0])
-            turn["tool_call_id"], turn["name"] = fits[0]
+            own = message.tool_call_id, message.tool_name
+            turn["tool_call_id"], turn["name"] = fits[0] if fits else own
+            if fits:
+                waiting.remove(fits[0])
         turns.append(turn)
     return turns
-
-
-def _params(body: AnswerBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    options = body.options or OllamaOptions()
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    n_predict = options.num_predict
-    given: dict[str, Any] = {
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "typical_p": options.typical_p,
-        "mirostat": options.mirostat,
-        "mirostat_tau": options.mirostat_tau,
-        "mirostat_eta": options.mirostat_eta,
-        "repetition_penalty": options.repeat_penalty,
-        "penalty_last_n": options.repeat_last_n,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "seed": options.seed,
-        "stop": options.stop,
-        "max_tokens": -1 if n_predict == -2 else n_predict,  # both: as many as fit
-        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "json_object": body.format == "json",
-        "json_schema": body.format if isinstance(body.format, dict) else None,
-    }
-    unset = [name for name in ("seed", "max_tokens") if given[name] == -1]
-    return sampled(given | dict.fromkeys(unset), defaults, unset)
-
-
-def _template(body: AnswerBody) -> dict[str, Any]:
-    if body.think is None:
-        return {}
-    if isinstance(body.think, bool):
-        return {"enable_thinking": body.think}
-    return {"enable_thinking": True, "reasoning_effort": body.think}
 
 
 # ---- from deltas to lines ----
@@ -473,7 +412,7 @@ async def _named(http: Request, body: AnswerBody | EmbedBody) -> Service:
     """The service of the model that a body names, which stays loaded as long as the body says."""
     asks = isinstance(body, AnswerBody)
     service = await serving(http, body.model, takes_adapter=asks)
-    host_of(http).keep(service, body.keep_alive)
+    host_of(http).keep(service, getattr(body, "keep_alive", None))
     return service
 
 
@@ -490,7 +429,8 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
     """The answer to a request for nothing, by which clients have a model loaded; or unloaded, by a
     `keep_alive` of 0. Of those who may not manage models that ends no model that others use: it is unloaded
     once it is idle, as after any request with this keep_alive."""
-    is_over = body.keep_alive is not None and duration(body.keep_alive) == 0
+    keep_alive = body.given("keep_alive")
+    is_over = keep_alive is not None and duration(keep_alive) == 0
     reason = "load"
     if is_over and may_manage(http) and await _unloaded(http, body.model):
         reason = "unload"
@@ -511,8 +451,7 @@ async def _unloaded(http: Request, name: str) -> bool:
 async def embed(body: OllamaEmbedBody, http: Request) -> Response:
     """Texts as vectors of length 1. One that is too long is cut to the context, unless truncate is false."""
     await _named(http, body)
-    given = [body.input] if isinstance(body.input, str) else body.input or []
-    texts, began = [text for text in given if text], time.perf_counter_ns()
+    texts, began = body.texts, time.perf_counter_ns()
     cuts, dimensions = body.truncate is not False, body.dimensions or None
 
     def written(vectors: list[list[float]], n_tokens: int) -> dict[str, Any]:
@@ -532,16 +471,16 @@ async def embed(body: OllamaEmbedBody, http: Request) -> Response:
 
 
 @router.post("/api/embeddings", responses={200: {"model": shapes.OllamaEmbeddingsReply}})
-async def embeddings(body: OllamaEmbeddingsBody, http: Request) -> Response:
+async def embeddings(body: OllamaEmbedBody, http: Request) -> Response:
     """As /api/embed, of one text."""
     await _named(http, body)
 
     def written(vector: list[float]) -> dict[str, Any]:
         return shapes.OllamaEmbeddingsReply.written(embedding=vector)
 
-    if not body.prompt:
+    if not body.texts:
         return JsonReply(written([]))
-    make = partial(_embedded, texts=[body.prompt], cuts=True, dimensions=None)
+    make = partial(_embedded, texts=body.texts[:1], cuts=True, dimensions=None)
     return await embedded(http, 1, make, lambda found: written(found.vectors()[0].tolist()))
 
 

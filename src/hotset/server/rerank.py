@@ -18,7 +18,7 @@ from hotset.server import shapes
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.embeddings import MAX_TEXTS
-from hotset.server.openai.schema import Body
+from hotset.server.rows import Body
 from hotset.server.shapes import errors
 from hotset.server.streams import embedded, serving
 

@@ -26,8 +26,8 @@ from hotset.files import entries
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.manage import check_allowed
-from hotset.server.openai.schema import Body
 from hotset.server.replies import JsonReply
+from hotset.server.rows import Body
 from hotset.server.shapes import SlotReply
 from hotset.server.streams import serving
 from hotset.units import human_size

@@ -350,21 +350,21 @@ class Service:
             raise RequestError("there is nothing to answer; give a prompt or messages")
         most = min(settings.max_answers, self.model.engine.max_sequences + settings.max_queue)
         if n > most:
-            raise RequestError(f"{n} answers are asked for, and a request gets {most} at most", param="n")
+            raise RequestError(f"a request gets at most {most} answers, not {n}", param="n")
         n_slots = self.model.engine.max_sequences
         if request.id_slot is not None and request.id_slot >= n_slots:
             raise RequestError(
                 f"there is no slot {request.id_slot}: this server has {n_slots}", param="id_slot"
             )
-        longest, asked = settings.max_tokens, request.params.max_tokens
-        if longest is None:
+        asked = request.params.max_tokens
+        if (longest := self.most_tokens(asked)) == asked:
             return request
-        if asked is not None and asked > longest:
-            raise RequestError(
-                f"{asked} tokens are asked for, and an answer of this server has at most {longest}",
-                param="max_tokens",
-            )
-        return replace(request, params=replace(request.params, max_tokens=asked or longest))
+        return replace(request, params=replace(request.params, max_tokens=longest))
+
+    def most_tokens(self, asked: int | None) -> int | None:
+        """Return the limit of an answer: the server's, or the lower one of a request; None: the context."""
+        limits = [limit for limit in (asked, self.settings.max_tokens) if limit is not None]
+        return min(limits, default=None)
 
     def _closed(self, answer: Answer | Vectors) -> None:
         self._answers.discard(answer)
@@ -410,7 +410,8 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     if request.messages is not None:
         use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
         output = output_of(model.output_form, request.params, request.messages, request.opening, use)
-        how = {"variables": request.template, **request.opening._asdict()}
+        variables = {**request.thinking.variables, **request.template}
+        how = {"variables": variables, **request.opening._asdict()}
         prompts = [model.encode_chat(request.messages, output.tools, **how)]
     elif request.gap is not None:
         most = _room(model, request.params) if request.gap.trims else model.n_ctx

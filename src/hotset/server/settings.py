@@ -40,6 +40,7 @@ class ServerSettings:
     slot_save_path: a folder for what /slots saves; None: nothing is saved.
     mcp_servers: whose tools the page offers, to who may manage models.
     lora_dir: the folder that clients may load adapters from; None: they load none.
+    strict_requests: fields that have no effect are refused.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
     header is not read.
     """
@@ -65,6 +66,7 @@ class ServerSettings:
     lora_dir: str | None = None
     mcp_servers: tuple[McpServer, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
+    strict_requests: bool = False
     max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20
     max_nesting: int = 64
@@ -77,7 +79,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         text("host", self.host)
         whole_number("port", self.port, 0, 65535)
-        flag("allow_no_api_key", self.allow_no_api_key)
+        for name in ("allow_no_api_key", "strict_requests"):
+            flag(name, getattr(self, name))
         for name in ("api_keys", "cors_origins", "allowed_hosts", "trusted_proxies"):
             for value in getattr(self, name):
                 if not text(name, value).strip():

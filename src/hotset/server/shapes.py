@@ -127,9 +127,10 @@ class ChatReplyMessage(Shape):
     annotations: list[Any] = Field(max_length=0)
     reasoning_content: str = ""
     tool_calls: list[ChatToolCall] = Field(default=[])
+    function_call: CalledFunction | None = None  # of a request with `functions`
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatChoice(Shape):

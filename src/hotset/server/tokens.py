@@ -11,10 +11,11 @@ from hotset.api import Model
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.chat import Message
-from hotset.server.openai.schema import MAX_TOOLS, Body
 from hotset.server.replies import JsonReply
+from hotset.server.rows import Body
 from hotset.server.shapes import DetokenizeReply
 from hotset.server.streams import in_turn, serving
+from hotset.server.tool_fields import MAX_TOOLS
 
 router = APIRouter(route_class=BodyRoute)
 

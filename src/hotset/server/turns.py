@@ -6,18 +6,37 @@ parts of an answer (text, reasoning, calls) one by one, and gather them here.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
+
+from hotset.parameters import shown
+from hotset.server.modalities import check_part, note_of
 
 Turn = dict[str, Any]
 
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""Roles of messages, and the roles that chat templates know for them: "developer" and "function" are other
+names in OpenAI's schemas."""
+
+_TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+_THOUGHTS = ("reasoning", "thinking")
+
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as a turn of the assistant bears it in `tool_calls`. arguments: JSON, as text."""
+    """Return a call as a turn of the assistant has it in `tool_calls`. arguments: JSON, as text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def merge(turn: Turn, more: Turn) -> None:
-    """Makes `more`, of the same role, a part of `turn`: texts become lines of one text."""
+    """Make `more`, of the same role, a part of `turn`: texts become lines of one text."""
     for key in ("content", "reasoning_content"):
         if more.get(key):
             turn[key] = f"{turn[key]}\n{more[key]}" if turn.get(key) else more[key]
@@ -27,8 +46,65 @@ def merge(turn: Turn, more: Turn) -> None:
 
 
 def add(turns: list[Turn], turn: Turn) -> None:
-    """Appends `turn`, or makes it a part of the last one where that is of the same role."""
+    """Append `turn`, or make it a part of the last one if that has the same role."""
     if turns and turns[-1]["role"] == turn["role"]:
         merge(turns[-1], turn)
     else:
         turns.append({"content": "", **turn})
+
+
+def turn_of(message: Mapping[str, Any]) -> Turn:
+    """Return a message of OpenAI's chats as a turn. Raises ValueError for a role or a part that is unknown,
+    and UnreadableError for an image and the like."""
+    given = message.get("role")
+    role = ROLES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise ValueError(f"the role must be one of {', '.join(ROLES)}, not {shown(given)}")
+    turn = {key: value for key, value in message.items() if value is not None} | {"role": role}
+    thoughts, content = _content(message.get("content"), is_result=role == "tool")
+    turn["content"] = content
+    thought = turn.pop("reasoning", None)
+    if thoughts or (isinstance(thought, str) and thought):
+        turn.setdefault("reasoning_content", thoughts or thought)
+    called = turn.pop("function_call", None)
+    if role == "assistant" and isinstance(called, dict) and "tool_calls" not in turn:
+        turn["tool_calls"] = [{"type": "function", "function": called}]
+    return turn
+
+
+def _content(content: Any, *, is_result: bool) -> tuple[str, str]:
+    """Return the reasoning and the text of a message's content. is_result: of a tool."""
+    if content is None:
+        return "", ""
+    if isinstance(content, list):
+        thoughts, texts = [], []
+        for part in content:
+            if isinstance(part, dict) and part.get("type") in _THOUGHTS:
+                thoughts.append(_thought(part))
+            else:
+                texts.append(text_of(part, is_result=is_result))
+        return "\n".join(thoughts), "".join(texts)
+    if isinstance(content, str):
+        return "", content
+    if is_result or (isinstance(content, int | float) and not isinstance(content, bool)):
+        return "", json.dumps(content, ensure_ascii=False)
+    raise ValueError(f"the content must be text, not {shown(content)}")
+
+
+def _thought(part: Mapping[str, Any]) -> str:
+    found = part.get("text") or part.get("thinking") or part.get("reasoning") or ""
+    return found if isinstance(found, str) else ""
+
+
+def text_of(part: Any, *, is_result: bool = False) -> str:
+    """Return the text of a part of a message. is_result: a note stands for a part that no model reads."""
+    if isinstance(part, str):
+        return part
+    if is_result and (note := note_of(part)):
+        return note
+    check_part(part)
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
+    if not isinstance(text, str):
+        raise ValueError("it has a part that is not text; this model reads only text")
+    return text

@@ -19,10 +19,11 @@ from hotset.server.errors import RequestError
 from hotset.server.manage import check_allowed
 from hotset.server.mcp.file import McpServer
 from hotset.server.mcp.limits import McpServerError
-from hotset.server.openai.schema import Body, ToolName
 from hotset.server.replies import JsonReply
+from hotset.server.rows import Body
 from hotset.server.shapes import McpCallReply, McpServerReply, McpServersReply, McpToolReply
 from hotset.server.streams import while_connected
+from hotset.server.tool_fields import ToolName
 
 if TYPE_CHECKING:
     from hotset.server.mcp.clients import McpClients

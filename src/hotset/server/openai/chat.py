@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from hotset.engine.sampler import TokenLogprobs
-from hotset.parameters import shown
 from hotset.server import shapes
 from hotset.server.activity import ActivityWatch
 from hotset.server.answers import (
@@ -24,99 +24,33 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.errors import RequestError, UnreadableError
+from hotset.server.errors import UnreadableError
+from hotset.server.fields import NO_DEFAULTS
 from hotset.server.logprobs import spelled
-from hotset.server.modalities import check_part
-from hotset.server.openai.schema import (
-    MAX_TOOLS,
-    NO_DEFAULTS,
-    Body,
-    SamplingFields,
-    StreamOptions,
-    ToolName,
-    Verbosity,
-    usage_dict,
-    verbosity,
-)
+from hotset.server.openai.schema import Logprobs, SamplingFields, logprobs_of, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
+from hotset.server.rows import Body, ByType, Flag, Row, UnknownPart, having, integer
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, documented
 from hotset.server.streams import off_loop, serving, streamed, whole
+from hotset.server.tool_fields import MAX_TOOLS, AnyToolChoice, Function, ToolChoice, chosen
+from hotset.server.turns import ROLES, turn_of
 from hotset.text.messages import Opening
 from hotset.text.parts import ToolCall
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    type: Literal["json_object"]
-
-
-class NamedSchema(Body):
-    """strict: answers follow the schema whatever it says."""
-
-    model_config = ConfigDict(populate_by_name=True)
-
-    name: str
-    description: str | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(Body):
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
-class Function(Body):
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-
-
 class FunctionName(Body):
     name: str
 
 
-class NamedTool(Body):
-    type: Literal["function"]
-    function: FunctionName
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
 
 
-class ChatStreamOptions(StreamOptions):
-    """include_activity: chunks tell what happened inside for each token (server/activity.py)."""
-
-    include_activity: bool = False
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def _checked(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose role is one of the schema's, with parts that can be read.
-
-    "developer" is OpenAI's newer name for "system", which is the one that chat templates know.
-    """
-    role = message.get("role")
-    if role not in ROLES:
-        raise ValueError(f"the role must be one of {', '.join(ROLES)}, not {shown(role)}")
-    content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        check_part(part)
-    return {**message, "role": "system"} if role == "developer" else message
+AnyTool = Annotated[Tool | UnknownPart, ByType("function")]
 
 
 # What a message is for the document. The parser says more exactly what is wrong with one
@@ -157,7 +91,7 @@ _MESSAGE = {
 }
 
 
-Message = Annotated[dict[str, Any], AfterValidator(_checked), WithJsonSchema(_MESSAGE)]
+Message = Annotated[dict[str, Any], AfterValidator(turn_of), WithJsonSchema(_MESSAGE)]
 
 
 def _modality(given: Any) -> Any:
@@ -166,83 +100,63 @@ def _modality(given: Any) -> Any:
     return given
 
 
+@having(
+    Row("logprobs", "Logprobs of the tokens, or how many of the likeliest.", Logprobs, use="route"),
+    Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
+    Row("parallel_tool_calls", "False ends the answer with its first call.", Flag, use="request"),
+    Row("best_of", "hotset returns each answer that it makes", use="ignored", neutral=(1,)),
+)
 class ChatBody(SamplingFields):
-    """OpenAI's body, less what this server does not have."""
-
-    stream_options: ChatStreamOptions | None = None
+    """The body of a chat, as OpenAI has it. functions, function_call: the older form of tools."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    max_completion_tokens: int | None = None
-    modalities: list[Annotated[Literal["text"], BeforeValidator(_modality)]] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    verbosity: Verbosity | None = None
-    prediction: dict[str, Any] | None = None  # what the answer may be like, for a provider's speed
+    modalities: list[Annotated[str, BeforeValidator(_modality)]] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnyToolChoice | None = None
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    function_call: str | FunctionName | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
 
-    @property
-    def includes_activity(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_activity
+    @cached_property
+    def n_top(self) -> int | None:
+        """The number of logprobs next to each token, or None."""
+        return logprobs_of(self.given("logprobs"), self.given("top_logprobs"))
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-        """Raises what is wrong with it."""
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        form, choice = self.response_format, self.tool_choice
-        forms: dict[str, Any] = {}
-        if isinstance(form, JsonObjectFormat):
-            forms["json_object"] = True
-        elif isinstance(form, JsonSchemaFormat):
-            forms["json_schema"] = form.json_schema.json_schema
+        """Return the request. Raises InvalidRequestError."""
+        tools = [one.function.turn() for one in self.tools or () if isinstance(one, Tool)]
+        choice: AnyToolChoice | None = self.tool_choice
+        if not tools and self.functions:
+            tools = [one.turn() for one in self.functions]
+            choice = self.function_call if isinstance(self.function_call, str) else None
+            if isinstance(self.function_call, FunctionName):
+                choice = ToolChoice(type="function", name=self.function_call.name)
+        use = chosen(choice, tools)
+        settings = self.all_settings("request")
+        if self.is_legacy:
+            settings["parallel_tool_calls"] = False
         return AnswerRequest(
             messages=self.messages,
             opening=Opening(self.add_generation_prompt, self.continue_final_message),
-            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
-            tool_choice={"name": choice.function.name} if isinstance(choice, NamedTool) else choice or "auto",
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            template=self._effort() | verbosity(self.verbosity) | (self.chat_template_kwargs or {}),
-            n=self.n or 1,
-            params=self.sampling(defaults, logprobs=logprobs, max_tokens=self.max_completion_tokens, **forms),
-            stream=bool(self.stream),
-            reuse_prefix=self.cache_prompt is not False,
-            id_slot=self.slot,
-            adapters=self.adapters,
+            tools=use.tools,
+            tool_choice=use.value,
+            template=self.template_variables,
+            thinking=self.thinking_settings,
+            params=self.sampling(defaults, self.n_top),
+            stream=bool(self.given("stream")),
+            **settings,
         )
 
-    def _effort(self) -> dict[str, Any]:
-        """What a template reads of how much is to be thought."""
-        if self.reasoning_effort is None:
-            return {}
-        if self.reasoning_effort == "none":
-            return {"enable_thinking": False}
-        return {"enable_thinking": True, "reasoning_effort": self.reasoning_effort}
-
-    def check_effort(self, template: str) -> None:
-        """Raises RequestError where a model with this template takes no reasoning effort."""
-        switch, levels = "enable_thinking" in template, "reasoning_effort" in template
-        effort = self.reasoning_effort
-        if effort is None or switch or (levels and effort != "none") or not (levels or effort != "none"):
-            return
-        raise RequestError(
-            f"reasoning_effort {effort!r} is not supported: this model's chat template does not know it; "
-            "leave it out",
-            param="reasoning_effort",
-            code="unsupported_parameter",
-        )
+    @property
+    def is_legacy(self) -> bool:
+        """Whether the client knows functions and no tools."""
+        return not self.tools and bool(self.functions)
 
 
 @router.post("/v1/chat/completions", responses=documented(shapes.ChatReply, EVENT_STREAM))
 async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = await serving(http, body.model, takes_adapter=True)
-    body.check_effort(service.model.chat_template.source)
     request, reply = await off_loop(http, body.request, service.sampling), _Reply(service, body)
     if request.stream:
         return await streamed(http, request, reply.events)
@@ -284,7 +198,7 @@ class _Reply:
             if watch is not None:
                 more["hotset"] = {"activity": await self._service.in_thread(watch.new, delta.index)}
             match delta:
-                case TextDelta() if watch is None and not self._body.logprobs:
+                case TextDelta() if watch is None and self._body.n_top is None:
                     yield texts[delta.index](delta.text)
                 case TextDelta():
                     logprobs = self._logprobs(delta.logprobs)
@@ -293,12 +207,12 @@ class _Reply:
                     yield chunk(delta.index, {"reasoning_content": delta.text})
                 case ToolCallStart():
                     call = {"index": delta.call} | _call(ToolCall(delta.id, delta.name))
-                    yield chunk(delta.index, {"tool_calls": [call]})
+                    yield chunk(delta.index, self._called([call]))
                 case ToolCallArguments():
                     call = {"index": delta.call, "function": {"arguments": delta.text}}
-                    yield chunk(delta.index, {"tool_calls": [call]})
+                    yield chunk(delta.index, self._called([call]))
                 case Finished():
-                    yield chunk(delta.index, {}, delta.reason)
+                    yield chunk(delta.index, {}, self._reason(delta.reason))
         if self._body.includes_usage:
             yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
         yield DONE
@@ -312,18 +226,25 @@ class _Reply:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["content"] = choice.text or None
-            message["tool_calls"] = [_call(call) for call in choice.tool_calls]
+            message |= self._called([_call(call) for call in choice.tool_calls])
         return shapes.ChatChoice.written(
             index=choice.index,
             message=message,
             logprobs=self._logprobs(choice.logprobs),
-            finish_reason=choice.reason,
+            finish_reason=self._reason(choice.reason),
         )
 
+    def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return calls, or pieces of them, as the client knows them."""
+        return {"function_call": calls[0]["function"]} if self._body.is_legacy else {"tool_calls": calls}
+
+    def _reason(self, reason: str) -> str:
+        return "function_call" if reason == "tool_calls" and self._body.is_legacy else reason
+
     def _logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self._body.logprobs:
+        n_top = self._body.n_top
+        if n_top is None:
             return None
-        n_top = self._body.top_logprobs or 0
         return shapes.ChatLogprobs.written(content=[spelled(self._tokenizer, one, n_top) for one in logprobs])
 
 

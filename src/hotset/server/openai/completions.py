@@ -5,19 +5,21 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
 from hotset.engine.sampler import TokenLogprobs
 from hotset.server import shapes
 from hotset.server.answers import MOST_LOGPROBS, Answer, AnswerRequest, Choice, Finished, TextDelta
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
+from hotset.server.fields import NO_DEFAULTS
 from hotset.server.logprobs import logprob_of
-from hotset.server.openai.schema import NO_DEFAULTS, SamplingFields, usage_dict
+from hotset.server.openai.schema import Logprobs, SamplingFields, logprobs_of, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
+from hotset.server.rows import Flag, Row, having
 from hotset.server.shapes import EVENT_STREAM, documented
 from hotset.server.streams import off_loop, serving, streamed, whole
 from hotset.text.infill import Gap
@@ -28,15 +30,24 @@ router = APIRouter(route_class=BodyRoute)
 _DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it here
 
 
+@having(
+    Row("logprobs", "Logprobs of the tokens and of so many of the likeliest.", Logprobs, ("n_probs",),
+        use="route"),
+    Row("best_of", "hotset returns each answer that it makes", use="ignored", neutral=(1,)),
+    Row("parse_special", "False reads special tokens in the prompt as text.", Flag, use="request"),
+)  # fmt: skip
 class CompletionBody(SamplingFields):
-    """OpenAI's body, less what this server does not have."""
+    """The body of a prompt that is continued, as OpenAI has it."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: int | None = None
+    echo: Flag | None = None
     suffix: str | None = None
-    parse_special: bool | None = None
+
+    @cached_property
+    def n_top(self) -> int | None:
+        """The number of logprobs next to each token, or None."""
+        wanted = self.given("logprobs")
+        return logprobs_of(self.given("n_probs") if wanted is None else wanted, None)
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
@@ -54,27 +65,18 @@ class CompletionBody(SamplingFields):
         return Gap(prefix=self.prompt, suffix=self.suffix)
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-        """Raises what is wrong with it."""
-        if self.best_of not in (None, self.n or 1):
-            raise RequestError(
-                "best_of is not supported, unless it equals n; leave it out and ask for n answers",
-                param="best_of",
-                code="unsupported_parameter",
-            )
-        only_echo = self.max_tokens == 0 and bool(self.echo)  # what evaluation harnesses ask for
-        sampling = self.model_copy(update={"max_tokens": None}) if only_echo else self
+        """Return the request. Raises InvalidRequestError."""
+        # Evaluation harnesses want the scores of the prompt and no answer.
+        only_echo = bool(self.echo) and self.all_settings("sampling").get("max_tokens") == 0
+        defaults, over = {"max_tokens": _DEFAULT_TOKENS, **defaults}, {"max_tokens": 1} if only_echo else {}
         return AnswerRequest(
             prompts=() if self.suffix else self.prompts(),
             gap=self._gap() if self.suffix else None,
-            parse_special=self.parse_special is not False,
-            n=self.n or 1,
-            params=sampling.sampling({"max_tokens": _DEFAULT_TOKENS, **defaults}, logprobs=self.logprobs),
-            prompt_logprobs=self.logprobs if self.echo else None,
+            params=self.sampling(defaults, self.n_top, **over),
+            prompt_logprobs=self.n_top if self.echo else None,
             generates=not only_echo,
-            stream=bool(self.stream),
-            reuse_prefix=self.cache_prompt is not False,
-            id_slot=self.slot,
-            adapters=self.adapters,
+            stream=bool(self.given("stream")),
+            **self.all_settings("request"),
         )
 
 
@@ -129,7 +131,7 @@ class _Reply:
             return self._reply(answer, choices=[self._choice(answer, index, piece, reason)], **more)
 
         texts: list[TextEvents] = []
-        if self._body.logprobs is None:
+        if self._body.n_top is None:
             hole = _Text(TextEvents.HOLE)
             texts = [TextEvents(written(i, hole, None)) for i in range(len(answer.generations))]
         begun: set[int] = set()
@@ -170,7 +172,7 @@ class _Reply:
         return given if isinstance(given, str) else self._tokenizer.decode(given)
 
     def _choice(self, answer: Answer, index: int, piece: _Text, reason: str | None) -> dict[str, Any]:
-        logprobs = self._logprobs(answer, index, piece) if self._body.logprobs is not None else None
+        logprobs = self._logprobs(answer, index, piece) if self._body.n_top is not None else None
         return shapes.CompletionChoice.written(
             text=piece.text, index=index, logprobs=logprobs, finish_reason=reason
         )
@@ -211,7 +213,7 @@ class _Reply:
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens, and the one that is there."""
-        top = dict(one.top[: self._body.logprobs or 0]) | {one.token: one.logprob}
+        top = dict(one.top[: self._body.n_top or 0]) | {one.token: one.logprob}
         return {self._spelled(token): logprob_of(logprob) for token, logprob in top.items()}
 
     def _spelled(self, token: int) -> str:

@@ -17,7 +17,7 @@ from hotset.engine.embedding import TextVectors
 from hotset.engine.sequence import Owner
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
-from hotset.server.openai.schema import Body
+from hotset.server.rows import Body
 from hotset.server.shapes import Embedding, EmbeddingsReply, EmbeddingsUsage
 from hotset.server.streams import embedded, serving
 

@@ -1,8 +1,7 @@
 """POST /v1/responses, without a memory: every request brings its whole conversation.
 
-Only a translation: input items become the messages of a chat, and the deltas of an answer become output items
-and their events. A field that is not declared is refused by its name; one that is declared is obeyed, or has
-the one value that changes nothing.
+A translation: input items become the messages of a chat, and the deltas of an answer become output items and
+their events.
 """
 
 from __future__ import annotations
@@ -11,77 +10,97 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
-from hotset.parameters import shown
 from hotset.server.answers import AnswerRequest
 from hotset.server.body import BodyRoute
-from hotset.server.modalities import check_part
+from hotset.server.errors import RequestError
+from hotset.server.fields import NO_DEFAULTS, AnswerFields, ResponseFormat, form_of
+from hotset.server.modalities import check_part, note_of
 from hotset.server.openai.response_writer import ResponseWriter
-from hotset.server.openai.schema import (
-    MAX_METADATA,
-    MAX_TOOL_NAME,
-    MAX_TOOLS,
-    NO_DEFAULTS,
+from hotset.server.openai.schema import StreamOptions, logprobs_of
+from hotset.server.rows import (
+    MANY,
     Body,
-    CacheRetention,
-    ServiceTier,
-    Share,
-    Temperature,
-    ToolName,
-    Verbosity,
-    at_most,
-    sampled,
-    verbosity,
+    ByType,
+    Flag,
+    Row,
+    Text,
+    UnknownPart,
+    having,
+    integer,
+    settings_of,
 )
 from hotset.server.shapes import EVENT_STREAM, ResponseReasoning, ResponseReply, documented
 from hotset.server.streams import off_loop, serving, streamed, whole
-from hotset.server.turns import Turn, add, tool_call
+from hotset.server.tool_fields import (
+    MAX_TOOL_NAME,
+    MAX_TOOLS,
+    AnyToolChoice,
+    Function,
+    ToolChoice,
+    ToolName,
+    chosen,
+)
+from hotset.server.turns import ROLES, Turn, add, tool_call
 
 router = APIRouter(route_class=BodyRoute)
 
 # ---- what a client sends ----
 
-Status = Literal["in_progress", "completed", "incomplete"]
-
 
 class TextPart(Body):
+    """A text in a message. annotations, logprobs: as an answer has them."""
+
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None  # as an answer bears them
+    annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-Content = str | list[Annotated[TextPart, BeforeValidator(check_part)]]
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
 
 
-class MessageItem(Body):
+def _noted(part: Any) -> Any:
+    """Replace a part of a tool's result that no model here reads by a note."""
+    note = note_of(part)
+    return {"type": "input_text", "text": note} if note else part
+
+
+Part = Annotated[TextPart | RefusalPart | UnknownPart, ByType("text")]
+Content = str | list[Annotated[Part, BeforeValidator(check_part)]]
+
+
+class _Item(Body):
+    id: Text | None = None
+    status: Text | None = None
+
+
+class MessageItem(_Item):
+    """A message. phase: whether it is a comment or the answer, which no template distinguishes."""
+
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-    id: str | None = None
-    status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None  # no template distinguishes these
+    content: Content = ""
+    phase: Any = None
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(_Item):
     type: Literal["function_call"]
-    call_id: str
+    call_id: Text
     name: str
     namespace: str | None = None
-    arguments: str
-    id: str | None = None
-    status: Status | None = None
+    arguments: str = "{}"
 
 
-class FunctionCallOutputItem(Body):
+class FunctionCallOutputItem(_Item):
     type: Literal["function_call_output"]
-    call_id: str
-    output: Content
-    id: str | None = None
-    status: Status | None = None
+    call_id: Text
+    output: str | list[Annotated[Part, BeforeValidator(_noted)]] = ""
 
 
 class ReasoningText(Body):
@@ -89,35 +108,26 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+@having(Row("encrypted_content", "only its provider can read it", use="ignored"))
+class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
-    encrypted_content: None = None  # there is none: answers have their reasoning in the open
-    id: str | None = None
-    status: Status | None = None
 
 
-def _kind(item: Any) -> Any:
-    """What distinguishes items: the type, which a message may leave out."""
-    return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
+@having(Row("id", "nothing is stored, so send the item itself", use="refused"))
+class ItemReference(Body):
+    type: Literal["item_reference"]
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference | UnknownPart,
+    ByType("message"),
 ]
 
 
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class FunctionTool(Function):
+    type: Literal["function"] = "function"
 
 
 class NamespaceTool(Body):
@@ -129,176 +139,112 @@ class NamespaceTool(Body):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 
-Tool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
+Tool = Annotated[FunctionTool | NamespaceTool | UnknownPart, ByType("function")]
 
 
-class NamedFunction(Body):
-    type: Literal["function"]
-    name: str
-
-
-class PlainText(Body):
-    type: Literal["text"]
-
-
-class JsonObject(Body):
-    type: Literal["json_object"]
-
-
-class JsonSchema(Body):
-    type: Literal["json_schema"]
-    name: str
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    description: str | None = None
-    strict: bool = False  # answers follow the schema whatever it says
-
-
+@having(
+    Row("format", "What the answer follows.", ResponseFormat, sets=MANY, read=form_of),
+    Row("verbosity", "Variable of the chat template.", Text, use="template"),
+)
 class TextSettings(Body):
-    format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None = None
-    verbosity: Verbosity | None = None
+    """How an answer is written."""
 
 
-Summary = Literal["auto", "concise", "detailed"]
+_NOTHING_STORED = "nothing is stored, so send the whole conversation"
 
 
-class Reasoning(Body):
-    """An answer has its reasoning whole, whatever summary is asked for."""
+@having(
+    *(Row("text", "Form and verbosity of the answer.", TextSettings, use=use, sets=MANY,
+          read=settings_of(use)) for use in ("sampling", "template")),
+    Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
+    Row("parallel_tool_calls", "False ends the answer with its first call.", Flag, use="request"),
+    Row("previous_response_id", _NOTHING_STORED, use="refused"),
+    Row("conversation", _NOTHING_STORED, use="refused"),
+    Row("prompt", "no prompts are stored, so send the text itself", use="refused"),
+    Row("background", "the answer comes with the reply", use="ignored"),
+    Row("truncation", "a conversation that does not fit is refused", use="ignored", neutral=("disabled",)),
+    Row("context_management", "a conversation that does not fit is refused", use="ignored"),
+    Row("moderation", "hotset moderates nothing", use="ignored"),
+    Row("max_tool_calls", "it concerns tools that a provider runs", use="free"),
+)  # fmt: skip
+class ResponsesBody(AnswerFields):
+    """The body of a response, as OpenAI has it. Nothing is stored, and nothing is looked up.
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Summary | None = None
-    generate_summary: Summary | None = None  # the older name
+    include: parts of the response. Of these only logprobs add something: reasoning comes in the open, and the
+    others belong to tools that a provider runs.
+    """
 
-
-class ResponseStreamOptions(Body):
-    include_obfuscation: bool | None = None  # padding against eavesdroppers, of which there is none here
-
-
-# Of these the logprobs add something. Reasoning comes in the open, and can be sent again as the encrypted one
-# could. The others belong to tools that a provider runs, of which there are none.
-Includable = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
-
-
-class ResponsesBody(Body):
-    """OpenAI's body, less what this server does not have: nothing is stored, and nothing is looked up."""
-
-    model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | list[Item] = ""
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: StreamOptions | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextSettings | None = None
-    reasoning: Reasoning | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[Includable] | None = None
-
-    store: bool | None = None  # the response says false: nothing is stored
-    previous_response_id: None = None
-    conversation: None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    prompt: None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that a provider runs: none here
-    # For a provider's statistics, prices and caches: no answer depends on it.
-    metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
-    client_metadata: Annotated[dict[str, Any], at_most(MAX_METADATA)] | None = None  # as Codex sends it
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: CacheRetention | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    service_tier: ServiceTier | None = None
+    tool_choice: AnyToolChoice | None = None
+    include: list[str] | None = None
 
     @property
     def logprobs(self) -> int | None:
         """As in SamplingParams."""
-        wanted = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
-        return (self.top_logprobs or 0) if wanted else None
+        wanted = "message.output_text.logprobs" in (self.include or ())
+        return logprobs_of(wanted, self.given("top_logprobs"))
 
 
 # ---- from a body to a request ----
 
 
 def answer_request(body: ResponsesBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Raises InvalidRequestError for what is wrong with it."""
-    given: dict[str, Any] = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "max_tokens": body.max_output_tokens,
-        "logprobs": body.logprobs,
-        **_form(body.text),
-    }
+    """Return the request that a body means. Raises InvalidRequestError."""
+    use = chosen(body.tool_choice, _tools(body.tools or ()))
     return AnswerRequest(
         messages=conversation(body.instructions, body.input),
-        tools=_tools(body.tools or ()),
-        tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        template=_template(body.reasoning) | verbosity(body.text.verbosity if body.text else None),
-        params=sampled(given, defaults),
-        stream=bool(body.stream),
+        tools=use.tools,
+        tool_choice=use.value,
+        template=body.template_variables,
+        thinking=body.thinking_settings,
+        params=body.sampling(defaults, body.logprobs),
+        stream=bool(body.given("stream")),
+        **body.all_settings("request"),
     )
 
 
 def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn]:
-    """The turns of a conversation. What the model said, thought and called, one item after the other, is one
-    turn; messages of others are turns of their own."""
+    """Return the turns of a conversation. Raises RequestError if there is none.
+
+    The assistant's text, reasoning and calls, one item after the other, are one turn; messages of others are
+    turns of their own.
+    """
+    if not instructions and not items:
+        raise RequestError("input is empty; give a text, or items", param="input")
     turns: list[Turn] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})
     if isinstance(items, str):
-        return [*turns, {"role": "user", "content": items}]
+        return [*turns, {"role": "user", "content": items}] if items else turns
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
-    for i, item in enumerate(items):
+    for item in items:
         match item:
             case MessageItem(role="assistant"):
                 add(turns, {"role": "assistant", "content": _joined(item.content)})
             case MessageItem():
-                role = "system" if item.role == "developer" else item.role  # what templates know
-                turns.append({"role": role, "content": _joined(item.content)})
+                turns.append({"role": ROLES[item.role], "content": _joined(item.content)})
             case ReasoningItem():
-                text = "\n".join(part.text for part in item.content or item.summary or ())
-                add(turns, {"role": "assistant", "reasoning_content": text})
+                if text := "\n".join(part.text for part in item.content or item.summary or ()):
+                    add(turns, {"role": "assistant", "reasoning_content": text})
             case FunctionCallItem():
                 names[item.call_id] = _full_name(item.namespace, item.name)
                 call = tool_call(item.call_id, names[item.call_id], item.arguments)
                 add(turns, {"role": "assistant", "tool_calls": [call]})
             case FunctionCallOutputItem():
-                if item.call_id not in names:
-                    raise InvalidRequestError(
-                        f"input.{i}: there is no function_call with the call_id {shown(item.call_id)} before "
-                        "its output; nothing is stored, so send the whole conversation"
-                    )
-                output = {"tool_call_id": item.call_id, "name": names[item.call_id]}
+                name = names.get(item.call_id)
+                output = {"tool_call_id": item.call_id} | ({} if name is None else {"name": name})
                 turns.append({"role": "tool", **output, "content": _joined(item.output)})
     return turns
 
 
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _form(text: TextSettings | None) -> dict[str, Any]:
-    """What the answer must follow, as SamplingParams has it."""
-    match text and text.format:
-        case JsonSchema(schema_=schema):
-            return {"json_schema": schema}
-        case JsonObject():
-            return {"json_object": True}
-    return {}
+def _joined(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [part.refusal if isinstance(part, RefusalPart) else getattr(part, "text", "") for part in content]
+    return "".join(texts)
 
 
 def _full_name(namespace: str | None, name: str) -> str:
@@ -306,16 +252,16 @@ def _full_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def _functions(tools: Sequence[FunctionTool | NamespaceTool]) -> Iterator[tuple[str | None, FunctionTool]]:
-    """Each function with its namespace."""
+def _functions(tools: Sequence[Any]) -> Iterator[tuple[str | None, FunctionTool]]:
+    """Yield each function with its namespace."""
     for tool in tools:
         if isinstance(tool, FunctionTool):
             yield None, tool
-        else:
+        elif isinstance(tool, NamespaceTool):
             yield from ((tool.name, function) for function in tool.tools)
 
 
-def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> list[dict[str, Any]]:
+def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Raises InvalidRequestError for too many, and for a full name that is too long or has two meanings."""
     found: list[dict[str, Any]] = []
     owners: dict[str, str | None] = {}
@@ -330,33 +276,19 @@ def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> list[dict[str, Any]
             raise InvalidRequestError(
                 f"tools: the model would see {name!r} twice, of two namespaces; rename one of these functions"
             )
-        function = tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": name}
+        function = tool.turn()["function"] | {"name": name}
         function = {"parameters": {"type": "object", "properties": {}}} | function
         found.append({"type": "function", "function": function})
     return found
 
 
-def namespaces(tools: Sequence[FunctionTool | NamespaceTool]) -> dict[str, tuple[str, str]]:
+def namespaces(tools: Sequence[Any]) -> dict[str, tuple[str, str]]:
     """What the model calls the functions of namespaces → namespace and name."""
     return {
         _full_name(namespace, tool.name): (namespace, tool.name)
         for namespace, tool in _functions(tools)
         if namespace is not None
     }
-
-
-def _tool_choice(choice: str | NamedFunction | None) -> str | Mapping[str, str]:
-    if isinstance(choice, NamedFunction):
-        return {"name": choice.name}
-    return choice or "auto"
-
-
-def _template(reasoning: Reasoning | None) -> dict[str, Any]:
-    if reasoning is None or reasoning.effort is None:
-        return {}
-    if reasoning.effort == "none":
-        return {"enable_thinking": False}
-    return {"enable_thinking": True, "reasoning_effort": reasoning.effort}
 
 
 @router.post("/v1/responses", responses=documented(ResponseReply, EVENT_STREAM))
@@ -371,33 +303,76 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
 
 
 def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
-    """Fields of a ResponseReply: what it repeats of its request, and what the server made of it."""
-
-    def given(part: Body) -> dict[str, Any]:
-        return part.model_dump(by_alias=True)
-
-    choice, reasoning = body.tool_choice, body.reasoning or Reasoning()
-    form = body.text.format if body.text and body.text.format else PlainText(type="text")
-    spoken = verbosity(body.text.verbosity if body.text else None)
+    """Return the fields of a ResponseReply that repeat its request, or follow from it."""
+    choice, thinking, metadata = body.tool_choice, body.thinking_settings, body.given("metadata")
     return {
         "model": model,
         "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        "max_output_tokens": body.all_settings("sampling").get("max_tokens"),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "tools": [given(tool) for tool in body.tools or ()],
-        "tool_choice": given(choice) if isinstance(choice, NamedFunction) else choice or "auto",
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "max_tool_calls": body.max_tool_calls,
-        "text": {"format": given(form), **spoken},
-        "reasoning": ResponseReasoning.written(
-            effort=reasoning.effort, summary=reasoning.summary or reasoning.generate_summary
-        ),
-        "top_logprobs": body.top_logprobs or 0,
-        "metadata": body.metadata or {},
-        "user": body.user,
-        "safety_identifier": body.safety_identifier,
-        "prompt_cache_key": body.prompt_cache_key,
+        "tools": [_repeated(tool) for tool in body.tools or () if not isinstance(tool, UnknownPart)],
+        "tool_choice": _repeated_choice(choice) if isinstance(choice, ToolChoice) else choice or "auto",
+        "parallel_tool_calls": body.given("parallel_tool_calls") is not False,
+        "max_tool_calls": body.given("max_tool_calls"),
+        "text": _text_settings(body),
+        "reasoning": ResponseReasoning.written(effort=thinking.effort, summary=_summary(body)),
+        "top_logprobs": body.given("top_logprobs") or 0,
+        "metadata": {name: _word(one) or "" for name, one in metadata.items()}
+        if isinstance(metadata, dict)
+        else {},
+        "user": _word(body.given("user")),
+        "safety_identifier": _word(body.given("safety_identifier")),
+        "prompt_cache_key": _word(body.given("prompt_cache_key")),
     }
+
+
+def _repeated(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    """Return a tool as a reply repeats it."""
+    head = {"type": tool.type, "name": tool.name, "description": tool.description}
+    if isinstance(tool, NamespaceTool):
+        return head | {"tools": [_repeated(one) for one in tool.tools]}
+    return head | {"parameters": tool.parameters, "strict": tool.strict}
+
+
+def _repeated_choice(choice: ToolChoice) -> dict[str, Any]:
+    if (name := choice.chosen_name) is not None:
+        return {"type": "function", "name": name}
+    return choice.model_dump(exclude_none=True, exclude={"disable_parallel_tool_use"})
+
+
+def _text_settings(body: ResponsesBody) -> dict[str, Any]:
+    """Return the form and the verbosity of an answer as a reply repeats them."""
+    given = body.given("text")
+    form: ResponseFormat | None = given and given.format
+    found: dict[str, Any] = {"type": "text"}
+    if form is not None and form.type == "json_object":
+        found = {"type": "json_object"}
+    elif form is not None and form.type == "json_schema":
+        named = form.json_schema or form
+        found = {
+            "type": "json_schema",
+            "name": named.name or "answer",
+            "schema": named.schema_,
+            "description": named.description,
+            "strict": bool(named.strict),
+        }
+    verbosity = body.template_variables.get("verbosity")
+    return {"format": found} | ({} if verbosity is None else {"verbosity": verbosity})
+
+
+def _summary(body: ResponsesBody) -> str | None:
+    given = body.given("reasoning")
+    return _word(given and (given.summary or given.generate_summary))
+
+
+def _words(given: Any) -> dict[str, str]:
+    """Return metadata as a reply repeats it."""
+    return {name: _word(one) or "" for name, one in given.items()} if isinstance(given, dict) else {}
+
+
+def _word(value: Any) -> str | None:
+    """Return a word of a request as a reply repeats it; None for a value that is not one."""
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None

@@ -1,0 +1,127 @@
+"""Tools, and the choice among them, in the forms in which API schemas have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from hotset.errors import InvalidRequestError
+from hotset.escaping import clause
+from hotset.parameters import shown
+from hotset.server.rows import Body, Flag, Row, Text, having
+
+MAX_TOOL_NAME = 128
+"""Characters."""
+ToolName = Annotated[str, Field(pattern=rf"^[^\s\x00-\x1f\x7f\"'`\\<>{{}}\[\]()|,]{{1,{MAX_TOOL_NAME}}}$")]
+"""Letters, digits and most signs: models write names without quotation marks and next to brackets."""
+MAX_TOOLS = 1024
+"""Tools of a request."""
+
+_UNUSED = "all tools are in the prompt"
+
+
+@having(
+    Row("defer_loading", _UNUSED, use="ignored"),
+    Row("input_examples", "the prompt has no place for them", use="ignored"),
+    Row("eager_input_streaming", "arguments always come piece by piece", use="free"),
+    Row("allowed_callers", "only the model calls tools", use="free"),
+)  # fmt: skip
+class Function(Body):
+    """A function that the model may call. parameters: a JSON schema. strict: the arguments follow it."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+
+    def turn(self) -> dict[str, Any]:
+        """Return the tool as chat templates have it."""
+        named = {
+            "name": self.name, "description": self.description, "parameters": self.parameters,
+            "strict": self.strict,
+        }  # fmt: skip
+        given = {key: value for key, value in named.items() if value is not None}
+        return {"type": "function", "function": given}
+
+
+class _Named(Body):
+    name: Text
+
+
+class _Choosable(Body):
+    """A tool that is chosen, or allowed."""
+
+    type: Text | None = None
+    name: Text | None = None
+    function: _Named | None = None
+
+    @property
+    def chosen_name(self) -> str | None:
+        return self.name or (None if self.function is None else self.function.name)
+
+
+class _Allowed(Body):
+    mode: Text | None = None
+    tools: list[_Choosable] | None = None
+
+
+class ToolChoice(_Choosable, _Allowed):
+    """A choice that is an object: of one tool, of some, or by one word.
+
+    OpenAI has the name in `function` or next to the type, and the allowed tools in `allowed_tools` or next to
+    the type. Anthropic has one word as the type.
+    """
+
+    type: Text
+    allowed_tools: _Allowed | None = None
+    disable_parallel_tool_use: Flag = False
+
+
+AnyToolChoice = str | ToolChoice
+_WORDS = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The tools that the model may call and whether it must. value: as of AnswerRequest.tool_choice."""
+
+    tools: list[dict[str, Any]]
+    value: str | dict[str, str]
+
+
+def chosen(choice: AnyToolChoice | None, tools: Iterable[dict[str, Any]]) -> Chosen:
+    """Return the meaning of a choice. Raises InvalidRequestError for a tool that is missing."""
+    given = list(tools)
+    if choice is None:
+        return Chosen(given, "auto")
+    if isinstance(choice, str):
+        return Chosen(given, _word(choice))
+    name = choice.chosen_name
+    if choice.type == "allowed_tools":
+        allowed = choice.allowed_tools or choice
+        names = [one.chosen_name for one in allowed.tools or ()]
+        _check_names([one for one in names if one], given)
+        some = [tool for tool in given if tool["function"]["name"] in names]
+        return Chosen(some, _word(allowed.mode or "auto"))
+    if name is None:
+        return Chosen(given, _word(choice.type))
+    _check_names([name], given)
+    return Chosen(given, {"name": name})
+
+
+def _word(word: str) -> str:
+    if word not in _WORDS:
+        raise InvalidRequestError(
+            f"tool_choice must be none, auto, required, or a function, not {clause(shown(word))}"
+        )
+    return _WORDS[word]
+
+
+def _check_names(names: Sequence[str], tools: Sequence[dict[str, Any]]) -> None:
+    known = {tool["function"]["name"] for tool in tools}
+    for name in names:
+        if name not in known:
+            raise InvalidRequestError(f"there is no tool {clause(shown(name))} to choose")
