@@ -110,7 +110,6 @@ def test_adapters_that_are_not_there(folder: Path) -> None:
         ("/v1/completions", {"lora": [{"id": 7}]}, 400, "no adapter 7; loaded are 0"),
         ("/v1/completions", {"lora": [{"id": "none"}]}, 400, "no adapter 'none'"),
         ("/v1/completions", {"lora": [{"id": 0, "scale": 1e9}]}, 400, "scale of an adapter"),
-        ("/v1/completions", {"lora": [{"id": 0, "size": 1}]}, 400, "size"),
         ("/v1/completions", {"lora": {"id": 0}}, 400, "lora"),
         ("/v1/completions", {"lora": [{"id": 0}] * 101}, 400, "lora"),
         ("/v1/completions", {"model": "tiny:none"}, 404, "no adapter 'none'"),

@@ -32,7 +32,7 @@ from hotset.server.answers import (
     arguments_object,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.fields import NO_DEFAULTS, AnswerFields, Level
+from hotset.server.fields import NO_DEFAULTS, AnswerFields, CacheControl, Level
 from hotset.server.modalities import check_part, note_of
 from hotset.server.replies import event
 from hotset.server.rows import (
@@ -59,13 +59,6 @@ PING = event({"type": "ping"}, "ping")
 _BILLING = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 
 # ---- what a client sends ----
-
-
-class CacheControl(Body):
-    """A mark that hotset does not need: it finds again what a prompt shares with an earlier one."""
-
-    type: Text | None = None
-    ttl: Text | None = None
 
 
 class _Part(Body):

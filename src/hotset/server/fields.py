@@ -246,6 +246,14 @@ TEMPLATE = (
 _PROVIDER = "it concerns a provider's statistics, prices and places; no answer depends on it"
 _CACHE = "hotset finds a cached prompt by its tokens"
 
+
+class CacheControl(Body):
+    """A mark of a part of a prompt that a provider keeps in its cache."""
+
+    type: Any = None
+    ttl: Any = None
+
+
 FREE = (
     *(Row(name, _PROVIDER, use="free") for name in (
         "user", "metadata", "safety_identifier", "store", "service_tier", "client_metadata", "inference_geo",
@@ -253,8 +261,9 @@ FREE = (
         "priority", "request_id", "session_id",
     )),
     *(Row(name, _CACHE, use="free") for name in (
-        "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control",
+        "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
     )),
+    Row("cache_control", _CACHE, CacheControl, use="free"),
     Row("prediction", "it only makes a provider's answer faster", use="free"),
     Row("add_special_tokens", "hotset adds BOS as the model needs it", use="free"),
 )  # fmt: skip
