@@ -39,9 +39,10 @@ def escaped(text: str, limit: int = LONGEST_LINE) -> str:
     return text if text.isascii() and text.isprintable() else _OF_A_LINE.sub(_written_out, text)
 
 
-def clause(said: object) -> str:
-    """What a server or another program said, as a part of a message: one line, not long, without its end."""
-    return escaped(" ".join(str(said).split()), _LONGEST_CLAUSE).rstrip(".")
+def clause(said: object, limit: int = _LONGEST_CLAUSE) -> str:
+    """Return another program's words as part of a message: one line, without a full stop, at most `limit`
+    characters."""
+    return escaped(" ".join(str(said).split()), limit).rstrip(".")
 
 
 def escaped_text(text: str) -> str:

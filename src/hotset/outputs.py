@@ -79,7 +79,10 @@ class Output:
         if form is None:
             return Reading()
         end = self._end_of(form, tokenizer, tokens)
-        around = form.around(end, calls=self.calls) if self.params.form is not None else None
+        around = None
+        if self.params.form is not None:
+            tools = () if self.calls else self.tools or ()
+            around = form.around(end, calls=self.calls, tools=tools)
         if not (form.thinks or form.calls is HARMONY or self.names):
             return Reading(around=around)
         functions = [tool["function"] for tool in self.tools or ()]
@@ -136,12 +139,6 @@ def _of_tools(form: OutputForm, params: SamplingParams, use: ToolUse) -> Output:
                 "tool_choice requires a call, and the request has no tools", param="tool_choice"
             )
         return Output(form, params)
-    if params.form is not None:
-        raise InvalidRequestError(
-            "tools and a form of the answer cannot be used together; leave one of them out, or say "
-            'tool_choice: "none"',
-            param="tools",
-        )
     if use.is_forced:
         name = _chosen(use.choice)
         if name is not None and name not in names:
@@ -149,9 +146,11 @@ def _of_tools(form: OutputForm, params: SamplingParams, use: ToolUse) -> Output:
                 f"tool_choice names {clause(shown(name))}, which is not among the tools", param="tool_choice"
             )
         grammar = form.calls_grammar(tools, name=name, parallel=use.parallel)
-        return Output(form, replace(params, grammar=grammar), tools, names, calls=True, parallel=use.parallel)
+        no_form = {"json_schema": None, "json_object": False, "regex": None}  # a call is the whole answer
+        required = replace(params, grammar=grammar, **no_form)
+        return Output(form, required, tools, names, calls=True, parallel=use.parallel)
     is_strict = any(tool["function"].get("strict") for tool in tools)
-    strict = form.strict_grammar(tools) if is_strict else None
+    strict = form.strict_grammar(tools) if is_strict and params.form is None else None
     if strict is not None:
         return Output(form, replace(params, grammar=strict), tools, names, calls=True, parallel=use.parallel)
     return Output(form, params, tools, names, parallel=use.parallel)

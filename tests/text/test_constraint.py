@@ -289,6 +289,10 @@ ARITHMETIC = r"(?s)[a-z0-9_()+*/ \t\n-]+=[ \t\n]?[a-z0-9_()+*/ \t\n-]+\n"
         (LARK, "(Hello|Bye) [A-Z][a-z]{1,6}!"),
         (r'root ::= "\u00e9\U0001F999\x41" . [\u00e4-\u00f6]', "é🦙A(?s:.)[ä-ö]"),
         ('root ::= "a\\"b" "." # one "." here\n', 'a"b\\.'),
+        ('root ::= ( [x]* | "ab" )* [x]', "(x|ab)*x"),
+        ('root ::= ( [x]{1,3} "-" ){2,5}', "(x{1,3}-){2,5}"),
+        ('root ::= a\na ::= "(" a ")" | [a-c]{1,3} "b"', r"\(*[a-c]{1,3}b\)*"),
+        ("root ::= <|im_start|> !<[5]>{3} [a-z]{2}", "(?s).*[a-z]{2}"),
     ],
 )
 def test_an_answer_follows_a_grammar(grammar: str, pattern: str):
@@ -298,6 +302,46 @@ def test_an_answer_follows_a_grammar(grammar: str, pattern: str):
             whole += 1
             assert re.fullmatch(pattern, text_of(sequence, "bpe"))
     assert whole
+
+
+def test_tokens_of_gbnf_are_tokens_and_not_their_text():
+    made = grammars()
+    tokenizer = made.tokenizer
+    id = tokenizer.vocabulary["<|im_start|>"]
+    rule = made.constraint("grammar", 'root ::= <|im_start|> "<|im_start|>" !<|im_start|>')
+    assert ids_of(rule.mask(), tokenizer) == {id}
+    rule.accept(id)
+    assert id not in ids_of(rule.mask(), tokenizer)
+    assert tokenizer.vocabulary["<"] in ids_of(rule.mask(), tokenizer)
+    for token in tokenizer.encode_inside("<|im_start|>"):
+        rule.accept(token)
+    allowed = ids_of(rule.mask(), tokenizer)
+    assert id not in allowed
+    assert len(allowed) > 100
+
+
+def test_parts_of_schemas_that_grammars_lack_are_left_to_the_model(caplog: pytest.LogCaptureFixture):
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "pattern": "^(?=x)y$"},
+            "b": {"type": "any"},
+            "c": {"const": 1},
+        },
+        "required": ["a", "c"],
+        "propertyNames": {"maxLength": 9},
+        "patternProperties": {"^(?!x)": {"type": "null"}},
+        "additionalProperties": None,
+    }
+    with caplog.at_level("WARNING", "hotset.grammar"):
+        rule = grammars().constraint("json_schema", json.dumps(schema))
+    (record,) = caplog.records
+    for part in ("(?=x)", "(?!x)", "any", "propertyNames"):
+        assert part in record.getMessage()
+    for token in grammars().tokenizer.encode_inside('{"a":"anything","c":'):
+        rule.accept(token)
+    starts = {grammars().tokenizer.token_bytes(id)[:1] for id in ids_of(rule.mask(), grammars().tokenizer)}
+    assert starts <= {b"1", b" ", b"\n"}
 
 
 def test_an_answer_ends_where_nothing_can_follow_without_a_token_for_it():
@@ -500,18 +544,26 @@ HOSTILE = {
     "file": ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
     "endless": ("json_schema", '{"$ref": "#"}', "no text that follows it"),
     "never": ("json_schema", '{"allOf": [{"type": "null"}, {"type": "string"}]}', "unsatisf|Unsatisf"),
-    "keyword": ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    "reference": ("json_schema", '{"$ref": "#/$defs/x"}', "'/\\$defs/x' does not exist"),
+    "name": (
+        "json_schema",
+        '{"x-hotset-name": "the format \'f\'", "enum": []}',
+        "the schema of the format 'f' cannot be used: Unsat",
+    ),
     "deep": ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "deep|recursion"),
     "wide": (
         "json_schema",
         json.dumps({"properties": {f"p{i}": {} for i in range(9000)}}),
         "does not compile within|too large",
     ),
-    "regex": ("regex", "(a", "unclosed|regex"),
-    "parentheses": ("regex", "(" * 3000 + "a" + ")" * 3000, "regex"),
-    "lookahead": ("regex", "a(?=b)", "look-around|regex"),
-    "gbnf": ("grammar", 'root ::= "a', "end of input|Unexpected"),
-    "no_rule": ("grammar", "root ::= other", "other"),
+    "regex": ("regex", "(a", r"\(a is not a regular expression that grammars know: unclosed group"),
+    "parentheses": ("regex", "(" * 3000 + "a" + ")" * 3000, "the regular expression cannot be used"),
+    "lookahead": ("regex", "a(?=b)", "grammars know: look-around, including look-ahead .* is not supported"),
+    "gbnf": ("grammar", 'root ::= "a', "line 1: expected a closing"),
+    "no_rule": ("grammar", "root ::= other", "'root' refers to 'other', which is not defined"),
+    "no_token": ("grammar", "root ::= <no token>", "<no token> is not one token"),
+    "deep_gbnf": ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested too deep"),
+    "unclosed": ("grammar", 'root ::= "' + '\\"' * 100_000, "expected a closing"),
     "neither": ("grammar", "hello", "neither a rule"),
     "lark": ("grammar", "start: (", "Expected|expected"),
     "nesting": ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),

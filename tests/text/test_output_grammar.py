@@ -364,14 +364,67 @@ def test_what_cannot_be_required_is_told_of():
         form.calls_grammar([{"function": {"name": "f", "parameters": 3}}])
 
 
-def test_a_keyword_that_is_not_supported_is_refused_only_where_tools_are_strict():
-    tokenizer, grammars = vocabulary(False)
-    form = OutputForm.of("<tool_call>", tokenizer)
-    parameters = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
-    function = {"name": "f", "parameters": parameters}
-    grammars.constraint("grammar", form.calls_grammar([{"function": function}]))
-    with pytest.raises(InvalidRequestError, match="uniqueItems"):
-        grammars.constraint("grammar", form.calls_grammar([{"function": {**function, "strict": True}}]))
+@pytest.mark.parametrize("template", ["hermes", "qwen", "harmony", "gemma4"])
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_parts_of_a_schema_that_grammars_lack_are_left_to_the_model(
+    template: str, is_strict: bool, caplog: pytest.LogCaptureFixture
+):
+    tokenizer, grammars = vocabulary(True)
+    form = OutputForm.of(TEMPLATES[template], tokenizer)
+    unlike = {"type": "integer", "not": {"const": int(is_strict)}}
+    likely = {"type": "array", "uniqueItems": True, "items": {"pattern": f"^(?={template})a"}}
+    parameters = {"properties": {"a": likely, "b": unlike}, "required": ["b"]}
+    function = {"name": "f", "parameters": parameters, "strict": is_strict}
+    grammar = form.calls_grammar([{"function": function}])
+    with caplog.at_level("WARNING", "hotset.grammar"):
+        grammars.constraint("grammar", grammar)
+        grammars.constraint("grammar", grammar)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert all(part in line for part in ("not", "uniqueItems", f"^(?={template})a"))
+    if template == "hermes":
+        text = '<tool_call>\n{{"name": "f", "arguments": {{"a": ["b"], "b": {}}}}}\n</tool_call>'
+        assert follows(grammars, grammar, text.format(1))
+        assert not follows(grammars, grammar, text.format("true")), "the rest of the schema is enforced"
+
+
+@pytest.mark.parametrize("template", ["hermes", "harmony", "nemotron"])
+def test_an_error_names_the_tool_whose_schema_is_wrong(template: str):
+    tokenizer, grammars = vocabulary(True)
+    form = OutputForm.of(TEMPLATES[template], tokenizer)
+    wrong = {"properties": {"a": {"$ref": "#/$defs/missing"}}, "required": ["a"]}
+    tools = [*TOOLS, {"function": {"name": "g", "parameters": wrong}}]
+    with pytest.raises(InvalidRequestError, match="the schema of the tool 'g' cannot be used: Pointer"):
+        grammars.constraint("grammar", form.calls_grammar(tools))
+
+
+WRITTEN_CALLS = {
+    "hermes": '<tool_call>\n{"name": "set-unit", "arguments": {"unit": "C"}}\n</tool_call>',
+    "hermes, thinking": '<tool_call>\n{"name": "set-unit", "arguments": {"unit": "F"}}\n</tool_call>',
+    "llama": '{"name": "set-unit", "parameters": {"unit": "C"}}',
+    "harmony": '<|channel|>commentary to=functions.set-unit <|constrain|>json<|message|>{"unit": "C"}',
+    "qwen": "<tool_call>\n<function=set-unit>\n<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", quick_are(tuple(WRITTEN_CALLS), TEMPLATES))
+def test_the_model_may_call_a_tool_or_answer_in_a_form(name: str):
+    tokenizer, grammars = vocabulary(True)
+    form = OutputForm.of(TEMPLATES[name], tokenizer)
+    schema = json.dumps({"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]})
+
+    def allows(text: str) -> bool:
+        rule = grammars.constraint("json_schema", schema, form.around("assistant\n", tools=TOOLS))
+        for id in tokenizer.encode(text, add_special=False, parse_special=True):
+            if not np.unpackbits(rule.mask().bits, bitorder="little")[id]:
+                return False
+            rule.accept(id)
+        return rule.can_end
+
+    head = "<|channel|>final<|message|>" if name == "harmony" else ""
+    assert allows(head + '{"sum": 3}')
+    assert not allows(head + '{"sum": "3"}')
+    assert not allows("hello")
+    assert name not in WRITTEN_CALLS or allows(WRITTEN_CALLS[name])
 
 
 def test_every_form_has_a_grammar():

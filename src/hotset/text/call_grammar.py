@@ -16,7 +16,7 @@ from typing import Any
 from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.text.constraint import is_marker
-from hotset.text.grammar_child import JSON_SPACE
+from hotset.text.grammar_child import JSON_SPACE, NAME_KEY
 from hotset.text.tokenizer import Tokenizer
 from hotset.text.tool_calls.arguments import Json, Pairs, Tags
 from hotset.text.tool_calls.bodies import Named, Objects, kimi_head
@@ -70,8 +70,9 @@ def mark(tokenizer: Tokenizer, text: str) -> str:
     return " ".join(parts + [literal(plain)] * bool(plain))
 
 
-def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
-    guidance = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return Lark of JSON by a schema. The model may ignore keywords that llguidance lacks."""
+    guidance = {"whitespace_pattern": JSON_SPACE, "lenient": True}
     try:
         return f"%json {json.dumps({**schema, 'x-guidance': guidance}, allow_nan=False)}"
     except (TypeError, ValueError, RecursionError) as error:
@@ -84,21 +85,23 @@ def schema_of(function: Function) -> Mapping[str, Any]:
     """The schema of the arguments: always of an object, and of no others than it names, unless it says so."""
     schema = function.get("parameters") or {"properties": {}}
     closed = {} if "properties" not in schema or schema.keys() & _MORE else {"additionalProperties": False}
-    return {"type": "object", **closed, **schema}
+    return {"type": "object", **closed, **schema, NAME_KEY: name_of(function)}
+
+
+def name_of(function: Function) -> str:
+    """Return the name of a tool as messages show it."""
+    return f"the tool {shown(function['name'])}"
 
 
 class CallGrammar:
-    """The grammar of calls of some functions. rules: of what `call` refers to.
+    """The grammar of calls of some functions.
 
-    lenient: keywords of the schemas that are not supported are left to the model. many: several calls may be
-    written at once.
+    rules: Lark of the names that `call` uses. many: whether several calls may be written at once.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, functions: Sequence[Function], *, lenient: bool, many: bool
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, functions: Sequence[Function], *, many: bool) -> None:
         self.rules: list[str] = []
-        self._tokenizer, self._functions, self._lenient, self._many = tokenizer, functions, lenient, many
+        self._tokenizer, self._functions, self._many = tokenizer, functions, many
 
     def call(self, form: Form, template: str) -> CallRules:
         """Raises InvalidRequestError for schemas that the form cannot follow."""
@@ -115,7 +118,7 @@ class CallGrammar:
         if body.as_list:
             most = MAX_CALLS if self._many else 1
             schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": most}
-        self.rules.append(f"object: {json_rule(schema, self._lenient)}")
+        self.rules.append(f"object: {json_rule(schema)}")
         if is_bare:
             return CallRules("", "object", None)
         opening, end = self._mark(body.opening[0]), self._mark(body.end)
@@ -177,7 +180,7 @@ class CallGrammar:
     def _arguments(self, body: Named, i: int, function: Function) -> str:
         schema = schema_of(function)
         if isinstance(body.arguments, Json):
-            return json_rule(schema, self._lenient)
+            return json_rule(schema)
         properties = properties_of(schema)
         if not properties and any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf")):
             raise InvalidRequestError(
@@ -226,7 +229,7 @@ class CallGrammar:
             head = f"{literal(key + form.between)}" + f" {self._mark(form.quotes[0])}" * is_raw
             end = form.quotes[0] if is_raw else ""
         if not is_raw:
-            value = json_rule(_alone(schema, root), self._lenient)
+            value = json_rule(_alone(schema, root))
             self.rules.append(f"{rule}: {head} {value} {self._mark(end)}")
             return
         known = _strings(schema, root)
@@ -264,6 +267,8 @@ def _alone(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         return {} if schema is True else {"not": {}}
     alone = dict(moved(schema, "#/$defs/root"))
+    if NAME_KEY in root:
+        alone[NAME_KEY] = root[NAME_KEY]
     if '"$ref"' in json.dumps(schema, default=str):
         alone["$defs"] = {"root": moved(root, "#/$defs/root")}
     return alone

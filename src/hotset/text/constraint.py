@@ -12,7 +12,9 @@ inside the library a short one can take minutes, or the whole stack and the proc
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -45,6 +47,15 @@ _SLOW_SECONDS = 0.005  # for a mask: most take less than a tenth of a millisecon
 _MAX_WAIT_SECONDS = 20.0  # for the process that tries one, by the clock
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
+_MAX_REASON_CHARS = 1000
+_MAX_IGNORED = 20  # parts of a schema that the log names
+
+# A token in GBNF, <text> or !<text>, and what hides one: strings, character classes, comments.
+_GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|<(?!\[)([^>\n]*)>', re.DOTALL)
+# An error of the regex library: the expression, a line that points at the fault, and the reason.
+_REGEX_FAULT = re.compile(r"regex parse error:\n(?P<shown>.*?)\n[ ^]+\nerror: (?P<reason>[^\n]*)", re.DOTALL)
+
+log = logging.getLogger("hotset.grammar")
 
 
 class Grammars:
@@ -109,6 +120,8 @@ class Grammars:
 
     def _compiled(self, kind: str, text: str, around: str | None) -> LLMatcher:
         home = _home()
+        if kind == "grammar":
+            text = _with_token_ids(text, self.tokenizer)
         # Lark may name them; what other kinds have in common with them is not meant.
         marks = self._marks if kind == "grammar" or around else []
         grammar = _tried({"kind": kind, "text": text, "around": around, "marks": marks}, home)
@@ -264,14 +277,37 @@ def _tried(request: dict[str, Any], home: str) -> str:
     except ValueError:
         answer = {}  # it ran into a limit
     if "error" in answer:
-        raise _refused(kind, answer["error"])
+        raise _refused(kind, answer["error"], answer.get("name"))
     if "grammar" not in answer:
         raise _too_much(kind)
+    if answer["ignored"]:
+        parts = clause("; ".join(answer["ignored"][:_MAX_IGNORED]), _MAX_REASON_CHARS)
+        log.warning("the grammar leaves these parts of a JSON schema to the model: %s", parts)
     return str(answer["grammar"])
 
 
-def _refused(kind: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the {_NAMES[kind]} cannot be used: {_reason(reason)}")
+def _with_token_ids(text: str, tokenizer: Tokenizer) -> str:
+    """Replace the texts of tokens in GBNF, <text>, by their ids, <[id]>."""
+    if not grammar_child.is_gbnf(text):
+        return text
+
+    def numbered(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        id = tokenizer.vocabulary.get(match[0])
+        ids = tokenizer.encode_inside(match[0]) if id is None else [id]
+        if len(ids) != 1:
+            raise InvalidRequestError(
+                f"the grammar cannot be used: {clause(match[0])} is not one token of this model's vocabulary"
+            )
+        return f"<[{ids[0]}]>"
+
+    return _GBNF_TOKEN.sub(numbered, text)
+
+
+def _refused(kind: str, reason: str, name: str | None = None) -> InvalidRequestError:
+    which = f"the schema of {clause(name)}" if name else f"the {_NAMES[kind]}"
+    return InvalidRequestError(f"{which} cannot be used: {_reason(reason)}")
 
 
 def _too_much(kind: str) -> InvalidRequestError:
@@ -282,9 +318,16 @@ def _too_much(kind: str) -> InvalidRequestError:
 
 
 def _reason(said: str) -> str:
-    """A complaint of llguidance: what comes after the first line shows the grammar or the parser's state."""
-    lines = said.strip().splitlines()
-    return clause(lines[0] if lines else "no reason given")
+    """A complaint of llguidance in one line, without the excerpt of the grammar and the parser's state."""
+    fault = _REGEX_FAULT.search(said)
+    if fault is not None:
+        said = f"{clause(fault['shown'])} is not a regular expression that grammars know: {fault['reason']}"
+    kept: list[str] = []
+    for line in said.strip().splitlines():
+        if line.startswith("<") or re.match(r" +\d* \|", line):
+            break
+        kept.append(line)
+    return clause(" ".join(kept) or "no reason given", _MAX_REASON_CHARS)
 
 
 # --- a vocabulary, as llguidance has it

@@ -1,25 +1,30 @@
 """What runs in the process that tries a grammar before the model's own process takes it.
 
-`constraint.py` starts it by its path, with the folder of llguidance and limits as arguments. A grammar comes
-in on stdin, {"kind": ..., "text": ..., "around": ..., "marks": [...]}, and what llguidance makes of it goes
-out: {"grammar": ...}, or {"error": ...}. Inside llguidance a grammar may take minutes, gigabytes or the whole
+`constraint.py` starts it by its path, with the folder of llguidance and limits as arguments. It reads a
+grammar from stdin, {"kind": ..., "text": ..., "around": ..., "marks": [...]}. It writes llguidance's form,
+{"grammar": ..., "ignored": [...]}, or {"error": ...}. ignored: the parts of JSON schemas that llguidance
+lacks, which are left to the model. Inside llguidance a grammar may take minutes, gigabytes or the whole
 stack: here it takes this process.
 
-Nothing of hotset is imported, and nothing heavy: a request waits for it.
+The process loads gbnf.py and nothing else of hotset: a request waits for it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
+    from llguidance import LLTokenizer
 
 MAX_MASK_SECONDS = 0.1  # that finding the allowed tokens once may take: a hundred times what it does
 _STACK_BYTES = 2 << 20  # a quarter of what a thread of the model's process has
@@ -28,37 +33,54 @@ _TRIED_TOKENS = 32  # bytes that are gone along
 # Spaces between the parts of JSON are for models to choose, but not without end: a weak one goes on forever.
 JSON_SPACE = r"( |\n[ \t]{0,20})"
 
-# Of GBNF: what "." and escapes must not be looked for in, and these themselves.
-_GBNF_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.', re.DOTALL)
-_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+NAME_KEY = "x-hotset-name"
+"""The key of a JSON schema under which messages find its name."""
+_TYPES = {"string", "number", "integer", "boolean", "null", "array", "object"}
+_VALUES = {"const", "enum", "default", "example", "examples"}  # keywords that hold values, not schemas
+_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # name -> schema
+_JSON_RULE = re.compile(r"%json\s*(?=\{)")
 
 
 def compiled(kind: str, text: str) -> str:
-    """The grammar as llguidance wants it. Raises ValueError for what is none."""
+    """Return a grammar as llguidance wants it. Raises ValueError for a text that is not one."""
     from llguidance import LLMatcher
 
     if kind == "json_schema":
-        schema = json.loads(text, parse_constant=_no_constant)
-        if not isinstance(schema, dict | bool):
-            raise ValueError("a schema is an object, or true or false")
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        space: JsonCompileOptions = {"whitespace_pattern": JSON_SPACE}
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=space)
+        return LLMatcher.grammar_from_json_schema(json.dumps(_guided(text)))
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
-    if re.search(r"(?m)^\s*root\s*::=", text):
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        try:
-            text = gbnf_to_lark(_GBNF_PARTS.sub(_gbnf_part, text.strip() + "\n"))
-        except Exception as error:  # among them a plain Exception, for a rule that is not there
-            raise ValueError(str(error)) from None
+    if is_gbnf(text):
+        text = _gbnf().lark_of(text)
     elif not re.search(r"(?m)^\s*start\b[^:\n]*:", text):
         raise ValueError(
             "it has neither a rule 'root ::=', as GBNF begins, nor a rule 'start:', as Lark does"
         )
     return LLMatcher.grammar_from_lark(text)
+
+
+def is_gbnf(text: str) -> bool:
+    """Return whether a grammar has GBNF's rule `root ::=`."""
+    return re.search(r"(?m)^\s*root\s*::=", text) is not None
+
+
+def _guided(text: str) -> dict[str, Any]:
+    """A JSON schema with its options for llguidance."""
+    schema = json.loads(text, parse_constant=_no_constant)
+    if not isinstance(schema, dict | bool):
+        raise ValueError("a schema is an object, or true or false")
+    if isinstance(schema, bool):
+        return {} if schema else {"enum": []}
+    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE, "lenient": True}}
+
+
+def _gbnf() -> ModuleType:
+    """The module gbnf.py next to this file."""
+    spec = importlib.util.spec_from_file_location("_hotset_gbnf", Path(__file__).with_name("gbnf.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def surrounded(grammar: str, around: str | None) -> str:
@@ -74,21 +96,111 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _gbnf_part(match: re.Match[str]) -> str:
-    """A part of GBNF as llguidance's converter understands it."""
-    part = match[0]
-    if part == ".":
-        return r"[^\x00]"  # the converter's own would end at a line's end
-    return part if part[0] == "#" else _GBNF_ESCAPE.sub(_gbnf_escape, part)
+class Schemas:
+    """The JSON schemas inside a grammar: in its `%json` rules, or the grammar itself.
+
+    ignored: the patterns and types that were left out.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.ignored: list[str] = []
+        self._kind, self._text = kind, text
+        self._patterns: dict[str, bool] = {}
+
+    def enforceable(self) -> str:
+        """Return the grammar without the patterns and types that llguidance cannot read."""
+        return self._replaced(self._without)
+
+    def named(self) -> Iterator[tuple[str, str]]:
+        """Yield the enforceable schemas that have a name (NAME_KEY), each as a schema of its own."""
+        for whole in map(self._without, self._schemas()):
+            for name, path in _named(whole, ()):
+                yield name, json.dumps(_only(whole, path))
+
+    def _schemas(self) -> list[Any]:
+        found: list[Any] = []
+
+        def keep(schema: Any) -> Any:
+            found.append(schema)
+            return schema
+
+        self._replaced(keep)
+        return found
+
+    def _replaced(self, change: Callable[[Any], Any]) -> str:
+        if self._kind == "regex":
+            return self._text
+        if self._kind == "json_schema":
+            schema = json.loads(self._text, parse_constant=_no_constant)
+            return json.dumps(change(schema))
+        parts, at = [], 0
+        for match in _JSON_RULE.finditer(self._text):
+            if match.start() < at:
+                continue
+            try:
+                schema, end = json.JSONDecoder().raw_decode(self._text, match.end())
+            except ValueError:
+                continue
+            changed = change(schema)
+            if changed != schema:
+                parts += [self._text[at : match.end()], json.dumps(changed)]
+                at = end
+        return "".join([*parts, self._text[at:]])
+
+    def _without(self, schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [self._without(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        kept: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _OF_NAMES and isinstance(value, dict):
+                kept[key] = {name: self._without(one) for name, one in value.items()}
+            elif key == "type" and not _is_type(value):
+                self.ignored.append(f"type {json.dumps(value)}")
+            elif key == "pattern" and isinstance(value, str) and not self._is_pattern(value):
+                self.ignored.append(f"pattern {json.dumps(value)}")
+            elif value is not None or key in _VALUES:
+                kept[key] = value if key in _VALUES else self._without(value)
+        names = kept.get("patternProperties")
+        wrong = [name for name in names if not self._is_pattern(name)] if isinstance(names, dict) else []
+        for name in wrong:
+            self.ignored.append(f"patternProperties {json.dumps(name)}")
+            del kept["patternProperties"][name]
+            kept.pop("additionalProperties", None)  # it would forbid the names of the pattern
+        return kept
+
+    def _is_pattern(self, pattern: str) -> bool:
+        if pattern not in self._patterns:
+            schema = json.dumps({"type": "string", "pattern": pattern})
+            self._patterns[pattern] = "regex" not in (tried(compiled("json_schema", schema), []) or "")
+        return self._patterns[pattern]
 
 
-def _gbnf_escape(match: re.Match[str]) -> str:
-    if match[1] is None and match[2] is None:
-        return match[0]
-    code = int(match[1] or match[2], 16)
-    if code > sys.maxunicode or 0xD800 <= code < 0xE000:
-        return match[0]
-    return rf"\x{code:02x}" if code < 128 else chr(code)  # the converter drops zeros of longer ones
+def _is_type(value: Any) -> bool:
+    types = value if isinstance(value, list) else [value]
+    return all(isinstance(one, str) and one in _TYPES for one in types)
+
+
+def _named(schema: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    """Yield the names in a schema, each with the path to its part of the schema."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get(NAME_KEY), str):
+            yield schema[NAME_KEY], path
+        for key, value in schema.items():
+            yield from _named(value, (*path, key))
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from _named(value, (*path, i))
+
+
+def _only(schema: Any, path: tuple[str | int, ...]) -> Any:
+    """A schema without the neighbours of the alternatives that a path leads through."""
+    if not path:
+        return schema
+    if isinstance(schema, list):
+        return [_only(one, path[1:]) if i == path[0] else {"const": 0} for i, one in enumerate(schema)]
+    return {key: _only(value, path[1:]) if key == path[0] else value for key, value in schema.items()}
 
 
 class _Bytes:
@@ -105,17 +217,23 @@ class _Bytes:
         return list(text.encode("utf-8", "replace"))
 
 
-def tried(grammar: str, marks: list[str]) -> str | None:
-    """What is wrong with it, or None. Goes some bytes along, as answers would."""
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+def _vocabulary(marks: list[str]) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
 
-    grammar = re.sub(r"<\[\d+\]>", "<[257]>", grammar)  # ids of the model's own
-    matcher = LLMatcher(
-        LLTokenizer(TokenizerWrapper(_Bytes(marks))),
-        grammar,
-        log_level=0,
-        limits=LLParserLimits(verbose_errors=False),
-    )
+    return LLTokenizer(TokenizerWrapper(_Bytes(marks)))
+
+
+def _own_ids(grammar: str) -> str:
+    """A grammar of the model's tokens as one of _Bytes, in which every token is the same mark."""
+    return re.sub(r"<\[(\^?)\d+\]>", r"<[\g<1>257]>", grammar)
+
+
+def tried(grammar: str, marks: list[str]) -> str | None:
+    """Return the fault of a grammar, or None. Goes some bytes along it, as answers would."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(_vocabulary(marks), _own_ids(grammar), log_level=0, limits=limits)
     for _ in range(_TRIED_TOKENS):
         if matcher.is_error():
             break
@@ -148,6 +266,37 @@ def _limit(max_seconds: int, max_bytes: int) -> None:
                 resource.setrlimit(getattr(resource, name), (value, value))
 
 
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply to one request."""
+    kind, marks = request["kind"], request["marks"]
+    parts = [Schemas(kind, request["text"])]
+    if request["around"] is not None:
+        parts.append(Schemas("grammar", request["around"]))
+    grammar = surrounded(compiled(kind, request["text"]), request["around"])
+    error = tried(grammar, marks)
+    if error is not None:
+        texts = [part.enforceable() for part in parts]
+        grammar = surrounded(compiled(kind, texts[0]), texts[1] if len(texts) > 1 else None)
+        error = tried(grammar, marks)
+    if error is None:
+        ignored = [one for part in parts for one in part.ignored]
+        return {"grammar": grammar, "ignored": [*ignored, *_unenforced(grammar, marks)]}
+    for part in parts:
+        for name, schema in part.named():
+            own = tried(compiled("json_schema", schema), [])
+            if own is not None:
+                return {"error": own, "name": name}
+    return {"error": error}
+
+
+def _unenforced(grammar: str, marks: list[str]) -> list[str]:
+    """The keywords that llguidance leaves to the model."""
+    from llguidance import LLMatcher
+
+    _, said = LLMatcher.validate_grammar_with_warnings(_own_ids(grammar), _vocabulary(marks))
+    return [str(one) for one in said]
+
+
 def main(home: str, max_seconds: str, max_bytes: str) -> None:
     _limit(int(max_seconds), int(max_bytes))
     sys.path.append(home)
@@ -156,9 +305,7 @@ def main(home: str, max_seconds: str, max_bytes: str) -> None:
 
     def work() -> None:
         try:
-            grammar = surrounded(compiled(request["kind"], request["text"]), request["around"])
-            error = tried(grammar, request["marks"])
-            answer.update({"grammar": grammar} if error is None else {"error": error})
+            answer.update(answered(request))
         except MemoryError:
             pass
         except RecursionError:

@@ -94,9 +94,11 @@ class OutputForm:
         """For SamplingParams(grammar=...), where tools may be called; see output_grammar.strict_grammar."""
         return output_grammar.strict_grammar(self.template, self.tokenizer, tools)
 
-    def around(self, prompt: str, *, calls: bool = False) -> str | None:
+    def around(
+        self, prompt: str, *, calls: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str | None:
         """For `prepare(around=...)` of an answer of a given form; see output_grammar.around."""
-        return output_grammar.around(self.template, self.tokenizer, prompt, calls=calls)
+        return output_grammar.around(self.template, self.tokenizer, prompt, calls=calls, tools=tools)
 
 
 class _Chain:

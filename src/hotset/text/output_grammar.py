@@ -30,8 +30,7 @@ def calls_grammar(
     """What an answer must follow that has to call functions: for SamplingParams(grammar=...).
 
     template: the text of the chat template. tools: in OpenAI's shape. name: the one that must be called;
-    None: any. parallel: whether several may be called at once. Keywords of the schemas that are not supported
-    are left to the model, unless all tools say "strict".
+    None: any. parallel: whether several may be called at once.
     Raises InvalidRequestError for tools that are none.
     """
     functions = [_function(tool) for tool in tools]
@@ -41,15 +40,21 @@ def calls_grammar(
         raise InvalidRequestError(
             f"there is no tool {shown(name)} to call" if name else "there is no tool to call"
         )
-    many = parallel and name is None
-    lenient = not all(function.get("strict") is True for function in functions)
+    calls, rules = _calls(template, tokenizer, functions, many=parallel and name is None)
+    return "\n".join([f"start: {calls}", *rules])
+
+
+def _calls(
+    template: str, tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]], *, many: bool
+) -> tuple[str, list[str]]:
+    """Return Lark of calls, and of the rules that it names. many: whether several calls may be written."""
     form = tool_calls.form_of(template)
     if form is tool_calls.HARMONY:
-        return _harmony_grammar(tokenizer, functions, lenient)
-    grammar = CallGrammar(tokenizer, functions, lenient=lenient, many=many)
+        return _harmony_calls(tokenizer, functions)
+    grammar = CallGrammar(tokenizer, functions, many=many)
     call = grammar.call(form, template)
     more = f" ({call.gap} call){{0,{MAX_CALLS - 1}}}" if many and call.gap is not None else ""
-    return "\n".join([f"start: call{more}", f"call: {call.opening} {call.rest}", *grammar.rules])
+    return f"call{more}", [f"call: {call.opening} {call.rest}", *grammar.rules]
 
 
 def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> str | None:
@@ -61,7 +66,7 @@ def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[
     form, functions = tool_calls.form_of(template), [_function(tool) for tool in tools]
     if form is tool_calls.HARMONY:
         return _harmony_strict_grammar(tokenizer, functions)
-    grammar = CallGrammar(tokenizer, functions, lenient=False, many=True)
+    grammar = CallGrammar(tokenizer, functions, many=True)
     call = grammar.call(form, template)
     if not call.opening:
         return None
@@ -77,22 +82,32 @@ def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[
     )
 
 
-def around(template: str, tokenizer: Tokenizer, prompt: str, *, calls: bool = False) -> str | None:
-    """What a model writes around an answer of a given form, which is `@answer` in it; None: nothing.
+def around(
+    template: str,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    calls: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str | None:
+    """Return Lark of an answer of a given form, `@answer`, with everything that the model writes around it.
 
-    Reasoning comes before the answer, in whatever words. prompt: the end of the rendered one. calls: whether
-    the answer is of `calls_grammar`.
+    Reasoning comes before the answer and is free. prompt: the end of the rendered prompt. calls: whether the
+    answer follows `calls_grammar`. tools: functions that the model may call instead. None: the model writes
+    only the answer. Raises InvalidRequestError as `calls_grammar` does.
     """
+    functions = [_function(tool) for tool in tools]
+    other, rules = _calls(template, tokenizer, functions, many=True) if functions else ("", [])
     if tool_calls.form_of(template) is tool_calls.HARMONY:
         channel, message, end, start = (
             mark(tokenizer, text) for text in ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
         )
         head = "" if calls else f'{channel} "final" {message}'
         thinking = f'thinking: {channel} "analysis" {message} {_ANYTHING} {end} {start} "assistant"'
-        return f"start: thinking? {head} @answer\n{thinking}"
+        return "\n".join([f"start: thinking? {_either(f'{head} @answer', other)}", thinking, *rules])
     marks = reasoning.marks_of(template)
     if marks is None:
-        return None
+        return "\n".join([f"start: {_either('@answer', other)}", *rules]) if functions else None
     is_open = reasoning.is_open(marks, prompt)
     opening = "" if is_open else mark(tokenizer, marks[0])
     closing = mark(tokenizer, marks[1])
@@ -101,23 +116,28 @@ def around(template: str, tokenizer: Tokenizer, prompt: str, *, calls: bool = Fa
     else:
         body = f"body[suffix={closing}]: {_ANYTHING}"
     return "\n".join(
-        [f"start: thinking{'' if is_open else '?'} @answer", f"thinking: {opening} body /\\n{{0,2}}/", body]
-    )
-
-
-def _harmony_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]], lenient: bool) -> str:
-    """One call: it ends the answer."""
-    to = f'{mark(tokenizer, "<|channel|>")} "commentary to=functions."'
-    middle = f'" " {mark(tokenizer, "<|constrain|>")} "json" {mark(tokenizer, "<|message|>")}'
-    calls = [
-        f"{to} {json.dumps(one['name'])} {middle} {json_rule(schema_of(one), lenient)}" for one in functions
-    ]
-    return "\n".join(
         [
-            f"start: {' | '.join(f'call_{i}' for i in range(len(calls)))}",
-            *(f"call_{i}: {call}" for i, call in enumerate(calls)),
+            f"start: thinking{'' if is_open else '?'} {_either('@answer', other)}",
+            f"thinking: {opening} body /\\n{{0,2}}/",
+            body,
+            *rules,
         ]
     )
+
+
+def _either(answer: str, calls: str) -> str:
+    return f"({answer} | {calls})" if calls else answer
+
+
+def _harmony_calls(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Return Lark of one call, which ends the answer, and its rules."""
+    to = f'{mark(tokenizer, "<|channel|>")} "commentary to=functions."'
+    middle = f'" " {mark(tokenizer, "<|constrain|>")} "json" {mark(tokenizer, "<|message|>")}'
+    rules = [
+        f"call_{i}: {to} {json.dumps(one['name'])} {middle} {json_rule(schema_of(one))}"
+        for i, one in enumerate(functions)
+    ]
+    return f"({' | '.join(f'call_{i}' for i in range(len(functions)))})", rules
 
 
 def _harmony_strict_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> str:
@@ -129,7 +149,7 @@ def _harmony_strict_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[st
     for i, one in enumerate(functions):
         to = f'" to=functions." {json.dumps(one["name"])}'
         rules.append(f'head_{i}: {channel} "commentary" {to} | {to} {channel} "commentary"')
-        rules.append(f"call_{i}: head_{i} type? {message} {json_rule(schema_of(one), lenient=False)}")
+        rules.append(f"call_{i}: head_{i} type? {message} {json_rule(schema_of(one))}")
     return "\n".join(
         [
             f'start: (plain {end} {start} "assistant")* (plain | {calls})',
