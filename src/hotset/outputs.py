@@ -146,8 +146,8 @@ def _of_tools(form: OutputForm, params: SamplingParams, use: ToolUse) -> Output:
                 f"tool_choice names {clause(shown(name))}, which is not among the tools", param="tool_choice"
             )
         grammar = form.calls_grammar(tools, name=name, parallel=use.parallel)
-        no_form = {"json_schema": None, "json_object": False, "regex": None}  # a call is the whole answer
-        required = replace(params, grammar=grammar, **no_form)
+        # A call is the whole answer. It replaces a form that the request gives as well.
+        required = replace(params, json_schema=None, json_object=False, regex=None, grammar=grammar)
         return Output(form, required, tools, names, calls=True, parallel=use.parallel)
     is_strict = any(tool["function"].get("strict") for tool in tools)
     strict = form.strict_grammar(tools) if is_strict and params.form is None else None

@@ -70,7 +70,7 @@ def test_a_model_that_is_cut_while_it_runs(
 ) -> None:
     done = run_python(STEP, path, backend, n_threads, size, handler)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [f"{path} {CUT}"] * 2
+    assert done.stdout.splitlines() == [f"{path.name} {CUT}"] * 2
 
 
 SUBCOMMAND = """
@@ -119,7 +119,7 @@ def test_subcommands_say_so(path: Path, tmp_path: Path, where: str, at: int, sub
     arguments = [word.format(path=path, out=out) for word in subcommand]
     done = run_python(SUBCOMMAND, path, where, at, *arguments)
     assert done.returncode == 1, done.stderr
-    assert " ".join(done.stderr.split()).endswith(f"error: {path} {CUT}."), done.stderr
+    assert " ".join(done.stderr.split()).endswith(f"error: {path.name} {CUT}."), done.stderr
     assert not out.exists()
 
 

@@ -212,10 +212,10 @@ def test_tools_that_are_none(tmp_path: Path):
         assert "has no tools" in await refused(tool_choice="required")
         assert "name" in await refused(tools=[{"type": "function", "function": {"name": "a b"}}])
         assert "tools.0" in await refused(tools=[{"type": "web_search"}])
-        text = {"response_format": {"type": "json_object"}}
-        assert "together" in await refused(tools=[WEATHER], **text)
-        broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "made up"}}}
-        assert "JSON schema" in await refused(tools=[broken], tool_choice="required")
+        broken = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/none"}}}
+        assert "the schema of the tool 'f' cannot be used" in await refused(
+            tools=[broken], tool_choice="required"
+        )
 
     run(tmp_path, HERMES, work)
 
@@ -327,6 +327,30 @@ def test_forms_of_answers(tmp_path: Path):
     run(tmp_path, HERMES, work)
 
 
+ROMAN = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"],
+         "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [CALL, '{"city": "Rome"}'])
+def test_tools_and_a_form_of_the_answer(tmp_path: Path, text: str):
+    """The model calls a tool, or answers in the form."""
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": ROMAN}}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        must = {"tools": [WEATHER], "tool_choice": "required", "response_format": form}
+        assert (await both(client, **must))["calls"]
+        free = await both(client, tools=[WEATHER], response_format=form, tool_choice="none")
+        assert '{"city":"Rome"}'.startswith("".join(free["content"].split()))
+        written(service.model, text)
+        one = await both(client, tools=[WEATHER], response_format=form)
+        assert (one["reason"], bool(one["calls"])) == (
+            ("tool_calls", True) if text == CALL else ("stop", False)
+        )
+        assert text == CALL or one["content"] == text
+
+    run(tmp_path, HERMES, work)
+
+
 def test_forms_that_are_none(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for body in (
@@ -334,7 +358,7 @@ def test_forms_that_are_none(tmp_path: Path):
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "n", "schema": {"type": "?"}},
+                    "json_schema": {"name": "n", "schema": {"$ref": "#/none"}},
                 },
             },
             {"grammar": "root ::= ("}, {"regex": "("}, {"regex": "a", "grammar": 'root ::= "a"'},

@@ -101,8 +101,8 @@ def check_unharmed(before: Collection[Truncated]) -> None:
 
 
 def truncated_error(path: Path) -> FormatError:
-    """The message."""
+    """Return the error of a truncated file. It has no folder, since clients of a server read it."""
     return FormatError(
-        f"{path} was cut short, or could not be read, while it was in use; put the whole file there and load "
-        "it again"
+        f"{path.name} was cut short, or could not be read, while it was in use; put the whole file there "
+        "and load it again"
     )

@@ -7,8 +7,11 @@ others are OpenAI's.
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hotset.errors import (
@@ -23,6 +26,19 @@ from hotset.errors import (
 from hotset.parameters import shown
 from hotset.server import shapes
 from hotset.server.replies import JsonReply
+
+# The folders of an absolute path; not inside an address, nor a slash without a path.
+_FOLDERS = re.compile(r"(?<![\w:/\\.~-])(?:[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+")
+
+
+def without_folders(message: str, *files: Path) -> str:
+    """Return a message for a client: files have their names, and no path of the server.
+
+    files: those that it may name although their folders have spaces.
+    """
+    for file in files:
+        message = message.replace(f"{file.parent}{os.sep}", "")
+    return _FOLDERS.sub("", message)
 
 
 class UnreadableError(ValueError):
@@ -75,7 +91,7 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """What a client gets of an error; of an unexpected one its kind alone."""
+    """Return an error as a client gets it: no path of the server, and only the kind of an unexpected one."""
     match error:
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, error.retry_after)
@@ -86,13 +102,13 @@ def problem_of(error: BaseException) -> Problem:
         case TokenizerError():
             return Problem(400, str(error))
         case ModelNotFoundError():
-            return Problem(404, str(error), code="model_not_found")
+            return Problem(404, without_folders(str(error)), code="model_not_found")
         case QueueFullError():
             return Problem(429, str(error), code="queue_full", retry_after=error.seconds)
         case OutOfMemoryError():
-            return Problem(503, str(error), code="out_of_memory", retry_after=5)
+            return Problem(503, without_folders(str(error)), code="out_of_memory", retry_after=5)
         case HotsetError():
-            return Problem(500, str(error), code="server_error")
+            return Problem(500, without_folders(str(error)), code="server_error")
     return Problem(500, f"the server itself failed, with {type(error).__name__}", code="server_error")
 
 
@@ -132,7 +148,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
     if kind == "value_error":  # one of ours, which says what was given
         message = message.removeprefix("Value error, ")
     elif kind in _COMPLAINTS:
-        message = _COMPLAINTS[kind].format(**error.get("ctx", {}))
+        message = _COMPLAINTS[kind].format(**error.get("ctx", {})).replace("_kind()", "'type'")
     message = message.replace("Input should be", "must be", 1)
     given = f", not {shown(error['input'])}" if "input" in error and kind != "value_error" else ""
     joint = " " if message.startswith("must ") else ": "
@@ -144,8 +160,10 @@ def _is_unreadable(error: Mapping[str, Any]) -> bool:
 
 
 def _is_alternative(part: Any) -> bool:
-    """Whether a part of pydantic's path names a type of a union, not a field."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+    """Return whether a part of pydantic's path names a Python type of a union, not a field."""
+    if not isinstance(part, str):
+        return False
+    return part in ("str", "int", "float", "bool") or "[" in part or "(" in part or part[:1].isupper()
 
 
 # -- the shapes ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from hotset.backends.adapters import MOST_ADAPTERS
 from hotset.engine.sampler import SamplingParams
+from hotset.parameters import shown
 from hotset.server.answers import Thinking
 from hotset.server.errors import RequestError
 from hotset.server.rows import (
@@ -33,6 +34,7 @@ from hotset.server.rows import (
     number,
     settings_of,
 )
+from hotset.text.grammar_child import NAME_KEY
 
 MAX_BIASES = 4096
 """Tokens in a logit_bias."""
@@ -113,7 +115,10 @@ def form_of(given: ResponseFormat) -> dict[str, Any]:
     if given.type == "text":
         return {}
     name = "json_schema" if given.type == "json_object" else given.type
-    value = (given.json_schema or given).schema_ if name == "json_schema" else getattr(given, name)
+    named = given.json_schema or given
+    value = named.schema_ if name == "json_schema" else getattr(given, name)
+    if named.name is not None and isinstance(value, Mapping):
+        value = {**value, NAME_KEY: f"the format {shown(named.name)}"}
     if value is None and given.type == "json_object":
         return {"json_object": True}
     if value is None:

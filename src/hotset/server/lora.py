@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -18,7 +19,7 @@ from hotset.backends.adapters import MOST_ADAPTERS
 from hotset.engine.adapters import LoadedAdapter
 from hotset.errors import HotsetError, InvalidRequestError, OutOfMemoryError
 from hotset.server.body import BodyRoute
-from hotset.server.errors import RequestError
+from hotset.server.errors import RequestError, without_folders
 from hotset.server.fields import LoraScale
 from hotset.server.manage import adapter_path, check_manager
 from hotset.server.replies import JsonReply
@@ -84,7 +85,8 @@ async def load(body: LoadBody, http: Request) -> Response:
 
     try:
         read = partial(adapters.load, check=check)
-        return JsonReply(_entry(await _done(http, service, read, path, body.scale, body.lora_name)))
+        loaded = await _done(http, service, read, path, body.scale, body.lora_name, file=Path(path))
+        return JsonReply(_entry(loaded))
     finally:
         gone.set()
 
@@ -99,17 +101,23 @@ async def unload(body: UnloadBody, http: Request) -> Response:
     return JsonReply(_entry(await _done(http, service, service.model.adapters.unload, which)))
 
 
-async def _done(http: Request, service: Service, work: Any, *given: Any) -> Any:
-    """What `work` returns, in a thread: it waits for a step. Raises RequestError for what is wrong with what
-    was given."""
+async def _done(http: Request, service: Service, work: Any, *given: Any, file: Path | None = None) -> Any:
+    """Return the result of `work`, which runs in a thread since it waits for a step.
+
+    file: the adapter. Raises RequestError for arguments or a file that cannot be used.
+    """
     try:
         return await while_connected(http, service.in_thread(work, *given))
     except InvalidRequestError as error:
-        raise RequestError(str(error)) from None
+        raise RequestError(_message(error, file)) from None
     except OutOfMemoryError:
         raise
     except HotsetError as error:
-        raise RequestError(str(error), param="lora_path") from None
+        raise RequestError(_message(error, file), param="lora_path") from None
+
+
+def _message(error: HotsetError, file: Path | None) -> str:
+    return without_folders(str(error), *() if file is None else (file,))
 
 
 def _entry(each: LoadedAdapter) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hotset.engine.saved_prefix import NO_PREFIX, SessionFiles
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import entries
 from hotset.server.body import BodyRoute
-from hotset.server.errors import RequestError
+from hotset.server.errors import RequestError, without_folders
 from hotset.server.manage import check_allowed
 from hotset.server.replies import JsonReply
 from hotset.server.rows import Body
@@ -107,9 +107,9 @@ class _Slot:
         except RequestError:
             raise
         except InvalidRequestError as error:
-            raise RequestError(_without_folder(error, path), param="filename") from None
+            raise RequestError(without_folders(str(error), path), param="filename") from None
         except HotsetError as error:
-            raise RequestError(_without_folder(error, path), 500, code="not_saved") from None
+            raise RequestError(without_folders(str(error), path), 500, code="not_saved") from None
         return SlotReply.written(
             id_slot=self._id, filename=path.name, n_saved=saved.n_tokens, n_written=saved.n_bytes,
             timings={"save_ms": _ms_since(begun)},
@@ -140,7 +140,7 @@ class _Slot:
         except FileNotFoundError:
             raise RequestError(f"there is no saved slot {path.name!r}", 404, param="filename") from None
         except HotsetError as error:
-            raise RequestError(_without_folder(error, path), param="filename") from None
+            raise RequestError(without_folders(str(error), path), param="filename") from None
         if not saved.is_of_model:
             raise RequestError(
                 f"{path.name} was saved by another model, type of cache or version of hotset",
@@ -170,8 +170,3 @@ def _n_bytes(entry: os.DirEntry[str]) -> int:
 
 def _ms_since(begun: float) -> float:
     return round(1e3 * (time.perf_counter() - begun), 3)
-
-
-def _without_folder(error: HotsetError, path: Path) -> str:
-    """A message for clients, who need not know where the files lie."""
-    return str(error).replace(str(path), path.name)

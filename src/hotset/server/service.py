@@ -36,7 +36,7 @@ from hotset.parameters import shown
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, Delivery, PreparedPrompt
 from hotset.server.catalogue import FileFacts
-from hotset.server.errors import NotReadyError, RequestError
+from hotset.server.errors import NotReadyError, RequestError, without_folders
 from hotset.server.logs import Notices
 from hotset.server.metrics import Metrics, engine_metrics
 from hotset.server.preparation import Preparation
@@ -210,7 +210,7 @@ class Service:
         if self.stopping:
             raise NotReadyError("the server is shutting down; ask another one")
         if self.error is not None:
-            raise NotReadyError(f"the model could not be loaded: {self.error}")
+            raise NotReadyError(f"the model could not be loaded: {without_folders(str(self.error))}")
         if self._model is None:
             raise NotReadyError("the model is being loaded; try again in a moment", retry_after=2)
         return self._model

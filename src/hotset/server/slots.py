@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,14 +20,12 @@ from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.reporter import Reporter
 from hotset.server.catalogue import Offered
-from hotset.server.errors import RequestError
+from hotset.server.errors import RequestError, without_folders
 from hotset.server.service import Service
 
 State = Literal["unloaded", "queued", "loading", "loaded", "unloading"]
 
 _TOKENIZER_BYTES = 800  # for each entry of a vocabulary
-# Of an absolute path; not within an address, nor a lone slash.
-_FOLDERS = re.compile(r"(?<![\w:/\\.~-])(?:[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+")
 _PROGRESS_SECONDS = 0.1  # between two reports of a load
 
 
@@ -40,7 +36,7 @@ class LoadError(RequestError):
     def of(cls, name: str, path: Path, error: Exception) -> LoadError:
         """Of an unexpected error a client gets the kind alone, and of files their names. path: of the
         model."""
-        said = _FOLDERS.sub("", str(error).replace(f"{path.parent}{os.sep}", ""))
+        said = without_folders(str(error), path)
         why = said if isinstance(error, HotsetError) else f"it failed with {type(error).__name__}"
         message = f"the model {name!r} could not be loaded: {why}"
         if isinstance(error, OutOfMemoryError):

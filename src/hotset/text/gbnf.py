@@ -548,7 +548,7 @@ class _Lexer:
             self._after[position] |= first
 
     def ambiguous(self) -> set[str | int]:
-        """Return the terminals that may go on where another reading of the text begins the next terminal."""
+    """Return the terminals that may continue at a place at which another reading begins the next one."""
         if self._long:
             return self._long
         wrong: set[str | int] = set()
@@ -602,7 +602,7 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def _classes(terminals: _Terminals) -> list[int]:
-    """One character of each class: those that no class of the grammar distinguishes."""
+    """Return one character of each set of characters that the grammar never distinguishes."""
     bounds = {0}
     for rule in terminals.rules.values():
         waiting = [rule]

@@ -22,6 +22,7 @@ from hotset.server.answers import (
     ToolCallStart,
     Usage,
 )
+from hotset.server.errors import problem_of
 from hotset.server.logprobs import spelled
 from hotset.server.replies import KEEP_ALIVE, TextEvents, event_beside
 from hotset.server.shapes import Shape
@@ -80,7 +81,7 @@ class ResponseWriter:
                 for one in self.push(delta):
                     yield one
         except HotsetError as error:
-            yield self.failed(str(error))
+            yield self.failed(problem_of(error).message)
             return
         for one in self.end(answer.usage):
             yield one

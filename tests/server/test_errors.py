@@ -1,0 +1,89 @@
+"""Errors as clients get them: without paths of the server, and without names of Python."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_server import MESSAGES, client_of, write_model
+
+from hotset import errors
+from hotset.server.errors import invalid_body, problem_of, without_folders
+
+# Their messages quote requests, or have no text of others.
+CLIENTS_OWN = (
+    errors.InvalidRequestError, errors.TokenizerError, errors.ContextLengthError, errors.QueueFullError
+)  # fmt: skip
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.HotsetError) and kind not in CLIENTS_OWN
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_error_has_a_path_of_the_server(kind: type[errors.HotsetError]):
+    message = "'/srv/models/x.gguf' and C:\\models\\y.gguf are damaged (/etc/z.json); see https://a.b/c"
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    told = "'x.gguf' and y.gguf are damaged (z.json); see https://a.b/c"
+    assert problem_of(error).message == told
+
+
+def test_a_known_file_may_have_spaces_in_its_folder():
+    assert without_folders("/a b/c d.gguf is damaged", Path("/a b/c d.gguf")) == "c d.gguf is damaged"
+
+
+def test_a_damaged_adapter_and_a_model_that_is_cut_are_named_without_their_folder(tmp_path: Path):
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    path = write_model(folder / "tiny.gguf")
+    (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
+
+    async def work() -> None:
+        async with client_of(path, lora_dir=str(folder)) as (client, _):
+            reply = await client.post("/v1/load_lora_adapter", json={"lora_path": "bad.gguf"})
+            assert reply.status_code == 400
+            assert "bad.gguf" in reply.text
+            assert str(tmp_path) not in reply.text
+            assert "my models" not in reply.text
+            path.write_bytes(path.read_bytes()[:64])
+            for route, body in (
+                ("/v1/chat/completions", {"messages": MESSAGES, "seed": 1}),
+                ("/v1/responses", {"input": "hello", "temperature": 0}),
+                ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}),
+                ("/api/chat", {"messages": MESSAGES, "options": {"seed": 1}}),
+            ):
+                for stream in (False, True):
+                    reply = await client.post(route, json={"model": "tiny", **body, "stream": stream})
+                    assert "tiny.gguf was cut short" in reply.text, reply.text
+                    assert str(tmp_path) not in reply.text
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            {"type": "literal_error", "loc": ("body", "tool_choice", "NamedTool", "type"),
+             "msg": "Input should be 'function'", "input": "x"},
+            "tool_choice.type must be 'function', not 'x'",
+        ),
+        (
+            {"type": "union_tag_invalid", "loc": ("body", "input", 1),
+             "ctx": {"discriminator": "_kind()", "expected_tags": "'message'"}, "input": {}},
+            "input.1 must have a 'type' that is one of 'message', not {}",
+        ),
+        (
+            {"type": "float_type", "loc": ("body", "temperature", "function-after[one(), float]"),
+             "msg": "Input should be a valid number", "input": "x"},
+            "temperature must be a valid number, not 'x'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_message_has_no_names_of_python(error: dict[str, Any], message: str):
+    assert json.loads(json.dumps(invalid_body([error]).message)) == message
