@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-LOGGERS = ("hotset.server", "uvicorn.error", "asyncio")
+LOGGERS = ("hotset.server", "hotset.grammar", "uvicorn.error", "asyncio")
 N_LINES, SECONDS = 20, 10.0  # so many of one logger in so long; the first one after it says how many were not
 
 log = logging.getLogger("hotset.server")

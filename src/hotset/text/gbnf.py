@@ -548,7 +548,7 @@ class _Lexer:
             self._after[position] |= first
 
     def ambiguous(self) -> set[str | int]:
-    """Return the terminals that may continue at a place at which another reading begins the next one."""
+        """Return the terminals that may continue at a place at which another reading begins the next one."""
         if self._long:
             return self._long
         wrong: set[str | int] = set()
