@@ -81,7 +81,7 @@ test-order: build $(VENV)/.dev
 	  $(BIN)/python -m pytest -n $(JOBS) --random-order-bucket=global --random-order-seed=$$seed || exit 1; done
 
 # Clients that people use against `hotset serve`: openai for Node, ollama, llm, LangChain's standard tests, agent libraries,
-# LlamaIndex, llm-comply, and schemathesis on the server's own OpenAPI document. They are fetched into build/clients; CLIENTS=ollama runs one of them.
+# recorded requests of coding agents, LlamaIndex, llm-comply, and schemathesis on the server's own OpenAPI document. They are fetched into build/clients; CLIENTS=ollama runs one of them.
 CLIENTS ?=
 test-clients: build $(VENV)/.dev build/clients/.installed
 	$(BIN)/python tests/clients/run.py $(CLIENTS)

@@ -45,9 +45,10 @@ def handler(upstream: str, file: Path) -> type[BaseHTTPRequestHandler]:
                 while piece := reply.read1(1 << 16):
                     said += piece
                     self.wfile.write(piece)
-            finally:  # the agent may leave first
-                connection.close()
-                self._note(body, reply.status, bytes(said))
+            except ConnectionError:  # the agent has left
+                pass
+            connection.close()
+            self._note(body, reply.status, bytes(said))
 
         def do_POST(self) -> None:
             self.do_GET()

@@ -1,9 +1,9 @@
 """`make test-clients`: clients that people use, against `hotset serve` on a real socket.
 
 What they need is in build/clients: an environment, packages for Node, and a log of each. Most clients get a
-server with the tiny random model of the tests, LangChain's tests and llm-comply, whose questions a model must
-understand, one with SmolLM2 of the store, and the agent libraries one for each form of tool calls, whose
-model follows a script.
+server with the tiny random model of the tests. LangChain's tests, llm-comply and the recorded requests of
+coding agents (replay.py) get one with SmolLM2 of the store. The agent libraries get one for each form of tool
+calls, whose model follows a script.
 
     .venv/bin/python tests/clients/run.py [NAME ...]
 """
@@ -125,11 +125,17 @@ def agents(server: Server) -> list[str]:
     return [str(BIN / "python"), str(HERE / "agent_loops.py")]
 
 
+def recorded(server: Server) -> list[str]:
+    return [str(BIN / "python"), str(HERE / "replay.py")]
+
+
 TINY: dict[str, Callable[[Server], list[str]]] = {
     "openai-node": openai_node, "ollama": ollama, "llm": llm, "llama-index": llama_index,
     "schemathesis": schemathesis,
 }  # fmt: skip
-SMOLLM2: dict[str, Callable[[Server], list[str]]] = {"llm-comply": llm_comply, "langchain": langchain}
+SMOLLM2: dict[str, Callable[[Server], list[str]]] = {
+    "recorded": recorded, "llm-comply": llm_comply, "langchain": langchain,
+}  # fmt: skip
 SCRIPTED: dict[str, Callable[[Server], list[str]]] = {"agents": agents}
 
 
@@ -142,7 +148,7 @@ def main(names: list[str]) -> int:
     serve, python = [ROOT / ".venv/bin/hotset", "serve"], ROOT / ".venv/bin/python"
     servers = [
         (TINY, [*serve, write_model(WORK / "tiny.gguf")], "tiny"),
-        (SMOLLM2, [*serve, "smollm2-135m", "--max-tokens", "1024"], "smollm2-135m"),
+        (SMOLLM2, [*serve, "smollm2-135m", "--max-tokens", "1024", "-c", "8192"], "smollm2-135m"),
         *((SCRIPTED, [python, HERE / "scripted_serve.py", form, WORK], form) for form in CALLS),
     ]
     failed = 0

@@ -25,6 +25,7 @@ from hotset.api import Model  # noqa: E402
 from hotset.cli.main import main  # noqa: E402
 from hotset.engine.sampler import SamplingParams  # noqa: E402
 from hotset.generation import Generation  # noqa: E402
+from hotset.outputs import Reading  # noqa: E402
 
 CALLS = {
     "deepseek-v3": f"<｜tool▁calls▁begin｜>{V3.format(J)}<｜tool▁calls▁end｜>",
@@ -56,12 +57,17 @@ def follow_script(call: str) -> None:
     prepare = Model.prepare
 
     def scripted(
-        self: Model, tokens: list[int], params: SamplingParams, *args: Any, **how: Any
+        self: Model,
+        tokens: list[int],
+        params: SamplingParams,
+        *args: Any,
+        reading: Reading = Reading(),  # noqa: B008
+        **how: Any,
     ) -> Generation:
         results = re.findall(r"^tool:(.*)$", self.tokenizer.decode(tokens), re.MULTILINE)
         text = f"I am told: {results[-1]}" if results else call
         params = replace(params, grammar=f"start: {json.dumps(text, ensure_ascii=False)}")
-        return prepare(self, tokens, params, *args, **how | {"around": None})
+        return prepare(self, tokens, params, *args, reading=replace(reading, around=None), **how)
 
     Model.prepare = scripted  # type: ignore[method-assign]
 
