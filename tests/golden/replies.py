@@ -264,6 +264,8 @@ SEVERAL: list[tuple[str, Case]] = [
     ("POST", Case(NAMED, "/models/unload")),
     ("POST", Case({"model": "none"}, "/models/load")),
     ("POST", Case({}, "/models/load")),
+    ("POST", Case(NAMED | {"n_ctx": 0}, "/models/load")),
+    ("GET", Case(path="/models/catalogue?q=smollm2+135m")),
     ("POST", Case({"source": "tiny", "destination": "mine:small"}, "/api/copy")),
     ("POST", Case({"source": "tiny", "destination": "../up"}, "/api/copy")),
     ("POST", Case({"model": "mine:small"}, "/api/show")),

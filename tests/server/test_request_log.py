@@ -120,6 +120,22 @@ def test_a_request_that_leaves_has_a_line(path: Path, tmp_path: Path) -> None:
     assert json.loads(line)["reasons"] == ["cancelled"]
 
 
+def test_the_short_form_is_uvicorns(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        await client.get("/health")
+        await client.get("/page/main.js")
+        await client.get("/none")
+        await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 2})
+
+    run(path, work, request_log=str(tmp_path / "log"), log_form="short")
+    health, none, answer = (tmp_path / "log").read_text().splitlines()
+    assert health.endswith('- "GET /health HTTP/1.1" 200 OK')
+    assert none.endswith('- "GET /none HTTP/1.1" 404 Not Found')
+    assert re.fullmatch(
+        r'INFO:     \S+ - "POST /v1/completions HTTP/1\.1" 200 OK - tiny, 6 \+ \d tokens, \d+\.\d\d s', answer
+    )
+
+
 def test_a_slow_disk_keeps_no_request_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

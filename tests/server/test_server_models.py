@@ -806,3 +806,63 @@ def test_a_pull_ends_with_its_last_client(
             until(lambda: fetch.cancelled == 1, "the fetch goes on")
 
     run(work)
+
+
+def test_a_model_is_loaded_with_a_context_and_each_load_is_reported(
+    folder: Path, facts: dict[str, Any]
+) -> None:
+    told: list[str] = []
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, *NAMES), report=told.append) as (client, models):
+
+            async def load(**body: Any) -> httpx.Response:
+                return await client.post("/models/load", json={"model": "one", **body})
+
+            async def entry() -> dict[str, Any]:
+                found: dict[str, Any] = (await client.get("/v1/models/one")).json()
+                return found
+
+            assert (await entry())["meta"]["has_zeros"] is False
+            assert (await load(n_ctx=128)).json() == {"success": True}
+            await changes(models, lambda: states(models).get("one") == "loaded")
+            one = await entry()
+            status = one["status"]
+            assert one["max_model_len"] == 128
+            assert status["weights"] + status["cache"] == status["memory"]
+            assert status["cache"] > 0
+            assert (await load(n_ctx=128)).status_code == 200
+            assert (await load()).status_code == 200
+            refused = await load(n_ctx=64)
+            assert refused.status_code == 409
+            assert "unload it" in refused.json()["error"]["message"]
+            assert (await load(n_ctx=0)).status_code == 400
+            await client.post("/models/unload", json={"model": "one"})
+            assert (await load(n_ctx=64)).status_code == 200
+            await changes(models, lambda: states(models).get("one") == "loaded")
+            assert (await entry())["max_model_len"] == 64
+
+    run(work)
+    assert [line.split(" in ")[0] for line in told] == [
+        "INFO:     one is loaded", "INFO:     one is unloaded (by a request)", "INFO:     one is loaded"
+    ]  # fmt: skip
+    assert "context 128 tokens" in told[0]
+
+
+def test_the_catalogue_is_searched(folder: Path, home: Path, facts: dict[str, Any]) -> None:
+    assert not list(home.iterdir())
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, *NAMES)) as (client, _):
+
+            async def found(words: str) -> dict[str, Any]:
+                reply: dict[str, Any] = (await client.get("/models/catalogue", params={"q": words})).json()
+                return reply
+
+            every = await found("")
+            assert len(every["data"]) == 50 < every["total"]
+            assert [one["id"] for one in (await found("SmolLM2 135m"))["data"]] == ["smollm2-135m"]
+            assert (await found("smollm2-135m"))["data"][0]["is_stored"] is False
+            assert (await found("no such model"))["total"] == 0
+
+    run(work)

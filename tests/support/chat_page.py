@@ -58,6 +58,14 @@ def questions(page: Any) -> list[str]:
     return [text.strip() for text in page.locator(".question .said").all_inner_texts()]
 
 
+def act(page: Any, what: str, title: str) -> Any:
+    """The button that does something with a conversation of the list."""
+    more = page.get_by_role("button", name=f"More: {title}")
+    if more.count() and more.get_attribute("aria-expanded") == "false":
+        more.click()
+    return page.get_by_role("button", name=f"{what}: {title}")
+
+
 def version(page: Any, which: str) -> list[str]:
     """What the versions of questions or answers say, such as 1 / 2."""
     found: list[str] = page.locator(f".{which} .versions span").all_inner_texts()

@@ -67,11 +67,15 @@ class FakeServer:
         self.key: str | None = None
         self.health = 200
         self.model = "tiny"
+        self.n_ctx: int | None = None  # of `model`
         self.props: dict[str, Any] = {"hotset": facts()}
         self.url = ""
         self.models: list[dict[str, Any]] | None = None
         self.replies_of: dict[str, deque[Any]] = {}
         self.managed: list[tuple[str, str]] = []
+        self.asked_n_ctx: list[int | None] = []  # of loads
+        self.catalogue: list[dict[str, Any]] = []
+        self.pulls: deque[Any] = deque()  # lines of downloads, and a Hold between two of them
         self.asked_props: list[str | None] = []  # of which models
         self.mcp_servers: list[dict[str, Any]] | Refusal = []
         self.tool_results: deque[Any] = deque()
@@ -85,6 +89,8 @@ class FakeServer:
         self.app.post("/tokenize")(self._tokenize)
         self.app.post("/models/load")(self._load)
         self.app.post("/models/unload")(self._unload)
+        self.app.get("/models/catalogue")(self._catalogue)
+        self.app.post("/api/pull")(self._pull)
         self.app.get("/models/events")(self._states)
         self.app.get("/mcp/servers")(self._mcp)
         self.app.post("/mcp/restart")(self._restart)
@@ -109,7 +115,9 @@ class FakeServer:
         return JSONResponse({}, self.health)
 
     async def _models(self, http: Request) -> Response:
-        return self._refused(http) or JSONResponse({"data": self.models or [{"id": self.model}]})
+        return self._refused(http) or JSONResponse(
+            {"data": self.models or [{"id": self.model, "max_model_len": self.n_ctx}]}
+        )
 
     async def _props(self, http: Request) -> Response:
         self.asked_props.append(http.query_params.get("model"))
@@ -117,15 +125,42 @@ class FakeServer:
 
     async def _tokenize(self, http: Request) -> Response:
         """A token is a word here."""
-        return self._refused(http) or JSONResponse({"count": len((await http.json())["content"].split())})
+        body = await http.json()
+        texts = [body["content"]] if "content" in body else [one["content"] for one in body["messages"]]
+        count = len(" ".join(texts).split())
+        if self.n_ctx is not None and "messages" in body and count >= self.n_ctx:
+            error = {"message": "too long", "code": "context_length_exceeded"}
+            return JSONResponse({"error": error}, 400)
+        return self._refused(http) or JSONResponse({"count": count})
 
     async def _load(self, http: Request) -> Response:
-        self.managed.append(("load", (await http.json())["model"]))
+        body = await http.json()
+        self.managed.append(("load", body["model"]))
+        self.asked_n_ctx.append(body.get("n_ctx"))
         return self._refused(http) or JSONResponse({"success": True})
 
     async def _unload(self, http: Request) -> Response:
         self.managed.append(("unload", (await http.json())["model"]))
         return self._refused(http) or JSONResponse({"success": True})
+
+    async def _catalogue(self, http: Request) -> Response:
+        found = [one for one in self.catalogue if http.query_params["q"] in one["id"]]
+        return JSONResponse({"data": found, "total": len(found)})
+
+    async def _pull(self, http: Request) -> Response:
+        assert (await http.json())["stream"]
+        lines = self.pulls.popleft()
+
+        async def parts() -> AsyncIterator[bytes]:
+            for line in lines:
+                if isinstance(line, Hold):
+                    line.reached.set()
+                    while not line.go_on.is_set():
+                        await asyncio.sleep(0.005)
+                else:
+                    yield json.dumps(line).encode() + b"\n"
+
+        return StreamingResponse(parts(), media_type="application/x-ndjson")
 
     async def _states(self, http: Request) -> Response:
         async def states() -> AsyncIterator[bytes]:

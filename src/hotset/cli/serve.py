@@ -121,7 +121,13 @@ class ServerOptions:
         str | None,
         _option("--request-log", "A line for each request, without its text; -: on stderr.", metavar="FILE"),
     ] = None
-    log_form: Annotated[str, _option("--log-form", "Format of these lines: json or text.")] = "json"
+    log_form: Annotated[str, _option("--log-form", "Format of these lines: json, text or short.")] = "json"
+    access_log: Annotated[
+        bool,
+        _option(
+            "--access-log/--no-access-log", "Without --request-log: a short line for each request on stderr."
+        ),
+    ] = True
     otlp_traces_endpoint: Annotated[
         str | None,
         _option(
@@ -175,8 +181,8 @@ class ServerOptions:
             max_queue=self.max_queue,
             max_tokens=self.max_tokens,
             max_seconds=self.timeout,
-            request_log=self.request_log,
-            log_form=self.log_form,
+            request_log=self.request_log or ("-" if self.access_log else None),
+            log_form="short" if self.request_log is None else self.log_form,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
             slot_save_path=None if self.slot_save_path is None else str(self.slot_save_path),
             lora_dir=None if self.lora_dir is None else str(self.lora_dir),
@@ -310,7 +316,7 @@ def _serve_one(
         server_settings,
         name=names[0],
         aliases=names[1:],
-        ready=lambda: say(f"{names[0]} is loaded"),
+        ready=lambda: say(f"INFO:     {names[0]} is loaded"),
     )
     listen(service, lambda where: say(f"listening on {where}"))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.model.config import config_from_gguf
 from hotset.server.model_settings import ModelSettings, ModelsFile
 from hotset.storage import aliases, created, store
 
@@ -27,8 +28,9 @@ class Offered:
 
 @dataclass(frozen=True, kw_only=True)
 class FileFacts:
-    """What a model file says of itself. size, modified: bytes and st_mtime_ns of its first file; n_bytes: of
-    all. quantization: the tensor type that most of its bytes have."""
+    """Facts in a model file. size, modified: bytes and st_mtime_ns of its first file; n_bytes: of all.
+    quantization: the tensor type with most of the bytes. has_zeros: whether its neurons can be zero, so that
+    idle ones are skipped; None for a file that this version cannot run."""
 
     size: int
     modified: int
@@ -39,6 +41,7 @@ class FileFacts:
     n_ctx_train: int
     n_vocab: int
     n_embd: int
+    has_zeros: bool | None
 
     @classmethod
     def of(cls, gguf: GGUFFile) -> FileFacts:
@@ -62,7 +65,15 @@ class FileFacts:
             n_ctx_train=number("context_length"),
             n_vocab=len(tokens) if isinstance(tokens, Sequence) else 0,
             n_embd=number("embedding_length"),
+            has_zeros=_has_zeros(gguf),
         )
+
+
+def _has_zeros(gguf: GGUFFile) -> bool | None:
+    try:
+        return config_from_gguf(gguf).has_zeros
+    except HotsetError:
+        return None
 
 
 class Catalogue:

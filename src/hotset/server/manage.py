@@ -33,6 +33,7 @@ from hotset.server.rows import Body
 from hotset.server.shapes import JSON_LINES
 from hotset.server.streams import HOLDER, file_of, host_of, limited_holder, listed, while_connected
 from hotset.storage import aliases, created, store
+from hotset.storage.catalogue import ENTRIES
 
 # What a reverse proxy adds: behind one, every request comes from this machine.
 _FORWARDED = (
@@ -117,11 +118,19 @@ def adapter_path(http: Request, given: str) -> str:
 
 
 _managed = [Depends(check_manager)]
+MAX_PUBLISHED = 50
+"""Models of the catalogue in one reply."""
 _Name = Annotated[str, Field(min_length=1)]
 
 
 class ModelBody(Body):
     model: _Name
+
+
+class LoadBody(ModelBody):
+    """n_ctx: tokens of the context; by default that of the settings."""
+
+    n_ctx: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
 
 
 class OllamaModelBody(Body):
@@ -205,10 +214,10 @@ async def models(http: Request) -> dict[str, Any]:
 
 
 @router.post("/models/load", dependencies=_managed)
-async def load(body: ModelBody, http: Request) -> dict[str, bool]:
+async def load(body: LoadBody, http: Request) -> dict[str, bool]:
     """Begins to load a model, and does not wait for it: /models/events and /v1/models say how far it is."""
     _, name, _ = await file_of(http, body.model)
-    await models_of(http).load(name)
+    await models_of(http).load(name, body.n_ctx)
     return {"success": True}
 
 
@@ -253,6 +262,31 @@ async def events(http: Request) -> Response:
         ping=host.settings.keep_alive_seconds,
         ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
     )
+
+
+@router.get("/models/catalogue")
+async def published(http: Request) -> dict[str, Any]:
+    """The models that /api/pull knows by name and that this version runs; `q`: words that they must have."""
+    words = http.query_params.get("q", "").lower().split()
+    found = await asyncio.to_thread(_published, words)
+    return {"object": "list", "data": found[:MAX_PUBLISHED], "total": len(found)}
+
+
+def _published(words: list[str]) -> list[dict[str, Any]]:
+    stored = {model.name.lower() for model in store.list_models()}
+    return [
+        {
+            "id": entry.name,
+            "repository": entry.repo,
+            "size": entry.size or None,
+            "has_zeros": entry.relu,
+            "needs": entry.needs,
+            "is_stored": entry.name.lower() in stored,
+        }
+        for entry in ENTRIES
+        if entry.unsupported is None
+        and all(word in f"{entry.name} {entry.repo} {entry.architecture}".lower() for word in words)
+    ]
 
 
 # ---- Ollama's ----

@@ -52,7 +52,7 @@ from hotset.server.model_settings import KEEP_ALIVE_SECONDS, duration
 from hotset.server.preparation import Preparation
 from hotset.server.service import ListedModel, Service
 from hotset.server.settings import ServerSettings
-from hotset.server.slots import LoadError, LoadProgress, NotWantedError, Slot, bytes_of, fitted
+from hotset.server.slots import LoadError, LoadProgress, NotWantedError, Slot, bytes_of, cache_of, fitted
 from hotset.server.streams import HELD
 from hotset.settings import LoadSettings
 from hotset.units import human_size
@@ -64,6 +64,11 @@ _SCAN_SECONDS = 1.0  # between two looks at the disk for models, however many re
 _FAILED_SECONDS = 5.0  # for which a load that failed is not tried again
 _BUSY_SECONDS = 2.0  # after which a request may be sent again that found too many waiting
 _NAMES_SHOWN = 8  # in a message
+_UNLOADED = {  # why, for the log
+    "request": "by a request",
+    "idle": "it was idle",
+    "memory": "another model needs its memory",
+}
 
 
 class Models:
@@ -71,7 +76,7 @@ class Models:
 
     load: settings of every model that has none of its own. budget: bytes that loaded models have together.
     keep_alive: seconds that an idle model stays. first: names of those that are loaded at the start, as far
-    as there is room, beside pinned ones. report: gets a line on what was loaded at the start, and what not.
+    as there is room, beside pinned ones. report: gets a line for each load and unload.
     Raises InvalidRequestError where settings of the catalogue's file do not go with `load`.
     """
 
@@ -288,9 +293,7 @@ class Models:
             if of_file is None:  # no model's file, or none any more
                 continue
             slot = self._slots.get(offered.name) or Slot(offered, self._keep_alive)
-            n_ctx = self._settings_of(offered).n_ctx or min(
-                of_file.n_ctx_train or DEFAULT_N_CTX, DEFAULT_N_CTX
-            )
+            n_ctx = self._settings_of(slot).n_ctx or min(of_file.n_ctx_train or DEFAULT_N_CTX, DEFAULT_N_CTX)
             adapters: tuple[str, ...] = ()
             if slot.service is not None:
                 n_ctx = slot.service.model.n_ctx
@@ -329,10 +332,23 @@ class Models:
 
     # ---- in and out of memory ----
 
-    async def load(self, name: str) -> None:
-        """Has a model loaded, and does not wait for it. Raises RequestError."""
+    async def load(self, name: str, n_ctx: int | None = None) -> None:
+        """Begin to load a model, and do not wait for it. n_ctx: its context, until it is loaded with another.
+
+        Raises RequestError, also for a context other than that of a loaded model.
+        """
         self.check_ready()
         slot = self._slot_of(await self._found(name))
+        if n_ctx is not None and slot.state not in ("unloaded", "unloading"):
+            if slot.service is None or slot.service.model.n_ctx != n_ctx:
+                raise RequestError(
+                    f"{name!r} is {slot.state}; unload it, then load it with a context of {n_ctx} tokens",
+                    409,
+                    param="n_ctx",
+                )
+            return
+        if n_ctx is not None:
+            slot.n_ctx = n_ctx
         if slot.state in ("unloaded", "unloading"):
             slot.failure, slot.starts = None, True
             self._want(slot)
@@ -448,6 +464,7 @@ class Models:
         slot.keep_alive = self._usual_keep_alive(slot)
         self._changed()
         loop = asyncio.get_running_loop()
+        began = loop.time()
         service = Service(
             partial(self._opened, slot, loop), self.settings, name=slot.name,
             sampling=slot.offered.settings.sampling, metrics=self.metrics,
@@ -464,9 +481,13 @@ class Models:
         finally:
             self._spare(())
         slot.service, slot.state = service, "loaded"
+        slot.cache_bytes = cache_of(service.model)
         self._loads.labels(slot.name, "loaded").inc()
-        if slot.starts:
-            self._report(f"{slot.name} is loaded")
+        self._report(
+            f"INFO:     {slot.name} is loaded in {loop.time() - began:.1f} s: weights "
+            f"{human_size(slot.n_bytes - slot.cache_bytes)}, cache {human_size(slot.cache_bytes)}, context "
+            f"{service.model.n_ctx:,} tokens"
+        )
         self._grant(slot)  # though it may be unloaded next: they were here first
 
     def _failed(self, slot: Slot, error: Exception) -> None:
@@ -500,14 +521,16 @@ class Models:
         self._changed()
         await service.close()
         slot.state, slot.n_bytes, slot.is_victim = "unloaded", 0, False
+        self._report(f"INFO:     {slot.name} is unloaded ({_UNLOADED[reason]})")
         self._unloads.labels(slot.name, reason).inc()
         self._reopen(slot)
         self._changed()
 
     # ---- memory ----
 
-    def _settings_of(self, offered: Offered) -> LoadSettings:
-        return replace(self._load_settings, **offered.settings.load)
+    def _settings_of(self, slot: Slot) -> LoadSettings:
+        settings = replace(self._load_settings, **slot.offered.settings.load)
+        return settings if slot.n_ctx is None else replace(settings, n_ctx=slot.n_ctx)
 
     def _opened(self, slot: Slot, loop: asyncio.AbstractEventLoop) -> Model:
         """The model, in a thread, once there is room for it."""
@@ -515,7 +538,7 @@ class Models:
         def reserve(n_bytes: int) -> None:
             asyncio.run_coroutine_threadsafe(self._make_room(slot, n_bytes), loop).result()
 
-        settings = replace(self._settings_of(slot.offered), progress=LoadProgress(slot, loop, self._changed))
+        settings = replace(self._settings_of(slot), progress=LoadProgress(slot, loop, self._changed))
         budget = settings.ram_budget
         if budget is not None:  # which counts the whole process, other models with it
             more = max(own_memory() - self._program, 0) / _GIB

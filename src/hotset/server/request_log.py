@@ -5,7 +5,11 @@
      "prompt_tokens": 31, "cached_tokens": 0, "completion_tokens": 64, "reasons": ["stop"],
      "queue_seconds": 0.002, "first_token_seconds": 0.041}
 
-As text the same values stand behind their names. Fields behind `seconds` are there where they mean something.
+As text each value follows its name. Fields behind `seconds` are present if they mean something. The short
+form is uvicorn's, with the cost of an answer; `hotset serve` writes it on stderr by default:
+
+    INFO:     127.0.0.1 - "POST /v1/chat/completions HTTP/1.1" 200 OK - smollm2-135m, 31 + 64 tokens, 1.20 s
+
 Lines are written by a thread: a disk or a terminal that is slow keeps no client waiting. Traces (tracing.py)
 have the same figures.
 """
@@ -23,6 +27,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -66,7 +71,7 @@ class RequestSink(Protocol):
 class LineWriter:
     """Appends lines to a file ("-": stderr) in a thread of its own. Raises InvalidRequestError.
 
-    form: json or text.
+    form: json, text or short, which leaves out the files of the page.
     """
 
     def __init__(self, path: str, form: str) -> None:
@@ -78,8 +83,10 @@ class LineWriter:
         self._thread.start()
 
     def write(self, request: Handled) -> None:
+        if self._form == "short" and request.fields["path"].startswith("/page/"):
+            return
         try:
-            self._lines.put_nowait(self._line(request.fields))
+            self._lines.put_nowait(self._line(request))
         except queue.Full:
             self._n_left_out += 1
 
@@ -101,7 +108,10 @@ class LineWriter:
                 self._tell()
         self._tell()
 
-    def _line(self, fields: Mapping[str, Any]) -> str:
+    def _line(self, request: Handled) -> str:
+        fields = request.fields
+        if self._form == "short":
+            return _short(fields, request.scope.get("http_version", "1.1"))
         if self._form == "json":
             return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
         shown = {name: ",".join(map(str, of)) if isinstance(of, list) else of for name, of in fields.items()}
@@ -111,6 +121,21 @@ class LineWriter:
         if self._n_left_out:
             n, self._n_left_out = self._n_left_out, 0
             log.warning("%d lines of the request log were left out: they came too fast", n)
+
+
+def _short(fields: Mapping[str, Any], version: str) -> str:
+    status = fields["status"]
+    phrase = HTTPStatus(status).phrase if status in HTTPStatus else "Client Closed Request"
+    line = (
+        f'INFO:     {fields["client"] or "local"} - "{fields["method"]} {fields["path"]} HTTP/{version}" '
+        f"{status} {phrase}"
+    )
+    if "prompt_tokens" not in fields:
+        return line
+    tokens = " + ".join(
+        str(fields[name]) for name in ("prompt_tokens", "completion_tokens") if name in fields
+    )
+    return f"{line} - {fields.get('model', '')}, {tokens} tokens, {fields['seconds']:.2f} s"
 
 
 class RequestLog:

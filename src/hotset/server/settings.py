@@ -11,7 +11,7 @@ from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.server.keys import NamedKey
 from hotset.server.mcp.file import McpServer
 
-LOG_FORMS = ("json", "text")
+LOG_FORMS = ("json", "text", "short")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -34,7 +34,7 @@ class ServerSettings:
     have not come to their end; a client gets half of what others leave. keep_alive_seconds: between two signs
     of life in a stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
     grace_seconds: which a shutdown leaves to answers that run.
-    request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json or text.
+    request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json, text or short.
     otlp_traces_endpoint: URL of an OpenTelemetry collector, which gets a span for each request; None: none is
     sent.
     slot_save_path: a folder for what /slots saves; None: nothing is saved.
@@ -151,7 +151,7 @@ class ServerSettings:
 
 def _check_form(given: str) -> None:
     if given not in LOG_FORMS:
-        raise InvalidRequestError(f"log_form is {' or '.join(LOG_FORMS)}, not {shown(given)}")
+        raise InvalidRequestError(f"log_form must be {' or '.join(LOG_FORMS)}, not {shown(given)}")
 
 
 def _check_collector(given: str) -> None:

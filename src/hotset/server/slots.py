@@ -56,8 +56,9 @@ class NotWantedError(Exception):
 class Slot:
     """A model, and what is loaded of it.
 
-    n_bytes: of memory that it has, or that are kept for it. holds: requests that use it. waiting: requests
-    that it is loaded for, with their lists of what they hold. used: when it was last asked for, by a clock
+    n_bytes: of memory that it has, or that are kept for it. cache_bytes: of these, keys, values and recurrent
+    states. n_ctx: the context of its latest load, if a request gave one. holds: requests that use it.
+    waiting: requests that it is loaded for, with what they hold. used: its last request, by a clock
     that counts requests. is_victim: it is unloaded when it is idle, since another model needs its memory;
     n_unloading: since so many requests ask for that. starts: it is loaded though no request waits. needed:
     the bytes that a file of so many bytes took when it was loaded last.
@@ -68,6 +69,8 @@ class Slot:
     state: State = "unloaded"
     service: Service | None = None
     n_bytes: int = 0
+    cache_bytes: int = 0
+    n_ctx: int | None = None
     holds: int = 0
     waiting: list[tuple[asyncio.Future[Service], list[Any]]] = field(default_factory=list)
     used: int = 0
@@ -120,6 +123,8 @@ class Slot:
             found |= {"failed": True, "error": str(self.failure[0])}
         if self.n_bytes:
             found["memory"] = self.n_bytes
+        if self.service is not None and self.state == "loaded":
+            found |= {"weights": self.n_bytes - self.cache_bytes, "cache": self.cache_bytes}
         if self.waiting:
             found["waiting"] = len(self.waiting)
         return found
@@ -147,11 +152,16 @@ def bytes_of(model: Model) -> int:
     if model.ram is not None:
         return model.ram.limit + beside
     weights = sum(info.nbytes for info in decided.weights.tensors.values())
-    cache = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
-    states = decided.n_states * model.cost.state_bytes
     buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
     more = buffers + beside + backend.n_vocab * _TOKENIZER_BYTES
-    return int(weights + cache + states) + more
+    return weights + cache_of(model) + more
+
+
+def cache_of(model: Model) -> int:
+    """Return the bytes of a loaded model's keys, values and recurrent states."""
+    decided = model.decided
+    keys_and_values = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
+    return int(keys_and_values + decided.n_states * model.cost.state_bytes)
 
 
 class LoadProgress(Reporter):

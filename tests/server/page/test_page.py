@@ -14,6 +14,7 @@ from byte_models import TEMPLATE, write_sparse
 from cases import quick_are, quick_if
 from chat_page import (
     MARKDOWN,
+    act,
     answers,
     done,
     drawn,
@@ -85,7 +86,7 @@ def test_an_answer_is_drawn_again(server: FakeServer, opened: Any) -> None:
     page = opened(server.url)
     say(page, "first")
     say(page, "second")
-    page.get_by_role("button", name="Again").last.click()
+    page.get_by_role("button", name="Regenerate").last.click()
     page.get_by_text("Another B.", exact=True).wait_for()
     done(page)
     assert sent(server, 2) == sent(server, 1)
@@ -552,12 +553,12 @@ def test_a_refusal_is_shown_and_the_conversation_goes_on(server: FakeServer, ope
     page = opened(server.url)
     say(page, "long")
     assert page.locator(".failed").inner_text() == "the prompt has 9 tokens and the context 8: shorten it"
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     page.locator(".failed", has_text="64 answers wait already. Try again in 3 s.").wait_for()
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     page.locator(".failed", has_text="the step failed").wait_for()
     assert answers(page) == ["Half"]
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("Whole.", exact=True).wait_for()
     done(page)
     assert page.locator(".failed").is_hidden()
@@ -581,7 +582,7 @@ def test_a_connection_that_breaks_and_comes_back(server: FakeServer, opened: Any
     assert page.locator(".failed").inner_text() == "The connection broke in the middle of the answer."
     assert page.locator(".notice").is_visible()
     page.locator(".notice").wait_for(state="hidden")  # it looks again, and the server is there
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("Whole.", exact=True).wait_for()
 
 
@@ -625,7 +626,7 @@ def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, t
     say(page, "more")
     assert sent(server) == [("user", "about fish"), ("assistant", "A."), ("user", "more")]
     page.click("#show-history")
-    name, text = saved(page.get_by_role("button", name="Save as text: about birds"))
+    name, text = saved(act(page, "Save as text", "about birds"))
     assert name == "about birds.md"
     assert text.startswith("# about birds\n\n**You**\n\nabout birds\n")
     file = tmp_path / "all.json"
@@ -634,11 +635,11 @@ def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, t
         "about fish",
         "about birds",
     ]
-    page.get_by_role("button", name="Delete: about birds").click()
+    act(page, "Delete", "about birds").click()
     assert page.locator("#conversations .name").all_inner_texts() == ["about fish"]
     page.get_by_role("button", name="Undo").click()
     assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
-    page.get_by_role("button", name="Delete: about birds").click()
+    act(page, "Delete", "about birds").click()
     page.set_input_files("#import-file", file)
     page.get_by_text("2 conversations were imported.").wait_for()
     assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
@@ -669,7 +670,7 @@ def test_another_conversation_is_opened_while_an_answer_runs(server: FakeServer,
     say(page, "more", wait=False)
     page.get_by_text("Third", exact=True).wait_for()
     page.click("#show-history")
-    page.get_by_role("button", name="Delete: one").click()
+    act(page, "Delete", "one").click()
     until(page, "document.querySelector('#stop').hidden")
     assert page.locator("#conversations .name").all_inner_texts() == ["two"]
 

@@ -91,7 +91,7 @@ def test_of_versions_one_is_deleted(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["Another A."]]
     page = opened(server.url)
     say(page, "first")
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("Another A.", exact=True).wait_for()
     done(page)
     page.get_by_role("button", name="Delete this answer").click()

@@ -89,7 +89,7 @@ def test_an_answer_that_is_drawn_again_keeps_the_one_before(server: FakeServer, 
     server.replies += [["A."], ["Another A."], ["B."], ["C."]]
     page = opened(server.url)
     say(page, "first")
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("Another A.", exact=True).wait_for()
     done(page)
     assert version(page, "answer") == ["2 / 2"]
@@ -263,7 +263,7 @@ def test_everything_by_keyboard(server: FakeServer, opened: Any) -> None:
     page.get_by_text("B.", exact=True).wait_for()
     done(page)
     assert sent(server) == [("user", "edited")]
-    assert focus_until(page, "Again", back=True)
+    assert focus_until(page, "Regenerate", back=True)
     page.keyboard.press("Enter")
     page.get_by_text("C.", exact=True).wait_for()
     done(page)

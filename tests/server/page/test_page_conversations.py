@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_page import saved, say, until, violations
+from chat_page import act, saved, say, until, violations
 from fake_chat_server import FakeServer
 
 
@@ -54,18 +54,18 @@ def test_titles_and_pins_last(server: FakeServer, opened: Any) -> None:
     server.replies.append(["More."])
     page = opened(server.url, STORED)
     page.click("#show-history")
-    page.get_by_role("button", name="Rename: about fish").click()
+    act(page, "Rename", "about fish").click()
     title = page.get_by_role("textbox", name="Title of about fish")
     assert title.input_value() == "about fish"
     title.fill("nothing")
     title.press("Escape")
     assert names(page) == ["My trees", "about birds", "about fish"]
-    page.get_by_role("button", name="Rename: about fish").click()
+    act(page, "Rename", "about fish").click()
     title.fill("  Fish & chips ")
     title.press("Enter")
     assert names(page) == ["My trees", "about birds", "Fish & chips"]  # in its place
     assert page.evaluate("document.activeElement.textContent") == "Fish & chips"
-    page.get_by_role("button", name="Pin: Fish & chips").click()
+    act(page, "Pin", "Fish & chips").click()
     assert names(page) == ["Fish & chips", "My trees", "about birds"]
     assert page.evaluate("document.activeElement.ariaLabel") == "Unpin: Fish & chips"
     assert violations(page) == []
@@ -74,11 +74,11 @@ def test_titles_and_pins_last(server: FakeServer, opened: Any) -> None:
     page.reload()
     page.click("#show-history")
     assert names(page) == ["Fish & chips", "My trees", "about birds"]
-    page.get_by_role("button", name="Unpin: Fish & chips").click()
+    act(page, "Unpin", "Fish & chips").click()
     # An empty title is the first message again; the one that is open is renamed, too.
     page.get_by_role("button", name="Fish & chips", exact=True).click()
     page.click("#show-history")
-    page.get_by_role("button", name="Rename: Fish & chips").click()
+    act(page, "Rename", "Fish & chips").click()
     page.get_by_role("textbox", name="Title of Fish & chips").fill("")
     page.keyboard.press("Enter")
     assert names(page) == ["about fish", "My trees", "about birds"]
@@ -89,9 +89,9 @@ def test_files_keep_titles_pins_and_branches(server: FakeServer, opened: Any, tm
     server.replies += [["A."], ["B."]]
     page = opened(server.url, STORED, accept_downloads=True)
     page.click("#show-history")
-    page.get_by_role("button", name="Pin: My trees").click()
+    act(page, "Pin", "My trees").click()
     page.get_by_role("button", name="My trees", exact=True).click()
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("A.", exact=True).wait_for()
     until(page, "document.querySelector('#stop').hidden")
     page.click("#show-history")
@@ -174,13 +174,13 @@ def test_folders_by_keyboard(server: FakeServer, opened: Any) -> None:
     assert focused(page) == "Work"
     assert shown(page) == {"Work": [], "": ["My trees", "about birds", "about fish"]}
     # A conversation is moved there, and another one into a folder that is made for it.
-    page.get_by_role("button", name="Move: about fish").focus()
+    act(page, "Move", "about fish").focus()
     page.keyboard.press("Enter")
     assert violations(page) == []
     page.locator("#folder-list").get_by_role("button", name="Work").focus()
     page.keyboard.press("Enter")
     assert focused(page) == "about fish"
-    page.get_by_role("button", name="Move: My trees").focus()
+    act(page, "Move", "My trees").focus()
     page.keyboard.press("Enter")
     page.fill("#folder-name", "Garden")
     page.keyboard.press("Enter")
@@ -196,7 +196,7 @@ def test_folders_by_keyboard(server: FakeServer, opened: Any) -> None:
     page.fill("#search", "gills")
     assert names(page) == ["about fish"]
     page.fill("#search", "")
-    page.get_by_role("button", name="Move: about birds").press("Enter")
+    act(page, "Move", "about birds").press("Enter")
     page.keyboard.press("Escape")
     assert focused(page) == "Move: about birds"
     assert page.locator("#history").is_visible()

@@ -9,6 +9,8 @@ import pytest
 from chat_page import answers, done, message, say, sent, until, violations
 from fake_chat_server import FakeServer, Hold, Refusal, token
 
+WARM = {"value": "loaded", "memory": 9_000_000, "weights": 5_000_000, "cache": 4_000_000}
+
 
 @pytest.fixture
 def several(server: FakeServer) -> FakeServer:
@@ -18,9 +20,9 @@ def several(server: FakeServer) -> FakeServer:
             "id": "lab/cold.gguf",
             "max_model_len": 512,
             "status": {"value": "unloaded"},
-            "meta": {"size": 5_000_000},
+            "meta": {"size": 5_000_000, "has_zeros": True, "n_ctx_train": 8192},
         },
-        {"id": "warm", "max_model_len": 4096, "status": {"value": "loaded", "memory": 9_000_000}},
+        {"id": "warm", "max_model_len": 4096, "status": WARM},
     ]
     return server
 
@@ -33,8 +35,13 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     page.click("#choose-model")
     assert violations(page) == []
     rows = page.locator("#model-list li")
-    assert "not loaded · 5.0 MB · context of 512 tokens" in message(page, "#model-list li >> nth=0")
-    assert "loaded · 9.0 MB in memory · context of 4,096 tokens" in message(page, "#model-list li >> nth=1")
+    assert (
+        "not loaded · sparse: idle neurons are skipped · 5.0 MB of weights · context of 512 tokens"
+        in message(page, "#model-list li >> nth=0")
+    )
+    assert "loaded · 9.0 MB reserved: weights 5.0 MB, cache 4.0 MB · context of 4,096 tokens" in message(
+        page, "#model-list li >> nth=1"
+    )
     n_asked = len(several.asked_props)
     page.get_by_role("radio", name="cold").check()
     until(page, "document.querySelector('#model').textContent === 'cold · not loaded'")
@@ -188,3 +195,51 @@ def test_one_model_is_compared_with_other_settings(server: FakeServer, opened: A
     asked = [(body.get("temperature"), body.get("top_k")) for body in server.requests]
     assert sorted(asked, key=str) == [(0, None), (None, 7)]
     assert page.locator(".who").all_inner_texts() == ["You", "tiny", "tiny · calm"]
+
+
+def test_a_model_is_loaded_with_a_context(several: FakeServer, opened: Any) -> None:
+    page = opened(several.url)
+    page.click("#choose-model")
+    context = page.get_by_label("Context of cold, in tokens")
+    assert context.get_attribute("placeholder") == "512"
+    context.fill("2048")
+    context.press("Enter")
+    until(page, "document.activeElement.ariaLabel !== null")
+    page.get_by_role("button", name="Load cold").click()
+    until(page, "document.querySelector('#models').open")
+    assert several.managed == [("load", "lab/cold.gguf")] * 2
+    assert several.asked_n_ctx == [2048, 2048]
+
+
+def test_a_model_of_the_catalogue_is_downloaded(several: FakeServer, opened: Any) -> None:
+    several.catalogue = [
+        {"id": "ember-1b", "size": 2_000_000, "has_zeros": True, "needs": "2 GB of memory"},
+        {"id": "frost-1b", "size": None, "has_zeros": False, "needs": ""},
+    ]
+    hold = Hold()
+    several.pulls.append(
+        [
+            {"status": "pulling manifest"},
+            {"status": "x", "completed": 1, "total": 4},
+            hold,
+            {"status": "success"},
+        ]
+    )
+    several.pulls.append([{"error": "the disk is full"}])
+    page = opened(several.url)
+    page.click("#choose-model")
+    page.get_by_text("Download another model").click()
+    page.get_by_role("button", name="Download frost-1b").wait_for()
+    page.fill("#catalogue-search", "ember")
+    until(page, "document.querySelectorAll('#catalogue-list li').length === 1")
+    assert "sparse: idle neurons are skipped · 2.0 MB · 2 GB of memory" in message(page, "#catalogue-list li")
+    page.get_by_role("button", name="Download ember-1b").click()
+    until(page, "document.querySelector('#catalogue-list progress')?.value === 0.25")
+    assert violations(page) == []
+    several.models = [*(several.models or ()), {"id": "ember-1b", "status": {"value": "unloaded"}}]
+    hold.go_on.set()
+    page.locator("#catalogue-list").get_by_text("downloaded", exact=True).wait_for()
+    page.get_by_role("radio", name="ember-1b").wait_for()
+    page.fill("#catalogue-search", "frost")
+    page.get_by_role("button", name="Download frost-1b").click()
+    page.get_by_text("the disk is full").wait_for()

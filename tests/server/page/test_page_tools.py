@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_page import answers, done, saved, say, stored, until, violations
+from chat_page import act, answers, done, saved, say, stored, until, violations
 from fake_chat_server import FakeServer, Hold, Refusal, mcp_server, tool_call
 from live_server import live_server
 from paths import ROOT
@@ -267,7 +267,7 @@ def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any)
     button(page, "Allow once").click()
     page.get_by_text("First.", exact=True).wait_for()
     done(page)
-    page.get_by_role("button", name="Again").last.click()
+    page.get_by_role("button", name="Regenerate").last.click()
     page.get_by_text("Second.", exact=True).wait_for()
     done(page)
     assert len(server.tool_calls) == 1  # the result is still there
@@ -280,7 +280,7 @@ def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any)
         ["allowed once"],
         ["hello"],
     )
-    page.get_by_role("button", name="Again").first.click()
+    page.get_by_role("button", name="Regenerate").first.click()
     until(page, "document.querySelector('.call .state')?.textContent === 'waiting for you'")
     page.get_by_role("button", name="Previous version").click()
     assert states(page) == ["allowed once"]
@@ -304,7 +304,7 @@ def test_the_file_of_a_conversation_has_its_calls(server: FakeServer, page: Any,
         }
     ]  # fmt: skip
     assert one["tools"]["allowed"] == [{"name": "files__read", "digest": "files/read"}]
-    text = saved(page.get_by_role("button", name="Save as text: Go"))[1]
+    text = saved(act(page, "Save as text", "Go"))[1]
     assert '*Calls files__read*\n\n```\n{"path": "a.txt"}\n```\n\n*Result*\n\n```\nhello\n```' in text
     other = opened(server.url)
     other.set_input_files(

@@ -48,6 +48,7 @@ def entry(model: ListedModel) -> dict[str, Any]:
             "n_vocab": facts.n_vocab,
             "n_embd": facts.n_embd,
             "size": facts.n_bytes,
+            "has_zeros": facts.has_zeros,
         },
         **({} if model.state is None else {"status": model.state}),
     }

@@ -154,11 +154,11 @@ export class Activity {
     return parts;
   }
 
-  /** One line: 31% fired · 5.2 of 14.6 MB · 58 tok/s. */
+  /** One line: 31% fired · 5.2 of 14.6 MB read per token · 58 tok/s. */
   line() {
     const parts = [];
     if (this.isSparse) parts.push(`${percent(this.mean("share"))} fired`);
-    parts.push(this.isSparse ? sizeOf(this.mean("touched"), this.mean("total")) : size(this.mean("touched")));
+    parts.push(`${this.isSparse ? sizeOf(this.mean("touched"), this.mean("total")) : size(this.mean("touched"))} read per token`);
     if (this.perSecond) parts.push(`${rate(this.perSecond)} tok/s`);
     return parts.join(" · ");
   }

@@ -3,6 +3,7 @@
 import { Activity } from "./activity.js";
 import { contentOf } from "./attachments.js";
 import { areSettled } from "./calls.js";
+import { fitted, showMeter } from "./context.js";
 import { announce, byId } from "./dom.js";
 import * as figures from "./figures.js";
 import { clearNotice, notice, undoable } from "./notices.js";
@@ -18,9 +19,10 @@ const MOST_ROUNDS = 16; // of calls, after which the reader says whether the mod
 
 export class Chat {
   /** keep(conversation): it changed. second(): {model, preset} that answers beside the chosen model, or null.
+   * opened(conversation): it is the one that is shown.
    * onError(error, retry): the server did not answer as it should. running(is): an answer begins or ends. */
-  constructor({ models, settings, tools, picture, keep, second, onError, running, showEmpty }) {
-    Object.assign(this, { models, settings, tools, picture, keep, second, onError, onRunning: running, showEmpty });
+  constructor({ models, settings, tools, picture, keep, second, opened, onError, running, showEmpty }) {
+    Object.assign(this, { models, settings, tools, picture, keep, second, opened, onError, onRunning: running, showEmpty });
     this.conversation = store.fresh();
     this.settings.conversation = this.conversation;
     this.running = null; // {controller, messages}
@@ -54,7 +56,9 @@ export class Chat {
   open(conversation) {
     this.stop();
     clearNotice("message");
+    clearNotice("context");
     this.conversation = conversation;
+    this.opened(conversation);
     this.settings.conversation = conversation;
     this.models.choose(conversation.model);
     this.draw();
@@ -91,6 +95,11 @@ export class Chat {
     this.transcript.show(conversation, activities, this.models.shortName, toEnd);
     this.showEmpty();
     this.picture.show(activities.get(tree.path(conversation).at(-1)) ?? null);
+    this.showMeter();
+  }
+
+  showMeter() {
+    showMeter(this.conversation, this.models.nContext);
   }
 
   showPictureOf(message) {
@@ -126,6 +135,7 @@ export class Chat {
       message.content = text.trim();
       message.note = "edited";
       delete message.failed;
+      delete message.tokens;
       this.activities.delete(message);
       figures.forget(this.conversation, message);
       this.keep(this.conversation);
@@ -176,7 +186,7 @@ export class Chat {
     const asked = this.pathTo(question), sides = this.sides();
     const jobs = sides.map(({ label, model, values }) => {
       const message = tree.add(conversation, question, { role: "assistant", content: "", model: label });
-      return { message, body: this.bodyOf(asked, model, values) };
+      return { message, asked, model, values };
     });
     if (jobs.length > 1) for (const { message } of jobs) message.pair = jobs[0].message.id;
     conversation.leaf = jobs[0].message.id;
@@ -192,7 +202,7 @@ export class Chat {
     clearNotice("message");
     if (message.calls) return areSettled(message) ? this.answer(message) : undefined;
     delete message.failed;
-    const job = { message, body: this.bodyOf(this.pathTo(message), this.models.name, this.settings.values) };
+    const job = { message, asked: this.pathTo(message), model: this.models.name, values: this.settings.values };
     return this.run([job], () => this.goOn(message));
   }
 
@@ -210,6 +220,16 @@ export class Chat {
     return [own, { label, model: second.model, values: preset ?? settings.values }];
   }
 
+  /** The request for an answer, without the oldest turns if the context is full. */
+  async fittedBody({ asked, model, values }, owner, { tools }) {
+    const bodyOf = (messages) => this.bodyOf(messages, model, values), before = owner.first;
+    const countTokens = (messages) => server.countPrompt({ ...bodyOf(messages), tools });
+    const size = this.models.find(model)?.max_model_len ?? null;
+    const kept = await fitted(owner, asked, size, values.max_tokens ?? null, countTokens);
+    if (owner.first !== before && owner === this.conversation) this.draw();
+    return bodyOf(kept);
+  }
+
   bodyOf(messages, model, values) {
     return {
       ...(model === null ? {} : { model }),
@@ -225,6 +245,7 @@ export class Chat {
     this.running = { controller: new AbortController(), messages };
     for (const message of messages) this.activities.set(message, new Activity(this.models.facts));
     this.keep(owner);
+    this.opened(owner);
     this.draw();
     this.onRunning(true);
     const [first] = messages;
@@ -242,6 +263,7 @@ export class Chat {
     if (owner !== this.conversation) return;
     for (const message of messages) this.transcript.update(message, false, this.activities.get(message));
     this.picture.show(this.activities.get(first), false);
+    this.showMeter();
     this.focusAsk();
     const job = jobs.find(({ message }) => message.id === owner.leaf);
     if (job?.complete && job.message.calls) this.goOnBehind(job.message);
@@ -260,7 +282,8 @@ export class Chat {
       const missing = this.tools.missing(owner);
       if (missing.length) notice("tools", `Tools that are on but not available: ${missing.join(", ")}`);
       else clearNotice("tools");
-      for await (const chunk of server.chat({ ...job.body, ...offered }, signal)) {
+      const body = { ...(await this.fittedBody(job, owner, offered)), ...offered };
+      for await (const chunk of server.chat(body, signal)) {
         reason = take(chunk, message, activity) ?? reason;
         if (owner !== this.conversation) continue; // another one was opened, and this is about to end
         this.transcript.update(message, true, activity);
@@ -396,7 +419,10 @@ function take(chunk, message, activity) {
   if (choice?.delta?.tool_calls) takeCalls(message, choice.delta.tool_calls);
   if (choice?.delta?.reasoning_content) message.reasoning = (message.reasoning ?? "") + choice.delta.reasoning_content;
   if (chunk.hotset?.activity) activity.add(chunk.hotset.activity);
-  if (chunk.usage) activity.usage = chunk.usage;
+  if (chunk.usage) {
+    activity.usage = chunk.usage;
+    message.tokens = chunk.usage.prompt_tokens + chunk.usage.completion_tokens;
+  }
   return choice?.finish_reason;
 }
 

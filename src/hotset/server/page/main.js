@@ -37,6 +37,7 @@ const chat = new Chat({
   picture,
   keep: (conversation) => sidebar.keep(conversation),
   second: () => dialog.second && { ...dialog.second, label: shortName(dialog.second.model ?? "") },
+  opened: (conversation) => store.remember(conversation),
   onError: onAnswerError,
   running: setRunning,
   showEmpty,
@@ -96,6 +97,7 @@ function onModels() {
 function onFacts() {
   document.title = `${models.shortName} · hotset`;
   picture.setFacts(models.facts);
+  chat.showMeter();
   showEmpty();
 }
 
@@ -131,6 +133,7 @@ function openConversation(which) {
 function showEmpty() {
   byId("empty").hidden = !chat.isEmpty;
   if (!chat.isEmpty) return;
+  byId("empty-title").textContent = models.facts?.has_zeros ? "Ask, and see which neurons fire." : "Ask a question.";
   byId("empty-text").textContent = models.facts?.has_zeros
     ? `Only some of ${models.shortName}’s neurons fire for each token. The panel beside the chat shows in which layers.`
     : models.shortName
@@ -191,6 +194,8 @@ function setRunning(is) {
 sidebar.list();
 figures.clean(new Set(store.all().map((one) => one.id)));
 picture.setFacts(null);
-showEmpty();
+const before = store.remembered();
+if (before) chat.open(before);
+else showEmpty();
 if (window.matchMedia("(pointer: fine)").matches) ask.focus();
 connect();

@@ -1,5 +1,6 @@
 // The dialog of models: which one answers, what is loaded, and which two answer side by side.
 
+import { Catalogue } from "./catalogue.js";
 import { byId, h } from "./dom.js";
 import { isLoaded, progressOf, shortName, stateOf } from "./models.js";
 import * as server from "./server.js";
@@ -13,7 +14,9 @@ export class ModelDialog {
     this.choose = choose;
     this.second = null; // {model, preset} beside the chosen model; null: one model answers
     this.problem = "";
+    this.contexts = new Map(); // name → context that a model is to be loaded with, as it is written
     this.dialog = byId("models");
+    this.catalogue = new Catalogue(() => models.refresh());
     byId("choose-model").addEventListener("click", () => {
       this.problem = "";
       this.dialog.showModal();
@@ -54,6 +57,7 @@ export class ModelDialog {
   }
 
   draw() {
+    byId("catalogue").hidden = !this.models.hasStates;
     this.drawList();
     this.drawCompare();
   }
@@ -72,7 +76,8 @@ export class ModelDialog {
     radio.addEventListener("change", () => this.choose(model.id));
     const facts = [
       stateOf(model),
-      model.status?.memory ? `${size(model.status.memory)} in memory` : model.meta?.size ? size(model.meta.size) : "",
+      kindOf(model.meta),
+      memoryOf(model),
       model.max_model_len ? `context of ${count(model.max_model_len)} tokens` : "",
     ];
     const progress = progressOf(model);
@@ -80,7 +85,7 @@ export class ModelDialog {
       "li",
       {},
       h("label", {}, radio, h("span", {}, h("b", {}, shortName(model.id)), h("small", {}, facts.filter(Boolean).join(" · ")))),
-      this.act(model),
+      h("span", { class: "loads" }, this.contextField(model), this.act(model)),
       progress === null ? null : h("progress", { value: progress, "aria-label": `${shortName(model.id)} is being loaded: ${percent(progress)}` }),
       model.status?.error ? h("p", { class: "problem" }, model.status.error) : null,
     );
@@ -96,8 +101,31 @@ export class ModelDialog {
       { type: "button", class: "quiet", "aria-label": `${does} ${shortName(model.id)}`, dataset: { act: `load ${model.id}` } },
       does,
     );
-    button.addEventListener("click", () => this.run(() => ask(model.id)));
+    button.addEventListener("click", () => {
+      const written = this.contexts.get(model.id) ?? "";
+      if (isLoaded(model) || written === "") return this.run(() => ask(model.id));
+      return this.run(() => ask(model.id, Number(written)));
+    });
     return button;
+  }
+
+  /** Where the context is written that a model is to be loaded with. */
+  contextField(model) {
+    if (model.status?.value !== "unloaded" || model.parent) return null;
+    const most = model.meta?.n_ctx_train || null;
+    const input = h("input", {
+      type: "number", min: 1, max: most, step: 1, inputMode: "numeric", value: this.contexts.get(model.id) ?? "",
+      placeholder: model.max_model_len ? String(model.max_model_len) : "default",
+      title: `Context in tokens${most ? `; the model was trained with ${count(most)}` : ""}`,
+      "aria-label": `Context of ${shortName(model.id)}, in tokens`, dataset: { act: `context ${model.id}` },
+    });
+    input.addEventListener("input", () => this.contexts.set(model.id, input.validity.valid ? input.value : ""));
+    input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter") return;
+      event.preventDefault(); // it would close the dialog
+      this.dialog.querySelector(`[data-act="${CSS.escape(`load ${model.id}`)}"]`)?.click();
+    });
+    return input;
   }
 
   /** Asks for a load; one that the server refuses is shown. */
@@ -128,4 +156,14 @@ export class ModelDialog {
     if (!settings.presets.has(second.preset)) second.preset = "";
     byId("second-preset").value = second.preset;
   }
+}
+
+/** Whether idle neurons are skipped, as the file says; "" where the server does not say. */
+const kindOf = (meta) => (meta?.has_zeros ? "sparse: idle neurons are skipped" : meta?.has_zeros === false ? "dense" : "");
+
+/** What a loaded model reserves, or what the weights of another one will take. */
+function memoryOf({ status, meta }) {
+  if (status?.memory && status.cache === undefined) return `${size(status.memory)} reserved`;
+  if (status?.memory) return `${size(status.memory)} reserved: weights ${size(status.weights)}, cache ${size(status.cache)}`;
+  return meta?.size ? `${size(meta.size)} of weights` : "";
 }

@@ -43,7 +43,7 @@ export function closeTop() {
 const nameHistory = () => byId("show-history").setAttribute("aria-expanded", String(isHistoryOpen()));
 
 function nameTheme() {
-  byId("theme").querySelector(".label").textContent = scheme() === "dark" ? "Light" : "Dark";
+  byId("theme").setAttribute("aria-checked", String(scheme() === "dark"));
 }
 
 /** value: null: nothing is kept. */

@@ -261,6 +261,8 @@ function aboutText(facts) {
         "the more of the layer's neurons fired: their value was not zero. The others add nothing, " +
         (facts?.sparsity?.mode === "dense" ? "but dense mode reads their weights, too." : "and their weights are not read."),
       "The first column is left out of the means: its step also read the prompt.",
+      "The bottom row, layer 0, is striped: that layer sees little more than the token itself, so its share jumps from " +
+        "token to token, and the same token looks the same again. Layers above see more of the text and change less.",
     );
   }
   const known = factsOf(facts);

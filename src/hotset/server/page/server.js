@@ -4,10 +4,9 @@ const KEY = "hotset.key";
 
 /** What went wrong, in a message for the reader. kind: "key", "network", "loading", "busy", "refused", "broken". */
 export class ServerError extends Error {
-  constructor(kind, message, retryAfter = null) {
+  constructor(kind, message, retryAfter = null, code = null) {
     super(message);
-    this.kind = kind;
-    this.retryAfter = retryAfter;
+    Object.assign(this, { kind, retryAfter, code });
   }
 }
 
@@ -53,9 +52,10 @@ async function ask(path, options = {}) {
 }
 
 async function refusal(response) {
-  let message = "";
+  let message = "", code = null;
   try {
     const body = await response.json();
+    code = body.error?.code ?? null;
     message = body.error?.message ?? (typeof body.detail === "string" ? body.detail : "");
   } catch {
     // No message of the server's own: a proxy may stand between.
@@ -68,7 +68,7 @@ async function refusal(response) {
   if (response.status === 503) return new ServerError("loading", message || "The model is being loaded.", wait);
   if (response.status === 429) return new ServerError("busy", message || "The server is busy.", wait);
   const kind = response.status >= 500 ? "broken" : "refused";
-  return new ServerError(kind, message || `The server answered ${response.status} ${response.statusText}.`);
+  return new ServerError(kind, message || `The server answered ${response.status} ${response.statusText}.`, null, code);
 }
 
 /** The models that are served. */
@@ -97,8 +97,20 @@ export async function health() {
 const post = (path, body, signal) =>
   ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
 
-/** Begins to load a model, and does not wait for it. */
-export const load = async (model) => void (await post("models/load", { model }));
+/** Begins to load a model, and does not wait for it. n_ctx: tokens of its context; null: the server's default. */
+export const load = async (model, n_ctx = null) => void (await post("models/load", n_ctx === null ? { model } : { model, n_ctx }));
+
+/** Models that can be downloaded and have these words: {data, total}. */
+export const catalogue = async (words) => (await ask(`models/catalogue?q=${encodeURIComponent(words)}`)).json();
+
+/** Downloads a model; yields {status, completed, total} as it comes. Throws ServerError, and AbortError where `signal` says so. */
+export async function* pull(model, signal) {
+  for await (const line of linesOf(await post("api/pull", { model, stream: true }, signal))) {
+    const state = line && parsed(line);
+    if (state?.error) throw new ServerError("refused", state.error);
+    if (state) yield state;
+  }
+}
 
 /** Unloads a model, once its requests are answered. */
 export const unload = async (model) => void (await post("models/unload", { model }));
@@ -107,6 +119,16 @@ export const unload = async (model) => void (await post("models/unload", { model
 export async function countTokens(model, content) {
   const response = await post("tokenize", { ...(model === null ? {} : { model }), content, parse_special: false });
   return (await response.json()).count;
+}
+
+/** How many tokens a prompt has: messages and tools as a request has them. Infinity for one that the context has no room for. */
+export async function countPrompt({ model, messages, tools }) {
+  try {
+    return (await (await post("tokenize", { model, messages, tools })).json()).count;
+  } catch (error) {
+    if (error.code === "context_length_exceeded") return Infinity;
+    throw error;
+  }
 }
 
 /** The MCP servers: {name, state, problem, tools: [{name, tool, description, parameters}]}. */
@@ -141,8 +163,12 @@ export async function* chat(body, signal) {
   if (!complete) throw new ServerError("network", BROKE);
 }
 
-/** The data of server-sent events. */
+/** The data of server-sent events. Other lines are comments, which keep the connection alive. */
 async function* events(response) {
+  for await (const line of linesOf(response)) if (line.startsWith("data:")) yield line.slice(5).trim();
+}
+
+async function* linesOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -151,8 +177,7 @@ async function* events(response) {
       if (part.done) break;
       const lines = (rest + part.value).split(/\r\n|\n|\r/);
       rest = lines.pop();
-      // Other lines are comments, which keep the connection alive.
-      for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
+      yield* lines;
     }
   } finally {
     reader.cancel().catch(() => {}); // left early: the server hears of it

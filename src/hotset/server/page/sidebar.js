@@ -14,6 +14,7 @@ export class Sidebar {
     this.open = open;
     this.current = current;
     this.removed = new Set(); // ids of conversations that are not to be kept, though an answer of theirs still ends
+    this.expanded = null; // id of a conversation whose actions are shown, beside the open one
     this.renaming = false; // a title, or the name of a folder, is being written
     byId("search").addEventListener("input", () => {
       const n = this.list();
@@ -155,14 +156,16 @@ export class Sidebar {
       byId("ask").focus();
     });
     const act = (name, label, does, more) => action(name, label, one.title, does, more);
+    const more = current ? null : action("more", "More", one.title, () => this.expand(one), { "aria-expanded": String(one.id === this.expanded) });
     const where = words && !one.title.toLowerCase().includes(words) ? passage(one, words) : null;
     const item = h(
       "li",
       { class: `${current ? "current" : ""} ${one.pinned ? "pinned" : ""}`, dataset: { id: one.id } },
       openIt,
+      more,
       h(
         "span",
-        { class: "doing" },
+        { class: "doing", hidden: !current && one.id !== this.expanded },
         act("pin", one.pinned ? "Unpin" : "Pin", () => this.pin(one), { "aria-pressed": String(one.pinned) }),
         act("edit", "Rename", () => this.rename(item, one)),
         act("folder", "Move", () => this.move(one)),
@@ -172,6 +175,13 @@ export class Sidebar {
       where === null ? null : h("p", { class: "where" }, where),
     );
     return item;
+  }
+
+  /** Shows what can be done with a conversation that is not open, or hides it again. */
+  expand(one) {
+    this.expanded = this.expanded === one.id ? null : one.id;
+    this.list();
+    this.find("id", one.id)?.querySelector("[aria-expanded]")?.focus();
   }
 
   /** The conversation itself, where it is open: what is changed is what the page goes on with. */

@@ -6,16 +6,17 @@ import { checkedSettings } from "./settings.js";
 import { checkedCalls, checkedTools, distrustCalls } from "./tools.js";
 import { path } from "./tree.js";
 
-const PREFIX = "hotset.chat.";
+const PREFIX = "hotset.chat.", OPEN = "hotset.open";
 const ROLES = new Set(["user", "assistant"]);
 const MAX_TITLE = 60;
 const MAX_OWN_TITLE = 200; // characters of a title that the reader chose
 
 /** A new conversation; it is stored once it has a message. settings: its own; null: those of all. model: the name
- * that the reader chose for it. tools: those that the model may call (tools.js). */
+ * that the reader chose for it. tools: those that the model may call (tools.js). first: the message with which a request
+ * begins, once the context was full (context.js). */
 export function fresh() {
   const id = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "", titled: false, pinned: false, folder: null, updated: Date.now(), model: null, settings: null, tools: null, messages: [], leaf: null };
+  return { id, title: "", titled: false, pinned: false, folder: null, updated: Date.now(), model: null, settings: null, tools: null, messages: [], leaf: null, first: null };
 }
 
 /** What a conversation is called: by the reader, or the beginning of its first message. */
@@ -62,6 +63,24 @@ export function save(conversation, touched = true) {
   }
 }
 
+/** The conversation that this tab has open: a reload opens it again. */
+export function remember(conversation) {
+  try {
+    sessionStorage.setItem(OPEN, conversation.id);
+  } catch {
+    // A reload begins with a new one, then.
+  }
+}
+
+export function remembered() {
+  try {
+    const id = sessionStorage.getItem(OPEN);
+    return all().find((one) => one.id === id) ?? null;
+  } catch {
+    return null;
+  }
+}
+
 export const remove = (conversation) => localStorage.removeItem(PREFIX + conversation.id);
 
 /** Whether a change of localStorage, in another tab, is of a conversation. */
@@ -87,6 +106,7 @@ function checked(value) {
     tools: checkedTools(value.tools),
     messages,
     leaf: leaf?.id ?? null,
+    first: Number.isSafeInteger(value.first) ? value.first : null,
   };
   conversation.title = titleOf(conversation);
   return conversation;
@@ -110,7 +130,7 @@ function checkedMessages(list) {
 function checkedMessage(value) {
   const kept = { role: value.role, content: value.content };
   for (const name of ["reasoning", "note", "failed", "model"]) if (typeof value[name] === "string") kept[name] = value[name];
-  if (Number.isSafeInteger(value.pair)) kept.pair = value.pair;
+  for (const name of ["pair", "tokens"]) if (Number.isSafeInteger(value[name]) && value[name] >= 0) kept[name] = value[name];
   const calls = value.role === "assistant" ? checkedCalls(value.calls) : null;
   if (calls) kept.calls = calls;
   if (Array.isArray(value.files)) {

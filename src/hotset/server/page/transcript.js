@@ -2,6 +2,7 @@
 
 import { fileList } from "./attachments.js";
 import { areSettled, CallsView } from "./calls.js";
+import { begins } from "./context.js";
 import { byId, copyFrom, h, icon, ICONS } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { tokenHeat } from "./picture.js";
@@ -31,7 +32,7 @@ export class Transcript {
     for (const turn of this.turns.values()) window.clearTimeout(turn.timer);
     this.turns.clear();
     this.resized.disconnect();
-    const shown = path(conversation), last = shown.at(-1);
+    const shown = path(conversation), last = shown.at(-1), first = begins(conversation, shown);
     const items = shown.map((message) => {
       const all = versions(conversation, message);
       const pair = message.pair === undefined ? [message] : all.filter((other) => other.pair === message.pair);
@@ -50,7 +51,9 @@ export class Transcript {
         }
         return turn;
       });
-      return pair.length === 1 ? h("li", {}, turns[0].element) : h("li", { class: "versus" }, turns.map((turn) => turn.element));
+      const isPast = shown.indexOf(message) < first;
+      const line = first > 0 && message === shown[first] ? h("p", { class: "dropped" }, "The context is full: messages above are not sent any more") : null;
+      return h("li", { class: [pair.length > 1 && "versus", isPast && "past"].filter(Boolean).join(" ") }, line, turns.map((turn) => turn.element));
     });
     this.list.replaceChildren(...items);
     this.toEnd(toEnd);
@@ -133,7 +136,7 @@ export class Transcript {
     const acts = h(
       "div",
       { class: "acts" },
-      this.button("again", "Again", () => this.actions.again(message)),
+      this.button("again", "Regenerate", () => this.actions.again(message)),
       goOn,
       this.button("copy", "Copy", (button) => copyFrom(button, message.content)),
       this.small("edit", "Edit this answer", () => this.edit(message)),

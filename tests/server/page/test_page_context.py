@@ -1,0 +1,103 @@
+"""How full the context is, and what is dropped of a conversation that it has no room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chat_page import done, message, questions, say, sent, until, version, violations
+from fake_chat_server import FakeServer
+
+NINE = "one two three four five six seven eight"  # and a number
+
+
+def texts(server: FakeServer) -> list[str]:
+    return [content for role, content in sent(server) if role == "user"]
+
+
+def test_the_oldest_turns_are_dropped_with_a_notice(server: FakeServer, opened: Any) -> None:
+    server.n_ctx = 40
+    server.replies += [["A."]] * 6
+    page = opened(server.url)
+    assert page.locator("#context").is_hidden()
+    asked = [f"{NINE} {i}" for i in range(6)]
+    for question in asked[:3]:
+        say(page, question)
+    assert message(page, "#context") == "Context: 8 of 40 tokens"
+    assert texts(server) == asked[:3]
+    assert page.locator(".notice, .dropped").count() == 0
+    say(page, asked[3])  # 39 words, and no room for an answer: a quarter becomes free
+    assert texts(server) == asked[1:4]
+    assert "The oldest 2 messages are not sent any more" in message(page, ".notice")
+    assert page.locator(".past").count() == 2
+    assert page.locator("li:has(> .dropped) .said").inner_text() == asked[1]
+    assert violations(page) == []
+    say(page, asked[4])
+    assert texts(server) == asked[2:5]
+    assert questions(page) == asked[:5]
+    page.reload()
+    until(page, "document.querySelectorAll('.past').length === 4")
+    say(page, "and")
+    assert texts(server) == [*asked[2:5], "and"]
+
+
+def test_one_message_that_is_too_long_says_what_the_server_says(server: FakeServer, opened: Any) -> None:
+    server.n_ctx = 40
+    server.replies += [["A."], ["B."]]
+    page = opened(server.url)
+    say(page, "short")
+    say(page, " ".join([NINE] * 9))
+    assert len(texts(server)) == 1  # the last turn stays, and the server decides
+
+
+def test_a_reload_opens_the_same_conversation(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["B."]]
+    page = opened(server.url)
+    say(page, "one")
+    page.reload()
+    until(page, "document.querySelectorAll('.turn').length === 2")
+    assert questions(page) == ["one"]
+    page.click("#new-chat")
+    page.reload()
+    until(page, "document.querySelector('#empty-title').textContent !== ''")
+    assert page.locator(".turn").count() == 0
+
+
+def test_versions_of_a_question_are_seen_without_pointing(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["B."]]
+    page = opened(server.url)
+    say(page, "one")
+    page.locator(".question").hover()
+    page.get_by_role("button", name="Edit", exact=True).click()
+    page.fill(".edit textarea", "two")
+    page.press(".edit textarea", "Enter")
+    done(page)
+    page.mouse.move(1, 1)
+    page.focus("#ask")
+    assert version(page, "question") == ["2 / 2"]
+    shown = "getComputedStyle(document.querySelector('.question .versions button')).opacity"
+    assert page.evaluate(shown) == "1"
+    assert page.evaluate("getComputedStyle(document.querySelector('.question .acts > .act')).opacity") == "0"
+
+
+def test_a_dense_model_promises_no_neurons(server: FakeServer, opened: Any) -> None:
+    server.props["hotset"]["has_zeros"] = False
+    page = opened(server.url)
+    until(page, "document.querySelector('#empty-text').textContent.includes('how fast')")
+    assert message(page, "#empty-title") == "Ask a question."
+
+
+def test_dark_mode_is_a_state(server: FakeServer, opened: Any) -> None:
+    page = opened(server.url, color_scheme="light")
+    switch = page.get_by_role("switch", name="Dark mode")
+    assert not switch.is_checked()
+    switch.click()
+    assert switch.is_checked()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_a_title_has_the_whole_width(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."]]
+    page = opened(server.url, viewport={"width": 1500, "height": 800})
+    say(page, "one")
+    name, row = (page.locator(f"#conversations {one}").bounding_box() for one in (".name", "li"))
+    assert name["width"] > 0.9 * row["width"]
