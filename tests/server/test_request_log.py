@@ -125,7 +125,7 @@ def test_the_short_form_is_uvicorns(path: Path, tmp_path: Path) -> None:
         await client.get("/health")
         await client.get("/page/main.js")
         await client.get("/none")
-        await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 2})
+        await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"} | GREEDY)
 
     run(path, work, request_log=str(tmp_path / "log"), log_form="short")
     health, none, answer = (tmp_path / "log").read_text().splitlines()

@@ -145,7 +145,7 @@ class FakeServer:
 
     async def _catalogue(self, http: Request) -> Response:
         found = [one for one in self.catalogue if http.query_params["q"] in one["id"]]
-        return JSONResponse({"data": found, "total": len(found)})
+        return JSONResponse({"data": found})
 
     async def _pull(self, http: Request) -> Response:
         assert (await http.json())["stream"]

@@ -118,8 +118,6 @@ def adapter_path(http: Request, given: str) -> str:
 
 
 _managed = [Depends(check_manager)]
-MAX_PUBLISHED = 50
-"""Models of the catalogue in one reply."""
 _Name = Annotated[str, Field(min_length=1)]
 
 
@@ -268,8 +266,7 @@ async def events(http: Request) -> Response:
 async def published(http: Request) -> dict[str, Any]:
     """The models that /api/pull knows by name and that this version runs; `q`: words that they must have."""
     words = http.query_params.get("q", "").lower().split()
-    found = await asyncio.to_thread(_published, words)
-    return {"object": "list", "data": found[:MAX_PUBLISHED], "total": len(found)}
+    return {"object": "list", "data": await asyncio.to_thread(_published, words)}
 
 
 def _published(words: list[str]) -> list[dict[str, Any]]:

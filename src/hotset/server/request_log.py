@@ -125,7 +125,7 @@ class LineWriter:
 
 def _short(fields: Mapping[str, Any], version: str) -> str:
     status = fields["status"]
-    phrase = HTTPStatus(status).phrase if status in HTTPStatus else "Client Closed Request"
+    phrase = next((one.phrase for one in HTTPStatus if one == status), "Client Closed Request")
     line = (
         f'INFO:     {fields["client"] or "local"} - "{fields["method"]} {fields["path"]} HTTP/{version}" '
         f"{status} {phrase}"

@@ -68,6 +68,7 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     # A later conversation has the model that was chosen last; this one keeps its own.
     page.reload()
     until(page, "document.querySelector('#model').textContent.startsWith('cold')")
+    page.click("#new-chat")
     page.click("#choose-model")
     page.get_by_role("radio", name="warm").check()
     page.keyboard.press("Escape")
@@ -101,6 +102,7 @@ def test_an_adapter_comes_and_goes_with_its_model(several: FakeServer, opened: A
     several.set_state("warm", value="unloaded")
     page.reload()
     until(page, "document.querySelector('#model').textContent === 'warm:poet · not loaded'")
+    page.click("#new-chat")
     page.click("#choose-model")
     page.get_by_role("radio", name="cold").check()
     page.keyboard.press("Escape")

@@ -24,10 +24,10 @@ export class Catalogue {
     const words = byId("catalogue-search").value;
     let note;
     try {
-      const { data, total } = await server.catalogue(words);
+      const found = await server.catalogue(words);
       if (words !== byId("catalogue-search").value) return; // more was written meanwhile
-      this.found = data;
-      note = total > data.length ? `The first ${data.length} of ${total} models; search for others.` : total ? "" : "No model has these words.";
+      this.found = found;
+      note = found.length ? "" : "No model has these words.";
     } catch (error) {
       if (!(error instanceof server.ServerError)) throw error;
       note = error.message;

@@ -100,8 +100,8 @@ const post = (path, body, signal) =>
 /** Begins to load a model, and does not wait for it. n_ctx: tokens of its context; null: the server's default. */
 export const load = async (model, n_ctx = null) => void (await post("models/load", n_ctx === null ? { model } : { model, n_ctx }));
 
-/** Models that can be downloaded and have these words: {data, total}. */
-export const catalogue = async (words) => (await ask(`models/catalogue?q=${encodeURIComponent(words)}`)).json();
+/** Models that can be downloaded and have these words: {id, size, has_zeros, needs, is_stored}. */
+export const catalogue = async (words) => (await (await ask(`models/catalogue?q=${encodeURIComponent(words)}`)).json()).data;
 
 /** Downloads a model; yields {status, completed, total} as it comes. Throws ServerError, and AbortError where `signal` says so. */
 export async function* pull(model, signal) {
