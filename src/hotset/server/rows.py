@@ -190,7 +190,7 @@ class Body(BaseModel):
             if name in known:
                 fields[name] = value
             elif len(unknown) < MAX_IGNORED:
-                unknown[name[:MAX_NAME]] = None
+                unknown[name[:MAX_NAME].encode("ascii", "replace").decode()] = None
         return fields | unknown
 
     @classmethod

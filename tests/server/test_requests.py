@@ -1,0 +1,88 @@
+"""Requests as clients send them, one variation each (tests/data/requests/matrix.json).
+
+A row has the API schema, the fields that differ from a plain request, and the ignored fields. A row of a
+refusal has its status and a part of its message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_schemas import SCHEMAS
+from tiny_server import Serving, write_model
+from waiting import WATCHDOG
+
+from hotset.server.ignored import HEADER, client_type
+from hotset.server.logs import MOST_NOTICES
+from hotset.server.rows import MAX_IGNORED
+
+ROWS = json.loads((Path(__file__).parents[1] / "data/requests/matrix.json").read_text("utf-8"))
+BY_NAME = {schema.name: schema for schema in SCHEMAS}
+PYTHON = ("NamedTool", "_kind", "()", "Body", "dict", "NoneType", " None", "Union")
+"""Words of Python that no message has."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf", **{"llama.context_length": 2048})
+    with Serving(path, load={"n_ctx": 2048}) as served:
+        yield served
+
+
+def posted(server: Serving, url: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+    content = json.dumps(body)  # with escapes: a surrogate has no bytes of UTF-8
+    where = f"http://127.0.0.1:{server.port}{url}"
+    return httpx.post(where, content=content, headers=headers, timeout=WATCHDOG)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row['schema']}: {row['kind']}" for row in ROWS])
+def test_a_request_of_a_client(server: Serving, row: dict[str, Any]) -> None:
+    schema = BY_NAME[row["schema"]]
+    if any(word in json.dumps(row["body"]) for word in ("schema", "guided", "structured", "format")):
+        pytest.importorskip("llguidance")
+    reply = posted(server, schema.url, schema.body(temperature=0, max_tokens=4) | row["body"])
+    assert reply.status_code == row.get("status", 200), reply.text
+    if reply.status_code == 200:
+        assert sorted(filter(None, reply.headers.get(HEADER, "").split(", "))) == row.get("ignored", [])
+    else:
+        message = schema.error(reply)
+        assert row["says"] in message
+        assert not [word for word in PYTHON if word in message]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=repr)
+def test_names_of_ignored_fields_are_clean_and_few(server: Serving, schema: Any) -> None:
+    odd = {f"a\r\nx-evil: 1\ud800é{i}" + "y" * 300: {} for i in range(3 * MAX_IGNORED)}
+    reply = posted(server, schema.url, schema.body(temperature=0, max_tokens=1) | odd)
+    assert reply.status_code == 200, reply.text
+    names = reply.headers[HEADER].split(", ")
+    assert 0 < len(names) <= MAX_IGNORED
+    assert len(reply.headers[HEADER]) < 4096
+    assert "x-evil" not in reply.headers
+    assert all(name.isascii() and name.isprintable() for name in names)
+
+
+def test_an_ignored_field_is_logged_once_for_a_type_of_client(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "zap" in record.getMessage()]
+
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "temperature": 0, "zap": 1}
+    for agent in ("one/1.0", "one/2.0 (linux)", "two"):
+        posted(server, "/v1/completions", body, **{"user-agent": agent})
+    assert lines() == [
+        f"{one} sends zap, which is ignored: hotset does not know it" for one in ("one", "two")
+    ]
+
+
+def test_types_of_clients_are_short() -> None:
+    assert client_type("claude-cli/2.1 (external, cli)") == "claude-cli"
+    assert client_type("\x1b[31m") == client_type("") == "a client"
+    assert len(client_type("x" * 1000)) == 40
+    assert MOST_NOTICES == 1000
