@@ -25,6 +25,7 @@ from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 import hotset
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.sampler import SamplingParams
+from hotset.text.turn_formats import named
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +305,21 @@ def test_a_required_call_follows_a_grammar(tmp_path: Path):
                 model.chat(question, tools=[WEATHER], tool_choice=wrong)  # type: ignore[arg-type]
         with pytest.raises(hotset.InvalidRequestError, match="tool 0 has no function with a name"):
             model.chat(question, tools=["clock"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("given", ["chatml", "{{ messages[0].content }}"])
+def test_another_template_replaces_a_broken_one(tmp_path: Path, given: str):
+    path = write_model(tmp_path / "broken.gguf", **{"tokenizer.chat_template": "{% if %}"})
+    with (
+        hotset.load(path, backend="reference") as model,
+        pytest.raises(hotset.HotsetError, match="not valid"),
+    ):
+        _ = model.chat_template
+    with hotset.load(path, backend="reference", chat_template=given) as model:
+        assert model.chat_template.source == named(given)
+        assert model.encode_chat([{"role": "user", "content": "x"}])
+    with pytest.raises(hotset.InvalidRequestError, match="no chat template 'chat'"):
+        hotset.load(path, backend="reference", chat_template="chat")
 
 
 def test_a_template_without_bos_gets_one(tmp_path: Path):

@@ -20,6 +20,7 @@ from hotset.model.cost import KVType
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
+from hotset.text import turn_formats
 
 BackendName = Literal["auto", "cpu", "reference"]
 Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
@@ -82,6 +83,8 @@ class LoadSettings:
     behind it where that is not 1, or as (path, scale); Model.adapters loads and unloads others
     (docs/LORA.md).
 
+    chat_template: replaces the file's template: a name such as "chatml" (text/turn_formats.py), or Jinja.
+
     cache_dir: a directory in which the cache of finished answers is kept, and found again after a restart
     (docs/PROMPT-CACHE.md); None: nowhere. cache_disk: GiB that it may have for all models, or a text such as
     "500M" or "20G"; as much may be in the folder of a server's saved slots.
@@ -114,6 +117,7 @@ class LoadSettings:
     draft_max: int = 8
     lookup: str | os.PathLike[str] | None = None
     lora: Lora | Sequence[Lora] | None = None
+    chat_template: str | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_disk: float | str = 20.0
     max_batch: int = 512
@@ -148,6 +152,8 @@ class LoadSettings:
         if self.backend not in get_args(BackendName):
             known = ", ".join(get_args(BackendName))
             raise InvalidRequestError(f"backend must be one of {known}, not {shown(self.backend)}")
+        if self.chat_template is not None:
+            self._check("chat_template", lambda name, value: turn_formats.named(text(name, value)))
         if self.activation is not None:
             parse_activation(self.activation)
         asked_mode(self.sparsity, self.predictor, self.thresholds)

@@ -150,6 +150,20 @@ def test_a_file_without_a_template_continues_the_prompt(bare: Path) -> None:
     assert "chat template" in done.stderr
 
 
+def test_a_template_of_the_command_line_replaces_the_files(model: Path, bare: Path, tmp_path: Path) -> None:
+    file = tmp_path / "short.jinja"
+    file.write_text("{{ messages[0].content }}")
+    fixed = "Hello", "-n", 3, "--temp", 0
+    short = answer(model, *fixed, "--chat-template-file", file)["prompt_tokens"]
+    assert short < answer(model, *fixed)["prompt_tokens"]
+    assert answer(bare, *fixed, "--chat-template", "vicuna")["prompt_tokens"] > short
+    both = "--chat-template", "vicuna", "--chat-template-file", file
+    for wrong, problem in ((both, "cannot be combined"), ((*both[:1], "x"), "no chat template 'x'")):
+        done = inside("run", bare, "Hello", *wrong, "--backend", "reference")
+        assert done.returncode != 0
+        assert problem in " ".join(done.stderr.split())
+
+
 def test_sampling_options_reach_the_sampler(model: Path) -> None:
     greedy = answer(model, "Hello", "-n", 12, "--temp", 0)["tokens"]
     assert answer(model, "Hello", "-n", 12, "--top-k", 1, "-s", 1)["tokens"] == greedy

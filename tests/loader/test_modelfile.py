@@ -19,6 +19,7 @@ from hotset.loader.modelfile import Modelfile, made_of, with_messages
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.storage import aliases, created, find_created, resolve
+from hotset.text.turn_formats import named
 
 WHOLE = '''# a comment
 FROM model.gguf
@@ -95,10 +96,12 @@ def test_what_cannot_be_made(model: Path, lines: str, problem: str) -> None:
         made_of(modelfile, model, base=str(model), source="")
 
 
-def test_a_system_message_needs_a_template(tmp_path: Path) -> None:
+def test_a_system_message_without_a_template_gets_one_by_name_or_vocabulary(tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare.gguf", template=False)
-    with pytest.raises(InvalidRequestError, match="bare has no chat template"):
-        made_of(Modelfile(base="bare", system="x"), bare, base="bare", source="")
+    made = made_of(Modelfile(base="bare", system="x"), bare, base="bare", source="")
+    assert made.template == with_messages(named("chatml"), [("system", "x")], [])
+    made = made_of(Modelfile(base="bare", system="x", template="gemma"), bare, base="bare", source="")
+    assert made.template == with_messages(named("gemma"), [("system", "x")], [])
     made = made_of(Modelfile(base="bare", parameters={"seed": ("3",)}), bare, base="bare", source="")
     assert (made.template, made.sampling) == (None, {"seed": 3})
 

@@ -231,16 +231,33 @@ def test_the_template_comes_from_the_file():
         chat_template(metadata, tokenizer, "x")
 
 
-def test_without_a_template_it_is_chatml_and_says_so():
+@pytest.mark.parametrize(
+    ("token", "begins", "line"),
+    [
+        (
+            "<|im_start|>",
+            "<|im_start|>user\n a\n<|im_end|>\n<|im_start|>assistant\nb",
+            "chatml (by its vocabulary)",
+        ),
+        ("[INST]", "[INST]  a\n[/INST] b</s>", "mistral (by its vocabulary)"),
+        ("<start_of_turn>", "<start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nb", "gemma (by its"),
+        ("<|other|>", "<|im_start|>user\n a\n<|im_end|>\n", "chatml (the vocabulary points to no format)"),
+    ],
+)
+def test_without_a_template_the_vocabulary_points_to_one(token, begins, line, caplog):
     metadata = _metadata()
-    tokenizer = load_tokenizer(metadata)
-    template = chat_template(metadata, tokenizer)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = [token if one == "<|im_start|>" else one for one in tokens]
+    with caplog.at_level("INFO", "hotset.text"):
+        template = chat_template(metadata, load_tokenizer(metadata))
     assert template.is_fallback
+    assert f"has no chat template, and gets {line}" in caplog.text
     text = template.render([{"role": "user", "content": " a\n"}, {"role": "assistant", "content": "b"}])
-    assert (
-        text
-        == "<|im_start|>user\n a\n<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text.startswith(begins)
+
+
+def test_marks_of_chatml_are_tokens():
+    tokenizer = load_tokenizer(_metadata())
     ids = tokenizer.encode("<|im_start|>hi<|im_end|>", add_special=False, parse_special=True)
     assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
 

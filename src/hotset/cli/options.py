@@ -155,6 +155,19 @@ CacheDisk = Annotated[
     str | None,
     _option("--cache-disk", "Most bytes in that directory: 500M; default: 20G.", _CACHE, metavar="SIZE"),
 ]
+ChatTemplateText = Annotated[
+    str | None,
+    _option(
+        "--chat-template",
+        "In place of the file's template: a name such as chatml, gemma or llama3, or a text in Jinja.",
+        _TEXT,
+        metavar="NAME|TEXT",
+    ),
+]
+ChatTemplateFile = Annotated[
+    Path | None,
+    _option("--chat-template-file", "The same, from a file in Jinja.", _TEXT, exists=True, dir_okay=False),
+]
 Session = Annotated[
     Path | None,
     _option(
@@ -590,7 +603,28 @@ class NamedModelOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions(PromptCacheOptions, SpeculationOptions, NamedModelOptions):
+class TemplateOptions(LoadOptions):
+    """A chat template that replaces the template of the file."""
+
+    chat_template: ChatTemplateText = None
+    chat_template_file: ChatTemplateFile = None
+
+    def fields(self) -> dict[str, Any]:
+        from hotset.files import read_small_text
+        from hotset.text.chat import MAX_SOURCE_CHARS
+
+        template = self.chat_template
+        if self.chat_template_file is not None:
+            if template is not None:
+                raise typer.BadParameter(
+                    "it cannot be combined with --chat-template.", param_hint="--chat-template-file"
+                )
+            template = read_small_text(self.chat_template_file, MAX_SOURCE_CHARS)
+        return super().fields() | {"chat_template": template}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(TemplateOptions, PromptCacheOptions, SpeculationOptions, NamedModelOptions):
     """How a model is loaded that is to generate answers."""
 
 

@@ -106,8 +106,9 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     except BaseException:
         gguf.close()
         raise
-    if made is not None and made.template is not None:
-        gguf.metadata["tokenizer.chat_template"] = made.template
+    template = settings.chat_template or (made and made.template)
+    if template:
+        gguf.metadata["tokenizer.chat_template"] = template
     return Opened(settings, gguf, config, devices, {} if made is None else made.sampling)
 
 

@@ -29,6 +29,7 @@ from hotset.formats.lora import open_gguf_adapter
 from hotset.parameters import shown
 from hotset.settings import LoadSettings
 from hotset.storage.created import Created
+from hotset.text import turn_formats
 from hotset.text.chat import MAX_SOURCE_CHARS
 
 MAX_CHARS = 1 << 20  # of a Modelfile
@@ -165,20 +166,21 @@ def made_of(
     if modelfile.adapters:
         load["lora"] = [[str(_adapter(one, folder)), 1.0] for one in modelfile.adapters]
     template = modelfile.template
-    if template is not None and not re.search(r"\{%|\{\{-?\s*messages", template):
+    if template is not None and template.strip() in turn_formats.FORMATS:
+        template = turn_formats.named(template)
+    elif template is not None and not re.search(r"\{%|\{\{-?\s*messages", template):
         raise InvalidRequestError(
-            "TEMPLATE is a template of Go, and hotset's are Jinja's: leave it out, and the model's own is "
-            "taken"
+            "TEMPLATE is a template of Go, and hotset's are Jinja's: name one "
+            f"({', '.join(sorted(turn_formats.FORMATS))}), or leave it out for the model's own"
         )
     before = [("system", modelfile.system)] if modelfile.system else []
     if before or modelfile.messages:
         if template is None:
             with open_gguf(path) as gguf:
                 own = gguf.metadata.get("tokenizer.chat_template")
-            if not isinstance(own, str):
-                raise InvalidRequestError(
-                    f"{base} has no chat template: SYSTEM and MESSAGE need one, of TEMPLATE or the file"
-                )
+                tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+            if not isinstance(own, str) or not own:
+                own = turn_formats.by_vocabulary(tokens if isinstance(tokens, list) else ()).source
             template = own
         template = with_messages(template, before, modelfile.messages)
     if template is not None and len(template) > MAX_SOURCE_CHARS:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from hotset.errors import TokenizerError
+from hotset.text import turn_formats
 from hotset.text.folding import Folding
 from hotset.text.probing import probed
 from hotset.text.renderer import Renderer
@@ -24,20 +25,13 @@ log = logging.getLogger("hotset.text")
 MAX_SOURCE_CHARS = 1 << 20
 """The longest template that is accepted (the longest in the wild have some 30,000 characters)."""
 
-# What ends every turn in the format that most models without a template of their own understand.
-_CHATML = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
-
 
 class ChatTemplate:
     """A compiled chat template. Use it as a context manager or call `close`: it keeps a process.
 
     source: the Jinja text. bos_token, eos_token: what the template's variables of these names hold.
-    is_fallback: the file had no template and this is ChatML. renderer: one whose process was started ahead.
+    is_fallback: the file has no template, and this is one by its vocabulary. renderer: one whose process was
+    started ahead.
 
     Raises TokenizerError for a source that does not compile, takes too much at it, or is too long.
     """
@@ -146,7 +140,9 @@ def chat_template(
     *,
     renderer: Renderer | None = None,
 ) -> ChatTemplate:
-    """The chat template of a GGUF file (`tokenizer.chat_template`); ChatML if it has none (see is_fallback).
+    """Return the chat template of a GGUF file (`tokenizer.chat_template`).
+
+    Without one it is the format that the vocabulary points to, or ChatML, and a log line names it.
 
     name: one of the file's further templates (`tokenizer.chat_template.<name>`, such as "tool_use"); see
     `chat_template_names`. renderer: as of ChatTemplate. Raises TokenizerError for a name that the file does
@@ -161,7 +157,12 @@ def chat_template(
         raise TokenizerError(f"The file's {key} is not a text: fetch or convert it again.")
     bos, eos = tokenizer.piece(tokenizer.bos_id), tokenizer.piece(tokenizer.eos_id)
     if not source:
-        return ChatTemplate(_CHATML, bos, eos, is_fallback=True, renderer=renderer)
+        found = turn_formats.pointed_to(tokenizer.vocabulary)
+        format = found or turn_formats.DEFAULT
+        why = "by its vocabulary" if found else "the vocabulary points to no format"
+        log.info("The model has no chat template, and gets %s (%s); --chat-template chooses.", format, why)
+        source = turn_formats.by_vocabulary(tokenizer.vocabulary).source
+        return ChatTemplate(source, bos, eos, is_fallback=True, renderer=renderer)
     return ChatTemplate(source, bos, eos, renderer=renderer)
 
 
