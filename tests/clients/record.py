@@ -1,4 +1,4 @@
-"""A proxy that records what an agent asks of a server: one line of JSON for each request.
+"""A proxy that records the requests of an agent to a server, one line of JSON each.
 
     python tests/clients/record.py UPSTREAM PORT FILE
 

@@ -47,7 +47,7 @@ def sent(path: str, body: dict[str, Any]) -> tuple[int, int]:
 
 
 def prompt_of(body: dict[str, Any]) -> str:
-    """Return what a template shows of a request: tools, system prompt and conversation."""
+    """Return the parts of a request that a template shows: tools, system prompt and conversation."""
     parts = (
         body.get(key) for key in ("tools", "instructions", "system") if not isinstance(body.get(key), str)
     )

@@ -4,7 +4,7 @@
 
 Takes the first COUNT requests with a body of each file, and writes tests/clients/requests/AGENT.jsonl. Long
 texts are cut, identifiers and paths become fixed words, and tools beyond the first ones are left out. Equal
-texts stay equal, so that requests share what the recorded ones share.
+texts stay equal, so that requests still share a prefix.
 """
 
 from __future__ import annotations
@@ -19,20 +19,9 @@ from typing import Any
 REQUESTS = Path(__file__).resolve().parent / "requests"
 _LONGEST = 240  # characters of a text
 _MOST_TOOLS = 12
-_KEPT = (
-    "cmd",
-    "command",
-    "name",
-    "type",
-    "role",
-    "id",
-    "call_id",
-    "tool_use_id",
-    "tool_call_id",
-    "arguments",
-)
+_KEPT = ("name", "type", "role", "id", "call_id", "tool_use_id", "tool_call_id", "arguments")  # uncut
 _IDENTIFIERS = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\b[0-9a-f]{32,64}\b")
-_PATHS = re.compile(r"(?<![\w:/])/(?:tmp|root|home|work)(?:/[\w.@+-]+)+")
+_PATHS = re.compile(r"(?<![\w:/.<])(?:/[\w.@+-]+){2,}")
 
 
 def trimmed(value: Any, key: str = "") -> Any:
