@@ -831,8 +831,7 @@ def test_a_model_is_loaded_with_a_context_and_each_load_is_reported(
             one = await entry()
             status = one["status"]
             assert one["max_model_len"] == 128
-            assert status["weights"] + status["cache"] == status["memory"]
-            assert status["cache"] > 0
+            assert 0 < status["cache"] < status["memory"] - status["weights"]
             assert (await load(n_ctx=128)).status_code == 200
             assert (await load()).status_code == 200
             refused = await load(n_ctx=64)

@@ -52,7 +52,7 @@ from hotset.server.model_settings import KEEP_ALIVE_SECONDS, duration
 from hotset.server.preparation import Preparation
 from hotset.server.service import ListedModel, Service
 from hotset.server.settings import ServerSettings
-from hotset.server.slots import LoadError, LoadProgress, NotWantedError, Slot, bytes_of, cache_of, fitted
+from hotset.server.slots import LoadError, LoadProgress, NotWantedError, Slot, bytes_of, fitted, parts_of
 from hotset.server.streams import HELD
 from hotset.settings import LoadSettings
 from hotset.units import human_size
@@ -481,11 +481,11 @@ class Models:
         finally:
             self._spare(())
         slot.service, slot.state = service, "loaded"
-        slot.cache_bytes = cache_of(service.model)
+        slot.parts = weights, cache = parts_of(service.model)
         self._loads.labels(slot.name, "loaded").inc()
         self._report(
-            f"INFO:     {slot.name} is loaded in {loop.time() - began:.1f} s: weights "
-            f"{human_size(slot.n_bytes - slot.cache_bytes)}, cache {human_size(slot.cache_bytes)}, context "
+            f"INFO:     {slot.name} is loaded in {loop.time() - began:.1f} s: {human_size(slot.n_bytes)} "
+            f"reserved, weights {human_size(weights)}, cache {human_size(cache)}, context "
             f"{service.model.n_ctx:,} tokens"
         )
         self._grant(slot)  # though it may be unloaded next: they were here first

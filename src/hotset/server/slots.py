@@ -56,8 +56,8 @@ class NotWantedError(Exception):
 class Slot:
     """A model, and what is loaded of it.
 
-    n_bytes: of memory that it has, or that are kept for it. cache_bytes: of these, keys, values and recurrent
-    states. n_ctx: the context of its latest load, if a request gave one. holds: requests that use it.
+    n_bytes: of memory that it has, or that are kept for it. parts: of these, weights and cache, in
+    bytes. n_ctx: the context of its latest load, if a request gave one. holds: requests that use it.
     waiting: requests that it is loaded for, with what they hold. used: its last request, by a clock
     that counts requests. is_victim: it is unloaded when it is idle, since another model needs its memory;
     n_unloading: since so many requests ask for that. starts: it is loaded though no request waits. needed:
@@ -69,7 +69,7 @@ class Slot:
     state: State = "unloaded"
     service: Service | None = None
     n_bytes: int = 0
-    cache_bytes: int = 0
+    parts: tuple[int, int] = 0, 0
     n_ctx: int | None = None
     holds: int = 0
     waiting: list[tuple[asyncio.Future[Service], list[Any]]] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Slot:
         if self.n_bytes:
             found["memory"] = self.n_bytes
         if self.service is not None and self.state == "loaded":
-            found |= {"weights": self.n_bytes - self.cache_bytes, "cache": self.cache_bytes}
+            found |= {"weights": self.parts[0], "cache": self.parts[1]}
         if self.waiting:
             found["waiting"] = len(self.waiting)
         return found
@@ -151,17 +151,22 @@ def bytes_of(model: Model) -> int:
     beside = decided.reserved.drafter + model.adapters.nbytes
     if model.ram is not None:
         return model.ram.limit + beside
-    weights = sum(info.nbytes for info in decided.weights.tensors.values())
     buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
     more = buffers + beside + backend.n_vocab * _TOKENIZER_BYTES
-    return weights + cache_of(model) + more
+    return sum(parts_of(model)) + more
 
 
-def cache_of(model: Model) -> int:
-    """Return the bytes of a loaded model's keys, values and recurrent states."""
+def parts_of(model: Model) -> tuple[int, int]:
+    """Return the bytes of a loaded model's weights, and of its cache: keys, values and recurrent states.
+
+    Under a RAM budget the weights have the rest of the budget.
+    """
     decided = model.decided
     keys_and_values = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
-    return int(keys_and_values + decided.n_states * model.cost.state_bytes)
+    cache = int(keys_and_values + decided.n_states * model.cost.state_bytes)
+    if model.ram is not None:
+        return max(model.ram.limit - cache, 0), cache
+    return sum(info.nbytes for info in decided.weights.tensors.values()), cache
 
 
 class LoadProgress(Reporter):

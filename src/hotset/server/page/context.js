@@ -6,7 +6,7 @@ import { path } from "./tree.js";
 import { count } from "./units.js";
 
 const LEAST_ROOM = 1 / 8; // of the context, for an answer: with less the oldest turns are dropped, as in the terminal's chat
-const FREED = 1 / 4; // of the context: so much is free afterwards, and the server's prompt cache helps until it is full
+const FREED = 1 / 4; // of the context is free afterwards: the server's prompt cache helps until it is full
 
 /** Where the messages begin that are sent: the index of a question. `conversation.first` names it once turns were dropped. */
 export function begins(conversation, messages) {
@@ -38,7 +38,7 @@ export async function fitted(conversation, messages, size, maxTokens, countToken
   return kept;
 }
 
-/** No more than so many tokens: those that the server counted last, and the bytes of later messages. */
+/** An upper bound of the tokens: the server's latest count, and the bytes of later messages. */
 function mostTokens(messages) {
   const last = messages.findLastIndex((message) => message.tokens !== undefined);
   if (last < 0) return Infinity;

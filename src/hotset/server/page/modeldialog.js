@@ -14,7 +14,7 @@ export class ModelDialog {
     this.choose = choose;
     this.second = null; // {model, preset} beside the chosen model; null: one model answers
     this.problem = "";
-    this.contexts = new Map(); // name → context that a model is to be loaded with, as it is written
+    this.contexts = new Map(); // name → context of the next load, as text
     this.dialog = byId("models");
     this.catalogue = new Catalogue(() => models.refresh());
     byId("choose-model").addEventListener("click", () => {
@@ -161,9 +161,13 @@ export class ModelDialog {
 /** Whether idle neurons are skipped, as the file says; "" where the server does not say. */
 const kindOf = (meta) => (meta?.has_zeros ? "sparse: idle neurons are skipped" : meta?.has_zeros === false ? "dense" : "");
 
-/** What a loaded model reserves, or what the weights of another one will take. */
+/** The memory that a loaded model reserves, or the size of another one's weights. */
 function memoryOf({ status, meta }) {
   if (status?.memory && status.cache === undefined) return `${size(status.memory)} reserved`;
-  if (status?.memory) return `${size(status.memory)} reserved: weights ${size(status.weights)}, cache ${size(status.cache)}`;
+  if (status?.memory) {
+    const buffers = status.memory - status.weights - status.cache;
+    const parts = [`weights ${size(status.weights)}`, `cache ${size(status.cache)}`, buffers > 0 && `buffers ${size(buffers)}`];
+    return `${size(status.memory)} reserved: ${parts.filter(Boolean).join(", ")}`;
+  }
   return meta?.size ? `${size(meta.size)} of weights` : "";
 }
