@@ -278,9 +278,9 @@ class Model:
         """Return an answer to a conversation that has not begun. Raises as `encode_chat` and `prepare` do."""
         checked = checked_messages(messages)
         sampling = sampling_params(params, self.decided.sampling)
-        output = output_of(self.output_form, sampling, checked, BY_LAST_ROLE, use)
-        tokens = self.encode_chat(checked, output.tools, variables=variables)
-        return self.prepare(tokens, output.params, reading=output.reading(self.tokenizer, tokens))
+        output = output_of(self.output_form, sampling, checked, BY_LAST_ROLE, use, variables or {})
+        tokens = self.encode_chat(checked, output.tools, variables=output.variables)
+        return self.prepare(tokens, output.params, reading=output.reading(tokens))
 
     def prepare(
         self,
@@ -288,19 +288,22 @@ class Model:
         params: SamplingParams,
         reuse_prefix: bool = True,
         *,
-        reading: Reading = Reading(),  # noqa: B008
+        reading: Reading | None = None,
         owner: Owner | None = None,
         adapters: AdapterScales | None = None,
     ) -> Generation:
         """An answer that has not begun: for a caller that gives its sequence to the thread and takes the
         events.
 
-        reading: how its text is read (outputs.py). owner: for whom it runs (engine/sequence.py). adapters: of
-        `adapters.resolve`; None: those that answers have by default.
+        reading: how its text is read (outputs.py); None: as text. owner: for whom it runs. adapters: of
+        `adapters.resolve`; None: the default adapters.
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
         self._check_open()
+        if reading is None:
+            limited = params.reasoning_budget is not None
+            reading = Reading.of_text(self.output_form, params, tokens) if limited else Reading()
         sequence = self.engine.prepare(
             tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, reading.around) if params.form else None,

@@ -210,6 +210,8 @@ class Generation:
         self.thread = thread
         self._summary = summary
         self._tokenizer, self._reading = tokenizer, reading
+        if sequence.sampler is not None:
+            sequence.sampler.forcing = reading.thinking
         self._decoder = tokenizer.stream(skip_special=True, shown=reading.marks)
         self._matcher = StopMatcher(params.stop)
         self._text = ""

@@ -7,7 +7,7 @@ not left to the model: a grammar of the model's own form constrains it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotset.engine.sampler import SamplingParams
@@ -16,7 +16,8 @@ from hotset.escaping import clause
 from hotset.parameters import shown
 from hotset.text.messages import Opening
 from hotset.text.output import OutputForm, Parser
-from hotset.text.tokenizer import Tokenizer
+from hotset.text.reasoning import is_open
+from hotset.text.thinking import ThinkingBudget
 from hotset.text.tool_calls import HARMONY
 
 _END = 32  # tokens of a prompt that show whether an answer begins inside reasoning
@@ -46,57 +47,81 @@ class Reading:
     """How one answer to a prompt is read, and what surrounds the form that it must have.
 
     parser: None if all of the answer is text. marks: special tokens that the parser must see as text.
-    around: as of text/output_grammar.py. parallel: whether the answer may call several functions.
+    around: as of text/output_grammar.py. parallel: whether the answer may call several functions. thinking:
+    the budget of its reasoning; None for no limit.
     """
 
     parser: Parser | None = None
     marks: frozenset[int] = frozenset()
     around: str | None = None
     parallel: bool = True
+    thinking: ThinkingBudget | None = None
+
+    @classmethod
+    def of_text(cls, form: OutputForm, params: SamplingParams, tokens: Sequence[int]) -> Reading:
+        """Return how the answer to a prompt is read that is no conversation: as text."""
+        budget, message = params.reasoning_budget, params.reasoning_budget_message
+        return cls(thinking=form.thinking(budget, message, form.tokenizer.decode(list(tokens[-_END:]))))
 
 
 @dataclass(frozen=True)
 class Output:
     """How the answers to one request are written, and read.
 
-    form: the model's; None if there is no conversation. tools: given to the template.
-    params: with the grammar that the answers must follow. names: of functions that may be called. calls:
-    whether `params.grammar` is one of calls. begun: the text of the message that the answers continue; None
-    if they begin a message. parallel: as of ToolUse.
+    form: the model's. tools, variables: given to the template. params: with the budget of reasoning and the
+    grammar that the answers must follow. names: of functions that may be called. calls: whether
+    `params.grammar` is one of calls. begun: the text of the message that the answers continue; None if they
+    begin a message. parallel: as of ToolUse.
     """
 
-    form: OutputForm | None
+    form: OutputForm
     params: SamplingParams
     tools: list[dict[str, Any]] | None = None
     names: tuple[str, ...] = ()
     calls: bool = False
     begun: str | None = None
     parallel: bool = True
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def reading(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> Reading:
+    def reading(self, tokens: Sequence[int]) -> Reading:
         """Return how one answer to a prompt of these tokens is read."""
-        form = self.form
-        if form is None:
-            return Reading()
-        end = self._end_of(form, tokenizer, tokens)
-        around = None
-        if self.params.form is not None:
+        form, params, begun = self.form, self.params, self._begun_reasoning
+        end = form.tokenizer.decode(list(tokens[-_END:]))
+        if self.begun is not None:
+            end = "" if begun is None or form.thinks is None else form.thinks[0]
+        is_plain, around, thinking = self._is_plain(end), None, None
+        if params.form is not None:
             tools = () if self.calls else self.tools or ()
-            around = form.around(end, calls=self.calls, tools=tools)
+            around = form.around(end, calls=self.calls, tools=tools, thinks=not is_plain)
+        if not is_plain:
+            thinking = form.thinking(
+                params.reasoning_budget, params.reasoning_budget_message, end,
+                calls=bool(self.names), n_begun=len(form.tokenizer.encode_inside(begun or "")),
+            )  # fmt: skip
         if not (form.thinks or form.calls is HARMONY or self.names):
             return Reading(around=around)
+        parser = self._parser(end, apart=not is_plain)
+        return Reading(parser, form.shown_ids, around, self.parallel, thinking)
+
+    def _is_plain(self, prompt: str) -> bool:
+        """Return whether the answer has its form from the first token on, because thinking is off."""
+        marks, params = self.form.thinks, self.params
+        if marks is None or params.form is None or params.reasoning_budget != 0:
+            return False
+        return not is_open(marks, prompt)
+
+    def _parser(self, prompt: str, *, apart: bool) -> Parser:
         functions = [tool["function"] for tool in self.tools or ()]
         schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-        return Reading(form.parser(end, tools=schemas), form.shown_ids, around, self.parallel)
+        return self.form.parser(prompt, tools=schemas, apart=apart)
 
-    def _end_of(self, form: OutputForm, tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-        """Return the end of a prompt, marks included; for a continued message the mark of open reasoning."""
-        if self.begun is None:
-            return tokenizer.decode(list(tokens[-_END:]))
-        marks = form.thinks
-        if marks is None or self.begun.rfind(marks[0]) <= self.begun.rfind(marks[1]):
-            return ""
-        return marks[0]
+    @property
+    def _begun_reasoning(self) -> str | None:
+        """The reasoning that a continued message leaves open; None if it leaves none open."""
+        marks, begun = self.form.thinks, self.begun
+        if marks is None or begun is None or begun.rfind(marks[0]) <= begun.rfind(marks[1]):
+            return None
+        return begun.rpartition(marks[0])[2]
 
 
 def output_of(
@@ -105,19 +130,23 @@ def output_of(
     messages: Sequence[Mapping[str, Any]],
     opening: Opening,
     use: ToolUse,
+    variables: Mapping[str, Any],
 ) -> Output:
     """Return how the answers to a conversation are written and read.
 
-    Raises InvalidRequestError for invalid tools, for a combination that this model cannot do, and for a
-    message that cannot be continued.
+    variables: for the chat template; `enable_thinking` and `reasoning_effort` count as of effort_of. Raises
+    InvalidRequestError for invalid tools, for a combination that this model cannot do, and for a message that
+    cannot be continued.
     """
+    effort = form.effort(variables, params.reasoning_budget)
+    params = replace(params, reasoning_budget=effort.budget)
     output, begun = _of_tools(form, params, use), _begun(messages, opening)
     if begun and (params.form is not None or use.is_forced):
         raise InvalidRequestError(
             "the last message has the role assistant, and an answer that was begun cannot be held to a form "
             "or a call; leave that out, or end with a message of the user"
         )
-    return replace(output, begun=begun)
+    return replace(output, begun=begun, variables=effort.variables)
 
 
 def _begun(messages: Sequence[Mapping[str, Any]], opening: Opening) -> str | None:

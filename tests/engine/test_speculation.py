@@ -23,6 +23,7 @@ from hotset.engine.speculation import Acceptance, Draft, Speculator, StepTimes
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.settings import MOST_DRAFTED
 from hotset.text.mask import TokenMask
+from hotset.text.thinking import ThinkingBudget, ThinkingMarks
 
 N_CTX = 320
 KINDS: list[dict[str, Any]] = [
@@ -52,8 +53,28 @@ def steady(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 
 def alone(tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
     engine = Engine(FakeBackend(), N_CTX)
-    sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params), stop_ids=stop_ids))
+    sequence = engine.enqueue(prepared(engine, tokens, stop_ids, **params))
     drain(engine)
+    return sequence
+
+
+CLOSING = (11, 12, 13)
+
+
+def prepared(
+    engine: Engine,
+    tokens: list[int],
+    stop_ids: tuple[int, ...] = (),
+    *,
+    budget: int | None = None,
+    **params: Any,
+) -> Sequence:
+    """budget: tokens of reasoning, behind which CLOSING is forced."""
+    sequence = engine.prepare(tokens, SamplingParams(**params), stop_ids=stop_ids)
+    if budget is not None:
+        assert sequence.sampler is not None
+        marks = ThinkingMarks(b"\xff", (b"\xfe",), (CLOSING,), False, lambda token: bytes([token]))
+        sequence.sampler.forcing = ThinkingBudget(marks, budget, is_open=True)
     return sequence
 
 
@@ -68,7 +89,11 @@ def speculating(
 
 def eight() -> list[tuple[list[int], dict[str, Any]]]:
     return [
-        (prompt(5 + 17 * i, seed=i), {"seed": i, "max_tokens": 10 + 12 * i} | KINDS[i % len(KINDS)])
+        (
+            prompt(5 + 17 * i, seed=i),
+            {"seed": i, "max_tokens": 10 + 12 * i, "budget": 3 * i if i % 3 else None}
+            | KINDS[i % len(KINDS)],
+        )
         for i in range(8)
     ]
 
@@ -93,9 +118,12 @@ def test_any_draft_gives_the_same_tokens_and_logprobs(right: float, options: dic
     engine, guesser = speculating(answers, right, **options)
     found = []
     for tokens, params in asked:
-        found.append(engine.enqueue(engine.prepare(tokens, SamplingParams(**params))))
+        found.append(engine.enqueue(prepared(engine, tokens, **params)))
         engine.step()
     drain(engine)
+    for (_, params), one in zip(asked, found, strict=True):
+        if (n := params["budget"]) is not None:
+            assert tuple(one.generated[n : n + 3]) == CLOSING
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == other.logprobs

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ from hotset.cli.answer import closing_line, has_template, print_stats
 from hotset.cli.console import print_error, say
 from hotset.cli.editor import Editor, block
 from hotset.cli.terminal import AnswerWriter
-from hotset.errors import ContextLengthError, HotsetError, did_you_mean
+from hotset.errors import HotsetError, did_you_mean
 from hotset.files import check_target, expanded, write_whole
+from hotset.text.fitting import fitted
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Chat:
         self.template = has_template(model) and not raw
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self.first = 0  # of the messages, the first for which the context has room
+        self.n_dropped = 0  # turns, the oldest, that the latest prompt left out
         self.last: Chunk | None = None
         self.answered = 0  # answers, and the tokens of them
         self.generated = 0
@@ -112,49 +112,23 @@ class Chat:
     def answer(self) -> None:
         """Answers the last message, and keeps the answer (or what there is of it) in the conversation."""
         try:
-            first, ids = self._fitting()
-            stream = self.model.stream(ids, **self.params)  # raises where the last message has no room
-            if n := sum(message["role"] == "user" for message in self.messages[self.first : first]):
+            n_ctx, max_tokens = self.model.n_ctx, self.params.get("max_tokens")
+            found = fitted(self.whole, self._encoded, n_ctx, max_tokens)
+            stream = self.model.stream(found.tokens, **self.params)  # raises if the last message has no room
+            if (n := found.n_dropped - self.n_dropped) > 0:
                 which = f"the {n} oldest turns are" if n > 1 else "the oldest turn is"
-                full = f"the context of {self.model.n_ctx} tokens is full"
+                full = f"the context of {n_ctx} tokens is full"
                 say(f"({full}: {which} left out; a larger -c keeps more)", dim=True)
             text = self._show(stream)
         except (HotsetError, KeyboardInterrupt):
             self.messages.pop()  # what cannot be answered must not block the next question
             raise
         self.messages.append({"role": "assistant", "content": text})
-        self.first = first
+        self.n_dropped = found.n_dropped
 
-    def _fitting(self) -> tuple[int, list[int]]:
-        """Which of the messages is the first of the prompt, and the tokens of the prompt.
-
-        The context is full where an answer has less room than an eighth of it. Then the oldest turns are left
-        out, so many that a quarter is free: what is left is computed anew, and should not be each time.
-        """
-        n_ctx = self.model.n_ctx
-        room = min(self.params.get("max_tokens", n_ctx), n_ctx // 8)
-        start = min(self.first, len(self.messages) - 1)
-        first, *later = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i >= start]
-        if later and (ids := self._encoded_before(room, first)) is not None:
-            return first, ids
-        if later:  # all but the last message at most
-
-            def has_room(i: int) -> bool:
-                return self._encoded_before(n_ctx // 4, i) is not None
-
-            first = later[bisect_left(later, True, 0, len(later) - 1, key=has_room)]
-        return first, self._encoded(first)
-
-    def _encoded_before(self, room: int, first: int) -> list[int] | None:
-        """The tokens from a message on, or None where the context has less room behind them."""
-        try:
-            ids = self._encoded(first)
-        except ContextLengthError:
-            return None
-        return ids if len(ids) + room <= self.model.n_ctx else None
-
-    def _encoded(self, first: int) -> list[int]:
-        return self.model.encode_chat([*self._system_messages(), *self.messages[first:]])
+    def _encoded(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        budget = self.params.get("reasoning_budget")
+        return self.model.encode_chat(messages, variables=self.model.output_form.effort({}, budget).variables)
 
     @property
     def whole(self) -> list[dict[str, str]]:
@@ -195,7 +169,7 @@ class Chat:
 
     def clear(self, _: str) -> None:
         self.messages.clear()
-        self.first = 0
+        self.n_dropped = 0
         say("(a new conversation)", dim=True)
 
     def set_system(self, rest: str) -> None:

@@ -39,6 +39,7 @@ _OPTIONS = {
         "n_gpu_layers", "max_queue", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
         "logit_bias", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
         "xtc_probability", "xtc_threshold", "dynatemp_range", "json_schema", "ignore_eos",
+        "reasoning_budget", "reasoning_budget_message",
     )
 }  # fmt: skip
 _SETTING = re.compile(rf"(?<![\w./\\'-])({'|'.join(_OPTIONS)})(?![\w/\\'-]|\.\w)")

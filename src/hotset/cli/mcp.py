@@ -259,7 +259,7 @@ class Server:
         pieces, n_tokens, last = [], 0, None
         loaded = self._models.get(model)
         params = {"max_tokens": 1024, **loaded.decided.sampling, **params}
-        with closing(loaded.stream(loaded.encode_chat(messages), **params)) as stream:  # type: ignore[type-var]
+        with closing(loaded.chat(messages, stream=True, **params)) as stream:  # type: ignore[type-var]
             for last in stream:
                 if id in self._cancelled:
                     raise _CancelledError

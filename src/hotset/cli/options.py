@@ -297,6 +297,25 @@ PresencePenalty = Annotated[
 FrequencyPenalty = Annotated[
     float | None, _option("--frequency-penalty", "Penalise tokens by how often they occurred.", _SAMPLING)
 ]
+ReasoningBudget = Annotated[
+    int | None,
+    _option(
+        "--reasoning-budget",
+        "Most tokens that a model thinks before it answers; 0: none, -1: no limit.",
+        _SAMPLING,
+        min=-1,
+        metavar="N",
+    ),
+]
+ReasoningBudgetMessage = Annotated[
+    str | None,
+    _option(
+        "--reasoning-budget-message",
+        "A text that ends the reasoning when its budget is used up.",
+        _SAMPLING,
+        metavar="TEXT",
+    ),
+]
 _DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
 RepeatLastN = Annotated[
     int | None,
@@ -705,6 +724,8 @@ class SamplingOptions:
     seed: Seed = None
     stop: Stop = None
     ignore_eos: IgnoreEos = False
+    reasoning_budget: ReasoningBudget = None
+    reasoning_budget_message: ReasoningBudgetMessage = None
     json_schema: JsonSchema = None
     grammar: GrammarText = None
     grammar_file: GrammarFile = None
@@ -741,6 +762,8 @@ class SamplingOptions:
             "stop": tuple(self.stop) if self.stop else None,
             "max_tokens": self.n_predict if self.n_predict != -1 else None,
             "ignore_eos": self.ignore_eos or None,
+            "reasoning_budget": self.reasoning_budget,
+            "reasoning_budget_message": self.reasoning_budget_message,
             "json_schema": _json_schema(self.json_schema),
             "grammar": self._grammar(),
         }

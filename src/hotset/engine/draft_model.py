@@ -57,7 +57,7 @@ def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | 
     except HotsetError:
         return False
     chance = math.exp(float(row[token]) - log_sum_exp(row))
-    if math.isnan(chance):  # a damaged draft model
+    if math.isnan(chance) or row[token] == -math.inf:  # a damaged model, or a token that it does not have
         return False
     sampler.accept(token)
     draft.tokens.append(token)

@@ -69,6 +69,22 @@ class Constraint(Protocol):
         """Takes the next token of the answer, one that `mask` allowed."""
 
 
+class Forcing(Protocol):
+    """Tokens that an answer must have whatever the logits say, such as the end of its reasoning.
+
+    It belongs to one sequence. A constraint is stronger: a token that it does not allow is not forced.
+    """
+
+    def next_token(self) -> int | None:
+        """Return the token that must come next, or None if the sampler chooses it."""
+
+    def accept(self, token: int) -> None:
+        """Take in the next token of the answer."""
+
+    def clone(self) -> Forcing:
+        """Return a copy that goes its own way."""
+
+
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of the model's own probabilities (no bias, penalty or temperature).
 
@@ -86,6 +102,8 @@ class TokenLogprobs(NamedTuple):
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 """How many strings may end an answer, and how long each may be: all are looked for at every token."""
+MAX_BUDGET_MESSAGE_CHARS = 4096
+"""The longest text that may be forced at the end of reasoning."""
 MAX_BREAKER_BYTES = 40
 """How long a string may be that no repetition goes beyond; as many as of stops."""
 
@@ -126,6 +144,9 @@ class SamplingParams:
     stop: strings that end the answer and are not part of it; at most 64 of 1,024 characters.
     stop_token_ids: further tokens that end the answer, and have no text in it; at most 64.
     ignore_eos: forbids the model's own tokens that would end the answer.
+    reasoning_budget: the most tokens that the model thinks before it answers; then the end of its reasoning
+        is forced. 0 turns thinking off; -1 and None set no limit.
+    reasoning_budget_message: a text that is forced before that end; at most 4,096 characters.
     json_schema, json_object, regex, grammar: what the answer must follow, at most one of them: a JSON schema
         (an object, or its text), any JSON object, a regular expression that the whole answer matches, or
         rules in GBNF or Lark (text/constraint.py, which makes a Constraint of it).
@@ -160,6 +181,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    reasoning_budget: int | None = None
+    reasoning_budget_message: str = ""
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
     regex: str | None = None
@@ -190,6 +213,7 @@ class SamplingParams:
             "dry_penalty_last_n": whole_number("dry_penalty_last_n", self.dry_penalty_last_n, -1),
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "reasoning_budget_message": _budget_message(self.reasoning_budget_message),
             "stop": _stops(self.stop),
             "stop_token_ids": _stop_tokens(self.stop_token_ids),
             "logit_bias": _biases(self.logit_bias),
@@ -206,6 +230,8 @@ class SamplingParams:
             checked["logprobs"] = whole_number("logprobs", self.logprobs, 0)
         if self.max_tokens is not None:
             checked["max_tokens"] = whole_number("max_tokens", self.max_tokens, 1)
+        if self.reasoning_budget is not None:
+            checked["reasoning_budget"] = whole_number("reasoning_budget", self.reasoning_budget, -1)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
@@ -281,6 +307,8 @@ class Sampling(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    reasoning_budget: int | None
+    reasoning_budget_message: str
     json_schema: Mapping[str, Any] | str | None
     json_object: bool
     regex: str | None
@@ -337,6 +365,16 @@ def _stop_tokens(given: Any) -> tuple[int, ...]:
     return tuple(whole_number("a token in stop_token_ids", token, 0) for token in tokens)
 
 
+def _budget_message(given: Any) -> str:
+    message = text("reasoning_budget_message", given)
+    if len(message) > MAX_BUDGET_MESSAGE_CHARS:
+        raise InvalidRequestError(
+            f"reasoning_budget_message must have at most {MAX_BUDGET_MESSAGE_CHARS} characters, "
+            f"not {len(message)}"
+        )
+    return message
+
+
 def _breakers(given: Any) -> tuple[str, ...]:
     breakers = tuple(given) if isinstance(given, list | tuple) else (None,)
     if not all(isinstance(one, str) and one for one in breakers):
@@ -371,6 +409,7 @@ class Sampler:
 
     tokens: the prompt, which the penalties count. forbidden: token ids that are never chosen. constraint: of
     the tokens that are. breakers: how tokens spell `dry_sequence_breakers` (Tokenizer.sequences_with).
+    forcing, an attribute: tokens that come whatever the logits say.
     """
 
     def __init__(
@@ -385,6 +424,7 @@ class Sampler:
         tokens = list(tokens)
         self.params = params
         self.constraint = constraint
+        self.forcing: Forcing | None = None
         self._n_vocab = n_vocab
         self.seed = secrets.randbits(64) if params.seed is None else int(params.seed)
         bias = dict(params.logit_bias) | dict.fromkeys(forbidden, -math.inf)
@@ -476,12 +516,15 @@ class Sampler:
         copied = ("_generator", "_xtc_generator", "_recent", "_counts", "_repetitions", "_mirostat")
         vars(other).update({name: copy.deepcopy(getattr(self, name)) for name in copied})
         other.constraint = None
+        other.forcing = None if self.forcing is None else self.forcing.clone()
         return other
 
     def accept(self, token: int) -> None:
         """Takes the next token of the answer: the constraint goes on by it, and the penalties count it."""
         if self.constraint is not None:
             self.constraint.accept(token)
+        if self.forcing is not None:
+            self.forcing.accept(token)
         self._count(token)
         if self._repetitions is not None:
             self._repetitions.push(token)
@@ -513,6 +556,8 @@ class Sampler:
         params = self.params
         u = self._generator.random() if params.temperature else 0.0
         chance = self._xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
+        if (forced := self._forced()) is not None:
+            return forced
         if largest is not None and self._draw is not None:
             token = self._draw.token(logits, largest, self._counts, u)
             if token >= 0:
@@ -534,6 +579,13 @@ class Sampler:
                 ids, relative = self._candidates(logits, is_xtc=chance < params.xtc_probability)
                 chosen = int(ids[drawn(relative, self._temperature(relative), u)])
         return chosen if allowed is None else int(allowed[chosen])
+
+    def _forced(self) -> int | None:
+        """Return the token that must come next, unless there is none or the constraint forbids it."""
+        token = None if self.forcing is None else self.forcing.next_token()
+        if token is None or self.constraint is None or self.constraint.mask().allows(token):
+            return token
+        return None
 
     def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
         """The logits of what a constraint allows: with -inf for the others, or, where few are left, without

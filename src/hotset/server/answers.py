@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, assert_never
 
@@ -60,6 +60,13 @@ class Thinking:
     closing: str | None = None
     shown: bool = True
 
+    def limited(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with this budget. An effort removes the default budget of the server."""
+        is_default = self.budget is None and self.effort is None and self.enabled is not False
+        closing = params.reasoning_budget_message if self.closing is None else self.closing
+        budget = params.reasoning_budget if is_default else self.budget
+        return replace(params, reasoning_budget=budget, reasoning_budget_message=closing)
+
     @property
     def variables(self) -> dict[str, Any]:
         """The variables of chat templates that say so."""
@@ -77,6 +84,7 @@ class AnswerRequest:
     OpenAI's shape; tool_choice: "none", "auto", "required", or the name of a function in {"name": ...};
     parallel_tool_calls: False ends an answer with its first call. template: further variables of the chat
     template, which override those of `thinking`. thinking: how much the model thinks.
+    truncates: leaves out the oldest turns of a conversation that is too long.
     prompts: texts or token ids. parse_special: special tokens spelled in these are parsed.
     gap: in place of prompts, what is around a gap that is filled in.
     n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
@@ -99,6 +107,7 @@ class AnswerRequest:
     parallel_tool_calls: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     thinking: Thinking = Thinking()
+    truncates: bool = False
     n: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt_logprobs: int | None = None
@@ -248,11 +257,13 @@ def arguments_object(text: str) -> dict[str, Any]:
 class PreparedPrompt:
     """A prompt and what is to become of it.
 
-    scores: of the prompt's own tokens, if they are requested.
+    n_dropped: turns of the conversation that had no room. scores: of the prompt's own tokens, if they are
+    requested.
     """
 
     tokens: list[int]
     generations: list[Generation]
+    n_dropped: int = 0
     scores: PromptLogprobs | None = None
 
     @property

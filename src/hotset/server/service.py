@@ -43,6 +43,7 @@ from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
 from hotset.server.vectors import Vectors
 from hotset.storage.aliases import untagged
+from hotset.text.fitting import Fitted, fitted
 from hotset.text.infill import encode_gap
 
 _P = ParamSpec("_P")
@@ -405,19 +406,21 @@ class Service:
 
 def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:
     """What a request makes the engine do, checked, and over after so many seconds; in a thread."""
-    output = Output(None, request.params)
+    output: Output | None = None
+    params = request.thinking.limited(request.params)
+    request = replace(request, params=params)
     scales = None if request.adapters is None else model.adapters.resolve(request.adapters)
     if request.messages is not None:
         use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
-        output = output_of(model.output_form, request.params, request.messages, request.opening, use)
         variables = {**request.thinking.variables, **request.template}
-        how = {"variables": variables, **request.opening._asdict()}
-        prompts = [model.encode_chat(request.messages, output.tools, **how)]
+        output = output_of(model.output_form, params, request.messages, request.opening, use, variables)
+        prompts = [_conversation(model, request, output, request.messages)]
     elif request.gap is not None:
         most = _room(model, request.params) if request.gap.trims else model.n_ctx
-        prompts = [encode_gap(model.tokenizer, model.gguf.metadata, request.gap, most)]
+        prompts = [Fitted(encode_gap(model.tokenizer, model.gguf.metadata, request.gap, most), 0)]
     else:
-        prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
+        texts = request.prompts
+        prompts = [Fitted(model.encode(text, parse_special=request.parse_special), 0) for text in texts]
     owner = Owner.of(request.client, seconds)
     prepared = [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
     if scales is not None:
@@ -425,6 +428,20 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
             for sequence in one.sequences:
                 sequence.choose(scales)
     return prepared
+
+
+def _conversation(
+    model: Model, request: AnswerRequest, output: Output, messages: Sequence[Mapping[str, Any]]
+) -> Fitted:
+    """Return the prompt of a conversation, without its oldest turns if the request allows that."""
+    how = {"variables": output.variables, **request.opening._asdict()}
+
+    def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return model.encode_chat(messages, output.tools, **how)
+
+    if not request.truncates:
+        return Fitted(encode(messages), 0)
+    return fitted(messages, encode, model.n_ctx, request.params.max_tokens)
 
 
 def _slots_of(model: Model) -> SessionFiles | HotsetError:
@@ -440,18 +457,19 @@ def _room(model: Model, params: SamplingParams) -> int:
 
 
 def _prepared_prompt(
-    model: Model, request: AnswerRequest, output: Output, tokens: list[int], owner: Owner
+    model: Model, request: AnswerRequest, output: Output | None, prompt: Fitted, owner: Owner
 ) -> PreparedPrompt:
-    scores = None
+    tokens, scores = prompt.tokens, None
     if request.prompt_logprobs is not None:
         scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs, owner)
-    generations, params, seed = [], output.params, output.params.seed
+    generations, params = [], request.params if output is None else output.params
+    seed = params.seed
     for i in range(request.n):
         own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
-        reading = output.reading(model.tokenizer, tokens)
+        reading = None if output is None else output.reading(tokens)
         generations.append(model.prepare(tokens, own, request.reuse_prefix, reading=reading, owner=owner))
         generations[-1].sequence.id_slot = request.id_slot
-    return PreparedPrompt(tokens, generations, scores)
+    return PreparedPrompt(tokens, generations, prompt.n_dropped, scores)
 
 
 class Mail:

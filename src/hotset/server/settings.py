@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
+from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.server.keys import NamedKey
@@ -29,6 +31,7 @@ class ServerSettings:
     max_queue: sequences that may wait for their turn beside those that run; later requests are refused with
     429. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None: the
          context bounds it. max_seconds: how long an answer may take; None: as long as it does.
+    reasoning_budget, reasoning_budget_message: as of SamplingParams, for requests that leave them out.
     max_head_seconds: in which a request's head must have arrived. max_body_bytes, max_nesting: of its JSON.
     max_body_seconds: in which that must have arrived. max_held_bytes: of long bodies of all requests that
     have not come to their end; a client gets half of what others leave. keep_alive_seconds: between two signs
@@ -59,6 +62,8 @@ class ServerSettings:
     max_answers: int = 16
     max_tokens: int | None = None
     max_seconds: float | None = None
+    reasoning_budget: int | None = None
+    reasoning_budget_message: str | None = None
     request_log: str | None = None
     log_form: str = "json"
     otlp_traces_endpoint: str | None = None
@@ -107,6 +112,7 @@ class ServerSettings:
             _check_network(proxy)
         if self.max_tokens is not None:
             whole_number("max_tokens", self.max_tokens, 1)
+        SamplingParams(**self.sampling)
         if self.max_seconds is not None:
             real_number("max_seconds", self.max_seconds, 0)
         if not self.is_local and not self.has_keys and not self.allow_no_api_key:
@@ -128,6 +134,12 @@ class ServerSettings:
             real_number(f"max_{name}_seconds", getattr(self, f"max_{name}_seconds"), 0)
         for name in ("keep_alive_seconds", "grace_seconds"):
             real_number(name, getattr(self, name), 0)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of SamplingParams for requests that leave them out."""
+        names = ("reasoning_budget", "reasoning_budget_message")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def has_keys(self) -> bool:

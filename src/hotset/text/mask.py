@@ -39,6 +39,11 @@ class TokenMask(NamedTuple):
         ids = np.concatenate([64 * filled[inside >> 6] + (inside & 63), 8 * whole + rest])
         return cls(bits, ids[ids < n_vocab])
 
+    def allows(self, token: int) -> bool:
+        """Return whether a token is allowed."""
+        byte, bit = divmod(token, 8)
+        return byte < len(self.bits) and bool(self.bits[byte] >> bit & 1)
+
 
 class MaskThread:
     """A thread that finds masks for the constraints of one model; it ends with this.

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from hotset.text import output_grammar, reasoning, tool_calls
 from hotset.text.parts import Part, Text, merged
+from hotset.text.thinking import ThinkingBudget, ThinkingMarks, tokens_of
 from hotset.text.tokenizer import Tokenizer
 
 
@@ -82,6 +83,42 @@ class OutputForm:
         second = tool_calls.parser_of(self.calls, tools) if reads_calls else None
         return _Chain(first, second)
 
+    def thinking(
+        self, budget: int | None, message: str, prompt: str, *, calls: bool = False, n_begun: int = 0
+    ) -> ThinkingBudget | None:
+        """Return the budget of one answer; None if there is no limit, or the model does not think.
+
+        budget: tokens; 0 leaves the message out. message: a text that is forced before the closing mark.
+        prompt: the end of the rendered prompt. calls: whether the answer may call functions. n_begun: tokens
+        of reasoning with which the prompt ends, if the answer continues it.
+        """
+        if budget is None or budget < 0:
+            return None
+        said = tuple(self.tokenizer.encode_inside(message)) if budget else ()
+        if self.calls is tool_calls.HARMONY:
+            end = tokens_of(self.tokenizer, "<|end|><|start|>assistant")
+            answer = (*end, *tokens_of(self.tokenizer, "<|channel|>final<|message|>"))
+            closings = (said + end, answer) if calls else (said + answer,)
+            ends: tuple[str, ...]
+            opens, ends = "<|channel|>analysis<|message|>", ("<|end|>",)
+        elif self.thinks is not None:
+            opens, close = self.thinks
+            ends = (close, *(self.calls.ends_reasoning if calls else ()))
+            closings = (said + tokens_of(self.tokenizer, close),)
+        else:
+            return None
+        marks = ThinkingMarks(
+            opens.encode(), tuple(map(str.encode, ends)), closings,
+            self.calls is tool_calls.HARMONY, self._spelled,
+        )  # fmt: skip
+        is_open = self.thinks is not None and reasoning.is_open(self.thinks, prompt)
+        return ThinkingBudget(marks, budget - n_begun, is_open=is_open)
+
+    def _spelled(self, token: int) -> bytes:
+        """The text of a token as a parser sees it."""
+        is_left_out = self.tokenizer.is_special(token) and token not in self.shown_ids
+        return b"" if is_left_out else self.tokenizer.token_bytes(token)
+
     def calls_grammar(
         self, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
     ) -> str:
@@ -94,11 +131,22 @@ class OutputForm:
         """For SamplingParams(grammar=...), where tools may be called; see output_grammar.strict_grammar."""
         return output_grammar.strict_grammar(self.template, self.tokenizer, tools)
 
+    def effort(self, variables: Mapping[str, Any], budget: int | None) -> reasoning.Effort:
+        """Return how the model is told how much to think; see reasoning.effort_of."""
+        return reasoning.effort_of(self.template, variables, budget)
+
     def around(
-        self, prompt: str, *, calls: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        prompt: str,
+        *,
+        calls: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinks: bool = True,
     ) -> str | None:
         """For `prepare(around=...)` of an answer of a given form; see output_grammar.around."""
-        return output_grammar.around(self.template, self.tokenizer, prompt, calls=calls, tools=tools)
+        return output_grammar.around(
+            self.template, self.tokenizer, prompt, calls=calls, tools=tools, thinks=thinks
+        )
 
 
 class _Chain:

@@ -89,12 +89,13 @@ def around(
     *,
     calls: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    thinks: bool = True,
 ) -> str | None:
     """Return Lark of an answer of a given form, `@answer`, with everything that the model writes around it.
 
     Reasoning comes before the answer and is free. prompt: the end of the rendered prompt. calls: whether the
-    answer follows `calls_grammar`. tools: functions that the model may call instead. None: the model writes
-    only the answer. Raises InvalidRequestError as `calls_grammar` does.
+    answer follows `calls_grammar`. tools: functions that the model may call instead. thinks: False for
+    an answer without reasoning. None: the model writes only the answer. Raises InvalidRequestError as `calls_grammar` does.
     """
     functions = [_function(tool) for tool in tools]
     other, rules = _calls(template, tokenizer, functions, many=True) if functions else ("", [])
@@ -106,7 +107,7 @@ def around(
         thinking = f'thinking: {channel} "analysis" {message} {_ANYTHING} {end} {start} "assistant"'
         return "\n".join([f"start: thinking? {_either(f'{head} @answer', other)}", thinking, *rules])
     marks = reasoning.marks_of(template)
-    if marks is None:
+    if marks is None or not thinks:
         return "\n".join([f"start: {_either('@answer', other)}", *rules]) if functions else None
     is_open = reasoning.is_open(marks, prompt)
     opening = "" if is_open else mark(tokenizer, marks[0])

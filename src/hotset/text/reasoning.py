@@ -18,6 +18,9 @@ out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 from hotset.text.parts import Part, Reasoning, Text, first_of, held_back, merged
 
 Marks = tuple[str, str]
@@ -40,6 +43,43 @@ def marks_of(template: str) -> Marks | None:
         if all(part in template for part in found_by):
             return marks
     return None
+
+
+EFFORT_BUDGETS: Mapping[str, int] = {
+    "none": 0, "minimal": 512, "low": 512, "medium": 2048, "high": 8192, "xhigh": -1, "max": -1,
+}  # fmt: skip
+"""Budgets in tokens of the reasoning efforts, for templates that do not know these; -1 sets no limit."""
+
+_NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
+
+
+class Effort(NamedTuple):
+    """variables: of the chat template. budget: in tokens, 0 turns thinking off; None and -1 set no limit."""
+
+    variables: dict[str, Any]
+    budget: int | None
+
+
+def effort_of(template: str, variables: Mapping[str, Any], budget: int | None) -> Effort:
+    """Return how a model with this template is told how much to think, and the budget that enforces it.
+
+    variables: those of the request; `enable_thinking` and `reasoning_effort` count. A template that knows no
+    reasoning effort gets a budget instead, unless the request has one. A budget of 0 and `enable_thinking:
+    false` mean the same.
+    """
+    told, effort = dict(variables), variables.get("reasoning_effort")
+    if "reasoning_effort" in template:
+        if effort in _NEAREST_EFFORT and f"'{effort}'" not in template and f'"{effort}"' not in template:
+            told["reasoning_effort"] = _NEAREST_EFFORT[effort]
+    elif budget is None and isinstance(effort, str):
+        budget = EFFORT_BUDGETS.get(effort)
+    if effort == "none" or told.get("enable_thinking") is False:
+        budget = 0
+    if budget == 0:
+        told["enable_thinking"] = False
+    if "enable_thinking" in told:  # the name that templates of DeepSeek and Granite have for it
+        told.setdefault("thinking", told["enable_thinking"])
+    return Effort(told, budget)
 
 
 def is_open(marks: Marks, prompt: str) -> bool:
