@@ -28,7 +28,14 @@ class TokenizerError(HotsetError):
 
 
 class ContextLengthError(HotsetError):
-    """A prompt or an answer does not fit in the context (never truncated in silence)."""
+    """A prompt or an answer does not fit in the context, which truncates nothing in silence.
+
+    n_tokens: of the text, or a lower bound; None if it was not counted. n_ctx: tokens of the context.
+    """
+
+    def __init__(self, message: str, *, n_tokens: int | None = None, n_ctx: int | None = None) -> None:
+        super().__init__(message)
+        self.n_tokens, self.n_ctx = n_tokens, n_ctx
 
 
 class ModelNotFoundError(HotsetError):

@@ -29,12 +29,13 @@ def path(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "m.gguf", n_ctx=8192)
 
 
-def test_the_context_is_what_fits_beside_a_mapped_file(path: Path) -> None:
+def test_the_default_context_has_a_quarter_of_the_free_memory(path: Path) -> None:
     roomy = decided(path, math.inf)
     assert (roomy.n_ctx, roomy.n_pages, roomy.limit) == (4096, 4096 // PAGE_SIZE, None)
     each = roomy.cost.kv_bytes_per_token("f16")
-    for n, expected in ((1000, 1000 // PAGE_SIZE * PAGE_SIZE), (10, 512)):
-        assert decided(path, path.stat().st_size + n * each).n_ctx == expected
+    for n, expected in ((8192, 8192), (8191, 8128), (1000, 960), (512, 512)):  # whole pages
+        assert decided(path, 4 * n * each).n_ctx == expected
+    assert decided(path, path.stat().st_size + 10 * each).n_ctx == 512
     assert decided(path, 100 * each, n_ctx=100).n_ctx == 100
     with pytest.raises(OutOfMemoryError, match="lower n_ctx"):
         decided(path, 100 * each, n_ctx=101)

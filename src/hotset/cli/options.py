@@ -66,7 +66,8 @@ ContextSize = Annotated[
     int | None,
     _option(
         "--ctx-size -c",
-        "Tokens of prompt and answer together; default: the model's, 4096 at most.",
+        "Tokens of prompt and answer together; default: the model's own, if its cache fits in a quarter of "
+        "the free memory; on a GPU 4096 at most.",
         _ENGINE,
         min=1,
     ),

@@ -197,7 +197,9 @@ class Engine:
         if len(tokens) >= self.n_ctx:
             raise ContextLengthError(
                 f"the prompt has {len(tokens)} tokens and leaves no room for an answer in the context of "
-                f"{self.n_ctx}; shorten it or load the model with a larger n_ctx"
+                f"{self.n_ctx}; shorten it or load the model with a larger n_ctx",
+                n_tokens=len(tokens),
+                n_ctx=self.n_ctx,
             )
         forbidden = stop_ids if params.ignore_eos else ()
         sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden, constraint, breakers)
@@ -307,7 +309,9 @@ class Engine:
         if len(checked) > self.n_ctx:
             raise ContextLengthError(
                 f"{len(checked)} tokens do not fit in the context of {self.n_ctx}; "
-                "load the model with a larger n_ctx"
+                "load the model with a larger n_ctx",
+                n_tokens=len(checked),
+                n_ctx=self.n_ctx,
             )
         return checked
 

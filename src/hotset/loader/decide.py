@@ -6,6 +6,7 @@ Nothing is opened, measured or written here: build.py gathers the facts and acts
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
     from hotset.placement.table import Placement
 
 DEFAULT_N_CTX = 4096
+"""The longest default context where `longest_default` sets one."""
 SMALLEST_DEFAULT_N_CTX = 512
 _KEPT_STATES = 8  # of prefixes, at least, where a recurrent state is large
 _SHARE_OF_FREE = 0.9  # that a model may have which is larger than what is free
-_SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where its length was not given
+_SHARE_OF_CONTEXT = 0.25  # of free memory, for the cache of a default context
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     limit = None
     if not opened.on_vulkan:
         limit = ram_limit(settings, gguf.nbytes, free, machine.reserved.total)
-    n_ctx = context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
+    file_bytes = gguf.nbytes if limit is None else 0
+    n_ctx = context(opened, cost, free, file_bytes, longest_default(opened, graph, machine))
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
         predictor=prepared.predictor, reserved=machine.reserved, sampling=opened.sampling,
@@ -277,14 +280,30 @@ def with_channels(
     return replace(decided, channels=plan)
 
 
-def context(settings: LoadSettings, config: ModelConfig, cost: Cost, free: float, file_bytes: int) -> int:
-    """The context length to use: what was asked, or the default that fits in the free memory."""
+def longest_default(opened: Opened, graph: Graph, machine: MachineFacts) -> int | None:
+    """Return the longest default context of encoders, on devices, with draft models, and if the free memory
+    is unknown; otherwise None."""
+    is_short = opened.devices or graph.is_encoder or machine.reserved.drafter or math.isinf(machine.free)
+    return DEFAULT_N_CTX if is_short else None
+
+
+def context(opened: Opened, cost: Cost, free: float, file_bytes: int, longest: int | None) -> int:
+    """Return the requested context length, or the default.
+
+    The default is the model's own length, or `longest`. It is shorter if its cache takes more than a quarter
+    of the free memory, or does not fit next to the file.
+    """
+    settings, config = opened.settings, opened.config
     asked, n_ctx_max = settings.n_ctx, config.n_ctx_max
     if asked is None:
-        most = min(config.n_ctx_train, DEFAULT_N_CTX, n_ctx_max or DEFAULT_N_CTX)
-        lengths = most, *range(most // PAGE_SIZE * PAGE_SIZE, 0, -PAGE_SIZE)
-        fitting = (n for n in lengths if cache_bytes(settings, cost, n) <= free - file_bytes)
-        return min(most, max(next(fitting, 0), SMALLEST_DEFAULT_N_CTX))
+        limits = (config.n_ctx_train, longest, n_ctx_max)
+        most = min(limit for limit in limits if limit is not None)
+        room = min(free * _SHARE_OF_CONTEXT, free - file_bytes)
+        if cache_bytes(settings, cost, most) <= room:
+            return most
+        lengths = range(PAGE_SIZE, most + 1, PAGE_SIZE)
+        n_fitting = bisect_right(lengths, room, key=lambda n: cache_bytes(settings, cost, n))
+        return min(most, max(n_fitting * PAGE_SIZE, SMALLEST_DEFAULT_N_CTX))
     if n_ctx_max is not None and asked > n_ctx_max:
         raise ContextLengthError(
             f"a context of {asked} tokens is longer than the {n_ctx_max} positions that this model can be "

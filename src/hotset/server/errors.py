@@ -73,13 +73,17 @@ class NotReadyError(RequestError):
 
 @dataclass(frozen=True)
 class Problem:
-    """An error as a client gets it; the fields are those of RequestError."""
+    """An error as a client gets it; the fields are those of RequestError.
+
+    anthropic: the message for clients of Anthropic's API, if it differs.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
+    anthropic: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -96,7 +100,7 @@ def problem_of(error: BaseException) -> Problem:
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, error.retry_after)
         case ContextLengthError():
-            return Problem(400, str(error), None, "context_length_exceeded")
+            return _too_long(error)
         case InvalidRequestError():
             return Problem(400, str(error), error.param)
         case TokenizerError():
@@ -110,6 +114,21 @@ def problem_of(error: BaseException) -> Problem:
         case HotsetError():
             return Problem(500, without_folders(str(error)), code="server_error")
     return Problem(500, f"the server itself failed, with {type(error).__name__}", code="server_error")
+
+
+def _too_long(error: ContextLengthError) -> Problem:
+    """Return a problem with the words by which clients know that they must shorten a conversation."""
+    code = "context_length_exceeded"
+    if error.n_tokens is None or error.n_ctx is None:
+        return Problem(400, str(error), None, code)
+    message = (
+        f"this model's maximum context length is {error.n_ctx} tokens, and the prompt has {error.n_tokens} "
+        "tokens or more; shorten it, or start the server with a larger context (-c)"
+    )
+    most = min(error.n_ctx, error.n_tokens - 1)  # the answer needs one token
+    return Problem(
+        400, message, None, code, anthropic=f"prompt is too long: {error.n_tokens} tokens > {most} maximum"
+    )
 
 
 # Kinds of pydantic's complaints whose own words are about Python, and what is said of the field; names in
@@ -183,7 +202,7 @@ def body_of(problem: Problem, path: str) -> dict[str, Any]:
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(problem.status) or _of_status(problem.status, "api_error")
         return shapes.AnthropicErrorReply.written(
-            error=shapes.AnthropicError.written(type=kind, message=problem.message)
+            error=shapes.AnthropicError.written(type=kind, message=problem.anthropic or problem.message)
         )
     if path.startswith("/api/"):
         return shapes.OllamaErrorReply.written(error=problem.message)

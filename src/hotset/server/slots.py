@@ -14,7 +14,7 @@ from hotset.api import Model
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import HotsetError, OutOfMemoryError
-from hotset.loader.decide import Opened, cache_bytes, context
+from hotset.loader.decide import MachineFacts, Opened, cache_bytes, context, longest_default
 from hotset.loader.reserved import reserved_for
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
@@ -133,11 +133,13 @@ class Slot:
 def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
     """With the context that the budget has room for, where none was asked for; and the bytes of it all, as
     far as they are known before it is loaded. So a context does not depend on what else is loaded."""
-    settings, gguf, config = opened.settings, opened.gguf, opened.config
-    cost = Cost(describe(config, gguf.tensors), gguf.tensors)
-    reserved = reserved_for(opened).total
+    settings, gguf = opened.settings, opened.gguf
+    graph = describe(opened.config, gguf.tensors)
+    cost, machine = Cost(graph, gguf.tensors), MachineFacts(budget, 0, reserved_for(opened))
+    reserved = machine.reserved.total
     if settings.n_ctx is None and settings.ram_budget is None:
-        opened = opened.with_settings(n_ctx=context(settings, config, cost, budget - reserved, gguf.nbytes))
+        longest = longest_default(opened, graph, machine)
+        opened = opened.with_settings(n_ctx=context(opened, cost, budget - reserved, gguf.nbytes, longest))
         settings = opened.settings
     if settings.n_ctx is None:
         return opened, 0

@@ -163,7 +163,9 @@ def _check_length(n_tokens: int, most: int) -> None:
     if n_tokens > most:
         raise ContextLengthError(
             f"the text around the gap has {n_tokens} tokens or more, which do not fit in the context of "
-            f"{most}; shorten it or load the model with a larger n_ctx"
+            f"{most}; shorten it or load the model with a larger n_ctx",
+            n_tokens=n_tokens,
+            n_ctx=most,
         )
 
 

@@ -55,6 +55,8 @@ class PlainText:
             if self._n_found > self._most:
                 raise ContextLengthError(
                     f"the messages spell more special tokens than the context of {self._most} has; shorten "
-                    "them, or load the model with a larger n_ctx"
+                    "them, or load the model with a larger n_ctx",
+                    n_tokens=self._n_found,
+                    n_ctx=self._most,
                 )
         return "".join(parts) if self._n_found > before else text

@@ -137,7 +137,9 @@ class Tokenizer:
         if most is not None and len(_utf8(whole)) > most and (n := self.fewest_tokens(whole)) > most:
             raise ContextLengthError(
                 f"the text has {n} tokens or more, which do not fit in the context of {most}; shorten it or "
-                "load the model with a larger n_ctx"
+                "load the model with a larger n_ctx",
+                n_tokens=n,
+                n_ctx=most,
             )
         ids: list[int] = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         specials = self._special if parse_special else self._user_defined
