@@ -183,15 +183,10 @@ class ServerOptions:
             max_queue=self.max_queue,
             max_tokens=self.max_tokens,
             max_seconds=self.timeout,
-<<<<<<< HEAD
-            request_log=self.request_log or ("-" if self.access_log else None),
-            log_form="short" if self.request_log is None else self.log_form,
-=======
             reasoning_budget=self.reasoning_budget,
             reasoning_budget_message=self.reasoning_budget_message,
-            request_log=self.request_log,
-            log_form=self.log_form,
->>>>>>> 4b5af87b (Reasoning: a budget of tokens, after which the answer is forced to begin)
+            request_log=self.request_log or ("-" if self.access_log else None),
+            log_form="short" if self.request_log is None else self.log_form,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
             slot_save_path=None if self.slot_save_path is None else str(self.slot_save_path),
             lora_dir=None if self.lora_dir is None else str(self.lora_dir),

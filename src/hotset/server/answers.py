@@ -351,6 +351,11 @@ class Answer:
         )
 
     @property
+    def n_dropped(self) -> int:
+        """Turns of the conversation that had no room."""
+        return sum(prompt.n_dropped for prompt in self.prompts)
+
+    @property
     def total_tokens(self) -> int:
         """Of prompts and answers, so far."""
         return self.usage.total_tokens

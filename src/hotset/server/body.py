@@ -20,7 +20,7 @@ from hotset.server.ignored import ignored_of
 from hotset.server.json_limits import loads
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.rows import ignored_fields
-from hotset.server.streams import ClientGoneError, client_of, host_of, while_connected
+from hotset.server.streams import ClientGoneError, client_of, dropped_header, host_of, while_connected
 
 
 class RefusedBodyError(HTTPException):
@@ -43,7 +43,7 @@ class BodyRoute(APIRoute):
 
         async def handled(http: Request) -> Response:
             response = await handler(BodyRequest(http, model))
-            response.headers.update(ignored_of(http).headers)
+            response.headers.update({**ignored_of(http).headers, **dropped_header(http)})
             return response
 
         return handled

@@ -192,6 +192,11 @@ REQUEST = (
 )  # fmt: skip
 """Fields that set an AnswerRequest, in all API schemas."""
 
+TRUNCATION = Row(
+    "truncation", "\"auto\" leaves out the oldest turns of a conversation that is too long.",
+    Literal["auto", "disabled"], use="request", sets="truncates", read=lambda given: given == "auto",
+)  # fmt: skip
+
 Level = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Budget = integer(-1)
 _SUMMARY = "replies have the thinking itself"

@@ -99,7 +99,6 @@ _LOGPROBS = (
     Row("logprobs", "Logprobs of the tokens, or how many of the likeliest.", Logprobs, use="route"),
     Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
 )
-_TRUNCATE = "a conversation that does not fit is refused"
 _KEEP_ALIVE = Row("keep_alive", "How long the model stays loaded.", Number | str, use="route")
 
 
@@ -108,8 +107,9 @@ _KEEP_ALIVE = Row("keep_alive", "How long the model stays loaded.", Number | str
     _KEEP_ALIVE,
     Row("format", "The word json, or the JSON schema that the answer follows.",
         Literal["", "json"] | dict[str, Any], sets=MANY, read=_form),
-    Row("truncate", _TRUNCATE, use="ignored"),
-    Row("shift", _TRUNCATE, use="ignored"),
+    Row("truncate", "False refuses a conversation that is too long; otherwise its oldest turns are left out.",
+        Flag, use="request", sets="truncates"),
+    Row("shift", "an answer ends with the context", use="ignored"),
 )  # fmt: skip
 class AnswerBody(AnswerFields):
     """The fields of a request for an answer, as Ollama has them."""
@@ -220,7 +220,7 @@ def _request(body: AnswerBody, defaults: Mapping[str, Any], **subject: Any) -> A
         thinking=body.thinking_settings,
         params=body.sampling(defaults, logprobs_of(body.given("logprobs"), body.given("top_logprobs"))),
         stream=body.streams,
-        **body.all_settings("request"),
+        **{"truncates": True, **body.all_settings("request")},
         **subject,
     )
 

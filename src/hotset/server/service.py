@@ -182,7 +182,7 @@ class Service:
             model = await self.in_thread(self._opened)
             model.thread.max_waiting = self.settings.max_queue
             self.preparation.limit(model.engine.max_sequences + self.settings.max_queue)
-            self.sampling = {**model.decided.sampling, **self.sampling}
+            self.sampling = {**self.settings.sampling, **model.decided.sampling, **self.sampling}
             self._model = model
             self._ready()
         except Exception as error:

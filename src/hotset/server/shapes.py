@@ -384,7 +384,7 @@ class ResponseReply(Shape):
     store: Literal[False]
     previous_response_id: None
     background: Literal[False]
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
 
 
 # ---- Anthropic's ----

@@ -43,6 +43,7 @@ HOLDER = "hotset.key_holder"  # the same key with its limits
 ADAPTER = "hotset.adapter"  # of the model, that its name had behind it
 METHOD = "hotset.method"  # that it came with, where it is answered as if it were another one
 ANSWERS = "hotset.answers"  # gets what is computed for it, where there is a log of requests
+_DROPPED = "hotset.dropped"  # turns of its conversation that had no room
 
 LONG_CONTEXT = "[1m]"
 """What Claude Code appends to a model's name to ask for a context of a million tokens."""
@@ -226,8 +227,16 @@ async def ask(http: Request, request: AnswerRequest) -> Answer:
     return _noted(http, await while_connected(http, service_of(http).ask(of_client(http, request))))
 
 
+def dropped_header(http: Request) -> Mapping[str, str]:
+    """Return the header that says how many turns of the conversation had no room, if any."""
+    n_dropped = http.scope.get(_DROPPED)
+    return {} if n_dropped is None else {"x-hotset-dropped-turns": str(n_dropped)}
+
+
 def _noted(http: Request, answer: _A) -> _A:
-    """An answer, which the log of requests is to count."""
+    """Return an answer, which the log of requests counts. A header reports the turns that had no room."""
+    if isinstance(answer, Answer) and answer.n_dropped:
+        http.scope[_DROPPED] = answer.n_dropped
     if (answers := http.scope.get(ANSWERS)) is not None:
         answers.append(answer)
     return answer

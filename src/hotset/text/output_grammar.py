@@ -95,7 +95,8 @@ def around(
 
     Reasoning comes before the answer and is free. prompt: the end of the rendered prompt. calls: whether the
     answer follows `calls_grammar`. tools: functions that the model may call instead. thinks: False for
-    an answer without reasoning. None: the model writes only the answer. Raises InvalidRequestError as `calls_grammar` does.
+    an answer without reasoning. None: the model writes only the answer. Raises InvalidRequestError as
+    `calls_grammar` does.
     """
     functions = [_function(tool) for tool in tools]
     other, rules = _calls(template, tokenizer, functions, many=True) if functions else ("", [])

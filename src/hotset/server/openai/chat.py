@@ -25,7 +25,7 @@ from hotset.server.answers import (
 )
 from hotset.server.body import BodyRoute
 from hotset.server.errors import UnreadableError
-from hotset.server.fields import NO_DEFAULTS
+from hotset.server.fields import NO_DEFAULTS, TRUNCATION
 from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import Logprobs, SamplingFields, logprobs_of, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
@@ -105,6 +105,7 @@ def _modality(given: Any) -> Any:
     Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
     Row("parallel_tool_calls", "False ends the answer with its first call.", Flag, use="request"),
     Row("best_of", "hotset returns each answer that it makes", use="ignored", neutral=(1,)),
+    TRUNCATION,
 )
 class ChatBody(SamplingFields):
     """The body of a chat, as OpenAI has it. functions, function_call: the older form of tools."""

@@ -17,7 +17,7 @@ from hotset.errors import InvalidRequestError
 from hotset.server.answers import AnswerRequest
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
-from hotset.server.fields import NO_DEFAULTS, AnswerFields, ResponseFormat, form_of
+from hotset.server.fields import NO_DEFAULTS, TRUNCATION, AnswerFields, ResponseFormat, form_of
 from hotset.server.modalities import check_part, note_of
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.schema import StreamOptions, logprobs_of
@@ -162,7 +162,7 @@ _NOTHING_STORED = "nothing is stored, so send the whole conversation"
     Row("conversation", _NOTHING_STORED, use="refused"),
     Row("prompt", "no prompts are stored, so send the text itself", use="refused"),
     Row("background", "the answer comes with the reply", use="ignored"),
-    Row("truncation", "a conversation that does not fit is refused", use="ignored", neutral=("disabled",)),
+    TRUNCATION,
     Row("context_management", "a conversation that does not fit is refused", use="ignored"),
     Row("moderation", "hotset moderates nothing", use="ignored"),
     Row("max_tool_calls", "it concerns tools that a provider runs", use="free"),
@@ -307,6 +307,7 @@ def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, A
     choice, thinking, metadata = body.tool_choice, body.thinking_settings, body.given("metadata")
     return {
         "model": model,
+        "truncation": body.given("truncation") or "disabled",
         "instructions": body.instructions,
         "max_output_tokens": body.all_settings("sampling").get("max_tokens"),
         "temperature": params.temperature,
