@@ -138,6 +138,15 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case({"prompt": "h" * 3000}),
         *_wrong({"prompt": "hello"}),
     ],
+    ("POST", "/completion"): [
+        *_both({"prompt": "hello", "n_predict": 3, "temperature": 0}),
+        Case({"prompt": ["hello", [104, 105]], "n_predict": 3, "temperature": 0, "n_probs": 1}),
+        Case({"prompt": "hello", "n_predict": 0}),
+        Case({"prompt": [{"prompt_string": "a", "multimodal_data": ["aGk="]}]}),
+        *_wrong({"prompt": "hello", "n_predict": 3, "temperature": 0}),
+    ],
+    ("POST", "/completions"): [Case({"prompt": "hello", "n_predict": 3, "temperature": 0})],
+    ("POST", "/apply-template"): [Case({"messages": MESSAGES}), Case({"messages": []}), Case([])],
     ("POST", "/infill"): [
         Case({"input_prefix": "a", "input_suffix": "b"}),
         *_wrong({"input_prefix": "a", "input_suffix": "b"}),

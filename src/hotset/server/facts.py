@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.sampler import SamplingParams
 from hotset.report.placement import memory_dict, placement_dict
+from hotset.server.llama_replies import generation_settings
 from hotset.server.metrics import OfHolder
 from hotset.server.shapes import documented_as
 from hotset.server.streams import HOLDER, host_of, serving
@@ -21,15 +22,15 @@ router = APIRouter()
 
 @router.get("/props")
 async def props(http: Request) -> dict[str, Any]:
-    """llama-server's names for what both have; below `hotset` what it has not."""
+    """Return llama-server's fields; `hotset` has the fields that only hotset knows."""
     service = await serving(http, http.query_params.get("model"), required=False)
     model = service.model
     tokenizer, choice = model.tokenizer, model.sparsity
-    defaults = {
-        name: value for name, value in asdict(SamplingParams(**service.sampling)).items() if value is not None
-    }
     return {
-        "default_generation_settings": {"n_ctx": model.n_ctx, "params": defaults},
+        "default_generation_settings": {
+            "n_ctx": model.n_ctx,
+            "params": generation_settings(SamplingParams(**service.sampling)),
+        },
         "total_slots": model.engine.max_sequences,
         "model_alias": service.name,
         "model_path": model.gguf.path.name,
@@ -37,6 +38,7 @@ async def props(http: Request) -> dict[str, Any]:
         "bos_token": tokenizer.piece(tokenizer.bos_id),
         "eos_token": tokenizer.piece(tokenizer.eos_id),
         "modalities": {"vision": False, "audio": False},
+        "build_info": f"hotset {version('hotset')}",
         "hotset": {
             "architecture": model.config.architecture,
             "backend": model.backend.name,

@@ -16,11 +16,12 @@ def logprob_of(logprob: float) -> float:
 
 def spelled(tokenizer: Tokenizer, one: TokenLogprobs, n_top: int) -> dict[str, Any]:
     """A token with its logprob, and the n_top most likely in its place."""
-    top = [_entry(tokenizer, token, logprob) for token, logprob in one.top[:n_top]]
-    return TokenWithTop.written(**_entry(tokenizer, one.token, one.logprob), top_logprobs=top)
+    top = [entry(tokenizer, token, logprob) for token, logprob in one.top[:n_top]]
+    return TokenWithTop.written(**entry(tokenizer, one.token, one.logprob), top_logprobs=top)
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """Return a token as text and as bytes, with its logprob."""
     piece = tokenizer.token_bytes(token)
     return TokenEntry.written(
         token=piece.decode("utf-8", "replace"), logprob=logprob_of(logprob), bytes=list(piece)

@@ -235,28 +235,50 @@ class DetokenizeReply(Shape):
     prompt: str
 
 
-class InfillTimings(Shape):
+class TemplateReply(Shape):
+    prompt: str
+
+
+class LlamaTimings(Shape):
+    cache_n: int = 0
     prompt_n: int
     prompt_ms: float
+    prompt_per_token_ms: float
     prompt_per_second: float
     predicted_n: int
     predicted_ms: float
+    predicted_per_token_ms: float
     predicted_per_second: float
 
 
-class InfillReply(Shape):
-    """Of a stream each event, of which the last has all fields. response_fields may choose some of them."""
+class TokenWithId(TokenEntry):
+    id: int
+    top_logprobs: list[dict[str, Any]] = []
 
+
+class LlamaReply(Shape):
+    """A whole reply, or an event of a stream; the last event has all fields but the text and the tokens.
+
+    response_fields may choose some of them.
+    """
+
+    index: int = 0
     content: str = ""
+    tokens: list[int] = []
+    id_slot: int = -1
     stop: bool = True
     model: str = ""
     tokens_predicted: int = 0
     tokens_evaluated: int = 0
     tokens_cached: int = 0
+    generation_settings: dict[str, Any] = {}
+    prompt: str = ""
+    has_new_line: bool = False
     truncated: bool = False
     stop_type: Literal["eos", "limit", "word"] = "eos"
     stopping_word: str = ""
-    timings: InfillTimings | None = None
+    timings: LlamaTimings | None = None
+    completion_probabilities: list[TokenWithId] = []
 
 
 class SlotTimings(Shape):

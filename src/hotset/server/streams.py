@@ -251,7 +251,9 @@ async def written(http: Request, n_values: int, work: Callable[[], Response]) ->
 
 
 async def whole(
-    http: Request, request: AnswerRequest, body: Callable[[Answer, list[Choice]], Mapping[str, Any]]
+    http: Request,
+    request: AnswerRequest,
+    body: Callable[[Answer, list[Choice]], Mapping[str, Any] | list[dict[str, Any]]],
 ) -> Response:
     """The finished answers as JSON. body: what is written of them."""
     service = service_of(http)

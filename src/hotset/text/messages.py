@@ -104,11 +104,7 @@ def encoded(
     Raises InvalidRequestError for a last message that cannot be continued, and as `rendered` does.
     """
     plain = PlainText(tokenizer, most)
-    how = {"tools": tools, "protected": plain.protected, **variables}
-    if opening.continues(messages):
-        text = _left_open(template, messages, plain, how)
-    else:
-        text = rendered(template, messages, opening.add_generation_prompt is not False, **how)
+    text = _up_to_answer(template, messages, opening, plain.protected, {"tools": tools, **variables})
     tokens = list(
         tokenizer.encode(text, add_special=False, parse_special=True, most=most, restored=plain.restored)
     )
@@ -119,8 +115,44 @@ def encoded(
     return tokens
 
 
+def text_of(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    opening: Opening = BY_LAST_ROLE,
+    **variables: Any,
+) -> str:
+    """Return the text that `encoded` turns into tokens, without BOS, which an encoder of prompts adds."""
+    text = _up_to_answer(template, messages, opening, _unchanged, {"tools": tools, **variables})
+    first = tokenizer.text_bos_id
+    return text if first is None else text.removeprefix(tokenizer.piece(first))
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _up_to_answer(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    opening: Opening,
+    protected: Callable[[Any], Any],
+    how: Mapping[str, Any],
+) -> str:
+    """Return the rendered conversation up to where the answer begins."""
+    if opening.continues(messages):
+        return _left_open(template, messages, protected, how)
+    return rendered(
+        template, messages, opening.add_generation_prompt is not False, protected=protected, **how
+    )
+
+
 def _left_open(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], plain: PlainText, how: Mapping[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    protected: Callable[[Any], Any],
+    how: Mapping[str, Any],
 ) -> str:
     """A conversation as rendered up to the end of its last message, without what closes that.
 
@@ -132,10 +164,12 @@ def _left_open(
             "the last message calls functions, and cannot be continued; add what they returned"
         )
     end = secrets.token_hex(16)
-    text = rendered(template, [*before, {**last, "content": last["content"] + end}], False, **how)
+    text = rendered(
+        template, [*before, {**last, "content": last["content"] + end}], False, protected=protected, **how
+    )
     head, *rest = text.split(end)
     # Templates take white space from the beginning of an answer, and reasoning that a client left in it.
-    own = plain.protected(last["content"]).rpartition("</think>")[2].lstrip()
+    own = protected(last["content"]).rpartition("</think>")[2].lstrip()
     if len(rest) != 1 or not head.endswith(own):
         raise InvalidRequestError(
             "the last message is the assistant's, and the chat template of this model changes it, so that it "
@@ -149,7 +183,7 @@ def rendered(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    protected: Callable[[Any], Any] = lambda value: value,
+    protected: Callable[[Any], Any] = _unchanged,
     **variables: Any,
 ) -> str:
     """Render messages that `checked_calls` has seen, rewritten as the template needs (text/folding.py).
