@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,19 @@ def test_what_a_budget_leaves_are_slots_for_experts(moe_layer: Path, share: floa
         expected = loaded.logits("Hello there")
         for logits in found:
             np.testing.assert_array_equal(logits, expected)
+
+
+@pytest.mark.parametrize(("layers", "n_slots"), [((), 24), ((0,), 16), ((1, 7), 16), (range(1024), 0)])
+def test_experts_that_are_left_to_the_cpu(moe_layer: Path, layers: Sequence[int], n_slots: int) -> None:
+    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, cpu_experts=layers, **SMALL) as loaded:
+        assert loaded.placement is not None
+        assert loaded.placement.expert_slots == (n_slots,)
+        assert loaded.placement.n_cpu_layers == 0
+        found = loaded.logits("Hello there").copy()
+        [memory] = loaded.device_memory()
+        assert memory.used <= memory.planned.total
+    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+        np.testing.assert_array_equal(loaded.logits("Hello there"), found)
 
 
 @pytest.mark.parametrize("forced", ["", "cpu", "fetch"])

@@ -56,6 +56,8 @@ class LoadSettings:
     split: "layers" keeps the neurons of a layer together, on Vulkan its experts too; "neurons" puts all
     layers on devices, and of those that have no room as a whole the neurons that fire most, or experts;
     "auto": what is predicted to be faster.
+    cpu_experts: numbers of layers. The device keeps at most as many experts as the other layers have: those
+    of any layer that are used most. The CPU computes the others.
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
     ram_budget: GiB of this machine's memory that program, weights, cache and workspace together stay within:
@@ -104,6 +106,7 @@ class LoadSettings:
     n_gpu_layers: int | None = None
     gpu_index: str | os.PathLike[str] | None = None
     split: Split = "auto"
+    cpu_experts: Sequence[int] = ()
     reset_gpu_index: bool = False
     ram_budget: float | None = None
     activation: str | None = None
@@ -142,6 +145,7 @@ class LoadSettings:
         self._check("cache_disk", _disk_size)
         self._check("lora", _loras)
         self._check("device", _devices)
+        self._check("cpu_experts", _layers)
         if self.kv_type not in get_args(KVType):
             raise InvalidRequestError(
                 f"kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not {shown(self.kv_type)}"
@@ -391,6 +395,14 @@ def _disk_size(name: str, value: Any) -> float:
             f'{name} is GiB above 0, or a text such as "20G" or "500M", not {shown(value)}'
         )
     return found
+
+
+def _layers(name: str, value: Any) -> Sequence[int]:
+    if isinstance(value, range):
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a list of layers, not {shown(value)}")
+    return tuple(whole_number(name, one, 0) for one in value)
 
 
 def _devices(name: str, value: Any) -> tuple[str, ...] | None:

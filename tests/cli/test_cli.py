@@ -900,7 +900,7 @@ def test_plain_values_are_what_the_library_makes_of_them() -> None:
 def test_options_of_llama_cpp_are_taken_or_answered(model: Path):
     """For what hotset does anyway they change nothing; otherwise the message names the option that it has."""
     plain = answer(model, "Hello", "--temp", 0)
-    taken = ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "--jinja")
+    taken = ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "--jinja", "-ncmoe", "2", "-ot", "exps=CPU")
     assert answer(model, "Hello", "--temp", 0, *taken[:2], "--jinja")["text"] == plain["text"]
     quantized = [answer(model, "Hello", "--temp", 0, *given)["text"] for given in (taken, taken[2:4])]
     assert quantized[0] == quantized[1]
@@ -913,15 +913,34 @@ def test_options_of_llama_cpp_are_taken_or_answered(model: Path):
     assert (done.returncode, "--cache-type-v: 'q5_1' is none of" in done.stderr) == (2, True)
     for options, named in (
         (("-fa", "off"), "--flash-attn"),
-        (("--cpu-moe",), "--vram-budget"),
-        (("--n-cpu-moe", "3"), "--vram-budget"),
-        (("-ot", "exps=CPU"), "--n-gpu-layers"),
+        (("-ot", "attn=CPU"), "--n-gpu-layers"),
+        (("-ot", "exps=CUDA0"), "--n-gpu-layers"),
+        (("-ot", "(=CPU"), "does not compile"),
         (("-hff", "x.gguf"), "--hf-repo"),
         (("-hf", "owner/repo"), "twice"),
     ):
         done = inside("run", "-m", model, "-p", "Hello", *options)
         assert done.returncode == 2, options
         assert named in " ".join(done.stderr.replace("│", " ").split()), options
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ()),
+        ({"n_cpu_moe": 0}, ()),
+        ({"cpu_moe": True}, range(1024)),
+        ({"n_cpu_moe": 3}, range(3)),
+        ({"override_tensor": ["exps=CPU"]}, range(1024)),
+        (
+            {"override_tensor": [r"blk\.(2|1[0-2])\.ffn_.*_exps=CPU,blk.5.ffn_up_exps=CPU"]},
+            (2, 5, 10, 11, 12),
+        ),
+        ({"override_tensor": [r"\.ffn_(up|down)_exps\.=CPU"], "n_cpu_moe": 2}, range(1024)),
+    ],
+)
+def test_experts_on_the_cpu_as_llama_cpp_has_it(options: dict[str, Any], expected: Any):
+    assert NamedModelOptions(**options).settings().cpu_experts == expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -235,10 +235,19 @@ FlashAttention = Annotated[
     str | None, _option("--flash-attn -fa", "on or auto: attention is always fused.", _LLAMA)
 ]
 Jinja = Annotated[bool, _option("--jinja", "No effect: chat templates are always Jinja's.", _LLAMA)]
-CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "Refused: see --vram-budget.", _LLAMA)]
-NCpuMoe = Annotated[int | None, _option("--n-cpu-moe -ncmoe", "Refused: see --vram-budget.", _LLAMA)]
+CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "The CPU computes all experts.", _LLAMA)]
+NCpuMoe = Annotated[
+    int | None,
+    _option("--n-cpu-moe -ncmoe", "The CPU computes as many experts as N layers have.", _LLAMA, min=0),
+]
 OverrideTensor = Annotated[
-    list[str] | None, _option("--override-tensor -ot", "Refused: see --n-gpu-layers.", _LLAMA)
+    list[str] | None,
+    _option(
+        "--override-tensor -ot",
+        "PATTERN=CPU, such as exps=CPU: the same for the layers whose experts match.",
+        _LLAMA,
+        metavar="PATTERN=CPU",
+    ),
 ]
 
 Alias = Annotated[
@@ -557,6 +566,31 @@ def kv_type(keys: str, values: str | None) -> str:
     return keys if values in (None, keys) else f"{keys}/{values}"
 
 
+_MOST_LAYERS = 1024  # for which a pattern is tried
+
+
+def _layers_of(override: str) -> set[int]:
+    """Return the layers whose experts an --override-tensor puts on the CPU."""
+    pattern, _, place = override.rpartition("=")
+    try:
+        matches = re.compile(pattern).search
+    except re.error as error:
+        raise typer.BadParameter(f"'{pattern}' does not compile: {error}.", param_hint="-ot") from None
+    parts = ("up", "gate", "down", "gate_up")
+    found = {
+        layer
+        for layer in range(_MOST_LAYERS)
+        if any(matches(f"blk.{layer}.ffn_{part}_exps.weight") for part in parts)
+    }
+    if place != "CPU" or not found:
+        raise typer.BadParameter(
+            f"'{override}' must be PATTERN=CPU with a pattern of experts, such as exps=CPU. --n-gpu-layers "
+            "places layers, --gpu-index neurons, and --vram-budget bounds all of it.",
+            param_hint="-ot",
+        )
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
     """How a model is loaded, but for the size of its context."""
@@ -578,18 +612,17 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
                 f"attention is always fused; '{self.flash_attn}' is none of on and auto.",
                 param_hint="--flash-attn",
             )
-        if self.cpu_moe or self.n_cpu_moe is not None:
-            raise typer.BadParameter(
-                "which experts a GPU has is decided by their use, within --vram-budget; --no-gpu leaves all "
-                "to the CPU.",
-                param_hint="--cpu-moe" if self.cpu_moe else "--n-cpu-moe",
-            )
-        if self.override_tensor:
-            raise typer.BadParameter(
-                "single tensors have no place of their own: --n-gpu-layers places layers, --gpu-index "
-                "neurons, and --vram-budget bounds all of it.",
-                param_hint="--override-tensor",
-            )
+
+    def _cpu_experts(self) -> Sequence[int]:
+        """Return the layers whose experts llama.cpp's options leave to the CPU."""
+        if self.cpu_moe:
+            return range(_MOST_LAYERS)
+        found = set(range(min(self.n_cpu_moe or 0, _MOST_LAYERS)))
+        for given in self.override_tensor or ():
+            for one in given.split(","):
+                found |= _layers_of(one)
+        layers = range(len(found))
+        return layers if found == set(layers) else tuple(sorted(found))
 
     def fields(self) -> dict[str, Any]:
         self._check_llama_cpp()
@@ -597,6 +630,8 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
             "n_threads": self.threads,
             "kv_type": kv_type(self.cache_type, self.cache_type_v),
         }
+        if layers := self._cpu_experts():
+            own["cpu_experts"] = layers
         if self.backend != "auto":
             own["backend"] = self.backend
         return super().fields() | own

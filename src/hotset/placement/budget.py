@@ -137,7 +137,8 @@ class ModelFacts:
 
     output_bytes: final norm and output matrix (a tied one too). workspace_bytes: of every device that runs a
     part of the model. stream_bytes: of workspace too, where some of its neurons are on the CPU. least_slots:
-    of an expert cache, which are counted in workspace_bytes.
+    of an expert cache, which are counted in workspace_bytes. expert_share: of the experts that may be on
+    devices; the CPU computes the others.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -145,6 +146,7 @@ class ModelFacts:
     workspace_bytes: int
     stream_bytes: int
     least_slots: int = 0
+    expert_share: float = 1.0
 
     @property
     def whole_bytes(self) -> int:

@@ -100,6 +100,8 @@ def planned(  # noqa: PLR0913
         check_placeable(config, graph)
         facts = _facts_on_gpus(config, weights, graph, mode, settings, devices, n_pages)
         facts = replace(facts, limited=limited)
+    if settings.cpu_experts:
+        facts = _with_experts_on_cpu(facts, settings.cpu_experts)
     facts = _with_hotness(facts, gguf, config, weights, profile, settings)
     if settings.gpu_index is not None:
         index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
@@ -109,6 +111,19 @@ def planned(  # noqa: PLR0913
         facts = replace(facts, devices=tuple(limits))
     placement = _fastest(facts, anew=settings.reset_gpu_index)
     return _if_faster(placement, facts, settings) if on_vulkan and settings.is_auto else placement
+
+
+def _with_experts_on_cpu(facts: PlacementFacts, layers: Sequence[int]) -> PlacementFacts:
+    """Return the facts with as many experts for devices as the other layers have.
+
+    Devices keep the experts that are used most, of all layers: those of whole layers would be used less.
+    """
+    model = facts.with_cache or facts.model
+    mixed = [i for i, layer in enumerate(model.layers) if layer.n_experts]
+    if not mixed:
+        return facts
+    share = sum(i not in layers for i in mixed) / len(mixed)
+    return replace(facts, model=replace(model, expert_share=share), with_cache=None)
 
 
 def _facts_on_gpus(

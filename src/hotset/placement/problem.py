@@ -103,12 +103,15 @@ class PlacementProblem:
         if not own:
             return ExpertSlots()
         n_all = sum(layer.n_experts for layer in own)
+        allowed = int(self.facts.expert_share * n_all)
+        if not allowed:
+            return ExpertSlots()
         mean = sum(layer.n_experts * layer.expert_bytes for layer in own) / n_all
         most = max(layer.expert_bytes for layer in own)
         # Layers share in proportion to their experts, in whole slots; and a table says what is where.
         beside = EXPERT_ENTRY * n_all + SLOTS_BYTES
         room = self._left(candidate, d) - beside
-        if n_all * mean <= room:
+        if n_all * mean <= room and allowed == n_all:
             return ExpertSlots(n_all, 0, int(n_all * mean) + beside)
         each = sum(
             {layer.layout: layer.expert_bytes for layer in own}.values()
@@ -116,7 +119,7 @@ class PlacementProblem:
         wanted = n_spare(self.rates.devices[d].misses, most, max(layer.n_used for layer in own))
         spare = min(wanted, max(layer.n_experts for layer in own), max(room // 4, 0) // each)
         spare = spare if spare > 1 else 0
-        n = max(int((room - spare * each - most) // mean), 0)
+        n = min(max(int((room - spare * each - most) // mean), 0), allowed)
         used = int(n * mean) + (most if n else 0) + spare * each
         return ExpertSlots(max(n, self.facts.least_slots), spare, used + beside if used else 0)
 
