@@ -131,12 +131,12 @@ class AnswerRequest:
         return self.n * (len(self.prompts) if self.messages is None and self.gap is None else 1)
 
 
-# -- deltas; index: which of the answers it belongs to ------------------------------------------------
+# -- deltas; index: which of the answers; logprobs: of its tokens, if the request wants them -----------------
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """More text, the tokens that it came of, and their logprobs where they were asked for."""
+    """More text, and the tokens that it came of."""
 
     index: int
     text: str
@@ -150,6 +150,7 @@ class ReasoningDelta:
 
     index: int
     text: str
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -160,6 +161,7 @@ class ToolCallStart:
     call: int
     id: str
     name: str
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -169,15 +171,18 @@ class ToolCallArguments:
     index: int
     call: int
     text: str
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Finished:
-    """The last of an answer. stop: the stop string that ended it, if one did."""
+    """The last of an answer. stop: the stop string that ended it, if one did. logprobs: of the marks after
+    the last call."""
 
     index: int
     reason: Reason
     stop: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finished
@@ -199,18 +204,20 @@ class Usage:
 
 @dataclass(slots=True)
 class Choice:
-    """One finished answer."""
+    """One finished answer. tokens, logprobs: of the text. all_logprobs: of reasoning and calls, too."""
 
     index: int
     text: str = ""
     reasoning: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    all_logprobs: list[TokenLogprobs] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     reason: Reason = "stop"
     stop: str | None = None
 
     def add(self, delta: Delta) -> None:
+        self.all_logprobs += delta.logprobs
         match delta:
             case TextDelta():
                 self.text += delta.text
@@ -457,10 +464,14 @@ class Answer:
                 last.text += delta.text
                 last.tokens += delta.tokens
                 last.logprobs += delta.logprobs
-            case (ReasoningDelta(), ReasoningDelta()):
+            case (ReasoningDelta(), ReasoningDelta()) if len(last.logprobs) < MOST_LOGPROBS:
                 last.text += delta.text
-            case (ToolCallArguments(), ToolCallArguments()) if last.call == delta.call:
+                last.logprobs += delta.logprobs
+            case (ToolCallArguments(), ToolCallArguments()) if (
+                last.call == delta.call and len(last.logprobs) < MOST_LOGPROBS
+            ):
                 last.text += delta.text
+                last.logprobs += delta.logprobs
             case _:
                 self._ready.append(delta)
 
@@ -513,7 +524,8 @@ class _Part:
                 self.reason = "length"
             else:
                 self.reason = "tool_calls" if self.generation.n_calls else "stop"
-            found.append(Finished(self.index, self.reason, self.generation.stop))
+            marks = self._logprobs if self.generation.n_calls else []
+            found.append(Finished(self.index, self.reason, self.generation.stop, marks))
         return found
 
     def _delta(self, part: Part) -> Delta:
@@ -524,9 +536,9 @@ class _Part:
                 return TextDelta(self.index, part.text, tokens, logprobs)
             case Reasoning():
                 self.n_reasoning += len(tokens)
-                return ReasoningDelta(self.index, part.text)
+                return ReasoningDelta(self.index, part.text, logprobs)
             case CallStart():
-                return ToolCallStart(self.index, part.call, part.id, part.name)
+                return ToolCallStart(self.index, part.call, part.id, part.name, logprobs)
             case CallArguments():
-                return ToolCallArguments(self.index, part.call, part.text)
+                return ToolCallArguments(self.index, part.call, part.text, logprobs)
         assert_never(part)

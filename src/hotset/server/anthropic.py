@@ -32,6 +32,7 @@ from hotset.server.answers import (
     arguments_object,
 )
 from hotset.server.body import BodyRoute
+from hotset.server.client_tools import anthropic_tool
 from hotset.server.fields import NO_DEFAULTS, AnswerFields, CacheControl, Level
 from hotset.server.modalities import check_part, note_of
 from hotset.server.replies import event
@@ -48,7 +49,15 @@ from hotset.server.rows import (
 )
 from hotset.server.shapes import EVENT_STREAM, documented, errors
 from hotset.server.streams import in_turn, off_loop, serving, streamed, whole
-from hotset.server.tool_fields import MAX_TOOLS, AnyToolChoice, Chosen, Function, ToolChoice, chosen
+from hotset.server.tool_fields import (
+    MAX_TOOLS,
+    AnyToolChoice,
+    Chosen,
+    Function,
+    OtherTool,
+    ToolChoice,
+    chosen,
+)
 from hotset.server.turns import ROLES, Turn, add, tool_call
 
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.AnthropicErrorReply))
@@ -166,7 +175,15 @@ class AnthropicTool(Function):
         return found
 
 
-AnyTool = Annotated[AnthropicTool | UnknownPart, ByType("custom")]
+class DatedTool(OtherTool):
+    """A tool with a type that has a date, such as bash_20250124."""
+
+    def turn(self) -> dict[str, Any] | None:
+        tool = anthropic_tool(self.type, self.name)
+        return None if tool is None else tool.turn()
+
+
+AnyTool = Annotated[AnthropicTool | DatedTool, ByType("custom")]
 
 
 class OutputFormat(Body):
@@ -319,8 +336,8 @@ def answer_request(body: MessagesBody, defaults: Mapping[str, Any] = NO_DEFAULTS
 
 
 def _chosen(body: PromptBody) -> Chosen:
-    tools = [tool.turn() for tool in body.tools or () if isinstance(tool, AnthropicTool)]
-    return chosen(body.tool_choice, tools)
+    turns = (tool.turn() for tool in body.tools or ())
+    return chosen(body.tool_choice, [turn for turn in turns if turn is not None])
 
 
 # ---- from deltas to a message ----

@@ -220,6 +220,11 @@ class UnknownPart(Body):
 
     type: str
 
+    @property
+    def why_ignored(self) -> str | None:
+        """The reason; None for a part of a type that hotset supports after all."""
+        return _UNKNOWN
+
 
 class ByType:
     """An annotation of a union of bodies that the field `type` tells apart.
@@ -290,7 +295,8 @@ def _refusal(row: Row) -> Callable[[Any], Any]:
 def ignored_fields(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the ignored fields of a body, as paths without the positions in lists, with the reasons."""
     if isinstance(value, UnknownPart):
-        yield path + value.type[:MAX_NAME], _UNKNOWN
+        if reason := value.why_ignored:
+            yield path + value.type[:MAX_NAME], reason
     elif isinstance(value, Body):
         for name in value.model_extra or ():
             yield path + name, _UNKNOWN

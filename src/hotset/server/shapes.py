@@ -120,13 +120,24 @@ class ChatToolCall(Shape):
     function: CalledFunction
 
 
+class CustomCall(Shape):
+    name: str
+    input: str
+
+
+class ChatCustomCall(Shape):
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+
 class ChatReplyMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     annotations: list[Any] = Field(max_length=0)
     reasoning_content: str = ""
-    tool_calls: list[ChatToolCall] = Field(default=[])
+    tool_calls: list[ChatToolCall | ChatCustomCall] = Field(default=[])
     function_call: CalledFunction | None = None  # of a request with `functions`
 
 
@@ -352,6 +363,39 @@ class OutputCall(Shape):
     arguments: str
 
 
+class OutputCustomCall(Shape):
+    type: Literal["custom_tool_call"]
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+
+
+class OutputLocalShellCall(Shape):
+    type: Literal["local_shell_call"]
+    id: str
+    status: Status
+    call_id: str
+    action: dict[str, Any]
+
+
+class OutputShellCall(Shape):
+    type: Literal["shell_call"]
+    id: str
+    status: Status
+    call_id: str
+    action: dict[str, Any]
+
+
+class OutputPatchCall(Shape):
+    type: Literal["apply_patch_call"]
+    id: str
+    status: Status
+    call_id: str
+    operation: dict[str, Any]
+
+
 class Incomplete(Shape):
     reason: Literal["max_output_tokens"]
 
@@ -382,7 +426,15 @@ class ResponseReply(Shape):
     status: Status
     error: None
     incomplete_details: Incomplete | None
-    output: list[OutputMessage | OutputReasoning | OutputCall]
+    output: list[
+        OutputMessage
+        | OutputReasoning
+        | OutputCall
+        | OutputCustomCall
+        | OutputLocalShellCall
+        | OutputShellCall
+        | OutputPatchCall
+    ]
     usage: ResponseUsage
     model: str
     instructions: str | None

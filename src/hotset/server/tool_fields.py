@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
 from hotset.parameters import shown
-from hotset.server.rows import Body, Flag, Row, Text, having
+from hotset.server.rows import Body, Flag, Row, Text, UnknownPart, having
 
 MAX_TOOL_NAME = 128
 """Characters."""
@@ -47,6 +47,24 @@ class Function(Body):
         return {"type": "function", "function": given}
 
 
+class OtherTool(UnknownPart):
+    """A tool of another type. The prompt has it if the client runs it and hotset knows the type."""
+
+    name: Text | None = None
+
+    def turn(self) -> dict[str, Any] | None:
+        """Return the tool as chat templates have it; None if the prompt does not have it."""
+        return None
+
+    @property
+    def why_ignored(self) -> str | None:
+        if self.turn() is not None:
+            return None
+        if self.type.startswith("computer"):
+            return "it needs a model that sees"
+        return "a provider runs such tools, and this server does not"
+
+
 class _Named(Body):
     name: Text
 
@@ -57,10 +75,13 @@ class _Choosable(Body):
     type: Text | None = None
     name: Text | None = None
     function: _Named | None = None
+    custom: _Named | None = None
 
-    @property
-    def chosen_name(self) -> str | None:
-        return self.name or (None if self.function is None else self.function.name)
+    def chosen_name(self, known: Collection[str]) -> str | None:
+        """Return the tool's name. A tool without a name of its own has its type as name. known: names."""
+        named = self.function or self.custom
+        name = self.name or (None if named is None else named.name)
+        return self.type if name is None and self.type in known else name
 
 
 class _Allowed(Body):
@@ -99,10 +120,11 @@ def chosen(choice: AnyToolChoice | None, tools: Iterable[dict[str, Any]]) -> Cho
         return Chosen(given, "auto")
     if isinstance(choice, str):
         return Chosen(given, _word(choice))
-    name = choice.chosen_name
+    known = {tool["function"]["name"] for tool in given}
+    name = choice.chosen_name(known)
     if choice.type == "allowed_tools":
         allowed = choice.allowed_tools or choice
-        names = [one.chosen_name for one in allowed.tools or ()]
+        names = [one.chosen_name(known) for one in allowed.tools or ()]
         _check_names([one for one in names if one], given)
         some = [tool for tool in given if tool["function"]["name"] in names]
         return Chosen(some, _word(allowed.mode or "auto"))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotset.parameters import shown
+from hotset.server.client_tools import CUSTOM
 from hotset.server.modalities import check_part, note_of
 
 Turn = dict[str, Any]
@@ -66,10 +67,21 @@ def turn_of(message: Mapping[str, Any]) -> Turn:
     thought = turn.pop("reasoning", None)
     if thoughts or (isinstance(thought, str) and thought):
         turn.setdefault("reasoning_content", thoughts or thought)
+    if isinstance(turn.get("tool_calls"), list):
+        turn["tool_calls"] = [_as_function(call) for call in turn["tool_calls"]]
     called = turn.pop("function_call", None)
     if role == "assistant" and isinstance(called, dict) and "tool_calls" not in turn:
         turn["tool_calls"] = [{"type": "function", "function": called}]
     return turn
+
+
+def _as_function(call: Any) -> Any:
+    """Return a call of a custom tool as the call of the function that stands for it; others unchanged."""
+    custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
+    if not isinstance(custom, dict):
+        return call
+    function = {"name": custom.get("name"), "arguments": CUSTOM.arguments(custom.get("input"))}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _content(content: Any, *, is_result: bool) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from hotset.server.answers import (
     Answer,
     AnswerRequest,
     Choice,
+    Delta,
     Finished,
     ReasoningDelta,
     TextDelta,
@@ -24,16 +25,25 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.body import BodyRoute
+from hotset.server.client_tools import CUSTOM, HeldCalls, WholeCall, custom_tool
 from hotset.server.errors import UnreadableError
 from hotset.server.fields import NO_DEFAULTS, TRUNCATION
 from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import Logprobs, SamplingFields, logprobs_of, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
-from hotset.server.rows import Body, ByType, Flag, Row, UnknownPart, having, integer
+from hotset.server.rows import Body, ByType, Flag, Row, having, integer
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, documented
 from hotset.server.streams import off_loop, serving, streamed, whole
-from hotset.server.tool_fields import MAX_TOOLS, AnyToolChoice, Function, ToolChoice, chosen
+from hotset.server.tool_fields import (
+    MAX_TOOLS,
+    AnyToolChoice,
+    Function,
+    OtherTool,
+    ToolChoice,
+    ToolName,
+    chosen,
+)
 from hotset.server.turns import ROLES, turn_of
 from hotset.text.messages import Opening
 from hotset.text.parts import ToolCall
@@ -49,8 +59,29 @@ class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
 
+    def turn(self) -> dict[str, Any]:
+        """Return the tool as chat templates have it."""
+        return self.function.turn()
 
-AnyTool = Annotated[Tool | UnknownPart, ByType("function")]
+
+class CustomDetails(Body):
+    """A tool that takes any text. format: a grammar that the text follows, which the model is told."""
+
+    name: ToolName
+    description: str | None = None
+    format: Any = None
+
+
+class CustomTool(Body):
+    type: Literal["custom"]
+    custom: CustomDetails
+
+    def turn(self) -> dict[str, Any]:
+        """Return the tool as chat templates have it."""
+        return custom_tool(self.custom.name, self.custom.description, self.custom.format).turn()
+
+
+AnyTool = Annotated[Tool | CustomTool | OtherTool, ByType("function")]
 
 
 # What a message is for the document. The parser says more exactly what is wrong with one
@@ -126,7 +157,7 @@ class ChatBody(SamplingFields):
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
         """Return the request. Raises InvalidRequestError."""
-        tools = [one.function.turn() for one in self.tools or () if isinstance(one, Tool)]
+        tools = [one.turn() for one in self.tools or () if isinstance(one, Tool | CustomTool)]
         choice: AnyToolChoice | None = self.tool_choice
         if not tools and self.functions:
             tools = [one.turn() for one in self.functions]
@@ -150,6 +181,11 @@ class ChatBody(SamplingFields):
         )
 
     @property
+    def custom_names(self) -> frozenset[str]:
+        """The names of the tools that take any text."""
+        return frozenset(one.custom.name for one in self.tools or () if isinstance(one, CustomTool))
+
+    @property
     def is_legacy(self) -> bool:
         """Whether the client knows functions and no tools."""
         return not self.tools and bool(self.functions)
@@ -170,7 +206,7 @@ class _Reply:
     def __init__(self, service: Service, body: ChatBody) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._service, self._body = service, body
-        self._tokenizer = service.model.tokenizer
+        self._tokenizer, self._custom = service.model.tokenizer, body.custom_names
 
     def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
         written = [self._choice(choice) for choice in choices]
@@ -195,28 +231,42 @@ class _Reply:
         watch = None
         if self._body.includes_activity:
             watch = ActivityWatch(self._service.activity, answer.generations)
+        held = HeldCalls(self._custom)
         async for delta in answer:
             if watch is not None:
                 more["hotset"] = {"activity": await self._service.in_thread(watch.new, delta.index)}
-            match delta:
-                case TextDelta() if watch is None and self._body.n_top is None:
-                    yield texts[delta.index](delta.text)
-                case TextDelta():
-                    logprobs = self._logprobs(delta.logprobs)
-                    yield chunk(delta.index, {"content": delta.text}, None, logprobs)
-                case ReasoningDelta():
-                    yield chunk(delta.index, {"reasoning_content": delta.text})
-                case ToolCallStart():
-                    call = {"index": delta.call} | _call(ToolCall(delta.id, delta.name))
-                    yield chunk(delta.index, self._called([call]))
-                case ToolCallArguments():
-                    call = {"index": delta.call, "function": {"arguments": delta.text}}
-                    yield chunk(delta.index, self._called([call]))
-                case Finished():
-                    yield chunk(delta.index, {}, self._reason(delta.reason))
+            for one in held.push(delta):
+                if isinstance(one, TextDelta) and watch is None and self._body.n_top is None:
+                    yield texts[one.index](one.text)
+                    continue
+                reason = self._reason(one.reason) if isinstance(one, Finished) else None
+                logprobs = self._logprobs(one.logprobs) if one.logprobs else None
+                yield chunk(one.index, self._piece(one), reason, logprobs)
         if self._body.includes_usage:
             yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
         yield DONE
+
+    def _piece(self, one: Delta | WholeCall) -> dict[str, Any]:
+        """Return a piece of the message."""
+        match one:
+            case TextDelta():
+                return {"content": one.text}
+            case ReasoningDelta():
+                return {"reasoning_content": one.text}
+            case WholeCall():
+                return self._called([{"index": one.call} | self._call(one.tool)])
+            case ToolCallStart():
+                return self._called([{"index": one.call} | self._call(ToolCall(one.id, one.name))])
+            case ToolCallArguments():
+                return self._called([{"index": one.call, "function": {"arguments": one.text}}])
+        return {}
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self._custom:
+            custom = shapes.CustomCall.written(name=call.name, input=CUSTOM.value(call.arguments))
+            return shapes.ChatCustomCall.written(id=call.id, custom=custom)
+        function = shapes.CalledFunction.written(name=call.name, arguments=call.arguments)
+        return shapes.ChatToolCall.written(id=call.id, function=function)
 
     def _head(self, answer: Answer, **kind: str) -> dict[str, Any]:
         return {"id": self.id, **kind, "created": answer.created, "model": self._service.name}
@@ -227,11 +277,11 @@ class _Reply:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["content"] = choice.text or None
-            message |= self._called([_call(call) for call in choice.tool_calls])
+            message |= self._called([self._call(call) for call in choice.tool_calls])
         return shapes.ChatChoice.written(
             index=choice.index,
             message=message,
-            logprobs=self._logprobs(choice.logprobs),
+            logprobs=self._logprobs(choice.all_logprobs),
             finish_reason=self._reason(choice.reason),
         )
 
@@ -247,8 +297,3 @@ class _Reply:
         if n_top is None:
             return None
         return shapes.ChatLogprobs.written(content=[spelled(self._tokenizer, one, n_top) for one in logprobs])
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = shapes.CalledFunction.written(name=call.name, arguments=call.arguments)
-    return shapes.ChatToolCall.written(id=call.id, function=function)

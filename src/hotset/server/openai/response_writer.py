@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from copy import deepcopy
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from hotset.errors import HotsetError
@@ -22,19 +22,38 @@ from hotset.server.answers import (
     ToolCallStart,
     Usage,
 )
+from hotset.server.client_tools import CUSTOM, CallForm, HeldCalls, WholeCall
 from hotset.server.errors import problem_of
 from hotset.server.logprobs import spelled
 from hotset.server.replies import KEEP_ALIVE, TextEvents, event_beside
 from hotset.server.shapes import Shape
+from hotset.text.parts import ToolCall
 from hotset.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
-NO_NAMESPACES: Mapping[str, tuple[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ToolNames:
+    """How calls are written, by what the model calls the functions.
+
+    spaces: namespace and name of functions in namespaces. forms: of calls of tools with a type of their own.
+    """
+
+    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    forms: Mapping[str, CallForm] = field(default_factory=dict)
+
+
+NO_NAMES = ToolNames()
 
 _ITEMS: dict[str, tuple[type[Shape], str]] = {  # with the prefixes of their ids
     "message": (shapes.OutputMessage, "msg"),
     "reasoning": (shapes.OutputReasoning, "rs"),
     "function_call": (shapes.OutputCall, "fc"),
+    "custom_tool_call": (shapes.OutputCustomCall, "ctc"),
+    "local_shell_call": (shapes.OutputLocalShellCall, "lsh"),
+    "shell_call": (shapes.OutputShellCall, "sh"),
+    "apply_patch_call": (shapes.OutputPatchCall, "apc"),
 }
 
 
@@ -42,7 +61,6 @@ class ResponseWriter:
     """The response, and its events.
 
     head: fields that do not come of the answer. n_top: alternatives to each token, None for no logprobs.
-    namespaces: of functions, by what the model calls them: namespace and name.
     """
 
     def __init__(
@@ -50,9 +68,10 @@ class ResponseWriter:
         head: Mapping[str, Any],
         tokenizer: Tokenizer,
         n_top: int | None,
-        namespaces: Mapping[str, tuple[str, str]] = NO_NAMESPACES,
+        names: ToolNames = NO_NAMES,
     ) -> None:
-        self._tokenizer, self._n_top, self._namespaces = tokenizer, n_top, namespaces
+        self._tokenizer, self._n_top, self._names = tokenizer, n_top, names
+        self._held = HeldCalls(names.forms)
         self._n_events = self._n_sent = 0  # made, and passed on
         self._in_progress: TextEvents | None = None
         self._items: list[dict[str, Any]] = []
@@ -122,6 +141,9 @@ class ResponseWriter:
         return self.response | {"output": []}
 
     def push(self, delta: Delta) -> list[Event]:
+        return [one for part in self._held.push(delta) for one in self._push(part)]
+
+    def _push(self, delta: Delta | WholeCall) -> list[Event]:
         match delta:
             case TextDelta(text=text) if text:
                 events = self._open("message", shapes.OutputText.written(text="", logprobs=[]))
@@ -134,9 +156,11 @@ class ResponseWriter:
                 events = self._open("reasoning", shapes.ReasoningPart.written(text=""))
                 self._items[-1]["content"][0]["text"] += text
                 return [*events, self._of_part("response.reasoning_text.delta", delta=text)]
+            case WholeCall():
+                return self._client_call(delta.tool)
             case ToolCallStart():
                 named: dict[str, Any] = {"name": delta.name}
-                if (found := self._namespaces.get(delta.name)) is not None:
+                if (found := self._names.spaces.get(delta.name)) is not None:
                     named = {"namespace": found[0], "name": found[1]}
                 return self._open("function_call", call_id=delta.id, **named, arguments="")
             case ToolCallArguments(text=text) if text:
@@ -150,6 +174,20 @@ class ResponseWriter:
                 self.response["status"] = "completed"
                 return self._close("completed")
         return []
+
+    def _client_call(self, call: ToolCall) -> list[Event]:
+        """Write the call of a tool with a type of its own; of a function if its arguments do not fit."""
+        form = self._names.forms[call.name]
+        value = form.value(call.arguments)
+        if value is None:
+            events = self._open("function_call", call_id=call.id, name=call.name, arguments=call.arguments)
+            delta = self._of_item("response.function_call_arguments.delta", delta=call.arguments)
+            return [*events, delta] if call.arguments else events
+        if form is not CUSTOM:
+            return self._open(form.item, call_id=call.id, **{form.field: value})
+        events = self._open(form.item, call_id=call.id, name=call.name, input="")
+        self._items[-1]["input"] = value
+        return [*events, self._of_item("response.custom_tool_call_input.delta", delta=value)]
 
     def end(self, usage: Usage) -> list[Event]:
         self.response["usage"] = shapes.ResponseUsage.written(
@@ -194,7 +232,9 @@ class ResponseWriter:
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             events.append(self._of_item("response.function_call_arguments.done", **done))
-        else:
+        elif item["type"] == CUSTOM.item:
+            events.append(self._of_item("response.custom_tool_call_input.done", input=item["input"]))
+        elif "content" in item:
             part = item["content"][0]
             done = {key: value for key, value in part.items() if key in ("text", "logprobs")}
             name = (

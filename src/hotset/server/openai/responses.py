@@ -16,10 +16,11 @@ from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import AnswerRequest
 from hotset.server.body import BodyRoute
+from hotset.server.client_tools import FORMS, ITEM_FORMS, OPENAI_TOOLS, custom_tool, result_text
 from hotset.server.errors import RequestError
 from hotset.server.fields import NO_DEFAULTS, TRUNCATION, AnswerFields, ResponseFormat, form_of
 from hotset.server.modalities import check_part, note_of
-from hotset.server.openai.response_writer import ResponseWriter
+from hotset.server.openai.response_writer import ResponseWriter, ToolNames
 from hotset.server.openai.schema import StreamOptions, logprobs_of
 from hotset.server.rows import (
     MANY,
@@ -40,6 +41,7 @@ from hotset.server.tool_fields import (
     MAX_TOOLS,
     AnyToolChoice,
     Function,
+    OtherTool,
     ToolChoice,
     ToolName,
     chosen,
@@ -103,6 +105,30 @@ class FunctionCallOutputItem(_Item):
     output: str | list[Annotated[Part, BeforeValidator(_noted)]] = ""
 
 
+@having(*(Row(name, "replies have it", use="free") for name in ("environment", "caller", "created_by")))
+class ClientCallItem(_Item):
+    """A call of a tool with a type of its own. input, action, operation: of the types that have it."""
+
+    type: Literal["custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"]
+    call_id: Text | None = None
+    name: str | None = None
+    namespace: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+
+
+class ClientOutputItem(_Item):
+    """The result of such a call. id: of a local shell's result, it may be the call's."""
+
+    type: Literal[
+        "custom_tool_call_output", "local_shell_call_output", "shell_call_output", "apply_patch_call_output"
+    ]
+    call_id: Text | None = None
+    output: Any = ""
+    max_output_length: Any = None
+
+
 class ReasoningText(Body):
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -121,7 +147,14 @@ class ItemReference(Body):
 
 
 Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference | UnknownPart,
+    MessageItem
+    | FunctionCallItem
+    | FunctionCallOutputItem
+    | ClientCallItem
+    | ClientOutputItem
+    | ReasoningItem
+    | ItemReference
+    | UnknownPart,
     ByType("message"),
 ]
 
@@ -139,7 +172,31 @@ class NamespaceTool(Body):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 
-Tool = Annotated[FunctionTool | NamespaceTool | UnknownPart, ByType("function")]
+class CustomTool(Body):
+    """A tool that takes any text. format: a grammar that the text follows, which the model is told."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: Any = None
+
+    def turn(self) -> dict[str, Any]:
+        """Return the tool as chat templates have it."""
+        return custom_tool(self.name, self.description, self.format).turn()
+
+
+class NamelessTool(OtherTool):
+    """A tool with a type and no name. environment: of a shell; in a container a provider runs it."""
+
+    environment: Any = None
+
+    def turn(self) -> dict[str, Any] | None:
+        place = self.environment.get("type") if isinstance(self.environment, dict) else None
+        tool = None if place not in (None, "local") else OPENAI_TOOLS.get(self.type)
+        return None if tool is None else tool.turn()
+
+
+Tool = Annotated[FunctionTool | NamespaceTool | CustomTool | NamelessTool, ByType("function")]
 
 
 @having(
@@ -220,6 +277,7 @@ def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn
     if isinstance(items, str):
         return [*turns, {"role": "user", "content": items}] if items else turns
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    ids: dict[str, str] = {}  # of calls, by the ids of their items
     for item in items:
         match item:
             case MessageItem(role="assistant"):
@@ -233,11 +291,26 @@ def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn
                 names[item.call_id] = _full_name(item.namespace, item.name)
                 call = tool_call(item.call_id, names[item.call_id], item.arguments)
                 add(turns, {"role": "assistant", "tool_calls": [call]})
+            case ClientCallItem():
+                form = ITEM_FORMS[item.type]
+                id = ids[item.id or ""] = item.call_id or item.id or ""
+                names[id] = _full_name(item.namespace, item.name or form.name)
+                call = tool_call(id, names[id], form.arguments(getattr(item, form.field)))
+                add(turns, {"role": "assistant", "tool_calls": [call]})
+            case ClientOutputItem():
+                id = item.call_id or ids.get(item.id or "", item.id or "")
+                named = {"name": names[id]} if id in names else {}
+                turns.append({"role": "tool", "tool_call_id": id, **named, "content": _result(item)})
             case FunctionCallOutputItem():
                 name = names.get(item.call_id)
                 output = {"tool_call_id": item.call_id} | ({} if name is None else {"name": name})
                 turns.append({"role": "tool", **output, "content": _joined(item.output)})
     return turns
+
+
+def _result(item: ClientOutputItem) -> str:
+    text = result_text(item.output)
+    return f"Error: {text}" if item.status == "failed" else text
 
 
 def _joined(content: str | list[Any]) -> str:
@@ -252,21 +325,21 @@ def _full_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def _functions(tools: Sequence[Any]) -> Iterator[tuple[str | None, FunctionTool]]:
-    """Yield each function with its namespace."""
+def _functions(tools: Sequence[Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield each function as chat templates have it, with its namespace."""
     for tool in tools:
-        if isinstance(tool, FunctionTool):
-            yield None, tool
-        elif isinstance(tool, NamespaceTool):
-            yield from ((tool.name, function) for function in tool.tools)
+        if isinstance(tool, NamespaceTool):
+            yield from ((tool.name, function.turn()["function"]) for function in tool.tools)
+        elif (turn := tool.turn()) is not None:
+            yield None, turn["function"]
 
 
 def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Raises InvalidRequestError for too many, and for a full name that is too long or has two meanings."""
     found: list[dict[str, Any]] = []
     owners: dict[str, str | None] = {}
-    for namespace, tool in _functions(tools):
-        name = _full_name(namespace, tool.name)
+    for namespace, function in _functions(tools):
+        name = _full_name(namespace, function["name"])
         if len(name) > MAX_TOOL_NAME or len(found) == MAX_TOOLS:
             limit = (
                 f"{MAX_TOOLS} tools" if len(found) == MAX_TOOLS else f"names of {MAX_TOOL_NAME} characters"
@@ -276,19 +349,24 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
             raise InvalidRequestError(
                 f"tools: the model would see {name!r} twice, of two namespaces; rename one of these functions"
             )
-        function = tool.turn()["function"] | {"name": name}
-        function = {"parameters": {"type": "object", "properties": {}}} | function
+        function = {"parameters": {"type": "object", "properties": {}}, **function, "name": name}
         found.append({"type": "function", "function": function})
     return found
 
 
-def namespaces(tools: Sequence[Any]) -> dict[str, tuple[str, str]]:
-    """What the model calls the functions of namespaces → namespace and name."""
-    return {
-        _full_name(namespace, tool.name): (namespace, tool.name)
-        for namespace, tool in _functions(tools)
+def _names(tools: Sequence[Any]) -> ToolNames:
+    """Return how the response writes calls, by what the model calls the functions."""
+    spaces = {
+        _full_name(namespace, function["name"]): (namespace, function["name"])
+        for namespace, function in _functions(tools)
         if namespace is not None
     }
+    forms = {
+        turn["function"]["name"]: FORMS[tool.type]
+        for tool in tools
+        if isinstance(tool, CustomTool | NamelessTool) and (turn := tool.turn()) is not None
+    }
+    return ToolNames(spaces, forms)
 
 
 @router.post("/v1/responses", responses=documented(ResponseReply, EVENT_STREAM))
@@ -296,7 +374,7 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
     service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, answer_request, body, service.sampling)
     said = head(service.name, body, request.params)
-    writer = ResponseWriter(said, service.model.tokenizer, body.logprobs, namespaces(body.tools or ()))
+    writer = ResponseWriter(said, service.model.tokenizer, body.logprobs, _names(body.tools or ()))
     if request.stream:
         return await streamed(http, request, writer.events, writer.sign_of_life)
     return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
@@ -314,7 +392,7 @@ def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, A
         "top_p": params.top_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "tools": [_repeated(tool) for tool in body.tools or () if not isinstance(tool, UnknownPart)],
+        "tools": [_repeated(tool) for tool in body.tools or () if not _is_left_out(tool)],
         "tool_choice": _repeated_choice(choice) if isinstance(choice, ToolChoice) else choice or "auto",
         "parallel_tool_calls": body.given("parallel_tool_calls") is not False,
         "max_tool_calls": body.given("max_tool_calls"),
@@ -330,8 +408,14 @@ def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, A
     }
 
 
-def _repeated(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+def _is_left_out(tool: Body) -> bool:
+    return isinstance(tool, UnknownPart) and tool.why_ignored is not None
+
+
+def _repeated(tool: FunctionTool | NamespaceTool | CustomTool | NamelessTool) -> dict[str, Any]:
     """Return a tool as a reply repeats it."""
+    if isinstance(tool, CustomTool | NamelessTool):
+        return tool.model_dump(exclude_none=True, exclude=set(tool.model_extra or ()))
     head = {"type": tool.type, "name": tool.name, "description": tool.description}
     if isinstance(tool, NamespaceTool):
         return head | {"tools": [_repeated(one) for one in tool.tools]}
@@ -339,8 +423,8 @@ def _repeated(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
 
 
 def _repeated_choice(choice: ToolChoice) -> dict[str, Any]:
-    if (name := choice.chosen_name) is not None:
-        return {"type": "function", "name": name}
+    if (name := choice.chosen_name(())) is not None:
+        return {"type": "custom" if choice.type == "custom" else "function", "name": name}
     return choice.model_dump(exclude_none=True, exclude={"disable_parallel_tool_use"})
 
 
