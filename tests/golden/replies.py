@@ -142,7 +142,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ("POST", "/completion"): [
         *_both({"prompt": "hello", "n_predict": 3, "temperature": 0}),
         Case({"prompt": ["hello", [104, 105]], "n_predict": 3, "temperature": 0, "n_probs": 1}),
-        Case({"prompt": "hello", "n_predict": 0}),
+        Case({"prompt": "hello", "n_predict": 0, "temperature": 0}),
         Case({"prompt": [{"prompt_string": "a", "multimodal_data": ["aGk="]}]}),
         *_wrong({"prompt": "hello", "n_predict": 3, "temperature": 0}),
     ],

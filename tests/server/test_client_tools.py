@@ -1,0 +1,281 @@
+"""Tools that the client runs and that have a type of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_schemas import events_of
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from tiny_server import MESSAGES, run, write_model
+from tool_models import HERMES, WEATHER, written
+
+from hotset.server.anthropic import MessagesBody
+from hotset.server.anthropic import answer_request as of_messages
+from hotset.server.client_tools import FORMS, result_text
+from hotset.server.ignored import HEADER
+from hotset.server.openai.chat import ChatBody
+from hotset.server.openai.responses import ResponsesBody, answer_request
+from hotset.server.service import Service
+
+Json = dict[str, Any]
+_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+PATCH = '*** Begin Patch\n*** Add File: "a.txt"\n+héllo\n*** End Patch'
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+CUSTOM = {"type": "custom", "name": "patch", "description": "Applies a patch.", "format": GRAMMAR}
+TOOLS: list[Json] = [CUSTOM, {"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
+ACTION = {"type": "exec", "env": {}, "timeout_ms": 5, "user": None, "working_directory": None}
+CALLS: list[tuple[str, Any, Json]] = [
+    ("patch", {"input": PATCH}, {"type": "custom_tool_call", "name": "patch", "input": PATCH}),
+    ("patch", {"text": PATCH}, {"type": "custom_tool_call", "name": "patch", "input": PATCH}),
+    (
+        "local_shell",
+        {"command": ["ls", "-l"], "timeout_ms": 5},
+        {"type": "local_shell_call", "action": ACTION | {"command": ["ls", "-l"]}},
+    ),
+    (
+        "local_shell",
+        {"command": "ls | wc", "timeout_ms": 5},
+        {"type": "local_shell_call", "action": ACTION | {"command": ["bash", "-lc", "ls | wc"]}},
+    ),
+    (
+        "shell",
+        {"commands": ["ls"]},
+        {"type": "shell_call", "action": {"commands": ["ls"], "timeout_ms": None, "max_output_length": None}},
+    ),
+    (
+        "apply_patch",
+        {"type": "update_file", "path": "a.py", "diff": "-a\n+b"},
+        {"type": "apply_patch_call", "operation": {"type": "update_file", "path": "a.py", "diff": "-a\n+b"}},
+    ),
+    (
+        "apply_patch",
+        {"type": "delete_file", "path": "a.py"},
+        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a.py"}},
+    ),
+    ("shell", {"commands": 3}, {"type": "function_call", "name": "shell", "arguments": '{"commands": 3}'}),
+    ("apply_patch", {"type": "chmod"}, {"type": "function_call", "name": "apply_patch"}),
+]
+"""The name and the arguments that the model writes, and the item that the client gets."""
+
+
+def call_of(name: str, arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"Let me see.\n<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    keys = {"tokenizer.chat_template": HERMES, "llama.context_length": 4096}
+    return write_model(tmp_path_factory.mktemp("hermes") / "tiny.gguf", **keys)
+
+
+@pytest.mark.parametrize(("name", "arguments", "item"), CALLS)
+def test_calls_of_a_response(hermes: Path, name: str, arguments: Any, item: Json):
+    body = {"input": "hello", "tools": TOOLS, "max_output_tokens": 400, "temperature": 0}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service.model, call_of(name, arguments))
+        reply = await client.post("/v1/responses", json=body)
+        stream = await client.post("/v1/responses", json=body | {"stream": True})
+        found = Response.model_validate(reply.json(), strict=False)
+        assert found.status == "completed"
+        assert reply.json()["output"][0]["content"][0]["text"].strip() == "Let me see."
+        got = reply.json()["output"][1]
+        assert item.items() <= got.items()
+        assert got["status"] == "completed"
+        events = events_of(stream.text)
+        for event in events:
+            _EVENT.validate_python(event)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert item.items() <= done[1].items()
+        assert events[-1]["response"]["output"] == done
+        if item["type"] == "custom_tool_call":
+            deltas = [e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"]
+            [end] = [e["input"] for e in events if e["type"] == "response.custom_tool_call_input.done"]
+            assert "".join(deltas) == end == PATCH
+
+    run(hermes, work, load={"n_ctx": 4096})
+
+
+def test_calls_of_a_chat(hermes: Path):
+    custom = {name: value for name, value in CUSTOM.items() if name != "type"}
+    tools = [{"type": "custom", "custom": custom}, WEATHER]
+    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 500, "temperature": 0}
+    call = {"type": "custom", "custom": {"name": "patch", "input": PATCH}}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        text = call_of("patch", {"input": PATCH}) + call_of("get_weather", {"city": "Rome"})[11:]
+        written(service.model, text)
+        reply = await client.post("/v1/chat/completions", json=body)
+        stream = await client.post("/v1/chat/completions", json=body | {"stream": True})
+        ChatCompletion.model_validate(reply.json())
+        first, second = reply.json()["choices"][0]["message"]["tool_calls"]
+        assert call.items() <= first.items()
+        assert json.loads(second["function"]["arguments"]) == {"city": "Rome"}
+        pieces = [
+            one
+            for event in events_of(stream.text)
+            if event["choices"]
+            for one in event["choices"][0]["delta"].get("tool_calls", ())
+        ]
+        assert (call | {"index": 0}).items() <= pieces[0].items()
+        assert {one["index"] for one in pieces[1:]} == {1}
+        assert reply.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+    run(hermes, work, load={"n_ctx": 4096})
+
+
+def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):
+    body = {"messages": MESSAGES, "tools": [WEATHER], "max_tokens": 300, "logprobs": True, "temperature": 0}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service.model, call_of("get_weather", {"city": "Rome"}))
+        reply = await client.post("/v1/chat/completions", json=body)
+        stream = await client.post("/v1/chat/completions", json=body | {"stream": True})
+        whole = reply.json()["choices"][0]["logprobs"]["content"]
+        chunks = [event["choices"][0] for event in events_of(stream.text) if event["choices"]]
+        scored = [chunk["logprobs"]["content"] for chunk in chunks if chunk["logprobs"]]
+        assert [one["token"] for content in scored for one in content] == [one["token"] for one in whole]
+        assert "".join(one["token"] for one in whole) == call_of("get_weather", {"city": "Rome"})
+        called = [chunk for chunk in chunks if "tool_calls" in chunk["delta"]]
+        assert any(chunk["logprobs"] for chunk in called)
+
+    run(hermes, work, load={"n_ctx": 4096})
+
+
+def test_items_of_earlier_turns():
+    """Each call, and its result, is a call of the function that stands for the tool."""
+    shell = [
+        {"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}},
+        {"stdout": "", "stderr": "", "outcome": {"type": "timeout"}},
+    ]
+    items: list[tuple[Json, Json, str, Json, str]] = [
+        (
+            {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": PATCH},
+            {"type": "custom_tool_call_output", "call_id": "1", "output": [{"type": "text", "text": "ok"}]},
+            "patch", {"input": PATCH}, "ok",
+        ),
+        (
+            {
+                "type": "local_shell_call", "id": "i2", "call_id": "2", "status": "completed",
+                "action": {"type": "exec", "command": ["ls"], "env": {}},
+            },
+            {"type": "local_shell_call_output", "id": "i2", "output": "x"},
+            "local_shell", {"command": ["ls"]}, "x",
+        ),
+        (
+            {"type": "shell_call", "call_id": "3", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "3", "output": shell},
+            "shell", {"commands": ["ls"]}, "a\nb\n[exit code 1]\n[timed out]",
+        ),
+        (
+            {"type": "apply_patch_call", "call_id": "4", "operation": {"type": "delete_file", "path": "a"}},
+            {"type": "apply_patch_call_output", "call_id": "4", "status": "failed", "output": "none"},
+            "apply_patch", {"type": "delete_file", "path": "a"}, "Error: none",
+        ),
+        (
+            {"type": "custom_tool_call", "call_id": "5", "name": "look", "input": ""},
+            {"type": "custom_tool_call_output", "call_id": "5", "output": [{"type": "input_image"}]},
+            "look", {"input": ""}, "[image: this model reads only text]",
+        ),
+    ]  # fmt: skip
+    for call, result, name, arguments, text in items:
+        body = ResponsesBody.model_validate({"input": [{"role": "user", "content": "hi"}, call, result]})
+        _, made, answered = answer_request(body).messages or ()
+        [function] = made["tool_calls"]
+        assert function["function"]["name"] == name
+        assert json.loads(function["function"]["arguments"]) == arguments
+        assert answered == {
+            "role": "tool", "tool_call_id": function["id"], "name": name, "content": text,
+        }  # fmt: skip
+    custom = {"id": "1", "type": "custom", "custom": {"name": "patch", "input": PATCH}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [custom]}, {"role": "user", "content": "go"}]
+    asked = ChatBody.model_validate({"messages": messages}).request()
+    assert asked.messages is not None
+    [function] = asked.messages[1]["tool_calls"]
+    assert json.loads(function["function"]["arguments"]) == {"input": PATCH}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("bash_20250124", "bash"), ("text_editor_20250728", "str_replace_based_edit_tool"),
+        ("text_editor_20250124", "str_replace_editor"), ("memory_20250818", "memory"),
+    ],
+)  # fmt: skip
+def test_anthropics_tools_are_functions(kind: str, name: str):
+    body = {
+        "messages": MESSAGES, "max_tokens": 5, "tools": [{"type": kind, "name": name, "max_characters": 9}],
+        "tool_choice": {"type": "tool", "name": name},
+    }  # fmt: skip
+    request = of_messages(MessagesBody.model_validate(body))
+    assert [tool["function"]["name"] for tool in request.tools] == [name]
+    assert request.tools[0]["function"]["parameters"]["properties"]["command"]["type"] == "string"
+    assert request.tool_choice == {"name": name}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "value"),
+    [
+        ({"type": "shell"}, 4, {"name": "shell"}),
+        ({"type": "custom", "name": "patch"}, 4, {"name": "patch"}),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "local_shell"}]}, 1, "required"),
+    ],
+)
+def test_they_can_be_chosen(choice: Json, names: int, value: Any):
+    body = ResponsesBody.model_validate({"input": "hi", "tools": TOOLS, "tool_choice": choice})
+    request = answer_request(body)
+    assert (len(request.tools), request.tool_choice) == (names, value)
+
+
+HOSTED = {
+    "/v1/responses": [
+        "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp",
+        "tool_search", "computer_use_preview",
+    ],
+    "/v1/messages": [
+        "web_search_20250305", "web_fetch_20250910", "code_execution_20250825", "computer_20250124",
+    ],
+    "/v1/chat/completions": ["web_search"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("url", HOSTED)
+def test_tools_that_a_provider_runs_are_left_out(path: Path, url: str, caplog: pytest.LogCaptureFixture):
+    tools = [{"type": kind} for kind in HOSTED[url]]
+    body: Json = {"model": "tiny", "max_tokens": 3, "temperature": 0, "tools": tools}
+    body |= {"input": "hello"} if url == "/v1/responses" else {"messages": MESSAGES}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        plain = await client.post(url, json={name: value for name, value in body.items() if name != "tools"})
+        reply = await client.post(url, json=body)
+        assert reply.status_code == 200, reply.text
+        usage = [one.json()["usage"].get("prompt_tokens") for one in (reply, plain)]
+        assert usage[0] == usage[1]
+        assert all(f"tools.{kind}" in reply.headers[HEADER] for kind in HOSTED[url])
+
+    run(path, work)
+    assert "a provider runs such tools" in caplog.text or "needs a model that sees" in caplog.text
+
+
+def test_a_shell_in_a_container_is_left_out():
+    tools = [{"type": "shell", "environment": {"type": kind}} for kind in ("container_auto", "local")]
+    for tool, n in zip(tools, (0, 1), strict=True):
+        assert len(answer_request(ResponsesBody.model_validate({"input": "hi", "tools": [tool]})).tools) == n
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"commands": [3]}', "[" * 5000, '"a"'])
+def test_odd_arguments_and_results(text: str):
+    assert FORMS["custom"].value(text) is not None
+    for name in ("local_shell", "shell", "apply_patch"):
+        assert FORMS[name].value(text) is None
+    for odd in (text, [text], [{"outcome": text}], {"a": text}, 3, None):
+        assert isinstance(result_text(odd), str)
