@@ -152,7 +152,7 @@ def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):
 
 
 def test_items_of_earlier_turns():
-    """Each call, and its result, is a call of the function that stands for the tool."""
+    """The prompt has each call as a call of the tool's function, and its result."""
     shell = [
         {"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}},
         {"stdout": "", "stderr": "", "outcome": {"type": "timeout"}},

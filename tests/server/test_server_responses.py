@@ -24,7 +24,7 @@ from hotset.server.answers import (
 )
 from hotset.server.errors import invalid_body
 from hotset.server.openai.response_writer import ResponseWriter
-from hotset.server.openai.responses import ResponsesBody, answer_request, head, namespaces
+from hotset.server.openai.responses import ResponsesBody, answer_request, head, tool_names
 
 BODY = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 24}
 USAGE = Usage(prompt_tokens=30, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
@@ -256,7 +256,7 @@ def test_functions_of_a_namespace_have_its_name():
     body = ResponsesBody.model_validate(BODY | {"tools": [PLAIN, AGENTS], "client_metadata": {"a": {"b": 1}}})
     functions = [tool["function"]["name"] for tool in answer_request(body).tools]
     assert functions == ["spawn", "agents__spawn"]
-    writer = ResponseWriter(head("tiny", body, request().params), None, None, namespaces(body.tools))  # type: ignore[arg-type]
+    writer = ResponseWriter(head("tiny", body, request().params), None, None, tool_names(body.tools))  # type: ignore[arg-type]
     writer.start(1_700_000_000)
     for delta in (
         ToolCallStart(0, 0, "call_1", "agents__spawn"), ToolCallArguments(0, 0, "{}"),

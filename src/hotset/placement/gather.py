@@ -116,7 +116,7 @@ def planned(  # noqa: PLR0913
 def _with_experts_on_cpu(facts: PlacementFacts, layers: Sequence[int]) -> PlacementFacts:
     """Return the facts with as many experts for devices as the other layers have.
 
-    Devices keep the experts that are used most, of all layers: those of whole layers would be used less.
+    Devices keep the most used experts of all layers, which are used more than all experts of a few layers.
     """
     model = facts.with_cache or facts.model
     mixed = [i for i, layer in enumerate(model.layers) if layer.n_experts]

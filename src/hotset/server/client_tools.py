@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ClientTool:
-    """A function that stands for a tool. parameters: a JSON schema."""
+    """The function that replaces a tool in the prompt. parameters: a JSON schema."""
 
     name: str
     description: str
@@ -141,7 +141,7 @@ class CallForm:
 
 
 def _given(value: Any) -> Any:
-    """Return a value of a client without what it leaves open, and without the only possible type."""
+    """Return the fields of a client's object that have a value, without the type that is the only one."""
     if not isinstance(value, dict):
         return {}
     return {

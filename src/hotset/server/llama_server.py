@@ -63,7 +63,7 @@ class LlamaCompletionBody(SamplingFields):
 
     @cached_property
     def only_reads(self) -> bool:
-        """Whether the client only wants the prompt in the cache."""
+        """True if the client only wants the prompt in the cache."""
         return bool(self.all_settings("sampling").get("max_tokens") == 0)
 
     @property

@@ -76,7 +76,7 @@ def turn_of(message: Mapping[str, Any]) -> Turn:
 
 
 def _as_function(call: Any) -> Any:
-    """Return a call of a custom tool as the call of the function that stands for it; others unchanged."""
+    """Return a call of a custom tool as a call of its function; other calls unchanged."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return call

@@ -64,24 +64,24 @@ class Tool(Body):
         return self.function.turn()
 
 
-class CustomDetails(Body):
-    """A tool that takes any text. format: a grammar that the text follows, which the model is told."""
+class TextToolDetails(Body):
+    """A tool that takes any text. format: a grammar of the text, which the prompt has."""
 
     name: ToolName
     description: str | None = None
     format: Any = None
 
 
-class CustomTool(Body):
+class TextTool(Body):
     type: Literal["custom"]
-    custom: CustomDetails
+    custom: TextToolDetails
 
     def turn(self) -> dict[str, Any]:
         """Return the tool as chat templates have it."""
         return custom_tool(self.custom.name, self.custom.description, self.custom.format).turn()
 
 
-AnyTool = Annotated[Tool | CustomTool | OtherTool, ByType("function")]
+AnyTool = Annotated[Tool | TextTool | OtherTool, ByType("function")]
 
 
 # What a message is for the document. The parser says more exactly what is wrong with one
@@ -157,7 +157,7 @@ class ChatBody(SamplingFields):
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
         """Return the request. Raises InvalidRequestError."""
-        tools = [one.turn() for one in self.tools or () if isinstance(one, Tool | CustomTool)]
+        tools = [one.turn() for one in self.tools or () if isinstance(one, Tool | TextTool)]
         choice: AnyToolChoice | None = self.tool_choice
         if not tools and self.functions:
             tools = [one.turn() for one in self.functions]
@@ -183,7 +183,7 @@ class ChatBody(SamplingFields):
     @property
     def custom_names(self) -> frozenset[str]:
         """The names of the tools that take any text."""
-        return frozenset(one.custom.name for one in self.tools or () if isinstance(one, CustomTool))
+        return frozenset(one.custom.name for one in self.tools or () if isinstance(one, TextTool))
 
     @property
     def is_legacy(self) -> bool:

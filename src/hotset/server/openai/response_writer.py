@@ -35,7 +35,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolNames:
-    """How calls are written, by what the model calls the functions.
+    """The forms of calls, by the names of the functions that the model calls.
 
     spaces: namespace and name of functions in namespaces. forms: of calls of tools with a type of their own.
     """

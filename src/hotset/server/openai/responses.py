@@ -173,7 +173,7 @@ class NamespaceTool(Body):
 
 
 class CustomTool(Body):
-    """A tool that takes any text. format: a grammar that the text follows, which the model is told."""
+    """A tool that takes any text. format: a grammar of the text, which the prompt has."""
 
     type: Literal["custom"]
     name: ToolName
@@ -354,8 +354,8 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _names(tools: Sequence[Any]) -> ToolNames:
-    """Return how the response writes calls, by what the model calls the functions."""
+def tool_names(tools: Sequence[Any]) -> ToolNames:
+    """Return the forms of calls in the response, by the names of the functions that the model calls."""
     spaces = {
         _full_name(namespace, function["name"]): (namespace, function["name"])
         for namespace, function in _functions(tools)
@@ -374,7 +374,7 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
     service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, answer_request, body, service.sampling)
     said = head(service.name, body, request.params)
-    writer = ResponseWriter(said, service.model.tokenizer, body.logprobs, _names(body.tools or ()))
+    writer = ResponseWriter(said, service.model.tokenizer, body.logprobs, tool_names(body.tools or ()))
     if request.stream:
         return await streamed(http, request, writer.events, writer.sign_of_life)
     return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
