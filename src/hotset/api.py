@@ -187,26 +187,6 @@ class Model:
         opening = Opening(add_generation_prompt, continue_final_message)
         return encoded(self.chat_template, self.tokenizer, self.n_ctx, checked, tools, opening, **more)
 
-    def render_chat(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the text of a conversation up to where the answer begins, without BOS.
-
-        Encoded with `parse_special=True`, it has the tokens of `encode_chat` if no message spells a special
-        token. The arguments and errors are those of `encode_chat`.
-        """
-        from hotset.text.messages import Opening, text_of
-
-        checked, more = checked_messages(messages), template_variables(variables or {})
-        opening = Opening(add_generation_prompt, continue_final_message)
-        return text_of(self.chat_template, self.tokenizer, checked, tools, opening, **more)
-
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(prompt, str):

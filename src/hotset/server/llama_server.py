@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from hotset.api import Model
 from hotset.errors import InvalidRequestError
+from hotset.generation import checked_messages, template_variables
 from hotset.server.answers import AnswerRequest
 from hotset.server.body import BodyRoute
 from hotset.server.errors import UnreadableError
@@ -21,6 +22,7 @@ from hotset.server.openai.schema import SamplingFields
 from hotset.server.rows import Flag, Row, having, integer
 from hotset.server.shapes import EVENT_STREAM, LlamaReply, TemplateReply, documented
 from hotset.server.streams import in_turn, serving, streamed, whole
+from hotset.text.messages import text_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -123,9 +125,14 @@ async def apply_template(body: ChatBody, http: Request) -> TemplateReply:
         request = body.request(service.sampling)
         if not request.messages:
             raise InvalidRequestError("messages is empty; give a conversation")
-        variables = {**request.thinking.variables, **request.template}
-        return service.model.render_chat(
-            request.messages, list(request.tools) or None, variables=variables, **request.opening._asdict()
+        model, variables = service.model, {**request.thinking.variables, **request.template}
+        return text_of(
+            model.chat_template,
+            model.tokenizer,
+            checked_messages(request.messages),
+            list(request.tools) or None,
+            request.opening,
+            **template_variables(variables),
         )
 
     return TemplateReply(prompt=await in_turn(http, rendered))
