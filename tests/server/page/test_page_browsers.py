@@ -255,7 +255,7 @@ def test_everything_by_keyboard(server: FakeServer, opened: Any) -> None:
     assert focus_until(page, "Edit", back=True)
     outline = "getComputedStyle(document.activeElement).outlineStyle"
     assert page.evaluate(outline) == "solid"
-    assert page.evaluate("getComputedStyle(document.activeElement.parentElement).opacity") == "1"
+    assert page.evaluate("getComputedStyle(document.activeElement).opacity") == "1"
     page.keyboard.press("Enter")
     page.keyboard.press("Control+A")
     page.keyboard.type("edited")
