@@ -208,10 +208,9 @@ def test_tools_that_are_none(tmp_path: Path):
 
         assert "two tools" in await refused(tools=[WEATHER, WEATHER])
         named = {"type": "function", "function": {"name": "other"}}
-        assert "'other', which is not among" in await refused(tools=[WEATHER], tool_choice=named)
+        assert "'other'" in await refused(tools=[WEATHER], tool_choice=named)
         assert "has no tools" in await refused(tool_choice="required")
         assert "name" in await refused(tools=[{"type": "function", "function": {"name": "a b"}}])
-        assert "tools.0" in await refused(tools=[{"type": "web_search"}])
         broken = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/none"}}}
         assert "the schema of the tool 'f' cannot be used" in await refused(
             tools=[broken], tool_choice="required"
