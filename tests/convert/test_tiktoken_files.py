@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import unicodedata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def test_tokens_are_those_of_rank_bpe(tmp_path: Path, kind: str, name: str, pre:
         drawn = ["".join(rng.choices("abcd the", k=rng.randint(1, 40))) for _ in range(200)]
         pieces = [token.decode() for token in ranks if len(token) > 1 and token.isascii()]
         for text in [*texts, *drawn, *pieces]:
-            assert ours.encode(text) == tiktoken_ids(text, pre, ranks), text
+            whole = unicodedata.normalize("NFC", text) if pre == "qwen2" else text  # as Qwen's class does
+            assert ours.encode(text) == tiktoken_ids(whole, pre, ranks), text
         reached = all(rank_bpe(token, ranks) == [token] for token in ranks)
         assert keys.get("hotset.tokenizer_ignore_merges", False) is not reached
         assert reached == (kind == "learnt") or kind == "shuffled"

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import unicodedata
 
 import numpy as np
 import pytest
@@ -64,7 +65,8 @@ def test_bpe_equals_hugging_face(pre):
     reference = _reference_bpe(_reference_rows()[pre])
     tokenizer = load_tokenizer(bpe_metadata(pre))
     for text in NASTY:
-        expected = reference.encode(text, add_special_tokens=False).ids
+        whole = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        expected = reference.encode(whole, add_special_tokens=False).ids
         assert tokenizer.encode(text, add_special=False, parse_special=True) == expected, text
 
 
@@ -72,7 +74,8 @@ def test_bpe_equals_hugging_face(pre):
 def test_every_pre_tokenizer_keeps_every_byte(pre):
     tokenizer = load_tokenizer(bpe_metadata(pre))
     for text in NASTY:
-        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+        whole = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[pre].normalises else text
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == whole
 
 
 SPLITS = {

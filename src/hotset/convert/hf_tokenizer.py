@@ -23,7 +23,7 @@ from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, TokenizerError
 from hotset.files import read_small_file, read_small_text
 from hotset.text.pretokenizers import PRE_TOKENIZERS
-from hotset.text.tokenizer import BYTE_OF_LETTER, IGNORE_MERGES_KEY, WHOLE_TEXT_KEY
+from hotset.text.tokenizer import BYTE_OF_LETTER, IGNORE_MERGES_KEY, NFC_KEY, WHOLE_TEXT_KEY
 
 NO_TOKEN = 0xFFFFFFFF  # an id that no vocabulary has
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
@@ -71,7 +71,10 @@ _RWKV_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role']|capitalize + ': ' + m['content']|trim + '\n\n' }}"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-_SPACES = [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]  # a normalizer
+_SPACE = "\u2581"  # SentencePiece's visible space
+# Normalizers of BPE over characters: spaces become visible, and SentencePiece's puts one before each text.
+_SPACES = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+_PREFIX_AND_SPACES = [{"type": "Prepend", "prepend": _SPACE}, *_SPACES]
 _SPECIAL_KINDS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}  # of keys
 _TEXT_KINDS = {"cls": "cls", "sep": "seperator", "mask": "mask"}  # so spelled
 # Of these every character belongs to a match, so that what lies between matches is nothing.
@@ -311,7 +314,8 @@ def _byte_level_bpe(
     tokenizer: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
-    of_text = model.get("byte_fallback") and _steps(tokenizer.get("normalizer"), "normalizers") == _SPACES
+    steps = _steps(tokenizer.get("normalizer"), "normalizers")
+    of_text = model.get("byte_fallback") and steps in (_SPACES, _PREFIX_AND_SPACES)
     if model.get("type", "BPE") != "BPE" or (model.get("byte_fallback") and not of_text):
         raise TokenizerError(
             "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
@@ -320,15 +324,17 @@ def _byte_level_bpe(
         if model.get(entry):
             raise TokenizerError(f"{entry} in tokenizer.json is not supported")
     if of_text:
-        return _text_bpe(model, added)
-    # NFC (Qwen's) has no key in GGUF; text is nearly always in that form already.
-    for normalizer in _steps(tokenizer.get("normalizer"), "normalizers"):
+        return _text_bpe(model, added) if steps == _SPACES else _ranked_bpe(model, added, settings)
+    for normalizer in steps:
         if normalizer["type"] != "NFC":
             raise TokenizerError(f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported")
     by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
     # Written "left right" by older versions of the library, as a pair by newer ones.
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return *_rows(by_id, added), _byte_level_keys(_pre_tokenizer(tokenizer), merges, settings)
+    keys = _byte_level_keys(_pre_tokenizer(tokenizer), merges, settings)
+    if bool(steps) != PRE_TOKENIZERS[keys["tokenizer.ggml.pre"]].normalises:
+        keys[NFC_KEY] = bool(steps)
+    return *_rows(by_id, added), keys
 
 
 def _byte_level_keys(pre: str, merges: list[str], settings: dict[str, Any]) -> dict[str, Any]:
@@ -344,17 +350,66 @@ def _byte_level_keys(pre: str, merges: list[str], settings: dict[str, Any]) -> d
 def _text_bpe(
     model: dict[str, Any], added: list[dict[str, Any]]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """As _of_json, of BPE over characters whose texts have "\u2581" for spaces: Gemma 4's."""
-    is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
-    by_id = {id: (token, BYTE if is_byte(token) else NORMAL) for token, id in model["vocab"].items()}
+    """Return what _of_json does, of BPE over characters whose texts have "\u2581" for spaces: Gemma's.
+
+    Runs of spaces among the added tokens are written with spaces, as llama.cpp's converter does.
+    """
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    tokens, types = _rows(by_id, added)
+    tokens, types = _text_rows(model, added)
     keys: dict[str, Any] = {
         "tokenizer.ggml.model": "gemma4",
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": True,
         "tokenizer.ggml.add_space_prefix": False,
     }
+    if any("\n" in merge and merge.replace(" ", "").strip("\n") for merge in merges):
+        keys[WHOLE_TEXT_KEY] = True
+    return tokens, types, keys
+
+
+def _text_rows(model: dict[str, Any], added: list[dict[str, Any]]) -> tuple[list[str], list[int]]:
+    is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
+    by_id = {id: (token, BYTE if is_byte(token) else NORMAL) for token, id in model["vocab"].items()}
+    shown = [token | {"content": str(token["content"]).replace(_SPACE, " ")} for token in added]
+    return _rows(by_id, shown)
+
+
+def _ranked_bpe(
+    model: dict[str, Any], added: list[dict[str, Any]], settings: dict[str, Any]
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    """Return what _of_json does, of a SentencePiece BPE model that was rewritten as merges: Llama 2's.
+
+    A SentencePiece model merges any two pieces whose union is a piece, the best score first. So the merges of
+    one piece must be all its divisions, and follow each other.
+    """
+    pairs = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"]]
+    vocabulary, ranks, last = model["vocab"], {}, None
+    for left, right in pairs:
+        if left + right != last and left + right in ranks:
+            raise TokenizerError("the merges in tokenizer.json are not in the order of a SentencePiece model")
+        last = left + right
+        ranks.setdefault(last, len(ranks))
+    tokens, types = _text_rows(model, added)
+    types[vocabulary[model["unk_token"]]] = UNKNOWN
+    usual = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
+    merged = set(pairs)
+    for token in usual:
+        for at in range(1, len(token)):
+            pair = token[:at], token[at:]
+            if pair[0] in usual and pair[1] in usual and pair not in merged:
+                raise TokenizerError(
+                    f"tokenizer.json lacks the merge of {' and '.join(map(repr, pair))[:100]}"
+                )
+    keys: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": [-float(ranks.get(token, 0)) for token in tokens],
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
+        "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
+        "tokenizer.ggml.unknown_token_id": vocabulary[model["unk_token"]],
+    }
+    keys |= dict.fromkeys(("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"), NO_TOKEN)
     return tokens, types, keys
 
 

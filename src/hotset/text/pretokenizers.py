@@ -7,7 +7,7 @@ names are the ones that llama.cpp's converter writes. `(?i:...)` and the cased l
 has to approximate for lack of a Unicode regex engine, are therefore exact here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotset.errors import TokenizerError
 
@@ -19,11 +19,13 @@ class PreTokenizer:
     patterns: regular expressions, applied in order.
     ignore_merges: a word that is a token is taken whole, whatever the merges say.
     add_bos: whether BOS is put in front when the file does not say (`tokenizer.ggml.add_bos_token`).
+    normalises: whether text is normalised to NFC first, as Qwen's tokenizers do; no key of GGUF says it.
     """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+    normalises: bool = False
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -82,7 +84,8 @@ _gpt2 = PreTokenizer((_GPT2,))
 _starcoder = PreTokenizer((r"\p{N}", _GPT2))
 _llama3 = PreTokenizer((_cl100k(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
 _cl100k_plain = PreTokenizer((_cl100k(r"\p{N}{1,3}"),))
-_qwen2 = PreTokenizer((_cl100k(r"\p{N}"),))
+_digit = PreTokenizer((_cl100k(r"\p{N}"),))
+_qwen2 = replace(_digit, normalises=True)
 _gpt4o = PreTokenizer((_o200k(r"\p{N}{1,3}"),))
 _deepseek3 = PreTokenizer((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK3))
 _bloom = PreTokenizer((_BLOOM,))
@@ -106,9 +109,8 @@ _TABLE: dict[tuple[str, ...], PreTokenizer] = {
     ): _llama3,
     ("dbrx", "smaug-bpe", "chatglm-bpe"): _cl100k_plain,
     ("glm4", "glm5"): _glm4,
+    ("qwen2", "deepseek-r1-qwen"): _qwen2,
     (
-        "qwen2",
-        "deepseek-r1-qwen",
         "kormo",
         "f2llmv2",
         "megrez",
@@ -116,13 +118,14 @@ _TABLE: dict[tuple[str, ...], PreTokenizer] = {
         "hunyuan",
         "solar-open",
         "grok-2",
-    ): _qwen2,
+    ): _digit,
     ("qwen35",): PreTokenizer(
         (
             _cl100k(
                 r"\p{N}", word=r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", symbols=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
             ),
-        )
+        ),
+        normalises=True,
     ),
     ("ufakzeka",): PreTokenizer((_cl100k(r"\p{N}", contraction=""),)),
     (

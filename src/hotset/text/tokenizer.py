@@ -56,9 +56,13 @@ _KNOWN_TEXTS = _END_OF_GENERATION | _END_OF_GENERATION_IF_SPECIAL | _HARMONY_VIS
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 WHOLE_TEXT_KEY = "hotset.tokenizer_whole_text"
-"""The key of a file whose texts SentencePiece itself tokenizes, user-defined tokens in them included."""
+"""The key of a file whose texts the library tokenizes whole: with the user-defined tokens in them
+(SentencePiece), or with their line feeds (BPE over characters)."""
 IGNORE_MERGES_KEY = "hotset.tokenizer_ignore_merges"
 """The key of a byte-level BPE file whose words that are tokens are taken whole, whatever the merges say."""
+NFC_KEY = "hotset.tokenizer_nfc"
+"""The key that says whether texts of a byte-level BPE file are normalised to NFC; without it the name of the
+pre-tokenizer says it."""
 _MOST_SEQUENCES = 256  # texts whose sequences of tokens are remembered
 _SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
@@ -177,9 +181,13 @@ class Tokenizer:
         A byte counts as one over the length of the longest token with such a byte, so that the bytes of no
         token count as more than one.
         """
-        data = _without_surrogates(text).encode()
+        data = self._normalised(_without_surrogates(text)).encode()
         n_tokens = np.bincount(np.frombuffer(data, np.uint8), minlength=256) @ self._byte_shares
         return math.ceil(float(n_tokens) - 1e-6)
+
+    def _normalised(self, text: str) -> str:
+        """Return `text` as `encode` reads it, special tokens included."""
+        return text
 
     @cached_property
     def _byte_shares(self) -> np.ndarray:
@@ -375,7 +383,7 @@ class _MergingTokenizer(Tokenizer):
     def _merging(self, metadata: Mapping[str, Any], **settings: Any) -> Any:
         """The library's model of the file's tokens and merges."""
         merges = _strings(metadata, "tokenizer.ggml.merges")
-        vocab = dict(zip(self.tokens, range(self.n_vocab), strict=True))
+        vocab = self._words()
         # Control tokens are no words of the model: text must never become one by merging.
         for piece in ("", *self._ids_of(_CONTROL), *self._ids_of(_UNKNOWN)):
             vocab.pop(piece, None)
@@ -398,6 +406,10 @@ class _MergingTokenizer(Tokenizer):
             ]
             return BPE(vocab, pairs, **settings)
 
+    def _words(self) -> dict[str, int]:
+        """Return the ids of all tokens by their spelling in the merges."""
+        return dict(zip(self.tokens, range(self.n_vocab), strict=True))
+
 
 class BytePairTokenizer(_MergingTokenizer):
     """Byte-level BPE: every byte is a letter of GPT-2's alphabet; pairs merge in the order of the merges."""
@@ -411,11 +423,15 @@ class BytePairTokenizer(_MergingTokenizer):
 
         from tokenizers import Regex
         from tokenizers import Tokenizer as HFTokenizer
+        from tokenizers.normalizers import NFC
         from tokenizers.pre_tokenizers import ByteLevel, Split
         from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
         ignore_merges = row.ignore_merges or _flag(metadata, IGNORE_MERGES_KEY, False)
         self._library = HFTokenizer(self._merging(metadata, ignore_merges=ignore_merges))
+        self._nfc = NFC() if _flag(metadata, NFC_KEY, row.normalises) else None
+        if self._nfc is not None:
+            self._library.normalizer = self._nfc
         splits: list[Any] = [Split(Regex(pattern), "isolated") for pattern in row.patterns]
         self._library.pre_tokenizer = PreTokenizers(
             [*splits, ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -427,6 +443,11 @@ class BytePairTokenizer(_MergingTokenizer):
         else:  # unlike `encode`, this lets go of the interpreter's lock
             ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def _normalised(self, text: str) -> str:
+        if self._nfc is None or text.isascii():
+            return text
+        return "".join(self._nfc.normalize_str(part) for part, _ in self._special.split(text))
 
     def _spellings(self, piece: str) -> list[bytes]:
         return [self._piece_bytes(piece, user_defined=False)]
@@ -446,8 +467,12 @@ class BytePairTokenizer(_MergingTokenizer):
 
 
 class TextPairTokenizer(_MergingTokenizer):
-    """BPE over characters, line by line ("gemma4", of Gemma 4): a space is U+2581, a run of line feeds that
-    is a token is one, and bytes are the fallback."""
+    """BPE over characters, line by line ("gemma4", of Gemma 3 and 4): a space is U+2581, a run of line feeds
+    that is a token is one, and bytes are the fallback.
+
+    Runs of spaces are user-defined tokens in files, but spaces become one by the merges, and only U+2581 is
+    matched as a user-defined token. A file may ask for merges over line feeds (WHOLE_TEXT_KEY).
+    """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         has_bos = "tokenizer.ggml.bos_token_id" in metadata
@@ -457,18 +482,32 @@ class TextPairTokenizer(_MergingTokenizer):
         from tokenizers import Tokenizer as HFTokenizer
 
         self._library = HFTokenizer(self._merging(metadata, byte_fallback=True))
-        special = self._ids_of(_CONTROL).keys() | self._ids_of(_UNKNOWN).keys()
+        special = self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN)
+        user_defined = self._ids_of(_USER_DEFINED)
+        spaces = {piece for piece in user_defined if not piece.strip(" ")}
+        named = {_SPACE * len(piece) if piece in spaces else piece: id for piece, id in user_defined.items()}
+        self._user_defined, self._special = SpecialTokens(named), SpecialTokens(named | special)
+        self._is_whole = _flag(metadata, WHOLE_TEXT_KEY, False)
         breaks = (piece for piece in self.vocabulary if piece and not piece.strip("\n"))
         self._breaks = {piece: self.vocabulary[piece] for piece in breaks if piece not in special}
 
+    def _words(self) -> dict[str, int]:
+        user_defined = self._ids_of(_USER_DEFINED)
+        spaces = {_SPACE * len(piece): id for piece, id in user_defined.items() if not piece.strip(" ")}
+        return super()._words() | spaces
+
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
-        parts = [part for part in re.split("(\n+)", text.replace(" ", _SPACE)) if part]
+        text = text.replace(" ", _SPACE)
+        if self._is_whole:
+            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
+        parts = [part for part in re.split("(\n+)", text) if part]
         merged = iter(
             self._library.encode_batch_fast(
                 [part for part in parts if part not in self._breaks], add_special_tokens=False
             )
         )
-        ids: list[int] = []
+        ids = []
         for part in parts:
             ids += [self._breaks[part]] if part in self._breaks else next(merged).ids
         return ids

@@ -1,0 +1,140 @@
+"""Small tokenizers in the forms of published tokenizer.json files: ids and texts equal the library's."""
+
+from __future__ import annotations
+
+import json
+import string
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_corpus import texts
+from tiny_tokenizers import bpe_metadata
+from tokenizers import Tokenizer as Library
+
+from hotset.convert.hf_tokenizer import tokenizer_keys
+from hotset.errors import TokenizerError
+from hotset.text.pretokenizers import PRE_TOKENIZERS
+from hotset.text.tokenizer import NFC_KEY, WHOLE_TEXT_KEY, Tokenizer, load_tokenizer
+
+SPACE = "\u2581"
+PREFIX = {"type": "Prepend", "prepend": SPACE}
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+DECODER = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
+           {"type": "Fuse"}]  # fmt: skip
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+RUNS = [SPACE * n for n in range(2, 8)]
+WORDS = [
+    "th", "the", f"{SPACE}t", f"{SPACE}the", "in", "re", "tu", "retu", "rn", "return", f"{SPACE}re", "é",
+    "mo", "de", "l", "model", "mode", f"{SPACE}mo", "==", "//", "привет", "ив",
+]  # fmt: skip
+OVER_LINES = [";\n", "\n\n", f"\n{SPACE}", f"\n{SPACE}{SPACE}", "}\n", f":\n{SPACE}"]
+
+
+def characters(pieces: list[str], added: list[str], normalizer: Any, *strip: Any) -> dict[str, Any]:
+    """A tokenizer.json of BPE over characters: each piece has the merges of all its divisions."""
+    singles = sorted({*string.printable[:95], "\n", SPACE, *"".join(pieces)})
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *singles]
+    pieces = [piece for piece in dict.fromkeys(pieces) if piece not in singles]
+    vocabulary += pieces
+    merges = [
+        [piece[:at], piece[at:]]
+        for piece in pieces
+        for at in range(1, len(piece))
+        if piece[:at] in vocabulary and piece[at:] in vocabulary
+    ]
+    tokens = ["<unk>", "<s>", "</s>", *added]
+    vocabulary += [token for token in added if token not in vocabulary]
+    ids = {token: id for id, token in enumerate(vocabulary)}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": ids[token], "content": token, "special": token.startswith("<"), "normalized": False,
+             "lstrip": False, "rstrip": False, "single_word": False}
+            for token in tokens
+        ],
+        "normalizer": normalizer, "pre_tokenizer": None, "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [*DECODER, *strip]},
+        "model": {"type": "BPE", "vocab": ids, "merges": merges, "byte_fallback": True, "fuse_unk": True,
+                  "unk_token": "<unk>", "dropout": None, "ignore_merges": False},
+    }  # fmt: skip
+
+
+def byte_level(normalizer: Any) -> dict[str, Any]:
+    """A tokenizer.json of byte-level BPE that splits as Qwen's."""
+    keys = bpe_metadata("qwen2")
+    ids = {token: id for id, token in enumerate(keys["tokenizer.ggml.tokens"])}
+    pattern = {"Regex": PRE_TOKENIZERS["qwen2"].patterns[0]}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0", "added_tokens": [], "normalizer": normalizer, "post_processor": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "decoder": level,
+        "model": {"type": "BPE", "vocab": ids, "merges": keys["tokenizer.ggml.merges"]},
+    }  # fmt: skip
+
+
+def both(folder: Path, content: dict[str, Any]) -> tuple[Library, Tokenizer, dict[str, Any]]:
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    keys = tokenizer_keys(folder, {"vocab_size": library.get_vocab_size()})
+    return library, load_tokenizer(keys | {"tokenizer.ggml.add_bos_token": False}), keys
+
+
+FORMS = {
+    "llama 2": characters(WORDS, [], {"type": "Sequence", "normalizers": [PREFIX, SPACES]}, STRIP),
+    "gemma 3": characters([*RUNS, *WORDS], ["\n", "\n\n", *RUNS, "[x]"], SPACES),
+    "over lines": characters([*OVER_LINES, *WORDS], ["[x]"], SPACES),
+    "nfc": byte_level({"type": "NFC"}),
+    "no nfc": byte_level(None),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_and_text_equal_the_librarys(form: str, tmp_path: Path):
+    library, tokenizer, keys = both(tmp_path, FORMS[form])
+    named = [token["content"] for token in FORMS[form]["added_tokens"] if not token["special"]]
+    for text in texts(300, named):
+        ids = library.encode(text, add_special_tokens=False).ids
+        found = tokenizer.encode(text, add_special=False)
+        if keys["tokenizer.ggml.model"] == "gemma4":
+            ids = [id for id in ids if id != tokenizer.bos_id]
+            found = [id for id in found if id != tokenizer.bos_id]
+        assert found == ids, text
+        assert tokenizer.decode(found) == library.decode(ids), text
+
+
+def test_forms_are_known_by_their_keys(tmp_path: Path):
+    keys = {}
+    for form, content in FORMS.items():
+        _, _, keys[form] = both(tmp_path, content)
+    assert keys["llama 2"]["tokenizer.ggml.model"] == "llama"
+    assert "  " in keys["gemma 3"]["tokenizer.ggml.tokens"], "as llama.cpp's converter writes it"
+    assert [form for form in keys if WHOLE_TEXT_KEY in keys[form]] == ["over lines"]
+    assert (keys["nfc"].get(NFC_KEY), keys["no nfc"].get(NFC_KEY)) == (None, False)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "deepseek-r1-qwen"])
+def test_a_file_without_the_key_is_normalised_by_the_name_of_its_pre_tokenizer(pre: str):
+    tokenizer = load_tokenizer(bpe_metadata(pre))
+    decomposed = unicodedata.normalize("NFD", "café Việt 각 ") * 300
+    composed = unicodedata.normalize("NFC", decomposed)
+    assert tokenizer.encode(decomposed, most=len(composed.encode())) == tokenizer.encode(composed)
+    assert tokenizer.encode_inside(decomposed) == tokenizer.encode_inside(composed)
+    assert tokenizer.fewest_tokens(decomposed) == tokenizer.fewest_tokens(composed)
+    assert load_tokenizer(bpe_metadata("llama-bpe")).encode("e\u0301") != tokenizer.encode("e\u0301")
+
+
+@pytest.mark.parametrize("change", ["order", "missing"])
+def test_merges_that_no_scores_describe_are_refused(change: str, tmp_path: Path):
+    content = characters(
+        ["ab", "abc", "bc"], [], {"type": "Sequence", "normalizers": [PREFIX, SPACES]}, STRIP
+    )
+    merges = content["model"]["merges"]
+    if change == "missing":
+        merges.remove(["a", "bc"]) if ["a", "bc"] in merges else merges.pop()
+    else:
+        merges.append(merges[0])
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        both(tmp_path, content)
