@@ -181,11 +181,11 @@ class Tokenizer:
         A byte counts as one over the length of the longest token with such a byte, so that the bytes of no
         token count as more than one.
         """
-        data = self._normalised(_without_surrogates(text)).encode()
+        data = self._composed(_without_surrogates(text)).encode()
         n_tokens = np.bincount(np.frombuffer(data, np.uint8), minlength=256) @ self._byte_shares
         return math.ceil(float(n_tokens) - 1e-6)
 
-    def _normalised(self, text: str) -> str:
+    def _composed(self, text: str) -> str:
         """Return `text` as `encode` reads it, special tokens included."""
         return text
 
@@ -444,7 +444,7 @@ class BytePairTokenizer(_MergingTokenizer):
             ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _normalised(self, text: str) -> str:
+    def _composed(self, text: str) -> str:
         if self._nfc is None or text.isascii():
             return text
         return "".join(self._nfc.normalize_str(part) for part, _ in self._special.split(text))
