@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import string
 import unicodedata
 from pathlib import Path
@@ -75,6 +76,28 @@ def byte_level(normalizer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def unigram(normalizer: Any, *pre_tokenizers: Any) -> dict[str, Any]:
+    """A tokenizer.json of a unigram model without a table of characters."""
+    singles = sorted({*string.printable[:95], "\n", SPACE, *"".join(WORDS)} - {"~"})
+    pieces = [*singles, *(piece for piece in [*WORDS, *OVER_LINES, *RUNS] if len(piece) > 1)]
+    draw = random.Random(3)
+    scores = [-draw.randint(64, 640) / 64 for _ in pieces]  # sums are exact in either precision
+    special = ["<unk>", "<s>", "</s>"]
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": id, "content": token, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
+             "single_word": False}
+            for id, token in enumerate(special)
+        ],
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre_tokenizers)}, "post_processor": None,
+        "decoder": None,
+        "model": {"type": "Unigram", "unk_id": 0, "byte_fallback": False,
+                  "vocab": [*([token, 0.0] for token in special), *map(list, zip(pieces, scores, strict=True))]},
+    }  # fmt: skip
+
+
 def both(folder: Path, content: dict[str, Any]) -> tuple[Library, Tokenizer, dict[str, Any]]:
     (folder / "tokenizer.json").write_text(json.dumps(content))
     library = Library.from_file(str(folder / "tokenizer.json"))
@@ -89,6 +112,25 @@ FORMS = {
     "nfc": byte_level({"type": "NFC"}),
     "no nfc": byte_level(None),
 }
+
+
+COLLAPSE = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+WORDWISE = {"type": "WhitespaceSplit"}
+
+
+def visible_spaces(prepend: str, split: bool) -> dict[str, Any]:
+    return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": prepend, "split": split}
+
+
+@pytest.mark.parametrize("normalizer", [None, COLLAPSE])
+@pytest.mark.parametrize("words", [[], [WORDWISE]])
+@pytest.mark.parametrize(("prepend", "split"), [("always", True), ("never", True), ("always", False)])
+def test_unigram_ids_without_a_table_equal_the_librarys(
+    normalizer: Any, words: list[Any], prepend: str, split: bool, tmp_path: Path
+):
+    library, tokenizer, _ = both(tmp_path, unigram(normalizer, *words, visible_spaces(prepend, split)))
+    for text in texts(200):
+        assert tokenizer.encode(text, add_special=False) == library.encode(text).ids, text
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -23,7 +23,13 @@ from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, TokenizerError
 from hotset.files import read_small_file, read_small_text
 from hotset.text.pretokenizers import PRE_TOKENIZERS
-from hotset.text.tokenizer import BYTE_OF_LETTER, IGNORE_MERGES_KEY, NFC_KEY, WHOLE_TEXT_KEY
+from hotset.text.tokenizer import (
+    BYTE_OF_LETTER,
+    IGNORE_MERGES_KEY,
+    NFC_KEY,
+    UNIGRAM_STEPS_KEY,
+    WHOLE_TEXT_KEY,
+)
 
 NO_TOKEN = 0xFFFFFFFF  # an id that no vocabulary has
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
@@ -251,20 +257,23 @@ def _vocab_txt(src: Path, settings: dict[str, Any]) -> tuple[list[str], list[int
 def _unigram(
     tokenizer: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    model, charsmap, removes_spaces = tokenizer["model"], b"", False
+    model, charsmap, removes_spaces, steps = tokenizer["model"], b"", False, list[str]()
     for step in _steps(tokenizer.get("normalizer"), "normalizers"):
         if step["type"] == "Precompiled" and not charsmap:
             charsmap = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
         elif (step["type"], step.get("pattern"), step.get("content")) == ("Replace", {"Regex": " {2,}"}, " "):
             removes_spaces = True
+            steps.append("collapse")
         else:
             raise TokenizerError(f"the normalizer {step['type']!r} of a unigram model is not supported")
     prefix = False
     for step in _steps(tokenizer["pre_tokenizer"], "pretokenizers"):
         if step["type"] == "WhitespaceSplit":
             removes_spaces = True
+            steps.append("words")
         elif step["type"] == "Metaspace" and step.get("replacement") == "\u2581":
             prefix = step.get("prepend_scheme", "always") == "always"
+            steps += ["pieces"] * (step.get("split", True) is not False)
         else:
             raise TokenizerError(f"the pre-tokenizer {step['type']!r} of a unigram model is not supported")
     if not isinstance(model.get("unk_id"), int):
@@ -285,6 +294,8 @@ def _unigram(
     }
     if charsmap:
         keys["tokenizer.ggml.precompiled_charsmap"] = np.frombuffer(charsmap, np.uint8)
+    else:
+        keys[UNIGRAM_STEPS_KEY] = steps
     return tokens, types, keys
 
 
@@ -383,7 +394,8 @@ def _ranked_bpe(
     one piece must be all its divisions, and follow each other.
     """
     pairs = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"]]
-    vocabulary, ranks, last = model["vocab"], {}, None
+    vocabulary, last = model["vocab"], None
+    ranks: dict[str, int] = {}
     for left, right in pairs:
         if left + right != last and left + right in ranks:
             raise TokenizerError("the merges in tokenizer.json are not in the order of a SentencePiece model")

@@ -63,6 +63,9 @@ IGNORE_MERGES_KEY = "hotset.tokenizer_ignore_merges"
 NFC_KEY = "hotset.tokenizer_nfc"
 """The key that says whether texts of a byte-level BPE file are normalised to NFC; without it the name of the
 pre-tokenizer says it."""
+UNIGRAM_STEPS_KEY = "hotset.tokenizer_unigram_steps"
+"""The key of a unigram file without a table of characters: the steps of its tokenizer.json before the model.
+"collapse" makes one space of several, "words" splits at any white space, "pieces" splits before spaces."""
 _MOST_SEQUENCES = 256  # texts whose sequences of tokens are remembered
 _SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
@@ -612,7 +615,8 @@ class SentencePieceTokenizer(Tokenizer):
 class UnigramTokenizer(SentencePieceTokenizer):
     """SentencePiece's unigram model ("t5", of T5 and XLM-RoBERTa): the pieces with the best sum of scores.
 
-    Text is normalised first, by the file's table (text/charsmap.py). What no piece spells is unknown.
+    Text is normalised first, by the file's table (text/charsmap.py). What no piece spells is unknown. A file
+    with UNIGRAM_STEPS_KEY has no table, and the library `tokenizers` does what SentencePiece cannot.
     """
 
     _UNIGRAM = True
@@ -621,8 +625,45 @@ class UnigramTokenizer(SentencePieceTokenizer):
         super().__init__(metadata)
         blob = _numbers(metadata, "tokenizer.ggml.precompiled_charsmap", "iu")
         self._normalised = CharsMap(blob.astype(np.uint8).tobytes())
+        self._stepwise: tuple[Any, Any] | None = None  # inside a text, and at its beginning
+        if UNIGRAM_STEPS_KEY in metadata:
+            steps = frozenset(_strings(metadata, UNIGRAM_STEPS_KEY))
+            schemes = "never", "always" if self.add_space_prefix else "never"
+            inside, begin = (
+                self._by_steps(scores=metadata, steps=steps, prepend=scheme) for scheme in schemes
+            )
+            self._stepwise = inside, begin
+            self._user_defined = SpecialTokens(self._ids_of(_USER_DEFINED))
+            self._special = SpecialTokens(
+                self._ids_of(_USER_DEFINED) | self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN)
+            )
+
+    def _by_steps(self, scores: Mapping[str, Any], steps: Collection[str], prepend: Any) -> Any:
+        from tokenizers import Regex, normalizers, pre_tokenizers
+        from tokenizers import Tokenizer as HFTokenizer
+        from tokenizers.models import Unigram
+
+        values = _numbers(scores, "tokenizer.ggml.scores", "iuf").tolist()
+        unknown = int(np.flatnonzero(self.types == _UNKNOWN)[0])
+        words = [
+            (piece if kind in (_NORMAL, _UNKNOWN) and _is_text(piece) else f"\0{id}", score)
+            for id, (piece, score, kind) in enumerate(
+                zip(self.tokens, values, self.types.tolist(), strict=False)
+            )
+        ]
+        library = HFTokenizer(Unigram(words, unknown, False))
+        if "collapse" in steps:
+            library.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
+        spaces = pre_tokenizers.Metaspace(_SPACE, prepend, split="pieces" in steps)
+        splits = [pre_tokenizers.WhitespaceSplit(), spaces] if "words" in steps else [spaces]
+        library.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        return library
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+        if self._stepwise is not None:
+            library = self._stepwise[after_special]
+            ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
         return super()._encode_plain(self._normalised(text), after_special)
 
     def _spelled_bytes(self) -> Collection[int]:
