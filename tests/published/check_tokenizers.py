@@ -1,6 +1,6 @@
 """`make test-published`: the tokenizer.json files of Gemma 3, Llama 2 and Qwen 3, from packages of npm.
 
-Ids and decoded text of 2,000 seeded texts equal those of the library `tokenizers`.
+On 2,000 seeded texts, hotset and the library `tokenizers` give the same ids and the same decoded text.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 DECODER = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
            {"type": "Fuse"}]  # fmt: skip
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+PLAIN = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)  # of an added token
 RUNS = [SPACE * n for n in range(2, 8)]
 WORDS = [
     "th", "the", f"{SPACE}t", f"{SPACE}the", "in", "re", "tu", "retu", "rn", "return", f"{SPACE}re", "é",
@@ -51,8 +52,7 @@ def characters(pieces: list[str], added: list[str], normalizer: Any, *strip: Any
     return {
         "version": "1.0",
         "added_tokens": [
-            {"id": ids[token], "content": token, "special": token.startswith("<"), "normalized": False,
-             "lstrip": False, "rstrip": False, "single_word": False}
+            {"id": ids[token], "content": token, "special": token.startswith("<"), **PLAIN}
             for token in tokens
         ],
         "normalizer": normalizer, "pre_tokenizer": None, "post_processor": None,
@@ -83,18 +83,17 @@ def unigram(normalizer: Any, *pre_tokenizers: Any) -> dict[str, Any]:
     draw = random.Random(3)
     scores = [-draw.randint(64, 640) / 64 for _ in pieces]  # sums are exact in either precision
     special = ["<unk>", "<s>", "</s>"]
+    vocabulary = [*([token, 0.0] for token in special), *map(list, zip(pieces, scores, strict=True))]
     return {
         "version": "1.0",
         "added_tokens": [
-            {"id": id, "content": token, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
-             "single_word": False}
+            {"id": id, "content": token, "special": True, **PLAIN}
             for id, token in enumerate(special)
         ],
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre_tokenizers)}, "post_processor": None,
         "decoder": None,
-        "model": {"type": "Unigram", "unk_id": 0, "byte_fallback": False,
-                  "vocab": [*([token, 0.0] for token in special), *map(list, zip(pieces, scores, strict=True))]},
+        "model": {"type": "Unigram", "unk_id": 0, "byte_fallback": False, "vocab": vocabulary},
     }  # fmt: skip
 
 

@@ -615,7 +615,7 @@ class SentencePieceTokenizer(Tokenizer):
 class UnigramTokenizer(SentencePieceTokenizer):
     """SentencePiece's unigram model ("t5", of T5 and XLM-RoBERTa): the pieces with the best sum of scores.
 
-    Text is normalised first, by the file's table (text/charsmap.py). What no piece spells is unknown. A file
+    Text is normalised first, by the file's table (text/charsmap.py). Unspelled text is unknown. A file
     with UNIGRAM_STEPS_KEY has no table, and the library `tokenizers` does what SentencePiece cannot.
     """
 
