@@ -24,7 +24,6 @@ import jsonschema
 import numpy as np
 
 import hotset
-from hotset.engine.sampler import Sampler
 from hotset.text.constraint import GrammarConstraint
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -107,7 +106,6 @@ def main() -> None:
         (GrammarConstraint, "look_ahead"),
         (GrammarConstraint, "mask"),
         (GrammarConstraint, "accept"),
-        (Sampler, "_constrained"),
     ):
         clock.watch(kind, name)
     names = list(ASKED)

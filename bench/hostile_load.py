@@ -6,9 +6,11 @@ Starts a server with a key for each of two clients. One streams an answer. The o
 sends requests of one kind, several at once and again as long as the kind lasts: the largest bodies that a
 server takes (4 MB), and those that cost most for each of their bytes, some of them accepted, some refused.
 Meanwhile /health is read every 20 ms. For each kind it prints the longest gap between two pieces of the
-stream (a piece comes every 20 ms; a step that reads prompts may take 50 ms), the slowest /health, the memory
-that came on top, and the statuses of the replies. The first line is the server without the other client.
-Prints a Markdown table and one line of JSON.
+stream, the mean engine step, the slowest /health, the additional memory, and the statuses of the replies. The
+first line is the server without the other client.
+
+Limits: a gap stays under 250 ms, or under two engine steps if these take longer; /health answers within
+100 ms. Prints a Markdown table and one line of JSON. All kinds together take less than five minutes.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -34,10 +38,13 @@ import peers
 import psutil
 import serve_load
 
+from hotset.storage import created
+
 BODY_BYTES = 4 << 20  # the largest that a server takes
 KEYS = {"stream": "key-of-the-stream", "hostile": "key-of-the-hostile"}
 _HEALTH_SECONDS = 0.02  # between two looks at /health
-_REPLY_SECONDS = 60.0  # for which a reply is waited for
+_REPLY_SECONDS = 20.0  # for which a reply is waited for
+GAP_SECONDS, HEALTH_SECONDS = 0.25, 0.1  # the limits
 
 MODEL = serve_load.MODEL  # what it is called in requests
 Request = tuple[str, bytes]  # path, body
@@ -191,6 +198,60 @@ def _grammars() -> Iterator[Request]:
         yield _json("/v1/completions", prompt="a", max_tokens=64, grammar=lark)
 
 
+def _answers(**fields: Any) -> Request:
+    most = {"max_tokens": 256, "ignore_eos": True, "top_k": 0, "top_p": 1, "min_p": 0, "temperature": 1}
+    return _json("/v1/completions", prompt="a", **most | fields)
+
+
+def _sampling() -> Iterator[Request]:
+    """Samplers that look at the whole vocabulary, for as many sequences as there are."""
+    yield _answers(n=15, typical_p=0.9)
+    many = {"xtc_probability": 1, "xtc_threshold": 0.01, "dry_multiplier": 0.8, "dynatemp_range": 0.5}
+    yield _answers(n=15, **many)
+    yield _answers(n=15, typical_p=0.95, top_n_sigma=3, top_p=0.99, repeat_penalty=1.1, **many)
+    yield _answers(n=15, mirostat=2, mirostat_tau=12)
+    yield _answers(n=15, mirostat=1, mirostat_tau=12)
+
+
+def _logprobs() -> Iterator[Request]:
+    yield _answers(n=15, logprobs=20)
+    yield _json("/v1/completions", prompt=_texts(8000)[2], max_tokens=64, n=15, logprobs=20)
+
+
+def _show() -> Iterator[Request]:
+    yield _json("/api/show", verbose=True)
+    yield _json("/api/show")
+
+
+def _unknown_names() -> Iterator[Request]:
+    """Each is looked for among the created models (`_create`)."""
+    for i in range(100):
+        yield "/api/show", json.dumps({"model": f"unknown-{i}"}).encode()
+        yield (
+            "/v1/completions",
+            json.dumps({"model": f"unknown-{i}", "prompt": "a", "max_tokens": 1}).encode(),
+        )
+
+
+def _schemas() -> Iterator[Request]:
+    """Objects within objects, 400 properties in all; each schema is a new one."""
+    draw = random.Random(3)
+    for _ in range(60):
+        n = draw.randrange(10**9)
+        schema: dict[str, Any] = {"type": "string"}
+        for i in range(20):
+            properties = {f"p{n}-{i}-{j}": {"type": "string", "maxLength": 40} for j in range(19)}
+            schema = {"type": "object", "properties": {**properties, "inner": schema}}
+            schema["required"] = list(schema["properties"])
+        yield _json("/v1/completions", prompt="a", max_tokens=32, json_schema=schema)
+
+
+def _connections() -> Iterator[Request]:
+    """Short connections, hundreds a second; `hostile` sends them as fast as the server closes them."""
+    yield _json("/tokenize", content="a")
+    yield "/v1/completions", b"{}"
+
+
 KINDS: dict[str, Callable[[], Iterator[Request]]] = {
     "nothing": lambda: iter(()),
     "tokenize": _tokenize,
@@ -203,6 +264,12 @@ KINDS: dict[str, Callable[[], Iterator[Request]]] = {
     "arrays": _arrays,
     "detokenize": _detokenize,
     "grammars": _grammars,
+    "sampling": _sampling,
+    "logprobs": _logprobs,
+    "show": _show,
+    "unknown names": _unknown_names,
+    "schemas": _schemas,
+    "connections": _connections,
 }
 
 
@@ -231,8 +298,9 @@ def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection
     for thread in threads:
         thread.start()
     time.sleep(seconds)
+    deadline = time.monotonic() + _REPLY_SECONDS
     for thread in threads:  # what was sent before the end counts
-        thread.join(_REPLY_SECONDS)
+        thread.join(max(deadline - time.monotonic(), 0.0))
     told.send(dict(found))
 
 
@@ -264,12 +332,18 @@ def _status(port: int, path: str, body: bytes) -> str:
 
 @dataclass
 class Found:
-    """Of one kind of requests: seconds, bytes, and how many of each status."""
+    """Of one kind of requests: seconds, bytes, and how many of each status. step: the mean engine step."""
 
     gap: float = 0.0
+    step: float = 0.0
     health: float = 0.0
     memory: int = 0
     statuses: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the limits are kept."""
+        return self.gap < max(GAP_SECONDS, 2 * self.step) and self.health < HEALTH_SECONDS
 
 
 class Watch:
@@ -278,7 +352,7 @@ class Watch:
     def __init__(self, server: serve_load.Running, port: int) -> None:
         self.found = Found()
         self._port, self._process = port, psutil.Process(server.pid)
-        self._memory = self._used()
+        self._memory, self._steps = self._used(), self._counted()
         self._ended, self._streams = threading.Event(), threading.Event()
         works = (self._stream, self._look, self._weigh)
         self._threads = [threading.Thread(target=work, daemon=True) for work in works]
@@ -294,6 +368,8 @@ class Watch:
         self._ended.set()
         for thread in self._threads:
             thread.join()
+        n, seconds = (after - before for after, before in zip(self._counted(), self._steps, strict=True))
+        self.found.step = seconds / max(n, 1.0)
 
     def _stream(self) -> None:
         """One answer after the other; a gap is between two pieces of one."""
@@ -333,6 +409,22 @@ class Watch:
         while not self._ended.wait(0.05):
             self.found.memory = max(self.found.memory, self._used() - self._memory)
 
+    def _counted(self) -> tuple[float, float]:
+        """The engine's steps so far, and their seconds."""
+        head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEYS['stream']}\r\n"
+        head += "Connection: close\r\n\r\n"
+        data = b""
+        with socket.create_connection(("127.0.0.1", self._port), _REPLY_SECONDS) as connection:
+            connection.sendall(head.encode())
+            while part := connection.recv(1 << 16):
+                data += part
+        found = [
+            re.search(rb"^hotset_%b_total\S* (\S+)" % name, data, re.M)
+            for name in (b"steps", b"step_seconds")
+        ]
+        steps, seconds = (float(one[1]) if one else 0.0 for one in found)
+        return steps, seconds
+
     def _used(self) -> int:
         """Of the server and of what it has started."""
         used = 0
@@ -356,13 +448,20 @@ def measure(server: serve_load.Running, kind: str, args: argparse.Namespace) -> 
     return watch.found
 
 
+def _create(home: str) -> None:
+    """Fill a store with created models of 50 MB in all."""
+    os.environ["HOTSET_HOME"] = home
+    for i in range(64):
+        created.add(f"created-{i}", created.Created(base="none", template="x" * 800_000))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
-    parser.add_argument("--seconds", type=float, default=10, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=8, help="of each kind (8)")
     parser.add_argument("--at-once", type=int, default=4, help="requests of the hostile client")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--port", type=int, default=18081)
@@ -374,19 +473,31 @@ def main() -> None:
     command = serve_load.hotset_command(args.model, args.port, 16, args.threads)
     command += [part for key in KEYS.values() for part in ("--api-key", key)]
     found: dict[str, Found] = {}
-    with peers.Others() as others, serve_load.running(command, args.port) as server:
-        for kind in args.only:
-            found[kind] = measure(server, kind, args)
+    with tempfile.TemporaryDirectory() as home:
+        _create(home)
+        with peers.Others() as others, serve_load.running(command, args.port) as server:
+            for kind in args.only:
+                found[kind] = measure(server, kind, args)
     rows = [
         [
-            kind, f"{1e3 * one.gap:.0f}", f"{1e3 * one.health:.0f}", f"{one.memory / 1e6:.0f}",
+            kind, f"{1e3 * one.gap:.0f}", f"{1e3 * one.step:.0f}", f"{1e3 * one.health:.0f}",
+            peers.verdict(one.is_within), f"{one.memory / 1e6:.0f}",
             ", ".join(f"{n} × {status}" for status, n in sorted(one.statuses.items())),
         ]
         for kind, one in found.items()
     ]  # fmt: skip
-    peers.print_table(["requests", "longest gap, ms", "/health at most, ms", "memory, MB", "replies"], rows)
+    head = [
+        "requests",
+        "longest gap, ms",
+        "step, ms",
+        "/health at most, ms",
+        "limits",
+        "memory, MB",
+        "replies",
+    ]
+    peers.print_table(head, rows)
     print(f"Others used {others.cores:.2f} cores.\n")
-    results = {kind: asdict(one) for kind, one in found.items()}
+    results = {kind: asdict(one) | {"is_within": one.is_within} for kind, one in found.items()}
     peers.print_json("hostile_load", machine=peers.machine(), found=results, others=others.cores)
 
 

@@ -2,15 +2,22 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <functional>
 #include <limits>
 
 #include "plan.h"
+#include "ranked.h"
+#include "sums.h"
 
 namespace hotset {
 namespace {
 
-constexpr int64_t kFew = 4;  // as _FEW of engine/sampler.py
+constexpr int64_t kMany = 4;          // groups for each that may matter: else all logits are read
+constexpr size_t kMostLikely = 100;   // tokens by which mirostat 1 estimates how the probabilities fall
+constexpr size_t kFewExact = 512;     // logits whose exponentials are the C library's
+constexpr size_t kSumBlock = 8192;    // values that NumPy converts and adds up at a time
+constexpr double kDoubt = 1e-9;       // of a surprise in bits, by the order of a sum
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kOut = -std::numeric_limits<float>::infinity();
 
@@ -19,132 +26,604 @@ float bounded(float value) {
     return value < -kLargest ? -kLargest : value > kLargest ? kLargest : value;
 }
 
-// NaN where one is.
-float largest_of(const float* values, int64_t n) {
-    float most = values[0];
-    for (int64_t i = 0; i < n; i++) {
-        if (std::isnan(values[i])) return values[i];
-        most = std::max(most, values[i]);
+struct Logit {
+    int64_t id;
+    float value;
+};
+
+// What a thread works in; it is kept for its next draw.
+struct Scratch {
+    std::vector<float> values, near, maxima, best, exponentials;
+    std::vector<uint32_t> places;
+    std::vector<double> wide, weights;
+    std::vector<int32_t> longest;
+    std::vector<Logit> changed;
+    float group[kLogitGroup];
+    Ranked ranked;
+};
+
+Scratch& scratch() {
+    thread_local Scratch of_thread;
+    return of_thread;
+}
+
+// The largest of each kLogitGroup values, and of all: NaN if one is.
+float find_maxima(const float* values, size_t n, std::vector<float>& maxima) {
+    constexpr size_t kLanes = 8;  // that compilers turn into vectors
+    maxima.resize((n + kLogitGroup - 1) / kLogitGroup);
+    bool has_nan = false;
+    float highest = kOut;
+    for (size_t g = 0; g < maxima.size(); g++) {
+        const size_t first = g * kLogitGroup, end = std::min(n, first + kLogitGroup);
+        float most[kLanes];
+        int32_t nan[kLanes] = {};
+        std::fill_n(most, kLanes, kOut);
+        size_t i = first;
+        for (; i + kLanes <= end; i += kLanes)
+            for (size_t lane = 0; lane < kLanes; lane++) {
+                const float value = values[i + lane];
+                most[lane] = value > most[lane] ? value : most[lane];
+                nan[lane] |= value != value ? -1 : 0;
+            }
+        for (; i < end; i++) {
+            most[0] = values[i] > most[0] ? values[i] : most[0];
+            nan[0] |= values[i] != values[i] ? -1 : 0;
+        }
+        maxima[g] = *std::max_element(most, most + kLanes);
+        highest = std::max(highest, maxima[g]);
+        for (const int32_t lane : nan) has_nan |= lane != 0;
     }
-    return most;
+    return has_nan ? std::numeric_limits<float>::quiet_NaN() : highest;
+}
+
+// The k-th of the maxima of groups, which are distinct logits: at most the k-th logit. -inf if there are fewer.
+float bound_of(size_t k, const std::vector<float>& maxima, std::vector<float>& best) {
+    if (k > maxima.size()) return kOut;
+    best.assign(maxima.begin(), maxima.begin() + long(k));
+    std::make_heap(best.begin(), best.end(), std::greater<>());
+    for (size_t g = k; g < maxima.size(); g++) {
+        if (!(maxima[g] > best.front())) continue;
+        std::pop_heap(best.begin(), best.end(), std::greater<>());
+        best.back() = maxima[g];
+        std::push_heap(best.begin(), best.end(), std::greater<>());
+    }
+    return best.front();
+}
+
+// Calls f(index, value, whether it is) for all values of groups with one that is not below the bound, nor -inf.
+template <class F>
+void for_each_above(float bound, const float* values, size_t n, const std::vector<float>& maxima, F f) {
+    for (size_t g = 0; g < maxima.size(); g++) {
+        if (maxima[g] < bound) continue;
+        const size_t end = std::min(n, (g + 1) * kLogitGroup);
+        for (size_t i = g * kLogitGroup; i < end; i++)
+            f(i, values[i], (values[i] >= bound) & (values[i] != kOut));
+    }
 }
 
 }  // namespace
 
-Draw::Draw(DrawRules rules, int64_t n_vocab)
-    : rules_(std::move(rules)), n_vocab_(n_vocab), values_(kLogitGroup) {}
-
-int64_t Draw::token(const float* logits, const float* largest,
-                    const std::vector<std::pair<int64_t, int64_t>>& counts, double u) {
-    const int64_t n_groups = n_vocab_ / kLogitGroup;
-    const int64_t k = rules_.temperature == 0.0 ? 1 : rules_.top_k;
-    if (kFew * k > n_groups || kFew * int64_t(rules_.bias.size() + counts.size()) > n_groups) return -1;
-    largest_.assign(largest, largest + n_groups);
-    change(logits, counts);
-    for (size_t i = 0; i < changed_.size(); i++) {
-        const int64_t g = changed_[i].id / kLogitGroup;
-        if (i == 0 || changed_[i - 1].id / kLogitGroup != g)
-            largest_[size_t(g)] = largest_of(group(logits, g), kLogitGroup);
-    }
-    if (!std::isfinite(largest_of(largest_.data(), n_groups))) return -1;
-    // The largest of groups are distinct logits: the k-th of them is at most the k-th logit of all.
-    const float bound = bound_of_best(k);
-    if (bound == kOut) return -1;
-    likely_.clear();
-    int64_t n_read = 0;
-    for (int64_t g = 0; g < n_groups; g++) {
-        if (largest_[size_t(g)] < bound) continue;
-        if (kFew * ++n_read > n_groups) return -1;
-        const float* values = group(logits, g);
-        for (int64_t i = 0; i < kLogitGroup; i++)
-            if (values[i] >= bound) likely_.push_back({g * kLogitGroup + i, values[i]});
-    }
-    if (int64_t(likely_.size()) < k) return -1;  // (they are not the largest of this row)
-    if (rules_.temperature == 0.0) return likely_[0].id;
-    std::sort(likely_.begin(), likely_.end(), [](const Logit& a, const Logit& b) {
-        return a.value != b.value ? a.value > b.value : a.id < b.id;
-    });
-    likely_.resize(size_t(k));
-    return drawn(u);
+Draw::Draw(DrawRules rules, int64_t n_vocab, const std::vector<int64_t>& tokens)
+    : rules_(std::move(rules)), n_vocab_(n_vocab), mu_(2.0 * rules_.mirostat_tau) {
+    if (rules_.dry_multiplier > 0.0 && rules_.dry_last_n != 0)
+        repetitions_.emplace(tokens, rules_.dry_last_n, rules_.dry_breakers);
+    for (const int64_t token : tokens) count(token);
 }
 
-void Draw::change(const float* logits, const std::vector<std::pair<int64_t, int64_t>>& counts) {
-    changed_.clear();
-    for (const auto& [id, bias] : rules_.bias)
-        changed_.push_back({id, bias == kOut || logits[id] == kOut ? kOut : bounded(logits[id] + bias)});
-    const size_t n_biased = changed_.size();
-    const float penalty = std::max(std::numeric_limits<float>::min(), std::min(rules_.repetition, kLargest));
-    for (const auto& [id, count] : counts) {
-        const auto biased = std::find_if(changed_.begin(), changed_.begin() + long(n_biased),
-                                         [id = id](const Logit& of) { return of.id == id; });
-        const bool is_biased = biased != changed_.begin() + long(n_biased);
-        float value = is_biased ? biased->value : logits[id];
-        if (value != kOut) {
-            value = bounded(value > 0.0f ? value / penalty : value * penalty);
-            value = bounded(value - bounded(float(count) * rules_.frequency));
-            value = bounded(value - rules_.presence);
+void Draw::accept(int64_t token) {
+    count(token);
+    if (repetitions_) repetitions_->push(token);
+}
+
+bool Draw::penalises() const {
+    return rules_.penalty_last_n != 0 &&
+           (rules_.repetition != 1.0f || rules_.frequency != 0.0f || rules_.presence != 0.0f);
+}
+
+void Draw::count(int64_t token) {
+    if (!penalises()) return;
+    counts_[token]++;
+    if (rules_.penalty_last_n < 0) return;
+    if (int64_t(recent_.size()) < rules_.penalty_last_n) {
+        recent_.push_back(token);
+        return;
+    }
+    const auto oldest = counts_.find(recent_[oldest_]);
+    if (--oldest->second == 0) counts_.erase(oldest);
+    recent_[oldest_] = token;
+    oldest_ = (oldest_ + 1) % recent_.size();
+}
+
+bool Draw::is_quick(const LogitRow& row) const {
+    const DrawRules& r = rules_;
+    if (row.largest == nullptr || row.candidates || row.allowed_bits || row.allowed) return false;
+    if (repetitions_ || r.mirostat) return false;
+    const bool is_greedy = r.temperature == 0.0;
+    const bool has_more = r.top_n_sigma > 0.0 || r.typical_p < 1.0;
+    if (!is_greedy && (r.top_k <= 0 || r.top_k >= n_vocab_ || has_more)) return false;
+    const int64_t n_groups = n_vocab_ / kLogitGroup, k = is_greedy ? 1 : r.top_k;
+    return kMany * k <= n_groups && kMany * int64_t(r.bias.size() + counts_.size()) <= n_groups;
+}
+
+// One draw. `at` functions return the place of a token's logit, or null if it is not there.
+class Draw::Work {
+  public:
+    Work(const Draw& draw, const LogitRow& row, const Kernels* kernels)
+        : draw_(draw), rules_(draw.rules_), row_(row), kernels_(kernels), s_(scratch()) {}
+
+    Drawn run() {
+        int64_t token = draw_.is_quick(row_) ? by_groups() : -1;
+        if (token >= 0) return {token, draw_.mu_};
+        prepare();
+        if (n_ == 0) return {Drawn::kNothing, draw_.mu_};
+        highest_ = find_maxima(values_, n_, s_.maxima);
+        if (!std::isfinite(highest_))
+            return {highest_ == kOut ? Drawn::kNothing : Drawn::kNotNumbers, draw_.mu_};
+        if (rules_.temperature == 0.0)
+            return {token_at(size_t(std::find(values_, values_ + n_, highest_) - values_)), draw_.mu_};
+        if (rules_.mirostat) {
+            Drawn drawn = mirostat(Order::fast);
+            return s_.ranked.in_doubt() || drawn.token < 0 ? mirostat(Order::exact) : drawn;
         }
-        if (is_biased)
-            biased->value = value;
+        if (rules_.top_n_sigma > 0.0) keep_near();
+        token = filtered(false);
+        return {s_.ranked.in_doubt() ? filtered(true) : token, draw_.mu_};
+    }
+
+    void adjust(float* out) const {
+        std::copy_n(row_.logits, row_.n, out);
+        change([&](int64_t id) { return out + id; });
+    }
+
+  private:
+    template <class At>
+    void change(At at) const {
+        for (const auto& [id, bias] : rules_.bias) {
+            float* value = at(id);
+            if (value) *value = bias == kOut || *value == kOut ? kOut : bounded(*value + bias);
+        }
+        const float penalty =
+            std::max(std::numeric_limits<float>::min(), std::min(rules_.repetition, kLargest));
+        for (const auto& [id, count] : draw_.counts_) {
+            float* value = at(id);
+            if (!value || *value == kOut) continue;
+            *value = bounded(*value > 0.0f ? *value / penalty : *value * penalty);
+            *value = bounded(*value - bounded(float(count) * rules_.frequency));
+            *value = bounded(*value - rules_.presence);
+        }
+        if (!draw_.repetitions_) return;
+        s_.longest.resize(std::max(s_.longest.size(), size_t(draw_.n_vocab_)));
+        for (const auto& [id, length] :
+             draw_.repetitions_->continued(rules_.dry_allowed_length, s_.longest)) {
+            float* value = at(id);
+            if (!value || *value == kOut) continue;
+            const double power = std::pow(rules_.dry_base, double(length - rules_.dry_allowed_length));
+            const double penalty = std::min(rules_.dry_multiplier * power, double(kLargest));
+            *value = bounded(*value - float(penalty));
+        }
+    }
+
+    bool adjusts() const {
+        return !rules_.bias.empty() || !draw_.counts_.empty() || draw_.repetitions_.has_value();
+    }
+
+    // Reads only the groups that can matter; -1: they do not decide.
+    int64_t by_groups() {
+        find_changed();
+        s_.maxima.assign(row_.largest, row_.largest + row_.n / kLogitGroup);
+        for (size_t i = 0; i < s_.changed.size(); i++) {
+            const size_t g = size_t(s_.changed[i].id) / kLogitGroup;
+            if (i == 0 || size_t(s_.changed[i - 1].id) / kLogitGroup != g) {
+                const float* values = group(g);
+                s_.maxima[g] = values[0];
+                for (size_t j = 0; j < kLogitGroup && !std::isnan(s_.maxima[g]); j++)
+                    s_.maxima[g] = std::isnan(values[j]) ? values[j] : std::max(s_.maxima[g], values[j]);
+            }
+        }
+        float highest = kOut;
+        for (const float most : s_.maxima) {
+            if (std::isnan(most)) return -1;
+            highest = std::max(highest, most);
+        }
+        const size_t k = rules_.temperature == 0.0 ? 1 : size_t(rules_.top_k);
+        const float bound = bound_of(k, s_.maxima, s_.best);
+        if (!std::isfinite(highest) || bound == kOut) return -1;
+        s_.ranked.begin(Order::fast, double(highest), 1.0, size_t(row_.n));
+        size_t n_found = 0;
+        for (size_t g = 0; g < s_.maxima.size(); g++) {
+            if (s_.maxima[g] < bound) continue;
+            const float* values = group(g);
+            for (size_t i = 0; i < kLogitGroup; i++) {
+                const bool is_in = values[i] >= bound;
+                s_.ranked.add(values[i], g * kLogitGroup + i, is_in);
+                n_found += is_in;
+            }
+        }
+        if (n_found < k) return -1;  // (they are not the largest of this row)
+        s_.ranked.rank(*kernels_);
+        if (rules_.temperature == 0.0) return int64_t(s_.ranked.place(0));
+        s_.ranked.keep_first(k);
+        const size_t place = finish(0.0);
+        return s_.ranked.in_doubt() ? -1 : int64_t(place);
+    }
+
+    // The few logits that bias and penalties change, by rising id.
+    void find_changed() {
+        std::vector<Logit>& changed = s_.changed;
+        changed.clear();
+        for (const auto& [id, bias] : rules_.bias) changed.push_back({id, row_.logits[id]});
+        for (const auto& [id, count] : draw_.counts_) changed.push_back({id, row_.logits[id]});
+        const auto is_before = [](const Logit& a, const Logit& b) { return a.id < b.id; };
+        std::sort(changed.begin(), changed.end(), is_before);
+        const auto same = [](const Logit& a, const Logit& b) { return a.id == b.id; };
+        changed.erase(std::unique(changed.begin(), changed.end(), same), changed.end());
+        change([&](int64_t id) {
+            return &std::lower_bound(changed.begin(), changed.end(), Logit{id, 0.0f}, is_before)->value;
+        });
+    }
+
+    const float* group(size_t g) {
+        const float* as_it_is = row_.logits + g * kLogitGroup;
+        const int64_t first = int64_t(g) * kLogitGroup, end = first + kLogitGroup;
+        auto at = std::lower_bound(s_.changed.begin(), s_.changed.end(), first,
+                                   [](const Logit& of, int64_t id) { return of.id < id; });
+        if (at == s_.changed.end() || at->id >= end) return as_it_is;
+        std::copy_n(as_it_is, kLogitGroup, s_.group);
+        for (; at != s_.changed.end() && at->id < end; ++at) s_.group[at->id - first] = at->value;
+        return s_.group;
+    }
+
+    // The logits after bias, penalties and what is allowed, in values_ and n_.
+    void prepare() {
+        values_ = row_.logits;
+        n_ = size_t(row_.n);
+        if (adjusts() || row_.allowed_bits) {
+            s_.values.assign(row_.logits, row_.logits + n_);
+            values_ = s_.values.data();
+        }
+        if (adjusts()) adjust();
+        if (row_.allowed) {
+            n_ = size_t(row_.n_allowed);
+            s_.near.resize(n_);
+            for (size_t i = 0; i < n_; i++) s_.near[i] = values_[row_.allowed[i]];
+            s_.values.swap(s_.near);
+            values_ = s_.values.data();
+        } else if (row_.allowed_bits) {
+            allow();
+        }
+    }
+
+    void adjust() {
+        float* values = s_.values.data();
+        if (!row_.candidates) return change([&](int64_t id) { return values + id; });
+        const int32_t* end = row_.candidates + row_.n;
+        change([&](int64_t id) {
+            const int32_t* at = std::lower_bound(row_.candidates, end, id);
+            return at != end && *at == id ? values + (at - row_.candidates) : nullptr;
+        });
+    }
+
+    void allow() {
+        for (size_t byte = 0; byte * 8 < n_; byte++) {
+            const bool has_bits = int64_t(byte) < row_.n_allowed_bytes;
+            const unsigned bits = has_bits ? row_.allowed_bits[byte] : 0;
+            if (bits == 255) continue;
+            const size_t end = std::min<size_t>(n_, byte * 8 + 8);
+            for (size_t i = byte * 8; i < end; i++)  // (a NaN stays one)
+                s_.values[i] = s_.values[i] + (bits >> (i % 8) & 1 ? 0.0f : kOut);
+        }
+    }
+
+    int64_t token_at(size_t place) const {
+        if (is_near_) place = s_.places[place];
+        if (row_.allowed) return row_.allowed[place];
+        return row_.candidates ? int64_t(row_.candidates[place]) : int64_t(place);
+    }
+
+    // Leaves the logits at most top_n_sigma standard deviations below the largest (arXiv 2411.07641): mean and
+    // deviation are those of the finite logits.
+    void keep_near() {
+        s_.wide.resize(n_);
+        size_t n = 0;
+        for (size_t i = 0; i < n_; i++) {
+            s_.wide[n] = double(values_[i]);
+            n += values_[i] != kOut;
+        }
+        const double mean = pairwise_sum(s_.wide.data(), n) / double(n);
+        for (size_t i = 0; i < n; i++) s_.wide[i] = (s_.wide[i] - mean) * (s_.wide[i] - mean);
+        const double deviation = std::sqrt(pairwise_sum(s_.wide.data(), n) / double(n));
+        const double bound = double(highest_) - rules_.top_n_sigma * deviation;
+        s_.near.resize(n_);
+        s_.places.resize(n_);
+        size_t n_near = 0;
+        for (size_t i = 0; i < n_; i++) {
+            s_.near[n_near] = values_[i];
+            s_.places[n_near] = uint32_t(i);
+            n_near += double(values_[i]) >= bound;
+        }
+        is_near_ = true;
+        values_ = s_.near.data();
+        n_ = n_near;
+        find_maxima(values_, n_, s_.maxima);
+    }
+
+    int64_t filtered(bool is_exact) {
+        const Order order = is_exact ? Order::exact : Order::fast;
+        if (rules_.top_k > 0 && rules_.top_k < draw_.n_vocab_) {
+            const size_t k = std::min(size_t(rules_.top_k), n_);
+            s_.ranked.begin(order, double(highest_), 1.0, n_);
+            for_each_above(bound_of(k, s_.maxima, s_.best), values_, n_, s_.maxima,
+                           [&](size_t i, float value, bool is_in) { s_.ranked.add(value, i, is_in); });
+            s_.ranked.rank(*kernels_);
+            s_.ranked.keep_first(k);
+            return token_at(finish(0.0));
+        }
+        double total = 0.0, cut = -std::numeric_limits<double>::infinity();
+        if (rules_.typical_p == 1.0) {
+            if (rules_.min_p > 0.0) cut = std::log(rules_.min_p);
+            if (rules_.top_p < 1.0) {
+                // All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
+                total = sum_of_all();
+                cut = std::max(cut, std::log((1.0 - rules_.top_p) * total / double(n_)));
+            }
+        }
+        const bool is_ordered = std::isfinite(cut) || rules_.top_n_sigma > 0.0 || rules_.typical_p < 1.0 ||
+                                rules_.xtc_probability > 0.0 || rules_.dynatemp_range > 0.0;
+        const float bound = float(cut - 1e-3);  // (a margin for float32; the exact cut follows)
+        const Order given = is_exact ? Order::given_exact : Order::given;
+        s_.ranked.begin(is_ordered ? order : given, 0.0, 1.0, n_);
+        for (size_t g = 0; g < s_.maxima.size(); g++) {
+            if (s_.maxima[g] - highest_ < bound) continue;
+            const size_t end = std::min(n_, (g + 1) * kLogitGroup);
+            for (size_t i = g * kLogitGroup; i < end; i++) {
+                const float relative = values_[i] - highest_;
+                s_.ranked.add(relative, i, (relative >= bound) & (relative != kOut));
+            }
+        }
+        s_.ranked.rank(*kernels_);
+        return token_at(finish(total));
+    }
+
+    // The sum of the exponentials in float32, as the definition of top-p has it.
+    double sum_of_all() {
+        s_.exponentials.resize(n_);
+        kernels_->exponentials(values_, highest_, int64_t(n_), s_.exponentials.data());
+        return double(pairwise_sum(s_.exponentials.data(), n_));
+    }
+
+    // The place of the token that is drawn from the candidates after all filters. total: as of keep_top_p.
+    size_t finish(double total) {
+        Ranked& ranked = s_.ranked;
+        if (rules_.typical_p < 1.0) ranked.keep_typical(rules_.typical_p);
+        ranked.keep_top_p(rules_.top_p, total, rules_.min_p);
+        if (row_.has_xtc) ranked.drop_top_choices(rules_.xtc_threshold);
+        double temperature = rules_.temperature;
+        if (rules_.dynatemp_range > 0.0)
+            temperature = ranked.dynamic_temperature(std::max(temperature - rules_.dynatemp_range, 0.0),
+                                                     temperature + rules_.dynatemp_range,
+                                                     rules_.dynatemp_exponent);
+        return ranked.place(ranked.drawn(temperature, row_.u));
+    }
+
+    // Draws so that the surprise stays near tau bits (arXiv 2007.14966): version 1 estimates by Zipf's law how
+    // many tokens to keep, 2 keeps those whose surprise is at most mu. A negative token: it is in doubt.
+    Drawn mirostat(Order order) {
+        const double bit = std::log(2.0);
+        const bool is_certain = rules_.mirostat == 1 ? keep_by_zipf(order) : keep_by_surprise(order);
+        if (!is_certain) return {-1, draw_.mu_};
+        const size_t rank = s_.ranked.drawn(1.0, row_.u);
+        const double observed = s_.ranked.surprise(rank) / bit;
+        const double mu = draw_.mu_ - rules_.mirostat_eta * (observed - rules_.mirostat_tau);
+        return {token_at(s_.ranked.place(rank)), mu};
+    }
+
+    double relative(float value) const {
+        return (double(value) - double(highest_)) / rules_.temperature;
+    }
+
+    bool keep_by_surprise(Order order) {
+        const double bit = std::log(2.0);
+        s_.wide.resize(n_);
+        s_.places.resize(n_);
+        s_.weights.resize(n_);
+        size_t n = 0;
+        for (size_t i = 0; i < n_; i++) {
+            s_.wide[n] = relative(values_[i]);
+            s_.places[n] = uint32_t(i);
+            n += values_[i] != kOut;
+        }
+        const bool is_exact = order == Order::exact || n <= kFewExact;
+        if (is_exact)
+            for (size_t i = 0; i < n; i++) s_.weights[i] = std::exp(s_.wide[i]);
         else
-            changed_.push_back({id, value});
+            kernels_->weights(s_.wide.data(), 1.0, int64_t(n), s_.weights.data());
+        const double log_sum = std::log(pairwise_sum(s_.weights.data(), n));
+        const double certain = is_exact ? 0.0 : kDoubt * (1.0 + std::abs(draw_.mu_));
+        s_.ranked.begin(order, double(highest_), rules_.temperature, n);
+        const double far = log_sum - bit * (draw_.mu_ + 1.0);  // (a division takes longer than all else)
+        size_t n_kept = 0;
+        for (size_t i = 0; i < n; i++) {
+            if (s_.wide[i] < far) continue;
+            const double beyond = (log_sum - s_.wide[i]) / bit - draw_.mu_;
+            if (std::abs(beyond) < certain) return false;
+            if (!((log_sum - s_.wide[i]) / bit <= draw_.mu_)) continue;
+            s_.ranked.add(values_[s_.places[i]], s_.places[i]);
+            n_kept++;
+        }
+        if (n_kept == 0) {
+            const auto end = s_.wide.begin() + long(n);
+            const size_t first = size_t(std::max_element(s_.wide.begin(), end) - s_.wide.begin());
+            s_.ranked.add(values_[s_.places[first]], s_.places[first]);
+        }
+        s_.ranked.rank(*kernels_);
+        return true;
     }
-    std::sort(changed_.begin(), changed_.end(), [](const Logit& a, const Logit& b) { return a.id < b.id; });
+
+    bool keep_by_zipf(Order order) {
+        const size_t n = size_t(std::count_if(values_, values_ + n_, [](float v) { return v != kOut; }));
+        const size_t n_likely = std::min(kMostLikely, n);
+        rank_likely(n_likely, order);
+        const size_t n_kept = kept_by_zipf(n_likely, n);
+        if (n_kept > n_likely) rank_likely(n_kept, order);
+        s_.ranked.keep_first(n_kept);
+        return true;
+    }
+
+    // Ranks the k likeliest at least.
+    void rank_likely(size_t k, Order order) {
+        const float bound = bound_of(k, s_.maxima, s_.best);
+        const double lowest = relative(bound);  // what is as likely after the division belongs to them
+        s_.ranked.begin(order, double(highest_), rules_.temperature, n_);
+        for (size_t g = 0; g < s_.maxima.size(); g++) {
+            if (relative(s_.maxima[g]) < lowest) continue;
+            const size_t end = std::min(n_, (g + 1) * kLogitGroup);
+            for (size_t i = g * kLogitGroup; i < end; i++)
+                s_.ranked.add(values_[i], i, (values_[i] != kOut) & (relative(values_[i]) >= lowest));
+        }
+        s_.ranked.rank(*kernels_);
+    }
+
+    size_t kept_by_zipf(size_t n_likely, size_t n) {
+        if (n_likely < 2) return 1;
+        std::vector<double> falls(n_likely - 1), squares(n_likely - 1);
+        for (size_t i = 0; i + 1 < n_likely; i++) {
+            const double step = std::log(double(i + 2) / double(i + 1));
+            falls[i] = step * (s_.ranked.relative(i) - s_.ranked.relative(i + 1));
+            squares[i] = step * step;
+        }
+        const double s = pairwise_sum(falls.data(), falls.size()) / pairwise_sum(squares.data(), squares.size());
+        const double n_vocab = double(draw_.n_vocab_), power = std::pow(2.0, draw_.mu_);
+        const double rest = 1.0 - std::pow(n_vocab, 1.0 - s);
+        const double k = rest == 0.0  // s = 1: what (s - 1) / rest tends to
+                             ? power / std::log(std::max(n_vocab, 2.0))
+                             : std::pow((s - 1.0) * power / rest, 1.0 / s);
+        return std::isfinite(k) ? size_t(std::min(std::max(k, 1.0), double(n))) : n;
+    }
+
+    const Draw& draw_;
+    const DrawRules& rules_;
+    const LogitRow& row_;
+    const Kernels* kernels_;
+    Scratch& s_;
+    const float* values_ = nullptr;
+    size_t n_ = 0;
+    float highest_ = kOut;
+    bool is_near_ = false;
+};
+
+Drawn Draw::draw(const LogitRow& row, const Kernels& kernels) const {
+    return Work(*this, row, &kernels).run();
 }
 
-const float* Draw::group(const float* logits, int64_t g) {
-    const float* as_it_is = logits + g * kLogitGroup;
-    auto at = std::lower_bound(changed_.begin(), changed_.end(), g * kLogitGroup,
-                               [](const Logit& of, int64_t id) { return of.id < id; });
-    if (at == changed_.end() || at->id >= (g + 1) * kLogitGroup) return as_it_is;
-    std::copy_n(as_it_is, kLogitGroup, values_.begin());
-    for (; at != changed_.end() && at->id < (g + 1) * kLogitGroup; ++at)
-        values_[size_t(at->id % kLogitGroup)] = at->value;
-    return values_.data();
+void Draw::adjust(const float* logits, float* out) const {
+    Work(*this, {logits, n_vocab_}, nullptr).adjust(out);
 }
 
-// The k-th of the largest of groups.
-float Draw::bound_of_best(int64_t k) {
-    best_.assign(largest_.begin(), largest_.begin() + k);
-    std::make_heap(best_.begin(), best_.end(), std::greater<>());
-    for (size_t g = size_t(k); g < largest_.size(); g++) {
-        if (!(largest_[g] > best_.front())) continue;
-        std::pop_heap(best_.begin(), best_.end(), std::greater<>());
-        best_.back() = largest_[g];
-        std::push_heap(best_.begin(), best_.end(), std::greater<>());
+namespace {
+
+// The draws that take long, a chunk each.
+class DrawStep : public Job {
+  public:
+    DrawStep(const std::vector<DrawJob>& jobs, std::vector<size_t> which, const Kernels& kernels,
+             std::vector<Drawn>& drawn)
+        : jobs_(jobs), which_(std::move(which)), kernels_(kernels), drawn_(drawn) {}
+
+    int n_phases() const override { return 1; }
+    int n_chunks(int) const override { return int(std::min(which_.size(), size_t(kMaxChunks))); }
+    bool prefetch(int, int, int) const override { return false; }
+    void reached(int) const override {}
+    void run_chunk(int, int chunk, Worker& worker) const override {
+        std::vector<Drawn> found;
+        std::exception_ptr failure;
+        try {
+            for (size_t i = size_t(chunk); i < which_.size(); i += size_t(n_chunks(0))) {
+                const DrawJob& job = jobs_[which_[i]];
+                found.push_back(job.draw->draw(job.row, kernels_));
+            }
+        } catch (...) {  // (there was no memory)
+            failure = std::current_exception();
+        }
+        if (!worker.begin_commit()) return;
+        for (size_t i = 0; i < found.size(); i++)
+            drawn_[which_[size_t(chunk) + i * size_t(n_chunks(0))]] = found[i];
+        if (failure) failures_[chunk] = failure;
+        worker.end_commit();
     }
-    return best_.front();
+    void rethrow() const {
+        for (const std::exception_ptr& failure : failures_)
+            if (failure) std::rethrow_exception(failure);
+    }
+
+  private:
+    const std::vector<DrawJob>& jobs_;
+    const std::vector<size_t> which_;
+    const Kernels& kernels_;
+    std::vector<Drawn>& drawn_;
+    mutable std::vector<std::exception_ptr> failures_ = std::vector<std::exception_ptr>(size_t(kMaxChunks));
+};
+
+}  // namespace
+
+std::vector<int64_t> draw_tokens(const std::vector<DrawJob>& jobs, const Kernels& kernels, Runtime* runtime) {
+    std::vector<Drawn> drawn(jobs.size());
+    std::vector<size_t> slow;
+    for (size_t i = 0; i < jobs.size(); i++)
+        if (!jobs[i].draw->is_quick(jobs[i].row)) slow.push_back(i);
+    const bool is_parallel = runtime != nullptr && runtime->n_threads() > 1 && slow.size() > 1;
+    {
+        const DefaultFloats floats;
+        for (size_t i = 0; i < jobs.size(); i++)
+            if (!is_parallel || jobs[i].draw->is_quick(jobs[i].row))
+                drawn[i] = jobs[i].draw->draw(jobs[i].row, kernels);
+    }
+    if (is_parallel) {
+        const DrawStep step(jobs, std::move(slow), kernels, drawn);
+        std::atomic<bool> never{false};
+        const Runtime::Turn turn(*runtime, never, nullptr);
+        turn.pool().run(turn.pool().free_slot(), step, never, nullptr, &step);
+        turn.pool().leave(&step);
+        step.rethrow();
+    }
+    std::vector<int64_t> tokens;
+    for (size_t i = 0; i < jobs.size(); i++) {
+        jobs[i].draw->keep(drawn[i]);
+        tokens.push_back(drawn[i].token);
+    }
+    return tokens;
 }
 
-// One of the likely, which are in order, after top-p and min-p.
-int64_t Draw::drawn(double u) {
-    relative_.clear();
-    for (const Logit& of : likely_) relative_.push_back(double(of.value) - double(likely_[0].value));
-    const auto sum_up = [&](double temperature) {
-        cumulative_.clear();
-        double sum = 0.0;
-        for (const double value : relative_) cumulative_.push_back(sum += std::exp(value / temperature));
-    };
-    size_t n = relative_.size();
-    if (rules_.top_p < 1.0) {
-        sum_up(1.0);
-        const auto last =
-            std::lower_bound(cumulative_.begin(), cumulative_.end(), rules_.top_p * cumulative_.back());
-        n = std::min(n, size_t(last - cumulative_.begin()) + 1);
+double log_sum_exp(const float* logits, int64_t n, const Kernels& kernels) {
+    Scratch& s = scratch();
+    const float highest = find_maxima(logits, size_t(n), s.maxima);
+    if (!std::isfinite(highest)) return std::numeric_limits<double>::quiet_NaN();
+    s.exponentials.resize(size_t(n));
+    kernels.exponentials(logits, highest, n, s.exponentials.data());
+    double sum = 0.0;
+    for (size_t first = 0; first < size_t(n); first += kSumBlock) {
+        const size_t end = std::min(size_t(n), first + kSumBlock);
+        s.wide.assign(s.exponentials.begin() + long(first), s.exponentials.begin() + long(end));
+        sum += pairwise_sum(s.wide.data(), s.wide.size());
     }
-    if (rules_.min_p > 0.0) {
-        const double least = std::log(rules_.min_p);
-        const auto below =
-            std::find_if(relative_.begin(), relative_.end(), [&](double value) { return value < least; });
-        n = std::min(n, size_t(below - relative_.begin()));
-    }
-    relative_.resize(n);
-    sum_up(rules_.temperature);
-    // A float below 1 times the total can round up to it, past the last that has a probability.
-    const double total = cumulative_.back();
-    const auto first = cumulative_.begin(), end = cumulative_.end();
-    const auto at = std::min(std::upper_bound(first, end, u * total), std::lower_bound(first, end, total));
-    return likely_[size_t(at - first)].id;
+    return double(highest) + std::log(sum);
+}
+
+std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k) {
+    Scratch& s = scratch();
+    find_maxima(logits, size_t(n), s.maxima);
+    std::vector<Logit>& found = s.changed;
+    found.clear();
+    for_each_above(bound_of(size_t(k), s.maxima, s.best), logits, size_t(n), s.maxima,
+                   [&](size_t i, float value, bool is_in) {
+                       if (is_in) found.push_back({int64_t(i), value});
+                   });
+    const size_t n_found = std::min(found.size(), size_t(k));
+    std::partial_sort(found.begin(), found.begin() + long(n_found), found.end(),
+                      [](const Logit& a, const Logit& b) { return a.value != b.value ? a.value > b.value : a.id < b.id; });
+    std::vector<int64_t> ids;
+    for (size_t i = 0; i < n_found; i++) ids.push_back(found[i].id);
+    for (int64_t i = 0; i < n && int64_t(ids.size()) < k; i++)
+        if (logits[i] == kOut) ids.push_back(i);
+    return ids;
 }
 
 }  // namespace hotset

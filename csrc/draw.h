@@ -1,52 +1,104 @@
-// One token drawn from a row of logits of which the largest of each group are known (LinearPart::largest):
-// only groups that can matter are read. engine/sampler.py does the same in NumPy, for any row; between two
-// steps every call of it costs more than what it computes, since weights have taken its code out of the
-// caches.
+// From a row of logits to a token. The parameters are those of SamplingParams (engine/sampler.py), which says
+// what they mean, and in which order they apply. tests/support/sampling_reference.py does the same in NumPy: the
+// tokens are equal for every seed.
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "kernels/kernels.h"
+#include "repetitions.h"
+#include "runtime.h"
 
 namespace hotset {
 
 struct DrawRules {
     double temperature = 0.0;  // 0: the likeliest
-    int64_t top_k = 1;         // at least 1, unless the temperature is 0
-    double top_p = 1.0, min_p = 0.0;
+    int64_t top_k = 0;         // 0: all
+    double top_p = 1.0, min_p = 0.0, typical_p = 1.0, top_n_sigma = -1.0;
+    double xtc_probability = 0.0, xtc_threshold = 0.1;
+    double dynatemp_range = 0.0, dynatemp_exponent = 1.0;
+    int64_t mirostat = 0;
+    double mirostat_tau = 5.0, mirostat_eta = 0.1;
     float repetition = 1.0f, frequency = 0.0f, presence = 0.0f;  // penalties
-    std::vector<std::pair<int64_t, float>> bias;                 // by id; -inf: forbidden
+    int64_t penalty_last_n = 0;                                  // tokens that they count; -1: all
+    double dry_multiplier = 0.0, dry_base = 1.75;
+    int64_t dry_allowed_length = 2, dry_last_n = 0;    // tokens that DRY looks at; -1: all
+    std::vector<std::pair<int64_t, float>> bias;       // by rising id; -inf: forbidden
+    std::vector<std::vector<int64_t>> dry_breakers{};  // see Repetitions
 };
 
-// Of one sequence; it has memory that draws use again.
+// What a token is drawn from.
+struct LogitRow {
+    const float* logits;  // [n]
+    int64_t n;
+    const int32_t* candidates = nullptr;    // [n], rising: of these tokens; null: of all, n is n_vocab
+    const float* largest = nullptr;         // [n / kLogitGroup], of each group, as LinearPart::largest
+    const uint8_t* allowed_bits = nullptr;  // token i: bit i % 8 of byte i / 8; null: all are allowed
+    int64_t n_allowed_bytes = 0;            // tokens beyond are not allowed
+    const int64_t* allowed = nullptr;       // the same as ids, if they are few
+    int64_t n_allowed = 0;
+    double u = 0.0;       // in [0, 1): draws
+    bool has_xtc = false; // whether top choices are excluded this time
+};
+
+struct Drawn {
+    static constexpr int64_t kNothing = -1;     // no token is allowed
+    static constexpr int64_t kNotNumbers = -2;  // a logit is NaN, or the largest is infinite
+
+    int64_t token;
+    double mu;  // of mirostat, from now on
+};
+
+// Of one sequence. `draw` may run in several threads at once; the others change the sequence.
 class Draw {
   public:
-    Draw(DrawRules rules, int64_t n_vocab);
+    // tokens: the prompt.
+    Draw(DrawRules rules, int64_t n_vocab, const std::vector<int64_t>& tokens);
 
     int64_t n_vocab() const { return n_vocab_; }
+    int64_t n_penalised() const { return int64_t(counts_.size()); }
+    // Whether groups may decide (LogitRow::largest), so that a draw takes microseconds.
+    bool is_quick(const LogitRow& row) const;
 
-    // largest: [n_vocab / kLogitGroup]. counts: of the tokens that penalties change. u: in [0, 1), by which
-    // one is drawn. -1: groups do not decide (too many could matter, or no logit is finite).
-    int64_t token(const float* logits, const float* largest,
-                  const std::vector<std::pair<int64_t, int64_t>>& counts, double u);
+    Drawn draw(const LogitRow& row, const Kernels& kernels) const;
+    void keep(const Drawn& drawn) { mu_ = drawn.mu; }
+    void accept(int64_t token);
+
+    // Logits of all tokens with bias, penalties and DRY.
+    void adjust(const float* logits, float* out) const;
 
   private:
-    struct Logit {
-        int64_t id;
-        float value;
-    };
-    void change(const float* logits, const std::vector<std::pair<int64_t, int64_t>>& counts);
-    // A group's logits as they are after bias and penalties.
-    const float* group(const float* logits, int64_t g);
-    float bound_of_best(int64_t k);
-    int64_t drawn(double u);
+    class Work;
 
-    const DrawRules rules_;
-    const int64_t n_vocab_;
-    std::vector<Logit> changed_;  // by rising id
-    std::vector<float> largest_, best_, values_;
-    std::vector<Logit> likely_;
-    std::vector<double> relative_, cumulative_;
+    bool penalises() const;
+    void count(int64_t token);
+
+    DrawRules rules_;
+    int64_t n_vocab_;
+    double mu_;
+    std::vector<int64_t> recent_;  // those that penalties count: a ring, if their number is bounded
+    size_t oldest_ = 0;
+    std::unordered_map<int64_t, int64_t> counts_;
+    std::optional<Repetitions> repetitions_;
 };
+
+// One draw of several that may run at once, each of another sequence.
+struct DrawJob {
+    Draw* draw;
+    LogitRow row;
+};
+
+// Draws a token for each, on the threads of the runtime if several take long; null: on this thread.
+std::vector<int64_t> draw_tokens(const std::vector<DrawJob>& jobs, const Kernels& kernels, Runtime* runtime);
+
+// log(sum(exp(logits))), summed in float64 as NumPy does.
+double log_sum_exp(const float* logits, int64_t n, const Kernels& kernels);
+
+// The k largest logits: indices by falling logit, equal ones by rising index.
+std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k);
 
 }  // namespace hotset

@@ -9,13 +9,16 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from byte_models import write_sparse
 from cli_runs import REFERENCE, TEXT, inside
 from file_kinds import needs_links, needs_pipes
+from full_disk import room_for
 from killed import kill_while_it_writes, needs_unnamed_files
 from waiting import WATCHDOG
 
@@ -113,6 +116,56 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
         file.write(b"er")
     assert place.read_bytes() == b"newer"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def _append(path: Path) -> None:
+    with appending(path) as file:
+        for _ in range(1000):
+            file.write(b"0" * 100)
+
+
+def _replace(path: Path) -> None:
+    with replacing(path) as file:
+        for _ in range(1000):
+            file.write(b"0" * 100)
+
+
+@pytest.mark.parametrize("n_bytes", [3, 5000])
+@pytest.mark.parametrize(
+    "write",
+    [
+        _append,
+        _replace,
+        lambda path: write_whole({path: b"0" * 100_000}),
+        lambda path: write_whole({path.with_name("first"): b"0" * 6000, path: b"0"}),
+        lambda path: write_torch(path, np.zeros(30_000, np.float32)),
+    ],
+)
+def test_a_full_disk_is_one_sentence(tmp_path: Path, write: Callable[[Path], None], n_bytes: int) -> None:
+    """The first error is reported, not that of the close, which writes what is left; nothing is replaced."""
+    place = tmp_path / "a"
+    place.write_bytes(b"old")
+    with (
+        room_for(n_bytes),
+        pytest.raises(
+            HotsetError, match=r"^\S+ cannot be written \(File too large\); choose another folder\.$"
+        ),
+    ):
+        write(place)
+    assert place.read_bytes().startswith(b"old")
+    assert write is _append or place.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("writing", [appending, replacing])
+def test_an_error_of_the_block_is_not_hidden_by_that_of_the_close(tmp_path: Path, writing: Any) -> None:
+    def fail() -> None:
+        with writing(tmp_path / "a") as file:
+            file.write(b"0" * 100)
+            raise ZeroDivisionError
+
+    with room_for(10), pytest.raises(ZeroDivisionError):
+        fail()
 
 
 @needs_links
@@ -305,7 +358,7 @@ def test_every_writer_goes_through_the_door() -> None:
     ]
     # Files that are open already, a last line that was cut off, and a log that is appended to.
     expected = [
-        'path.open("a", encoding="utf-8", errors="backslashreplace")',
+        'path.open("ab", buffering=0)',
         "np.save(file,",
         "np.savez(file,",
         "os.truncate(path, len(whole))",

@@ -46,7 +46,7 @@ PARTS = (
     ("hotset.engine.engine.Engine.step", "engine, the rest"),
     ("hotset.engine.scheduler.Scheduler.schedule", "schedule"),
     ("hotset.engine.batch.BatchBuilder.build", "build the batch"),
-    ("hotset.engine.sampler.Sampler.sample", "sample"),
+    ("hotset.engine.engine.Engine._draw", "sample"),
     ("hotset.backends.pipeline.ChainBackend.step", "chain, the rest"),
     ("hotset.backends.pipeline.cache_slots", "check the batch"),
     ("hotset.backends.pipeline.on_host", "logits to the host"),

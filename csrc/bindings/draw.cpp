@@ -6,40 +6,143 @@
 namespace hotset::bindings {
 namespace {
 
-using Biases = std::vector<std::pair<int64_t, float>>;
+using Tokens = std::vector<int64_t>;
+using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-std::unique_ptr<Draw> make_draw(int64_t n_vocab, double temperature, int64_t top_k, double top_p,
-                                double min_p, const std::tuple<float, float, float>& penalties, Biases bias) {
-    require(n_vocab > 0 && n_vocab % kLogitGroup == 0, "groups of logits are whole");
-    require(temperature >= 0 && (temperature == 0 || top_k > 0),
-            "a token is drawn from a number of likely ones");
-    for (const auto& [id, value] : bias) require(id >= 0 && id < n_vocab, "a bias is of a token");
-    const auto& [repetition, frequency, presence] = penalties;
-    return std::make_unique<Draw>(
-        DrawRules{temperature, top_k, top_p, min_p, repetition, frequency, presence, std::move(bias)},
-        n_vocab);
+// What a token is drawn from: the draw, logits, the largest of groups, candidates, bits and ids of what is
+// allowed, u, and whether top choices are excluded (LogitRow).
+using PythonJob = std::tuple<Draw*, Floats, std::optional<Floats>, std::optional<Ints>, std::optional<Bytes>,
+                             std::optional<Ids>, double, bool>;
+
+void require_tokens(const Tokens& tokens, int64_t n_vocab) {
+    for (const int64_t token : tokens) require(token >= 0 && token < n_vocab, "a token is in the vocabulary");
 }
 
-int64_t token(Draw& draw, const Floats& logits, const Floats& largest, const nb::dict& counts, double u) {
-    require(
-        int64_t(logits.size()) == draw.n_vocab() && int64_t(largest.size()) * kLogitGroup == draw.n_vocab(),
-        "a row of logits has the largest of each group");
-    std::vector<std::pair<int64_t, int64_t>> counted;
-    counted.reserve(counts.size());
-    for (const auto& [id, count] : counts) {
-        counted.emplace_back(nb::cast<int64_t>(id), nb::cast<int64_t>(count));
-        require(counted.back().first >= 0 && counted.back().first < draw.n_vocab(), "a count is of a token");
+template <class T>
+void read(const nb::dict& rules, const char* name, T& into) {
+    if (rules.contains(name)) into = nb::cast<T>(rules[name]);
+}
+
+DrawRules rules_of(const nb::dict& from, int64_t n_vocab) {
+    DrawRules rules;
+    read(from, "temperature", rules.temperature);
+    read(from, "top_k", rules.top_k);
+    read(from, "top_p", rules.top_p);
+    read(from, "min_p", rules.min_p);
+    read(from, "typical_p", rules.typical_p);
+    read(from, "top_n_sigma", rules.top_n_sigma);
+    read(from, "xtc_probability", rules.xtc_probability);
+    read(from, "xtc_threshold", rules.xtc_threshold);
+    read(from, "dynatemp_range", rules.dynatemp_range);
+    read(from, "dynatemp_exponent", rules.dynatemp_exponent);
+    read(from, "mirostat", rules.mirostat);
+    read(from, "mirostat_tau", rules.mirostat_tau);
+    read(from, "mirostat_eta", rules.mirostat_eta);
+    read(from, "repetition_penalty", rules.repetition);
+    read(from, "frequency_penalty", rules.frequency);
+    read(from, "presence_penalty", rules.presence);
+    read(from, "penalty_last_n", rules.penalty_last_n);
+    read(from, "dry_multiplier", rules.dry_multiplier);
+    read(from, "dry_base", rules.dry_base);
+    read(from, "dry_allowed_length", rules.dry_allowed_length);
+    read(from, "dry_penalty_last_n", rules.dry_last_n);
+    read(from, "bias", rules.bias);
+    read(from, "breakers", rules.dry_breakers);
+    require(rules.temperature >= 0.0 && rules.top_k >= 0, "a token is drawn from some of the likely ones");
+    for (const auto& [id, value] : rules.bias) require_tokens({id}, n_vocab);
+    for (const Tokens& breaker : rules.dry_breakers) require(!breaker.empty(), "a breaker has tokens");
+    return rules;
+}
+
+std::unique_ptr<Draw> make_draw(int64_t n_vocab, const nb::dict& rules, const Tokens& tokens) {
+    require(n_vocab > 0 && n_vocab <= std::numeric_limits<int32_t>::max(), "a vocabulary has tokens");
+    require_tokens(tokens, n_vocab);
+    return std::make_unique<Draw>(rules_of(rules, n_vocab), n_vocab, tokens);
+}
+
+DrawJob job_of(const PythonJob& from) {
+    const auto& [draw, logits, largest, candidates, bits, ids, u, has_xtc] = from;
+    LogitRow row = {logits.data(), int64_t(logits.size())};
+    row.u = u;
+    row.has_xtc = has_xtc;
+    require(draw != nullptr && row.n > 0, "a token is drawn from logits");
+    if (candidates) {
+        require(int64_t(candidates->size()) == row.n, "each candidate has a logit");
+        row.candidates = candidates->data();
+        for (int64_t i = 0; i < row.n; i++) {
+            const int64_t id = row.candidates[i];
+            require(id >= 0 && id < draw->n_vocab() && (i == 0 || row.candidates[i - 1] < id),
+                    "candidates are tokens in rising order");
+        }
+    } else {
+        require(row.n == draw->n_vocab(), "a row of logits has one for each token");
     }
-    return draw.token(logits.data(), largest.data(), counted, u);
+    require(!(candidates && (bits || ids)), "what is allowed is found among all tokens");
+    if (largest && !candidates) {
+        require(int64_t(largest->size()) * kLogitGroup == row.n, "each group of logits has a largest");
+        row.largest = largest->data();
+    }
+    if (ids) {
+        row.allowed = ids->data();
+        row.n_allowed = int64_t(ids->size());
+        for (int64_t i = 0; i < row.n_allowed; i++)
+            require(row.allowed[i] >= 0 && row.allowed[i] < row.n, "what is allowed is a token");
+    } else if (bits) {
+        row.allowed_bits = bits->data();
+        row.n_allowed_bytes = int64_t(bits->size());
+    }
+    return {draw, row};
+}
+
+Tokens draw(const std::vector<PythonJob>& jobs, const std::shared_ptr<Runtime>& runtime) {
+    std::vector<DrawJob> checked;
+    for (const PythonJob& job : jobs) checked.push_back(job_of(job));
+    const Kernels& kernels = chosen_kernels(std::nullopt);
+    nb::gil_scoped_release release;
+    return draw_tokens(checked, kernels, runtime.get());
+}
+
+void accept(Draw& draw, int64_t token) {
+    require_tokens({token}, draw.n_vocab());
+    draw.accept(token);
+}
+
+nb::object adjusted(const Draw& draw, const Floats& logits) {
+    require(int64_t(logits.size()) == draw.n_vocab(), "a row of logits has one for each token");
+    float* out;
+    auto result = new_array<float>(out, draw.n_vocab());
+    draw.adjust(logits.data(), out);
+    return nb::cast(result);
+}
+
+double log_sum(const Floats& logits) {
+    require(logits.size() > 0, "a row has logits");
+    const Kernels& kernels = chosen_kernels(std::nullopt);
+    nb::gil_scoped_release release;
+    const DefaultFloats floats;
+    return log_sum_exp(logits.data(), int64_t(logits.size()), kernels);
+}
+
+Tokens largest(const Floats& logits, int64_t k) {
+    require(k > 0 && k <= int64_t(logits.size()), "some of the logits are the largest");
+    nb::gil_scoped_release release;
+    return largest_logits(logits.data(), int64_t(logits.size()), k);
 }
 
 }  // namespace
 
 void bind_draw(nb::module_& m) {
-    nb::class_<Draw>(m, "Draw", "Draws tokens of one sequence by groups of logits (csrc/draw.h).")
-        .def(nb::new_(&make_draw), "n_vocab"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
-             "penalties"_a, "bias"_a)
-        .def("token", &token, "logits"_a, "largest"_a, "counts"_a, "u"_a);
+    m.attr("NOTHING_ALLOWED") = Drawn::kNothing;
+    m.attr("NOT_NUMBERS") = Drawn::kNotNumbers;
+    nb::class_<Draw>(m, "Draw", "Draws the tokens of one sequence (csrc/draw.h).")
+        .def(nb::new_(&make_draw), "n_vocab"_a, "rules"_a, "tokens"_a)
+        .def_prop_ro("n_penalised", &Draw::n_penalised)
+        .def("accept", &accept, "token"_a)
+        .def("adjusted", &adjusted, "logits"_a)
+        .def("clone", [](const Draw& draw) { return std::make_unique<Draw>(draw); });
+    m.def("draw_tokens", &draw, "jobs"_a, "runtime"_a.none());
+    m.def("log_sum_exp", &log_sum, "logits"_a);
+    m.def("largest_logits", &largest, "logits"_a, "k"_a);
 }
 
 }  // namespace hotset::bindings

@@ -144,6 +144,55 @@ void softmax(const float* x, int64_t n, float* out) {
     for_lanes(n, [&](int64_t i, int c) { (V::load_n(out + i, c) / sums).store_n(out + i, c); });
 }
 
+// As NumPy computes it with AVX2 and AVX-512 (Cody and Waite's reduction, a quotient of two polynomials), to
+// the bit: where top-p cuts depends on the sum, and so the tokens that a seed gives.
+void exponentials(const float* x, float less, int64_t n, float* out) {
+    const V shift = V::set(less);
+    for_lanes(n, [&](int64_t i, int c) {
+        const V value = max(V::load_n(x + i, c) - shift, V::set(-110.0f));
+        const V power = round(value * V::set(1.44269504f));
+        V r = fma(power, V::set(-6.93145752e-1f), value);
+        r = fma(power, V::set(-1.42860677e-6f), r);
+        V above = fma(V::set(5.082762527590693718096e-04f), r, V::set(6.757896990527504603057e-03f));
+        above = fma(above, r, V::set(5.114512081637298353406e-02f));
+        above = fma(above, r, V::set(2.473615434895520810817e-01f));
+        above = fma(above, r, V::set(7.257664613233124478488e-01f));
+        above = fma(above, r, V::set(9.999999999980870924916e-01f));
+        V below = fma(V::set(2.159509375685829852307e-02f), r, V::set(-2.742335390411667452936e-01f));
+        below = fma(below, r, V::set(1.0f));
+        const V normal = max(power, V::set(-125.0f));  // a denormal is rounded once, by the last factor
+        (above / below * pow2(normal) * pow2(power - normal)).store_n(out + i, c);
+    });
+}
+
+// A plain loop, which compilers turn into vectors: a series of twelve terms around the nearest power of two. A
+// bound of floating point would be a branch; as integers, negative numbers rise as they fall.
+void weights(const double* x, double divisor, int64_t n, double* out) {
+    constexpr double kShift = 0x1.8p52;  // a sum with it has the nearest integer in its low bits
+    constexpr int64_t kSignBit = INT64_MIN;
+    constexpr int64_t kLowest = std::bit_cast<int64_t>(-700.0);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t negative = std::bit_cast<int64_t>(x[i] / divisor) | kSignBit;
+        const double value = std::bit_cast<double>(negative < kLowest ? negative : kLowest);
+        const double shifted = value * 1.4426950408889634 + kShift, power = shifted - kShift;
+        const double r = (value - power * 6.93147180369123816490e-01) - power * 1.90821492927058770002e-10;
+        double series = 1.0 / 479001600.0;
+        series = series * r + 1.0 / 39916800.0;
+        series = series * r + 1.0 / 3628800.0;
+        series = series * r + 1.0 / 362880.0;
+        series = series * r + 1.0 / 40320.0;
+        series = series * r + 1.0 / 5040.0;
+        series = series * r + 1.0 / 720.0;
+        series = series * r + 1.0 / 120.0;
+        series = series * r + 1.0 / 24.0;
+        series = series * r + 1.0 / 6.0;
+        series = series * r + 0.5;
+        series = (series * r + 1.0) * r + 1.0;
+        out[i] = std::bit_cast<double>(std::bit_cast<uint64_t>(series) +
+                                       (std::bit_cast<uint64_t>(shifted) << 52));
+    }
+}
+
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
     V squares = V::zero();
     for_lanes(n, [&](int64_t i, int c) {
@@ -864,6 +913,8 @@ inline Kernels float_kernel_table(const char* isa) {
     table.layer_norm = layer_norm;
     table.gaussian_top_k = gaussian_top_k;
     table.softmax = softmax;
+    table.exponentials = exponentials;
+    table.weights = weights;
     table.activate = activate_row;
     table.xielu = xielu;
     table.gated = gated_row;

@@ -374,6 +374,10 @@ struct Kernels {
     void (*multiply)(const float* a, const float* b, int64_t n, float* out);
     // exp(x) over its sum; of no numbers anything.
     void (*softmax)(const float* x, int64_t n, float* out);
+    // out = exp(x - less), x <= less, by NumPy's algorithm.
+    void (*exponentials)(const float* x, float less, int64_t n, float* out);
+    // out = exp(x / divisor), x <= 0, to a few units in the last place; what is below exp(-700) becomes that.
+    void (*weights)(const double* x, double divisor, int64_t n, double* out);
     AttentionKernel attention;
     // Merges partial states in order: out[n] from n_parts states and rows of `stride` floats.
     void (*merge_attention)(int n_parts, const AttentionState* states, const float* parts, int64_t stride,

@@ -594,6 +594,19 @@ void test_rows(const Kernels& kernels, int64_t n) {
     compare("gaussian_top_k",
             [&](const Kernels& k, float* out) { k.gaussian_top_k(a.data(), 1.3f, n, out); });
     compare("softmax", [&](const Kernels& k, float* out) { k.softmax(a.data(), n, out); });
+    const float highest = *std::max_element(a.begin(), a.end());
+    std::vector<float> far(a);  // reaches the denormals, and what is rounded to zero
+    for (float& value : far) value = (value - highest) * 20.0f;
+    compare("exponentials", [&](const Kernels& k, float* out) { k.exponentials(far.data(), 0.0f, n, out); });
+    compare("weights", [&](const Kernels& k, float* out) {
+        const std::vector<double> x(far.begin(), far.end());
+        std::vector<double> found(x.size());
+        k.weights(x.data(), 0.7, n, found.data());
+        for (size_t i = 0; i < found.size(); i++) {
+            const double exact = std::exp(x[i] / 0.7);
+            out[i] = std::abs(found[i] - exact) <= 1e-15 * exact ? float(found[i]) : NAN;
+        }
+    });
     compare("add", [&](const Kernels& k, float* out) { k.add(a.data(), b.data(), n, out); });
     compare("multiply", [&](const Kernels& k, float* out) { k.multiply(a.data(), b.data(), n, out); });
     for (int i = 0; i <= int(Activation::Clamp); i++) {

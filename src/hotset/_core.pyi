@@ -147,20 +147,29 @@ class Replacement:
     def replay(self, ids: np.ndarray, counts: np.ndarray, first: int, by_layer: bool) -> list[int]: ...
 
 class Draw:
-    """Draws tokens of one sequence by groups of logits (csrc/draw.h); engine/sampler.py asks it."""
+    """The draws of one sequence (csrc/draw.h). rules: see engine/sampler.py; tokens: the prompt."""
 
-    def __init__(
-        self,
-        n_vocab: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        penalties: tuple[float, float, float],  # repetition, frequency, presence
-        bias: list[tuple[int, float]],
-    ) -> None: ...
-    # -1: groups do not decide
-    def token(self, logits: np.ndarray, largest: np.ndarray, counts: dict[int, int], u: float) -> int: ...
+    def __init__(self, n_vocab: int, rules: dict[str, Any], tokens: list[int]) -> None: ...
+    @property
+    def n_penalised(self) -> int: ...  # different tokens that penalties count
+    def accept(self, token: int) -> None: ...
+    def adjusted(self, logits: np.ndarray) -> np.ndarray: ...  # with bias, penalties and DRY
+    def clone(self) -> Draw: ...
+
+# Logits, the largest of groups, candidates, bits and ids of allowed tokens, u, whether XTC applies: LogitRow
+# of csrc/draw.h.
+DrawJob = tuple[
+    Draw, np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None, np.ndarray | None, float, bool
+]
+NOTHING_ALLOWED: int
+NOT_NUMBERS: int
+
+# A token for each job, or one of the two numbers above; each job has another Draw.
+def draw_tokens(jobs: list[DrawJob], runtime: Runtime | None) -> list[int]: ...
+def log_sum_exp(logits: np.ndarray) -> float: ...
+def largest_logits(
+    logits: np.ndarray, k: int
+) -> list[int]: ...  # by falling logit, equal ones by rising index
 
 # spans: int32 [n, 3]: a lookup, that which asks again for some of its entries, and for how many
 def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) -> int: ...

@@ -188,8 +188,9 @@ def write_whole(
     permissions of the files, less the umask.
     """
     with _replacing_all(list(contents), remedy, sync=sync, mode=mode) as files:
-        for file, data in zip(files, contents.values(), strict=True):
-            file.write(data.encode() if isinstance(data, str) else data)
+        for file, (path, data) in zip(files, contents.items(), strict=True):
+            with _file_errors(path, remedy):
+                file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
@@ -197,7 +198,7 @@ def appending(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file, open for writing bytes behind its end. Errors as `replacing`."""
     path = Path(path)
     check_target(path)
-    with _file_errors(path, "choose another folder"), path.open("ab") as file:
+    with _file_errors(path, "choose another folder"), _closing(path.open("ab")) as file:
         yield file
 
 
@@ -219,7 +220,8 @@ def changing(path: Path) -> Iterator[None]:
     """For a file that is read, changed and written whole: no other thread or process that asks so too changes
     it meanwhile. The lock is a file beside it, for it is not the same file afterwards."""
     beside = path.with_name(f".{path.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with _file_errors(path.parent, "choose another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with _in_process, appending(beside) as file:
         lock(file, wait=True)
         yield
@@ -239,7 +241,7 @@ def _replacing_all(
             files = []
             for path, place in zip(paths, temporary, strict=True):
                 with _file_errors(path, remedy):
-                    files.append(opened.enter_context(_create(place, mode)))
+                    files.append(opened.enter_context(_closing(_create(place, mode))))
             with _file_errors(paths[0] if len(paths) == 1 else None, remedy):
                 yield files
             for path, place, file in zip(paths, temporary, files, strict=True):
@@ -248,6 +250,7 @@ def _replacing_all(
                     if sync:
                         os.fsync(file.fileno())
                     _name(file, place)
+                    file.close()
         for path, place in zip(paths, temporary, strict=True):
             check_target(path)  # what came meanwhile is not replaced either
             with _file_errors(path, remedy):
@@ -272,6 +275,19 @@ def _file_errors(path: Path | None, remedy: str) -> Iterator[None]:
         where = path or error.filename or "a file"
         reason = error.strerror or error
         raise HotsetError(f"{where} cannot be written ({reason}); {remedy}.") from error
+
+
+@contextlib.contextmanager
+def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
+    """Close a file after the block. The error of the block is the one to report: on a full disk closing
+    writes the rest of the buffer, and fails again."""
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise
+    file.close()
 
 
 def _create(temporary: Path, mode: int) -> BinaryIO:

@@ -11,7 +11,6 @@ from cases import quick_are
 from tiny_server import write_model
 
 import hotset
-from hotset.engine.repetitions import Repetitions
 from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.text.tokenizer import load_tokenizer
 
@@ -228,22 +227,25 @@ def test_each_changes_what_is_drawn():
 @pytest.mark.parametrize("n_prompt", [0, 1, 30])
 def test_repetitions_found_one_by_one_are_those_of_the_whole(last_n: int, n_prompt: int):
     """However many of the tokens were the prompt, and with a window that moves."""
-    params = SamplingParams(dry_multiplier=1, dry_base=2, dry_allowed_length=0, dry_penalty_last_n=last_n)
+    params = SamplingParams(
+        seed=1, dry_multiplier=1, dry_base=2, dry_allowed_length=0, dry_penalty_last_n=last_n
+    )
     for seed in range(8):
         tokens = np.random.default_rng(seed).integers(0, 2 + seed % 3, 150).tolist()
         breakers = [(0, 1, 1, 0), (1, 0)] if seed % 2 else []
-        found = Repetitions(tokens[:n_prompt], last_n, breakers)
+        sampler = Sampler(params, N_VOCAB, tokens[:n_prompt], breakers=breakers)
         for n in range(n_prompt, len(tokens)):
-            ids, lengths = found.continued(0)
-            expected = {id: math.log2(lost) for id, lost in plain_dry(tokens[:n], params, breakers).items()}
-            assert dict(zip(ids.tolist(), lengths.tolist(), strict=True)) == expected
-            found.push(tokens[n])
+            lost = -sampler.adjusted(np.zeros(N_VOCAB, np.float32))
+            expected = {id: min(each, 3.4e38) for id, each in plain_dry(tokens[:n], params, breakers).items()}
+            assert {int(id): lost[id] for id in np.flatnonzero(lost)} == pytest.approx(expected, rel=1e-6)
+            sampler.accept(tokens[n])
 
 
 def test_a_prompt_of_one_token_over_and_over_costs_no_square_of_its_length():
-    found = Repetitions([7] * 300_000, -1, [(8,)])  # minutes, if it did
-    ids, lengths = found.continued(2)
-    assert (ids.tolist(), lengths.tolist()) == ([7], [299_999])
+    params = SamplingParams(seed=1, dry_multiplier=1, dry_base=1 + 1e-5)
+    sampler = Sampler(params, N_VOCAB, [7] * 300_000, breakers=[(8,)])  # minutes, if it did
+    lost = -sampler.adjusted(np.zeros(N_VOCAB, np.float32))
+    assert {int(id): lost[id] for id in np.flatnonzero(lost)} == {7: pytest.approx(params.dry_base**299_997)}
 
 
 def test_xtc_leaves_the_other_draws_as_they_are():

@@ -274,16 +274,16 @@ def test_a_failing_draw_ends_one_sequence_with_its_tokens_before() -> None:
     engine, _ = speculating({tuple(prompt(8)): expected.generated}, 1.0)
     sequence = engine.prepare(prompt(8), SamplingParams(seed=2, max_tokens=40))
     assert sequence.sampler is not None
-    sample, n_left = sequence.sampler.sample, 21
+    take, n_left = sequence.sampler.take, 21
 
-    def fail(*given: Any) -> int:
+    def fail(token: int) -> int:
         nonlocal n_left
         n_left -= 1
         if not n_left:
             raise ValueError("no token")
-        return sample(*given)
+        return take(token)
 
-    sequence.sampler.sample = fail  # type: ignore[method-assign]
+    sequence.sampler.take = fail  # type: ignore[method-assign]
     events: list[Any] = []
 
     class Sink:

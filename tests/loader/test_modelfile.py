@@ -197,9 +197,57 @@ def test_names_of_created_models(model: Path) -> None:
     with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
         created.add("mine", created.Created(base="x", modelfile="\ud800"))
     assert created.read() == {}
-    (model.parent / "home" / "created.json").write_text("[]")
-    with pytest.raises(HotsetError, match="no list of created models"):
-        created.read()
+
+
+def test_a_damaged_file_hides_no_other_created_model(model: Path) -> None:
+    made = created.Created(base="x")
+    created.add("one", made)
+    created.add("group/Two:small", made)
+    (file,) = (path for path in (model.parent / "home" / "created").glob("*.json") if "one" in path.name)
+    file.write_text("[]")
+    with pytest.raises(HotsetError, match=r"one\.json is no created model; delete it"):
+        created.find("one")
+    assert set(created.read()) == {"group/Two:small"}
+    assert created.find_named("GROUP/two:small") == ("group/Two:small", made)
+    created.add("ONE", made)
+    assert set(created.read()) == {"ONE", "group/Two:small"}
+    assert created.find("\ud800") is created.find("../one") is created.find("x" * 5000) is None
+
+
+def test_models_of_an_older_hotset_are_kept(model: Path) -> None:
+    """They were all in one file, which the first change replaces."""
+    rows = {
+        "Mine:small": {
+            "base": "x",
+            "template": "t",
+            "sampling": {"top_k": 3},
+            "load": {},
+            "modelfile": "FROM x",
+        },
+        "other": {"base": "y"},
+    }
+    old = model.parent / "home" / "created.json"
+    old.parent.mkdir(parents=True, exist_ok=True)
+    old.write_text(json.dumps(rows))
+    expected = {name: created.Created(**row) for name, row in rows.items()}
+    assert created.read() == expected
+    assert created.find("mine:SMALL") == expected["Mine:small"]
+    assert old.exists()
+    created.add("new", created.Created(base="z"))
+    assert created.read() == {**expected, "new": created.Created(base="z")}
+    assert not old.exists()
+    assert created.remove("OTHER:latest")
+    assert not created.remove("other")
+    assert set(created.read()) == {"Mine:small", "new"}
+
+
+def test_a_created_model_is_read_again_when_it_changed(model: Path) -> None:
+    created.add("one", created.Created(base="x"))
+    assert created.find("one") is created.find("one")
+    created.add("one", created.Created(base="y"))
+    found = created.find("one")
+    assert found is not None
+    assert found.base == "y"
 
 
 def test_no_more_is_kept_than_can_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

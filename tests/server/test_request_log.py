@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from full_disk import room_for
 from tiny_server import MESSAGES, Serving, client_of, run
 from waiting import until
 
@@ -142,12 +143,13 @@ def test_a_slow_disk_keeps_no_request_waiting(
     gate, written = threading.Event(), []
 
     class Slow:
-        def write(self, text: str) -> None:
-            assert gate.wait(60)
-            written.append(text)
+        def seek(self, *_: int) -> int:
+            return 0
 
-        def flush(self) -> None:
-            pass
+        def write(self, line: memoryview) -> int:
+            assert gate.wait(60)
+            written.append(bytes(line).decode())
+            return len(line)
 
         def close(self) -> None:
             pass
@@ -168,6 +170,20 @@ def test_a_slow_disk_keeps_no_request_waiting(
         writer.close()
     assert written == [f"line={i}\n" for i in range(4)]
     assert "2 lines of the request log were left out" in caplog.text
+
+
+def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines stay whole, the log of the server says once what is wrong, and how many were lost."""
+    path = tmp_path / "log"
+    writer = request_log.LineWriter(str(path), "text")
+    with caplog.at_level(logging.WARNING, "hotset.server"), room_for(25):
+        for i in range(9):
+            writer.write(request_log.Handled({}, {"line": i}, []))
+        until(lambda: "cannot be written" in caplog.text, "the full disk is not noticed")
+        writer.close()
+    assert path.read_text() == "line=0\nline=1\nline=2\n"
+    assert caplog.text.count("cannot be written (File too large)") == 1
+    assert "6 lines of the request log were lost" in caplog.text
 
 
 def test_a_log_that_cannot_be_written_is_refused(path: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from full_disk import room_for
 from tiny_server import metrics_of, run
 
 from hotset.backends.base import PAGE_SIZE
@@ -57,6 +58,24 @@ def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -> None
 
     for work in (first, second):
         run(path, work, slot_save_path=str(tmp_path))
+
+
+def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        await ask(client)
+        assert (await act(client, "save", filename="one.bin")).status_code == 200
+        older = (tmp_path / "one.bin").read_bytes()
+        await ask(client, prompt="b" * 250)
+        with room_for(1000):
+            refused = await act(client, "save", filename="one.bin")
+        assert refused.status_code >= 400
+        message = refused.json()["error"]["message"]
+        assert message.endswith("cannot be written (File too large); choose another place.")
+        assert message.count(". ") == 0
+        assert (tmp_path / "one.bin").read_bytes() == older
+        assert (await act(client, "save", filename="one.bin")).status_code == 200
+
+    run(path, work, slot_save_path=str(tmp_path))
 
 
 def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:

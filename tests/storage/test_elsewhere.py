@@ -70,6 +70,38 @@ def test_models_of_ollama_have_the_names_that_ollama_gives_them(home: Path):
         resolve("llama3.2:1b", download=False)
 
 
+@needs_links
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="needs a file that cannot be read")
+def test_an_entry_that_cannot_be_read_hides_no_other(home: Path) -> None:
+    """A broken link, links in a circle, and a file whose bytes cannot be read, in each program's folder."""
+    root = home / ".ollama" / "models"
+    for name in ("a", "b", "z"):
+        ollama(root, f"registry.ollama.ai/library/{name}/latest", (WEIGHTS, SMALL + name.encode()))
+    lm_studio = home / ".lmstudio" / "models"
+    hub = home / ".cache" / "huggingface" / "hub"
+    for name in ("a", "b", "c", "z"):
+        put(lm_studio / "owner" / name / "model.gguf")
+        put(hub / f"models--hub--{name}" / "snapshots" / "1" / "model.gguf")
+    assert len(names()) == 11
+
+    def replace(path: Path, target: str) -> None:
+        path.unlink()
+        path.symlink_to(target)
+
+    replace(root / "blobs" / f"sha256-{sha256(SMALL + b'a').hexdigest()}", "/proc/self/mem")
+    replace(root / "blobs" / f"sha256-{sha256(SMALL + b'b').hexdigest()}", "nowhere")
+    replace(lm_studio / "owner" / "a" / "model.gguf", "/proc/self/mem")
+    replace(lm_studio / "owner" / "b" / "model.gguf", "model.gguf")
+    replace(lm_studio / "owner" / "c" / "model.gguf", "nowhere")
+    replace(hub / "models--hub--a" / "snapshots" / "1" / "model.gguf", "/proc/self/mem")
+    (hub / "models--hub--b" / "snapshots" / "2").symlink_to("nowhere")
+    (hub / "models--hub--c" / "snapshots" / "2").symlink_to("2")
+    assert names() == {
+        "z:latest": "Ollama", "owner/z": "LM Studio", "hub/b": "Hugging Face cache",
+        "hub/c": "Hugging Face cache", "hub/z": "Hugging Face cache",
+    }  # fmt: skip
+
+
 def test_a_model_with_an_adapter_is_not_run_without_it(home: Path):
     root = home / ".ollama" / "models"
     ollama(root, "registry.ollama.ai/library/tuned/latest", (WEIGHTS, SMALL), (ADAPTER, b"GGUF lora"))

@@ -41,6 +41,7 @@ class FakeBackend:
         self.cancelled = self.closed = False
         self.n_threads: int | None = None
         self.notes: tuple[str, ...] = ()
+        self.runtime = None
 
     def step(self, batch: Batch) -> StepResult:
         if self.fail_at_step == len(self.batches):

@@ -373,7 +373,7 @@ def test_what_bias_forbids_besides_may_leave_nothing():
     (sequence,) = answers("bpe", {"regex": "[0-9]+"}, range(1), logit_bias=digits)
     assert sequence.finish_reason == "error"
     assert str(sequence.error) == (
-        "no token is left to go on with: what the answer must follow allows none that logit_bias and "
+        "no token is left to continue with: the required form of the answer allows none that logit_bias and "
         "ignore_eos allow"
     )
 

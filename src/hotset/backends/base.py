@@ -243,6 +243,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def runtime(self) -> _core.Runtime | None:
+        """The CPU's thread pool, which also draws tokens between two steps; None where it has none."""
+        ...
+
+    @property
     def notes(self) -> Sequence[str]:
         """How it computes, a line each for a person."""
         ...

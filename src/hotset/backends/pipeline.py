@@ -68,7 +68,7 @@ class ChainBackend:
         self.name, self.stages, self.devices = name, tuple(stages), tuple(devices)
         self.n_pages, self.max_batch, self.n_vocab = n_pages, max_batch, leaving.width
         self.n_states = min((stage.n_states for stage in stages if stage.n_states), default=0)
-        self._runtime, self._notes = runtime, tuple(notes)
+        self.runtime, self._notes = runtime, tuple(notes)
         self.n_threads = None if runtime is None else runtime.n_threads
         self._values = [frozenset(op.out.name for op in stage.graph.primitives) for stage in stages]
         self._has_thresholds = any(stage.graph.has_thresholds for stage in stages)
@@ -157,5 +157,5 @@ class ChainBackend:
         self._latest = None
         for stage in self.stages:
             stage.close()
-        if self._runtime is not None:
-            self._runtime.close()
+        if self.runtime is not None:
+            self.runtime.close()

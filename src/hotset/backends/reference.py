@@ -107,6 +107,7 @@ class ReferenceBackend:
         self._block_keys: dict[int, np.ndarray] = {}
         self._block_values: dict[int, np.ndarray] = {}
         self.n_threads: int | None = None
+        self.runtime = None
         self.notes: tuple[str, ...] = ()
         self._stats: StepStats | None = None
         self._cancelled = False

@@ -423,15 +423,11 @@ class _Requests:
 
     def _sequence(self, tokens: list[int], n_gen: int) -> Sequence:
         class Drawn(Sampler):
-            """Any token will do, as for llama-bench: what is measured is not the sampler.
-
-            They are drawn beforehand: between two steps, when weights have taken its code out of the caches,
-            NumPy takes a tenth of a millisecond for one.
-            """
+            """A sampler whose tokens are random, as llama-bench's are."""
 
             left = iter(self._draw(n_gen + 1))
 
-            def sample(self, *_: Any, **__: Any) -> int:
+            def take(self, token: int) -> int:  # noqa: ARG002
                 return next(self.left)
 
         reuse = self.test.n_depth > 0 and not (self._text and self.test.n_prompt)

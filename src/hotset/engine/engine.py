@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from collections.abc import Sequence as Tokens
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 
+from hotset import _core
 from hotset.backends.adapters import ADAPTER_GONE, AdapterSet, taking_adapters
 from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, Backend, StepResult, StepStats
 from hotset.engine.batch import BatchBuilder
@@ -58,6 +59,23 @@ class _Flight(NamedTuple):
     begun: float
     seconds: float
     units: float
+
+
+Draws = Generator["_core.DrawJob", int, None]
+
+
+@dataclass
+class _Answer:
+    """A sequence that draws tokens in a step.
+
+    start: its n_computed before the step. draws: `Engine._append_tokens`. token: the latest drawn one, which
+    `draws` is sent next; None before the first.
+    """
+
+    sequence: Sequence
+    start: int
+    draws: Draws
+    token: Any = None
 
 
 class Engine:
@@ -473,50 +491,86 @@ class Engine:
         return n_answers, units
 
     def _collect(self, chunks: Chunks, result: StepResult, now: float) -> list[Sequence]:
-        """Samples, hands out rows, makes full pages findable, ends what is finished, and reports it."""
-        changed = []
+        """Hand out rows, draw tokens, make full pages findable, end finished sequences, and report them."""
+        changed: set[Sequence] = set()
+        answers: list[_Answer] = []
         row = token = 0
         until = time.perf_counter() + _MASK_SECONDS
         for sequence, n in chunks:
             start, end = sequence.n_computed, sequence.n_computed + n - len(sequence.draft)
             n_rows = sequence.n_rows(n)
-            rows, first = result.logits[row : row + n_rows], token
+            rows, first = range(row, row + n_rows), token
             row, token = row + n_rows, token + n
             is_last = end == len(sequence.tokens)
             if is_last and self._lacks_mask(sequence, until):
                 sequence.waits_for_mask = True
                 continue  # n_computed stays behind: the chunk runs again, to the same bits
+            if n_rows or is_last:
+                changed.add(sequence)
+            # An interruption in here leaves n_computed behind: the chunk runs again, to the same bits.
             try:
-                # An interruption in here leaves n_computed behind: the chunk runs again, to the same bits.
-                if sequence.on_logits and sequence.first_output < min(end, sequence.n_prompt):
-                    sequence.on_logits(end - n_rows, rows)
-                    sequence.first_output = end  # not again, should the sequence lose its pages
-                if sequence.on_tap and sequence.tap and end > sequence.first_output:
-                    new = max(sequence.first_output - start, 0)
-                    sequence.on_tap(start + new, result.taps[sequence.tap][first + new : token])
-                    sequence.first_output = end
-                if sequence.sampler and is_last:
-                    n_answer = len(sequence.draft) + 1
-                    self._append_tokens(sequence, result, range(row - n_answer, row), now, until)
-                    end = len(sequence.tokens) - 1
+                self._hand_out(sequence, result, rows, range(first, token), end)
             except Exception as error:
                 self._fail(sequence, error)
-                changed.append(sequence)
+                changed.add(sequence)
                 continue
-            sequence.n_computed = end
-            self._counted.prompt_tokens += max(min(end, sequence.n_prompt) - start, 0)
-            if end // PAGE_SIZE > sequence.n_registered and not sequence.tap:
-                self.scheduler.register_pages(sequence)
-            self.scheduler.drop_states(sequence)
-            if is_last and (reason := _end_of(sequence)) is not None:
-                self._finish(sequence, reason)
-            if n_rows or is_last:
-                changed.append(sequence)
+            if sequence.sampler and is_last:
+                drawn = self._append_tokens(sequence, result, rows[-len(sequence.draft) - 1 :], now, until)
+                answers.append(_Answer(sequence, start, drawn))
+            else:
+                self._advance(sequence, start, end)
+                if is_last:
+                    self._end(sequence)
+        self._draw(answers)
         # Last of all: a report may wake another thread, for which this one would have to wait.
-        for sequence in changed:
+        reported = [sequence for sequence, _ in chunks if sequence in changed]
+        for sequence in reported:
             if sequence.finish_reason is None:
                 sequence.notify()
-        return changed
+        return reported
+
+    @staticmethod
+    def _hand_out(sequence: Sequence, result: StepResult, rows: range, tokens: range, end: int) -> None:
+        """Give a sequence its rows of logits and of taps. tokens: of the batch; end: of the chunk."""
+        start = sequence.n_computed
+        if sequence.on_logits and sequence.first_output < min(end, sequence.n_prompt):
+            sequence.on_logits(end - len(rows), result.logits[rows.start : rows.stop])
+            sequence.first_output = end  # not again, should the sequence lose its pages
+        if sequence.on_tap and sequence.tap and end > sequence.first_output:
+            new = max(sequence.first_output - start, 0)
+            sequence.on_tap(start + new, result.taps[sequence.tap][tokens.start + new : tokens.stop])
+            sequence.first_output = end
+
+    def _draw(self, answers: list[_Answer]) -> None:
+        """Draw the next tokens of all answers at once, until each has its own."""
+        while answers:
+            going, jobs = [], []
+            for answer in answers:
+                sequence = answer.sequence
+                try:
+                    jobs.append(answer.draws.send(answer.token))
+                    going.append(answer)
+                except StopIteration:
+                    self._advance(sequence, answer.start, len(sequence.tokens) - 1)
+                    self._end(sequence)
+                except Exception as error:
+                    self._fail(sequence, error)
+            for answer, token in zip(going, _core.draw_tokens(jobs, self.backend.runtime), strict=True):
+                answer.token = token
+            answers = going
+
+    def _advance(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that the tokens of a sequence from start to end were computed."""
+        sequence.n_computed = end
+        self._counted.prompt_tokens += max(min(end, sequence.n_prompt) - start, 0)
+        if end // PAGE_SIZE > sequence.n_registered and not sequence.tap:
+            self.scheduler.register_pages(sequence)
+        self.scheduler.drop_states(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Finish a sequence if its latest token ends it."""
+        if (reason := _end_of(sequence)) is not None:
+            self._finish(sequence, reason)
 
     def _lacks_mask(self, sequence: Sequence, until: float) -> bool:
         """Whether a sequence cannot have its token now, since its constraint is still looking for the mask.
@@ -541,17 +595,21 @@ class Engine:
 
     def _append_tokens(
         self, sequence: Sequence, result: StepResult, rows: range, now: float, until: float
-    ) -> None:
-        """Draws the next token from the first of some rows of logits, and from each further one while the
-        token that was drawn before is the drafted one."""
+    ) -> Draws:
+        """Append the token that is drawn from the first of some rows of logits, and from each further one
+        while the token drawn before it is the drafted one. Yields draws, and is sent tokens."""
         draft, sequence.draft = sequence.draft, []
         sequence.n_steps += 1
         self._counted.answer_steps += 1
         n_verified = n_right = 0
+        sampler = sequence.sampler
+        assert sampler is not None
         for i, row in enumerate(rows):
             if i and self._lacks_next_mask(sequence, until):
                 break
-            self._append_token(sequence, result, row, now)
+            found = (None if rows is None else rows[row] for rows in (result.largest, result.candidates))
+            drawn = yield sampler.job(result.logits[row], *found)
+            self._append_token(sequence, sampler, result.logits[row], drawn, now)
             if i == len(draft):
                 break
             n_verified += 1
@@ -572,13 +630,12 @@ class Engine:
             sequence.sampler.look_ahead()
         return self._lacks_mask(sequence, until)
 
-    def _append_token(self, sequence: Sequence, result: StepResult, row: int, now: float) -> None:
-        sampler = sequence.sampler
-        assert sampler is not None
-        found = (None if rows is None else rows[row] for rows in (result.largest, result.candidates))
-        token = sampler.sample(result.logits[row], *found)
+    def _append_token(
+        self, sequence: Sequence, sampler: Sampler, logits: np.ndarray, drawn: int, now: float
+    ) -> None:
+        token = sampler.take(drawn)
         if sampler.params.logprobs is not None:
-            sequence.logprobs.append(sampler.logprobs(result.logits[row], token))
+            sequence.logprobs.append(sampler.logprobs(logits, token))
         sampler.accept(token)
         sequence.tokens.append(token)
         self._counted.generated_tokens += 1

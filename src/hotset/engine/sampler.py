@@ -1,12 +1,9 @@
-"""From a row of logits to a token.
+"""From a row of logits to a token: the parameters, with their meaning.
 
 The order is llama.cpp's: what a constraint allows, logit bias, penalties, DRY, top-n-sigma, top-k, typical,
-top-p, min-p, XTC, temperature, draw. With mirostat it is bias, penalties, DRY, temperature, mirostat. A
-vocabulary may have 150,000 entries and a step 3 ms, so the few candidates are selected first and everything
-else is done on them, in float64. Where the backend has found the largest logits of groups, `Draw`
-(csrc/draw.h) does in one call what is written here, and reads only the groups that can matter. Each sampler
-draws from its own generator, exactly one number per token (XTC from a second one): what it returns never
-depends on the sequences beside it.
+top-p, min-p, XTC, temperature, draw. With mirostat it is bias, penalties, DRY, temperature, mirostat. Draws
+are native (csrc/draw.h): a vocabulary may have 150,000 entries and a step 3 ms. Each sampler draws from its
+own generator, exactly one number per token (XTC from a second one): tokens never depend on other sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import json
 import math
 import secrets
 import sys
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
@@ -25,9 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import LOGIT_GROUP, N_CANDIDATES
-from hotset.engine.filters import Mirostat, drawn, dynamic_temperature, top_k, top_n_sigma, typical, xtc
-from hotset.engine.repetitions import Repetitions
+from hotset.backends.base import N_CANDIDATES
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
 from hotset.text.mask import TokenMask
@@ -36,13 +30,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
 _SMALLEST = float(np.finfo(np.float32).tiny)
-# What a byte of a constraint's mask adds to eight logits: zeros, and -inf for what is not allowed. To look
-# rows up and add them takes a fraction of the time that a choice per token does.
-_ALLOWING = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
-    np.float32(0),
-    np.float32(-math.inf),
-)
+# The parameters that csrc/draw.h knows.
+_RULES = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
+    "dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta", "repetition_penalty",
+    "frequency_penalty", "presence_penalty", "penalty_last_n", "dry_multiplier", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n",
+)  # fmt: skip
 
 
 class Constraint(Protocol):
@@ -434,54 +428,12 @@ class Sampler:
                     f"token {shown(token)} in logit_bias is not in the vocabulary of {n_vocab} tokens"
                 )
         self._generator = np.random.Generator(np.random.Philox(self.seed))
-        # Of XTC's chances: what else is drawn is the same with and without it.
+        # For XTC's chances: other draws are the same with and without it.
         self._xtc_generator = np.random.Generator(np.random.Philox([self.seed, 1]))
-        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        # Infinite are those alone that forbid: what is merely huge must not become so.
-        self._bias = np.fromiter(
-            (
-                value if value == -math.inf else max(-_LARGEST, min(value, _LARGEST))
-                for value in bias.values()
-            ),
-            np.float32,
-            len(bias),
-        )
         self._forbids = -math.inf in bias.values()
-        last_n = min(params.penalty_last_n, sys.maxsize)  # (a deque knows no more)
-        self._recent: deque[int] = deque(maxlen=last_n if last_n >= 0 else None)
-        self._counts: Counter[int] = Counter()
-        self._repetitions = (
-            Repetitions(tokens, params.dry_penalty_last_n, breakers) if params.is_dry else None
-        )
-        self._adjusts = bool(bias) or params.penalizes or params.is_dry
         self._n_needed = self._needed(bias)
-        has_copy = self._adjusts or constraint is not None
-        self._scratch = np.empty(n_vocab if has_copy else 0, np.float32)
-        self._draw = self._new_draw()
-        self._mirostat: Mirostat | None = None
-        if params.mirostat:
-            self._mirostat = Mirostat(params.mirostat, params.mirostat_tau, params.mirostat_eta, n_vocab)
-        for token in tokens:
-            self._count(token)
-
-    def _new_draw(self) -> _core.Draw | None:
-        """None where the largest of groups would not decide: what a constraint allows is of any group, and
-        without top-k the sum of all logits is needed; or where it does not know what is asked for."""
-        params, n_vocab = self.params, self._n_vocab
-        by_k = 0 < params.top_k < n_vocab and not params.orders and not params.mirostat
-        if not (by_k or params.temperature == 0) or params.is_dry:
-            return None
-        if self.constraint is not None or n_vocab % LOGIT_GROUP:
-            return None
-        penalties = (
-            max(_SMALLEST, min(params.repetition_penalty, _LARGEST)),
-            float(_float32(params.frequency_penalty)),
-            float(_float32(params.presence_penalty)),
-        )
-        return _core.Draw(
-            n_vocab, params.temperature, min(params.top_k, n_vocab), params.top_p, params.min_p, penalties,
-            list(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True)),
-        )  # fmt: skip
+        counts = tokens if params.penalizes or params.is_dry else []
+        self._draw = _core.Draw(n_vocab, _rules(params, n_vocab, bias, breakers), counts)
 
     def _needed(self, bias: Mapping[int, float]) -> int | None:
         """How many of the largest logits decide the next token, if no penalty changes them; None: all may.
@@ -506,39 +458,29 @@ class Sampler:
     def takes_candidates(self, n_rows: int) -> bool:
         """Whether the N_CANDIDATES largest logits of a row decide the next token, the same as all logits do,
         in each of so many rows one after the other."""
-        n_penalised = len(self._counts) + n_rows - 1 if self.params.penalizes else 0
+        n_penalised = self._draw.n_penalised + n_rows - 1 if self.params.penalizes else 0
         return self._n_needed is not None and self._n_needed + n_penalised <= N_CANDIDATES
 
     def clone(self) -> Sampler:
         """A sampler that will draw as this one, with the same random numbers and penalties, and leaves it as
         it is: for drafts. It knows no constraint."""
         other = copy.copy(self)
-        copied = ("_generator", "_xtc_generator", "_recent", "_counts", "_repetitions", "_mirostat")
-        vars(other).update({name: copy.deepcopy(getattr(self, name)) for name in copied})
-        other.constraint = None
+        vars(other).update(
+            _generator=copy.deepcopy(self._generator),
+            _xtc_generator=copy.deepcopy(self._xtc_generator),
+            _draw=self._draw.clone(),
+            constraint=None,
+        )
         other.forcing = None if self.forcing is None else self.forcing.clone()
         return other
 
     def accept(self, token: int) -> None:
-        """Takes the next token of the answer: the constraint goes on by it, and the penalties count it."""
+        """Take the next token of the answer: the constraint follows it, penalties and DRY count it."""
         if self.constraint is not None:
             self.constraint.accept(token)
         if self.forcing is not None:
             self.forcing.accept(token)
-        self._count(token)
-        if self._repetitions is not None:
-            self._repetitions.push(token)
-
-    def _count(self, token: int) -> None:
-        if not self.params.penalizes:
-            return
-        if len(self._recent) == self._recent.maxlen:
-            oldest = self._recent[0]
-            self._counts[oldest] -= 1
-            if not self._counts[oldest]:
-                del self._counts[oldest]
-        self._recent.append(token)
-        self._counts[token] += 1
+        self._draw.accept(token)
 
     def look_ahead(self) -> None:
         """Announces that `sample` will be called soon, with the logits of a step that begins."""
@@ -548,37 +490,39 @@ class Sampler:
     def sample(
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> int:
-        """The next token, from float32 logits [n_vocab], which are left as they are.
+        """Return the next token. The arguments are those of `job`."""
+        return self.take(_core.draw_tokens([self.job(logits, largest, candidates)], None)[0])
 
-        largest: as StepResult.largest, of this row; the token is the same without. candidates: as
-        StepResult.candidates, of this row, where `takes_candidates` said so.
+    def job(
+        self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
+    ) -> _core.DrawJob:
+        """Return a draw for `_core.draw_tokens`, whose result `take` checks. It uses up a random number.
+
+        logits: float32 [n_vocab], which are left as they are. largest: this row of StepResult.largest; the
+        token is the same without. candidates: this row of StepResult.candidates, if `takes_candidates`.
         """
         params = self.params
         u = self._generator.random() if params.temperature else 0.0
         chance = self._xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
+        mask = None if self.constraint is None else self.constraint.mask()
+        bits, ids = mask or (None, None)
+        return self._draw, logits, largest, candidates, bits, ids, u, chance < params.xtc_probability
+
+    def take(self, token: int) -> int:
+        """Return a drawn token. Raises InvalidRequestError if none is allowed, HotsetError for damaged
+        logits."""
         if (forced := self._forced()) is not None:
             return forced
-        if largest is not None and self._draw is not None:
-            token = self._draw.token(logits, largest, self._counts, u)
-            if token >= 0:
-                return token
-        allowed = candidates  # the ids of the logits that are left; None: all of them are
-        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none. What is
-        # no number is reported.
-        with np.errstate(over="ignore", invalid="ignore"):
-            logits = self.adjusted(logits, candidates)
-            if self.constraint is not None:
-                logits, allowed = self._constrained(logits, self.constraint.mask())
-            if params.temperature == 0:
-                chosen = int(np.argmax(logits))
-                self._check_largest(float(logits[chosen]))
-            elif self._mirostat is not None:
-                self._check_largest(float(logits.max()))
-                chosen = self._mirostat.draw(logits, params.temperature, u)
-            else:
-                ids, relative = self._candidates(logits, is_xtc=chance < params.xtc_probability)
-                chosen = int(ids[drawn(relative, self._temperature(relative), u)])
-        return chosen if allowed is None else int(allowed[chosen])
+        if token >= 0:
+            return token
+        if token == _core.NOTHING_ALLOWED and self.constraint is not None:
+            raise InvalidRequestError(
+                "no token is left to continue with: the required form of the answer allows none"
+                + (" that logit_bias and ignore_eos allow" if self._forbids else " of the vocabulary")
+            )
+        if token == _core.NOTHING_ALLOWED and self._forbids:
+            raise InvalidRequestError("logit_bias forbids every token of the vocabulary")
+        raise HotsetError("the model computed logits that are not numbers; the file may be damaged")
 
     def _forced(self) -> int | None:
         """Return the token that must come next, unless there is none or the constraint forbids it."""
@@ -587,179 +531,48 @@ class Sampler:
             return token
         return None
 
-    def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
-        """The logits of what a constraint allows: with -inf for the others, or, where few are left, without
-        them and with their ids."""
-        if mask.ids is not None:
-            if not len(mask.ids):
-                self._check_largest(-math.inf)
-            return logits[mask.ids], mask.ids
-        n = min(logits.size, 8 * len(mask.bits))
-        # (`take` copies rows ten times as fast as an index of arrays does)
-        np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
-        self._scratch[n:] = -math.inf
-        return self._scratch, None
+    def adjusted(self, logits: np.ndarray) -> np.ndarray:
+        """Return logits with bias, penalties and DRY, float32 [n_vocab]."""
+        return self._draw.adjusted(logits)
 
     def logprobs(self, logits: np.ndarray, token: int) -> TokenLogprobs:
-        """What the model itself thought of `token` and of the most likely ones, from unmodified logits."""
+        """Return the model's own probabilities for `token` and the most likely ones, from unmodified
+        logits."""
         return token_logprobs(logits, token, self.params.logprobs or 0)
-
-    def adjusted(self, logits: np.ndarray, candidates: np.ndarray | None = None) -> np.ndarray:
-        """Logits with bias and penalties, float32 [n_vocab]: in a buffer that the next call renews; the same
-        logits where there are neither. candidates: as of `sample`."""
-        if not self._adjusts:
-            return logits
-        params = self.params
-        adjusted = self._scratch[: len(logits)]
-        np.copyto(adjusted, logits)
-        if len(self._bias):
-            ids, bias = _among(candidates, self._bias_ids, self._bias)
-            is_out = np.isneginf(adjusted[ids]) | np.isneginf(bias)
-            biased = _bounded(adjusted[ids] + bias)
-            biased[is_out] = -math.inf
-            adjusted[ids] = biased
-        if self._counts:
-            ids, counts = _among(
-                candidates,
-                np.fromiter(self._counts.keys(), np.int64, len(self._counts)),
-                np.fromiter(self._counts.values(), np.float32, len(self._counts)),
-            )
-            values = adjusted[ids]
-            is_out = np.isneginf(values)
-            penalty = np.float32(max(_SMALLEST, min(params.repetition_penalty, _LARGEST)))
-            values = _bounded(np.where(values > 0, values / penalty, values * penalty))
-            values = _bounded(values - _bounded(counts * _float32(params.frequency_penalty)))
-            values = _bounded(values - _float32(params.presence_penalty))
-            values[is_out] = -math.inf
-            adjusted[ids] = values
-        if self._repetitions is not None:
-            ids, lengths = self._repetitions.continued(params.dry_allowed_length)
-            values = adjusted[ids]
-            is_out = np.isneginf(values)
-            values = _bounded(values - self._repetition_penalties(lengths))
-            values[is_out] = -math.inf
-            adjusted[ids] = values
-        return adjusted
-
-    def _repetition_penalties(self, lengths: np.ndarray) -> np.ndarray:
-        """float32, what DRY takes from logits of tokens that go on with repetitions of these lengths."""
-        params = self.params
-        powers = np.float64(params.dry_base) ** (lengths - params.dry_allowed_length).astype(np.float64)
-        penalties: np.ndarray = np.minimum(params.dry_multiplier * powers, _LARGEST).astype(np.float32)
-        return penalties
-
-    def _temperature(self, relative: np.ndarray) -> float:
-        params = self.params
-        if not params.dynatemp_range:
-            return params.temperature
-        low = max(params.temperature - params.dynatemp_range, 0.0)
-        high = params.temperature + params.dynatemp_range
-        return dynamic_temperature(relative, low, high, params.dynatemp_exponent)
-
-    def _check_largest(self, largest: float) -> None:
-        """Raises where the likeliest token is none."""
-        if math.isfinite(largest):
-            return
-        if largest == -math.inf and self.constraint is not None:
-            raise InvalidRequestError(
-                "no token is left to go on with: what the answer must follow allows none"
-                + (" that logit_bias and ignore_eos allow" if self._forbids else " of the vocabulary")
-            )
-        if largest == -math.inf and self._forbids:
-            raise InvalidRequestError("logit_bias forbids every token of the vocabulary")
-        raise HotsetError("the model computed logits that are not numbers; the file may be damaged")
-
-    def _candidates(self, logits: np.ndarray, is_xtc: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids that survive the filters, and their logits less the largest, float64."""
-        params = self.params
-        near: np.ndarray | None = None
-        if params.top_n_sigma > 0:
-            self._check_largest(float(logits.max()))
-            near = top_n_sigma(logits, params.top_n_sigma)
-            logits = logits[near]
-        ids, relative, total = self._likely(logits)
-        if near is not None:
-            ids = near[ids]
-        if params.typical_p < 1:
-            kept = typical(relative, params.typical_p)
-            ids, relative, total = ids[kept], relative[kept] - relative[kept[0]], None
-        n = len(ids)
-        if params.top_p < 1:
-            cumulative = np.exp(relative).cumsum()
-            n = int(cumulative.searchsorted(params.top_p * (total or cumulative[-1]))) + 1
-        if params.min_p > 0:
-            n = min(n, int((-relative).searchsorted(-math.log(params.min_p), side="right")))
-        ids, relative = ids[:n], relative[:n]
-        if is_xtc and (n_out := xtc(relative, params.xtc_threshold)):
-            ids, relative = ids[n_out:], relative[n_out:] - relative[n_out]
-        return ids, relative
-
-    def _likely(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, float | None]:
-        """Indices of the logits that are left by top-k, or that later filters may keep; these less the
-        largest, float64, by falling value where a filter follows; and where some of them were left out that
-        top-p counts, the sum of the exponentials of all."""
-        params = self.params
-        if 0 < params.top_k < self._n_vocab:  # (of few allowed ones it may be all)
-            self._check_largest(float(logits.max()))  # NaN where one is
-            ids, values = top_k(logits, params.top_k)
-            relative = values.astype(np.float64)
-            relative -= relative[0]
-            if params.orders and relative[-1] == -math.inf:
-                n = int((-relative).searchsorted(math.inf))
-                ids, relative = ids[:n], relative[:n]
-            return ids, relative, None
-        largest = logits.max()
-        self._check_largest(float(largest))
-        relative = logits - largest
-        cut, total = -math.inf, None
-        if params.typical_p == 1:
-            cut = math.log(params.min_p) if params.min_p > 0 else cut
-            if params.top_p < 1:
-                # All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
-                total = float(np.exp(relative).sum())
-                cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
-        if cut == -math.inf and not params.orders:
-            return np.arange(logits.size), relative.astype(np.float64), None
-        # (a margin for float32; the exact cut follows)
-        ids = np.flatnonzero(relative >= cut - 1e-3 if cut > -math.inf else relative > cut)
-        relative = relative[ids].astype(np.float64)
-        order = np.argsort(-relative, kind="stable")
-        return ids[order], relative[order], total
 
 
 def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:
-    """What a row of logits says of `token` and of the n_top most likely ones."""
+    """Return the probabilities of `token` and of the n_top most likely tokens in a row of logits."""
     log_total = log_sum_exp(logits)
-    top: tuple[tuple[int, float], ...] = ()
-    if n_top:
-        ids, values = top_k(logits, min(n_top, logits.size))
-        top = tuple(zip(ids.tolist(), (values.astype(np.float64) - log_total).tolist(), strict=True))
-    return TokenLogprobs(token, float(logits[token]) - log_total, top)
+    ids = _core.largest_logits(logits, min(n_top, logits.size)) if n_top else []
+    values = logits[ids].astype(np.float64) - log_total
+    return TokenLogprobs(
+        token, float(logits[token]) - log_total, tuple(zip(ids, values.tolist(), strict=True))
+    )
 
 
 def log_sum_exp(logits: np.ndarray) -> float:
-    """log(sum(exp(logits))) of one row, accumulated in float64."""
-    largest = float(logits.max())
-    with np.errstate(over="ignore"):  # the distance of two finite floats may be none
-        relative = logits - np.float32(largest)
-    return largest + math.log(float(np.exp(relative).sum(dtype=np.float64)))
+    """Return log(sum(exp(logits))) of one row, accumulated in float64; NaN if the largest is not finite."""
+    return _core.log_sum_exp(logits)
 
 
-def _among(
-    candidates: np.ndarray | None, ids: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where tokens are among candidates, and what was said of those that are; None: every token is."""
-    if candidates is None:
-        return ids, values
-    at = np.minimum(candidates.searchsorted(ids), len(candidates) - 1)
-    found = candidates[at] == ids
-    return at[found], values[found]
+def _rules(
+    params: SamplingParams, n_vocab: int, bias: Mapping[int, float], breakers: Iterable[Sequence[int]]
+) -> dict[str, Any]:
+    """Return the parameters as csrc/draw.h takes them: numbers within the ranges of its types.
 
-
-def _float32(value: float) -> np.float32:
-    return np.float32(max(-_LARGEST, min(value, _LARGEST)))
-
-
-def _bounded(values: np.ndarray) -> np.ndarray:
-    bounded: np.ndarray = np.clip(values, np.float32(-_LARGEST), np.float32(_LARGEST))
-    return bounded
+    Only what forbids a token is infinite: a huge bias or penalty is the largest float32.
+    """
+    rules = {name: getattr(params, name) for name in _RULES}
+    for name in ("frequency_penalty", "presence_penalty"):
+        rules[name] = max(-_LARGEST, min(rules[name], _LARGEST))
+    rules["repetition_penalty"] = max(_SMALLEST, min(params.repetition_penalty, _LARGEST))
+    rules["top_k"] = min(params.top_k, n_vocab)
+    for name in ("penalty_last_n", "dry_penalty_last_n", "dry_allowed_length"):
+        rules[name] = min(rules[name], sys.maxsize)
+    rules["bias"] = [
+        (token, value if value == -math.inf else max(-_LARGEST, min(value, _LARGEST)))
+        for token, value in sorted(bias.items())
+    ]
+    rules["breakers"] = [list(breaker) for breaker in breakers] if params.is_dry else []
+    return rules

@@ -158,6 +158,7 @@ class StagedBackend:
         self.max_batch, self.n_pages = settings.max_batch, decided.n_pages
         self.n_vocab = decided.graph.result.width
         self.n_threads: int | None = None
+        self.runtime = None
         self._n_layer = max(decided.graph.n_layer, 1)
         self._has_thresholds = decided.graph.has_thresholds
         self._counts = decided.config.leaves_out or self._has_thresholds

@@ -6,7 +6,6 @@ model loaded it when it began and keeps it: `keep_alive` has no meaning there.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -14,7 +13,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -54,6 +54,7 @@ from hotset.server.shapes import JSON_LINES, documented, errors
 from hotset.server.streams import (
     AnswerStream,
     ask,
+    client_of,
     embedded,
     file_of,
     host_of,
@@ -77,6 +78,7 @@ router = APIRouter(route_class=BodyRoute, responses=errors(shapes.OllamaErrorRep
 OLLAMA_VERSION = "0.13.5"
 """The version of Ollama whose API this is. Clients read it: Codex refuses servers older than 0.13.4."""
 
+_MOST_FILES = 64  # whose facts /api/show keeps
 _MOST_SHOWN = 64  # entries of a list of the file's metadata
 _NEVER = "9999-12-31T23:59:59Z"
 
@@ -521,43 +523,70 @@ def _running(model: ListedModel) -> dict[str, Any]:
     return {"expires_at": expires, "size_vram": 0, "context_length": model.n_ctx}
 
 
-@router.post("/api/show")
-async def show(body: OllamaShowBody, http: Request) -> dict[str, Any]:
+@router.post("/api/show", response_model=dict[str, Any])
+async def show(body: OllamaShowBody, http: Request) -> Response:
     """What a model's file says; a model that is not loaded stays so."""
     given = body.model or body.name
     if not given:
         raise RequestError("model is missing", param="model")
     service, name, path = await file_of(http, given)
-    made = await asyncio.to_thread(created.find, name)
-    if service is not None:
-        return _shown(name, service.model.gguf, service.model.chat_template.source, body, made)
 
-    def opened() -> dict[str, Any]:
+    def written() -> Response:
+        made = created.find(name)
+        if service is not None:
+            return JsonReply(_shown(name, service.model.gguf, service.model.chat_template.source, body, made))
         gguf = open_gguf(path)
         try:
             own = str(gguf.metadata.get("tokenizer.chat_template", ""))
-            return _shown(name, gguf, (made and made.template) or own, body, made)
+            return JsonReply(_shown(name, gguf, (made and made.template) or own, body, made))
         finally:
             gguf.close()
 
-    return await asyncio.to_thread(opened)
+    threads = host_of(http).preparation.text(long=True)
+    return await while_connected(http, threads.run(client_of(http), written))
 
 
 def _shown(
     name: str, gguf: GGUFFile, template: str, body: OllamaShowBody, made: Created | None
 ) -> dict[str, Any]:
-    facts = FileFacts.of(gguf)
+    shown = _shown_file(gguf)
     given = Modelfile.parse(made.modelfile).parameters if made is not None else {}
+    marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
+    found = [name for name, forms in marks.items() if any(form in template for form in forms)]
     return {
         "modelfile": f"FROM {name}\n" if made is None else made.modelfile,
         "parameters": "\n".join(f"{name} {value}" for name, values in given.items() for value in values),
         "template": template,
         "license": str(gguf.metadata.get("general.license", "")),
-        "modified_at": _time(facts.modified / 1e9),
-        "details": _details(facts),
-        "model_info": {key: _plain(value, bool(body.verbose)) for key, value in gguf.metadata.items()},
-        "capabilities": _capabilities(gguf, template),
+        "modified_at": _time(shown.facts.modified / 1e9),
+        "details": _details(shown.facts),
+        "model_info": _info(gguf, verbose=True) if body.verbose else shown.info,
+        "capabilities": shown.capabilities + ([] if shown.capabilities == ["embedding"] else found),
     }
+
+
+class _ShownFile(NamedTuple):
+    """The parts of a reply of /api/show that depend only on the file. capabilities: without the
+    template's."""
+
+    facts: FileFacts
+    info: dict[str, Any]
+    capabilities: list[str]
+
+
+_shown_files: dict[tuple[Path, int, int], _ShownFile] = {}  # by path, size and time
+
+
+def _shown_file(gguf: GGUFFile) -> _ShownFile:
+    """Compute the facts of a file once: its vocabulary may have 150,000 tokens."""
+    stat = gguf.path.stat()
+    key = (gguf.path, stat.st_size, stat.st_mtime_ns)
+    if (known := _shown_files.get(key)) is None:
+        while len(_shown_files) >= _MOST_FILES:
+            _shown_files.pop(next(iter(_shown_files)), None)
+        known = _ShownFile(FileFacts.of(gguf), _info(gguf, verbose=False), _capabilities(gguf))
+        _shown_files[key] = known
+    return known
 
 
 def _listed(model: ListedModel) -> dict[str, Any]:
@@ -585,25 +614,30 @@ def _details(facts: FileFacts) -> dict[str, Any]:
     }
 
 
-def _capabilities(gguf: GGUFFile, template: str) -> list[str]:
-    """What the model is for, and what its chat template has a place for."""
+def _capabilities(gguf: GGUFFile) -> list[str]:
+    """Return what the model is for."""
     if f"{gguf.architecture}.pooling_type" in gguf.metadata:
         return ["embedding"]
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     texts: Sequence[str] = tokens if isinstance(tokens, Sequence) else ()
     vocabulary = {text: id for id, text in enumerate(texts)}
     inserts = ["insert"] if InfillTokens.of(vocabulary, len(texts), gguf.metadata) else []
-    marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
-    found = [name for name, forms in marks.items() if any(form in template for form in forms)]
-    return ["completion", *inserts, *found]
+    return ["completion", *inserts]
 
 
-def _plain(value: Any, verbose: bool) -> Any:
-    """A value of the file's metadata as JSON has it; null for a long list, unless verbose."""
+def _info(gguf: GGUFFile, verbose: bool) -> dict[str, Any]:
+    """Return the metadata of a file as JSON has it; null for a long list, unless verbose."""
+    return {
+        key: None if isinstance(value, list | np.ndarray) and len(value) > _MOST_SHOWN and not verbose
+        else _plain(value)
+        for key, value in gguf.metadata.items()
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the metadata as JSON has it; null for a number that is not finite."""
     if isinstance(value, np.ndarray):
-        value = value.tolist()
+        return value.tolist() if np.isfinite(value).all() else [_plain(one) for one in value.tolist()]
     if isinstance(value, list):
-        if len(value) > _MOST_SHOWN and not verbose:
-            return None
-        return [_plain(one, verbose) for one in value]
+        return [_plain(one) if isinstance(one, np.ndarray | list) else one for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

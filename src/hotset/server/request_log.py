@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import re
 import sys
@@ -25,11 +26,12 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -76,9 +78,11 @@ class LineWriter:
 
     def __init__(self, path: str, form: str) -> None:
         self._form = form
-        self._file: TextIO = sys.stderr if path == _STDERR else _opened(Path(path))
+        self._path = path
+        self._file: BinaryIO | None = None if path == _STDERR else _opened(Path(path))
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self._n_left_out = 0
+        self._n_lost = 0  # lines since the file could be written last
         self._thread = threading.Thread(target=self._run, name="hotset-request-log", daemon=True)
         self._thread.start()
 
@@ -93,20 +97,44 @@ class LineWriter:
     def close(self) -> None:
         self._lines.put(None)
         self._thread.join()
-        if self._file is not sys.stderr:
+        if self._file is not None:
             self._file.close()
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
             try:
-                self._file.write(line + "\n")
-                if self._lines.empty():
-                    self._file.flush()
+                self._append(line + "\n")
             except (OSError, ValueError) as error:  # the disk is full, the terminal closed
-                log.warning("a line of the request log could not be written: %s", error)
+                if not self._n_lost:
+                    reason = getattr(error, "strerror", None) or error
+                    log.warning("the request log %s cannot be written (%s)", self._path, reason)
+                self._n_lost += 1
+            else:
+                self._tell_lost()
             if self._lines.empty():
                 self._tell()
+        self._tell_lost()
         self._tell()
+
+    def _tell_lost(self) -> None:
+        if self._n_lost:
+            n, self._n_lost = self._n_lost, 0
+            log.warning("%d lines of the request log were lost", n)
+
+    def _append(self, line: str) -> None:
+        """Write a line whole or not at all."""
+        if self._file is None:
+            print(line, end="", file=sys.stderr, flush=True)
+            return
+        end = self._file.seek(0, os.SEEK_END)
+        left = memoryview(line.encode(errors="backslashreplace"))
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with suppress(OSError):  # a device has no end
+                self._file.truncate(end)
+            raise
 
     def _line(self, request: Handled) -> str:
         fields = request.fields
@@ -201,10 +229,11 @@ def _cost(answer: Answer | Vectors) -> dict[str, Any]:
     return found
 
 
-def _opened(path: Path) -> TextIO:
+def _opened(path: Path) -> BinaryIO:
     check_target(path)
     try:
         path.touch(mode=0o600)  # a new file is for this user alone: it has the addresses of clients
-        return path.open("a", encoding="utf-8", errors="backslashreplace")
+        # Without a buffer, closing has nothing left to write, and so no error.
+        return path.open("ab", buffering=0)
     except OSError as error:
         raise InvalidRequestError(f"the request log {path} cannot be written ({error.strerror})") from None

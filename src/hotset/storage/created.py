@@ -1,22 +1,30 @@
 """Models made of others: a name for a model with a template, parameters and a context of its own (`hotset
-create`, `POST /api/create`), kept in $HOTSET_HOME/created.json. No file of a model is copied or changed."""
+create`, `POST /api/create`). No file of a model is copied or changed.
+
+Each is a file of $HOTSET_HOME/created, which is read again when it has changed. An older hotset kept all of
+them in $HOTSET_HOME/created.json: it is still read, and the next change moves its models into the folder.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError
-from hotset.files import changing, read_small_text, write_whole
+from hotset.files import changing, entries, read_small_text, write_whole
 from hotset.storage import store
 from hotset.storage.aliases import check_alias, untagged
 from hotset.units import human_size
 
 MAX_CREATED = 1024
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20  # of all together
+_SUFFIX = ".json"
+_LONGEST = 200  # characters of a file's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,28 +41,30 @@ class Created:
 
 
 def read() -> dict[str, Created]:
-    """Every one by its name. Raises FormatError for a file of something else."""
-    path = _path()
-    try:
-        given = json.loads(read_small_text(path, _MAX_BYTES))
-        return {name: Created(**one) for name, one in given.items() if isinstance(one["base"], str)}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, HotsetError):
-        raise FormatError(f"{path} is no list of created models; delete it, and they are forgotten") from None
+    """Return every model by its name; one whose file is damaged is left out."""
+    found = {}
+    for entry in entries(_folder()):
+        if entry.name.endswith(_SUFFIX):
+            with suppress(FormatError):
+                if (one := _read(Path(entry.path), _parse_one)) is not None:
+                    found[one[0]] = one[1]
+    kept = {name.lower() for name in found}
+    return {name: one for name, one in _old().items() if name.lower() not in kept} | found
 
 
 def find(name: str) -> Created | None:
-    """The created model of a name, case does not matter, with `:latest` or without; None for any other
-    name."""
+    """Return the created model of a name, case does not matter, with `:latest` or without; None for any other
+    name. Raises FormatError if its file is damaged."""
     found = find_named(name)
     return None if found is None else found[1]
 
 
 def find_named(name: str) -> tuple[str, Created] | None:
-    """As `find`, with the name as it was created."""
+    """Do the same as `find`, with the name as it was created."""
     wanted = untagged(name).lower()
-    return next(((known, one) for known, one in read().items() if known.lower() == wanted), None)
+    if (found := _read(_path(wanted), _parse_one)) is not None:
+        return found
+    return next(((known, one) for known, one in _old().items() if known.lower() == wanted), None)
 
 
 def add(name: str, created: Created) -> str:
@@ -63,43 +73,101 @@ def add(name: str, created: Created) -> str:
     name = check_alias(untagged(name))
     if any(model.name.lower() == name.lower() for model in store.list_models()):
         raise InvalidRequestError(f"a model is called {name!r} already; choose another name")
-    with changing(_path()):
-        found = {known: one for known, one in read().items() if known.lower() != name.lower()}
-        if len(found) >= MAX_CREATED:
+    with changing(_folder() / "all"):
+        _move_old()
+        data, path = _written(name, created), _path(name)
+        files = [entry for entry in entries(_folder()) if entry.name.endswith(_SUFFIX)]
+        others = [entry.stat().st_size for entry in files if entry.name != path.name]
+        if len(others) >= MAX_CREATED:
             raise InvalidRequestError(f"{MAX_CREATED} models were created already, the most that are kept")
-        _write(found | {name: created})
+        if (n_bytes := sum(others) + len(data)) > _MAX_BYTES:
+            raise InvalidRequestError(
+                f"all created models together take {human_size(n_bytes)}, and at most "
+                f"{human_size(_MAX_BYTES)} are kept; delete some of them"
+            )
+        write_whole({path: data})
     return name
 
 
 def remove(name: str) -> bool:
-    """Whether there was one."""
-    wanted = untagged(name).lower()
-    with changing(_path()):
-        found = read()
-        left = {known: one for known, one in found.items() if known.lower() != wanted}
-        if len(left) < len(found):
-            _write(left)
-    return len(left) < len(found)
+    """Delete the model of a name; return whether there was one."""
+    with changing(_folder() / "all"):
+        _move_old()
+        try:
+            _path(untagged(name)).unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise HotsetError(f"{_path(untagged(name))} cannot be deleted ({error.strerror}).") from None
+    return True
 
 
-def _path() -> Path:
-    return store.home() / "created.json"
+def _folder() -> Path:
+    return store.home() / "created"
 
 
-def _write(created: Mapping[str, Created]) -> None:
-    rows = {
-        name: {**asdict(one), "sampling": dict(one.sampling), "load": dict(one.load)}
-        for name, one in created.items()
-    }
+def _path(name: str) -> Path:
+    return _folder() / f"{quote(name.lower(), safe='', errors='replace')[:_LONGEST]}{_SUFFIX}"
+
+
+# ---- files ----
+
+_Contents = TypeVar("_Contents")
+_known: dict[Path, tuple[tuple[int, ...], Any]] = {}  # what a file had, and its size and times then
+
+
+def _read(path: Path, parse: Callable[[Any], _Contents]) -> _Contents | None:
+    """Return the contents of a file; None if it does not exist. Raises FormatError for a file of something
+    else."""
     try:
-        data = (json.dumps(rows, ensure_ascii=False, indent=1, sort_keys=True) + "\n").encode()
+        stat = path.stat()
+        mark = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        if (known := _known.get(path)) is None or known[0] != mark:
+            while len(_known) >= 2 * MAX_CREATED:
+                _known.pop(next(iter(_known)), None)
+            known = _known[path] = mark, parse(json.loads(read_small_text(path, _MAX_BYTES)))
+    except (FileNotFoundError, NotADirectoryError):
+        _known.pop(path, None)
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, HotsetError):
+        raise FormatError(f"{path} is no created model; delete it, and it is forgotten") from None
+    found: _Contents = known[1]
+    return found
+
+
+def _parse_one(given: Any) -> tuple[str, Created]:
+    name = check_alias(given.pop("name"))
+    return name, _created(given)
+
+
+def _created(given: Any) -> Created:
+    if not isinstance(given["base"], str):
+        raise TypeError
+    return Created(**given)
+
+
+def _written(name: str, created: Created) -> bytes:
+    row = {"name": name, **asdict(created), "sampling": dict(created.sampling), "load": dict(created.load)}
+    try:
+        return (json.dumps(row, ensure_ascii=False, indent=1, sort_keys=True) + "\n").encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(
             "a text of a created model has half of a surrogate pair in it; send whole characters"
         ) from None
-    if len(data) > _MAX_BYTES:  # `read` would refuse it
-        raise InvalidRequestError(
-            f"all created models together take {human_size(len(data))}, and at most {human_size(_MAX_BYTES)} "
-            "are kept; delete some of them"
-        )
-    write_whole({_path(): data})
+
+
+def _old() -> dict[str, Created]:
+    """Return the models of created.json."""
+    return _read(_old_path(), lambda given: {name: _created(one) for name, one in given.items()}) or {}
+
+
+def _old_path() -> Path:
+    return store.home() / "created.json"
+
+
+def _move_old() -> None:
+    """Give each model of created.json a file of its own, and delete created.json once all are written."""
+    missing = {name: one for name, one in _old().items() if not _path(name).exists()}
+    write_whole({_path(name): _written(name, one) for name, one in missing.items()})
+    with suppress(FileNotFoundError):
+        _old_path().unlink()

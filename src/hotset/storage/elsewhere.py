@@ -18,15 +18,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hotset.errors import HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.storage import store
 from hotset.storage.aliases import ANY_TAG
 from hotset.storage.store import StoredModel
+
+_Found = TypeVar("_Found")
 
 _MOST_MANIFESTS = 10_000
 _MAX_MANIFEST = 1 << 20  # bytes
@@ -39,16 +42,20 @@ _OWN_HOST, _OWN_NAMESPACE = "registry.ollama.ai", "library"
 def list_models() -> list[StoredModel]:
     """Every model of another program, by name; of one name the first counts."""
     found: dict[str, StoredModel] = {}
-    for source, (roots, models) in _SOURCES.items():
+    for source, (roots, entries, models) in _SOURCES.items():
         for root in _folders(roots):
-            try:
-                for name, path in models(root):
-                    if _is_gguf(path):
-                        model = store.describe(path, name, source)
-                        found.setdefault(name.lower(), model)
-            except OSError:  # another user's, or gone in the meantime
-                continue
+            for entry in _readable(entries(root)):
+                for name, path in _readable(models(root, entry)):
+                    with suppress(OSError):
+                        if _is_gguf(path):
+                            found.setdefault(name.lower(), store.describe(path, name, source))
     return sorted(found.values(), key=lambda model: model.name.lower())
+
+
+def _readable(found: Iterator[_Found]) -> Iterator[_Found]:
+    """Yield what an iterator finds until the system refuses: another user's file, a broken link."""
+    with suppress(OSError):
+        yield from found
 
 
 def find(name: str) -> StoredModel | None:
@@ -74,7 +81,7 @@ def find(name: str) -> StoredModel | None:
 def is_foreign(path: Path) -> bool:
     """Whether a file is in a folder of another program, where nothing is to be written."""
     absolute = Path(os.path.abspath(path))
-    return any(absolute.is_relative_to(root) for roots, _ in _SOURCES.values() for root in _folders(roots))
+    return any(absolute.is_relative_to(root) for roots, *_ in _SOURCES.values() for root in _folders(roots))
 
 
 def _folders(roots: Callable[[Path | None], Iterator[Path]]) -> Iterator[Path]:
@@ -85,8 +92,9 @@ def _folders(roots: Callable[[Path | None], Iterator[Path]]) -> Iterator[Path]:
     except RuntimeError:  # a user without one
         home = None
     for root in roots(home):
-        if root.is_dir():
-            yield Path(os.path.abspath(root))
+        with suppress(OSError):  # in a folder of another user
+            if root.is_dir():
+                yield Path(os.path.abspath(root))
 
 
 def _is_gguf(path: Path) -> bool:
@@ -108,16 +116,18 @@ def _ollama_roots(home: Path | None) -> Iterator[Path]:
     yield Path("/usr/share/ollama/.ollama/models")
 
 
-def _ollama_models(root: Path) -> Iterator[tuple[str, Path]]:
-    """Names and files. A manifest that is damaged is no model."""
-    for manifest in islice(sorted((root / "manifests").glob("*/*/*/*")), _MOST_MANIFESTS):
-        parts = manifest.relative_to(root / "manifests").parts
-        if not all(_PART.fullmatch(part) for part in parts):
-            continue
-        digests = _layers(manifest).get(_MODEL_LAYER, [])
-        paths = [_blob(root, digest) for digest in digests]
-        if len(paths) == 1 and paths[0] is not None:
-            yield _ollama_name(parts), paths[0]
+def _ollama_manifests(root: Path) -> Iterator[Path]:
+    return islice(sorted((root / "manifests").glob("*/*/*/*")), _MOST_MANIFESTS)
+
+
+def _ollama_models(root: Path, manifest: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the file of a manifest. A damaged manifest is no model."""
+    parts = manifest.relative_to(root / "manifests").parts
+    if not all(_PART.fullmatch(part) for part in parts):
+        return
+    paths = [_blob(root, digest) for digest in _layers(manifest).get(_MODEL_LAYER, [])]
+    if len(paths) == 1 and paths[0] is not None:
+        yield _ollama_name(parts), paths[0]
 
 
 def _ollama_name(parts: tuple[str, ...]) -> str:
@@ -173,10 +183,13 @@ def _lm_studio_roots(home: Path | None) -> Iterator[Path]:
         yield home / ".cache" / "lm-studio" / "models"
 
 
-def _lm_studio_models(root: Path) -> Iterator[tuple[str, Path]]:
-    for folder in sorted(root.glob("*/*")):
-        if folder.is_dir():
-            yield from _of_folder("/".join(folder.relative_to(root).parts), folder)
+def _lm_studio_folders(root: Path) -> Iterator[Path]:
+    return iter(sorted(root.glob("*/*")))
+
+
+def _lm_studio_models(root: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    if folder.is_dir():
+        yield from _of_folder("/".join(folder.relative_to(root).parts), folder)
 
 
 def _hub_roots(home: Path | None) -> Iterator[Path]:
@@ -188,17 +201,23 @@ def _hub_roots(home: Path | None) -> Iterator[Path]:
         yield Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "huggingface" / "hub"
 
 
-def _hub_models(root: Path) -> Iterator[tuple[str, Path]]:
-    for folder in sorted(root.glob("models--*--*")):
-        _, owner, repository = folder.name.split("--", 2)
-        snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime_ns)
-        try:
-            main = read_small_text(folder / "refs" / "main", 256).strip()
-        except (OSError, HotsetError):
-            main = ""
-        chosen = [path for path in snapshots if path.name == main] or snapshots
-        if chosen:
-            yield from _of_folder(f"{owner}/{repository}", chosen[-1])
+def _hub_folders(root: Path) -> Iterator[Path]:
+    return iter(sorted(root.glob("models--*--*")))
+
+
+def _hub_models(_: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the models of the revision that refs/main names, or else of the latest snapshot."""
+    _, owner, repository = folder.name.split("--", 2)
+    snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
+    try:
+        main = read_small_text(folder / "refs" / "main", 256).strip()
+    except (OSError, HotsetError):
+        main = ""
+    chosen = [path for path in snapshots if path.name == main] or sorted(
+        snapshots, key=lambda path: path.stat().st_mtime_ns
+    )
+    if chosen:
+        yield from _of_folder(f"{owner}/{repository}", chosen[-1])
 
 
 def _of_folder(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
@@ -212,10 +231,16 @@ def _of_folder(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
             yield (name if len(paths) == 1 else f"{name}:{inside.as_posix()}"), path
 
 
+# Of each program: its folders, the entries of one, and the models of an entry. Each entry fails by itself.
 _SOURCES: dict[
-    str, tuple[Callable[[Path | None], Iterator[Path]], Callable[[Path], Iterator[tuple[str, Path]]]]
+    str,
+    tuple[
+        Callable[[Path | None], Iterator[Path]],
+        Callable[[Path], Iterator[Path]],
+        Callable[[Path, Path], Iterator[tuple[str, Path]]],
+    ],
 ] = {
-    "Ollama": (_ollama_roots, _ollama_models),
-    "LM Studio": (_lm_studio_roots, _lm_studio_models),
-    "Hugging Face cache": (_hub_roots, _hub_models),
+    "Ollama": (_ollama_roots, _ollama_manifests, _ollama_models),
+    "LM Studio": (_lm_studio_roots, _lm_studio_folders, _lm_studio_models),
+    "Hugging Face cache": (_hub_roots, _hub_folders, _hub_models),
 }

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +98,17 @@ def complete_models(folder: Path) -> list[Path]:
         if path.name.endswith(SIDECAR_SUFFIX):
             continue
         parts = shards(path)
-        if path == parts[0] and all(part.is_file() for part in parts):
+        if path == parts[0] and all(_is(part.is_file) for part in parts):
             found.append(path)
     return found
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """Return whether a path is of a kind; False if the system refuses to tell, as of another user's file."""
+    try:
+        return kind()
+    except OSError:
+        return False
 
 
 def list_models() -> list[StoredModel]:
@@ -108,9 +116,9 @@ def list_models() -> list[StoredModel]:
     folder = models_folder()
     if not folder.is_dir():
         return []
-    files = [path for path in sorted(folder.glob("*.gguf")) if path.is_file()]
+    files = [path for path in sorted(folder.glob("*.gguf")) if _is(path.is_file)]
     named = [(path, path.stem) for path in files if not path.name.endswith(SIDECAR_SUFFIX)]
-    for child in sorted(p for p in folder.iterdir() if p.is_dir()):
+    for child in sorted(path for path in folder.iterdir() if _is(path.is_dir)):
         paths = complete_models(child)
         base = child.name.replace("--", "/", 1)
         for path in paths:

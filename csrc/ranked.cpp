@@ -1,0 +1,448 @@
+#include "ranked.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "sums.h"
+
+namespace hotset {
+namespace {
+
+constexpr size_t kFew = 512;        // candidates that are sorted as a whole
+constexpr size_t kGiven = 64;       // candidates in a bucket of a given order
+constexpr double kUnit = 0x1p-53;    // the largest relative error of an addition
+// By how much two ways to add up, or two exponentials, may differ: absolute of logits, relative of weights.
+constexpr double kNear = 1e-10;
+constexpr double kEdge = 1e-5;  // how far a candidate may be beyond the edge of its bucket, by float's rounding
+
+}  // namespace
+
+void Ranked::begin(Order order, double base, double divisor, size_t most) {
+    order_ = order;
+    const bool is_given = order == Order::given || order == Order::given_exact;
+    base_ = base;
+    divisor_ = divisor;
+    float_base_ = float(base);
+    float_scale_ = is_given ? 0.0f : float(std::min(kPerUnit / divisor, 1e30));
+    shift_ = more_shift_ = 0.0;
+    is_shifted_ = in_doubt_ = false;
+    temperature_ = slack_ = 0.0;
+    n_near_ = n_deep_ = 0;
+    if (items_.size() < most + 1) {  // (one more may be written that is not in)
+        items_.resize(most + 1);
+        near_.resize(most + 1);
+        buckets_.resize(most + 1);
+        relatives_.resize(most + 1);
+        weights_.resize(most + 1);
+    }
+}
+
+void Ranked::rank(const Kernels& kernels) {
+    kernels_ = &kernels;
+    last_ = items_.size();
+    first_ = last_ - n_near_ - n_deep_;
+    starts_.clear();
+    if (order_ == Order::given || order_ == Order::given_exact) {
+        std::copy_n(near_.begin(), n_near_, items_.begin() + long(first_));
+        for (size_t at = first_; at < last_; at += kGiven) starts_.push_back(uint32_t(at));
+        starts_.push_back(uint32_t(last_));
+        settled_.assign(starts_.size() - 1, true);
+        if (size() <= kFew) order_ = Order::given_exact;
+        return;
+    }
+    if (size() <= kFew) {
+        std::copy_n(near_.begin(), n_near_, items_.begin() + long(first_));
+        starts_ = {uint32_t(first_), uint32_t(last_)};
+        settled_.assign(1, false);
+        order_ = Order::exact;
+    } else {
+        spread();
+    }
+    if (order_ == Order::exact) settle_range(first_, last_);
+}
+
+// Moves the candidates into buckets.
+void Ranked::spread() {
+    starts_.assign(kBuckets + 1, 0);
+    for (size_t i = 0; i < n_near_; i++) starts_[buckets_[i] + 1u]++;
+    starts_[0] = uint32_t(first_);
+    for (size_t b = 0; b < kBuckets; b++) starts_[b + 1] += starts_[b];
+    starts_[kBuckets] = uint32_t(last_);
+    for (size_t i = 0; i < n_near_; i++) items_[starts_[buckets_[i]]++] = near_[i];
+    for (size_t b = kBuckets - 1; b > 0; b--) starts_[b] = starts_[b - 1];
+    starts_[0] = uint32_t(first_);
+    settled_.assign(kBuckets, false);
+}
+
+void Ranked::settle(size_t bucket) {
+    if (settled_[bucket]) return;
+    settled_[bucket] = true;
+    const auto begin = items_.begin() + starts_[bucket], end = items_.begin() + starts_[bucket + 1];
+    if (std::is_sorted(begin, end)) return;
+    std::sort(begin, end);
+    if (divisor_ != 1.0)  // it may make logits equal; equal ones are in the order of their places
+        for (auto run = begin; run != end;) {
+            const double value = relative_of(*run);
+            const auto next = std::find_if(run, end, [&](uint64_t item) { return relative_of(item) != value; });
+            std::sort(run, next, [](uint64_t a, uint64_t b) { return uint32_t(a) < uint32_t(b); });
+            run = next;
+        }
+    const auto [first, last] = part(bucket);
+    if (temperature_ > 0.0) weigh_range(first, last);
+}
+
+// What is left of a bucket; nothing if the first is not below the last.
+std::pair<size_t, size_t> Ranked::part(size_t bucket) const {
+    return {std::max<size_t>(starts_[bucket], first_), std::min<size_t>(starts_[bucket + 1], last_)};
+}
+
+size_t Ranked::bucket_at(size_t at) const {
+    return size_t(std::upper_bound(starts_.begin(), starts_.end(), at) - starts_.begin()) - 1;
+}
+
+void Ranked::settle_range(size_t first, size_t last) {
+    if (first >= last) return;
+    for (size_t b = bucket_at(first); b + 1 < starts_.size() && starts_[b] < last; b++) settle(b);
+}
+
+size_t Ranked::place(size_t rank) {
+    settle(bucket_at(first_ + rank));
+    return size_t(uint32_t(items_[first_ + rank]));
+}
+
+double Ranked::relative(size_t rank) {
+    settle(bucket_at(first_ + rank));
+    return shifted(first_ + rank);
+}
+
+void Ranked::narrow(size_t first, size_t last) {
+    first_ = first;
+    last_ = last;
+    if (order_ != Order::fast || size() > kFew) return;
+    settle_range(first_, last_);
+    order_ = Order::exact;
+    temperature_ = 0.0;
+}
+
+void Ranked::shift_to_first() {
+    (is_shifted_ ? more_shift_ : shift_) = relative(0);
+    is_shifted_ = true;
+    if (is_exact()) temperature_ = 0.0;
+}
+
+void Ranked::keep_first(size_t k) {
+    if (k >= size()) return;
+    const size_t last = first_ + k, b = bucket_at(last - 1);
+    if (!settled_[b]) {  // no order is needed within the bucket
+        const auto begin = items_.begin();
+        std::nth_element(begin + starts_[b], begin + long(last - 1), begin + starts_[b + 1]);
+    }
+    narrow(first_, last);
+}
+
+// ---- weights and sums ----
+
+// Weights of what is left; those of the fast order are relative to the first candidate of all, for only their
+// ratios matter.
+void Ranked::weigh(double temperature) {
+    if (temperature_ == temperature) return;
+    temperature_ = temperature;
+    weigh_range(first_, last_);
+    if (!is_exact() && relatives_[first_] / temperature < -300.0) in_doubt_ = true;
+}
+
+void Ranked::find_relatives(size_t first, size_t last) {
+    if (divisor_ == 1.0)  // a division takes longer than all else
+        for (size_t i = first; i < last; i++) relatives_[i] = key_of(items_[i]) - base_;
+    else
+        for (size_t i = first; i < last; i++) relatives_[i] = relative_of(items_[i]);
+}
+
+void Ranked::weigh_range(size_t first, size_t last) {
+    if (first >= last) return;
+    if (is_exact()) {
+        for (size_t i = first; i < last; i++) {
+            relatives_[i] = shifted(i);
+            weights_[i] = std::exp(relatives_[i] / temperature_);
+        }
+    } else {
+        find_relatives(first, last);
+        kernels_->weights(&relatives_[first], temperature_, int64_t(last - first), &weights_[first]);
+    }
+}
+
+double Ranked::total() const {
+    return pairwise_sum(&weights_[first_], size());
+}
+
+// By how much a sum of weights may differ from one that is added up one by one.
+double Ranked::margin(double total) const {
+    return total * (double(size() + 100) * kUnit + slack_);
+}
+
+// Where the running sum of the weights reaches the target, or goes beyond it.
+size_t Ranked::reached(double target, bool beyond, double total) {
+    double sum = 0.0;
+    const auto has = [&] { return beyond ? sum > target : sum >= target; };
+    if (is_exact()) {
+        for (size_t at = first_; at < last_; at++) {
+            sum += weights_[at];
+            if (has()) return at;
+        }
+        return last_;
+    }
+    const double doubt = margin(total);
+    for (size_t b = bucket_at(first_); starts_[b] < last_; b++) {
+        const auto [begin, end] = part(b);
+        const double of_bucket = weight_of(b);
+        if (sum + of_bucket < target - doubt) {
+            sum += of_bucket;
+            continue;
+        }
+        settle(b);
+        for (size_t at = begin; at < end; at++) {
+            const double before = sum;
+            sum += weights_[at];
+            if (!has()) continue;
+            if (sum - target <= doubt || (at > first_ && target - before <= doubt)) in_doubt_ = true;
+            return at;
+        }
+    }
+    in_doubt_ = true;
+    return last_ - 1;
+}
+
+// Where the candidates begin whose relative logit is below that; in doubt, if one is no farther from it than that.
+size_t Ranked::first_below(double relative, double doubt) {
+    const auto is_above = [&](uint64_t item) { return relative_of(item) - shift_ - more_shift_ >= relative; };
+    const auto begin = items_.begin();
+    if (is_exact())
+        return size_t(std::partition_point(begin + long(first_), begin + long(last_), is_above) - begin);
+    // It is in this bucket, or, by rounding, in one of its neighbours.
+    const double bucket = (relative + shift_ + more_shift_) * -kPerUnit;
+    const size_t middle = size_t(std::clamp(bucket, 0.0, double(kBuckets - 1)));
+    size_t at = std::clamp<size_t>(starts_[middle > 0 ? middle - 1 : 0], first_, last_);
+    for (size_t b = middle > 0 ? middle - 1 : 0; b < std::min(middle + 2, kBuckets); b++) {
+        const auto [first, last] = part(b);
+        if (first >= last) continue;
+        const auto from = begin + long(first), to = begin + long(last);
+        for (auto item = from; doubt > 0.0 && item != to; ++item)
+            in_doubt_ |= std::abs(relative_of(*item) - shift_ - more_shift_ - relative) <= doubt;
+        if (settled_[b]) {
+            at = size_t(std::partition_point(from, to, is_above) - begin);
+        } else {  // no order is needed within the bucket
+            at = size_t(std::partition(from, to, is_above) - begin);
+            if (temperature_ > 0.0) weigh_range(first, last);
+        }
+        if (at < last) break;
+    }
+    return at;
+}
+
+// Where the candidates begin whose weight is below that.
+size_t Ranked::first_lighter(double weight) {
+    if (is_exact())
+        return size_t(std::partition_point(weights_.begin() + long(first_), weights_.begin() + long(last_),
+                                           [&](double each) { return each >= weight; }) -
+                      weights_.begin());
+    return weight > 0.0 ? first_below(std::log(weight) - shift_ - more_shift_, kNear) : last_;
+}
+
+// ---- filters ----
+
+void Ranked::keep_top_p(double p, double total_of_all, double min_p) {
+    size_t last = last_;
+    if (p < 1.0) {
+        weigh(1.0);
+        double of_these = 0.0;
+        if (is_exact())
+            for (size_t at = first_; at < last_; at++) of_these += weights_[at];
+        else
+            of_these = total();
+        const double whole = total_of_all != 0.0 ? total_of_all : of_these;
+        // (of all logits a part may have been left out, which is never reached)
+        const bool is_reached = is_exact() || p * whole < of_these - margin(of_these);
+        if (!is_reached) in_doubt_ = true;
+        last = std::min(reached(p * whole, false, of_these) + 1, last_);
+    }
+    if (min_p > 0.0) last = std::min(last, first_below(std::log(min_p), 0.0));
+    narrow(first_, std::max(last, first_ + 1));
+}
+
+void Ranked::keep_typical_exactly(double p) {
+    const size_t n = size();
+    weigh(1.0);
+    const double sum = total(), log_sum = std::log(sum);
+    std::vector<double> probabilities(n), parts(n), away(n);
+    for (size_t i = 0; i < n; i++) {
+        probabilities[i] = weights_[first_ + i] / sum;
+        away[i] = log_sum - relatives_[first_ + i];
+        parts[i] = probabilities[i] * away[i];
+    }
+    const double expected = pairwise_sum(parts.data(), n);
+    for (double& each : away) each = std::abs(each - expected);
+    std::vector<uint32_t> order(n);
+    for (size_t i = 0; i < n; i++) order[i] = uint32_t(i);
+    std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return away[a] < away[b]; });
+    size_t n_kept = 0;
+    for (double reached = 0.0; n_kept < n && reached <= p; n_kept++) reached += probabilities[order[n_kept]];
+    order.resize(n_kept);
+    std::sort(order.begin(), order.end());
+    for (size_t i = 0; i < n_kept; i++) items_[first_ + i] = items_[first_ + order[i]];
+    narrow(first_, first_ + n_kept);
+}
+
+// The buckets of a typical range, from the expected surprise outwards.
+class Ranked::Outwards {
+  public:
+    Outwards(const Ranked& of, double centre) : of_(of), centre_(centre), width_(1.0 / kPerUnit) {
+        const double bucket = std::clamp(-centre * kPerUnit, 0.0, double(kBuckets - 1));
+        begin = size_t(bucket);
+        end = begin + 1;
+        reach = farthest(begin);
+        weight = of_.weight_of(begin);
+    }
+    double width() const { return width_; }
+    // How far from the centre a candidate of a bucket may be.
+    double farthest(size_t b) const {
+        if (b + 1 == kBuckets) return std::numeric_limits<double>::infinity();
+        return std::max(std::abs(double(b) * width_ + centre_), std::abs(double(b + 1) * width_ + centre_)) + kEdge;
+    }
+    // Takes the nearest bucket; false: there is none.
+    bool extend() {
+        if (begin == 0 && end == kBuckets) return false;
+        const bool is_up = end == kBuckets || (begin > 0 && farthest(begin - 1) <= farthest(end));
+        const size_t b = is_up ? --begin : end++;
+        weight += of_.weight_of(b);
+        reach = farthest(b);
+        return true;
+    }
+
+    size_t begin, end;  // buckets that are in
+    double weight;      // of them
+    double reach;       // how far the latest reaches
+
+  private:
+    const Ranked& of_;
+    const double centre_, width_;
+};
+
+double Ranked::weight_of(size_t bucket) const {
+    const auto [begin, end] = part(bucket);
+    return begin < end ? pairwise_sum(&weights_[begin], end - begin) : 0.0;
+}
+
+// Whole buckets are kept from the expected surprise outwards, and of those in which the last one may be, the
+// outer ones, single candidates. False: it is not certain which.
+bool Ranked::keep_typical_buckets(double p) {
+    weigh(1.0);
+    const double sum = total(), doubt = margin(sum), target = p * sum;
+    double centre = 0.0;  // the relative logit whose surprise is the expected one
+    for (size_t at = first_; at < last_; at++) centre += weights_[at] * relatives_[at];
+    centre /= sum;
+    Outwards in(*this, centre);
+    while (in.weight < target - doubt && in.extend()) {
+    }
+    if (!std::isfinite(in.reach)) return false;
+    // The last one that is kept is away by `reach` at most, and by a width less at least.
+    const double inside = in.reach - in.width() - 4.0 * kEdge;
+    struct Outer {
+        double away;
+        size_t at;
+    };
+    std::vector<Outer> outer;
+    size_t first = last_, last = first_, n_kept = 0;
+    double kept = 0.0;
+    for (size_t b = in.begin - std::min<size_t>(in.begin, 3); b < std::min(in.end + 3, kBuckets); b++) {
+        const auto [begin, end] = part(b);
+        if (begin >= end) continue;
+        if (in.farthest(b) < inside) {
+            first = std::min(first, begin);
+            last = end;
+            n_kept += end - begin;
+            kept += weight_of(b);
+            continue;
+        }
+        settle(b);
+        for (size_t at = begin; at < end; at++) outer.push_back({std::abs(relatives_[at] - centre), at});
+    }
+    std::sort(outer.begin(), outer.end(), [](const Outer& a, const Outer& b) {
+        return a.away != b.away ? a.away < b.away : a.at < b.at;
+    });
+    size_t n_outer = 0;
+    double before = kept;
+    for (; n_outer < outer.size() && kept <= target; n_outer++) {
+        const size_t at = outer[n_outer].at;
+        before = kept;
+        kept += weights_[at];
+        first = std::min(first, at);
+        last = std::max(last, at + 1);
+    }
+    if (n_outer == 0 || kept - target <= doubt || target - before <= doubt) return false;
+    if (last - first != n_kept + n_outer) return false;  // of equal logits above the centre not all are kept
+    const auto is_unlike = [&](size_t a, size_t b) {  // which of two comes first is not certain
+        return std::abs(outer[a].away - outer[b].away) < kNear &&
+               items_[outer[a].at] >> 32 != items_[outer[b].at] >> 32;
+    };
+    if (n_outer > 1 && is_unlike(n_outer - 2, n_outer - 1)) return false;
+    if (n_outer < outer.size() && is_unlike(n_outer - 1, n_outer)) return false;
+    narrow(first, last);
+    return true;
+}
+
+void Ranked::keep_typical(double p) {
+    if (is_exact())
+        keep_typical_exactly(p);
+    else if (!keep_typical_buckets(p))
+        in_doubt_ = true;
+    shift_to_first();
+}
+
+void Ranked::drop_top_choices(double threshold) {
+    weigh(1.0);
+    const size_t likely = first_lighter(threshold * total()) - first_;
+    if (likely < 2) return;
+    settle(bucket_at(first_ + likely - 1));
+    narrow(first_ + likely - 1, last_);
+    shift_to_first();
+}
+
+// ---- the token ----
+
+double Ranked::dynamic_temperature(double low, double high, double exponent) {
+    if (size() < 2) return high;
+    weigh(1.0);
+    const double sum = total(), log_sum = std::log(sum), largest = std::log(double(size()));
+    double entropy = 0.0;
+    if (is_exact()) {
+        std::vector<double> parts(size());
+        for (size_t i = 0; i < parts.size(); i++)
+            parts[i] = weights_[first_ + i] / sum * (log_sum - relatives_[first_ + i]);
+        entropy = pairwise_sum(parts.data(), parts.size());
+    } else {
+        for (size_t at = first_; at < last_; at++) entropy += weights_[at] * relatives_[at];
+        entropy = log_sum - entropy / sum;
+        slack_ = 1e-12 * std::max(exponent, 1.0) / std::max(entropy / largest, 1e-9);
+    }
+    return low + (high - low) * std::pow(std::min(std::max(entropy / largest, 0.0), 1.0), exponent);
+}
+
+size_t Ranked::drawn(double temperature, double u) {
+    if (temperature == 0.0) return 0;
+    temperature_ = 0.0;
+    weigh(temperature);
+    if (!is_exact()) return reached(u * total(), true, total()) - first_;
+    double sum = 0.0;
+    for (size_t at = first_; at < last_; at++) sum += weights_[at];
+    // A float below 1 times the total can round up to it, past the last that has a probability.
+    return std::min(reached(u * sum, true, sum), reached(sum, false, sum)) - first_;
+}
+
+double Ranked::surprise(size_t rank) {
+    const double log_sum = std::log(total());
+    return log_sum - relatives_[first_ + rank];
+}
+
+}  // namespace hotset

@@ -1,0 +1,482 @@
+"""The sampler in NumPy: the definition of the tokens that a seed gives.
+
+csrc/draw.h does the same natively, with partial selection; tests compare the two token by token. The order of
+filters is llama.cpp's. Everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from hotset.engine.sampler import Constraint, SamplingParams, TokenLogprobs
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.text.mask import TokenMask
+
+_LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
+_SMALLEST = float(np.finfo(np.float32).tiny)
+# What a byte of a constraint's mask adds to eight logits: zeros, and -inf for what is not allowed. To look
+# rows up and add them takes a fraction of the time that a choice per token does.
+_ALLOWING = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
+    np.float32(0),
+    np.float32(-math.inf),
+)
+
+
+_GROUP = 64
+_MOST_LIKELY = 100  # tokens by which mirostat 1 estimates how the probabilities fall
+
+
+def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k largest logits: indices by falling logit, ties by rising index, and their values."""
+    n = logits.size
+    if k <= n // _GROUP:
+        # The maxima of disjoint groups are distinct logits: their k-th largest is at most the k-th largest of
+        # all. Groups are columns, so that the maximum is taken over whole rows at once.
+        maxima = logits[: n - n % _GROUP].reshape(_GROUP, -1).max(axis=0)
+        bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
+        candidates = np.flatnonzero(logits >= bound)
+        if bound == -math.inf:  # few are allowed: all others would have to be sorted
+            is_out = logits[candidates] == bound
+            candidates = np.concatenate([candidates[~is_out], candidates[is_out][:k]])
+    else:
+        candidates = np.arange(n)
+    order = np.argsort(-logits[candidates], kind="stable")[:k]
+    indices = candidates[order]
+    return indices, logits[indices]
+
+
+def top_n_sigma(logits: np.ndarray, n: float) -> np.ndarray:
+    """Indices of the logits that are at most n standard deviations below the largest (arXiv 2411.07641).
+
+    Mean and deviation are those of the finite logits, of which there is one at least.
+    """
+    finite = logits[np.isfinite(logits)].astype(np.float64)
+    return np.flatnonzero(logits >= finite.max() - n * finite.std())
+
+
+def typical(relative: np.ndarray, p: float) -> np.ndarray:
+    """Rising indices of the tokens whose surprise is nearest to the expected one, the fewest that together
+    are more likely than p (arXiv 2202.00666)."""
+    weights = np.exp(relative)
+    total = weights.sum()
+    probabilities = weights / total
+    surprise = math.log(total) - relative
+    away = np.abs(surprise - (probabilities * surprise).sum())
+    order = np.argsort(away, kind="stable")
+    n = int(probabilities[order].cumsum().searchsorted(p, side="right")) + 1
+    kept: np.ndarray = np.sort(order[:n])
+    return kept
+
+
+def xtc(relative: np.ndarray, threshold: float) -> int:
+    """How many of the first tokens are left out (exclude top choices): all that have a probability of
+    `threshold` or more, but the least likely of those."""
+    weights = np.exp(relative)
+    n = int((-weights).searchsorted(-threshold * weights.sum(), side="right"))
+    return max(n - 1, 0)
+
+
+def dynamic_temperature(relative: np.ndarray, low: float, high: float, exponent: float) -> float:
+    """Between low and high, by the entropy of the tokens that are left over the largest possible."""
+    if len(relative) < 2:
+        return high
+    weights = np.exp(relative)
+    total = weights.sum()
+    entropy = (weights / total * (math.log(total) - relative)).sum() / math.log(len(relative))
+    return float(low + (high - low) * min(max(entropy, 0.0), 1.0) ** exponent)
+
+
+def drawn(relative: np.ndarray, temperature: float, u: float) -> int:
+    """The index of the token that u, in [0, 1), draws of any order of them."""
+    if temperature == 0:
+        return int(np.argmax(relative))
+    cumulative = np.exp(relative / temperature).cumsum()
+    # A float below 1 times the total can round up to it, past the last that has a probability.
+    index = int(cumulative.searchsorted(u * cumulative[-1], side="right"))
+    return min(index, int(cumulative.searchsorted(cumulative[-1])))
+
+
+class Mirostat:
+    """Draws tokens so that their surprise stays near tau bits (arXiv 2007.14966).
+
+    version: 1 estimates by Zipf's law how many tokens to keep, 2 keeps those whose surprise is at most `mu`.
+    eta: how fast `mu` follows what was drawn. n_vocab: of the whole vocabulary.
+    """
+
+    def __init__(self, version: int, tau: float, eta: float, n_vocab: int) -> None:
+        self.mu = 2 * tau
+        self._version, self._tau, self._eta, self._n_vocab = version, tau, eta, n_vocab
+
+    def draw(self, logits: np.ndarray, temperature: float, u: float) -> int:
+        """The index of the next token in logits of which one at least is finite."""
+        finite = np.flatnonzero(logits > -math.inf)
+        relative = logits[finite].astype(np.float64)
+        relative = (relative - relative.max()) / temperature
+        if self._version == 1:
+            kept, relative = top_k(relative, self._n_kept(relative))
+        else:
+            surprise = (math.log(np.exp(relative).sum()) - relative) / math.log(2)
+            kept = np.flatnonzero(surprise <= self.mu)
+            if not len(kept):
+                kept = np.array([np.argmax(relative)])
+            kept = kept[np.argsort(-relative[kept], kind="stable")]
+            relative = relative[kept]
+        index = drawn(relative, 1.0, u)
+        observed = (math.log(np.exp(relative).sum()) - relative[index]) / math.log(2)
+        self.mu -= self._eta * (float(observed) - self._tau)
+        return int(finite[kept[index]])
+
+    def _n_kept(self, relative: np.ndarray) -> int:
+        _, likely = top_k(relative, min(_MOST_LIKELY, len(relative)))
+        if len(likely) < 2:
+            return 1
+        ranks = np.arange(1, len(likely), dtype=np.float64)
+        steps = np.log((ranks + 1) / ranks)
+        s = np.float64((steps * (likely[:-1] - likely[1:])).sum() / (steps * steps).sum())
+        with np.errstate(all="ignore"):
+            rest = 1 - np.float64(self._n_vocab) ** (1 - s)
+            if rest == 0:  # s = 1: what (s - 1) / rest tends to
+                k = np.float64(2) ** self.mu / math.log(max(self._n_vocab, 2))
+            else:
+                k = ((s - 1) * np.float64(2) ** self.mu / rest) ** (1 / s)
+        return int(min(max(k, 1), len(relative))) if np.isfinite(k) else len(relative)
+
+
+class Repetitions:
+    """The tokens of one sequence, and where its end occurred before.
+
+    last_n: how many tokens are looked at; -1: all. breakers: sequences of tokens that no repetition goes
+    beyond.
+    """
+
+    def __init__(self, tokens: Sequence[int], last_n: int, breakers: Iterable[Sequence[int]] = ()) -> None:
+        self._last_n = last_n
+        self._breakers: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by their last token
+        for breaker in breakers:
+            self._breakers[breaker[-1]].append(tuple(breaker))
+        # First and last position of the breaker that begins last, of these the longest.
+        self._broken = (-1, -1)
+        self._n = len(tokens)
+        self._tokens = np.zeros(max(2 * self._n, 64), np.int64)
+        self._tokens[: self._n] = tokens
+        # By position: how many tokens up to it equal those up to the end.
+        self._lengths = np.zeros(len(self._tokens), np.int64)
+        self._lengths[: self._n] = _lengths(tokens)
+        for position in range(self._n):
+            self._look_for_breaker(position)
+
+    def push(self, token: int) -> None:
+        n = self._n
+        if n == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+        first = self._first(n)
+        is_same = self._tokens[first:n] == token
+        longer = np.concatenate(
+            [[0 if first == 0 else self._lengths[first - 1]], self._lengths[first : n - 1]]
+        )
+        self._lengths[first:n] = (longer[: n - first] + 1) * is_same
+        self._lengths[n] = n + 1
+        self._tokens[n] = token
+        self._n += 1
+        self._look_for_breaker(n)
+
+    def _first(self, n: int) -> int:
+        """The first position of the window of a sequence of n tokens."""
+        return 0 if self._last_n < 0 else max(n - self._last_n, 0)
+
+    def _look_for_breaker(self, last: int) -> None:
+        for breaker in self._breakers.get(int(self._tokens[last]), ()):
+            first = last + 1 - len(breaker)
+            if first >= 0 and tuple(self._tokens[first : last + 1].tolist()) == breaker:
+                self._broken = max(self._broken, (first, last))
+
+    def continued(self, at_least: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that would go on with a repetition of so many tokens, and the length of the longest."""
+        n, first = self._n, self._first(self._n)
+        nothing = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        broken_first, broken_last = self._broken
+        limit = n - 1 - broken_last if broken_first >= first else n - first
+        if n - first <= at_least or limit < at_least:
+            return nothing
+        inside = np.arange(1, n - first)  # no repetition begins before the window
+        lengths = np.minimum(np.minimum(self._lengths[first : n - 1], inside), limit)
+        found = np.flatnonzero(lengths >= at_least)
+        ids, which = np.unique(self._tokens[first + 1 + found], return_inverse=True)
+        longest = np.zeros(len(ids), np.int64)
+        np.maximum.at(longest, which, lengths[found])
+        return ids, longest
+
+
+def _lengths(tokens: Sequence[int]) -> list[int]:
+    """By position: how many tokens up to it equal those up to the end (the Z algorithm, from the end)."""
+    backwards = tokens[::-1]
+    n = len(backwards)
+    found = [n] * n
+    left = right = 0  # of the match that reaches furthest
+    for i in range(1, n):
+        length = min(right - i, found[i - left]) if i < right else 0
+        while i + length < n and backwards[length] == backwards[i + length]:
+            length += 1
+        found[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    return found[::-1]
+
+
+class ReferenceSampler:
+    """A sampler with the arguments of engine.sampler.Sampler."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        n_vocab: int,
+        tokens: Iterable[int] = (),
+        forbidden: Iterable[int] = (),
+        constraint: Constraint | None = None,
+        breakers: Iterable[Sequence[int]] = (),
+    ) -> None:
+        tokens = list(tokens)
+        self.params = params
+        self.constraint = constraint
+        self._n_vocab = n_vocab
+        assert params.seed is not None
+        bias = dict(params.logit_bias) | dict.fromkeys(forbidden, -math.inf)
+        self.generator = np.random.Generator(np.random.Philox(params.seed))
+        # For XTC's chances: other draws are the same with and without it.
+        self.xtc_generator = np.random.Generator(np.random.Philox([params.seed, 1]))
+        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        # Infinite are those alone that forbid: what is merely huge must not become so.
+        self._bias = np.fromiter(
+            (
+                value if value == -math.inf else max(-_LARGEST, min(value, _LARGEST))
+                for value in bias.values()
+            ),
+            np.float32,
+            len(bias),
+        )
+        self._forbids = -math.inf in bias.values()
+        last_n = min(params.penalty_last_n, sys.maxsize)  # (a deque knows no more)
+        self._recent: deque[int] = deque(maxlen=last_n if last_n >= 0 else None)
+        self._counts: Counter[int] = Counter()
+        self._repetitions = (
+            Repetitions(tokens, params.dry_penalty_last_n, breakers) if params.is_dry else None
+        )
+        self._adjusts = bool(bias) or params.penalizes or params.is_dry
+        has_copy = self._adjusts or constraint is not None
+        self._scratch = np.empty(n_vocab if has_copy else 0, np.float32)
+        self._mirostat: Mirostat | None = None
+        if params.mirostat:
+            self._mirostat = Mirostat(params.mirostat, params.mirostat_tau, params.mirostat_eta, n_vocab)
+        for token in tokens:
+            self._count(token)
+
+    def accept(self, token: int) -> None:
+        """Takes the next token of the answer: the constraint goes on by it, and the penalties count it."""
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        self._count(token)
+        if self._repetitions is not None:
+            self._repetitions.push(token)
+
+    def _count(self, token: int) -> None:
+        if not self.params.penalizes:
+            return
+        if len(self._recent) == self._recent.maxlen:
+            oldest = self._recent[0]
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+        self._recent.append(token)
+        self._counts[token] += 1
+
+    def sample(self, logits: np.ndarray) -> int:
+        """Return the next token for float32 logits [n_vocab]."""
+        params = self.params
+        u = self.generator.random() if params.temperature else 0.0
+        chance = self.xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
+        allowed = None  # the ids of the logits that are left; None: all of them
+        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none. What is
+        # no number is reported.
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits = self.adjusted(logits)
+            if self.constraint is not None:
+                logits, allowed = self._constrained(logits, self.constraint.mask())
+            if params.temperature == 0:
+                chosen = int(np.argmax(logits))
+                self._check_largest(float(logits[chosen]))
+            elif self._mirostat is not None:
+                self._check_largest(float(logits.max()))
+                chosen = self._mirostat.draw(logits, params.temperature, u)
+            else:
+                ids, relative = self._candidates(logits, is_xtc=chance < params.xtc_probability)
+                chosen = int(ids[drawn(relative, self._temperature(relative), u)])
+        return chosen if allowed is None else int(allowed[chosen])
+
+    def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
+        """The logits of what a constraint allows: with -inf for the others, or, where few are left, without
+        them and with their ids."""
+        if mask.ids is not None:
+            if not len(mask.ids):
+                self._check_largest(-math.inf)
+            return logits[mask.ids], mask.ids
+        n = min(logits.size, 8 * len(mask.bits))
+        # (`take` copies rows ten times as fast as an index of arrays does)
+        np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
+        self._scratch[n:] = -math.inf
+        return self._scratch, None
+
+    def logprobs(self, logits: np.ndarray, token: int) -> TokenLogprobs:
+        """What the model itself thought of `token` and of the most likely ones, from unmodified logits."""
+        return token_logprobs(logits, token, self.params.logprobs or 0)
+
+    def adjusted(self, logits: np.ndarray) -> np.ndarray:
+        """Return the logits with bias and penalties, float32 [n_vocab]."""
+        if not self._adjusts:
+            return logits
+        params = self.params
+        adjusted = self._scratch
+        np.copyto(adjusted, logits)
+        if len(self._bias):
+            ids = self._bias_ids
+            is_out = np.isneginf(adjusted[ids]) | np.isneginf(self._bias)
+            biased = _bounded(adjusted[ids] + self._bias)
+            biased[is_out] = -math.inf
+            adjusted[ids] = biased
+        if self._counts:
+            ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
+            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+            values = adjusted[ids]
+            is_out = np.isneginf(values)
+            penalty = np.float32(max(_SMALLEST, min(params.repetition_penalty, _LARGEST)))
+            values = _bounded(np.where(values > 0, values / penalty, values * penalty))
+            values = _bounded(values - _bounded(counts * _float32(params.frequency_penalty)))
+            values = _bounded(values - _float32(params.presence_penalty))
+            values[is_out] = -math.inf
+            adjusted[ids] = values
+        if self._repetitions is not None:
+            ids, lengths = self._repetitions.continued(params.dry_allowed_length)
+            values = adjusted[ids]
+            is_out = np.isneginf(values)
+            values = _bounded(values - self._repetition_penalties(lengths))
+            values[is_out] = -math.inf
+            adjusted[ids] = values
+        return adjusted
+
+    def _repetition_penalties(self, lengths: np.ndarray) -> np.ndarray:
+        """float32, what DRY takes from logits of tokens that go on with repetitions of these lengths."""
+        params = self.params
+        powers = np.float64(params.dry_base) ** (lengths - params.dry_allowed_length).astype(np.float64)
+        penalties: np.ndarray = np.minimum(params.dry_multiplier * powers, _LARGEST).astype(np.float32)
+        return penalties
+
+    def _temperature(self, relative: np.ndarray) -> float:
+        params = self.params
+        if not params.dynatemp_range:
+            return params.temperature
+        low = max(params.temperature - params.dynatemp_range, 0.0)
+        high = params.temperature + params.dynatemp_range
+        return dynamic_temperature(relative, low, high, params.dynatemp_exponent)
+
+    def _check_largest(self, largest: float) -> None:
+        """Raises where the likeliest token is none."""
+        if math.isfinite(largest):
+            return
+        if largest == -math.inf and self.constraint is not None:
+            raise InvalidRequestError(
+                "no token is left to go on with: what the answer must follow allows none"
+                + (" that logit_bias and ignore_eos allow" if self._forbids else " of the vocabulary")
+            )
+        if largest == -math.inf and self._forbids:
+            raise InvalidRequestError("logit_bias forbids every token of the vocabulary")
+        raise HotsetError("the model computed logits that are not numbers; the file may be damaged")
+
+    def _candidates(self, logits: np.ndarray, is_xtc: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids that survive the filters, and their logits less the largest, float64."""
+        params = self.params
+        near: np.ndarray | None = None
+        if params.top_n_sigma > 0:
+            self._check_largest(float(logits.max()))
+            near = top_n_sigma(logits, params.top_n_sigma)
+            logits = logits[near]
+        ids, relative, total = self._likely(logits)
+        if near is not None:
+            ids = near[ids]
+        if params.typical_p < 1:
+            kept = typical(relative, params.typical_p)
+            ids, relative, total = ids[kept], relative[kept] - relative[kept[0]], None
+        n = len(ids)
+        if params.top_p < 1:
+            cumulative = np.exp(relative).cumsum()
+            n = int(cumulative.searchsorted(params.top_p * (total or cumulative[-1]))) + 1
+        if params.min_p > 0:
+            n = min(n, int((-relative).searchsorted(-math.log(params.min_p), side="right")))
+        ids, relative = ids[:n], relative[:n]
+        if is_xtc and (n_out := xtc(relative, params.xtc_threshold)):
+            ids, relative = ids[n_out:], relative[n_out:] - relative[n_out]
+        return ids, relative
+
+    def _likely(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, float | None]:
+        """Indices of the logits that are left by top-k, or that later filters may keep; these less the
+        largest, float64, by falling value where a filter follows; and where some of them were left out that
+        top-p counts, the sum of the exponentials of all."""
+        params = self.params
+        if 0 < params.top_k < self._n_vocab:  # (of few allowed ones it may be all)
+            self._check_largest(float(logits.max()))  # NaN where one is
+            ids, values = top_k(logits, params.top_k)
+            relative = values.astype(np.float64)
+            relative -= relative[0]
+            if params.orders and relative[-1] == -math.inf:
+                n = int((-relative).searchsorted(math.inf))
+                ids, relative = ids[:n], relative[:n]
+            return ids, relative, None
+        largest = logits.max()
+        self._check_largest(float(largest))
+        relative = logits - largest
+        cut, total = -math.inf, None
+        if params.typical_p == 1:
+            cut = math.log(params.min_p) if params.min_p > 0 else cut
+            if params.top_p < 1:
+                # All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
+                total = float(np.exp(relative).sum())
+                cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
+        if cut == -math.inf and not params.orders:
+            return np.arange(logits.size), relative.astype(np.float64), None
+        # (a margin for float32; the exact cut follows)
+        ids = np.flatnonzero(relative >= cut - 1e-3 if cut > -math.inf else relative > cut)
+        relative = relative[ids].astype(np.float64)
+        order = np.argsort(-relative, kind="stable")
+        return ids[order], relative[order], total
+
+
+def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:
+    """What a row of logits says of `token` and of the n_top most likely ones."""
+    log_total = log_sum_exp(logits)
+    top: tuple[tuple[int, float], ...] = ()
+    if n_top:
+        ids, values = top_k(logits, min(n_top, logits.size))
+        top = tuple(zip(ids.tolist(), (values.astype(np.float64) - log_total).tolist(), strict=True))
+    return TokenLogprobs(token, float(logits[token]) - log_total, top)
+
+
+def log_sum_exp(logits: np.ndarray) -> float:
+    """log(sum(exp(logits))) of one row, accumulated in float64."""
+    largest = float(logits.max())
+    with np.errstate(over="ignore"):  # the distance of two finite floats may be none
+        relative = logits - np.float32(largest)
+    return largest + math.log(float(np.exp(relative).sum(dtype=np.float64)))
+
+
+def _float32(value: float) -> np.float32:
+    return np.float32(max(-_LARGEST, min(value, _LARGEST)))
+
+
+def _bounded(values: np.ndarray) -> np.ndarray:
+    bounded: np.ndarray = np.clip(values, np.float32(-_LARGEST), np.float32(_LARGEST))
+    return bounded
