@@ -205,7 +205,7 @@ def _hub_folders(root: Path) -> Iterator[Path]:
     return iter(sorted(root.glob("models--*--*")))
 
 
-def _hub_models(_: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+def _hub_models(_root: Path, folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the models of the revision that refs/main names, or else of the latest snapshot."""
     _, owner, repository = folder.name.split("--", 2)
     snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
