@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 
-from hotset import _core
 from hotset.backends.adapters import ADAPTER_GONE, AdapterSet, taking_adapters
 from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, Backend, StepResult, StepStats
 from hotset.engine.batch import BatchBuilder
@@ -28,7 +27,7 @@ from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import NONE_THRESHOLDED
 from hotset.engine.pacing import PROMPT_SECONDS
-from hotset.engine.sampler import Constraint, Sampler, SamplingParams
+from hotset.engine.sampler import Constraint, Sampler, SamplingParams, draw_tokens
 from hotset.engine.scheduler import Chunks, Scheduler, prefix_of
 from hotset.engine.sequence import FinishReason, Owner, Sequence
 from hotset.engine.speculation import Speculator
@@ -61,7 +60,7 @@ class _Flight(NamedTuple):
     units: float
 
 
-Draws = Generator["_core.DrawJob", int, None]
+Draws = Generator[Any, int, None]
 
 
 @dataclass
@@ -555,7 +554,7 @@ class Engine:
                     self._end(sequence)
                 except Exception as error:
                     self._fail(sequence, error)
-            for answer, token in zip(going, _core.draw_tokens(jobs, self.backend.runtime), strict=True):
+            for answer, token in zip(going, draw_tokens(jobs, self.backend.runtime), strict=True):
                 answer.token = token
             answers = going
 

@@ -541,6 +541,11 @@ class Sampler:
         return token_logprobs(logits, token, self.params.logprobs or 0)
 
 
+def draw_tokens(jobs: list[_core.DrawJob], runtime: _core.Runtime | None) -> list[int]:
+    """Draw a token for each job, each of another sampler, on the threads of `runtime` if several are slow."""
+    return _core.draw_tokens(jobs, runtime)
+
+
 def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:
     """Return the probabilities of `token` and of the n_top most likely tokens in a row of logits."""
     log_total = log_sum_exp(logits)
