@@ -119,7 +119,12 @@ def test_reasoning_that_was_begun_counts(tmp_path: Path) -> None:
 
 def test_a_schema_follows_when_the_budget_is_used_up(tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        schema = {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         written(service.model, TEXT)
         body = {"messages": MESSAGES, **PARAMS, "response_format": form, "reasoning_budget_tokens": 12}
