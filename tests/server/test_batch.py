@@ -102,7 +102,7 @@ def test_answers_are_the_models_own(path: Path, tmp_path: Path):
 def test_refusals_are_lines_too(path: Path, tmp_path: Path):
     lines = [
         chat(0),
-        chat(1, made_up=3),
+        chat(1, made_up=3, n=99),
         chat(2, messages=[]),
         chat(3, stream=True),
         chat(4, messages=[{"role": "user", "content": "x" * 3000}]),
@@ -113,7 +113,7 @@ def test_refusals_are_lines_too(path: Path, tmp_path: Path):
     status = {name: answer["response"]["status_code"] for name, answer in answers.items()}
     assert status == {f"request-{i}": code for i, code in enumerate((200, 400, 400, 400, 400, 400))}
     error = answers["request-1"]["response"]["body"]["error"]
-    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == "n"
     assert answers["request-4"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
     assert batch.n_failed == 5
 

@@ -86,8 +86,7 @@ def test_errors_have_openais_codes(path: Path):
             assert set(error) == {"message", "type", "param", "code"}
             return error
 
-        error = await refused(frobnicate=3)
-        assert (error["param"], error["code"]) == ("frobnicate", "unsupported_parameter")
+        assert (await refused(n=17))["param"] == "n"
         assert (await refused(temperature=-1))["param"] == "temperature"
         assert (await refused(temperature="warm"))["param"] == "temperature"
         assert (await refused(messages=[]))["param"] == "messages"

@@ -305,6 +305,6 @@ def test_errors_have_anthropics_types(path: Path):
             return str(error["type"])
 
         assert await refused("messages is missing", messages="absent") == "invalid_request_error"
-        await refused("there is no tool 'f' to choose", tool_choice={"type": "tool", "name": "f"})
+        await refused("has no tools", tool_choice={"type": "tool", "name": "f"})
 
     run(path, work)

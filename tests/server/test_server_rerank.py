@@ -108,7 +108,6 @@ def test_what_is_wrong_is_refused(path: Path):
             ({"documents": ["a"] * 2049}, "2048"),
             ({"documents": ["x" * 300]}, "256"),
             ({"top_n": 0}, "top_n"),
-            ({"made_up": 1}, "made_up"),
         ):
             for url in (JINA, COHERE):
                 reply = await client.post(url, json=BODY | wrong)

@@ -17,8 +17,9 @@ from hotset.errors import UnsupportedModelError
 from hotset.server import shapes
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
+from hotset.server.fields import FREE
 from hotset.server.openai.embeddings import MAX_TEXTS
-from hotset.server.rows import Body
+from hotset.server.rows import Body, Flag, Integer, having
 from hotset.server.shapes import errors
 from hotset.server.streams import embedded, serving
 
@@ -35,26 +36,25 @@ class TextDocument(Body):
     text: _Text
 
 
+@having(*FREE)
 class DocumentsBody(Body):
     """What both forms share. model: llama.cpp's clients leave it out."""
 
     model: str | None = None
     query: _Text
     documents: Annotated[list[_Text | TextDocument], Field(min_length=1, max_length=MAX_TEXTS)]
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[Integer, Field(ge=1)] | None = None
 
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
 class RerankBody(DocumentsBody):
-    return_documents: bool | None = None
-    user: str | None = None
+    return_documents: Flag | None = None
 
 
 class CohereRerankBody(DocumentsBody):
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    priority: int | None = None  # of requests on Cohere's servers; here clients take turns
 
 
 @router.post("/v1/rerank", responses={200: {"model": shapes.RerankReply}})

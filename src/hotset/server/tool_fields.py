@@ -114,7 +114,7 @@ class Chosen:
 
 
 def chosen(choice: AnyToolChoice | None, tools: Iterable[dict[str, Any]]) -> Chosen:
-    """Return the meaning of a choice. Raises InvalidRequestError for a tool that is missing."""
+    """Return the meaning of a choice. Raises InvalidRequestError for an allowed tool that is missing."""
     given = list(tools)
     if choice is None:
         return Chosen(given, "auto")
@@ -130,7 +130,6 @@ def chosen(choice: AnyToolChoice | None, tools: Iterable[dict[str, Any]]) -> Cho
         return Chosen(some, _word(allowed.mode or "auto"))
     if name is None:
         return Chosen(given, _word(choice.type))
-    _check_names([name], given)
     return Chosen(given, {"name": name})
 
 
@@ -146,4 +145,6 @@ def _check_names(names: Sequence[str], tools: Sequence[dict[str, Any]]) -> None:
     known = {tool["function"]["name"] for tool in tools}
     for name in names:
         if name not in known:
-            raise InvalidRequestError(f"there is no tool {clause(shown(name))} to choose")
+            raise InvalidRequestError(
+                f"tool_choice names {clause(shown(name))}, which is not among the tools"
+            )

@@ -17,7 +17,8 @@ from hotset.engine.embedding import TextVectors
 from hotset.engine.sequence import Owner
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
-from hotset.server.rows import Body
+from hotset.server.fields import FREE
+from hotset.server.rows import Body, Integer, having
 from hotset.server.shapes import Embedding, EmbeddingsReply, EmbeddingsUsage
 from hotset.server.streams import embedded, serving
 
@@ -27,12 +28,12 @@ MAX_TEXTS = 2048
 """Inputs of a request, as OpenAI has it."""
 
 
+@having(*FREE)
 class EmbeddingsBody(Body):
     input: str | list[str] | list[int] | list[list[int]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
+    dimensions: Annotated[Integer, Field(ge=1)] | None = None
 
     def texts(self) -> list[str | list[int]]:
         """Raises RequestError where there is none."""
