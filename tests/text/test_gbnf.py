@@ -116,6 +116,23 @@ def test_notation(grammar: str, yes: list[str], no: list[str]):
     assert accepted(grammar, yes + no) == set(yes)
 
 
+XML = """
+root ::= element
+element ::= "<" name ">" (text | element)* "</" name ">"
+name ::= [a-z]+
+text ::= [^<]+
+"""
+
+
+def test_free_text_in_a_recursive_grammar_stays_one_terminal():
+    """Character by character it would be too slow for a vocabulary of a model."""
+    assert any(line.endswith("){1,}") and "^" in line for line in gbnf.lark_of(XML).splitlines())
+    assert accepted(XML, ["<a>b c<d>e</d></a>", "<a></a>", "<a>b", "<a>b</a>c"]) == {
+        "<a>b c<d>e</d></a>",
+        "<a></a>",
+    }
+
+
 C = """
 root ::= (declaration)*
 declaration ::= "int" ws identifier "(" ")" ws "{" statement* "}"

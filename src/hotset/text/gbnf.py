@@ -403,10 +403,22 @@ class _Terminals:
                 self._continue(item, after)
                 after = self._first(item) | (after if self.is_empty(item) else 0)
         else:
+            again = after
             if isinstance(node, Repeat) and node.most != 1:
-                after |= self._first(node.item)
+                again |= self._first(node.item)
+                is_choice = isinstance(node.item, Choice) and self._key(node.item) is None
+                if is_choice and node.most is None and node.least <= 1:
+                    node = node.item  # of two runs of characters in a row, the lexer makes one
             for child in _children(node):
-                self._continue(child, after)
+                own = self._first(child) if self._is_run(child) else 0
+                self._continue(child, again & ~own | after)
+
+    def _is_run(self, node: Node) -> bool:
+        """Return whether a node is a terminal that matches two of its matches in a row as well."""
+        if isinstance(node, Ref) and self._key(node) is not None:
+            return self._is_run(self.rules[node.name])
+        is_endless = isinstance(node, Repeat) and node.least <= 1 and node.most is None
+        return is_endless and self._key(node) is not None
 
     # ---- Lark ----
 
