@@ -430,6 +430,8 @@ class Sampler:
         self._generator = np.random.Generator(np.random.Philox(self.seed))
         # For XTC's chances: other draws are the same with and without it.
         self._xtc_generator = np.random.Generator(np.random.Philox([self.seed, 1]))
+        # Of a draw whose token was not accepted yet: after an interruption it is drawn again.
+        self._numbers: tuple[float, float] | None = None
         self._forbids = -math.inf in bias.values()
         self._n_needed = self._needed(bias)
         counts = tokens if params.penalizes or params.is_dry else []
@@ -480,6 +482,7 @@ class Sampler:
             self.constraint.accept(token)
         if self.forcing is not None:
             self.forcing.accept(token)
+        self._numbers = None
         self._draw.accept(token)
 
     def look_ahead(self) -> None:
@@ -491,7 +494,9 @@ class Sampler:
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> int:
         """Return the next token. The arguments are those of `job`."""
-        return self.take(_core.draw_tokens([self.job(logits, largest, candidates)], None)[0])
+        job = self.job(logits, largest, candidates)
+        self._numbers = None
+        return self.take(_core.draw_tokens([job], None)[0])
 
     def job(
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
@@ -502,8 +507,11 @@ class Sampler:
         token is the same without. candidates: this row of StepResult.candidates, if `takes_candidates`.
         """
         params = self.params
-        u = self._generator.random() if params.temperature else 0.0
-        chance = self._xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
+        if self._numbers is None:
+            u = self._generator.random() if params.temperature else 0.0
+            chance = self._xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
+            self._numbers = u, chance
+        u, chance = self._numbers
         mask = None if self.constraint is None else self.constraint.mask()
         bits, ids = mask or (None, None)
         return self._draw, logits, largest, candidates, bits, ids, u, chance < params.xtc_probability
