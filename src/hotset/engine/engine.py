@@ -598,6 +598,8 @@ class Engine:
         """Append the token that is drawn from the first of some rows of logits, and from each further one
         while the token drawn before it is the drafted one. Yields draws, and is sent tokens."""
         draft, sequence.draft = sequence.draft, []
+        if len(sequence.tokens) > sequence.n_prompt and _end_of(sequence) is not None:
+            return  # an interruption came between its last token and its end
         sequence.n_steps += 1
         self._counted.answer_steps += 1
         n_verified = n_right = 0
