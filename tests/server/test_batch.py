@@ -394,6 +394,7 @@ def test_an_application_that_fails_is_an_answer(path: Path, tmp_path: Path, monk
 
 FULL = """
 import resource, sys
+sys.dont_write_bytecode = True  # the limit would cut the bytecode of modules
 from hotset.cli.main import main
 # As a full disk does: a write takes a part of a line, and the next one nothing.
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
