@@ -13,11 +13,11 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kMany = 4;          // groups for each that may matter: else all logits are read
-constexpr size_t kMostLikely = 100;   // tokens by which mirostat 1 estimates how the probabilities fall
-constexpr size_t kFewExact = 512;     // logits whose exponentials are the C library's
-constexpr size_t kSumBlock = 8192;    // values that NumPy converts and adds up at a time
-constexpr double kDoubt = 1e-9;       // of a surprise in bits, by the order of a sum
+constexpr int64_t kMany = 4;         // groups for each that may matter: else all logits are read
+constexpr size_t kMostLikely = 100;  // tokens by which mirostat 1 estimates how the probabilities fall
+constexpr size_t kFewExact = 512;    // logits whose exponentials are the C library's
+constexpr size_t kSumBlock = 8192;   // values that NumPy converts and adds up at a time
+constexpr double kDoubt = 1e-9;      // of a surprise in bits, by the order of a sum
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kOut = -std::numeric_limits<float>::infinity();
 
@@ -76,7 +76,8 @@ float find_maxima(const float* values, size_t n, std::vector<float>& maxima) {
     return has_nan ? std::numeric_limits<float>::quiet_NaN() : highest;
 }
 
-// The k-th of the maxima of groups, which are distinct logits: at most the k-th logit. -inf if there are fewer.
+// The k-th of the maxima of groups, which are distinct logits: at most the k-th logit. -inf if there are
+// fewer.
 float bound_of(size_t k, const std::vector<float>& maxima, std::vector<float>& best) {
     if (k > maxima.size()) return kOut;
     best.assign(maxima.begin(), maxima.begin() + long(k));
@@ -90,7 +91,8 @@ float bound_of(size_t k, const std::vector<float>& maxima, std::vector<float>& b
     return best.front();
 }
 
-// Calls f(index, value, whether it is) for all values of groups with one that is not below the bound, nor -inf.
+// Calls f(index, value, whether it is) for all values of groups with one that is not below the bound, nor
+// -inf.
 template <class F>
 void for_each_above(float bound, const float* values, size_t n, const std::vector<float>& maxima, F f) {
     for (size_t g = 0; g < maxima.size(); g++) {
@@ -320,8 +322,8 @@ class Draw::Work {
         return row_.candidates ? int64_t(row_.candidates[place]) : int64_t(place);
     }
 
-    // Leaves the logits at most top_n_sigma standard deviations below the largest (arXiv 2411.07641): mean and
-    // deviation are those of the finite logits.
+    // Leaves the logits at most top_n_sigma standard deviations below the largest (arXiv 2411.07641): mean
+    // and deviation are those of the finite logits.
     void keep_near() {
         s_.wide.resize(n_);
         size_t n = 0;
@@ -399,14 +401,14 @@ class Draw::Work {
         if (row_.has_xtc) ranked.drop_top_choices(rules_.xtc_threshold);
         double temperature = rules_.temperature;
         if (rules_.dynatemp_range > 0.0)
-            temperature = ranked.dynamic_temperature(std::max(temperature - rules_.dynatemp_range, 0.0),
-                                                     temperature + rules_.dynatemp_range,
-                                                     rules_.dynatemp_exponent);
+            temperature =
+                ranked.dynamic_temperature(std::max(temperature - rules_.dynatemp_range, 0.0),
+                                           temperature + rules_.dynatemp_range, rules_.dynatemp_exponent);
         return ranked.place(ranked.drawn(temperature, row_.u));
     }
 
-    // Draws so that the surprise stays near tau bits (arXiv 2007.14966): version 1 estimates by Zipf's law how
-    // many tokens to keep, 2 keeps those whose surprise is at most mu. A negative token: it is in doubt.
+    // Draws so that the surprise stays near tau bits (arXiv 2007.14966): version 1 estimates by Zipf's law
+    // how many tokens to keep, 2 keeps those whose surprise is at most mu. A negative token: it is in doubt.
     Drawn mirostat(Order order) {
         const double bit = std::log(2.0);
         const bool is_certain = rules_.mirostat == 1 ? keep_by_zipf(order) : keep_by_surprise(order);
@@ -417,9 +419,7 @@ class Draw::Work {
         return {token_at(s_.ranked.place(rank)), mu};
     }
 
-    double relative(float value) const {
-        return (double(value) - double(highest_)) / rules_.temperature;
-    }
+    double relative(float value) const { return (double(value) - double(highest_)) / rules_.temperature; }
 
     bool keep_by_surprise(Order order) {
         const double bit = std::log(2.0);
@@ -491,7 +491,8 @@ class Draw::Work {
             falls[i] = step * (s_.ranked.relative(i) - s_.ranked.relative(i + 1));
             squares[i] = step * step;
         }
-        const double s = pairwise_sum(falls.data(), falls.size()) / pairwise_sum(squares.data(), squares.size());
+        const double s =
+            pairwise_sum(falls.data(), falls.size()) / pairwise_sum(squares.data(), squares.size());
         const double n_vocab = double(draw_.n_vocab_), power = std::pow(2.0, draw_.mu_);
         const double rest = 1.0 - std::pow(n_vocab, 1.0 - s);
         const double k = rest == 0.0  // s = 1: what (s - 1) / rest tends to
@@ -617,8 +618,9 @@ std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k) {
                        if (is_in) found.push_back({int64_t(i), value});
                    });
     const size_t n_found = std::min(found.size(), size_t(k));
-    std::partial_sort(found.begin(), found.begin() + long(n_found), found.end(),
-                      [](const Logit& a, const Logit& b) { return a.value != b.value ? a.value > b.value : a.id < b.id; });
+    std::partial_sort(
+        found.begin(), found.begin() + long(n_found), found.end(),
+        [](const Logit& a, const Logit& b) { return a.value != b.value ? a.value > b.value : a.id < b.id; });
     std::vector<int64_t> ids;
     for (size_t i = 0; i < n_found; i++) ids.push_back(found[i].id);
     for (int64_t i = 0; i < n && int64_t(ids.size()) < k; i++)

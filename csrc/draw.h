@@ -1,6 +1,6 @@
 // From a row of logits to a token. The parameters are those of SamplingParams (engine/sampler.py), which says
-// what they mean, and in which order they apply. tests/support/sampling_reference.py does the same in NumPy: the
-// tokens are equal for every seed.
+// what they mean, and in which order they apply. tests/support/sampling_reference.py does the same in NumPy:
+// the tokens are equal for every seed.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,8 @@ struct LogitRow {
     int64_t n_allowed_bytes = 0;            // tokens beyond are not allowed
     const int64_t* allowed = nullptr;       // the same as ids, if they are few
     int64_t n_allowed = 0;
-    double u = 0.0;       // in [0, 1): draws
-    bool has_xtc = false; // whether top choices are excluded this time
+    double u = 0.0;        // in [0, 1): draws
+    bool has_xtc = false;  // whether top choices are excluded this time
 };
 
 struct Drawn {

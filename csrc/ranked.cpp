@@ -10,12 +10,13 @@
 namespace hotset {
 namespace {
 
-constexpr size_t kFew = 512;        // candidates that are sorted as a whole
-constexpr size_t kGiven = 64;       // candidates in a bucket of a given order
-constexpr double kUnit = 0x1p-53;    // the largest relative error of an addition
+constexpr size_t kFew = 512;       // candidates that are sorted as a whole
+constexpr size_t kGiven = 64;      // candidates in a bucket of a given order
+constexpr double kUnit = 0x1p-53;  // the largest relative error of an addition
 // By how much two ways to add up, or two exponentials, may differ: absolute of logits, relative of weights.
 constexpr double kNear = 1e-10;
-constexpr double kEdge = 1e-5;  // how far a candidate may be beyond the edge of its bucket, by float's rounding
+constexpr double kEdge =
+    1e-5;  // how far a candidate may be beyond the edge of its bucket, by float's rounding
 
 }  // namespace
 
@@ -85,7 +86,8 @@ void Ranked::settle(size_t bucket) {
     if (divisor_ != 1.0)  // it may make logits equal; equal ones are in the order of their places
         for (auto run = begin; run != end;) {
             const double value = relative_of(*run);
-            const auto next = std::find_if(run, end, [&](uint64_t item) { return relative_of(item) != value; });
+            const auto next =
+                std::find_if(run, end, [&](uint64_t item) { return relative_of(item) != value; });
             std::sort(run, next, [](uint64_t a, uint64_t b) { return uint32_t(a) < uint32_t(b); });
             run = next;
         }
@@ -214,7 +216,8 @@ size_t Ranked::reached(double target, bool beyond, double total) {
     return last_ - 1;
 }
 
-// Where the candidates begin whose relative logit is below that; in doubt, if one is no farther from it than that.
+// Where the candidates begin whose relative logit is below that; in doubt, if one is no farther from it than
+// that.
 size_t Ranked::first_below(double relative, double doubt) {
     const auto is_above = [&](uint64_t item) { return relative_of(item) - shift_ - more_shift_ >= relative; };
     const auto begin = items_.begin();
@@ -308,7 +311,8 @@ class Ranked::Outwards {
     // How far from the centre a candidate of a bucket may be.
     double farthest(size_t b) const {
         if (b + 1 == kBuckets) return std::numeric_limits<double>::infinity();
-        return std::max(std::abs(double(b) * width_ + centre_), std::abs(double(b + 1) * width_ + centre_)) + kEdge;
+        return std::max(std::abs(double(b) * width_ + centre_), std::abs(double(b + 1) * width_ + centre_)) +
+               kEdge;
     }
     // Takes the nearest bucket; false: there is none.
     bool extend() {
@@ -382,7 +386,7 @@ bool Ranked::keep_typical_buckets(double p) {
     }
     if (n_outer == 0 || kept - target <= doubt || target - before <= doubt) return false;
     if (last - first != n_kept + n_outer) return false;  // of equal logits above the centre not all are kept
-    const auto is_unlike = [&](size_t a, size_t b) {  // which of two comes first is not certain
+    const auto is_unlike = [&](size_t a, size_t b) {     // which of two comes first is not certain
         return std::abs(outer[a].away - outer[b].away) < kNear &&
                items_[outer[a].at] >> 32 != items_[outer[b].at] >> 32;
     };

@@ -1,8 +1,8 @@
 // The candidates of a token by falling logit, put in order no further than the samplers look.
 //
-// Full vocabularies are not sorted: candidates are spread over buckets by their logit, a bucket is sorted when
-// a boundary lies in it (where top-p cuts, the token that is drawn), and sums run over whole buckets. Such sums
-// have another order than those over sorted candidates, which the definition of a seed's tokens has
+// Full vocabularies are not sorted: candidates are spread over buckets by their logit, a bucket is sorted
+// when a boundary lies in it (where top-p cuts, the token that is drawn), and sums run over whole buckets.
+// Such sums have another order than those over sorted candidates, which the definition of a seed's tokens has
 // (tests/support/sampling_reference.py). So each decision is compared with the largest difference that the
 // order can make: if it is not certain, `in_doubt` becomes true, and the caller begins again with
 // `Order::exact`, which sorts everything and adds up in the defined order. Few candidates are always exact.
@@ -26,8 +26,8 @@ enum class Order {
 
 class Ranked {
   public:
-    // Forgets all candidates, and makes room for so many. A candidate's relative logit is (key - base) / divisor,
-    // at most 0.
+    // Forgets all candidates, and makes room for so many. A candidate's relative logit is (key - base) /
+    // divisor, at most 0.
     void begin(Order order, double base, double divisor, size_t most);
     // place: at most 2^32 - 1, rising; key: finite. is_in: false adds nothing, without a branch.
     void add(float key, size_t place, bool is_in = true) {
@@ -107,13 +107,13 @@ class Ranked {
     size_t first_ = 0, last_ = 0;  // what is left of items_
     float float_base_ = 0.0f, float_scale_ = 0.0f;
     std::vector<uint64_t> items_;  // key, so that it falls, and place; those before first_ are none
-    // Before they are ranked: the candidates of all buckets but the last, and their buckets. Those of the last
-    // are at the end of items_.
+    // Before they are ranked: the candidates of all buckets but the last, and their buckets. Those of the
+    // last are at the end of items_.
     std::vector<uint64_t> near_;
     std::vector<uint16_t> buckets_;
     size_t n_near_ = 0, n_deep_ = 0;
-    std::vector<uint32_t> starts_;   // [n_buckets + 1]
-    std::vector<uint8_t> settled_;   // [n_buckets]
+    std::vector<uint32_t> starts_;  // [n_buckets + 1]
+    std::vector<uint8_t> settled_;  // [n_buckets]
     std::vector<double> relatives_, weights_;
 };
 

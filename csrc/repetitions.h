@@ -12,9 +12,10 @@ namespace hotset {
 
 class Repetitions {
   public:
-    // tokens: of the sequence; at least 0, as all others. last_n: how many of the latest tokens count; -1: all.
-    // breakers: sequences of tokens, none empty, that no repetition crosses.
-    Repetitions(std::vector<int64_t> tokens, int64_t last_n, const std::vector<std::vector<int64_t>>& breakers);
+    // tokens: of the sequence; at least 0, as all others. last_n: how many of the latest tokens count; -1:
+    // all. breakers: sequences of tokens, none empty, that no repetition crosses.
+    Repetitions(std::vector<int64_t> tokens, int64_t last_n,
+                const std::vector<std::vector<int64_t>>& breakers);
 
     void push(int64_t token);
 

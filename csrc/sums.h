@@ -19,8 +19,8 @@ T pairwise_sum(const T* values, size_t n) {
         for (; i < 8; i++) lanes[i] = values[i];
         for (; i + 8 <= n; i += 8)
             for (size_t lane = 0; lane < 8; lane++) lanes[lane] += values[i + lane];
-        sum = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) +
-              ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+        sum =
+            ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
     }
     for (; i < n; i++) sum += values[i];
     return sum;

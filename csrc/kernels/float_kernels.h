@@ -165,8 +165,8 @@ void exponentials(const float* x, float less, int64_t n, float* out) {
     });
 }
 
-// A plain loop, which compilers turn into vectors: a series of twelve terms around the nearest power of two. A
-// bound of floating point would be a branch; as integers, negative numbers rise as they fall.
+// A plain loop, which compilers turn into vectors: a series of twelve terms around the nearest power of two.
+// A bound of floating point would be a branch; as integers, negative numbers rise as they fall.
 void weights(const double* x, double divisor, int64_t n, double* out) {
     constexpr double kShift = 0x1.8p52;  // a sum with it has the nearest integer in its low bits
     constexpr int64_t kSignBit = INT64_MIN;
@@ -188,8 +188,8 @@ void weights(const double* x, double divisor, int64_t n, double* out) {
         series = series * r + 1.0 / 6.0;
         series = series * r + 0.5;
         series = (series * r + 1.0) * r + 1.0;
-        out[i] = std::bit_cast<double>(std::bit_cast<uint64_t>(series) +
-                                       (std::bit_cast<uint64_t>(shifted) << 52));
+        out[i] =
+            std::bit_cast<double>(std::bit_cast<uint64_t>(series) + (std::bit_cast<uint64_t>(shifted) << 52));
     }
 }
 

@@ -307,16 +307,16 @@ def test_an_interruption_while_a_step_is_collected_undoes_nothing(gguf: GGUFFile
     engine = Engine(backend(gguf), N_CTX)
     sequence, rows = ask(engine, prompt(70), seed=0, max_tokens=20)
     assert sequence.sampler is not None
-    sample, interrupted = sequence.sampler.sample, []
+    job, interrupted = sequence.sampler.job, []
 
-    def once_more(logits: np.ndarray, *more: np.ndarray | None) -> int:
+    def once_more(logits: np.ndarray, *more: np.ndarray | None) -> Any:
         if len(interrupted) < 3:
             interrupted.append(1)
             raise KeyboardInterrupt
         interrupted.clear()
-        return sample(logits, *more)
+        return job(logits, *more)
 
-    sequence.sampler.sample = once_more  # type: ignore[method-assign]
+    sequence.sampler.job = once_more  # type: ignore[method-assign]
     n_raised = 0
     while engine.has_work:
         try:
@@ -375,10 +375,10 @@ def test_states_count_as_the_cache_does(gguf: GGUFFile) -> None:
     cost.state_bytes = 10_000_000
 
     free = 1000 + 256 * cost.kv_bytes_per_token("f16") + 12 * cost.state_bytes
-    assert context(LoadSettings(n_ctx=256), config, cost, free, 1000) == 256
-    assert context(LoadSettings(), config, cost, free, 1000) == 256
+    assert context(LoadSettings(n_ctx=256), config, cost, free, 1000, None) == 256
+    assert context(LoadSettings(), config, cost, 4 * free, 1000, None) == 256
     with pytest.raises(OutOfMemoryError, match="lower n_ctx"):
-        context(LoadSettings(n_ctx=256), config, cost, free - 2000, 1000)
+        context(LoadSettings(n_ctx=256), config, cost, free - 2000, 1000, None)
 
 
 def test_a_model_without_attention_has_a_context_for_nothing(run_folder: Path) -> None:

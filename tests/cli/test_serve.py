@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def test_a_file_of_models_is_read(folder: Path, begun: list[Any], tmp_path: Path
     models = served(begun, "--models-file", path, "--ctx-size", "128")
     assert names(models) == ["kept", "mine"]
     assert models.budget == 3 * GIB
-    lengths = {model.name: models._settings_of(model).n_ctx for model in models.catalogue.models}
+    lengths = {model.name: model.n_ctx for model in asyncio.run(models.listed())}
     assert lengths == {"kept": 64, "mine": 128}
 
 

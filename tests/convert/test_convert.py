@@ -306,7 +306,9 @@ def test_a_damaged_vocabulary_of_rwkv_is_refused(tmp_path: Path, literal: str) -
 
 @pytest.mark.parametrize("id", ["1e999", "-1e999", "NaN", '"x"'])
 def test_ids_that_are_no_numbers_are_refused(tmp_path: Path, merging: dict[str, Any], id: str) -> None:
-    text = json.dumps(merging | {"added_tokens": [{"id": 7, "content": "x", "special": True}]})
+    steps = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    added = [{"id": 7, "content": "x", "special": True}]
+    text = json.dumps(merging | {"pre_tokenizer": steps, "added_tokens": added})
     (tmp_path / "tokenizer.json").write_text(text.replace('"id": 7', f'"id": {id}'))
     with pytest.raises(TokenizerError, match=r"tokenizer.json is damaged"):
         tokenizer_keys(tmp_path, {"vocab_size": 5000})

@@ -137,7 +137,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case({"prompt": "hello", "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 0}),
         Case({"prompt": "hello", "suffix": "b"}),
         Case({"prompt": "h" * 3000}),
-        *_wrong({"prompt": "hello"}),
+        *_wrong({"prompt": "hello"} | GREEDY),
     ],
     ("POST", "/completion"): [
         *_both({"prompt": "hello", "n_predict": 3, "temperature": 0}),

@@ -46,17 +46,17 @@ def score_together(engine: Engine, texts: Sequence[list[int]]) -> list[np.ndarra
 
 
 def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list[np.ndarray]]:
-    """A queued request, and the logits that its tokens are drawn from, as they come."""
+    """Queue a request; return it and the logits that its tokens are drawn from, as they come."""
     rows: list[np.ndarray] = []
     sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params)))
     assert sequence.sampler is not None
-    sample = sequence.sampler.sample
+    job = sequence.sampler.job
 
-    def noted(logits: np.ndarray, *more: Any) -> int:
+    def noted(logits: np.ndarray, *more: Any) -> Any:
         rows.append(logits.copy())
-        return sample(logits, *more)
+        return job(logits, *more)
 
-    sequence.sampler.sample = noted  # type: ignore[method-assign]
+    sequence.sampler.job = noted  # type: ignore[method-assign]
     sequence.sampler.takes_candidates = lambda _: False  # type: ignore[method-assign]
     return sequence, rows
 

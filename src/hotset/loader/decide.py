@@ -190,7 +190,7 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     if not opened.on_vulkan:
         limit = ram_limit(settings, gguf.nbytes, free, machine.reserved.total)
     file_bytes = gguf.nbytes if limit is None else 0
-    n_ctx = context(opened, cost, free, file_bytes, longest_default(opened, graph, machine))
+    n_ctx = context(settings, config, cost, free, file_bytes, longest_default(opened, graph, machine))
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
         predictor=prepared.predictor, reserved=machine.reserved, sampling=opened.sampling,
@@ -287,13 +287,14 @@ def longest_default(opened: Opened, graph: Graph, machine: MachineFacts) -> int 
     return DEFAULT_N_CTX if is_short else None
 
 
-def context(opened: Opened, cost: Cost, free: float, file_bytes: int, longest: int | None) -> int:
+def context(
+    settings: LoadSettings, config: ModelConfig, cost: Cost, free: float, file_bytes: int, longest: int | None
+) -> int:
     """Return the requested context length, or the default.
 
     The default is the model's own length, or `longest`. It is shorter if its cache takes more than a quarter
     of the free memory, or does not fit next to the file.
     """
-    settings, config = opened.settings, opened.config
     asked, n_ctx_max = settings.n_ctx, config.n_ctx_max
     if asked is None:
         limits = (config.n_ctx_train, longest, n_ctx_max)

@@ -139,7 +139,8 @@ def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
     reserved = machine.reserved.total
     if settings.n_ctx is None and settings.ram_budget is None:
         longest = longest_default(opened, graph, machine)
-        opened = opened.with_settings(n_ctx=context(opened, cost, budget - reserved, gguf.nbytes, longest))
+        n_ctx = context(settings, opened.config, cost, budget - reserved, gguf.nbytes, longest)
+        opened = opened.with_settings(n_ctx=n_ctx)
         settings = opened.settings
     if settings.n_ctx is None:
         return opened, 0

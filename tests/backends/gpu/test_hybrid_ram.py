@@ -322,7 +322,7 @@ def held_within_its_plan(loaded: hotset.Model) -> None:
     services = [stage._cold for stage in loaded.backend.stages if isinstance(stage, GpuStage) and stage._cold]
     own = [stage for stage in loaded.backend.stages if isinstance(stage, CpuBackend)]
     held = sum(one.buffer_bytes for one in (*services, *own))  # type: ignore[union-attr]
-    assert loaded.backend._runtime is None or held + loaded.backend._runtime.nbytes <= planned.workspace
+    assert loaded.backend.runtime is None or held + loaded.backend.runtime.nbytes <= planned.workspace
     cache = sum(
         part.nbytes for stage in own for kv in stage._cache.values() for part in kv if part is not None
     )
