@@ -228,8 +228,10 @@ def test_what_a_client_gets_is_what_the_replica_says(replicas: list[Replica]):
             assert text_of(events_of(stream.text)[0]) == first
             assert all(place.cancelled for place in places.given), "each gives its place back"
             assert places.keys[0] == prefix_keys(json.dumps(body).encode())
-            wrong = await client.post(CHAT, json={"messages": MESSAGES, "nonsense": 1})
-            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "nonsense")
+            wrong = await client.post(CHAT, json={"messages": "nonsense"})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+            odd = await client.post(CHAT, json=body | {"nonsense": 1})
+            assert (odd.status_code, odd.headers["x-hotset-ignored"]) == (200, "nonsense")
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
             assert (await client.get("/page/main.js")).status_code == 200
             assert (await client.get("/nowhere?x=1")).status_code == 404
