@@ -70,7 +70,7 @@ def test_an_answer_has_the_form_that_is_asked_for(model: Path, tmp_path: Path) -
         assert re.fullmatch(r"th[a-c]{2}\.", answer(model, "Hello", option, value, "--seed", 1)["text"])
     done = inside("run", model, "Hello", "--grammar", "root ::= other", "--backend", "reference")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "the grammar cannot be used: Rule 'other' not found" in done.stderr
+    assert "the grammar cannot be used: rule 'root' refers to 'other', which is not defined" in done.stderr
     assert inside("run", model, "Hello", "-j", "{}", "--grammar", "x").returncode == 1
     assert inside("run", model, "Hello", "--grammar", "x", "--grammar-file", rules).returncode == 2
     assert inside("run", model, "Hello", "--json-schema", tmp_path / "none").returncode == 2
