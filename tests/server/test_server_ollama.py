@@ -288,7 +288,7 @@ def test_a_text_that_is_too_long_is_cut(tmp_path: Path, ends: bool):
         np.testing.assert_array_equal(np.array(found[1], np.float32), expected[0])
         refused = await client.post("/api/embed", json=asked | {"truncate": False})
         assert refused.status_code == 400
-        assert "context of 256" in refused.json()["error"]
+        assert "maximum context length is 256" in refused.json()["error"]
 
     run(path, work)
 

@@ -162,7 +162,10 @@ Parameter = str | int | float | bool
 
 
 class CreateBody(OllamaModelBody):
-    """from: the model that it is made of. modelfile: all of it as older clients send it."""
+    """from: the model that it is made of. modelfile: all of it as older clients send it.
+
+    files, adapters, quantize: refused, since without them it would be another model.
+    """
 
     base: Annotated[str | None, Field(alias="from")] = None
     modelfile: str | None = None
@@ -172,9 +175,15 @@ class CreateBody(OllamaModelBody):
     messages: list[ExampleMessage] | None = None
     license: str | list[str] | None = None
     stream: bool | None = None
+    files: Any = None
+    adapters: Any = None
+    quantize: Any = None
 
     def parsed(self) -> tuple[Modelfile, str]:
-        """The Modelfile that this is, and its text. Raises InvalidRequestError."""
+        """Return the Modelfile that this is, and its text. Raises InvalidRequestError."""
+        for name in ("files", "adapters", "quantize"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is not supported; name a stored model by from", param=name)
         if self.modelfile is None:
             if not self.base:
                 raise RequestError("from is missing", param="from", code="missing_required_parameter")
