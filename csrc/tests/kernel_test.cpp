@@ -23,13 +23,13 @@ namespace {
 
 // Of every result of the reference that test_all compares, on all platforms. A new case or another order of
 // accumulation changes it: then put here what the test prints, once two architectures print the same.
-constexpr uint64_t kReferenceHash = 0xdf076b1542dba129;
+constexpr uint64_t kReferenceHash = 0x562aaf2211a1b3fb;
 // The same of the types that came later, so that the one above stays as it is when types come.
 constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
 constexpr std::array<KvType, 2> kLaterCaches[] = {
     {KvType::Q4_0, KvType::Q4_0}, {KvType::Q8_0, KvType::Q4_0}, {KvType::Q4_0, KvType::F16}};
-constexpr uint64_t kLaterHash = 0x5a583d515935c732;
+constexpr uint64_t kLaterHash = 0x31e9044552adf430;
 
 std::mt19937 random_engine;
 int failures = 0;
