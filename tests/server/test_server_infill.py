@@ -118,7 +118,9 @@ def test_what_cannot_be_filled_in_is_refused(marked: Path, path: Path):
     async def having(client: httpx.AsyncClient, service: Service) -> None:
         await refused(client, "/v1/completions", "echo is not supported", COMPLETION | {"echo": True})
         await refused(client, "/v1/completions", "one text", COMPLETION | {"prompt": ["a", "b"]})
-        await refused(client, "/v1/completions", "maximum context length", COMPLETION | {"suffix": "s" * 5000})
+        await refused(
+            client, "/v1/completions", "maximum context length", COMPLETION | {"suffix": "s" * 5000}
+        )
         system = {"model": "tiny", "prompt": "a", "suffix": "b", "system": "c"}
         await refused(client, "/api/generate", "without a system message", system)
 
