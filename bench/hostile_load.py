@@ -342,7 +342,7 @@ class Found:
 
     @property
     def is_within(self) -> bool:
-        """Whether the limits are kept."""
+        """Return whether the limits are kept."""
         return self.gap < max(GAP_SECONDS, 2 * self.step) and self.health < HEALTH_SECONDS
 
 

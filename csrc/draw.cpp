@@ -13,7 +13,7 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kMany = 4;         // groups for each that may matter: else all logits are read
+constexpr int64_t kMany = 4;         // groups for each that may matter; otherwise all logits are read
 constexpr size_t kMostLikely = 100;  // tokens by which mirostat 1 estimates how the probabilities fall
 constexpr size_t kFewExact = 512;    // logits whose exponentials are the C library's
 constexpr size_t kSumBlock = 8192;   // values that NumPy converts and adds up at a time
@@ -31,7 +31,7 @@ struct Logit {
     float value;
 };
 
-// What a thread works in; it is kept for its next draw.
+// The scratch memory of a thread, kept for its next draw.
 struct Scratch {
     std::vector<float> values, near, maxima, best, exponentials;
     std::vector<uint32_t> places;

@@ -31,7 +31,7 @@ struct DrawRules {
     std::vector<std::vector<int64_t>> dry_breakers{};  // see Repetitions
 };
 
-// What a token is drawn from.
+// The input of a draw.
 struct LogitRow {
     const float* logits;  // [n]
     int64_t n;

@@ -314,7 +314,7 @@ class Ranked::Outwards {
         return std::max(std::abs(double(b) * width_ + centre_), std::abs(double(b + 1) * width_ + centre_)) +
                kEdge;
     }
-    // Takes the nearest bucket; false: there is none.
+    // Takes the nearest bucket. Returns false if all are taken.
     bool extend() {
         if (begin == 0 && end == kBuckets) return false;
         const bool is_up = end == kBuckets || (begin > 0 && farthest(begin - 1) <= farthest(end));

@@ -45,7 +45,7 @@ def compare(
 def compare_chunks(
     models: Sequence[Measured], text: str, *, n_ctx: int = 512, chunks: int | None = None
 ) -> Iterator[tuple[PerplexityResult, ...]]:
-    """As `compare`, yielding the running results after each chunk."""
+    """Compare as `compare` does, and yield the running results after each chunk."""
     if not models:
         raise InvalidRequestError("there is no model to compare; give at least one")
     engine_perplexity.check_same_tokens([model.gguf for model in models])

@@ -244,7 +244,7 @@ class Backend(Protocol):
 
     @property
     def runtime(self) -> _core.Runtime | None:
-        """The CPU's thread pool, which also draws tokens between two steps; None where it has none."""
+        """The CPU's thread pool, which also draws tokens between two steps; None if there is no pool."""
         ...
 
     @property

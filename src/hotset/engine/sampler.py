@@ -493,7 +493,7 @@ class Sampler:
     def sample(
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> int:
-        """Return the next token. The arguments are those of `job`."""
+        """Return the next token. See `job` for the arguments."""
         job = self.job(logits, largest, candidates)
         self._numbers = None
         return self.take(_core.draw_tokens([job], None)[0])
@@ -503,7 +503,7 @@ class Sampler:
     ) -> _core.DrawJob:
         """Return a draw for `_core.draw_tokens`, whose result `take` checks. It uses up a random number.
 
-        logits: float32 [n_vocab], which are left as they are. largest: this row of StepResult.largest; the
+        logits: float32 [n_vocab], unchanged afterwards. largest: this row of StepResult.largest; the
         token is the same without. candidates: this row of StepResult.candidates, if `takes_candidates`.
         """
         params = self.params
@@ -572,7 +572,7 @@ def log_sum_exp(logits: np.ndarray) -> float:
 def _rules(
     params: SamplingParams, n_vocab: int, bias: Mapping[int, float], breakers: Iterable[Sequence[int]]
 ) -> dict[str, Any]:
-    """Return the parameters as csrc/draw.h takes them: numbers within the ranges of its types.
+    """Return the parameters of csrc/draw.h: numbers within the ranges of its types.
 
     Only what forbids a token is infinite: a huge bias or penalty is the largest float32.
     """
