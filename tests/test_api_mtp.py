@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from byte_models import write_model
+from drafters import steady
 from made_once import made_once
 from tiny_adapters import random_pairs, write_adapter
 
@@ -25,7 +26,7 @@ from hotset.engine.engine import Engine
 from hotset.engine.mtp import MtpDrafter
 from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
-from hotset.engine.speculation import Draft, StepTimes
+from hotset.engine.speculation import Draft
 from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
 from hotset.generation import Completion
@@ -38,6 +39,8 @@ from hotset.settings import LoadSettings
 pytest.importorskip("hotset._core", reason="the native module is not built")
 pytest.importorskip("transformers")
 nextn_models = pytest.importorskip("nextn_models")
+
+__all__ = ["steady"]  # the fixture
 
 N_CTX, N_PAGES = 256, 5
 SMALL: dict[str, Any] = {"backend": "cpu", "n_ctx": N_CTX, "n_threads": 2, "n_seqs": 4}
@@ -53,14 +56,6 @@ NAMES = [
     pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ())
     for name in (*nextn_models.MODELS, nextn_models.NEMOTRON)
 ]
-
-
-@pytest.fixture(autouse=True)
-def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
-    note = StepTimes.note
-    monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
-    monkeypatch.setattr(MtpDrafter, "seconds_per_token", 0.01)
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from byte_models import vocabulary, write_model
-from drafters import Guesser, dense, experts, sparse, write_thresholds
+from drafters import Guesser, dense, experts, sparse, steady, write_thresholds
 from tiny_gguf import write_llama
 
 import hotset
 from hotset.engine.draft_model import ModelDrafter
-from hotset.engine.speculation import Speculator, StepTimes
+from hotset.engine.speculation import Speculator
 from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
 from hotset.generation import Completion
 from hotset.loader.build import open_model
@@ -22,6 +22,8 @@ from hotset.settings import MOST_DRAFTED, LoadSettings
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
+__all__ = ["steady"]  # the fixture
+
 SMALL: dict[str, Any] = {"backend": "cpu", "n_ctx": 256, "n_threads": 2, "n_seqs": 4}
 SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
 PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # of different lengths, over several pages
@@ -30,13 +32,6 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "logprobs": 0},
     {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1, "stop": ("qq", "zz")},
 ]
-
-
-@pytest.fixture(autouse=True)
-def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
-    note = StepTimes.note
-    monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
 
 
 def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:

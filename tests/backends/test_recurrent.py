@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from backend_runs import ISAS
 from cases import quick_are
-from drafters import Guesser
+from drafters import Guesser, steady
 from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score, score_together
 
 import hotset
@@ -38,6 +38,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 from derived_bounds import Oracle  # noqa: E402
+
+__all__ = ["steady"]  # the fixture
 
 RECIPES = [
     "lfm2", "lfm2moe", "qwen3next", "qwen35moe", "kimi-linear", "deepseek4", "nemotron-h",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafters import Guesser
+from drafters import Guesser, steady
 from fake_backend import FakeBackend
 
 from hotset.backends.base import PAGE_SIZE
@@ -25,6 +25,7 @@ from hotset.settings import MOST_DRAFTED
 from hotset.text.mask import TokenMask
 from hotset.text.thinking import ThinkingBudget, ThinkingMarks
 
+__all__ = ["steady"]  # the fixture
 N_CTX = 320
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -41,14 +42,6 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 def drain(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
-
-
-@pytest.fixture(autouse=True)
-def steady(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
-    if "times" not in request.node.name:
-        note = StepTimes.note
-        monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
 
 
 def alone(tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
@@ -466,7 +459,8 @@ def test_a_sequence_whose_drafts_turn_right_gets_longer_ones() -> None:
     assert acceptance.rate(4) == 0.5
 
 
-def test_times_of_steps_are_learned_and_follow_the_machine() -> None:
+def test_times_of_steps_are_learned_and_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     times = StepTimes()
     draw = random.Random(2)
     for i in range(3000):

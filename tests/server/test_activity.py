@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from byte_models import TEMPLATE, write_sparse
+from drafters import steady
 from tiny_server import MESSAGES, events_of, run, text_of, write_model
 
 import hotset
@@ -16,6 +17,7 @@ from hotset.backends.base import StepStats
 from hotset.server.activity import ActivityReport
 from hotset.server.service import Service
 
+__all__ = ["steady"]  # the fixture
 BODY = {
     "messages": MESSAGES, "stream": True, "stream_options": {"include_activity": True}, "temperature": 0,
     "max_tokens": 12, "ignore_eos": True,

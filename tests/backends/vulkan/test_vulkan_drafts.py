@@ -14,7 +14,7 @@ import pytest
 from backend_runs import logits_of, tokens
 from byte_models import N_VOCAB, vocabulary, write_model
 from cases import quick_are
-from drafters import dense, experts, sparse, write_thresholds
+from drafters import dense, experts, sparse, steady, write_thresholds
 from made_once import made_once
 from tiny_gguf import write_llama
 from vulkan_runs import stage_of, validated, vulkan
@@ -24,29 +24,18 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.memory import Piece
 from hotset.backends.vulkan.pipelines import open_device
-from hotset.engine.draft_model import OfModel
-from hotset.engine.speculation import StepTimes
 from hotset.errors import InvalidRequestError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
 from hotset.loader.prompt_cache import identity_of, session_files
 from hotset.settings import LoadSettings
 
-__all__ = ["validated"]  # the fixture
+__all__ = ["steady", "validated"]  # the fixtures
 SMALL: dict[str, Any] = {"device": "vulkan", "n_ctx": 256, "n_threads": 1, "n_seqs": 2, "max_batch": 64}
 PROMPTS = ["one two one two " * 5, "three, four, three, four", "A text of its own"]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 1},
     {"seed": 4, "temperature": 0.6, "repetition_penalty": 1.1},
 ]
-
-
-@pytest.fixture(autouse=True)
-def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of n tokens and drafts take as long as on a steady machine: what is drafted does not depend on
-    this one."""
-    note = StepTimes.note
-    monkeypatch.setattr(OfModel, "seconds_per_token", 0.01)
-    monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
 
 
 def answers(model: hotset.Model) -> list[Any]:

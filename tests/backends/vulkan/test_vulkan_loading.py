@@ -13,6 +13,7 @@ from backend_runs import tokens
 from byte_models import write_model
 from cli_runs import hotset as hotset_command
 from cli_runs import inside
+from drafters import steady
 from paths import DOCS
 from tiny_adapters import random_pairs, write_adapter
 from vulkan_runs import validated
@@ -23,7 +24,7 @@ from hotset.engine.sampler import Sampler
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.settings import LoadSettings
 
-__all__ = ["validated"]  # the fixture
+__all__ = ["steady", "validated"]  # the fixtures
 SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 32, "n_threads": 1}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import quick_are
-from drafters import Guesser
+from drafters import Guesser, steady
 from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score, score_together
 from vulkan_runs import validated, vulkan
 
@@ -26,7 +26,7 @@ from hotset.settings import MOST_DRAFTED
 pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
 
-__all__ = ["validated"]  # the fixture
+__all__ = ["steady", "validated"]  # the fixtures
 
 RECIPES = ["lfm2moe", "qwen3next", "kimi-linear", "falcon-h1", "rwkv6", "rwkv7", "mamba", "jamba", "qwen4exp"]
 
