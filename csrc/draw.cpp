@@ -106,13 +106,14 @@ void for_each_above(float bound, const float* values, size_t n, const std::vecto
 }  // namespace
 
 Draw::Draw(DrawRules rules, int64_t n_vocab, const std::vector<int64_t>& tokens)
-    : rules_(std::move(rules)), n_vocab_(n_vocab), mu_(2.0 * rules_.mirostat_tau) {
+    : rules_(std::move(rules)), n_vocab_(n_vocab), mu_(2.0 * rules_.mirostat_tau), next_mu_(mu_) {
     if (rules_.dry_multiplier > 0.0 && rules_.dry_last_n != 0)
         repetitions_.emplace(tokens, rules_.dry_last_n, rules_.dry_breakers);
     for (const int64_t token : tokens) count(token);
 }
 
 void Draw::accept(int64_t token) {
+    mu_ = next_mu_;
     count(token);
     if (repetitions_) repetitions_->push(token);
 }

@@ -65,7 +65,8 @@ class Draw {
     bool is_quick(const LogitRow& row) const;
 
     Drawn draw(const LogitRow& row, const Kernels& kernels) const;
-    void keep(const Drawn& drawn) { mu_ = drawn.mu; }
+    // Has `accept` move mu. A draw that is repeated because its token was not accepted moves it once.
+    void keep(const Drawn& drawn) { next_mu_ = drawn.mu; }
     void accept(int64_t token);
 
     // Logits of all tokens with bias, penalties and DRY.
@@ -79,7 +80,7 @@ class Draw {
 
     DrawRules rules_;
     int64_t n_vocab_;
-    double mu_;
+    double mu_, next_mu_;  // now, and after the token that was drawn
     std::vector<int64_t> recent_;  // those that penalties count: a ring, if their number is bounded
     size_t oldest_ = 0;
     std::unordered_map<int64_t, int64_t> counts_;

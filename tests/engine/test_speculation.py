@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafters import Guesser, steady
-from fake_backend import FakeBackend
+from fake_backend import FakeBackend, fake_logits
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.draft_model import draw
@@ -33,6 +33,12 @@ KINDS: list[dict[str, Any]] = [
     {"logprobs": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "penalty_last_n": 20},
     {"logit_bias": {3: 4.0, 5: -math.inf}, "frequency_penalty": 0.7, "logprobs": 0},
 ]
+
+# A draw takes two random numbers, or changes the state that the next one begins with.
+STATES: list[dict[str, Any]] = [
+    {}, {"xtc_probability": 0.5},
+    *({"mirostat": version, "mirostat_tau": 1.5, "mirostat_eta": 0.5} for version in (1, 2)),
+]  # fmt: skip
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
@@ -182,13 +188,28 @@ def test_pages_of_rejected_tokens_hold_no_prefix() -> None:
     assert again.tokens == alone(longer, seed=5, max_tokens=20).tokens
 
 
+@pytest.mark.parametrize("kind", STATES, ids=str)
+def test_forced_tokens_are_not_drawn(kind: dict[str, Any]) -> None:
+    """Tokens after them are drawn with the random numbers and the state of mirostat from before them."""
+    sequence = alone(prompt(9), seed=3, max_tokens=40, budget=5, **kind)
+    assert tuple(sequence.generated[5:8]) == CLOSING
+    sampler = Sampler(SamplingParams(seed=3, **kind), 97, prompt(9))
+    for i, token in enumerate(sequence.generated):
+        if not 5 <= i < 8:
+            before = np.array(sequence.tokens[: 9 + i])
+            assert sampler.sample(fake_logits(before, 97)) == token
+        sampler.accept(token)
+
+
 @pytest.mark.parametrize("n_states", [0, 40])
-def test_cancelled_and_interrupted_steps_can_be_taken_again(n_states: int) -> None:
+@pytest.mark.parametrize("kind", STATES, ids=str)
+def test_cancelled_and_interrupted_steps_can_be_taken_again(n_states: int, kind: dict[str, Any]) -> None:
+    """A draw is repeated with the same random numbers, and moves the state of mirostat once."""
     asked = [(prompt(30 + i, seed=i), i) for i in range(3)]
-    expected = [alone(tokens, seed=i, max_tokens=90) for tokens, i in asked]
+    expected = [alone(tokens, seed=i, max_tokens=90, **kind) for tokens, i in asked]
     answers = {tuple(e.tokens[: e.n_prompt]): e.generated for e in expected}
     engine, guesser = speculating(answers, 0.9, n_states=n_states)
-    found = [engine.enqueue(engine.prepare(t, SamplingParams(seed=i, max_tokens=90))) for t, i in asked]
+    found = [engine.enqueue(prepared(engine, t, seed=i, max_tokens=90, **kind)) for t, i in asked]
     draw = random.Random(3)
     append = engine._append_token
     n_interrupted = 0

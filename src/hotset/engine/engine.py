@@ -595,8 +595,8 @@ class Engine:
     def _append_tokens(
         self, sequence: Sequence, result: StepResult, rows: range, now: float, until: float
     ) -> Draws:
-        """Append the token that is drawn from the first of some rows of logits, and from each further one
-        while the token drawn before it is the drafted one. Yields draws, and is sent tokens."""
+        """Append the token that is forced or drawn after the first of some rows of logits, and after each
+        further one while the token before it is the drafted one. Yields draws, and is sent tokens."""
         draft, sequence.draft = sequence.draft, []
         if len(sequence.tokens) > sequence.n_prompt and _end_of(sequence) is not None:
             return  # an interruption came between its last token and its end
@@ -609,8 +609,9 @@ class Engine:
             if i and self._lacks_next_mask(sequence, until):
                 break
             found = (None if rows is None else rows[row] for rows in (result.largest, result.candidates))
-            drawn = yield sampler.job(result.logits[row], *found)
-            self._append_token(sequence, sampler, result.logits[row], drawn, now)
+            if (token := sampler.forced()) is None:
+                token = sampler.take((yield sampler.job(result.logits[row], *found)))
+            self._append_token(sequence, sampler, result.logits[row], token, now)
             if i == len(draft):
                 break
             n_verified += 1
@@ -632,9 +633,8 @@ class Engine:
         return self._lacks_mask(sequence, until)
 
     def _append_token(
-        self, sequence: Sequence, sampler: Sampler, logits: np.ndarray, drawn: int, now: float
+        self, sequence: Sequence, sampler: Sampler, logits: np.ndarray, token: int, now: float
     ) -> None:
-        token = sampler.take(drawn)
         if sampler.params.logprobs is not None:
             sequence.logprobs.append(sampler.logprobs(logits, token))
         sampler.accept(token)

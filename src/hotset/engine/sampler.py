@@ -3,7 +3,8 @@
 The order is llama.cpp's: what a constraint allows, logit bias, penalties, DRY, top-n-sigma, top-k, typical,
 top-p, min-p, XTC, temperature, draw. With mirostat it is bias, penalties, DRY, temperature, mirostat. Draws
 are native (csrc/draw.h): a vocabulary may have 150,000 entries and a step 3 ms. Each sampler draws from its
-own generator, exactly one number per token (XTC from a second one): tokens never depend on other sequences.
+own generator, exactly one number per drawn token (XTC from a second one): tokens never depend on other
+sequences. A forced token is not drawn: it changes neither the generators nor mirostat's state.
 """
 
 from __future__ import annotations
@@ -494,6 +495,8 @@ class Sampler:
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> int:
         """Return the next token. See `job` for the arguments."""
+        if (forced := self.forced()) is not None:
+            return forced
         job = self.job(logits, largest, candidates)
         self._numbers = None
         return self.take(_core.draw_tokens([job], None)[0])
@@ -502,6 +505,7 @@ class Sampler:
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> _core.DrawJob:
         """Return a draw for `_core.draw_tokens`, whose result `take` checks. It uses up a random number.
+        Call it only if no token is `forced`.
 
         logits: float32 [n_vocab], unchanged afterwards. largest: this row of StepResult.largest; the
         token is the same without. candidates: this row of StepResult.candidates, if `takes_candidates`.
@@ -519,8 +523,6 @@ class Sampler:
     def take(self, token: int) -> int:
         """Return a drawn token. Raises InvalidRequestError if none is allowed, HotsetError for damaged
         logits."""
-        if (forced := self._forced()) is not None:
-            return forced
         if token >= 0:
             return token
         if token == _core.NOTHING_ALLOWED and self.constraint is not None:
@@ -532,8 +534,8 @@ class Sampler:
             raise InvalidRequestError("logit_bias forbids every token of the vocabulary")
         raise HotsetError("the model computed logits that are not numbers; the file may be damaged")
 
-    def _forced(self) -> int | None:
-        """Return the token that must come next, unless there is none or the constraint forbids it."""
+    def forced(self) -> int | None:
+        """Return the token that must come next; None if a draw chooses it or the constraint forbids it."""
         token = None if self.forcing is None else self.forcing.next_token()
         if token is None or self.constraint is None or self.constraint.mask().allows(token):
             return token
