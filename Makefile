@@ -20,7 +20,7 @@ demo: build
 # The same model, its neurons made sparse: docs/TRAINING.md.
 $(RELU): $(ADAPTERS)
 	mkdir -p $(@D)
-	$(BIN)/hotset sparsify smollm2-135m $@ --adapters $(ADAPTERS)
+	$(BIN)/hotset sparse make smollm2-135m $@ --adapters $(ADAPTERS)
 
 build: $(VENV)/.installed
 

@@ -2,7 +2,7 @@
 
 usage: python bench/expert_cache.py [--trace FILE.trace.hotset.gguf ...] [--tokens 2048] [--plot FILE.svg]
 
-Traces are those of `hotset trace`; bench/split_experts.py makes a real small MoE model to take one of.
+Traces are those of `hotset sparse trace`; bench/split_experts.py makes a real small MoE model to take one of.
 Synthetic routes (routes.py) have the shapes of the published routers and a locality that was fitted to the
 published hit rates: for them the table says how well the fit has the shape, and nothing new about these
 routers. Printed are the hit rates of each policy by share of experts resident, (published) in brackets, then

@@ -1,4 +1,4 @@
-"""Sparsity against what it costs and gains: thresholds of `hotset calibrate`, judged on another text.
+"""Sparsity against what it costs and gains: thresholds of `hotset sparse calibrate`, judged on another text.
 
 usage: python bench/thresholds.py --model MODEL.gguf --calibrate TEXT --judge OTHER [--targets 1%,0.25,FILE]
        [--uniform 0.25:inputs,0.5:down_in]

@@ -23,6 +23,7 @@ from unittest import mock
 import typer
 
 import hotset
+from hotset.cli.help import value_word
 from hotset.cli.launch import shown
 from hotset.cli.launch_tools import TOOLS, Server, with_arguments
 from hotset.cli.main import SUBCOMMANDS
@@ -93,7 +94,6 @@ FIRST = (
     "plan",
     "Placement",
 )
-WORDS = {"str": "TEXT", "int": "N", "float": "NUMBER", "Path": "PATH"}
 
 
 # -- command line --------------------------------------------------------------------------------
@@ -101,7 +101,10 @@ WORDS = {"str": "TEXT", "int": "N", "float": "NUMBER", "Path": "PATH"}
 
 def cli_reference() -> str:
     found = subcommands()
-    rows = [f"| [`{one.name}`](#{one.name}) | {escaped(one.text.splitlines()[0])} |" for one in found]
+    rows = [
+        f"| [`{one.name}`](#{one.name.replace(' ', '-')}) | {escaped(one.text.splitlines()[0])} |"
+        for one in found
+    ]
     index = "| subcommand | |\n|---|---|\n" + "\n".join(rows) + "\n"
     return "\n".join([CLI_HEAD, index, *map(section, found)])
 
@@ -122,6 +125,11 @@ class Subcommand(NamedTuple):
     text: str
     arguments: tuple[tuple[str, bool, bool, str], ...]
     panels: dict[str, list[Option]]
+
+    @property
+    def page(self) -> str:
+        """The name of its man page."""
+        return f"hotset-{self.name.replace(' ', '-')}"
 
     @property
     def usage(self) -> str:
@@ -154,7 +162,7 @@ def option(parameter: inspect.Parameter, kind: Any, info: Any, required: bool) -
     # typer has the first name where the default is when a parameter is not Annotated
     names = [one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str)]
     names = names or [f"--{parameter.name.replace('_', '-')}"]
-    word = "" if bool in kinds(kind) else info.metavar or type_name(kind)
+    word = "" if bool in kinds(kind) else info.metavar or value_word(kind)
     default = parameter.default
     if required:
         given = "required"
@@ -194,12 +202,6 @@ def is_list(kind: Any) -> bool:
     return any(getattr(one, "__origin__", one) is list for one in kinds(kind))
 
 
-def type_name(kind: Any) -> str:
-    [one] = [one for one in kinds(kind) if one is not type(None)]
-    [inside] = get_args(one) if is_list(kind) else [one]
-    return WORDS.get(getattr(inside, "__name__", ""), "VALUE")
-
-
 def bounds(least: Any, most: Any) -> str:
     if least is None:
         return f"at most {most}"
@@ -212,10 +214,8 @@ def bounds(least: Any, most: Any) -> str:
 def man_pages() -> dict[str, str]:
     """File name → a page in roff: of hotset, and of each subcommand."""
     found = subcommands()
-    pages = {f"hotset-{one.name}.1": man_page(one) for one in found}
-    listed = "\n".join(
-        f".TP\n.BR hotset\\-{roff(one.name)} (1)\n{roff(one.text.splitlines()[0])}" for one in found
-    )
+    pages = {f"{one.page}.1": man_page(one) for one in found}
+    listed = "\n".join(f".TP\n.BR {roff(one.page)} (1)\n{roff(one.text.splitlines()[0])}" for one in found)
     pages["hotset.1"] = f"""{man_head("hotset", ABOUT)}.SH SYNOPSIS
 .B hotset
 .I SUBCOMMAND
@@ -254,7 +254,7 @@ def man_head(name: str, about: str) -> str:
 
 def man_page(found: Subcommand) -> str:
     first, _, rest = found.text.partition("\n")
-    lines = [man_head(f"hotset-{found.name}", first[0].lower() + first[1:].rstrip(".")) + ".SH SYNOPSIS"]
+    lines = [man_head(found.page, first[0].lower() + first[1:].rstrip(".")) + ".SH SYNOPSIS"]
     lines += [f".B hotset {roff(found.name)}", roff(found.usage), ".SH DESCRIPTION", roff(first)]
     for part in re.split(r"\n\s*\n", rest.strip()):
         block = all(line.startswith("    ") for line in part.splitlines())

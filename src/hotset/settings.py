@@ -68,9 +68,9 @@ class LoadSettings:
     sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by
     default the fastest that keeps the file's meaning.
     predictor: "mlp" or "svd", with their settings (sparsity/predictors.py); implies "predicted".
-    profile: a file of `hotset profile`, whose neurons that nearly always fire are computed without
+    profile: a file of `hotset sparse profile`, whose neurons that nearly always fire are computed without
     prediction. What these need and the file lacks is built once, in files beside the model.
-    thresholds: a file of `hotset calibrate`, by default the one beside the model; implies "threshold".
+    thresholds: a file of `hotset sparse calibrate`, by default the one beside the model; implies "threshold".
     sparse_prompts: prompts are thresholded too, not only answers.
 
     speculate: which tokens are drafted, to be verified several in a step (speculative decoding; the text

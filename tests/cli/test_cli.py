@@ -376,7 +376,7 @@ def test_options_are_declared_once_and_shared_by_the_subcommands() -> None:
     shared = ["--sparsity", "--predictor", "--device", "--vram-budget", "--n-gpu-layers", "--gpu-index",
               "--reset-gpu-index", "--disable-gpu-index", "--no-gpu"]  # fmt: skip
     # The --device of two is torch's, and the --sparsity of one a share to be reached.
-    others = ("sparsify", "train-predictor", "calibrate")
+    others = ("sparse make", "sparse train", "sparse calibrate")
     for name in shared:
         subcommands = {
             subcommand: facts for subcommand, facts in found[name].items() if subcommand not in others

@@ -163,7 +163,7 @@ def test_run_takes_a_profile(published: Path, text: Path) -> None:
         (["profile", "PLAIN", "-f", "EMPTY"], 1, "give some to profile"),
         (["profile", "PLAIN", "--merge", "TEXT"], 1, "TEXT"),
         (["profile", "PLAIN", "--import", "FOLDER"], 1, "holds no activation_<layer>.pt"),
-        (["reorder", "PLAIN", "out.gguf"], 2, "hotset profile"),
+        (["reorder", "PLAIN", "out.gguf"], 2, "hotset sparse profile"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import hotset, inside, needs_core, reach
+from cli_runs import hotset, inside, needs_core, reach, split_command
 from fake_hub import FakeHub
 from scratch import QUICK_SPARSIFYING, QUICK_TRAINING, write_scratch
 
@@ -197,4 +197,5 @@ def test_every_subcommand_that_takes_long_is_tested() -> None:
 
     quick = {"serve", "mcp", "list", "show", "rm", "plan", "doctor", "create", "launch"}
     quick |= {"rerank"}  # which shows what embed shows, and needs a reranker
-    assert {command.split()[0] for command, _ in LONG} | {"pull"} == SUBCOMMANDS.keys() - quick
+    tested = {split_command(command.split())[0] for command, _ in LONG}
+    assert tested | {"pull"} == SUBCOMMANDS.keys() - quick

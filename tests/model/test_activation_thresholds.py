@@ -398,7 +398,7 @@ def load(path: Path, **options: Any) -> hotset.Model:
 
 def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) -> None:
     gguf = write(tmp_path)
-    with pytest.raises(hotset.HotsetError, match="hotset calibrate"):
+    with pytest.raises(hotset.HotsetError, match="hotset sparse calibrate"):
         load(gguf.path, sparsity="threshold")
     thresholds_of(gguf).save(thresholds_path(gguf.path))
     with load(gguf.path) as model:

@@ -303,7 +303,7 @@ def test_report_of_a_profile_and_a_text(
     done = inside("report", plain)
     assert done.returncode == 1
     assert "there is no profile" in done.stderr.lower()
-    assert "hotset profile" in done.stderr
+    assert "hotset sparse profile" in done.stderr
     assert inside("profile", plain, "-f", text, "-n", 400, *REFERENCE).returncode == 0
     done = inside("report", plain)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import typer
 from cases import quick_are
-from cli_runs import command_of, inside, needs_core
+from cli_runs import command_of, inside, needs_core, split_command
 from documents import ROOT, Block, Command
 from scratch import N_CTX, QUICK_SPARSIFYING, QUICK_TRAINING, write_scratch
 from tiny_server import client_to
@@ -47,11 +47,11 @@ ADDED = (
     (r"hotset run (?!.*--json-schema)", "-n 4"),
     (r"hotset serve", "--max-tokens 64"),
     (r"hotset bench", "-p 4 -n 2 -r 1"),
-    (r"hotset (profile|trace|report) .*-f", "-c 64 -n 256"),
+    (r"hotset sparse (profile|trace|report) .*-f", "-c 64 -n 256"),
     (r"hotset perplexity", "-c 64 --chunks 2"),
-    (r"hotset calibrate", "-c 32 --tokens 64 --measured 128"),
-    (r"hotset train-predictor", QUICK_TRAINING),
-    (r"hotset sparsify", QUICK_SPARSIFYING),
+    (r"hotset sparse calibrate", "-c 32 --tokens 64 --measured 128"),
+    (r"hotset sparse train", QUICK_TRAINING),
+    (r"hotset sparse make", QUICK_SPARSIFYING),
     # A machine of the tests has no GPU: PyTorch on the CPU takes its place, with memory that is surely free.
     (r"hotset run .*--vram-budget", "--device cpu --vram-budget 1"),
 )
@@ -67,8 +67,8 @@ NOT_RUN = {  # and why; options and arguments are checked all the same
     r"hotset (serve|run) qwen3-": "a model of gigabytes",
     r"hotset pull ": "the network: test_storage.py has a hub of its own",
     r"hotset .*--(ray|replicas) ": "Ray: tests/cluster",
-    r"hotset sparsify .*--adapters adapters/": "the published model: test_sparsify_adapters.py",
-    r"hotset sparsify .*--from-adapters ": "hours",
+    r"hotset sparse make .*--adapters adapters/": "the published model: test_sparsify_adapters.py",
+    r"hotset sparse make .*--from-adapters ": "hours",
     r"hotset .*wikitext2-": "a text that is not in the repository",
     r"ray ": "another program: tests/cluster",
     r"llm ": "another program: tests/clients",
@@ -141,21 +141,21 @@ class Shell:
 def own_options() -> frozenset[str]:
     """Those of `hotset` itself."""
     params = typer.main.get_command(cli.app).params
-    return frozenset({"--help", *(option for param in params for option in param.opts)})
+    return frozenset({"-h", "--help", "--help-all", *(option for param in params for option in param.opts)})
 
 
 def check_options(words: list[str]) -> None:
     """That a subcommand knows these options, and has the arguments that it needs."""
-    words = cli._as_options(words)
-    if words[0] in own_options():
+    name, words = split_command(words)
+    if name in own_options():
         return
-    assert words[0] in cli.SUBCOMMANDS, f"hotset has no subcommand {words[0]}"
-    command = command_of(words[0])
-    parser = command.make_parser(command.context_class(command, info_name=words[0]))
-    values, rest, _ = parser.parse_args(list(words[1:]))
-    assert not rest, f"hotset {words[0]} does not take {rest}"
+    assert name in cli.SUBCOMMANDS, f"hotset has no subcommand {name}"
+    command = command_of(name)
+    parser = command.make_parser(command.context_class(command, info_name=name))
+    values, rest, _ = parser.parse_args(words)
+    assert not rest, f"hotset {name} does not take {rest}"
     missing = [param.name for param in command.params if param.required and not values.get(param.name)]
-    assert not missing, f"hotset {words[0]} needs {missing}"
+    assert not missing, f"hotset {name} needs {missing}"
 
 
 def check_targets(words: list[str]) -> None:
@@ -265,13 +265,13 @@ def test_a_document_says_what_works(
 def test_inline_code_names_what_there_is(name: str) -> None:
     for place, span in documents.spans(DOCUMENTS[name]):
         program, *words = span.split()
-        words = cli._as_options(words)
-        if program == "hotset" and words and words[0] not in {"SUBCOMMAND", *own_options()}:
-            assert words[0] in cli.SUBCOMMANDS, f"{place}: {span}"
-            params = command_of(words[0]).params
+        name, _ = split_command(words)
+        if program == "hotset" and name not in {"", "SUBCOMMAND", *own_options()}:
+            assert name in cli.SUBCOMMANDS, f"{place}: {span}"
+            params = command_of(name).params
             known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
             used = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", span))
-            assert used <= known | {"--help"}, f"{place}: {used - known}"
+            assert used <= known | {"-h", "--help", "--help-all"}, f"{place}: {used - known}"
         elif span.startswith(("make ", "pip install ")):
             CHECKS[program](shlex.split(span)[1:])
 

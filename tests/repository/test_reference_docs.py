@@ -25,7 +25,7 @@ FOLDER = DOCS / "reference"
 NAMES = (
     *("cli.md", "python.md", "http.md", "metrics.md", "files.md", "../MODELS.md"),
     *(f"../guides/tools/{name}.md" for name in TOOLS),
-    *(f"../man/hotset{name}.1" for name in ("", *(f"-{subcommand}" for subcommand in SUBCOMMANDS))),
+    *(f"../man/hotset{name}.1" for name in ("", *(f"-{name.replace(' ', '-')}" for name in SUBCOMMANDS))),
 )
 
 
@@ -119,7 +119,7 @@ def test_a_man_page_has_what_help_has(page: Path) -> None:
     assert not done.stderr
     shown = re.sub(r"\x1b\[[0-9;]*m|.\x08", "", done.stdout)
     if page.stem != "hotset":
-        params = command_of(page.stem.removeprefix("hotset-")).params
+        params = command_of(page.stem.removeprefix("hotset-").replace("sparse-", "sparse ")).params
         options = [
             name for param in params if param.name != "help" for name in (*param.opts, *param.secondary_opts)
         ]

@@ -92,7 +92,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="hotset calibrate"):
+    with pytest.raises(ModelNotFoundError, match="hotset sparse calibrate"):
         Thresholds.open(tmp_path / "none.json")
 
 

@@ -124,7 +124,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: d
         RouteTrace.open(tmp_path / "t.gguf")
         return
     with pytest.raises(
-        FormatError, match="is not a trace of experts or neurons; make one with 'hotset trace'"
+        FormatError, match="is not a trace of experts or neurons; make one with 'hotset sparse trace'"
     ):
         RouteTrace.open(tmp_path / "t.gguf")
 
@@ -237,7 +237,7 @@ def test_trace_and_replay(tmp_path: Path, text: Path, activation: str) -> None:
     done = inside("trace", model, "-f", text, "-c", 64)
     assert done.returncode == 0, done.stderr
     place = trace_path(model)
-    assert f"Replay it with: hotset trace --replay {place}" in done.stderr
+    assert f"Replay it with: hotset sparse trace --replay {place}" in done.stderr
     trace = RouteTrace.open(place)
     assert (len(trace.layers), trace.n_experts, trace.n_used, trace.name) == (3, 8, 3, "m.gguf")
     done = inside("trace", "--replay", place, "--json")

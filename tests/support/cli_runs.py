@@ -187,3 +187,10 @@ def columns_of(terminal: Terminal, columns: int) -> None:
 @cache
 def command_of(subcommand: str) -> Any:
     return typer.main.get_command(cli.app).get_command(None, subcommand)
+
+
+def split_command(words: list[str]) -> tuple[str, list[str]]:
+    """Return the subcommand that words of a command line name, "" without one, and the other words."""
+    words = cli._as_options(words)
+    n = 2 if words[:1] == ["sparse"] else 1
+    return " ".join(words[:n]), words[n:]

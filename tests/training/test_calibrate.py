@@ -1,4 +1,4 @@
-"""Thresholds: what thresholds would cost against what they cost, which are chosen, and `hotset calibrate`."""
+"""Thresholds: predicted against measured costs, which are chosen, and `hotset sparse calibrate`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def batch(  # noqa: PLR0913 - options of a subcommand
     *,
     loading: options.ModelOptions,
 ) -> None:
-    """Answer a file of requests; run it again after an interruption, and it goes on."""
+    """Answer a file of requests; after an interruption, run it again to continue."""
     check_installed()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     if ray is not None:

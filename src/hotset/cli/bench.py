@@ -165,7 +165,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     *,
     loading: options.BenchOptions,
 ) -> None:
-    """Measure speed in llama-bench's terms, and the share of the memory bandwidth that it reaches."""
+    """Measure speed with llama-bench's tests; and the share of the memory bandwidth that it reaches."""
     output = "json" if json else output
     if output not in _PRINTERS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")

@@ -1,4 +1,4 @@
-"""`hotset calibrate`: thresholds of a model's small values, to a loss or a sparsity that the user states."""
+"""`hotset sparse calibrate`: thresholds of a model's small values, to a stated loss or sparsity."""
 
 from __future__ import annotations
 

@@ -45,18 +45,21 @@ def convert(  # noqa: PLR0913 - options of a subcommand
     profile: Annotated[
         Path | None,
         typer.Option(
-            "--profile", exists=True, dir_okay=False, help="From 'hotset profile': hot neurons come first."
+            "--profile",
+            exists=True,
+            dir_okay=False,
+            help="From 'hotset sparse profile': hot neurons come first.",
         ),
     ] = None,
     activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:
-    """Convert a Hugging Face checkpoint (config.json, tensors, tokenizer) to GGUF."""
+    """Convert a Hugging Face checkpoint to GGUF: config.json, tensors, tokenizer."""
     options.check_type(type)
     if powerinfer and predictors is None:
         raise typer.BadParameter(
             "PowerInfer's format needs predictors: name their folder with --predictors, or make them with "
-            "'hotset train-predictor'.",
+            "'hotset sparse train'.",
             param_hint="--powerinfer",
         )
     with ProgressBar() as bar:

@@ -52,7 +52,7 @@ def embed(  # noqa: PLR0913 - options of a subcommand
     *,
     loading: options.ModelOptions,
 ) -> None:
-    """Print the embedding vectors of texts, one per line, normalised to length 1."""
+    """Print the embedding vectors of texts: one per line, normalised to length 1."""
     if output is not None:
         check_target(output, [] if file is None else [file])
         if output.suffix not in FORMATS or (output.suffix == ".npy" and pooling == "none"):

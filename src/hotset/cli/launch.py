@@ -82,7 +82,7 @@ def launch(
         bool, typer.Option("--yes", "-y", help="Change files of the tool without asking.")
     ] = False,
 ) -> None:
-    """Start a coding agent or an editor on a model of this machine, and a server where none runs."""
+    """Start a coding agent or an editor on a local model: a server is started unless one runs."""
     chosen = tool_of(tool)
     program = shutil.which(chosen.program)
     if program is None and not show:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import re
 import sys
 import warnings
 from importlib import import_module
@@ -17,46 +18,65 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hotset.cli.console import print_error, warn
+from hotset.cli.help import format_options, format_usage_and_text
 from hotset.cli.options import spread
 from hotset.cli.values import take_no_value, take_plain_values
 from hotset.errors import FormatError, HotsetError, did_you_mean
 from hotset.escaping import escaped
 
-# subcommand → module and function. Only the subcommand that is called is imported: the imports of the others
-# would be a tenth of the time to the first token.
-SUBCOMMANDS = {
-    "run": ("run", "run"),
-    "serve": ("serve", "serve"),
-    "mcp": ("mcp", "mcp"),
-    "launch": ("launch", "launch"),
-    "batch": ("batch", "batch"),
-    "embed": ("embed", "embed"),
-    "rerank": ("embed", "rerank"),
-    "pull": ("models", "pull"),
-    "create": ("create", "create"),
-    "list": ("models", "list_command"),
-    "show": ("models", "show"),
-    "rm": ("models", "rm"),
-    "bench": ("bench", "bench"),
-    "perplexity": ("perplexity", "perplexity"),
-    "calibrate": ("calibrate", "calibrate"),
-    "eval": ("evaluate", "evaluate"),
-    "profile": ("profile", "profile"),
-    "reorder": ("profile", "reorder"),
-    "train-predictor": ("train_predictor", "train_predictor"),
-    "report": ("report", "report"),
-    "trace": ("trace", "trace"),
-    "convert": ("convert", "convert"),
-    "imatrix": ("imatrix", "imatrix"),
-    "quantize": ("quantize", "quantize"),
-    "sparsify": ("sparsify", "sparsify"),
-    "plan": ("plan", "plan"),
-    "doctor": ("doctor", "doctor"),
+# Group of the help → subcommand → module and function. Only the subcommand that is called is imported: the
+# imports of the others would be a tenth of the time to the first token.
+GROUPS = {
+    "Use": {
+        "run": ("run", "run"),
+        "serve": ("serve", "serve"),
+        "launch": ("launch", "launch"),
+        "embed": ("embed", "embed"),
+        "rerank": ("embed", "rerank"),
+        "batch": ("batch", "batch"),
+        "mcp": ("mcp", "mcp"),
+    },
+    "Models": {
+        "list": ("models", "list_command"),
+        "pull": ("models", "pull"),
+        "show": ("models", "show"),
+        "rm": ("models", "rm"),
+        "create": ("create", "create"),
+        "convert": ("convert", "convert"),
+        "quantize": ("quantize", "quantize"),
+        "imatrix": ("imatrix", "imatrix"),
+    },
+    "Measure": {
+        "bench": ("bench", "bench"),
+        "perplexity": ("perplexity", "perplexity"),
+        "eval": ("evaluate", "evaluate"),
+        "plan": ("plan", "plan"),
+        "doctor": ("doctor", "doctor"),
+    },
+    "Sparsity": {
+        "sparse profile": ("profile", "profile"),
+        "sparse trace": ("trace", "trace"),
+        "sparse report": ("report", "report"),
+        "sparse reorder": ("profile", "reorder"),
+        "sparse calibrate": ("calibrate", "calibrate"),
+        "sparse train": ("train_predictor", "train_predictor"),
+        "sparse make": ("sparsify", "sparsify"),
+    },
+}
+SUBCOMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
+_SPARSE = "sparse"
+# Earlier names, and those of shells and of other programs.
+_ALIASES = {
+    **{name: f"sparse {name}" for name in ("profile", "trace", "report", "reorder", "calibrate")},
+    "train-predictor": "sparse train",
+    "sparsify": "sparse make",
+    "ls": "list",
 }
 # What other programs call some of them.
 _ELSEWHERE = {
     "chat": "run", "generate": "run", "start": "serve", "download": "pull", "fetch": "pull", "get": "pull",
     "models": "list", "info": "show", "remove": "rm", "delete": "rm", "benchmark": "bench",
+    "train": "sparse train", "copy": "cp",
 }  # fmt: skip
 
 # Options of other programs, and what they are here.
@@ -65,11 +85,15 @@ _OPTIONS_ELSEWHERE = {
     "--max-model-len": "-c", "--ngl": "-ngl", "--num-gpu": "-ngl", "--num-threads": "-t", "--schema": "-j",
 }  # fmt: skip
 
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_HELP_ALL = "--help-all"
 
 
 class _Subcommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if _HELP_ALL in args:
+            ctx.meta[_HELP_ALL] = True
+            args = ["--help"]
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -79,27 +103,42 @@ class _Subcommand(TyperCommand):
     def get_help_option(self, ctx: Any) -> Any:
         return take_no_value(super().get_help_option(ctx))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        format_usage_and_text(self, ctx, formatter)
+        format_options(self, ctx, formatter, everything=bool(ctx.meta.get(_HELP_ALL)))
+        self.format_epilog(ctx, formatter)
 
-class _Group(TyperGroup):
-    """Loads subcommands when they are called, and turns what they raise into a message and an exit code."""
+
+class _Subcommands(TyperGroup):
+    """Subcommands whose names begin with `prefix`. Each is loaded when it is called."""
+
+    prefix = ""
 
     def list_commands(self, _: Any) -> list[str]:
-        return list(SUBCOMMANDS)
+        names = (name.removeprefix(self.prefix) for name in SUBCOMMANDS if name.startswith(self.prefix))
+        return list(dict.fromkeys(name.partition(" ")[0] for name in names))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _as_options(args))
+        shows_help = not args or args[0] == _HELP_ALL
+        return super().parse_args(ctx, ["--help"] if shows_help and not ctx.resilient_parsing else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in SUBCOMMANDS:
-            known = {subcommand: subcommand for subcommand in (*SUBCOMMANDS, "help", "version")} | _ELSEWHERE
+        if args[0] not in (names := self.list_commands(ctx)):
+            known = {name: name for name in names}
+            if not self.prefix:
+                own = {name.rpartition(" ")[2]: name for name in SUBCOMMANDS}
+                known = own | _ALIASES | known | {"help": "help", "version": "version"} | _ELSEWHERE
             meant = did_you_mean(args[0].lower(), known, 0.6) or "'hotset help' lists them."
             ctx.fail(f"There is no subcommand '{args[0]}'; {meant}")
         return super().resolve_command(ctx, args)
 
     def get_command(self, _: Any, cmd_name: str) -> Any:
-        if cmd_name not in SUBCOMMANDS:
+        name = self.prefix + cmd_name
+        if name == _SPARSE:
+            return _sparse_commands()
+        if name not in SUBCOMMANDS:
             return None
-        module, function = SUBCOMMANDS[cmd_name]
+        module, function = SUBCOMMANDS[name]
         single = typer.Typer(add_completion=False, context_settings=_SETTINGS)
         subcommand = spread(getattr(import_module(f"hotset.cli.{module}"), function))
         single.command(cmd_name, cls=_Subcommand)(subcommand)
@@ -107,6 +146,43 @@ class _Group(TyperGroup):
         command.name = cmd_name
         take_plain_values(command.params, inspect.signature(subcommand).parameters)
         return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print each subcommand in one line."""
+        format_usage_and_text(self, ctx, formatter)
+        for group, members in GROUPS.items():
+            names = [name for name in members if name.startswith(self.prefix)]
+            if not names:
+                continue
+            rows = [(name.removeprefix(self.prefix), self._summary(name)) for name in names]
+            if names[0].startswith(_SPARSE) and not self.prefix:
+                rows = [(_SPARSE, ", ".join(name.removeprefix(f"{_SPARSE} ") for name in names))]
+            with formatter.section(group):
+                formatter.write_dl(rows)
+        self.format_epilog(ctx, formatter)
+
+    def _summary(self, name: str) -> str:
+        help = str(self.get_command(None, name.removeprefix(self.prefix)).help)
+        return re.split(r"[;:\n]", help, maxsplit=1)[0].rstrip(".")
+
+
+class _SparseCommands(_Subcommands):
+    prefix = f"{_SPARSE} "
+
+
+def _sparse_commands() -> _SparseCommands:
+    return _SparseCommands(
+        name=_SPARSE,
+        context_settings=_SETTINGS,
+        help="Measure which neurons fire, and build what predicts or leaves out the others.",
+    )
+
+
+class _Group(_Subcommands):
+    """All subcommands. Turns what they raise into a message and an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _as_options(args))
 
     def get_params(self, ctx: Any) -> list[Any]:
         return [take_no_value(option) for option in super().get_params(ctx)]
@@ -157,16 +233,16 @@ class _Group(TyperGroup):
 
 
 def _as_options(args: list[str]) -> list[str]:
-    """The arguments with `help`, `version` and `ls` as what they are short for."""
+    """Return the arguments with `help`, `version` and aliases replaced by what they stand for."""
     match args:
-        case ["help", name, *_] if name not in ("help", "version"):
-            return [*_as_options([name]), "--help"]
+        case ["help", name, *rest] if name not in ("help", "version"):
+            return [*_as_options([name, *rest]), "--help"]
         case ["help", *_]:
             return ["--help"]
         case ["version", *_]:
             return ["--version"]
-        case ["ls", *rest]:
-            return ["list", *rest]
+        case [name, *rest] if name in _ALIASES:
+            return [*_ALIASES[name].split(), *rest]
     return args
 
 
@@ -231,11 +307,11 @@ def _fault(error: Exception) -> str:
 app = typer.Typer(
     cls=_Group,
     name="hotset",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=_SETTINGS,
     help="Runs large language models on a personal computer by computing only the neurons that fire.",
-    epilog="Begin with 'hotset run'. 'hotset help COMMAND' shows the options of a command.",
+    epilog="Begin with 'hotset run'. 'hotset COMMAND -h' shows the options of a command, 'hotset --version' "
+    "the version.",
 )
 
 

@@ -16,7 +16,7 @@ def mcp(
     *,
     loading: options.ModelOptions,
 ) -> None:
-    """Serve chat, embed and list_models to an MCP client over standard input and output."""
+    """Serve chat and embeddings to an MCP client: over standard input and output."""
     from hotset.cli.serve import check_installed
 
     check_installed(("mcp", "mcp_types", "anyio", "jsonschema"), "hotset mcp needs", "mcp")

@@ -74,7 +74,7 @@ def list_command(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """List the models on this machine with their kinds, or the supported architectures.
+    """List the models on this machine, or the supported architectures.
 
     They are those of the store, and of Ollama, LM Studio and the Hugging Face cache, which run in place,
     created models, and aliases (POST /api/copy).

@@ -99,14 +99,17 @@ Predictor = Annotated[
 ProfileFile = Annotated[
     Path | None,
     _option(
-        "--profile", "From 'hotset profile': its hot neurons are always computed.", _ENGINE, dir_okay=False
+        "--profile",
+        "From 'hotset sparse profile': its hot neurons are always computed.",
+        _ENGINE,
+        dir_okay=False,
     ),
 ]
 ThresholdsFile = Annotated[
     Path | None,
     _option(
         "--thresholds",
-        "From 'hotset calibrate'; default: the file beside the model.",
+        "From 'hotset sparse calibrate'; default: the file beside the model.",
         _ENGINE,
         dir_okay=False,
     ),

@@ -215,7 +215,7 @@ def _print_experts(facts: dict[str, Any], json: bool) -> None:
         f"{human_size(experts['token_cycle'])}",
         dim=True,
     )
-    say("'hotset trace' reports how often a cache would hit.", dim=True)
+    say("'hotset sparse trace' reports how often a cache would hit.", dim=True)
 
 
 def _masks(planned: Placement) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""`hotset profile` and `hotset reorder`: which neurons fire how often, and a file in that order."""
+"""`hotset sparse profile` and `hotset sparse reorder`: how often neurons fire, and a file in that order."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def profile(  # noqa: PLR0913 - options of a subcommand
     if not new:
         if not target.exists():
             raise ModelNotFoundError(
-                f"there is no profile {target} to show: make one with 'hotset profile {model} -f TEXT'"
+                f"there is no profile {target} to show: make one with 'hotset sparse profile {model} -f TEXT'"
             )
         counted = Profile.open(target)
         _check_model(counted, path)
@@ -232,7 +232,7 @@ def reorder(
     in_order = place.is_file()
     if not in_order and (not bundle or profile is not None):
         raise typer.BadParameter(
-            f"there is no profile {place}: make one with 'hotset profile {source} -f TEXT'.",
+            f"there is no profile {place}: make one with 'hotset sparse profile {source} -f TEXT'.",
             param_hint="--profile",
         )
     with ProgressBar() as bar:
@@ -252,7 +252,7 @@ def reorder(
         return
     say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
     if not in_order:
-        say("Its neurons keep their order; 'hotset profile' says which are hot.", dim=True)
+        say("Its neurons keep their order; 'hotset sparse profile' says which are hot.", dim=True)
         return
     fewest, most = min(written.n_always), max(written.n_always)
     head = str(most) if fewest == most else f"{fewest} to {most}"

@@ -1,4 +1,4 @@
-"""`hotset report`: what a person would look at, of a profile and of a text, as plots on one page."""
+"""`hotset sparse report`: what a person would look at, of a profile and of a text, as plots on one page."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def _open(
         if not place.is_file():
             if profile is not None or needed:
                 raise InvalidRequestError(
-                    f"there is no profile {place}; make one with 'hotset profile {path} -f TEXT', or give a "
-                    "text here with -f"
+                    f"there is no profile {place}; make one with 'hotset sparse profile {path} -f TEXT', or "
+                    "give a text here with -f"
                 )
             return config, None, ""
         counted = Profile.open(place)

@@ -1,4 +1,4 @@
-"""`hotset sparsify`: a SiLU model becomes a ReLU one, recovered by distillation; or finished adapters are
+"""`hotset sparse make`: a SiLU model becomes a ReLU one, recovered by distillation; or finished adapters are
 merged."""
 
 from __future__ import annotations

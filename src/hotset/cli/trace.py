@@ -1,4 +1,4 @@
-"""`hotset trace`: which experts or neurons the tokens of a text needed, and what a cache would have hit."""
+"""`hotset sparse trace`: which experts or neurons a text needed, and what a cache would have hit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def trace(  # noqa: PLR0913 - options of a subcommand
         print_json(_facts(traced) | {"path": str(target)})
         return
     say(f"{_shape(traced)}: {human_size(target.stat().st_size)} in {target}")
-    say(f"Replay it with: hotset trace --replay {target}")
+    say(f"Replay it with: hotset sparse trace --replay {target}")
 
 
 def record_text(

@@ -1,4 +1,4 @@
-"""`hotset train-predictor`: predictors for a ReLU-family model, from text to a file that runs with them."""
+"""`hotset sparse train`: predictors for a ReLU-family model, from text to a file that runs with them."""
 
 from __future__ import annotations
 

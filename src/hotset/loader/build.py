@@ -410,7 +410,9 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Car
             f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
         )
     if not Path(settings.profile).is_file():
-        raise InvalidRequestError(f"there is no profile {settings.profile}; make one with 'hotset profile'")
+        raise InvalidRequestError(
+            f"there is no profile {settings.profile}; make one with 'hotset sparse profile'"
+        )
     return Profile.open(settings.profile)
 
 

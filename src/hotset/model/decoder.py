@@ -448,7 +448,7 @@ class _Decoder(GraphBuilder):
             if self.layer_thresholds[i].ffn_in or self.layer_thresholds[i].down_in:
                 raise UnsupportedModelError(
                     "experts have thresholds of activated gates, not of the inputs of matrices; make "
-                    "the thresholds anew with hotset calibrate"
+                    "the thresholds anew with hotset sparse calibrate"
                 )
             return self._mixture(i, layer, layer.experts, given, x, predictor)
         n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score

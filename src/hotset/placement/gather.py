@@ -4,9 +4,9 @@
     devices, note = wanted_devices(settings)
     placement = planned(decided, devices)
 
-Frequencies come from the profile that is named, else from the one beside the model (`hotset profile`), else
-from the counts that were published with it (activation/), else from a short run of a text that comes with
-hotset, whose counts are kept in the store's cache. So are solutions.
+Frequencies come from the profile that is named, else from the one next to the model (`hotset sparse
+profile`), else from the counts that were published with it (activation/), else from a short run of a text
+that comes with hotset, whose counts are kept in the store's cache. So are solutions.
 """
 
 from __future__ import annotations
@@ -270,7 +270,8 @@ def _profile_of(
     if folder is not None:
         return import_activations(folder, config, model), f"hotness from {folder}, as published{unfit}"
     kept = home() / "cache" / model / f"builtin.profile{sidecar.SUFFIX}"
-    how = f"hotness from a short text that comes with hotset ('hotset profile' on your own is better){unfit}"
+    better = "'hotset sparse profile' on your own is better"
+    how = f"hotness from a short text that comes with hotset ({better}){unfit}"
     with contextlib.suppress(HotsetError):
         found = Profile.open(kept)
         if found.is_of(model, config.n_ff):

@@ -1,4 +1,4 @@
-"""`hotset profile --ray`: the sequences of a text in shards, counted on the machines of a cluster.
+"""`hotset sparse profile --ray`: the sequences of a text in shards, counted on the machines of a cluster.
 
 Sequences know nothing of one another and counts are whole numbers, so that the profile is that of one
 machine, however the counting is shared out. What is done is kept as in a batch (shards.py).

@@ -143,7 +143,7 @@ def choose(
     if spec is not None and spec.kind == "mlp" and not published:
         raise InvalidRequestError(
             "the predictor mlp is part of a file (fc1, fc2), and this file has none; choose svd, or train "
-            "it with 'hotset train-predictor'"
+            "it with 'hotset sparse train'"
         )
 
     if config.activation.top_k is not None and (mode == "predicted" or spec is not None):

@@ -102,7 +102,7 @@ def open_predictor(
 
 
 def n_always(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
-    """Per layer, how many leading neurons the file says to compute always (`hotset reorder` writes it)."""
+    """Return per layer how many leading neurons are always computed (`hotset sparse reorder` writes it)."""
     value = gguf.metadata.get(N_ALWAYS_KEY)
     if value is None:
         return (0,) * config.n_layer

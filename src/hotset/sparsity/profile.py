@@ -91,7 +91,9 @@ class Profile:
             routed = [name for name in file.tensors if name.endswith(_OF_EXPERTS)]
             n_layer = file.metadata.get(_N_LAYERS, len(file.tensors) - len(routed))
             if type(n_layer) is not int or not 0 < n_layer <= _MOST_LAYERS:
-                raise FormatError(f"{path} is not an activation profile; make one with 'hotset profile'.")
+                raise FormatError(
+                    f"{path} is not an activation profile; make one with 'hotset sparse profile'."
+                )
             own = [f"blk.{i}.counts" for i in range(n_layer)]
             names = [name for name in own if name in file.tensors]
             layers = {f"blk.{i}{_OF_EXPERTS}": i for i in range(n_layer)}
@@ -105,7 +107,9 @@ class Profile:
                 or not layers.keys() >= set(routed)
                 or any(info.type != GGMLType.I64 or len(info.shape) != 1 for info in file.tensors.values())
             ):
-                raise FormatError(f"{path} is not an activation profile; make one with 'hotset profile'.")
+                raise FormatError(
+                    f"{path} is not an activation profile; make one with 'hotset sparse profile'."
+                )
             none = np.zeros(0, np.uint64)
             counts = tuple(
                 file.data(name).view("<i8").astype(np.uint64) if name in file.tensors else none
@@ -131,7 +135,8 @@ class Profile:
         """Raises InvalidRequestError where the profile was taken of another file (see is_of)."""
         if not self.is_of(model, n_ff):
             raise InvalidRequestError(
-                "the profile was taken of another model file; take one of this file with 'hotset profile'"
+                "the profile was taken of another model file; take one of this file with "
+                "'hotset sparse profile'"
             )
 
     def merge(self, other: Profile) -> Profile:

@@ -74,7 +74,7 @@ class Thresholds:
             content = json.loads(read_small_text(path, _MAX_BYTES), parse_constant=_no_constant)
         except FileNotFoundError:
             raise ModelNotFoundError(
-                f"there are no thresholds {path}; find some with 'hotset calibrate'"
+                f"there are no thresholds {path}; find some with 'hotset sparse calibrate'"
             ) from None
         except (ValueError, RecursionError):  # no JSON, or nested beyond reason
             raise FormatError(f"{path} is not a file of thresholds, which is JSON.") from None
@@ -82,7 +82,7 @@ class Thresholds:
             return cls._of(content)
         except InvalidRequestError as error:
             raise FormatError(
-                f"{path} is not a file of thresholds: {error}; make one with 'hotset calibrate'."
+                f"{path} is not a file of thresholds: {error}; make one with 'hotset sparse calibrate'."
             ) from None
 
     @classmethod
@@ -117,12 +117,12 @@ class Thresholds:
         if (self.model.size, self.model.hash) != (gguf.nbytes, sidecar.fingerprint(gguf)):
             raise InvalidRequestError(
                 f"the thresholds were found for another model file ({self.model.name[:80]!r}); find some for "
-                "this one with 'hotset calibrate'"
+                "this one with 'hotset sparse calibrate'"
             )
         if len(self.layers) != n_layer:
             raise InvalidRequestError(
                 f"the thresholds are of {len(self.layers)} layers, and the model has {n_layer}; find them "
-                "again with 'hotset calibrate'"
+                "again with 'hotset sparse calibrate'"
             )
 
     @property

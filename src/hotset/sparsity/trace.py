@@ -267,7 +267,9 @@ def open_trace(path: str | os.PathLike[str]) -> RouteTrace | NeuronTrace:
     with open_gguf(path) as file:
         found = _read(file)
     if found is None:
-        raise FormatError(f"{path} is not a trace of experts or neurons; make one with 'hotset trace'.")
+        raise FormatError(
+            f"{path} is not a trace of experts or neurons; make one with 'hotset sparse trace'."
+        )
     return found
 
 

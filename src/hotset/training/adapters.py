@@ -92,7 +92,7 @@ class Adapters:
         from safetensors import SafetensorError, safe_open
 
         if not path.is_file():
-            raise InvalidRequestError(f"there are no adapters {path}; train some with 'hotset sparsify'")
+            raise InvalidRequestError(f"there are no adapters {path}; train some with 'hotset sparse make'")
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
@@ -100,7 +100,7 @@ class Adapters:
         except (SafetensorError, OSError, TypeError) as error:  # TypeError: a type that NumPy has not
             raise FormatError(f"{path} is not a safetensors file ({error})") from None
         if metadata.get("format") != FORMAT:
-            raise FormatError(f"{path} does not hold adapters of hotset sparsify")
+            raise FormatError(f"{path} does not hold adapters of hotset sparse make")
         values = {}
         for name, tensor in tensors.items():
             if name.endswith((".scale", ".channel")):

@@ -1,4 +1,4 @@
-"""`hotset calibrate`: thresholds of a model to a loss, or a sparsity, that the user states.
+"""`hotset sparse calibrate`: thresholds of a model to a loss, or a sparsity, that the user states.
 
 1. The text is split into windows. Those whose hash falls in the lowest quarter are held out; losses come from
    the others, what is measured from these alone. (A window's place does not depend on the rest of the text.)

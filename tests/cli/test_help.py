@@ -1,0 +1,69 @@
+"""The help: short enough to read, and complete with --help-all."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from cli_runs import command_of, inside
+
+from hotset.cli.help import MOST_SHOWN
+from hotset.cli.main import GROUPS, SUBCOMMANDS
+
+SCREEN = 50  # lines
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_help_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for words in (["--help"], ["run", "-h"], ["serve", "-h"], ["sparse", "-h"]):
+        assert len(inside(*words).stdout.splitlines()) <= SCREEN, words
+
+
+def test_help_groups_the_commands() -> None:
+    shown = inside("--help").stdout
+    assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == list(GROUPS)
+    for name in SUBCOMMANDS:
+        words = name.split()
+        assert re.search(rf"^  {words[0]} .*{words[-1]}|^  {words[0]} ", shown, re.MULTILINE), name
+        assert inside(*words, "-h").stdout.startswith(f"Usage: hotset {name} "), name
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_short_help_has_few_options_and_long_help_all(name: str) -> None:
+    words = name.split()
+    short, long = inside(*words, "-h").stdout, inside(*words, "--help-all").stdout
+    assert "<bool>" not in long
+    options = [p for p in command_of(name).params if p.param_type_name == "option" and not p.hidden]
+    listed = {p.name for p in options if re.search(rf"^  .*{re.escape(p.opts[0])}\b", short, re.MULTILINE)}
+    assert min(len(options), 3) <= len(listed) <= MOST_SHOWN, listed
+    missing = [p.opts[0] for p in options if p.opts[0] not in long]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("profile", "sparse profile"),
+        ("train-predictor", "sparse train"),
+        ("sparsify", "sparse make"),
+        ("ls", "list"),
+    ],
+)
+def test_earlier_names_are_aliases(old: str, new: str) -> None:
+    assert inside(old, "-h").stdout == inside(*new.split(), "-h").stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("bennch", "did you mean bench?"),
+        ("trian", "did you mean sparse train"),
+        ("delete", "did you mean rm?"),
+        ("sparse trian", "did you mean train"),
+    ],
+)
+def test_a_misspelled_command_suggests_the_nearest(typed: str, meant: str) -> None:
+    done = inside(*typed.split())
+    assert done.returncode == 2
+    assert meant in " ".join(done.stderr.split())
