@@ -304,9 +304,12 @@ class Model:
         if reading is None:
             limited = params.reasoning_budget is not None
             reading = Reading.of_text(self.output_form, params, tokens) if limited else Reading()
+        constraint = None
+        if params.form:
+            constraint = self.grammars.constraint(*params.form, reading.around, reading.begun)
         sequence = self.engine.prepare(
             tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
-            constraint=self.grammars.constraint(*params.form, reading.around) if params.form else None,
+            constraint=constraint,
             breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, adapters=adapters,
         )  # fmt: skip
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, reading)

@@ -47,13 +47,15 @@ class Reading:
     """How one answer to a prompt is read, and what surrounds the form that it must have.
 
     parser: None if all of the answer is text. marks: special tokens that the parser must see as text.
-    around: as of text/output_grammar.py. parallel: whether the answer may call several functions. thinking:
-    the budget of its reasoning; None for no limit.
+    around: as of text/output_grammar.py. begun: the beginning of the form, which the prompt has already.
+    parallel: whether the answer may call several functions. thinking: the budget of its reasoning; None for
+    no limit.
     """
 
     parser: Parser | None = None
     marks: frozenset[int] = frozenset()
     around: str | None = None
+    begun: str = ""
     parallel: bool = True
     thinking: ThinkingBudget | None = None
 
@@ -85,23 +87,26 @@ class Output:
 
     def reading(self, tokens: Sequence[int]) -> Reading:
         """Return how one answer to a prompt of these tokens is read."""
-        form, params, begun = self.form, self.params, self._begun_reasoning
+        form, params, begun, text = self.form, self.params, self._begun_reasoning, self._begun_text
         end = form.tokenizer.decode(list(tokens[-_END:]))
         if self.begun is not None:
             end = "" if begun is None or form.thinks is None else form.thinks[0]
         is_plain, around, thinking = self._is_plain(end), None, None
         if params.form is not None:
             tools = () if self.calls else self.tools or ()
-            around = form.around(end, calls=self.calls, tools=tools, thinks=not is_plain)
+            around = form.around(
+                end, calls=self.calls, tools=tools, thinks=not (is_plain or text), is_begun=bool(text)
+            )
         if not is_plain:
             thinking = form.thinking(
                 params.reasoning_budget, params.reasoning_budget_message, end,
                 calls=bool(self.names), n_begun=len(form.tokenizer.encode_inside(begun or "")),
             )  # fmt: skip
+        answer = "" if self.calls else self._answer_in(text)  # a call comes after the text
         if not (form.thinks or form.calls is HARMONY or self.names):
-            return Reading(around=around)
+            return Reading(around=around, begun=answer)
         parser = self._parser(end, apart=not is_plain)
-        return Reading(parser, form.shown_ids, around, self.parallel, thinking)
+        return Reading(parser, form.shown_ids, around, answer, self.parallel, thinking)
 
     def _is_plain(self, prompt: str) -> bool:
         """Return whether the answer has its form from the first token on, because thinking is off."""
@@ -123,6 +128,16 @@ class Output:
             return None
         return begun.rpartition(marks[0])[2]
 
+    @property
+    def _begun_text(self) -> str:
+        """The continued message, if its answer has begun or its reasoning is closed."""
+        return "" if self._begun_reasoning is not None else (self.begun or "").lstrip()
+
+    def _answer_in(self, text: str) -> str:
+        """Return what a continued message has after its reasoning."""
+        marks = self.form.thinks
+        return text if marks is None else text.rpartition(marks[1])[2].lstrip()
+
 
 def output_of(
     form: OutputForm,
@@ -141,10 +156,11 @@ def output_of(
     effort = form.effort(variables, params.reasoning_budget)
     params = replace(params, reasoning_budget=effort.budget)
     output, begun = _of_tools(form, params, use), _begun(messages, opening)
-    if begun and (params.form is not None or use.is_forced):
+    if begun and use.is_forced and form.calls is HARMONY:
         raise InvalidRequestError(
-            "the last message has the role assistant, and an answer that was begun cannot be held to a form "
-            "or a call; leave that out, or end with a message of the user"
+            "this model cannot call a function in the message that the answer continues; end with a message "
+            "of the user, or do not require a call",
+            param="tool_choice",
         )
     return replace(output, begun=begun, variables=effort.variables)
 

@@ -331,8 +331,7 @@ def test_an_answer_is_continued(path: Path, model: hotset.Model, schema: ApiSche
 
 @each(is_chat=True)
 def test_what_cannot_be_continued_is_refused(tmp_path: Path, schema: ApiSchema):
-    """Calls without results, a message that the template changes, an answer of a form."""
-    pytest.importorskip("llguidance")
+    """Calls without results, and a message that the template changes."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, f"</think>{CALL}")
@@ -340,16 +339,68 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, schema: ApiSchema):
         called = schema.called(raw, "")[:-1]
         message = await refused(client, schema, schema.body([*BEGUN[:1], *called], **SHORT))
         assert "add what they returned" in message
-        forms: list[dict[str, Any]] = [{"form": {"type": "boolean"}}]
-        if schema.chooses_tools:
-            forms.append({"tools": [WEATHER], "choice": "any"})
-        for form in forms:
-            message = await refused(client, schema, schema.body(BEGUN, **form, **SHORT))
-            assert "cannot be held to a form or a call" in message
         message = await refused(client, schema, schema.body(BEGUN, **SHORT))
         assert "the chat template of this model changes it" in message
 
     with_template(tmp_path, HERMES.replace("{{ m.content }}", "{{ m.content | upper }}"), work)
+
+
+CITY = {"enum": ["Rome", "Oslo"]}
+
+
+def continuing(schema: ApiSchema, begun: str, **more: Any) -> dict[str, Any]:
+    return schema.body([*BEGUN[:1], {"role": "assistant", "content": begun}], **more)
+
+
+@each(is_chat=True)
+@pytest.mark.parametrize(("begun", "rest"), [('"Ro', 'me"'), ('"', 'Oslo"'), ('"Rome"', "")])
+def test_a_form_holds_for_the_text_that_is_continued_and_its_rest(
+    tmp_path: Path, schema: ApiSchema, begun: str, rest: str
+):
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service.model, rest)
+        found = await both(client, schema, continuing(schema, begun, form=CITY, **SHORT))
+        assert (found.text, found.reason) == (rest, "stop")
+        message = await refused(client, schema, schema.body(BEGUN, form=CITY, **SHORT))
+        assert "does not begin as the JSON schema of the answer requires" in message
+
+    with_template(tmp_path, HERMES, work)
+
+
+@each(is_chat=True)
+@pytest.mark.parametrize(
+    ("begun", "written_text", "thoughts"),
+    [
+        ("<think>\nTwo", ' cities.\n</think>"Rome"', "cities."),
+        ("<think>\nTwo.\n</think>\n", '"Rome"', ""),
+    ],
+)
+def test_a_form_holds_after_reasoning_that_is_continued(
+    tmp_path: Path, schema: ApiSchema, begun: str, written_text: str, thoughts: str
+):
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service.model, written_text)
+        found = await both(client, schema, continuing(schema, begun, form=CITY, temperature=0))
+        assert (found.text, found.reasoning.strip()) == ('"Rome"', thoughts)
+
+    with_template(tmp_path, THINKS, work)
+
+
+@each(is_chat=True, chooses_tools=True)
+def test_a_required_call_follows_the_text_that_is_continued(tmp_path: Path, schema: ApiSchema):
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service.model, "ok" + CALL[2:])  # which would be no call
+        body = schema.body(BEGUN, tools=[WEATHER], choice="any", temperature=0, max_tokens=200)
+        found = await both(client, schema, body)
+        assert (found.text, found.calls) == ("", [("get_weather", ARGUMENTS)])
+
+    with_template(tmp_path, HERMES, work)
 
 
 # ---- names of models ----

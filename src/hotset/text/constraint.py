@@ -88,13 +88,17 @@ class Grammars:
         if find_spec("llguidance") is not None:
             _ = self.library
 
-    def constraint(self, kind: str, text: str, around: str | None = None) -> GrammarConstraint:
+    def constraint(
+        self, kind: str, text: str, around: str | None = None, begun: str = ""
+    ) -> GrammarConstraint:
         """What an answer must follow, from its first token on.
 
         kind: "json_schema", "regex" (the whole answer matches), or "grammar" (GBNF, which has a rule
         `root ::=`, or llguidance's Lark, which has a rule `start:`). around: Lark of what the model writes
-        besides, in which that is `@answer` (output_grammar.py).
-        Raises InvalidRequestError for a text that is none, is not supported, or takes too much.
+        besides, in which that is `@answer` (output_grammar.py). begun: the beginning of the text that follows
+        the grammar, which the prompt has already.
+        Raises InvalidRequestError for a text that is none, is not supported, or takes too much, and for a
+        beginning that the grammar does not allow.
         """
         key = (kind, text, around)
         with self._lock:
@@ -111,7 +115,14 @@ class Grammars:
                 while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
         matcher, is_slow = kept
-        return GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab, self._threads, is_slow=is_slow)
+        copy = matcher.deep_copy()
+        tokens = self.library.tokenize_bytes(begun.encode("utf-8", "replace"))
+        if copy.try_consume_tokens(tokens) < len(tokens):
+            raise InvalidRequestError(
+                f"the last message, which the answer continues, does not begin as the {_NAMES[kind]} of the "
+                "answer requires; change the message, or end with a message of the user"
+            )
+        return GrammarConstraint(copy, self.tokenizer.n_vocab, self._threads, is_slow=is_slow)
 
     @cached_property
     def _marks(self) -> list[str]:

@@ -142,11 +142,13 @@ class OutputForm:
         calls: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         thinks: bool = True,
+        is_begun: bool = False,
     ) -> str | None:
         """For `prepare(around=...)` of an answer of a given form; see output_grammar.around."""
         return output_grammar.around(
-            self.template, self.tokenizer, prompt, calls=calls, tools=tools, thinks=thinks
-        )
+            self.template, self.tokenizer, prompt,
+            calls=calls, tools=tools, thinks=thinks, is_begun=is_begun,
+        )  # fmt: skip
 
 
 class _Chain:

@@ -90,14 +90,17 @@ def around(
     calls: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     thinks: bool = True,
+    is_begun: bool = False,
 ) -> str | None:
     """Return Lark of an answer of a given form, `@answer`, with everything that the model writes around it.
 
     Reasoning comes before the answer and is free. prompt: the end of the rendered prompt. calls: whether the
     answer follows `calls_grammar`. tools: functions that the model may call instead. thinks: False for
-    an answer without reasoning. None: the model writes only the answer. Raises InvalidRequestError as
-    `calls_grammar` does.
+    an answer without reasoning. is_begun: whether the prompt ends in the text of the answer. None: the model
+    writes only the answer. Raises InvalidRequestError as `calls_grammar` does.
     """
+    if is_begun and tool_calls.form_of(template) is tool_calls.HARMONY:
+        return None  # text and calls are messages of their own
     functions = [_function(tool) for tool in tools]
     other, rules = _calls(template, tokenizer, functions, many=True) if functions else ("", [])
     if tool_calls.form_of(template) is tool_calls.HARMONY:
