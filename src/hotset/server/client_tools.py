@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 from hotset.engine.sampler import TokenLogprobs
 from hotset.server.answers import Delta, ToolCallArguments, ToolCallStart
 from hotset.server.modalities import note_of
+from hotset.server.rows import Body, Row, Text, having
 from hotset.text.parts import ToolCall
 
 Json = dict[str, Any]
@@ -23,16 +24,20 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ClientTool:
-    """The function that replaces a tool in the prompt. parameters: a JSON schema."""
+    """The function that replaces a tool in the prompt.
+
+    parameters: a JSON schema. is_strict: whether calls follow it.
+    """
 
     name: str
     description: str
     parameters: Json
+    is_strict: bool = False
 
     def turn(self) -> Json:
         """Return the tool as chat templates have it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
+        return {"type": "function", "function": function | ({"strict": True} if self.is_strict else {})}
 
 
 def _object(required: tuple[str, ...], **properties: Any) -> Json:
@@ -202,13 +207,35 @@ OPENAI_TOOLS: Mapping[str, ClientTool] = {
 """Tools with a type and no name."""
 
 
-def custom_tool(name: str, description: str | None, form: Any) -> ClientTool:
-    """Return the function for a custom tool. form: of its input, as OpenAI has it."""
+@having(
+    Row("syntax", "a Lark grammar of a tool's input is in the prompt, and not enforced", Text, use="ignored",
+        neutral=("regex",)),
+)  # fmt: skip
+class TextGrammar(Body):
+    """A grammar of a custom tool's input. A regular expression is enforced if the model calls the tool."""
+
+    definition: str | None = None
+
+
+class TextFormat(TextGrammar):
+    """The form of a custom tool's input; chats have the grammar in an object of its own."""
+
+    type: Text | None = None
+    grammar: TextGrammar | None = None
+
+
+def custom_tool(name: str, description: str | None, form: TextFormat | None) -> ClientTool:
+    """Return the function for a custom tool. form: of its input."""
     says = [description] if description else []
-    if isinstance(form, dict) and form.get("type") == "grammar":
-        grammar = form["grammar"] if isinstance(form.get("grammar"), dict) else form
-        says.append(f"The input follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}")
-    return ClientTool(name, "\n\n".join(says), _object(("input",), input=_text("The text for the tool.")))
+    given = _text("The text for the tool.")
+    is_strict = False
+    if form is not None and form.type == "grammar":
+        grammar = form.grammar or form
+        syntax = getattr(grammar, "syntax", None)
+        says.append(f"The input follows this {syntax} grammar:\n{grammar.definition}")
+        if is_strict := syntax == "regex" and grammar.definition is not None:
+            given["pattern"] = f"^(?:{grammar.definition})$"
+    return ClientTool(name, "\n\n".join(says), _object(("input",), input=given), is_strict)
 
 
 def result_text(output: Any) -> str:

@@ -25,7 +25,7 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.client_tools import CUSTOM, HeldCalls, WholeCall, custom_tool
+from hotset.server.client_tools import CUSTOM, HeldCalls, TextFormat, WholeCall, custom_tool
 from hotset.server.errors import UnreadableError
 from hotset.server.fields import NO_DEFAULTS, TRUNCATION
 from hotset.server.logprobs import spelled
@@ -65,11 +65,11 @@ class Tool(Body):
 
 
 class TextToolDetails(Body):
-    """A tool that takes any text. format: a grammar of the text, which the prompt has."""
+    """A tool that takes any text. format: a grammar of the text."""
 
     name: ToolName
     description: str | None = None
-    format: Any = None
+    format: TextFormat | None = None
 
 
 class TextTool(Body):

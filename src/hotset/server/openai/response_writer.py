@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +22,12 @@ from hotset.server.answers import (
     ToolCallStart,
     Usage,
 )
-from hotset.server.client_tools import CUSTOM, CallForm, HeldCalls, WholeCall
+from hotset.server.client_tools import CUSTOM, FORMS, CallForm
 from hotset.server.errors import problem_of
 from hotset.server.logprobs import spelled
+from hotset.server.openai.client_calls import OPEN, ClientCall, Step
 from hotset.server.replies import KEEP_ALIVE, TextEvents, event_beside
 from hotset.server.shapes import Shape
-from hotset.text.parts import ToolCall
 from hotset.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
@@ -71,7 +71,7 @@ class ResponseWriter:
         names: ToolNames = NO_NAMES,
     ) -> None:
         self._tokenizer, self._n_top, self._names = tokenizer, n_top, names
-        self._held = HeldCalls(names.forms)
+        self._call: ClientCall | None = None  # of a tool with a type of its own, while it is written
         self._n_events = self._n_sent = 0  # made, and passed on
         self._in_progress: TextEvents | None = None
         self._items: list[dict[str, Any]] = []
@@ -141,9 +141,10 @@ class ResponseWriter:
         return self.response | {"output": []}
 
     def push(self, delta: Delta) -> list[Event]:
-        return [one for part in self._held.push(delta) for one in self._push(part)]
-
-    def _push(self, delta: Delta | WholeCall) -> list[Event]:
+        if self._call is not None:
+            if isinstance(delta, ToolCallArguments):
+                return self._of_call(self._call, self._call.push(delta.text))
+            return [*self._end_call(self._call), *self.push(delta)]
         match delta:
             case TextDelta(text=text) if text:
                 events = self._open("message", shapes.OutputText.written(text="", logprobs=[]))
@@ -156,8 +157,9 @@ class ResponseWriter:
                 events = self._open("reasoning", shapes.ReasoningPart.written(text=""))
                 self._items[-1]["content"][0]["text"] += text
                 return [*events, self._of_part("response.reasoning_text.delta", delta=text)]
-            case WholeCall():
-                return self._client_call(delta.tool)
+            case ToolCallStart() if (form := self._names.forms.get(delta.name)) is not None:
+                self._call = ClientCall(form, delta.id, delta.name)
+                return []
             case ToolCallStart():
                 named: dict[str, Any] = {"name": delta.name}
                 if (found := self._names.spaces.get(delta.name)) is not None:
@@ -175,19 +177,26 @@ class ResponseWriter:
                 return self._close("completed")
         return []
 
-    def _client_call(self, call: ToolCall) -> list[Event]:
-        """Write the call of a tool with a type of its own; of a function if its arguments do not fit."""
-        form = self._names.forms[call.name]
-        value = form.value(call.arguments)
-        if value is None:
-            events = self._open("function_call", call_id=call.id, name=call.name, arguments=call.arguments)
-            delta = self._of_item("response.function_call_arguments.delta", delta=call.arguments)
-            return [*events, delta] if call.arguments else events
-        if form is not CUSTOM:
-            return self._open(form.item, call_id=call.id, **{form.field: value})
-        events = self._open(form.item, call_id=call.id, name=call.name, input="")
-        self._items[-1]["input"] = value
-        return [*events, self._of_item("response.custom_tool_call_input.delta", delta=value)]
+    def _of_call(self, call: ClientCall, steps: Iterable[Step]) -> list[Event]:
+        events: list[Event] = []
+        for kind, fields in steps:
+            if kind == OPEN:
+                item = "function_call" if call.value is None else call.form.item
+                events += self._open(item, call_id=call.id, **fields)
+            elif call.form is FORMS["shell"] and call.value is not None:
+                events.append(self._event(kind, output_index=len(self._items) - 1, **fields))
+            else:
+                events.append(self._of_item(kind, **fields))
+        return events
+
+    def _end_call(self, call: ClientCall) -> list[Event]:
+        events = self._of_call(call, call.end())
+        if call.value is None:
+            self._items[-1]["arguments"] = call.arguments
+        else:
+            self._items[-1][call.form.field] = call.value
+        self._call = None
+        return events
 
     def end(self, usage: Usage) -> list[Event]:
         self.response["usage"] = shapes.ResponseUsage.written(

@@ -16,7 +16,7 @@ from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import AnswerRequest
 from hotset.server.body import BodyRoute
-from hotset.server.client_tools import FORMS, ITEM_FORMS, OPENAI_TOOLS, custom_tool, result_text
+from hotset.server.client_tools import FORMS, ITEM_FORMS, OPENAI_TOOLS, TextFormat, custom_tool, result_text
 from hotset.server.errors import RequestError
 from hotset.server.fields import NO_DEFAULTS, TRUNCATION, AnswerFields, ResponseFormat, form_of
 from hotset.server.modalities import check_part, note_of
@@ -173,12 +173,12 @@ class NamespaceTool(Body):
 
 
 class CustomTool(Body):
-    """A tool that takes any text. format: a grammar of the text, which the prompt has."""
+    """A tool that takes any text. format: a grammar of the text."""
 
     type: Literal["custom"]
     name: ToolName
     description: str | None = None
-    format: Any = None
+    format: TextFormat | None = None
 
     def turn(self) -> dict[str, Any]:
         """Return the tool as chat templates have it."""
