@@ -201,6 +201,15 @@ BAD: dict[str, tuple[bytes, str, str]] = {
 }  # fmt: skip
 
 
+def test_ignored_fields_are_logged_once(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    lines = [chat(i) for i in range(3)]
+    for line in lines:
+        line["body"]["zap"] = 1
+    run(path, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    found = [record.getMessage() for record in caplog.records if "zap" in record.getMessage()]
+    assert found == ["batch sends zap, which is ignored: hotset does not know it"]
+
+
 def test_a_line_that_is_no_request_is_one_error_record(path: Path, tmp_path: Path):
     """And the requests beside it are answered, also where the run goes on later."""
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

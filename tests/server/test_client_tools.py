@@ -185,7 +185,7 @@ def test_strings_of_arguments_in_pieces(value: Json, ascii: bool):
         reader, found, ended = JsonStrings(), dict[tuple[str, int | None], str](), []
         for at in range(0, len(text), size):
             for piece in reader.push(text[at : at + size]):
-                place = piece.key, piece.index
+                place = piece.key, piece.element
                 found[place] = found.get(place, "") + piece.text
                 ended += [place] * piece.ends
         assert (found, ended) == (expected, list(expected)), size

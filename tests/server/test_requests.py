@@ -17,8 +17,8 @@ from api_schemas import SCHEMAS
 from tiny_server import Serving, write_model
 from waiting import WATCHDOG
 
-from hotset.server.ignored import HEADER, client_type
-from hotset.server.logs import MOST_NOTICES
+from hotset.server.ignored import HEADER, Ignored, client_type
+from hotset.server.logs import MOST_NOTICES, Notices
 from hotset.server.rows import MAX_IGNORED
 
 ROWS = json.loads((Path(__file__).parents[1] / "data/requests/matrix.json").read_text("utf-8"))
@@ -81,8 +81,41 @@ def test_an_ignored_field_is_logged_once_for_a_type_of_client(
     ]
 
 
+def test_a_long_request_of_unknown_fields(server: Serving) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "temperature": 0}
+    odd = {f"{'unknown_field' * 4}{i:06}": i for i in range(58_000)}
+    assert 4 << 20 > len(json.dumps(body | odd)) > 3_900_000
+    plain, reply = (posted(server, "/v1/completions", one) for one in (body, body | odd))
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"] == plain.json()["choices"]
+    assert reply.headers[HEADER].split(", ") == list(odd)[:MAX_IGNORED]
+    reply = posted(server, "/v1/completions", body | {f"unknown_field_{i:06}": i for i in range(130_000)})
+    assert reply.status_code == 413
+    assert "more than 65536 texts, lists and objects" in reply.text
+
+
+def test_the_log_remembers_so_many_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("hotset.server.logs.log.warning", lambda _, line: lines.append(line))
+    notices = Notices()
+    for i in range(MOST_NOTICES):
+        ignored = Ignored(f"client-{i}", notices, is_strict=False)
+        for n in range(2 * MAX_IGNORED):
+            ignored.add(f"field-{n}", "hotset does not know it")
+        assert len(ignored.headers[HEADER].split(", ")) == MAX_IGNORED
+    assert len(lines) == len(set(lines)) == MOST_NOTICES == 1000
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=repr)
+def test_refusals_name_ignored_fields_too(server: Serving, schema: Any) -> None:
+    fault = {"id_slot": 99} if schema.is_chat or schema.name == "completions" else {"stop": ["x"] * 99}
+    reply = posted(server, schema.url, schema.body(temperature=0, max_tokens=1) | fault | {"zap": 1})
+    assert reply.status_code == 400, reply.text
+    assert schema.error(reply)
+    assert reply.headers[HEADER] == "zap"
+
+
 def test_types_of_clients_are_short() -> None:
     assert client_type("claude-cli/2.1 (external, cli)") == "claude-cli"
     assert client_type("\x1b[31m") == client_type("") == "a client"
     assert len(client_type("x" * 1000)) == 40
-    assert MOST_NOTICES == 1000

@@ -193,6 +193,18 @@ def test_a_request_for_nothing_loads(path: Path):
     run(path, work)
 
 
+@pytest.mark.parametrize("name", ["tiny:latest", "tiny[1m]", "llama3.2", "other:8b"])
+def test_one_model_answers_to_any_name(path: Path, name: str):
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
+        for url in ("/api/generate", "/api/chat"):
+            reply = await client.post(url, json={"model": name, "keep_alive": 0})
+            assert (reply.status_code, reply.json()["done_reason"]) == (200, "load"), url
+        asked = [await client.post("/api/show", json={"model": one}) for one in ("tiny", name)]
+        assert asked[0].json() == asked[1].json()
+
+    run(path, work)
+
+
 def test_what_is_there(path: Path):
     async def work(client: httpx.AsyncClient, _: Any) -> None:
         (listed,) = (await client.get("/api/tags")).json()["models"]

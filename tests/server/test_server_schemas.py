@@ -403,6 +403,18 @@ def test_a_required_call_follows_the_text_that_is_continued(tmp_path: Path, sche
     with_template(tmp_path, HERMES, work)
 
 
+@each()
+def test_tokens_that_the_request_names_end_the_answer(tmp_path: Path, schema: ApiSchema):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service.model, "abcdef")
+        body = schema.body(**SHORT)
+        found = await both(client, schema, body | {"stop_token_ids": [ord("z"), ord("d")]})
+        assert (found.text, found.reason) == ("abc", "stop")
+        assert (await both(client, schema, body)).text == "abcdef"
+
+    with_template(tmp_path, HERMES, work)
+
+
 # ---- names of models ----
 
 NAMES = ("tiny:latest", "tiny[1m]", "gpt-4o-mini", "claude-haiku-4-5-20251001", "other:8b", "tiny:8b")

@@ -14,6 +14,7 @@ from api_schemas import SCHEMAS, ApiSchema
 from tiny_server import MESSAGES, client_of, write_model
 from tool_models import HERMES, THINKS, written
 
+from hotset.server.ignored import HEADER
 from hotset.server.service import Service
 
 pytest.importorskip("llguidance")
@@ -147,6 +148,48 @@ def test_without_thinking_a_form_counts_from_the_first_token(tmp_path: Path, off
         assert not message.get("reasoning_content")
 
     run(tmp_path, SWITCH, work)
+
+
+EFFORTS: dict[str, tuple[dict[str, Any], str]] = {
+    "chat": ({"reasoning_effort": "high"}, "reasoning_effort"),
+    "responses": ({"reasoning": {"effort": "low"}}, "reasoning"),
+    "messages": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    "ollama-chat": ({"think": "max"}, "think"),
+}
+
+
+@pytest.mark.parametrize("schema", CHATS, ids=repr)
+@pytest.mark.parametrize(
+    ("template", "is_heeded"),
+    [
+        (HERMES, False), (THINKS, True),
+        (HERMES + "{# reasoning_effort #}", True), (HERMES + "{# thinking_effort #}", True),
+    ],
+)  # fmt: skip
+def test_an_effort_without_effect_is_reported(
+    tmp_path: Path, schema: ApiSchema, template: str, is_heeded: bool
+) -> None:
+    given, name = EFFORTS[schema.name]
+    is_budget = "budget" in str(given)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = schema.body(temperature=0, max_tokens=4)
+        reply = await client.post(schema.url, json=body | given)
+        heeded = template == THINKS if is_budget else is_heeded
+        assert reply.headers.get(HEADER) == (None if heeded else name), reply.text
+        off = {"thinking": {"type": "disabled"}} if is_budget else {"reasoning_effort": "none"}
+        assert HEADER not in (await client.post(schema.url, json=body | off)).headers
+
+    run(tmp_path, template, work)
+
+
+def test_an_effort_for_a_prompt_without_a_template_is_reported(tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = {"prompt": "a", "max_tokens": 2, "reasoning_effort": "low", "reasoning_budget_tokens": 9}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.headers[HEADER] == "reasoning_effort"
+
+    run(tmp_path, THINKS, work)
 
 
 # ---- conversations that are too long ----

@@ -148,6 +148,7 @@ def test_harmony_thinks_in_a_channel(calls: bool) -> None:
         assert again.startswith(f"{analysis}<|end|><|start|>assistant<|channel|>final<|message|>more")
 
 
+BOTH = {"reasoning_effort": "low", "thinking_effort": "low"}
 EFFORTS = [
     (QWEN, {}, None, {}, None),
     (QWEN, {"reasoning_effort": "low"}, None, {"reasoning_effort": "low"}, 512),
@@ -161,6 +162,7 @@ EFFORTS = [
     (GPT_OSS, {"reasoning_effort": "low"}, None, {"reasoning_effort": "low"}, None),
     (GPT_OSS, {"reasoning_effort": "max"}, None, {"reasoning_effort": "high"}, None),
     (GPT_OSS + "'max'", {"reasoning_effort": "max"}, None, {"reasoning_effort": "max"}, None),
+    ("{{ thinking_effort }}", {"reasoning_effort": "low"}, None, BOTH, None),
     (GPT_OSS, {"reasoning_effort": "low"}, 9, {"reasoning_effort": "low"}, 9),
 ]
 

@@ -32,6 +32,7 @@ from hotset.server.json_limits import check_json
 from hotset.server.preparation import LONG_BYTES
 from hotset.text.infill import Gap
 from hotset.text.messages import BY_LAST_ROLE, Opening
+from hotset.text.output import OutputForm
 from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, ToolCall
 
 log = logging.getLogger("hotset.server")
@@ -51,7 +52,7 @@ class Thinking:
 
     enabled: None leaves it to the chat template. effort: a level from "minimal" to "max", or "none". budget:
     tokens; 0: no thinking, -1: no limit. closing: the text that ends thinking when the budget is used up.
-    shown: whether the reply has the thinking.
+    shown: whether the reply has the thinking. fields: of the request, by the settings that they make.
     """
 
     enabled: bool | None = None
@@ -59,6 +60,28 @@ class Thinking:
     budget: int | None = None
     closing: str | None = None
     shown: bool = True
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def unused(self, form: OutputForm, *, is_chat: bool) -> Iterator[tuple[str, str]]:
+        """Yield the fields without effect on a model that writes in this form, with the reasons.
+
+        is_chat: whether the prompt comes of the chat template. A field that turns thinking off is heeded by a
+        model that does not think.
+        """
+        if self.enabled is False or self.budget == 0:
+            return
+        asks = {
+            "effort": self.effort is not None,
+            "budget": self.budget is not None,
+            "enabled": self.enabled is not None and self.effort is None,
+        }
+        for setting in (setting for setting, is_asked in asks.items() if is_asked):
+            if is_chat and (form.can_think or (setting == "effort" and form.knows_effort)):
+                continue
+            if form.can_think and setting == "budget":
+                continue
+            reason = "this model does not think" if is_chat else "the prompt comes without a chat template"
+            yield self.fields.get(setting, setting), reason
 
     def limited(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with this budget. An effort removes the default budget of the server."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
@@ -30,6 +30,7 @@ from hotset.server import (
 )
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
+from hotset.server.ignored import ignored_of
 from hotset.server.logs import Notices
 from hotset.server.mcp import routes as mcp
 from hotset.server.metrics import RequestCounter
@@ -148,26 +149,29 @@ def _nearest_path(path: str) -> str:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Every error in the shape of the API schema that was spoken."""
+    """Every error in the shape of the API schema that was spoken, with the names of ignored fields."""
+
+    def reply(http: Request, problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+        return response_of(problem, http.url.path, {**ignored_of(http).headers, **(headers or {})})
 
     @app.exception_handler(HotsetError)
     async def known(http: Request, error: HotsetError) -> Response:
-        return response_of(problem_of(error), http.url.path)
+        return reply(http, problem_of(error))
 
     @app.exception_handler(Exception)
     async def unknown(http: Request, error: Exception) -> Response:
-        return response_of(problem_of(error), http.url.path)
+        return reply(http, problem_of(error))
 
     @app.exception_handler(RefusedBodyError)
     async def refused(http: Request, error: RefusedBodyError) -> Response:
         problem = error.problem
         if problem.status == 501:
             problem = await modalities.with_model(http, problem, error.model)
-        return response_of(problem, http.url.path)
+        return reply(http, problem)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
-        return response_of(invalid_body(error.errors()), http.url.path)
+        return reply(http, invalid_body(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def of_the_library(http: Request, error: HTTPException) -> Response:
@@ -177,7 +181,7 @@ def _handle_errors(app: FastAPI) -> None:
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{http.url.path} does not take {http.method}; use {allowed}"
-        return response_of(Problem(error.status_code, message), http.url.path, error.headers)
+        return reply(http, Problem(error.status_code, message), error.headers)
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:

@@ -405,7 +405,7 @@ async def _asked(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
         "raw_path": url.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"content-type", b"application/json"), (b"user-agent", b"batch")],
         "client": None,
         "server": None,
     }

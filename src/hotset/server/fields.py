@@ -346,7 +346,11 @@ class AnswerFields(Body):
     @property
     def thinking_settings(self) -> Thinking:
         """How much to think."""
-        return Thinking(**self.all_settings("thinking"))
+        names: dict[str, str] = {}
+        for place, part in ("extra_body.", self.extra_body), ("options.", self.options), ("", self):
+            sources = {} if part is None else part.sources("thinking")
+            names |= {setting: place + name for setting, (_, name) in sources.items()}
+        return Thinking(**self.all_settings("thinking"), fields=names)
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fastapi import Request
 from hotset.server.errors import RequestError
 from hotset.server.logs import Notices
 from hotset.server.rows import MAX_IGNORED, MAX_NAME
-from hotset.server.streams import host_of
+from hotset.server.service import Host
 
 HEADER = "x-hotset-ignored"
 _IGNORED = "hotset.ignored"  # the Ignored of a request, in its scope
@@ -52,10 +52,10 @@ def ignored_of(http: Request) -> Ignored:
     """Return the report of a request."""
     found: Ignored | None = http.scope.get(_IGNORED)
     if found is None:
-        settings = host_of(http).settings
+        host: Host = http.app.state.host
         notices: Notices = http.app.state.ignored
         client = client_type(http.headers.get("user-agent", ""))
-        found = http.scope[_IGNORED] = Ignored(client, notices, is_strict=settings.strict_requests)
+        found = http.scope[_IGNORED] = Ignored(client, notices, is_strict=host.settings.strict_requests)
     return found
 
 

@@ -54,6 +54,7 @@ class InfillBody(AnswerFields):
         return AnswerRequest(
             gap=gap,
             params=self.sampling(defaults, **({"max_tokens": 1} if self.only_reads else {})),
+            thinking=self.thinking_settings,
             stream=bool(self.given("stream")),
             **self.all_settings("request"),
         )

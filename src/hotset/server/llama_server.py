@@ -78,6 +78,7 @@ class LlamaCompletionBody(SamplingFields):
         return AnswerRequest(
             prompts=[_read(model, prompt) for prompt in self.prompt],
             params=self.sampling(defaults, self.n_probs_wanted, **over),
+            thinking=self.thinking_settings,
             stream=bool(self.given("stream")),
             **self.all_settings("request"),
         )

@@ -59,6 +59,7 @@ from hotset.server.streams import (
     file_of,
     host_of,
     listed,
+    name_of,
     off_loop,
     serving,
     while_connected,
@@ -445,8 +446,7 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
 
 async def _unloaded(http: Request, name: str) -> bool:
     """Whether it was; False where models stay."""
-    _, name, _ = await file_of(http, name)
-    return await while_connected(http, host_of(http).unload(name, spares_pinned=True))
+    return await while_connected(http, host_of(http).unload(await name_of(http, name), spares_pinned=True))
 
 
 @router.post("/api/embed", responses={200: {"model": shapes.OllamaEmbedReply}})
@@ -529,7 +529,7 @@ async def show(body: OllamaShowBody, http: Request) -> Response:
     given = body.model or body.name
     if not given:
         raise RequestError("model is missing", param="model")
-    service, name, path = await file_of(http, given)
+    service, name, path = await file_of(http, await name_of(http, given))
 
     def written() -> Response:
         made = created.find(name)

@@ -205,13 +205,18 @@ class Body(BaseModel):
 
     def settings(self, use: Use) -> dict[str, Any]:
         """Return the settings that the given fields of this use make, by name."""
-        found: dict[str, Any] = {}
+        return {setting: value for setting, (value, _) in self.sources(use).items()}
+
+    def sources(self, use: Use) -> dict[str, tuple[Any, str]]:
+        """Return the settings with the names of the fields that make them."""
+        found: dict[str, tuple[Any, str]] = {}
         for row in self.rows:
             if row.use != use:
                 continue
-            for _, given in row.values(self):
+            for name, given in row.values(self):
                 value = row.read(given)
-                found = {**(value if row.sets == MANY else {row.setting: value}), **found}
+                made = value if row.sets == MANY else {row.setting: value}
+                found = {setting: (one, name) for setting, one in made.items()} | found
         return found
 
 

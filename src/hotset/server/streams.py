@@ -27,6 +27,7 @@ from hotset.errors import HotsetError, InvalidRequestError
 from hotset.escaping import clause
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import RequestError, body_of, problem_of
+from hotset.server.ignored import ignored_of
 from hotset.server.key_limits import Holder
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import KEEP_ALIVE, MANY_VALUES, JsonReply, dumped, event
@@ -201,7 +202,10 @@ def client_of(http: Request) -> str | None:
 
 def of_client(http: Request, request: AnswerRequest) -> AnswerRequest:
     """A request with its client, with the size that it had, and with the adapter that its model's name had,
-    unless it chooses adapters itself."""
+    unless it chooses adapters itself. What it says of thinking without effect is reported."""
+    ignored, form = ignored_of(http), service_of(http).model.output_form
+    for name, reason in request.thinking.unused(form, is_chat=request.messages is not None):
+        ignored.add(name, reason)
     if request.adapters is None and (adapter := http.scope.get(ADAPTER)) is not None:
         request = replace(request, adapters={adapter: 1.0})
     return replace(request, client=client_of(http), n_bytes=http.scope.get(N_BYTES, 0))

@@ -65,6 +65,16 @@ class OutputForm:
         shown = frozenset(id for id in ids if id is not None and tokenizer.is_special(id))
         return OutputForm(template, tokenizer, calls, thinks, shown)
 
+    @property
+    def can_think(self) -> bool:
+        """Whether the model thinks before it answers, or can."""
+        return self.thinks is not None or self.calls is tool_calls.HARMONY
+
+    @property
+    def knows_effort(self) -> bool:
+        """Whether the template reads how much to think."""
+        return reasoning.effort_variable(self.template) is not None
+
     def parser(
         self, prompt: str, *, tools: tool_calls.Schemas | Collection[str] = (), apart: bool = True
     ) -> Parser:

@@ -50,6 +50,8 @@ EFFORT_BUDGETS: Mapping[str, int] = {
 }  # fmt: skip
 """Budgets in tokens of the reasoning efforts, for templates that do not know these; -1 sets no limit."""
 
+_EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort")
+
 _NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
@@ -68,9 +70,10 @@ def effort_of(template: str, variables: Mapping[str, Any], budget: int | None) -
     false` mean the same.
     """
     told, effort = dict(variables), variables.get("reasoning_effort")
-    if "reasoning_effort" in template:
-        if effort in _NEAREST_EFFORT and f"'{effort}'" not in template and f'"{effort}"' not in template:
-            told["reasoning_effort"] = _NEAREST_EFFORT[effort]
+    if (name := effort_variable(template)) is not None:
+        if effort is not None:
+            is_known = effort not in _NEAREST_EFFORT or f"'{effort}'" in template or f'"{effort}"' in template
+            told[name] = effort if is_known else _NEAREST_EFFORT[effort]
     elif budget is None and isinstance(effort, str):
         budget = EFFORT_BUDGETS.get(effort)
     if effort == "none" or told.get("enable_thinking") is False:
@@ -80,6 +83,11 @@ def effort_of(template: str, variables: Mapping[str, Any], budget: int | None) -
     if "enable_thinking" in told:  # the name that templates of DeepSeek and Granite have for it
         told.setdefault("thinking", told["enable_thinking"])
     return Effort(told, budget)
+
+
+def effort_variable(template: str) -> str | None:
+    """Return the variable by which a template is told how much to think; None if it has none."""
+    return next((name for name in _EFFORT_VARIABLES if name in template), None)
 
 
 def is_open(marks: Marks, prompt: str) -> bool:

@@ -25,10 +25,10 @@ _CONTROLS = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\
 
 
 class StringPiece(NamedTuple):
-    """A piece of a string in an object. index: in a list; None for a string that is a value itself."""
+    """A piece of a string in an object. element: of a list; None for a string that is a value itself."""
 
     key: str
-    index: int | None
+    element: int | None
     text: str
     ends: bool
 
@@ -130,9 +130,9 @@ class ClientCall:
         self.arguments += text
         for piece in self._strings.push(text):
             if self.form is FORMS["shell"]:
-                if piece.key == "commands" and piece.index is not None:
+                if piece.key == "commands" and piece.element is not None:
                     yield from self._command(piece)
-            elif self._is_over or piece.index is not None:
+            elif self._is_over or piece.element is not None:
                 continue
             elif self.form is FORMS["apply_patch"]:
                 yield from self._operation(piece)
@@ -186,10 +186,10 @@ class ClientCall:
         if self.value is None:
             yield from self._begin({"commands": [], "timeout_ms": None, "max_output_length": None})
         commands = self.value["commands"]
-        if piece.index == len(commands):
+        if piece.element == len(commands):
             commands.append("")
             yield self._of_command("added", command="")
-        elif piece.index != len(commands) - 1 or self._is_over:
+        elif piece.element != len(commands) - 1 or self._is_over:
             return  # of a second list of commands
         commands[-1] += piece.text
         if piece.text:

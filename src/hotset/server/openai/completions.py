@@ -75,6 +75,7 @@ class CompletionBody(SamplingFields):
             params=self.sampling(defaults, self.n_top, **over),
             prompt_logprobs=self.n_top if self.echo else None,
             generates=not only_echo,
+            thinking=self.thinking_settings,
             stream=bool(self.given("stream")),
             **self.all_settings("request"),
         )
