@@ -292,8 +292,7 @@ class Model:
         owner: Owner | None = None,
         adapters: AdapterScales | None = None,
     ) -> Generation:
-        """An answer that has not begun: for a caller that gives its sequence to the thread and takes the
-        events.
+        """Return an answer that has not begun, for a caller that submits its sequence and takes the events.
 
         reading: how its text is read (outputs.py); None: as text. owner: for whom it runs. adapters: of
         `adapters.resolve`; None: the default adapters.
@@ -304,12 +303,10 @@ class Model:
         if reading is None:
             limited = params.reasoning_budget is not None
             reading = Reading.of_text(self.output_form, params, tokens) if limited else Reading()
-        constraint = None
-        if params.form:
-            constraint = self.grammars.constraint(*params.form, reading.around, reading.begun)
+        form = (*params.form, reading.around, reading.begun) if params.form else None
         sequence = self.engine.prepare(
             tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
-            constraint=constraint,
+            constraint=self.grammars.constraint(*form) if form else None,
             breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, adapters=adapters,
         )  # fmt: skip
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, reading)
