@@ -3,6 +3,7 @@
 //
 // Round-to-nearest types give the bytes of GGML's reference quantisers. What is written there as a loop that
 // remembers the first largest value is split here into reductions of integers, which compilers vectorise.
+// With an importance matrix Q4_0, Q4_1, Q5_0 and Q5_1 are then fitted.
 //
 // K types are fitted: of some trial scales per group of 16 or 32 the best by weighted least squares, then
 // integer scales, then the codes under the scales that will be read. The weight of a value is that of an
@@ -87,6 +88,85 @@ inline bool encode_affine(const float* x, uint8_t* p) {
     if (kLast == 31) pack_fifth_bits(q, p + 4);
     pack_nibbles(q, p + (kLast == 31 ? 8 : 4));
     return store_half(d, p) && store_half(low, p + 2);
+}
+
+// 32 values as nearly d * q + m with whole q in [first, last]; w: how much the error of each counts.
+struct Line {
+    const float *x, *w;
+    float first, last;
+    bool has_minimum;  // otherwise m is 0
+
+    V codes(int i, float d, float m) const {
+        const V q = (V::load(x + i) - V::set(m)) * V::set(inverse_of(d));
+        return min(max(round(q), V::set(first)), V::set(last));
+    }
+    float error(float d, float m) const {
+        V total = V::zero();
+        for (int i = 0; i < 32; i += 16) {
+            const V miss = V::load(x + i) - V::set(m) - V::set(d) * codes(i, d, m);
+            total = fma(V::load(w + i) * miss, miss, total);
+        }
+        return sum(total);
+    }
+    // Moves d and m to the least squares of the codes that they give.
+    void refine(float& d, float& m) const {
+        V sums[5] = {V::zero(), V::zero(), V::zero(), V::zero(), V::zero()};
+        for (int i = 0; i < 32; i += 16) {
+            const V v = V::load(x + i), weight = V::load(w + i), q = codes(i, d, m);
+            sums[0] = sums[0] + weight, sums[1] = fma(weight, v, sums[1]), sums[2] = fma(weight, q, sums[2]);
+            sums[3] = fma(weight * q, q, sums[3]), sums[4] = fma(weight * q, v, sums[4]);
+        }
+        const float one = sum(sums[0]), v = sum(sums[1]), q = sum(sums[2]);
+        const float qq = sum(sums[3]), qv = sum(sums[4]);
+        const float determinant = one * qq - q * q;
+        if (!has_minimum && qq > 0.0f) d = qv / qq;
+        if (has_minimum && determinant > 0.0f)
+            d = (one * qv - q * v) / determinant, m = (qq * v - q * qv) / determinant;
+    }
+};
+
+// Lowers the weighted error of the block at p, whose values were rounded to nearest. Tries units around its
+// d, moves each to least squares, and keeps the stored header with the least error. kFirst, kLast: of the
+// codes.
+template <int kFirst, int kLast, bool kMinimum>
+inline void refit(const float* x, const float* w, uint8_t* p) {
+    constexpr int kTrials = 21, kTurns = 3, kHeader = kMinimum ? 4 : 2;
+    constexpr bool kFiveBits = kLast - kFirst == 31;
+    constexpr float kEnd = float(kMinimum ? kLast : -kFirst);  // the code of the largest, of either sign
+    const Line line = {x, w, float(kFirst), float(kLast), kMinimum};
+    const float nearest = load_f16(p), low = kMinimum ? load_f16(p + 2) : 0.0f;
+    float least = line.error(nearest, low);
+    for (int trial = 0; trial < kTrials; trial++) {
+        float d = nearest * kEnd / (kEnd + 0.1f * float(trial - kTrials / 2)), m = low;
+        uint8_t header[4];
+        for (int turn = 0; turn < kTurns; turn++) {
+            line.refine(d, m);
+            if (!store_half(d, header) || !store_half(m, header + 2)) break;
+            const float found = line.error(load_f16(header), load_f16(header + 2));
+            if (found < least) least = found, std::memcpy(p, header, kHeader);
+        }
+    }
+    alignas(64) int8_t codes[32];
+    const float d = load_f16(p), m = kMinimum ? load_f16(p + 2) : 0.0f;
+    for (int i = 0; i < 32; i += 16) line.codes(i, d, m).store_i8(codes + i);
+    int32_t q[32];
+    for (int i = 0; i < 32; i++) q[i] = codes[i] - kFirst;
+    if (kFiveBits) pack_fifth_bits(q, p + kHeader);
+    pack_nibbles(q, p + kHeader + (kFiveBits ? 4 : 0));
+}
+
+// With importance the block is fitted, unless no column of it has any.
+template <int kHalf>
+inline bool encode_symmetric(const float* x, const float* importance, uint8_t* p) {
+    if (!encode_symmetric<kHalf>(x, p)) return false;
+    if (importance && largest_bits(importance, 32)) refit<-kHalf, kHalf - 1, false>(x, importance, p);
+    return true;
+}
+template <int kLast>
+inline bool encode_affine(const float* x, const float* importance, uint8_t* p) {
+    if (!encode_affine<kLast>(x, p)) return false;
+    if (importance && largest_bits(importance, 32)) refit<0, kLast, true>(x, importance, p);
+    return true;
 }
 
 inline bool encode_q8_0(const float* x, uint8_t* p) {
@@ -549,10 +629,10 @@ inline void add_encoders(Kernels& table) {
     table.encode[int(Type::F32)] = encode_f32;
     table.encode[int(Type::F16)] = encode_f16;
     table.encode[int(Type::BF16)] = encode_bf16;
-    table.encode[int(Type::Q4_0)] = encode_blocks<Type::Q4_0, encode_symmetric<8>>;
-    table.encode[int(Type::Q5_0)] = encode_blocks<Type::Q5_0, encode_symmetric<16>>;
-    table.encode[int(Type::Q4_1)] = encode_blocks<Type::Q4_1, encode_affine<15>>;
-    table.encode[int(Type::Q5_1)] = encode_blocks<Type::Q5_1, encode_affine<31>>;
+    table.encode[int(Type::Q4_0)] = encode_fitted<Type::Q4_0, encode_symmetric<8>>;
+    table.encode[int(Type::Q5_0)] = encode_fitted<Type::Q5_0, encode_symmetric<16>>;
+    table.encode[int(Type::Q4_1)] = encode_fitted<Type::Q4_1, encode_affine<15>>;
+    table.encode[int(Type::Q5_1)] = encode_fitted<Type::Q5_1, encode_affine<31>>;
     table.encode[int(Type::Q8_0)] = encode_blocks<Type::Q8_0, encode_q8_0>;
     table.encode[int(Type::MXFP4)] = encode_blocks<Type::MXFP4, encode_mxfp4>;
     table.encode[int(Type::TQ1_0)] = encode_blocks<Type::TQ1_0, encode_tq1_0>;

@@ -35,11 +35,12 @@ from hotset.formats.quants import DECODABLE, ENCODABLE, TYPES, GGMLType, dequant
 
 T = GGMLType
 K_TYPES = [T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K]
+AROUND_NEAREST = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]  # fitted with an importance matrix only
 IQ_TYPES = [type for type in WRITABLE if type.name.startswith("IQ")]
 named = pytest.mark.parametrize("type", WRITABLE, ids=lambda type: type.name)
 round_to_nearest = pytest.mark.parametrize("type", sorted(ENCODABLE), ids=lambda type: type.name)
 k_types = pytest.mark.parametrize("type", K_TYPES, ids=lambda type: type.name)
-fitted = pytest.mark.parametrize("type", K_TYPES + IQ_TYPES, ids=lambda type: type.name)
+fitted = pytest.mark.parametrize("type", K_TYPES + IQ_TYPES + AROUND_NEAREST, ids=lambda type: type.name)
 
 
 def weights(n_rows: int, ne0: int, seed: int = 0) -> np.ndarray:
@@ -122,6 +123,23 @@ def test_importance_lowers_the_error_that_it_weighs(type: GGMLType) -> None:
         assert np.array_equal(found, dequantize(stored, type, (1024, 32)))
         errors.append(float(np.sum(importance * (found - values) ** 2)))
     assert errors[0] < 0.97 * errors[1]
+
+
+@pytest.mark.parametrize("type", AROUND_NEAREST, ids=lambda type: type.name)
+def test_no_block_is_worse_than_rounded_to_nearest(type: GGMLType) -> None:
+    """One trial is the block of nearest values. The bound allows for the rounding of the sums."""
+    values = weights(40, 576)
+    values[:4] = np.round(values[:4] * 2) / 2  # ties
+    values[4:8] *= np.random.default_rng(1).random((4, 576)) < 0.1  # zeros, and blocks of them
+    values[8:12] = np.abs(values[8:12]) + 3  # far from zero
+    importance = np.random.default_rng(7).lognormal(0, 2, (1, 576)).astype(np.float32)
+    importance[0, 64:96] = 0
+    errors = []
+    for stored in (weighted(values, type, Importance(importance, 40)), encode(values, type)):
+        missed = importance * (dequantize(stored, type, (576, 40)) - values) ** 2
+        errors.append(missed.reshape(-1, 32).sum(axis=1, dtype=np.float64))
+    assert np.all(errors[0] <= errors[1] * (1 + 1e-4) + 1e-9)
+    assert errors[0].sum() < 0.8 * errors[1].sum()
 
 
 @fitted
@@ -628,6 +646,22 @@ def test_a_file_with_an_importance_matrix(tmp_path: Path) -> None:
         "quantize.imatrix.entries_count": len(importance.inputs),
         "quantize.imatrix.chunks_count": 3,
     }
+
+
+def test_a_fallback_is_fitted_by_the_importance_matrix(tmp_path: Path) -> None:
+    """Blocks of Q2_K do not divide rows of 96, so that their matrices become Q4_0."""
+    path = write_llama(tmp_path / "f16.gguf", n_embd=96, n_head=3, n_ff=96, type_of=lambda name: T.F16)
+    importance = importance_of(path)
+    importance.save(tmp_path / "i.gguf")
+    requantize.quantize(path, tmp_path / "out.gguf", "q2_k", imatrix=tmp_path / "i.gguf")
+    name = "blk.1.ffn_up.weight"
+    with open_gguf(path) as old, open_gguf(tmp_path / "out.gguf") as new:
+        assert new.tensors[name].type == T.Q4_0
+        of = importance.weights(name, (96, 96))
+        assert of is not None
+        rows, found = decoded(old, name), decoded(new, name)
+    plain = dequantize(encode(rows, T.Q4_0), T.Q4_0, (96, 96))
+    assert np.sum(of * (found - rows) ** 2) < 0.9 * np.sum(of * (plain - rows) ** 2)
 
 
 def test_importance_that_is_missing_or_of_another_model(tmp_path: Path) -> None:

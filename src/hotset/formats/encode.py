@@ -2,7 +2,8 @@
 
 The round-to-nearest types have its bytes, and so those of GGML's reference quantisers. K and IQ types, which
 it does not have, are fitted: of some trial scales per group the best by weighted least squares
-(csrc/kernels/encode_kernels.h, codebook_encoders.h). With an importance matrix its numbers are the weights.
+(csrc/kernels/encode_kernels.h, codebook_encoders.h). With an importance matrix its numbers are the weights,
+and Q4_0, Q4_1, Q5_0 and Q5_1 are fitted, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WRITABLE: tuple[GGMLType, ...] = (
     _T.IQ2_XXS, _T.IQ1_M, _T.TQ1_0, _T.IQ1_S,
 )  # fmt: skip
 """The types that can be written, most bits first."""
-FITTED = frozenset(type for type in WRITABLE if "_K" in type.name or type.name.startswith("IQ"))
+FITTED = frozenset(type for type in WRITABLE if type.name.startswith(("Q2", "Q3", "Q4", "Q5", "Q6", "IQ")))
 """Those that an importance matrix changes."""
 
 

@@ -41,7 +41,7 @@ from hotset.formats.gguf import (
 )
 from hotset.formats.imatrix import ImportanceMatrix
 from hotset.formats.mixes import FIVE_BIT_OUTPUT, Place, kind_of, layer_of, mixed_type
-from hotset.formats.quants import DECODABLE, TYPES, GGMLType, row_bytes
+from hotset.formats.quants import DECODABLE, ENCODABLE, TYPES, GGMLType, row_bytes
 
 if TYPE_CHECKING:
     from hotset.reporter import Reporter
@@ -388,7 +388,7 @@ def _default(
         return best, "" if target.type == best else "output"
     if powerinfer and _PREDICTOR.fullmatch(info.name):
         return (_T.Q4_0, "") if target.type == _T.Q4_0 else (_T.Q5_0, "predictor")
-    if powerinfer and target.type not in FITTED:
+    if powerinfer and target.type in ENCODABLE:
         return target.type, ""
     place = places.get(info.name, Place(0, 1))
     large = model.n_layer == 80 and model.architecture in _LARGE and model.n_group > 1
