@@ -17,7 +17,9 @@ constexpr int64_t kMany = 4;         // groups for each that may matter; otherwi
 constexpr size_t kMostLikely = 100;  // tokens by which mirostat 1 estimates how the probabilities fall
 constexpr size_t kFewExact = 512;    // logits whose exponentials are the C library's
 constexpr size_t kSumBlock = 8192;   // values that NumPy converts and adds up at a time
-constexpr double kDoubt = 1e-9;      // of a surprise in bits, by the order of a sum
+constexpr size_t kBlock = 512;       // tokens that are weighed at a time
+constexpr double kDoubt = 1e-9;      // of a surprise, by the order of a sum
+constexpr double kUnit = 0x1p-53;    // the largest relative error of an addition
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kOut = -std::numeric_limits<float>::infinity();
 
@@ -169,8 +171,8 @@ class Draw::Work {
             return s_.ranked.in_doubt() || drawn.token < 0 ? mirostat(Order::exact) : drawn;
         }
         if (rules_.top_n_sigma > 0.0) keep_near();
-        token = filtered(false);
-        return {s_.ranked.in_doubt() ? filtered(true) : token, draw_.mu_};
+        token = filtered(Order::fast);
+        return {token < 0 || s_.ranked.in_doubt() ? filtered(Order::exact) : token, draw_.mu_};
     }
 
     void adjust(float* out) const {
@@ -350,11 +352,12 @@ class Draw::Work {
         find_maxima(values_, n_, s_.maxima);
     }
 
-    int64_t filtered(bool is_exact) {
-        const Order order = is_exact ? Order::exact : Order::fast;
+    // -1: it is in doubt.
+    int64_t filtered(Order order) {
+        const bool has_entropy = rules_.typical_p < 1.0 || rules_.dynatemp_range > 0.0;
         if (rules_.top_k > 0 && rules_.top_k < draw_.n_vocab_) {
             const size_t k = std::min(size_t(rules_.top_k), n_);
-            s_.ranked.begin(order, double(highest_), 1.0, n_);
+            s_.ranked.begin(order, double(highest_), 1.0, n_, has_entropy);
             for_each_above(bound_of(k, s_.maxima, s_.best), values_, n_, s_.maxima,
                            [&](size_t i, float value, bool is_in) { s_.ranked.add(value, i, is_in); });
             s_.ranked.rank(*kernels_);
@@ -370,11 +373,11 @@ class Draw::Work {
                 cut = std::max(cut, std::log((1.0 - rules_.top_p) * total / double(n_)));
             }
         }
-        const bool is_ordered = std::isfinite(cut) || rules_.top_n_sigma > 0.0 || rules_.typical_p < 1.0 ||
-                                rules_.xtc_probability > 0.0 || rules_.dynatemp_range > 0.0;
+        const bool is_ordered =
+            std::isfinite(cut) || rules_.top_n_sigma > 0.0 || has_entropy || rules_.xtc_probability > 0.0;
+        if (!is_ordered) return by_index(order);
         const float bound = float(cut - 1e-3);  // (a margin for float32; the exact cut follows)
-        const Order given = is_exact ? Order::given_exact : Order::given;
-        s_.ranked.begin(is_ordered ? order : given, 0.0, 1.0, n_);
+        s_.ranked.begin(order, 0.0, 1.0, n_, has_entropy);
         for (size_t g = 0; g < s_.maxima.size(); g++) {
             if (s_.maxima[g] - highest_ < bound) continue;
             const size_t end = std::min(n_, (g + 1) * kLogitGroup);
@@ -385,6 +388,55 @@ class Draw::Work {
         }
         s_.ranked.rank(*kernels_);
         return token_at(finish(total));
+    }
+
+    // The token that is drawn from all, in the order of their indices; -1: it is in doubt.
+    int64_t by_index(Order order) {
+        if (order == Order::exact || n_ <= kFewExact) {
+            s_.wide.resize(n_);
+            double sum = 0.0;
+            for (size_t i = 0; i < n_; i++) {
+                sum += std::exp(double(values_[i] - highest_) / rules_.temperature);
+                s_.wide[i] = sum;
+            }
+            // A float below 1 times the total can round up to it, past the last that has a probability.
+            const auto begin = s_.wide.begin(), end = begin + long(n_);
+            return token_at(size_t(
+                std::min(std::upper_bound(begin, end, row_.u * sum), std::lower_bound(begin, end, sum)) -
+                begin));
+        }
+        s_.wide.clear();  // sums of blocks
+        double weights[kBlock];
+        double total = 0.0;
+        for (size_t first = 0; first < n_; first += kBlock) {
+            s_.wide.push_back(pairwise_sum(weights, weigh_block(first, weights)));
+            total += s_.wide.back();
+        }
+        const double target = row_.u * total, doubt = total * double(2 * n_ + 100) * kUnit;
+        size_t block = 0;
+        double sum = 0.0;
+        while (block + 1 < s_.wide.size() && sum + s_.wide[block] < target - doubt) sum += s_.wide[block++];
+        for (; block < s_.wide.size(); block++) {
+            const size_t n = weigh_block(block * kBlock, weights);
+            for (size_t i = 0; i < n; i++) {
+                const double before = sum;
+                sum += weights[i];
+                if (sum <= target) continue;
+                const bool is_first = block + i == 0;
+                const bool is_certain = sum - target > doubt && (is_first || target - before > doubt);
+                return is_certain ? token_at(block * kBlock + i) : -1;
+            }
+        }
+        return -1;
+    }
+
+    // Weighs a block of tokens from the first on. Returns how many it has.
+    size_t weigh_block(size_t first, double* weights) const {
+        double relatives[kBlock];
+        const size_t n = std::min(kBlock, n_ - first);
+        for (size_t i = 0; i < n; i++) relatives[i] = double(values_[first + i] - highest_);
+        kernels_->weights(relatives, rules_.temperature, int64_t(n), weights);
+        return n;
     }
 
     // The sum of the exponentials in float32, as the definition of top-p has it.
@@ -424,6 +476,13 @@ class Draw::Work {
 
     bool keep_by_surprise(Order order) {
         const double bit = std::log(2.0);
+        s_.ranked.begin(order, double(highest_), rules_.temperature, n_);
+        if (order == Order::fast && n_ > kFewExact) {
+            for (size_t i = 0; i < n_; i++) s_.ranked.add(values_[i], i, values_[i] != kOut);
+            s_.ranked.rank(*kernels_);
+            s_.ranked.keep_surprising(bit * draw_.mu_, kDoubt * (1.0 + std::abs(draw_.mu_)));
+            return !s_.ranked.in_doubt();
+        }
         s_.wide.resize(n_);
         s_.places.resize(n_);
         s_.weights.resize(n_);
@@ -433,20 +492,10 @@ class Draw::Work {
             s_.places[n] = uint32_t(i);
             n += values_[i] != kOut;
         }
-        const bool is_exact = order == Order::exact || n <= kFewExact;
-        if (is_exact)
-            for (size_t i = 0; i < n; i++) s_.weights[i] = std::exp(s_.wide[i]);
-        else
-            kernels_->weights(s_.wide.data(), 1.0, int64_t(n), s_.weights.data());
+        for (size_t i = 0; i < n; i++) s_.weights[i] = std::exp(s_.wide[i]);
         const double log_sum = std::log(pairwise_sum(s_.weights.data(), n));
-        const double certain = is_exact ? 0.0 : kDoubt * (1.0 + std::abs(draw_.mu_));
-        s_.ranked.begin(order, double(highest_), rules_.temperature, n);
-        const double far = log_sum - bit * (draw_.mu_ + 1.0);  // (a division takes longer than all else)
         size_t n_kept = 0;
         for (size_t i = 0; i < n; i++) {
-            if (s_.wide[i] < far) continue;
-            const double beyond = (log_sum - s_.wide[i]) / bit - draw_.mu_;
-            if (std::abs(beyond) < certain) return false;
             if (!((log_sum - s_.wide[i]) / bit <= draw_.mu_)) continue;
             s_.ranked.add(values_[s_.places[i]], s_.places[i]);
             n_kept++;
@@ -474,12 +523,16 @@ class Draw::Work {
     void rank_likely(size_t k, Order order) {
         const float bound = bound_of(k, s_.maxima, s_.best);
         const double lowest = relative(bound);  // what is as likely after the division belongs to them
+        const float lower = float(bound - 1e-6 * (double(highest_) - double(bound)));  // nothing below is
         s_.ranked.begin(order, double(highest_), rules_.temperature, n_);
         for (size_t g = 0; g < s_.maxima.size(); g++) {
             if (relative(s_.maxima[g]) < lowest) continue;
             const size_t end = std::min(n_, (g + 1) * kLogitGroup);
-            for (size_t i = g * kLogitGroup; i < end; i++)
-                s_.ranked.add(values_[i], i, (values_[i] != kOut) & (relative(values_[i]) >= lowest));
+            for (size_t i = g * kLogitGroup; i < end; i++) {  // (a division takes longer than all else)
+                const float value = values_[i];
+                const bool is_in = value >= bound || (value >= lower && relative(value) >= lowest);
+                s_.ranked.add(value, i, is_in & (value != kOut));
+            }
         }
         s_.ranked.rank(*kernels_);
     }

@@ -80,7 +80,7 @@ class Draw {
 
     DrawRules rules_;
     int64_t n_vocab_;
-    double mu_, next_mu_;  // now, and after the token that was drawn
+    double mu_, next_mu_;          // now, and after the token that was drawn
     std::vector<int64_t> recent_;  // those that penalties count: a ring, if their number is bounded
     size_t oldest_ = 0;
     std::unordered_map<int64_t, int64_t> counts_;

@@ -11,7 +11,8 @@ namespace hotset {
 namespace {
 
 constexpr size_t kFew = 512;       // candidates that are sorted as a whole
-constexpr size_t kGiven = 64;      // candidates in a bucket of a given order
+constexpr size_t kBlock = 512;     // candidates that are weighed at a time
+constexpr size_t kAtOnce = 16;     // candidates whose buckets are looked at without a branch
 constexpr double kUnit = 0x1p-53;  // the largest relative error of an addition
 // By how much two ways to add up, or two exponentials, may differ: absolute of logits, relative of weights.
 constexpr double kNear = 1e-10;
@@ -20,42 +21,36 @@ constexpr double kEdge =
 
 }  // namespace
 
-void Ranked::begin(Order order, double base, double divisor, size_t most) {
+void Ranked::begin(Order order, double base, double divisor, size_t most, bool has_entropy) {
     order_ = order;
-    const bool is_given = order == Order::given || order == Order::given_exact;
     base_ = base;
     divisor_ = divisor;
-    float_base_ = float(base);
-    float_scale_ = is_given ? 0.0f : float(std::min(kPerUnit / divisor, 1e30));
+    has_entropy_ = has_entropy;
     shift_ = more_shift_ = 0.0;
     is_shifted_ = in_doubt_ = false;
     temperature_ = slack_ = 0.0;
-    n_near_ = n_deep_ = 0;
-    if (items_.size() < most + 1) {  // (one more may be written that is not in)
-        items_.resize(most + 1);
-        near_.resize(most + 1);
-        buckets_.resize(most + 1);
-        relatives_.resize(most + 1);
-        weights_.resize(most + 1);
+    n_ = 0;
+    if (keys_.size() < most + 1) {  // (one more may be written that is not in)
+        keys_.resize(most + 1);
+        places_.resize(most + 1);
     }
 }
 
 void Ranked::rank(const Kernels& kernels) {
     kernels_ = &kernels;
-    last_ = items_.size();
-    first_ = last_ - n_near_ - n_deep_;
-    starts_.clear();
-    if (order_ == Order::given || order_ == Order::given_exact) {
-        std::copy_n(near_.begin(), n_near_, items_.begin() + long(first_));
-        for (size_t at = first_; at < last_; at += kGiven) starts_.push_back(uint32_t(at));
-        starts_.push_back(uint32_t(last_));
-        settled_.assign(starts_.size() - 1, true);
-        if (size() <= kFew) order_ = Order::given_exact;
-        return;
+    first_ = 0;
+    last_ = n_;
+    if (items_.size() < n_) {
+        buckets_.resize(n_ + kAtOnce);
+        items_.resize(n_);
+        relatives_.resize(n_);
+        weights_.resize(n_);
+        factors_.resize(kBuckets);
     }
-    if (size() <= kFew) {
-        std::copy_n(near_.begin(), n_near_, items_.begin() + long(first_));
-        starts_ = {uint32_t(first_), uint32_t(last_)};
+    if (n_ <= kFew) {
+        for (size_t i = 0; i < n_; i++) items_[i] = item(i);
+        starts_ = {0, uint32_t(n_)};
+        gathered_.assign(1, true);
         settled_.assign(1, false);
         order_ = Order::exact;
     } else {
@@ -64,21 +59,59 @@ void Ranked::rank(const Kernels& kernels) {
     if (order_ == Order::exact) settle_range(first_, last_);
 }
 
-// Moves the candidates into buckets.
+// Finds the bucket of each candidate, and how many each bucket has.
 void Ranked::spread() {
-    starts_.assign(kBuckets + 1, 0);
-    for (size_t i = 0; i < n_near_; i++) starts_[buckets_[i] + 1u]++;
-    starts_[0] = uint32_t(first_);
-    for (size_t b = 0; b < kBuckets; b++) starts_[b + 1] += starts_[b];
-    starts_[kBuckets] = uint32_t(last_);
-    for (size_t i = 0; i < n_near_; i++) items_[starts_[buckets_[i]]++] = near_[i];
-    for (size_t b = kBuckets - 1; b > 0; b--) starts_[b] = starts_[b - 1];
-    starts_[0] = uint32_t(first_);
+    const float base = float(base_), scale = float(std::min(kPerUnit / divisor_, 1e30));
+    const float deepest = float(kBuckets - 1);
+    for (size_t i = 0; i < n_; i++) {
+        const float below = (base - keys_[i]) * scale;
+        buckets_[i] = uint16_t(int32_t(below < deepest ? below : deepest));
+    }
+    std::fill_n(buckets_.begin() + long(n_), kAtOnce, uint16_t(kBuckets));
+    // (Two counts for each: neighbours of one bucket do not wait for each other.)
+    ends_.assign(2 * kBuckets + 2, 0);
+    for (size_t i = 0; i < n_; i += 2) {
+        ends_[2 * size_t(buckets_[i])]++;
+        ends_[2 * size_t(buckets_[i + 1]) + 1]++;
+    }
+    starts_.resize(kBuckets + 1);
+    starts_[0] = 0;
+    for (size_t b = 0; b < kBuckets; b++) starts_[b + 1] = starts_[b] + ends_[2 * b] + ends_[2 * b + 1];
+    gathered_.assign(kBuckets, false);
     settled_.assign(kBuckets, false);
+    weighed_.assign(kBuckets, 0);
+    round_ = 0;
+}
+
+// Copies the candidates of buckets from the first to the last, by rising place within a bucket.
+void Ranked::gather(size_t first, size_t last) {
+    if (std::all_of(gathered_.begin() + long(first), gathered_.begin() + long(last) + 1,
+                    [](uint8_t each) { return each; }))
+        return;
+    ends_.assign(starts_.begin() + long(first), starts_.begin() + long(last) + 1);
+    const uint16_t lowest = uint16_t(first), span = uint16_t(last - first);
+    for (size_t begin = 0; begin < n_; begin += kAtOnce) {
+        const uint16_t* buckets = &buckets_[begin];
+        uint16_t has_any = 0;
+        for (size_t i = 0; i < kAtOnce; i++) has_any |= uint16_t(buckets[i] - lowest) <= span ? 1 : 0;
+        if (!has_any) continue;
+        for (size_t i = begin; i < begin + kAtOnce; i++) {
+            const uint16_t b = uint16_t(buckets_[i] - lowest);
+            if (b <= span && !gathered_[first + b]) items_[ends_[b]++] = item(i);
+        }
+    }
+    std::fill(gathered_.begin() + long(first), gathered_.begin() + long(last) + 1, true);
+}
+
+// Gathers a bucket, and those next to it, which are often looked at too.
+void Ranked::gather_near(size_t bucket) {
+    if (!gathered_[bucket])
+        gather(bucket - std::min<size_t>(bucket, 2), std::min(bucket + 2, gathered_.size() - 1));
 }
 
 void Ranked::settle(size_t bucket) {
     if (settled_[bucket]) return;
+    gather_near(bucket);
     settled_[bucket] = true;
     const auto begin = items_.begin() + starts_[bucket], end = items_.begin() + starts_[bucket + 1];
     if (std::is_sorted(begin, end)) return;
@@ -91,8 +124,7 @@ void Ranked::settle(size_t bucket) {
             std::sort(run, next, [](uint64_t a, uint64_t b) { return uint32_t(a) < uint32_t(b); });
             run = next;
         }
-    const auto [first, last] = part(bucket);
-    if (temperature_ > 0.0) weigh_range(first, last);
+    if (!is_exact()) weighed_[bucket] = 0;
 }
 
 // What is left of a bucket; nothing if the first is not below the last.
@@ -106,7 +138,9 @@ size_t Ranked::bucket_at(size_t at) const {
 
 void Ranked::settle_range(size_t first, size_t last) {
     if (first >= last) return;
-    for (size_t b = bucket_at(first); b + 1 < starts_.size() && starts_[b] < last; b++) settle(b);
+    const size_t end = bucket_at(last - 1);
+    gather(bucket_at(first), end);
+    for (size_t b = bucket_at(first); b <= end; b++) settle(b);
 }
 
 size_t Ranked::place(size_t rank) {
@@ -138,6 +172,7 @@ void Ranked::keep_first(size_t k) {
     if (k >= size()) return;
     const size_t last = first_ + k, b = bucket_at(last - 1);
     if (!settled_[b]) {  // no order is needed within the bucket
+        gather_near(b);
         const auto begin = items_.begin();
         std::nth_element(begin + starts_[b], begin + long(last - 1), begin + starts_[b + 1]);
     }
@@ -151,8 +186,93 @@ void Ranked::keep_first(size_t k) {
 void Ranked::weigh(double temperature) {
     if (temperature_ == temperature) return;
     temperature_ = temperature;
-    weigh_range(first_, last_);
-    if (!is_exact() && relatives_[first_] / temperature < -300.0) in_doubt_ = true;
+    if (is_exact()) return weigh_range(first_, last_);
+    round_++;
+    const size_t first = bucket_at(first_), last = bucket_at(last_ - 1);
+    sums_.assign(kBuckets, 0.0);
+    moments_.assign(kBuckets, 0.0);
+    if (size() <= n_ / 4) {
+        gather(first, last);
+        for (size_t b = first; b <= last; b++) {
+            weigh_bucket(b);
+            for (size_t at = starts_[b]; at < starts_[b + 1]; at++) {
+                sums_[b] += weights_[at];
+                moments_[b] += weights_[at] * relatives_[at];
+            }
+        }
+    } else {
+        weigh_all();
+    }
+    if (first + 1 == kBuckets) gather_near(first);
+    const double depth = first + 1 < kBuckets ? -double(first + 1) / kPerUnit : relative_of(items_[first_]);
+    if (depth / temperature < -300.0) in_doubt_ = true;
+}
+
+// Adds up the weights of all candidates by bucket: the weight of the bucket's edge, times the sum of the
+// exponentials of the distances to it, for which a short series is exact.
+void Ranked::weigh_all() {
+    constexpr size_t kDeep = kBuckets - 1;
+    const bool has_moments = has_entropy_ && temperature_ == 1.0;
+    const bool has_series = temperature_ >= 0.25 && divisor_ >= 1e-3 && divisor_ <= 1e3;
+    const double inverse = 1.0 / divisor_, rate = 1.0 / temperature_;
+    double relatives[kBlock], weights[kBlock];
+    // Two sums for each bucket: neighbours of one bucket do not wait for each other.
+    lanes_.assign(2 * kBuckets, 0.0);
+    moment_lanes_.assign(has_moments ? 2 * kBuckets : 0, 0.0);
+    for (size_t begin = 0; begin < n_; begin += kBlock) {
+        const size_t n = std::min(n_ - begin, kBlock);
+        const float* keys = &keys_[begin];
+        const uint16_t* buckets = &buckets_[begin];
+        if (has_series) {
+            for (size_t i = 0; i < n; i++) {
+                relatives[i] = (double(keys[i]) - base_) * inverse;
+                const double x = (relatives[i] + double(buckets[i]) / kPerUnit) * rate;
+                double series = 1.0 + x * (1.0 / 6.0);
+                series = 1.0 + x * (1.0 / 5.0) * series;
+                series = 1.0 + x * (1.0 / 4.0) * series;
+                series = 1.0 + x * (1.0 / 3.0) * series;
+                series = 1.0 + x * (1.0 / 2.0) * series;
+                weights[i] = 1.0 + x * series;
+            }
+        } else {
+            for (size_t i = 0; i < n; i++) relatives[i] = (double(keys[i]) - base_) / divisor_;
+            kernels_->weights(relatives, temperature_, int64_t(n), weights);
+        }
+        for (size_t i = 0; i < n; i++) lanes_[2 * size_t(buckets[i]) + i % 2] += weights[i];
+        for (size_t i = 0; has_moments && i < n; i++)
+            moment_lanes_[2 * size_t(buckets[i]) + i % 2] += weights[i] * relatives[i];
+    }
+    std::fill_n(factors_.begin(), kBuckets, 1.0);
+    if (has_series) {
+        for (size_t b = 0; b < kBuckets; b++) sums_[b] = -double(b) / kPerUnit;
+        kernels_->weights(sums_.data(), temperature_, kBuckets, factors_.data());
+    }
+    for (size_t b = 0; b < kBuckets; b++) {
+        sums_[b] = factors_[b] * (lanes_[2 * b] + lanes_[2 * b + 1]);
+        if (has_moments) moments_[b] = factors_[b] * (moment_lanes_[2 * b] + moment_lanes_[2 * b + 1]);
+    }
+    if (!has_series || starts_[kDeep] == n_) return;
+    sums_[kDeep] = moments_[kDeep] = 0.0;  // those are far from the edge
+    size_t n_deep = 0;
+    for (size_t i = 0; i < n_; i++) {
+        relatives[n_deep] = (double(keys_[i]) - base_) * inverse;
+        n_deep += buckets_[i] == kDeep;
+        if (n_deep < kBlock && i + 1 < n_) continue;
+        kernels_->weights(relatives, temperature_, int64_t(n_deep), weights);
+        for (size_t j = 0; j < n_deep; j++) {
+            sums_[kDeep] += weights[j];
+            moments_[kDeep] += weights[j] * relatives[j];
+        }
+        n_deep = 0;
+    }
+}
+
+// Finds the weights of the candidates of a bucket.
+void Ranked::weigh_bucket(size_t bucket) {
+    if (is_exact() || weighed_[bucket] == round_) return;
+    gather_near(bucket);
+    weighed_[bucket] = round_;
+    weigh_range(starts_[bucket], starts_[bucket + 1]);
 }
 
 void Ranked::find_relatives(size_t first, size_t last) {
@@ -175,13 +295,23 @@ void Ranked::weigh_range(size_t first, size_t last) {
     }
 }
 
-double Ranked::total() const {
-    return pairwise_sum(&weights_[first_], size());
+double Ranked::total() {
+    if (is_exact()) return pairwise_sum(&weights_[first_], size());
+    double sum = 0.0;
+    for (size_t b = bucket_at(first_), last = bucket_at(last_ - 1); b <= last; b++) sum += weight_of(b);
+    return sum;
 }
 
-// By how much a sum of weights may differ from one that is added up one by one.
+// The sum of weights times relative logits.
+double Ranked::moment() {
+    double sum = 0.0;
+    for (size_t b = bucket_at(first_), last = bucket_at(last_ - 1); b <= last; b++) sum += moment_of(b);
+    return sum;
+}
+
+// By how much a sum over buckets may differ from one that is added up one by one.
 double Ranked::margin(double total) const {
-    return total * (double(size() + 100) * kUnit + slack_);
+    return total * (double(2 * size() + kBuckets + 100) * kUnit + slack_);
 }
 
 // Where the running sum of the weights reaches the target, or goes beyond it.
@@ -204,6 +334,7 @@ size_t Ranked::reached(double target, bool beyond, double total) {
             continue;
         }
         settle(b);
+        weigh_bucket(b);
         for (size_t at = begin; at < end; at++) {
             const double before = sum;
             sum += weights_[at];
@@ -226,10 +357,16 @@ size_t Ranked::first_below(double relative, double doubt) {
     // It is in this bucket, or, by rounding, in one of its neighbours.
     const double bucket = (relative + shift_ + more_shift_) * -kPerUnit;
     const size_t middle = size_t(std::clamp(bucket, 0.0, double(kBuckets - 1)));
+    if (middle + 1 == kBuckets && last_ == n_) {  // the last bucket is deep: all may be above
+        const float lowest = *std::min_element(keys_.begin(), keys_.begin() + long(n_));
+        const double above = (double(lowest) - base_) / divisor_ - shift_ - more_shift_ - relative;
+        if (above > doubt) return last_;
+    }
     size_t at = std::clamp<size_t>(starts_[middle > 0 ? middle - 1 : 0], first_, last_);
     for (size_t b = middle > 0 ? middle - 1 : 0; b < std::min(middle + 2, kBuckets); b++) {
         const auto [first, last] = part(b);
         if (first >= last) continue;
+        gather_near(b);
         const auto from = begin + long(first), to = begin + long(last);
         for (auto item = from; doubt > 0.0 && item != to; ++item)
             in_doubt_ |= std::abs(relative_of(*item) - shift_ - more_shift_ - relative) <= doubt;
@@ -237,7 +374,7 @@ size_t Ranked::first_below(double relative, double doubt) {
             at = size_t(std::partition_point(from, to, is_above) - begin);
         } else {  // no order is needed within the bucket
             at = size_t(std::partition(from, to, is_above) - begin);
-            if (temperature_ > 0.0) weigh_range(first, last);
+            weighed_[b] = 0;
         }
         if (at < last) break;
     }
@@ -300,7 +437,7 @@ void Ranked::keep_typical_exactly(double p) {
 // The buckets of a typical range, from the expected surprise outwards.
 class Ranked::Outwards {
   public:
-    Outwards(const Ranked& of, double centre) : of_(of), centre_(centre), width_(1.0 / kPerUnit) {
+    Outwards(Ranked& of, double centre) : of_(of), centre_(centre), width_(1.0 / kPerUnit) {
         const double bucket = std::clamp(-centre * kPerUnit, 0.0, double(kBuckets - 1));
         begin = size_t(bucket);
         end = begin + 1;
@@ -329,13 +466,31 @@ class Ranked::Outwards {
     double reach;       // how far the latest reaches
 
   private:
-    const Ranked& of_;
+    Ranked& of_;
     const double centre_, width_;
 };
 
-double Ranked::weight_of(size_t bucket) const {
+// Whether all candidates of a bucket are left.
+bool Ranked::is_whole(size_t bucket) const {
+    return starts_[bucket] >= first_ && starts_[bucket + 1] <= last_;
+}
+
+double Ranked::weight_of(size_t bucket) {
+    if (is_whole(bucket)) return sums_[bucket];
     const auto [begin, end] = part(bucket);
-    return begin < end ? pairwise_sum(&weights_[begin], end - begin) : 0.0;
+    if (begin >= end) return 0.0;
+    weigh_bucket(bucket);
+    return pairwise_sum(&weights_[begin], end - begin);
+}
+
+double Ranked::moment_of(size_t bucket) {
+    if (is_whole(bucket)) return moments_[bucket];
+    const auto [begin, end] = part(bucket);
+    if (begin >= end) return 0.0;
+    weigh_bucket(bucket);
+    double sum = 0.0;
+    for (size_t at = begin; at < end; at++) sum += weights_[at] * relatives_[at];
+    return sum;
 }
 
 // Whole buckets are kept from the expected surprise outwards, and of those in which the last one may be, the
@@ -343,9 +498,7 @@ double Ranked::weight_of(size_t bucket) const {
 bool Ranked::keep_typical_buckets(double p) {
     weigh(1.0);
     const double sum = total(), doubt = margin(sum), target = p * sum;
-    double centre = 0.0;  // the relative logit whose surprise is the expected one
-    for (size_t at = first_; at < last_; at++) centre += weights_[at] * relatives_[at];
-    centre /= sum;
+    const double centre = moment() / sum;  // the relative logit whose surprise is the expected one
     Outwards in(*this, centre);
     while (in.weight < target - doubt && in.extend()) {
     }
@@ -370,6 +523,7 @@ bool Ranked::keep_typical_buckets(double p) {
             continue;
         }
         settle(b);
+        weigh_bucket(b);
         for (size_t at = begin; at < end; at++) outer.push_back({std::abs(relatives_[at] - centre), at});
     }
     std::sort(outer.begin(), outer.end(), [](const Outer& a, const Outer& b) {
@@ -413,6 +567,15 @@ void Ranked::drop_top_choices(double threshold) {
     shift_to_first();
 }
 
+void Ranked::keep_surprising(double most, double doubt) {
+    if (is_exact()) {  // the caller decides about few
+        in_doubt_ = true;
+        return;
+    }
+    weigh(1.0);
+    narrow(first_, std::max(first_below(std::log(total()) - most, doubt), first_ + 1));
+}
+
 // ---- the token ----
 
 double Ranked::dynamic_temperature(double low, double high, double exponent) {
@@ -426,8 +589,7 @@ double Ranked::dynamic_temperature(double low, double high, double exponent) {
             parts[i] = weights_[first_ + i] / sum * (log_sum - relatives_[first_ + i]);
         entropy = pairwise_sum(parts.data(), parts.size());
     } else {
-        for (size_t at = first_; at < last_; at++) entropy += weights_[at] * relatives_[at];
-        entropy = log_sum - entropy / sum;
+        entropy = log_sum - moment() / sum;
         slack_ = 1e-12 * std::max(exponent, 1.0) / std::max(entropy / largest, 1e-9);
     }
     return low + (high - low) * std::pow(std::min(std::max(entropy / largest, 0.0), 1.0), exponent);

@@ -1,7 +1,8 @@
 // The candidates of a token by falling logit, put in order no further than the samplers look.
 //
-// Full vocabularies are not sorted: candidates are spread over buckets by their logit, a bucket is sorted
-// when a boundary lies in it (where top-p cuts, the token that is drawn), and sums run over whole buckets.
+// Full vocabularies are not sorted: each candidate belongs to a bucket by its logit. A histogram has the
+// number and the weight of each bucket's candidates; sums run over whole buckets. The candidates of a bucket
+// are gathered and sorted when a boundary lies in it (where top-p cuts, the token that is drawn).
 // Such sums have another order than those over sorted candidates, which the definition of a seed's tokens has
 // (tests/support/sampling_reference.py). So each decision is compared with the largest difference that the
 // order can make: if it is not certain, `in_doubt` becomes true, and the caller begins again with
@@ -17,30 +18,18 @@
 
 namespace hotset {
 
-enum class Order {
-    fast,
-    exact,
-    given,        // by index, not by logit: nothing is left out
-    given_exact,  // the same, with sums in the defined order
-};
+enum class Order { fast, exact };
 
 class Ranked {
   public:
     // Forgets all candidates, and makes room for so many. A candidate's relative logit is (key - base) /
-    // divisor, at most 0.
-    void begin(Order order, double base, double divisor, size_t most);
+    // divisor, at most 0. has_entropy: weights at temperature 1 come with what entropies need.
+    void begin(Order order, double base, double divisor, size_t most, bool has_entropy = false);
     // place: at most 2^32 - 1, rising; key: finite. is_in: false adds nothing, without a branch.
     void add(float key, size_t place, bool is_in = true) {
-        const uint32_t bits = std::bit_cast<uint32_t>(key + 0.0f);  // -0 equals 0
-        const uint32_t falling = bits & kSign ? bits : ~bits & ~kSign;
-        const uint64_t item = uint64_t(falling) << 32 | uint64_t(place);
-        const float below = (float_base_ - key) * float_scale_;
-        const bool is_deep = !(below < float(kBuckets - 1));
-        near_[n_near_] = item;
-        buckets_[n_near_] = uint16_t(is_deep ? 0.0f : below);
-        n_near_ += is_in & !is_deep;
-        items_[items_.size() - 1 - n_deep_] = item;
-        n_deep_ += is_in & is_deep;
+        keys_[n_] = key;
+        places_[n_] = uint32_t(place);
+        n_ += is_in;
     }
     void rank(const Kernels& kernels);
 
@@ -55,6 +44,8 @@ class Ranked {
     // total: of the exponentials of all logits, 0: of the candidates.
     void keep_top_p(double p, double total, double min_p);
     void drop_top_choices(double threshold);
+    // Keeps those whose surprise is at most that; doubt: by how much it may differ. Only in the fast order.
+    void keep_surprising(double most, double doubt);
 
     double dynamic_temperature(double low, double high, double exponent);
     // The rank of the candidate that u, in [0, 1), draws.
@@ -64,31 +55,43 @@ class Ranked {
 
   private:
     static constexpr uint32_t kSign = 0x80000000;
-    // Of relative logits from 0 to -16; the last bucket has all that are deeper, whose weights seldom matter.
-    static constexpr size_t kBuckets = 4096;
+    // Relative logits from 0 to -32; the last bucket has all that are deeper, whose weights seldom matter.
+    static constexpr size_t kBuckets = 8192;
     static constexpr double kPerUnit = 256.0;
 
+    uint64_t item(size_t candidate) const {
+        const uint32_t bits = std::bit_cast<uint32_t>(keys_[candidate] + 0.0f);  // -0 equals 0
+        const uint32_t falling = bits & kSign ? bits : ~bits & ~kSign;
+        return uint64_t(falling) << 32 | uint64_t(places_[candidate]);
+    }
     static double key_of(uint64_t item) {
         const uint32_t falling = uint32_t(item >> 32);
         return double(std::bit_cast<float>(falling & kSign ? falling : ~falling & ~kSign));
     }
     double relative_of(uint64_t item) const { return (key_of(item) - base_) / divisor_; }
     double shifted(size_t at) const { return relative_of(items_[at]) - shift_ - more_shift_; }
-    bool is_exact() const { return order_ == Order::exact || order_ == Order::given_exact; }
+    bool is_exact() const { return order_ == Order::exact; }
     class Outwards;
 
     void spread();
+    void gather(size_t first, size_t last);
+    void gather_near(size_t bucket);
     void settle(size_t bucket);
     void settle_range(size_t first, size_t last);
     std::pair<size_t, size_t> part(size_t bucket) const;
-    double weight_of(size_t bucket) const;
+    double weight_of(size_t bucket);
+    double moment_of(size_t bucket);
+    bool is_whole(size_t bucket) const;
     size_t bucket_at(size_t at) const;
     void narrow(size_t first, size_t last);
     void shift_to_first();
     void find_relatives(size_t first, size_t last);
     void weigh(double temperature);
     void weigh_range(size_t first, size_t last);
-    double total() const;
+    void weigh_bucket(size_t bucket);
+    void weigh_all();
+    double total();
+    double moment();
     double margin(double total) const;
     size_t reached(double target, bool beyond, double total);
     size_t first_below(double relative, double doubt);
@@ -104,17 +107,22 @@ class Ranked {
     double temperature_ = 0.0;  // of weights_; 0: there are none
     double slack_ = 0.0;        // of weights_ beyond that of their sums, relative
     bool in_doubt_ = false;
+    bool has_entropy_ = false;
+    size_t n_ = 0;                 // candidates
     size_t first_ = 0, last_ = 0;  // what is left of items_
-    float float_base_ = 0.0f, float_scale_ = 0.0f;
-    std::vector<uint64_t> items_;  // key, so that it falls, and place; those before first_ are none
-    // Before they are ranked: the candidates of all buckets but the last, and their buckets. Those of the
-    // last are at the end of items_.
-    std::vector<uint64_t> near_;
+    std::vector<float> keys_;      // [n_], by rising place
+    std::vector<uint32_t> places_;
     std::vector<uint16_t> buckets_;
-    size_t n_near_ = 0, n_deep_ = 0;
-    std::vector<uint32_t> starts_;  // [n_buckets + 1]
-    std::vector<uint8_t> settled_;  // [n_buckets]
+    // By bucket, and then by rank. Only the parts of gathered buckets are there.
+    std::vector<uint64_t> items_;  // key, so that it falls, and place
     std::vector<double> relatives_, weights_;
+    // [n_buckets], and one more of starts_, which are positions in items_. weighed_: the round of the weights
+    // that are there. sums_: weights of all candidates of a bucket; moments_: times their relative logits.
+    std::vector<uint32_t> starts_, ends_, weighed_;
+    uint32_t round_ = 0;
+    std::vector<uint8_t> gathered_, settled_;
+    std::vector<double> sums_, moments_;
+    std::vector<double> lanes_, moment_lanes_, factors_;  // of weigh_all
 };
 
 }  // namespace hotset
