@@ -2,15 +2,17 @@
 
 usage: python bench/hostile_load.py --model FILE [--only NAME,NAME] [--seconds N] [--at-once N]
 
-Starts a server with a key for each of two clients. One streams an answer. The other, in a process of its own,
-sends requests of one kind, several at once and again as long as the kind lasts: the largest bodies that a
+Starts a server with a key for each of four clients. One streams an answer. The others, in a process of their
+own, send requests of one kind, several at once and again as long as the kind lasts: the largest bodies that a
 server takes (4 MB), and those that cost most for each of their bytes, some of them accepted, some refused.
 Meanwhile /health is read every 20 ms. For each kind it prints the longest gap between two pieces of the
 stream, the mean engine step, the slowest /health, the additional memory, and the statuses of the replies. The
-first line is the server without the other client.
+control is the longest gap in the seconds before each kind, without other requests, as the machine alone
+makes it. The first line is the server without the other clients.
 
 Limits: a gap stays under 250 ms, or under two engine steps if these take longer; /health answers within
-100 ms. Prints a Markdown table and one line of JSON. All kinds together take less than five minutes.
+100 ms. They apply to a quiet machine; the load average is printed. Prints a Markdown table and one line of
+JSON. All kinds together take less than six minutes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ import serve_load
 from hotset.storage import created
 
 BODY_BYTES = 4 << 20  # the largest that a server takes
-KEYS = {"stream": "key-of-the-stream", "hostile": "key-of-the-hostile"}
+STREAM_KEY = "key-of-the-stream"
+HOSTILE_KEYS = [f"key-of-the-hostile-{i}" for i in range(3)]
+_CONTROL_SECONDS = 3.0  # of the stream without other requests, before each kind
 _HEALTH_SECONDS = 0.02  # between two looks at /health
 _REPLY_SECONDS = 20.0  # for which a reply is waited for
 GAP_SECONDS, HEALTH_SECONDS = 0.25, 0.1  # the limits
@@ -203,12 +207,20 @@ def _answers(**fields: Any) -> Request:
     return _json("/v1/completions", prompt="a", **most | fields)
 
 
-def _sampling() -> Iterator[Request]:
-    """Samplers that look at the whole vocabulary, for as many sequences as there are."""
+# Samplers that look at the whole vocabulary, for as many sequences as there are.
+
+
+def _typical() -> Iterator[Request]:
     yield _answers(n=15, typical_p=0.9)
+
+
+def _many_samplers() -> Iterator[Request]:
     many = {"xtc_probability": 1, "xtc_threshold": 0.01, "dry_multiplier": 0.8, "dynatemp_range": 0.5}
     yield _answers(n=15, **many)
     yield _answers(n=15, typical_p=0.95, top_n_sigma=3, top_p=0.99, repeat_penalty=1.1, **many)
+
+
+def _mirostat() -> Iterator[Request]:
     yield _answers(n=15, mirostat=2, mirostat_tau=12)
     yield _answers(n=15, mirostat=1, mirostat_tau=12)
 
@@ -247,7 +259,7 @@ def _schemas() -> Iterator[Request]:
 
 
 def _connections() -> Iterator[Request]:
-    """Short connections, hundreds a second; `hostile` sends them as fast as the server closes them."""
+    """Short connections, more than the 938 in 6 s of a report if the machine is quick enough."""
     yield _json("/tokenize", content="a")
     yield "/v1/completions", b"{}"
 
@@ -264,16 +276,19 @@ KINDS: dict[str, Callable[[], Iterator[Request]]] = {
     "arrays": _arrays,
     "detokenize": _detokenize,
     "grammars": _grammars,
-    "sampling": _sampling,
+    "typical": _typical,
+    "many samplers": _many_samplers,
+    "mirostat": _mirostat,
     "logprobs": _logprobs,
     "show": _show,
     "unknown names": _unknown_names,
     "schemas": _schemas,
     "connections": _connections,
 }
+AT_ONCE = {"connections": 32}  # requests, in place of --at-once
 
 
-# -- the hostile client ------------------------------------------------------------------------------
+# -- the hostile clients ------------------------------------------------------------------------------
 
 
 def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection) -> None:
@@ -286,15 +301,16 @@ def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection
     told.recv()
     end = time.monotonic() + seconds
 
-    def work() -> None:
+    def work(key: str) -> None:
         while prepared and time.monotonic() < end:
             with lock:
                 path, body = prepared[next(sent) % len(prepared)]
-            status = _status(port, path, body)
+            status = _status(port, path, body, key)
             with lock:
                 found[status] += 1
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(at_once)]
+    keys = [HOSTILE_KEYS[i % len(HOSTILE_KEYS)] for i in range(at_once)]
+    threads = [threading.Thread(target=work, args=[key], daemon=True) for key in keys]
     for thread in threads:
         thread.start()
     time.sleep(seconds)
@@ -304,18 +320,18 @@ def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection
     told.send(dict(found))
 
 
-def _head(path: str, who: str, n_bytes: int) -> bytes:
+def _head(path: str, key: str, n_bytes: int) -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEYS[who]}\r\nConnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: {key}\r\nConnection: close\r\n"
         f"Content-Length: {n_bytes}\r\n\r\n"
     ).encode()
 
 
-def _status(port: int, path: str, body: bytes) -> str:
+def _status(port: int, path: str, body: bytes, key: str) -> str:
     """The status of the reply, or what happened in its place."""
     try:
         with socket.create_connection(("127.0.0.1", port), _REPLY_SECONDS) as connection:
-            connection.sendall(_head(path, "hostile", len(body)) + body)
+            connection.sendall(_head(path, key, len(body)) + body)
             status = connection.recv(16)[9:12].decode()
             into = bytearray(1 << 20)
             while connection.recv_into(into):
@@ -332,12 +348,18 @@ def _status(port: int, path: str, body: bytes) -> str:
 
 @dataclass
 class Found:
-    """Of one kind of requests: seconds, bytes, and how many of each status. step: the mean engine step."""
+    """The figures of one kind of requests: seconds, bytes, and how many of each status.
 
+    control: the gap before the requests. step: the mean engine step. load: the machine's load average, over a
+    minute.
+    """
+
+    control: float = 0.0
     gap: float = 0.0
     step: float = 0.0
     health: float = 0.0
     memory: int = 0
+    load: float = 0.0
     statuses: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -384,7 +406,7 @@ class Watch:
         body = json.dumps(asked).encode()
         while not self._ended.is_set():
             with socket.create_connection(("127.0.0.1", self._port)) as connection:
-                connection.sendall(_head("/v1/completions", "stream", len(body)) + body)
+                connection.sendall(_head("/v1/completions", STREAM_KEY, len(body)) + body)
                 last = 0.0
                 while not self._ended.is_set() and (part := connection.recv(1 << 16)):
                     now = time.perf_counter()
@@ -411,7 +433,7 @@ class Watch:
 
     def _counted(self) -> tuple[float, float]:
         """The engine's steps so far, and their seconds."""
-        head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEYS['stream']}\r\n"
+        head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nx-api-key: {STREAM_KEY}\r\n"
         head += "Connection: close\r\n\r\n"
         data = b""
         with socket.create_connection(("127.0.0.1", self._port), _REPLY_SECONDS) as connection:
@@ -437,14 +459,17 @@ class Watch:
 def measure(server: serve_load.Running, kind: str, args: argparse.Namespace) -> Found:
     spawned = multiprocessing.get_context("spawn")
     ours, theirs = spawned.Pipe()
-    job = args.port, kind, args.at_once, args.seconds, theirs
+    job = args.port, kind, AT_ONCE.get(kind, args.at_once), args.seconds, theirs
     process = spawned.Process(target=hostile, args=job, daemon=True)
     process.start()
     ours.recv()  # its bodies are made
+    with Watch(server, args.port) as control:
+        time.sleep(_CONTROL_SECONDS)
     with Watch(server, args.port) as watch:
         ours.send("begin")
         watch.found.statuses = ours.recv()
     process.join()
+    watch.found.control, watch.found.load = control.found.gap, os.getloadavg()[0]
     return watch.found
 
 
@@ -462,7 +487,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--seconds", type=float, default=8, help="of each kind (8)")
-    parser.add_argument("--at-once", type=int, default=4, help="requests of the hostile client")
+    parser.add_argument("--at-once", type=int, default=4, help="requests of the hostile clients")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--port", type=int, default=18081)
     parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
@@ -471,7 +496,7 @@ def main() -> None:
         sys.exit(f"There is no {' or '.join(unknown)}; there are {', '.join(KINDS)}.")
     peers.wait_until_quiet(args.force)
     command = serve_load.hotset_command(args.model, args.port, 16, args.threads)
-    command += [part for key in KEYS.values() for part in ("--api-key", key)]
+    command += [part for key in (STREAM_KEY, *HOSTILE_KEYS) for part in ("--api-key", key)]
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as home:
         _create(home)
@@ -480,19 +505,22 @@ def main() -> None:
                 found[kind] = measure(server, kind, args)
     rows = [
         [
-            kind, f"{1e3 * one.gap:.0f}", f"{1e3 * one.step:.0f}", f"{1e3 * one.health:.0f}",
-            peers.verdict(one.is_within), f"{one.memory / 1e6:.0f}",
+            kind, f"{1e3 * one.control:.0f}", f"{1e3 * one.gap:.0f}", f"{1e3 * one.step:.0f}",
+            f"{1e3 * one.health:.0f}", peers.verdict(one.is_within), f"{one.memory / 1e6:.0f}",
+            f"{one.load:.1f}",
             ", ".join(f"{n} × {status}" for status, n in sorted(one.statuses.items())),
         ]
         for kind, one in found.items()
     ]  # fmt: skip
     head = [
         "requests",
+        "control, ms",
         "longest gap, ms",
         "step, ms",
         "/health at most, ms",
         "limits",
         "memory, MB",
+        "load",
         "replies",
     ]
     peers.print_table(head, rows)
