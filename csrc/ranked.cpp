@@ -17,7 +17,20 @@ constexpr double kUnit = 0x1p-53;  // the largest relative error of an addition
 // By how much two ways to add up, or two exponentials, may differ: absolute of logits, relative of weights.
 constexpr double kNear = 1e-10;
 constexpr double kEdge =
-    1e-5;  // how far a candidate may be beyond the edge of its bucket, by float's rounding
+    2e-5;  // how far a candidate may be beyond the edge of its bucket, by float's rounding
+
+// The least of some numbers, of which one at least is finite.
+float least(const float* values, size_t n) {
+    constexpr size_t kLanes = 8;  // that compilers turn into vectors
+    float lanes[kLanes];
+    std::fill_n(lanes, kLanes, std::numeric_limits<float>::infinity());
+    size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (size_t lane = 0; lane < kLanes; lane++)
+            lanes[lane] = values[i + lane] < lanes[lane] ? values[i + lane] : lanes[lane];
+    for (; i < n; i++) lanes[0] = std::min(lanes[0], values[i]);
+    return *std::min_element(lanes, lanes + kLanes);
+}
 
 }  // namespace
 
@@ -61,7 +74,10 @@ void Ranked::rank(const Kernels& kernels) {
 
 // Finds the bucket of each candidate, and how many each bucket has.
 void Ranked::spread() {
-    const float base = float(base_), scale = float(std::min(kPerUnit / divisor_, 1e30));
+    lowest_ = (double(least(keys_.data(), n_)) - base_) / divisor_;
+    per_unit_ = kMostPerUnit;
+    while (per_unit_ > kLeastPerUnit && -lowest_ * per_unit_ >= double(kBuckets)) per_unit_ /= 2.0;
+    const float base = float(base_), scale = float(std::min(per_unit_ / divisor_, 1e30));
     const float deepest = float(kBuckets - 1);
     for (size_t i = 0; i < n_; i++) {
         const float below = (base - keys_[i]) * scale;
@@ -204,7 +220,7 @@ void Ranked::weigh(double temperature) {
         weigh_all();
     }
     if (first + 1 == kBuckets) gather_near(first);
-    const double depth = first + 1 < kBuckets ? -double(first + 1) / kPerUnit : relative_of(items_[first_]);
+    const double depth = first + 1 < kBuckets ? -double(first + 1) / per_unit_ : relative_of(items_[first_]);
     if (depth / temperature < -300.0) in_doubt_ = true;
 }
 
@@ -214,7 +230,7 @@ void Ranked::weigh_all() {
     constexpr size_t kDeep = kBuckets - 1;
     const bool has_moments = has_entropy_ && temperature_ == 1.0;
     const bool has_series = temperature_ >= 0.25 && divisor_ >= 1e-3 && divisor_ <= 1e3;
-    const double inverse = 1.0 / divisor_, rate = 1.0 / temperature_;
+    const double inverse = 1.0 / divisor_, rate = 1.0 / temperature_, width = 1.0 / per_unit_;
     double relatives[kBlock], weights[kBlock];
     // Two sums for each bucket: neighbours of one bucket do not wait for each other.
     lanes_.assign(2 * kBuckets, 0.0);
@@ -226,7 +242,7 @@ void Ranked::weigh_all() {
         if (has_series) {
             for (size_t i = 0; i < n; i++) {
                 relatives[i] = (double(keys[i]) - base_) * inverse;
-                const double x = (relatives[i] + double(buckets[i]) / kPerUnit) * rate;
+                const double x = (relatives[i] + double(buckets[i]) * width) * rate;
                 double series = 1.0 + x * (1.0 / 6.0);
                 series = 1.0 + x * (1.0 / 5.0) * series;
                 series = 1.0 + x * (1.0 / 4.0) * series;
@@ -244,7 +260,7 @@ void Ranked::weigh_all() {
     }
     std::fill_n(factors_.begin(), kBuckets, 1.0);
     if (has_series) {
-        for (size_t b = 0; b < kBuckets; b++) sums_[b] = -double(b) / kPerUnit;
+        for (size_t b = 0; b < kBuckets; b++) sums_[b] = -double(b) * width;
         kernels_->weights(sums_.data(), temperature_, kBuckets, factors_.data());
     }
     for (size_t b = 0; b < kBuckets; b++) {
@@ -355,13 +371,9 @@ size_t Ranked::first_below(double relative, double doubt) {
     if (is_exact())
         return size_t(std::partition_point(begin + long(first_), begin + long(last_), is_above) - begin);
     // It is in this bucket, or, by rounding, in one of its neighbours.
-    const double bucket = (relative + shift_ + more_shift_) * -kPerUnit;
+    const double bucket = (relative + shift_ + more_shift_) * -per_unit_;
     const size_t middle = size_t(std::clamp(bucket, 0.0, double(kBuckets - 1)));
-    if (middle + 1 == kBuckets && last_ == n_) {  // the last bucket is deep: all may be above
-        const float lowest = *std::min_element(keys_.begin(), keys_.begin() + long(n_));
-        const double above = (double(lowest) - base_) / divisor_ - shift_ - more_shift_ - relative;
-        if (above > doubt) return last_;
-    }
+    if (last_ == n_ && lowest_ - shift_ - more_shift_ - relative > doubt) return last_;
     size_t at = std::clamp<size_t>(starts_[middle > 0 ? middle - 1 : 0], first_, last_);
     for (size_t b = middle > 0 ? middle - 1 : 0; b < std::min(middle + 2, kBuckets); b++) {
         const auto [first, last] = part(b);
@@ -437,8 +449,8 @@ void Ranked::keep_typical_exactly(double p) {
 // The buckets of a typical range, from the expected surprise outwards.
 class Ranked::Outwards {
   public:
-    Outwards(Ranked& of, double centre) : of_(of), centre_(centre), width_(1.0 / kPerUnit) {
-        const double bucket = std::clamp(-centre * kPerUnit, 0.0, double(kBuckets - 1));
+    Outwards(Ranked& of, double centre) : of_(of), centre_(centre), width_(1.0 / of.per_unit_) {
+        const double bucket = std::clamp(-centre * of.per_unit_, 0.0, double(kBuckets - 1));
         begin = size_t(bucket);
         end = begin + 1;
         reach = farthest(begin);

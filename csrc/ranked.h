@@ -55,9 +55,10 @@ class Ranked {
 
   private:
     static constexpr uint32_t kSign = 0x80000000;
-    // Relative logits from 0 to -32; the last bucket has all that are deeper, whose weights seldom matter.
+    // Relative logits from 0 to -64 at least; the last bucket has all that are deeper. The narrower all
+    // logits lie, the narrower are the buckets: powers of two, for exact edges.
     static constexpr size_t kBuckets = 8192;
-    static constexpr double kPerUnit = 256.0;
+    static constexpr double kLeastPerUnit = 128.0, kMostPerUnit = 1024.0;
 
     uint64_t item(size_t candidate) const {
         const uint32_t bits = std::bit_cast<uint32_t>(keys_[candidate] + 0.0f);  // -0 equals 0
@@ -108,6 +109,8 @@ class Ranked {
     double slack_ = 0.0;        // of weights_ beyond that of their sums, relative
     bool in_doubt_ = false;
     bool has_entropy_ = false;
+    double lowest_ = 0.0;          // the least relative logit
+    double per_unit_ = 0.0;        // buckets of a logit
     size_t n_ = 0;                 // candidates
     size_t first_ = 0, last_ = 0;  // what is left of items_
     std::vector<float> keys_;      // [n_], by rising place
