@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from hotset.errors import ContextLengthError
 from hotset.server import site
+from hotset.text.fitting import fitted
 
 N_FF = 200
 
@@ -126,12 +128,7 @@ class FakeServer:
     async def _tokenize(self, http: Request) -> Response:
         """A token is a word here."""
         body = await http.json()
-        texts = [body["content"]] if "content" in body else [one["content"] for one in body["messages"]]
-        count = len(" ".join(texts).split())
-        if self.n_ctx is not None and "messages" in body and count >= self.n_ctx:
-            error = {"message": "too long", "code": "context_length_exceeded"}
-            return JSONResponse({"error": error}, 400)
-        return self._refused(http) or JSONResponse({"count": count})
+        return self._refused(http) or JSONResponse({"count": len(body["content"].split())})
 
     async def _load(self, http: Request) -> Response:
         body = await http.json()
@@ -210,11 +207,29 @@ class FakeServer:
             return refused
         self.requests.append(await http.json())
         self.headers.append(dict(http.headers))
+        try:
+            n_dropped = self._dropped(self.requests[-1])
+        except ContextLengthError as error:
+            return Refusal(400, str(error)).response()
         name = self.requests[-1].get("model", "")
         reply = self.replies_of.get(name, self.replies).popleft()
         if isinstance(reply, Refusal):
             return reply.response()
-        return StreamingResponse(self._stream(http, reply), media_type="text/event-stream")
+        headers = {"x-hotset-dropped-turns": str(n_dropped)} if n_dropped else {}
+        return StreamingResponse(self._stream(http, reply), headers=headers, media_type="text/event-stream")
+
+    def _dropped(self, body: dict[str, Any]) -> int:
+        """Return how many turns have no room. A token is a word here."""
+        if self.n_ctx is None or body.get("truncation") != "auto":
+            return 0
+
+        def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+            words = " ".join(message["content"] for message in messages).split()
+            if len(words) >= (n_ctx := self.n_ctx or 0):
+                raise ContextLengthError("too long", n_tokens=len(words), n_ctx=n_ctx)
+            return [0] * len(words)
+
+        return fitted(body["messages"], encode, self.n_ctx).n_dropped
 
     async def _stream(self, http: Request, parts: list[Any]) -> AsyncIterator[bytes]:
         yield b": keep-alive\n\n" + _event({"role": "assistant", "content": ""})

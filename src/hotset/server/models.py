@@ -293,7 +293,7 @@ class Models:
             if of_file is None:  # no model's file, or none any more
                 continue
             slot = self._slots.get(offered.name) or Slot(offered, self._keep_alive)
-            n_ctx = self._settings_of(slot).n_ctx or min(of_file.n_ctx_train or DEFAULT_N_CTX, DEFAULT_N_CTX)
+            n_ctx = self._settings_of(slot).n_ctx or of_file.n_ctx_train or DEFAULT_N_CTX
             adapters: tuple[str, ...] = ()
             if slot.service is not None:
                 n_ctx = slot.service.model.n_ctx

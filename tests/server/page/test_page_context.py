@@ -14,7 +14,7 @@ def texts(server: FakeServer) -> list[str]:
     return [content for role, content in sent(server) if role == "user"]
 
 
-def test_the_oldest_turns_are_dropped_with_a_notice(server: FakeServer, opened: Any) -> None:
+def test_the_oldest_turns_are_left_out_with_a_notice(server: FakeServer, opened: Any) -> None:
     server.n_ctx = 40
     server.replies += [["A."]] * 6
     page = opened(server.url)
@@ -25,19 +25,23 @@ def test_the_oldest_turns_are_dropped_with_a_notice(server: FakeServer, opened: 
     assert message(page, "#context") == "Context: 8 of 40 tokens"
     assert texts(server) == asked[:3]
     assert page.locator(".notice, .dropped").count() == 0
-    say(page, asked[3])  # 39 words, and no room for an answer: a quarter becomes free
-    assert texts(server) == asked[1:4]
-    assert "The oldest 2 messages are not sent any more" in message(page, ".notice")
+    say(page, asked[3])  # 39 words, and no room for an answer
+    assert texts(server) == asked[:4]
+    assert server.requests[-1]["truncation"] == "auto"
+    full = "The context of 40 tokens is full. The oldest 2 messages are left out of the prompt"
+    assert full in message(page, ".notice")
     assert page.locator(".past").count() == 2
     assert page.locator("li:has(> .dropped) .said").inner_text() == asked[1]
     assert violations(page) == []
     say(page, asked[4])
-    assert texts(server) == asked[2:5]
+    assert page.locator(".past").count() == 4
     assert questions(page) == asked[:5]
     page.reload()
     until(page, "document.querySelectorAll('.past').length === 4")
     say(page, "and")
-    assert texts(server) == [*asked[2:5], "and"]
+    assert texts(server) == [*asked[:5], "and"]
+    assert page.locator("li:has(> .dropped) .said").inner_text() == asked[2]
+    assert message(page, ".note >> nth=-1").count("1 token") == 1
 
 
 def test_one_message_that_is_too_long_says_what_the_server_says(server: FakeServer, opened: Any) -> None:
@@ -46,7 +50,8 @@ def test_one_message_that_is_too_long_says_what_the_server_says(server: FakeServ
     page = opened(server.url)
     say(page, "short")
     say(page, " ".join([NINE] * 9))
-    assert len(texts(server)) == 1  # the last turn stays, and the server decides
+    assert len(texts(server)) == 2
+    assert page.locator(".failed:visible").inner_text() == "too long"
 
 
 def test_a_reload_opens_the_same_conversation(server: FakeServer, opened: Any) -> None:

@@ -1,7 +1,7 @@
 // What the tokens of one answer did, as the server counted it; docs/SERVER.md has the fields.
 
 import { ENDS } from "./colours.js";
-import { finePercent, percent, rate, shownToken, size, sizeOf, count } from "./units.js";
+import { count, counted, finePercent, percent, rate, shownToken, size, sizeOf } from "./units.js";
 
 const NEARLY_ALL = 0.97;
 
@@ -182,7 +182,7 @@ export class Activity {
     }
     const share = token.layers.active_share[layer];
     const n = this.facts?.n_ff?.[layer];
-    const fired = n ? ` of ${count(n)} neurons fired (${count(Math.round(share * n))})` : " of the neurons fired";
+    const fired = n ? ` of ${counted(n, "neuron")} fired (${count(Math.round(share * n))})` : " of the neurons fired";
     const cpu = token.layers.cpu_share?.[layer];
     const where =
       cpu === undefined ? "" : `, ${finePercent(Math.max(share - cpu, 0))} hot on the GPU and ${finePercent(cpu)} cold on the CPU`;

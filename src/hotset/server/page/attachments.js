@@ -3,7 +3,7 @@
 import { byId, h, icon, ICONS } from "./dom.js";
 import { notice } from "./notices.js";
 import { textOfPdf } from "./pdf.js";
-import { count, size } from "./units.js";
+import { count, counted, size } from "./units.js";
 
 const MOST_BYTES = 1_000_000; // of a file: the server counts the tokens of a text of about so many
 const MOST_PDF_BYTES = 20_000_000;
@@ -153,12 +153,12 @@ export class Attachments {
           this.draw();
           byId("ask").focus();
         });
-        const length = file.tokens ? `${count(file.tokens)} tokens` : size(new Blob([file.text]).size);
+        const length = file.tokens ? counted(file.tokens, "token") : size(new Blob([file.text]).size);
         return h("li", {}, h("span", {}, file.name), h("small", {}, length), remove);
       }),
     );
     if (room !== null && sum >= room) {
-      byId("files").append(h("li", { class: "problem" }, `${count(sum)} tokens do not fit: the context has ${count(room)}.`));
+      byId("files").append(h("li", { class: "problem" }, `There is no room for ${counted(sum, "token")}: the context has ${count(room)}.`));
     }
   }
 }

@@ -4,7 +4,7 @@
 
 import { h } from "./dom.js";
 import { isSettled, LONGEST_RESULT, parsed } from "./tools.js";
-import { count } from "./units.js";
+import { counted } from "./units.js";
 
 // Controls, embedding and overriding of the direction, and what else has no shape; but for joiners within words and emoji.
 const JOINER = "(?<=[\\p{L}\\p{M}\\p{Emoji}\\ufe0f])[\\u200c\\u200d](?=[\\p{L}\\p{Emoji}])|(?<=\\p{Emoji})\\ufe0f";
@@ -122,7 +122,7 @@ function stateOf(call, active) {
 function result(call) {
   const text = written(call.result);
   const pre = h("pre", { tabIndex: 0, role: "region", "aria-label": `Result of ${call.name}` }, text);
-  const title = `${call.error ? "Error" : "Result"}, ${count(call.result.length)} characters`;
+  const title = `${call.error ? "Error" : "Result"}, ${counted(call.result.length, "character")}`;
   return h("details", { class: "result", open: text.length < 400 }, h("summary", {}, title), pre);
 }
 

@@ -3,7 +3,7 @@
 import { Activity } from "./activity.js";
 import { contentOf } from "./attachments.js";
 import { areSettled } from "./calls.js";
-import { fitted, showMeter } from "./context.js";
+import { leftOut, showMeter } from "./context.js";
 import { announce, byId } from "./dom.js";
 import * as figures from "./figures.js";
 import { clearNotice, notice, undoable } from "./notices.js";
@@ -14,6 +14,7 @@ import * as store from "./store.js";
 import { changeTools, ownTools, sentMessages, settle, takeCalls } from "./tools.js";
 import { Transcript } from "./transcript.js";
 import * as tree from "./tree.js";
+import { count, counted } from "./units.js";
 
 const MOST_ROUNDS = 16; // of calls, after which the reader says whether the model is to go on
 
@@ -220,21 +221,13 @@ export class Chat {
     return [own, { label, model: second.model, values: preset ?? settings.values }];
   }
 
-  /** The request for an answer, without the oldest turns if the context is full. */
-  async fittedBody({ asked, model, values }, owner, { tools }) {
-    const bodyOf = (messages) => this.bodyOf(messages, model, values), before = owner.first;
-    const countTokens = (messages) => server.countPrompt({ ...bodyOf(messages), tools });
-    const size = this.models.find(model)?.max_model_len ?? null;
-    const kept = await fitted(owner, asked, size, values.max_tokens ?? null, countTokens);
-    if (owner.first !== before && owner === this.conversation) this.draw();
-    return bodyOf(kept);
-  }
-
-  bodyOf(messages, model, values) {
+  /** The request for an answer; the server leaves out the oldest turns if the context is full. */
+  bodyOf({ asked, model, values }) {
     return {
       ...(model === null ? {} : { model }),
-      messages: sentMessages((values.system ?? "").trim(), messages, contentOf),
+      messages: sentMessages((values.system ?? "").trim(), asked, contentOf),
       ...requestOf(values),
+      truncation: "auto",
       stream_options: { include_usage: true, include_activity: true },
     };
   }
@@ -282,8 +275,9 @@ export class Chat {
       const missing = this.tools.missing(owner);
       if (missing.length) notice("tools", `Tools that are on but not available: ${missing.join(", ")}`);
       else clearNotice("tools");
-      const body = { ...(await this.fittedBody(job, owner, offered)), ...offered };
-      for await (const chunk of server.chat(body, signal)) {
+      const size = this.models.find(job.model)?.max_model_len ?? null;
+      const onDropped = (n) => isFirst && leftOut(owner, job.asked, n, size) && owner === this.conversation && this.draw();
+      for await (const chunk of server.chat({ ...this.bodyOf(job), ...offered }, signal, onDropped)) {
         reason = take(chunk, message, activity) ?? reason;
         if (owner !== this.conversation) continue; // another one was opened, and this is about to end
         this.transcript.update(message, true, activity);
@@ -429,8 +423,8 @@ function take(chunk, message, activity) {
 function noteOf(reason, activity) {
   const parts = activity.length ? [activity.line()] : [];
   const cached = activity.usage?.prompt_tokens_details?.cached_tokens;
-  if (activity.usage) parts.push(`${activity.usage.completion_tokens} tokens`);
-  if (cached) parts.push(`${cached} of ${activity.usage.prompt_tokens} prompt tokens from the cache`);
+  if (activity.usage) parts.push(counted(activity.usage.completion_tokens, "token"));
+  if (cached) parts.push(`${count(cached)} of ${counted(activity.usage.prompt_tokens, "prompt token")} from the cache`);
   if (reason === "length") parts.push("cut off at the maximum length");
   return parts.join(" · ");
 }

@@ -1,49 +1,30 @@
-// The context: how full it is, and which of the oldest turns are not sent any more.
+// The context: how full it is, and which of the oldest turns the server leaves out.
 
 import { byId } from "./dom.js";
-import { notice } from "./notices.js";
+import { clearNotice, notice } from "./notices.js";
 import { path } from "./tree.js";
-import { count } from "./units.js";
+import { count, counted } from "./units.js";
 
-const LEAST_ROOM = 1 / 8; // of the context, for an answer: with less the oldest turns are dropped, as in the terminal's chat
-const FREED = 1 / 4; // of the context is free afterwards: the server's prompt cache helps until it is full
-
-/** Where the messages begin that are sent: the index of a question. `conversation.first` names it once turns were dropped. */
+/** Where the messages begin that the model reads. `conversation.first` names the first one once turns were left out. */
 export function begins(conversation, messages) {
   return Math.max(messages.findIndex((message) => message.id === conversation.first), 0);
 }
 
-/** Drops the oldest turns where the context has too little room for an answer to `messages`, and returns those that are
- * sent. size: tokens of the context, null: not known. count(messages): their tokens, as a promise. */
-export async function fitted(conversation, messages, size, maxTokens, countTokens) {
-  const start = begins(conversation, messages), sent = messages.slice(start);
-  const later = [...sent.keys()].filter((i) => i > 0 && sent[i].role === "user");
-  if (size === null || later.length === 0) return sent;
-  const room = Math.min(maxTokens ?? size, Math.floor(size * LEAST_ROOM));
-  if (mostTokens(sent) + room <= size || (await countTokens(sent)) + room <= size) return sent;
-  let low = 0, high = later.length - 1; // the last turn stays, whatever its size
-  while (low < high) {
-    const middle = Math.floor((low + high) / 2);
-    if ((await countTokens(sent.slice(later[middle]))) <= size * (1 - FREED)) high = middle;
-    else low = middle + 1;
+/** Notes that the server left out the oldest n turns of `messages` (docs/SERVER.md). size: tokens of the context, null: not
+ * known. Returns whether that is another number than before. */
+export function leftOut(conversation, messages, n, size) {
+  const question = messages.findLastIndex((message) => message.role === "user"); // which the model reads in any case
+  const turns = [...messages.keys()].filter((i) => messages[i].role === "user" || i > question);
+  const start = n ? Math.min(turns[n] ?? question, question) : 0, before = conversation.first ?? null;
+  conversation.first = start > 0 ? messages[start].id : null;
+  if (start === 0) clearNotice("context");
+  if (conversation.first === before) return false;
+  if (start > 0) {
+    const full = size === null ? "The context is full." : `The context of ${counted(size, "token")} is full.`;
+    const which = start === 1 ? "The oldest message is" : `The oldest ${start} messages are`;
+    notice("context", `${full} ${which} left out of the prompt; they stay here.`, "calm");
   }
-  const kept = sent.slice(later[low]);
-  conversation.first = kept[0].id;
-  const n = later[low];
-  notice(
-    "context",
-    `The context of ${count(size)} tokens is full. ${n === 1 ? "The oldest message is" : `The oldest ${n} messages are`} not sent any more; they stay here.`,
-    "calm",
-  );
-  return kept;
-}
-
-/** An upper bound of the tokens: the server's latest count, and the bytes of later messages. */
-function mostTokens(messages) {
-  const last = messages.findLastIndex((message) => message.tokens !== undefined);
-  if (last < 0) return Infinity;
-  const bytes = (message) => new TextEncoder().encode(JSON.stringify(message)).length;
-  return messages.slice(last + 1).reduce((sum, message) => sum + bytes(message), messages[last].tokens);
+  return true;
 }
 
 /** Shows how full the context was with the last answer. */
@@ -53,6 +34,5 @@ export function showMeter(conversation, size) {
   if (byId("context").hidden) return;
   byId("context-bar").max = size;
   byId("context-bar").value = Math.min(used, size);
-  byId("context-text").textContent = `Context: ${count(used)} of ${count(size)} tokens`;
+  byId("context-text").textContent = `Context: ${count(used)} of ${counted(size, "token")}`;
 }
-

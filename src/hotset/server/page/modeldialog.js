@@ -4,7 +4,7 @@ import { Catalogue } from "./catalogue.js";
 import { byId, h } from "./dom.js";
 import { isLoaded, progressOf, shortName, stateOf } from "./models.js";
 import * as server from "./server.js";
-import { count, percent, size } from "./units.js";
+import { count, counted, percent, size } from "./units.js";
 
 export class ModelDialog {
   /** choose(name): the reader chose a model. settings: with presets. */
@@ -78,7 +78,7 @@ export class ModelDialog {
       stateOf(model),
       kindOf(model.meta),
       memoryOf(model),
-      model.max_model_len ? `context of ${count(model.max_model_len)} tokens` : "",
+      model.max_model_len ? `context of ${counted(model.max_model_len, "token")}` : "",
     ];
     const progress = progressOf(model);
     return h(

@@ -5,7 +5,7 @@ import { heat, heatStops, inks, onSchemeChange } from "./colours.js";
 import { byId, h } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
 import { SpeedPlot } from "./speedplot.js";
-import { count, finePercent, percent, shownToken, size } from "./units.js";
+import { counted, finePercent, percent, shownToken, size } from "./units.js";
 
 const SUMMARY_MS = 250; // between two versions of the numbers, so that they can be read
 const TAPE_LENGTH = 1500; // tokens that are written out; the picture has them all
@@ -244,7 +244,7 @@ export function factsOf(facts) {
   const sum = facts.n_ff.reduce((a, b) => a + b, 0), same = sum === facts.n_ff[0] * facts.n_ff.length;
   const n = facts.n_ff.length;
   const mode = facts.sparsity ? [[facts.sparsity.mode, facts.sparsity.predictor].filter(Boolean).join(" by ")] : [];
-  return [same ? `${n} layers × ${count(sum / n)} neurons` : `${n} layers, ${count(sum)} neurons`, ...mode];
+  return [same ? `${counted(n, "layer")} × ${counted(sum / n, "neuron")}` : `${counted(n, "layer")}, ${counted(sum, "neuron")}`, ...mode];
 }
 
 function aboutText(facts) {

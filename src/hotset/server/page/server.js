@@ -121,16 +121,6 @@ export async function countTokens(model, content) {
   return (await response.json()).count;
 }
 
-/** How many tokens a prompt has: messages and tools as a request has them. Infinity for one that the context has no room for. */
-export async function countPrompt({ model, messages, tools }) {
-  try {
-    return (await (await post("tokenize", { model, messages, tools })).json()).count;
-  } catch (error) {
-    if (error.code === "context_length_exceeded") return Infinity;
-    throw error;
-  }
-}
-
 /** The MCP servers: {name, state, problem, tools: [{name, tool, description, parameters}]}. */
 export const mcpServers = async () => (await (await ask("mcp/servers")).json()).servers ?? [];
 
@@ -147,9 +137,11 @@ export async function* states() {
 
 const BROKE = "The connection broke in the middle of the answer.";
 
-/** The chunks of an answer, as the server sends them. Throws ServerError, and AbortError where `signal` says so. */
-export async function* chat(body, signal) {
+/** The chunks of an answer, as the server sends them. onDropped(n): before the first one, how many turns of the conversation
+ * had no room. Throws ServerError, and AbortError where `signal` says so. */
+export async function* chat(body, signal, onDropped) {
   const response = await post("v1/chat/completions", { ...body, stream: true }, signal);
+  onDropped(Number(response.headers.get("x-hotset-dropped-turns") ?? 0));
   let complete = false;
   for await (const data of events(response)) {
     if (data === "[DONE]") {

@@ -4,6 +4,7 @@ import { schemaOf, written } from "./calls.js";
 import { byId, h } from "./dom.js";
 import * as server from "./server.js";
 import { addFunctions, changeTools, functionsOf, ownTools } from "./tools.js";
+import { counted } from "./units.js";
 
 const LOOK_MS = 1000; // between two looks at servers that start
 const EXAMPLE = '{"name": "get_weather", "description": "The weather of a place", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}';
@@ -125,7 +126,7 @@ export class ToolsDialog {
         one.state === "failed" ? this.button("Start again", `start ${one.name}`, one.name, () => this.ask(() => this.tools.restart(one.name))) : null,
       ),
       one.problem ? h("p", { class: one.state === "failed" ? "problem" : "none" }, `It ${one.problem}.`) : null,
-      names.length ? this.details(`list ${one.name}`, `${n} of ${names.length} tools on`, list) : null,
+      names.length ? this.details(`list ${one.name}`, `${n} of ${counted(names.length, "tool")} on`, list) : null,
     );
   }
 

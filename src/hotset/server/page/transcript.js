@@ -52,7 +52,7 @@ export class Transcript {
         return turn;
       });
       const isPast = shown.indexOf(message) < first;
-      const line = first > 0 && message === shown[first] ? h("p", { class: "dropped" }, "The context is full: messages above are not sent any more") : null;
+      const line = first > 0 && message === shown[first] ? h("p", { class: "dropped" }, "The context is full: messages above are left out of the prompt") : null;
       return h("li", { class: [pair.length > 1 && "versus", isPast && "past"].filter(Boolean).join(" ") }, line, turns.map((turn) => turn.element));
     });
     this.list.replaceChildren(...items);

@@ -29,6 +29,9 @@ export const rate = (perSecond) => (perSecond >= 9.95 ? perSecond.toFixed(0) : p
 
 export const count = (n) => n.toLocaleString("en-US");
 
+/** 1 token, 1,024 tokens. */
+export const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
 /** What a token looks like in one line: spaces at its ends seen, line ends as signs. */
 export function shownToken(text) {
   return text === "" ? "·" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
