@@ -319,6 +319,35 @@ def test_the_library_has_the_parameters_and_the_messages(model: Path, brief: str
         assert smaller.n_ctx == 64
 
 
+def test_another_template_keeps_the_messages_of_a_created_model(brief: str) -> None:
+    expected = with_messages(named("gemma"), [("system", "Be brief.")], [])
+    with library.load(brief, backend="reference", chat_template="gemma") as made:
+        assert made.chat_template.source == expected
+
+
+@pytest.mark.parametrize("is_created", [False, True])
+def test_the_models_file_has_a_chat_template(
+    model: Path, brief: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_created: bool
+) -> None:
+    name, expected = "plain", named("gemma")
+    if is_created:
+        name, expected = brief, with_messages(expected, [("system", "Be brief.")], [])
+    file, begun = tmp_path / "models.toml", list[Any]()
+    base = "" if is_created else f"model = {json.dumps(str(model))}\n"
+    file.write_text(f'[models.{name}]\n{base}[models.{name}.load]\nchat_template = "gemma"\n')
+    monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: begun.append(host))
+    assert inside("serve", "--models-file", str(file), "--backend", "reference").returncode == 0
+    (host,) = begun
+
+    async def loaded() -> None:
+        host.start()
+        service = await host.when_loaded(name, [])
+        assert service.model.chat_template.source == expected
+        await host.close()
+
+    asyncio.run(loaded())
+
+
 def test_a_server_of_one_created_model(brief: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: begun.append(host))

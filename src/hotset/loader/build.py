@@ -46,6 +46,7 @@ from hotset.loader.decide import (
     with_channels,
     with_ram,
 )
+from hotset.loader.modelfile import replaced_template
 from hotset.memory import free_memory, own_memory
 from hotset.model.config import ModelConfig
 from hotset.model.cost import Cost, check_gpu_cache
@@ -106,7 +107,9 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     except BaseException:
         gguf.close()
         raise
-    template = settings.chat_template or (made and made.template)
+    template = settings.chat_template
+    if made is not None:
+        template = made.template if template is None else replaced_template(made, template)
     if template:
         gguf.metadata["tokenizer.chat_template"] = template
     return Opened(settings, gguf, config, devices, {} if made is None else made.sampling)

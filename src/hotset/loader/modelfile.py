@@ -173,8 +173,7 @@ def made_of(
             "TEMPLATE is a template of Go, and hotset's are Jinja's: name one "
             f"({', '.join(sorted(turn_formats.FORMATS))}), or leave it out for the model's own"
         )
-    before = [("system", modelfile.system)] if modelfile.system else []
-    if before or modelfile.messages:
+    if modelfile.system or modelfile.messages:
         if template is None:
             with open_gguf(path) as gguf:
                 own = gguf.metadata.get("tokenizer.chat_template")
@@ -182,12 +181,22 @@ def made_of(
             if not isinstance(own, str) or not own:
                 own = turn_formats.by_vocabulary(tokens if isinstance(tokens, list) else ()).source
             template = own
-        template = with_messages(template, before, modelfile.messages)
+        template = _with_messages_of(modelfile, template)
     if template is not None and len(template) > MAX_SOURCE_CHARS:
         raise InvalidRequestError(
             f"the template has {len(template)} characters, and at most {MAX_SOURCE_CHARS} are read"
         )
     return Created(base=base, template=template, sampling=sampling, load=load, modelfile=source)
+
+
+def replaced_template(made: Created, template: str) -> str:
+    """Return a template in place of a created model's own, with the messages of its Modelfile."""
+    return _with_messages_of(Modelfile.parse(made.modelfile), template) if made.modelfile else template
+
+
+def _with_messages_of(modelfile: Modelfile, template: str) -> str:
+    system = [("system", modelfile.system)] if modelfile.system else []
+    return with_messages(template, system, modelfile.messages) if system or modelfile.messages else template
 
 
 def _adapter(name: str, folder: Path | None) -> Path:

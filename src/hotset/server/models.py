@@ -37,6 +37,7 @@ from hotset.errors import HotsetError, OutOfMemoryError, QueueFullError
 from hotset.escaping import clause
 from hotset.loader.build import open_model
 from hotset.loader.decide import DEFAULT_N_CTX
+from hotset.loader.modelfile import replaced_template
 from hotset.memory import own_memory
 from hotset.parameters import shown
 from hotset.server.catalogue import Catalogue, Offered
@@ -55,6 +56,7 @@ from hotset.server.settings import ServerSettings
 from hotset.server.slots import LoadError, LoadProgress, NotWantedError, Slot, bytes_of, fitted, parts_of
 from hotset.server.streams import HELD
 from hotset.settings import LoadSettings
+from hotset.storage import created
 from hotset.units import human_size
 
 log = logging.getLogger("hotset.server")
@@ -545,8 +547,8 @@ class Models:
             settings = replace(settings, ram_budget=budget + more)
         opened = open_model(slot.offered.path, settings)
         try:
-            if slot.offered.settings.template is not None:
-                opened.gguf.metadata["tokenizer.chat_template"] = slot.offered.settings.template
+            if (template := _template_of(slot.offered, settings)) is not None:
+                opened.gguf.metadata["tokenizer.chat_template"] = template
             opened, n_bytes = fitted(opened, self.budget)
             file_bytes = opened.gguf.nbytes
             if slot.needed[0] == file_bytes:
@@ -691,3 +693,11 @@ class HoldMiddleware:
         finally:
             for slot in held:
                 self._models.release(slot)
+
+
+def _template_of(offered: Offered, settings: LoadSettings) -> str | None:
+    """Return the chat template that replaces the file's; None if `settings` alone say it."""
+    made = created.find(offered.name)
+    if settings.chat_template is None or made is None:
+        return offered.settings.template
+    return replaced_template(made, settings.chat_template)
