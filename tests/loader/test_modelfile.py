@@ -391,13 +391,25 @@ def test_a_batch_of_a_created_model(model: Path, brief: str) -> None:
 
 
 def test_tools_of_a_created_model(model: Path, brief: str) -> None:
-    calls = [
-        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": name, "arguments": arguments}}
-        for name, arguments in (("chat", {"prompt": "Why?"}), ("list_models", {}))
+    client = {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {},
+        "clientInfo": {"name": "test", "version": "1"},
+    }
+    requests = [
+        ("initialize", client),
+        ("tools/call", {"name": "chat", "arguments": {"prompt": "Why?"}}),
+        ("tools/call", {"name": "list_models", "arguments": {}}),
     ]
-    given = "".join(f"{json.dumps(one)}\n" for one in calls)
+    messages = [
+        {"jsonrpc": "2.0", "id": i, "method": method, "params": params}
+        for i, (method, params) in enumerate(requests)
+    ]
+    messages.insert(1, {"jsonrpc": "2.0", "method": "notifications/initialized"})
+    given = "".join(f"{json.dumps(one)}\n" for one in messages)
     done = inside("mcp", brief, "--backend", "reference", stdin=given)
-    chat, models = (json.loads(line)["result"]["structuredContent"] for line in done.stdout.splitlines())
+    replies = {reply["id"]: reply["result"] for reply in map(json.loads, done.stdout.splitlines())}
+    chat, models = (replies[i]["structuredContent"] for i in (1, 2))
     assert chat["tokens"] == 7
     assert {"name": "brief", "size": None, "is_default": True} in models["models"]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import anyio
 import mcp_types as types
@@ -289,6 +290,14 @@ class _Conversation:
         return types.JSONRPCError(jsonrpc="2.0", id=id, error=types.ErrorData(code=code, message=why))
 
 
+def _own_reader() -> BinaryIO:
+    """Open standard input once more; its own buffer if it is no file."""
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except io.UnsupportedOperation:
+        return sys.stdin.buffer
+
+
 async def _lines() -> AsyncGenerator[str, None]:
     """Yield the lines of standard input that are not blank, each cut after MAX_LINE bytes.
 
@@ -300,18 +309,20 @@ async def _lines() -> AsyncGenerator[str, None]:
     def put(line: str | None) -> None:
         asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
 
-    def read() -> None:
-        source = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
+    def read(source: BinaryIO) -> None:
         while rest := (line := source.readline(MAX_LINE)):
             while rest and not rest.endswith(b"\n"):
                 rest = source.readline(MAX_LINE)
             if line.strip():
                 put(line.decode("utf-8", "replace"))
-        put(None)
 
     def run() -> None:
         with suppress(RuntimeError, asyncio.CancelledError):  # the loop has ended
-            read()
+            try:
+                with suppress(OSError):  # an input that cannot be read has ended
+                    read(_own_reader())
+            finally:
+                put(None)
 
     threading.Thread(target=run, daemon=True).start()
     while (line := await lines.get()) is not None:
