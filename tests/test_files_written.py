@@ -356,8 +356,9 @@ def test_every_writer_goes_through_the_door() -> None:
         for line in path.read_text("utf-8").splitlines()
         if writes.search(line)
     ]
-    # Files that are open already, a last line that was cut off, and a log that is appended to.
+    # Files that are open already, a last line that was cut off, a log that is appended to, and click's text.
     expected = [
+        "formatter.write_text(",
         'path.open("ab", buffering=0)',
         "np.save(file,",
         "np.savez(file,",

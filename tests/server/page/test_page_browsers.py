@@ -51,6 +51,7 @@ def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
         "messages",
         "stream",
         "stream_options",
+        "truncation",
     }  # what is not set is the server's to choose
     page.click("#show-settings")
     assert page.get_by_label("Temperature", exact=True).get_attribute("placeholder") == "0.8"

@@ -83,7 +83,7 @@ def test_files_come_by_dropping_and_pasting_and_go(server: FakeServer, opened: A
     page.evaluate(give, "drop")
     page.locator("#files li", has_text="drop.txt").get_by_text("7 tokens").wait_for()
     page.evaluate(give, "paste")
-    page.get_by_text("14 tokens do not fit: the context has 8.").wait_for()
+    page.get_by_text("There is no room for 14 tokens: the context has 8.").wait_for()
     page.get_by_role("button", name="Remove drop.txt").click()
     assert message(page, "#files").startswith("paste.txt")
     assert page.locator("#files .problem").count() == 0
