@@ -62,16 +62,32 @@ def characters(pieces: list[str], added: list[str], normalizer: Any, *strip: Any
     }  # fmt: skip
 
 
-def byte_level(normalizer: Any) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE that splits as Qwen's."""
+NFC = {"type": "NFC"}
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+AS_QWEN = [
+    {
+        "type": "Split",
+        "pattern": {"Regex": PRE_TOKENIZERS["qwen2"].patterns[0]},
+        "behavior": "Isolated",
+        "invert": False,
+    },
+    LEVEL | {"use_regex": False},
+]
+
+
+def byte_level(normalizer: Any, pre_tokenizers: list[Any], *added: str) -> dict[str, Any]:
+    """A tokenizer.json of byte-level BPE. added: tokens that the library finds in normalised text."""
     keys = bpe_metadata("qwen2")
-    ids = {token: id for id, token in enumerate(keys["tokenizer.ggml.tokens"])}
-    pattern = {"Regex": PRE_TOKENIZERS["qwen2"].patterns[0]}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokens = dict.fromkeys([*keys["tokenizer.ggml.tokens"], *added])
+    ids = {token: id for id, token in enumerate(tokens)}
     return {
-        "version": "1.0", "added_tokens": [], "normalizer": normalizer, "post_processor": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "decoder": level,
+        "version": "1.0",
+        "added_tokens": [
+            {"id": ids[token], "content": token, "special": False, **PLAIN, "normalized": True}
+            for token in added
+        ],
+        "normalizer": normalizer, "post_processor": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers}, "decoder": LEVEL,
         "model": {"type": "BPE", "vocab": ids, "merges": keys["tokenizer.ggml.merges"]},
     }  # fmt: skip
 
@@ -108,8 +124,10 @@ FORMS = {
     "llama 2": characters(WORDS, [], {"type": "Sequence", "normalizers": [PREFIX, SPACES]}, STRIP),
     "gemma 3": characters([*RUNS, *WORDS], ["\n", "\n\n", *RUNS, "[x]"], SPACES),
     "over lines": characters([*OVER_LINES, *WORDS], ["[x]"], SPACES),
-    "nfc": byte_level({"type": "NFC"}),
-    "no nfc": byte_level(None),
+    "nfc": byte_level(NFC, AS_QWEN),
+    "no nfc": byte_level(None, AS_QWEN),
+    "gpt-neox": byte_level(NFC, [LEVEL], *(" " * n for n in range(24, 1, -1))),
+    "command r": byte_level(NFC, [{"type": "Digits", "individual_digits": True}, LEVEL]),
 }
 
 
@@ -153,10 +171,18 @@ def test_forms_are_known_by_their_keys(tmp_path: Path):
     assert keys["llama 2"]["tokenizer.ggml.model"] == "llama"
     assert "  " in keys["gemma 3"]["tokenizer.ggml.tokens"], "as llama.cpp's converter writes it"
     assert [form for form in keys if WHOLE_TEXT_KEY in keys[form]] == ["over lines"]
-    assert (keys["nfc"].get(NFC_KEY), keys["no nfc"].get(NFC_KEY)) == (None, False)
+    flags = {form: keys[form].get(NFC_KEY) for form in keys if keys[form]["tokenizer.ggml.model"] == "gpt2"}
+    assert flags == {"nfc": None, "no nfc": False, "gpt-neox": True, "command r": True}
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "deepseek-r1-qwen"])
+# The published tokenizers of these names have the normaliser NFC.
+COMPOSED = (
+    "command-r", "deepseek-r1-qwen", "hunyuan", "modern-bert", "mpt", "olmo", "qwen2", "qwen35",
+    "stablelm2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", COMPOSED)
 def test_a_file_without_the_key_is_normalised_by_the_name_of_its_pre_tokenizer(pre: str):
     tokenizer = load_tokenizer(bpe_metadata(pre))
     decomposed = unicodedata.normalize("NFD", "café Việt 각 ") * 300

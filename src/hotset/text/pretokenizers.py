@@ -19,7 +19,8 @@ class PreTokenizer:
     patterns: regular expressions, applied in order.
     ignore_merges: a word that is a token is taken whole, whatever the merges say.
     add_bos: whether BOS is put in front when the file does not say (`tokenizer.ggml.add_bos_token`).
-    normalises: whether text is normalised to NFC first, as Qwen's tokenizers do; no key of GGUF says it.
+    normalises: whether text is normalised to NFC first, as by the normaliser of the published tokenizer
+        (tokenizer.json, or the code of its class). No key of GGUF says it.
     """
 
     patterns: tuple[str, ...]
@@ -85,7 +86,6 @@ _starcoder = PreTokenizer((r"\p{N}", _GPT2))
 _llama3 = PreTokenizer((_cl100k(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
 _cl100k_plain = PreTokenizer((_cl100k(r"\p{N}{1,3}"),))
 _digit = PreTokenizer((_cl100k(r"\p{N}"),))
-_qwen2 = replace(_digit, normalises=True)
 _gpt4o = PreTokenizer((_o200k(r"\p{N}{1,3}"),))
 _deepseek3 = PreTokenizer((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK3))
 _bloom = PreTokenizer((_BLOOM,))
@@ -109,16 +109,8 @@ _TABLE: dict[tuple[str, ...], PreTokenizer] = {
     ): _llama3,
     ("dbrx", "smaug-bpe", "chatglm-bpe"): _cl100k_plain,
     ("glm4", "glm5"): _glm4,
-    ("qwen2", "deepseek-r1-qwen"): _qwen2,
-    (
-        "kormo",
-        "f2llmv2",
-        "megrez",
-        "stablelm2",
-        "hunyuan",
-        "solar-open",
-        "grok-2",
-    ): _digit,
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"): replace(_digit, normalises=True),
+    ("kormo", "f2llmv2", "megrez", "solar-open", "grok-2"): _digit,
     ("qwen35",): PreTokenizer(
         (
             _cl100k(
@@ -141,18 +133,16 @@ _TABLE: dict[tuple[str, ...], PreTokenizer] = {
         "roberta-bpe",
         "a.x-4.0",
         "mellum",
-        "modern-bert",
-        "mpt",
-        "olmo",
         "jais",
         "trillion",
         "granite-docling",
         "exaone4",
     ): _gpt2,
+    ("mpt", "olmo", "modern-bert"): replace(_gpt2, normalises=True),
+    ("command-r",): replace(_starcoder, normalises=True),
     (
         "starcoder",
         "refact",
-        "command-r",
         "smollm",
         "codeshell",
         "exaone",
