@@ -116,6 +116,18 @@ def test_each_tool_is_pointed_at_the_server(tools: Tools, server: Serving) -> No
     assert config["provider"]["hotset"]["options"]["baseURL"] == f"{server.url}/v1"
     assert list(config["provider"]["hotset"]["models"]) == ["tiny"]
 
+    limit = config["provider"]["hotset"]["models"]["tiny"]["limit"]
+    assert limit == {"context": server.service.model.n_ctx, "output": server.service.model.n_ctx // 4}
+
+    launched("qwen", *url, "--", "-p", "hello")
+    seen = tools.seen()
+    assert seen["arguments"] == ["--auth-type", "openai", "-p", "hello"]
+    assert {name: seen["env"][f"OPENAI_{name}"] for name in ("BASE_URL", "API_KEY", "MODEL")} == {
+        "BASE_URL": f"{server.url}/v1",
+        "API_KEY": "none",
+        "MODEL": "tiny",
+    }
+
     launched("aider", *url, "--", "file.py")
     seen = tools.seen()
     assert seen["arguments"][:2] == ["--model", "openai/tiny"]

@@ -76,7 +76,8 @@ def _codex(server: Server) -> Setup:
 
 
 def _opencode(server: Server) -> Setup:
-    limit = {} if server.n_ctx is None else {"limit": {"context": server.n_ctx, "output": server.n_ctx // 2}}
+    # OpenCode keeps room for an answer of `output` tokens free, and shortens the conversation when none is left.
+    limit = {} if server.n_ctx is None else {"limit": {"context": server.n_ctx, "output": server.n_ctx // 4}}
     settings = {
         "$schema": "https://opencode.ai/config.json",
         "model": f"{_NAME}/{server.model}",
@@ -96,6 +97,17 @@ def _aider(server: Server) -> Setup:
     return Setup(
         command=("aider", "--model", f"openai/{server.model}", "--no-show-model-warnings"),
         env={"OPENAI_API_BASE": f"{server.url}/v1", "OPENAI_API_KEY": server.key},
+    )
+
+
+def _qwen(server: Server) -> Setup:
+    return Setup(
+        command=("qwen", "--auth-type", "openai"),
+        env={
+            "OPENAI_BASE_URL": f"{server.url}/v1",
+            "OPENAI_API_KEY": server.key,
+            "OPENAI_MODEL": server.model,
+        },
     )
 
 
@@ -147,6 +159,7 @@ TOOLS = {
     "claude": Tool("Claude Code", "claude", "https://code.claude.com/docs", _claude),
     "codex": Tool("Codex CLI", "codex", "https://github.com/openai/codex", _codex),
     "opencode": Tool("OpenCode", "opencode", "https://opencode.ai", _opencode),
+    "qwen": Tool("Qwen Code", "qwen", "https://github.com/QwenLM/qwen-code", _qwen),
     "aider": Tool("Aider", "aider", "https://aider.chat", _aider),
     "continue": Tool("Continue's cn", "cn", "https://docs.continue.dev", _continue),
     "zed": Tool("Zed", "zed", "https://zed.dev", _zed),
