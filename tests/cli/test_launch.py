@@ -97,6 +97,7 @@ def test_each_tool_is_pointed_at_the_server(tools: Tools, server: Serving) -> No
         "tiny"
     }
     assert "ANTHROPIC_API_KEY" not in seen["env"]
+    assert int(seen["env"]["CLAUDE_STREAM_IDLE_TIMEOUT_MS"]) > 300_000  # less is ignored
 
     launched("codex", *url, "--", "exec")
     seen = tools.seen()

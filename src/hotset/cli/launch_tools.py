@@ -55,6 +55,8 @@ def _claude(server: Server) -> Setup:
             "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it differs in each request: no prompt would be cached
+            # Without it Claude Code sends a request again after 300 s, for it does not count `ping` events.
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "1800000",
         },
     )
 
