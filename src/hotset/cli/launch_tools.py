@@ -78,7 +78,7 @@ def _codex(server: Server) -> Setup:
 
 
 def _opencode(server: Server) -> Setup:
-    # OpenCode keeps room for an answer of `output` tokens free, and shortens the conversation when none is left.
+    # OpenCode keeps `output` tokens free for an answer, and shortens a conversation that needs them.
     limit = {} if server.n_ctx is None else {"limit": {"context": server.n_ctx, "output": server.n_ctx // 4}}
     settings = {
         "$schema": "https://opencode.ai/config.json",
