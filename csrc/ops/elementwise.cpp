@@ -1,6 +1,7 @@
 // Operations that treat each row by itself: embedding, selection, norms, activations, sums and products. Each
 // is described by the class of its name in model/operations.py.
 #include <algorithm>
+#include <cmath>
 
 #include "../facts.h"
 #include "row_op.h"
@@ -96,6 +97,17 @@ static const Registered kRotate("rotate", [](Facts& facts) -> std::unique_ptr<Op
             rotate_head(facts, &step.rope_cos[rope][r * half], &step.rope_sin[rope][r * half],
                         head_dim - first, head + first, result + h * head_dim + first);
         }
+    });
+});
+
+static const Registered kPositionGain("position_gain", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int out = facts.buffer("out");
+    require(facts.width(out) == 1, "a gain is one number for each token");
+    facts.of_all_tokens(out);
+    const double beta = facts.number("beta");
+    const int length = facts.integer("length", 1, INT32_MAX);
+    return make_row_op(facts.plan(), out, [=](const StepTokens& step, int r, float* result) {
+        *result = float(1 + beta * std::log(1.0 + step.positions[r] / length));
     });
 });
 

@@ -159,6 +159,21 @@ def test_windows_of_newer_classes(
     assert (found.get(WINDOW), found.get(PATTERN)) == (window, pattern)
 
 
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("Ministral3", "rope.scaling.original_context_length"),
+        ("Mistral4", "attention.temperature_length"),
+    ],
+)
+def test_gain_of_queries_with_every_rotation(name: str, key: str, kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    found = keys(name, rope_parameters=rope | {"llama_4_scaling_beta": 0.1})
+    assert (found["attention.temperature_scale"], found[key]) == (0.1, 64)
+    assert "attention.temperature_scale" not in keys(name, rope_parameters=rope)
+
+
 def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
     old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"type": "linear", "factor": 8.0}}
     full = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}

@@ -634,6 +634,31 @@ def test_what_an_architecture_says_reaches_the_config() -> None:
         config_from_gguf(file("opt", {"position_embd.weight": (64, 2)}))
 
 
+LATENT = {
+    "attention__key_length": 16, "attention__value_length": 16, "attention__kv_lora_rank": 8,
+    "rope__dimension_count": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "entries"),
+    [
+        ("mistral3", "rope__scaling__original_context_length", {}),
+        ("mistral4", "attention__temperature_length", LATENT),
+        ("deepseek2", "attention__temperature_length", LATENT),
+    ],
+)
+def test_gain_of_queries(name: str, key: str, entries: dict[str, Any]) -> None:
+    scale = {"attention__temperature_scale": 0.25}
+    config = config_from_gguf(file(name, **entries, **scale, **{key: 48}))
+    assert (config.query_gain, config.n_ctx_max) == ((0.25, 48), None)
+    assert config_from_gguf(file(name, **entries, **{key: 48})).query_gain is None
+    with pytest.raises(FormatError, match=f"{key.replace('__', '.')} is missing"):
+        config_from_gguf(file(name, **entries, **scale))
+    with pytest.raises(FormatError, match=key.replace("__", ".")):
+        config_from_gguf(file(name, **entries, **scale, **{key: 0}))
+
+
 def test_what_newer_architectures_say_reaches_the_layers() -> None:
     window = {"attention__sliding_window": 16, "block_count": 7}
     gemma = config_from_gguf(file("gemma3", **window, rope__freq_base=1e6, rope__scaling__factor=8.0))

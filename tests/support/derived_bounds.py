@@ -44,6 +44,7 @@ from hotset.model.operations import (
     Multiply,
     NgramEmbed,
     PoolBlocks,
+    PositionGain,
     RMSNorm,
     Rotate,
     Route,
@@ -361,6 +362,8 @@ class Oracle(ReferenceBackend):
                 first = op.first_weight
                 weight = np.abs(self._weight(op.weight).reshape(-1)[first : first + op.x.width])
                 return expected, gamma(2) * np.abs(expected) + TINY * (1 + weight)
+            case PositionGain():  # in float64
+                return expected, U * np.abs(expected)
             case Add() | Multiply() | Scale():
                 return expected, U * np.abs(expected) + TINY
             case AddStreams():

@@ -510,7 +510,7 @@ MUSE = {
 MINISTRAL = {
     "head_dim": 32,
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 200,
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24,
         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "beta_fast": 16.0,
         "beta_slow": 1.0,
     },

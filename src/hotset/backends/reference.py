@@ -48,6 +48,7 @@ from hotset.model.operations import (
     Multiply,
     NgramEmbed,
     PoolBlocks,
+    PositionGain,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -65,7 +66,7 @@ from hotset.model.operations import (
     UnitNorm,
     Wkv,
 )
-from hotset.model.rope import cos_sin
+from hotset.model.rope import cos_sin, position_gain
 
 F32 = np.float32
 
@@ -229,6 +230,8 @@ class ReferenceBackend:
                 return zero_small(values[op.x.id], op.threshold, batch.thresholded)
             case Rotate():
                 return rotate(values[op.x.id], batch.positions, op)
+            case PositionGain():
+                return position_gain(op, batch.positions)
             case Attention():
                 self._store(op, values, [seen[-1] for seen in slots])
                 return self._attend(op, values[op.q.id], batch, slots)

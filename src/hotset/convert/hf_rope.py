@@ -146,6 +146,9 @@ class HFRope:
             keys["attention.rope_pattern"] = [base > 0 for base in self.layer_bases]
         if self.hf_class.dynamic == "key" and rope["alpha"] is not None:
             keys["rope.scaling.alpha"] = float(rope["alpha"])
+        if (tempered := self.row.tempered) and rope.get("llama_4_scaling_beta"):
+            keys["attention.temperature_scale"] = float(number(rope, "llama_4_scaling_beta"))
+            keys[tempered] = integer(rope, "original_max_position_embeddings")
         if self.hf_class.latent and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):
             raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
         if kind in ("default", "llama3") or (kind == "proportional" and self.hf_class.window_heads):
@@ -163,9 +166,6 @@ class HFRope:
             return keys
         keys["rope.scaling.type"] = kind
         keys["rope.scaling.factor"] = float(number(rope, "factor", self.n_ctx / original))
-        if (tempered := self.row.tempered) and rope.get("llama_4_scaling_beta"):
-            keys["attention.temperature_scale"] = float(number(rope, "llama_4_scaling_beta"))
-            keys[tempered] = original
         if kind == "yarn":
             rounded = self.row.rounded_yarn
             if (rope.get("truncate", True) is not False) != rounded:

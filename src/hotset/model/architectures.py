@@ -97,9 +97,10 @@ class Architecture:
       the width of a head.
     latent_eps: of the norms of latent vectors, where keys and values of all heads come from one (see Latent),
       whatever the file says of the others; None: they come from the input.
-    tempered: queries grow with their position (attention.temperature_scale) from the position on that this
-      key has. indexed: an indexer chooses the keys that a token sees, all while there are no more than
-      attention.indexer.top_k. Neither is computed: longer contexts are refused.
+    tempered: queries grow with their position (attention.temperature_scale), once for each length that this
+      key has (see operations.PositionGain); None: they do not. indexed: an indexer chooses the keys that a
+      token sees, all while there are no more than attention.indexer.top_k. It is not computed: longer
+      contexts are refused.
     predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
       it enters the layer; never the normalised input of the FFN.
     experts: of files whose FFNs are experts; None: there are none.
@@ -355,8 +356,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture(
         experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
     ),
-    "deepseek2": Architecture(  # V2, V3, Kimi K2
-        latent_eps=1e-6, experts=ExpertDefaults(normalised=False), nextn="rms",
+    "deepseek2": Architecture(  # V2, V3, Kimi K2, Mistral Large 3
+        latent_eps=1e-6, tempered="attention.temperature_length", experts=ExpertDefaults(normalised=False),
+        nextn="rms",
     ),
     "plm": Architecture(
         latent_eps=1e-6, gated=False, activation=RELU2,

@@ -212,6 +212,7 @@ class ModelConfig:
     the logits. logit_softcap: see graph.SoftCap; 0: none. n_extra_layers: of the file behind the model's, for
     the prediction of more than one token; nothing reads them. `sparse_threshold` belongs to the predictor in
     the file; masked: that predictor's mask is part of the model. slopes: see operations.Attention.
+    query_gain: beta and length of the operations.PositionGain that multiplies queries; None: nothing does.
     n_embd_layer: width of the embedding of a token that each layer adds; 0: none does. For the rest see
     Architecture.
     """
@@ -254,6 +255,7 @@ class ModelConfig:
     unit_embedding: bool = False
     post_norm_eps: float | None = None
     causal: bool = True
+    query_gain: tuple[float, int] | None = None
 
     @property
     def n_layer(self) -> int:
@@ -348,9 +350,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         norm_weights=architecture.norm_weights,
         biased=architecture.biased,
         first_position=architecture.first_position,
-        embedding_scale=math.sqrt(n_embd)
-        if architecture.scaled_embedding
-        else keys.factor("embedding_scale"),
+        embedding_scale=_embedding_scale(keys, architecture, n_embd),
         residual_scale=keys.factor("residual_scale"),
         logit_scale=keys.factor("logit_scale") ** (1 if architecture.multiplies_logits else -1),
         logit_softcap=keys.factor("final_logit_softcapping", 0.0),
@@ -376,6 +376,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         unit_embedding=architecture.unit_embedding,
         post_norm_eps=architecture.post_norm_eps,
         causal=keys.flag("attention.causal", architecture.causal),
+        query_gain=_query_gain(keys, architecture),
     )
     if not config.causal and (config.n_recurrent or config.altup is not None):
         raise UnsupportedModelError(
@@ -721,14 +722,24 @@ def _context(gguf: GGUFFile, keys: Keys, architecture: Architecture) -> int:
     return n_rows - architecture.first_position
 
 
+def _embedding_scale(keys: Keys, architecture: Architecture, n_embd: int) -> float:
+    return math.sqrt(n_embd) if architecture.scaled_embedding else keys.factor("embedding_scale")
+
+
+def _query_gain(keys: Keys, architecture: Architecture) -> tuple[float, int] | None:
+    """Beta and length of the gain of queries."""
+    if architecture.tempered is None:
+        return None
+    beta = keys.real("attention.temperature_scale", 0.0, 1e3, 0.0)
+    return (beta, keys.integer(architecture.tempered, 1, (1 << 31) - 1)) if beta else None
+
+
 def _longest_context(
     gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int, head_dim: int
 ) -> int | None:
     """The longest context in which what is computed is what the model means, in tokens."""
     if architecture.first_position is not None:
         return _context(gguf, keys, architecture)
-    if architecture.tempered is not None and keys.real("attention.temperature_scale", 0.0, 1e3, 0.0):
-        return keys.integer(architecture.tempered, 1, 1 << 31)
     if architecture.compressed:
         # Layers whose blocks overlap have an indexer, even if the file lacks its tensors, which are not read.
         # It takes all complete blocks while there are no more than its top-k.

@@ -6,6 +6,7 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     embedding  [embedding_scaled]  [token_types  embd_typed: their sum]  [position_embd  inp: the sum with it]
     [token_embd_norm]
     blk.N.attn_norm  attn_q  attn_k  attn_v  [attn_q_norm  attn_k_norm]  [attn_q_rope  attn_k_rope]
+    [blk.N.attn_q_gain  attn_q_tempered: attn_q times it]
     [blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own: what
     the heads make of them  attn_k_shared  attn_k_shared_rope]
     blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
@@ -96,6 +97,7 @@ from hotset.model.operations import (
     MaskedRoute,
     Multiply,
     PoolBlocks,
+    PositionGain,
     RMSNorm,
     Rope,
     Rotate,
@@ -364,7 +366,7 @@ class _Decoder(GraphBuilder):
                     q, gate = self._gated_query(q, blk)
                 out = self.value(f"{blk}.attn_gate_act", gate.width)
                 gate = self.add(Activate(out, gate, "sigmoid", **self.where))
-            q = self._rotated(q, config.n_head, layer)
+            q = self._rotated(self._tempered(q, blk), config.n_head, layer)
             if layer.source is None:
                 k = self._rotated(k, n_head_kv, layer)
                 if layer.value_norm:
@@ -571,6 +573,15 @@ class _Decoder(GraphBuilder):
         q, k, v = (self.add(op) for op in self.rows_of(f"{blk}.attn_qkv", x, widths))
         return q, k, v
 
+    def _tempered(self, q: Value, blk: str) -> Value:
+        """The queries times the gain of their positions, where the model has one. It stands before the
+        rotation, which backends fuse into attention."""
+        if self.config.query_gain is None:
+            return q
+        beta, length = self.config.query_gain
+        gain = self.add(PositionGain(self.value(f"{blk}.attn_q_gain", 1), beta, length, **self.where))
+        return self.add(Multiply(self.value(f"{blk}.attn_q_tempered", q.width), q, gain, **self.where))
+
     def _rotated(self, x: Value, n_head: int, layer: LayerConfig) -> Value:
         """The heads of q or k at their positions, normed before or after where the architecture does so."""
         name, rope = x.name, layer.rope
@@ -609,6 +620,7 @@ class _Decoder(GraphBuilder):
         q = self.linear(
             given, f"{blk}.attn_q_b" if latent.rank_q else f"{blk}.attn_q", width, f"{blk}.attn_q"
         )
+        q = self._tempered(q, blk)
         if rope is not None:
             out = self.value(f"{blk}.attn_q_rope", width)
             q = self.add(Rotate(out, q, n_head, config.head_dim, rope, n_own, **self.where))

@@ -327,6 +327,15 @@ class Rotate(Operation):
 
 
 @dataclass(frozen=True)
+class PositionGain(Operation):
+    """out = 1 + beta * ln(1 + floor(position / length)), one number for each token (model/rope.py)."""
+
+    out: Value
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True)
 class Heads(Operation):
     """Some channels of each head of x, and behind them, where there is one, what all heads share.
 
@@ -1077,6 +1086,7 @@ Primitive = (
     | TransposedLinear
     | LowRank
     | Rotate
+    | PositionGain
     | Heads
     | TransposedHeads
     | Attention

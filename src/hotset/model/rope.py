@@ -19,7 +19,7 @@ from hotset.model.keys import (
     YARN_LOG_MULTIPLIER,
     Keys,
 )
-from hotset.model.operations import Rope
+from hotset.model.operations import PositionGain, Rope
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -166,6 +166,12 @@ def latent_yarn_scale(keys: Keys) -> float:
 
 def _yarn_magnitude(factor: float, multiplier: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def position_gain(op: PositionGain, positions: np.ndarray) -> np.ndarray:
+    """Return the gain of each position [n], float32 [n, 1], by way of float64."""
+    gains = 1 + op.beta * np.log(1.0 + positions // op.length)
+    return gains.astype(np.float32)[:, None]
 
 
 def cos_sin(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

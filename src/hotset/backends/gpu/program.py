@@ -60,6 +60,7 @@ from hotset.model.operations import (
     Multiply,
     NgramEmbed,
     PoolBlocks,
+    PositionGain,
     RMSNorm,
     Rope,
     Rotate,
@@ -79,6 +80,7 @@ from hotset.model.operations import (
     has_zeros,
     one_matrix,
 )
+from hotset.model.rope import position_gain
 
 
 class CpuWorkerProtocol(Protocol):
@@ -367,7 +369,9 @@ class Program:
         kind: Any = {Attention: "attention", SelectOutputs: "outputs"}.get(type(main), "")
         return [Call(self._lower(group), layer, part, reads, outs, inside, kind)]
 
-    def _lower(self, group: Fused) -> Callable[[Frame], None]:
+    def _lower(  # noqa: C901 - a case for each operation
+        self, group: Fused
+    ) -> Callable[[Frame], None]:
         main = group.ops[-1]
         if group.linears:
             return self._linears(group)
@@ -392,6 +396,8 @@ class Program:
                 return lambda f: f.values.__setitem__(out, left(f))
             case Rotate():
                 return self._rotate(main)
+            case PositionGain():
+                return self._position_gain(main)
             case (
                 RMSNorm() | LayerNorm() | Activate() | GaussianTopK() | Mask() | Add() | Multiply() | Scale()
                 | SoftCap()
@@ -607,6 +613,17 @@ class Program:
 
         def run(f: Frame) -> None:
             f.values[out] = k.rotate(f.values[x], angles(f), n_head=op.n_head, kind=op.rope.kind)
+
+        return run
+
+    def _position_gain(self, op: PositionGain) -> Callable[[Frame], None]:
+        """Look up the gain of each token in a table with one entry for each length of the context."""
+        firsts = np.arange(-(-self._n_ctx // op.length)) * op.length
+        table = self._weights.tensor(("gain", op.beta, op.length), position_gain(op, firsts))
+        out = op.out.id
+
+        def run(f: Frame) -> None:
+            f.values[out] = table.index_select(0, f.inputs.positions[: f.n] // op.length)
 
         return run
 

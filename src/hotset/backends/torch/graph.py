@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -70,6 +71,7 @@ from hotset.model.operations import (
     Multiply,
     NgramEmbed,
     PoolBlocks,
+    PositionGain,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -89,6 +91,7 @@ from hotset.model.operations import (
     Value,
     Wkv,
 )
+from hotset.model.rope import position_gain
 from hotset.offload.uploads import rows_at
 
 if TYPE_CHECKING:
@@ -240,6 +243,8 @@ class TorchGraph:
             case Rotate():
                 turns = self._turns_of(op.rope, step.tokens)
                 return rotate(step[op.x], turns, n_head=op.n_head, kind=op.rope.kind, first=op.first)
+            case PositionGain():
+                return self._gains(op, step.tokens)
             case Attention():
                 return self._attended(op, step).flatten(0, 1)
             case (
@@ -353,6 +358,12 @@ class TorchGraph:
             both = (torch.stack((angle.cos(), angle.sin())) * rope.magnitude).float()
             self._turns[key] = both.repeat(1, n_texts, 1).to(self.device)
         return self._turns[key]
+
+    def _gains(self, op: PositionGain, tokens: Tensor) -> Tensor:
+        """Return the gains of all tokens, float32 [n_texts * n_tokens, 1]."""
+        n_texts, n_tokens = tokens.shape
+        gains = torch.from_numpy(position_gain(op, np.arange(n_tokens)))
+        return gains.repeat(n_texts, 1).to(self.device)
 
     def _attended(self, op: Attention, step: Step) -> Tensor:
         assert not op.first_seen, "a layer for multi-token prediction"

@@ -47,6 +47,7 @@ from hotset.model.operations import (
     Ffn,
     Linear,
     NgramEmbed,
+    PositionGain,
     Primitive,
     Recurrent,
     ShortConv,
@@ -210,7 +211,7 @@ def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_pages: int) ->
     rounded: Value | None = None
     for step in steps_of(graph)[0]:
         match step.op:
-            case Embed() | NgramEmbed():
+            case Embed() | NgramEmbed() | PositionGain():
                 n = 0
             case Attention():
                 n = (2 if step.op.source is None else 0) + (2 if n_splits(n_pages) > 1 else 1)

@@ -13,7 +13,17 @@ from hotset.backends.base import PAGE_SIZE, Batch, check_states
 from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.model.graph import Graph
-from hotset.model.operations import Attention, Embed, NgramEmbed, Recurrent, Rope, Rotate, ShortConv, Value
+from hotset.model.operations import (
+    Attention,
+    Embed,
+    NgramEmbed,
+    PositionGain,
+    Recurrent,
+    Rope,
+    Rotate,
+    ShortConv,
+    Value,
+)
 from hotset.model.rope import cos_sin
 
 OUTPUT_ROWS = 64  # of logits that are computed at a time
@@ -39,7 +49,7 @@ class InputShape:
         cls, graph: Graph, entering: Value | None, *, max_batch: int, n_pages: int, n_states: int
     ) -> InputShape:
         """Of a part of a graph, which a value enters where it does not begin with the tokens."""
-        values = [op.out for op in graph.ops if isinstance(op, Embed | NgramEmbed)]
+        values = [op.out for op in graph.ops if isinstance(op, Embed | NgramEmbed | PositionGain)]
         values += [entering] if entering else []
         scans = (op for op in graph.recurrent if not isinstance(op, ShortConv | NgramEmbed))
         return cls(

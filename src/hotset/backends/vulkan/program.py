@@ -58,6 +58,7 @@ from hotset.model.operations import (
     Multiply,
     NgramEmbed,
     Op,
+    PositionGain,
     Primitive,
     RMSNorm,
     Rotate,
@@ -77,7 +78,7 @@ from hotset.model.operations import (
     Wkv,
 )
 
-ON_HOST = (Embed, NgramEmbed)  # what is looked up there, and enters
+ON_HOST = (Embed, NgramEmbed, PositionGain)  # the host computes their results
 COMPUTED = (
     *ON_HOST, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale,
     SoftCap, Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,

@@ -36,7 +36,8 @@ from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, 
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, NgramEmbed, Value
+from hotset.model.operations import PARTS, Attention, Embed, NgramEmbed, PositionGain, Value
+from hotset.model.rope import position_gain
 from hotset.offload.cache_stats import CacheStats
 from hotset.units import human_size
 
@@ -116,6 +117,7 @@ class VulkanStage:
         self._kv = Arena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
+        self._gains = [op for op in self.graph.ops if isinstance(op, PositionGain)]
         self._ngrams: dict[Value, CpuBackend] = {}
         self.n_states = self._most_states(n_states) if graph.recurrent else 0
         shape = InputShape.of(
@@ -224,6 +226,7 @@ class VulkanStage:
         rows: dict[Value, np.ndarray] = {op.out: lookup(self.weights, op, batch) for op in self._embeds}
         plain = replace(batch, taps=(), adapter_scales=None)
         rows |= {value: backend.run(plain) for value, backend in self._ngrams.items()}
+        rows |= {op.out: position_gain(op, batch.positions) for op in self._gains}
         if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
         if self.entering is not None and x is not None:
