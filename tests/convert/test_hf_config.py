@@ -228,6 +228,23 @@ def test_the_base_of_each_layer() -> None:
             keys("GraniteSWA", layer_rope_theta=bases)
 
 
+@pytest.mark.parametrize("kind", ["Olmo3", "Mellum"])
+def test_base_of_unscaled_windows(kind: str) -> None:
+    """The file has a key only if the other layers have another base."""
+    full = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e3}
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+    def of(windowed: dict[str, Any]) -> dict[str, Any]:
+        ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", **windowed}}
+        return keys(kind, rope_parameters=ropes, rope_local_base_freq=7.0, **types)
+
+    found = of({"rope_theta": 2e4})
+    assert (found["rope.freq_base"], found["rope.freq_base_swa"]) == (5e3, 2e4)
+    assert "rope.freq_base_swa" not in of({"rope_theta": 5e3})
+    with pytest.raises(UnsupportedModelError, match="scaling of layers with a window"):
+        of({"rope_theta": 5e3, "rope_type": "linear", "factor": 2.0})
+
+
 def test_models_whose_tokens_see_those_behind_them_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="is_causal set to 'False'"):
         keys("Qwen2", is_causal=False)

@@ -673,6 +673,12 @@ def test_what_newer_architectures_say_reaches_the_layers() -> None:
     based = config_from_gguf(file("gemma3", **window, rope__freq_base_swa=500.0))
     assert based.layers[0].rope.freq == pytest.approx([500 ** (-i / 8) for i in range(8)])
     assert based.layers[5].rope.freq == pytest.approx(local)
+    for name in ("olmo2", "mellum"):
+        experts = {"expert_count": 4, "expert_used_count": 2} if name == "mellum" else {}
+        bases = {"rope__freq_base": 1e6, "rope__freq_base_swa": 500.0, "rope__scaling__factor": 8.0}
+        found = config_from_gguf(file(name, **{**window, "block_count": 4}, **bases, **experts)).layers
+        assert found[0].rope.freq == pytest.approx([500 ** (-i / 8) for i in range(8)])
+        assert found[3].rope.freq == pytest.approx(slowed)
     for name, n_layer in (("gemma2", 46), ("gemma3", 62)):  # scores by the width over the heads, 64 / 4
         wide = {"attention__key_length": 64, "attention__value_length": 64}
         for n in (n_layer, n_layer - 1):

@@ -115,6 +115,7 @@ OTHERWISE = {
     "it knows windows in 64 layers alone": "exaone4-pattern",
     "it computes RMS in place of layer norms": "refact refact-heads refact-odd-heads",
     "it normalises the weights of experts whatever the file says": "qwen3moe-raw-weights mellum-full",
+    "it rotates layers with a window by the base of the others": "olmo3-yarn mellum",
     "it gives each second layer a window, and rounds the ends of YaRN's ramp": "gpt-oss-pattern",
 }
 REFUSED = {  # by what it says

@@ -470,9 +470,9 @@ def two_ropes(linear: float | None = None) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
-def unscaled_windows(kind: str) -> dict[str, Any]:
-    """A scaling of the layers without a window alone."""
-    windowed = {"rope_type": "default", "rope_theta": 10000.0}
+def unscaled_windows(kind: str, base: float = 10000.0) -> dict[str, Any]:
+    """A scaling that only layers without a window have. base: of the layers with one."""
+    windowed = {"rope_type": "default", "rope_theta": base}
     return {
         "rope_parameters": {"full_attention": rope(kind)["rope_parameters"], "sliding_attention": windowed}
     }
@@ -945,7 +945,7 @@ RECIPES: dict[str, TinyModel] = {
     "olmo3-yarn": TinyModel(
         "Olmo3",
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-        | unscaled_windows("yarn"),
+        | unscaled_windows("yarn", 500.0),
     ),
     "exaone4": TinyModel("Exaone4", {"num_hidden_layers": 5, "sliding_window": 24}),
     "exaone4-full": TinyModel(
@@ -1467,7 +1467,7 @@ EXPERTS: dict[str, TinyModel] = {
     "mellum": TinyModel(
         "Mellum",
         {**MELLUM, "layer_types": ["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]}
-        | unscaled_windows("yarn"),
+        | unscaled_windows("yarn", 500.0),
     ),
     "mellum-full": TinyModel("Mellum", {**MELLUM, **unscaled_windows("linear"), "norm_topk_prob": False}),
     "mellum-pattern": TinyModel(

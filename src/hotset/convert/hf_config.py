@@ -386,9 +386,11 @@ class HFConfig:
             if self.hf_class.sections:
                 keys["rope.dimension_sections"] = self.rope.sections()
             if row.unscaled_windows and windows:
-                self.rope.check_one_base(keys["rope.freq_base"])
+                base = self.rope.windowed_base(number(self.hf_class.defaults, "rope_theta"))
+                keys |= {"rope.freq_base_swa": base} if base != keys["rope.freq_base"] else {}
             if row.windowed_rope_base is not None:
-                keys["rope.freq_base_swa"] = self.rope.windowed_base(row.windowed_rope_base)
+                base = number(self.raw, "rope_local_base_freq", row.windowed_rope_base)
+                keys["rope.freq_base_swa"] = self.rope.windowed_base(base)
         if self.hf_class.activation is not None:
             keys["hidden_activation"] = self.activation.gate
         keys = {f"{name}.{key}": value for key, value in keys.items()}

@@ -101,23 +101,16 @@ class HFRope:
         return rope
 
     def windowed_base(self, default: float) -> float:
-        """The base of the rotation in layers with a window, which is never scaled."""
+        """Return the base of the rotation in layers with a window, which is never scaled.
+
+        default: the base if rope_parameters has none. Raises UnsupportedModelError for a scaling.
+        """
         rope = self._ropes("sliding_attention")
         if rope.get("rope_type", "default") != "default":
             raise UnsupportedModelError(
                 "a RoPE scaling of layers with a window in config.json is not supported"
             )
-        return float(number(rope, "rope_theta", number(self.raw, "rope_local_base_freq", default)))
-
-    def check_one_base(self, base: float) -> None:
-        """Raises UnsupportedModelError where layers with a window have another base than the others."""
-        rope = self._ropes("sliding_attention")
-        default = number(self.hf_class.defaults, "rope_theta")
-        if rope.get("rope_type", "default") != "default" or number(rope, "rope_theta", default) != base:
-            raise UnsupportedModelError(
-                "the rotation of sliding_attention in config.json must have the rope_theta of "
-                "full_attention, and no scaling"
-            )
+        return float(number(rope, "rope_theta", default))
 
     def _n_rot(self, rope: dict[str, Any]) -> int:
         """Channels of a head that are rotated."""

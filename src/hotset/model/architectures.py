@@ -86,7 +86,7 @@ class Architecture:
       rope.scaling.finetuned, where it is false, says that no layer has one.
     rounded_yarn: where YaRN's ramp begins and ends is rounded to whole pairs of channels.
     windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
-      that of the others, with their scaling, or without it (unscaled_windows).
+      they have the rotation of the others. unscaled_windows: the base of the others, without their scaling.
     caps_scores: the file's cap on scores counts (Gemma 3 has none, whatever config.json or the file says).
     scaled_embedding: the embedding is multiplied by the root of the width. multiplies_logits: logits are
       multiplied by the file's logit_scale; elsewhere they are divided by it. needs_scales: the file must have

@@ -494,11 +494,11 @@ def _ropes(
     switched_off |= architecture.alibi_at is not None and _alibi(keys, architecture, len(windows)) > 0
     if architecture.rope is not None and not switched_off:
         rope = windowed = rope_of(gguf, keys, architecture, head_dim, n_ctx_train)
-        if any(windows) and architecture.windowed_rope_base is not None:
-            windowed = windowed_rope_of(keys, architecture, rope, architecture.windowed_rope_base)
-        elif any(windows) and architecture.unscaled_windows:
+        base = architecture.windowed_rope_base
+        if architecture.unscaled_windows:
             base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
-            windowed = Rope(rope.kind, rope.n_rot, tuple(frequencies(base, rope.n_rot).tolist()))
+        if any(windows) and base is not None:
+            windowed = windowed_rope_of(keys, architecture, rope, base)
     return rope, windowed
 
 
