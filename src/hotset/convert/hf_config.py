@@ -101,7 +101,9 @@ def _check_required(config: dict[str, Any], hf_class: HFClass) -> None:
         found = config.get(key, value)
         same = type(found) is type(value) and found == value
         if not same and not (found is None and not value):
-            raise UnsupportedModelError(f"{key} set to {str(found)[:60]!r} in config.json is not supported")
+            raise UnsupportedModelError(
+                f"{key} set to {str(found)[:60]!r} in config.json is not supported, only {str(value)!r} is"
+            )
 
 
 def _is_online_bitnet(quantised: Any) -> bool:
