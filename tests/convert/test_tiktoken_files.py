@@ -1,4 +1,4 @@
-"""Vocabularies in tiktoken's form (Kimi, Qwen 1, Hunyuan): what becomes of them, and what is refused."""
+"""Vocabularies in tiktoken's form (Kimi, Qwen 1, Hunyuan, Mistral): the tokens, and the refused files."""
 
 from __future__ import annotations
 
@@ -247,6 +247,88 @@ def test_vocabularies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write(tmp_path, tokens, tokenizer_class="OtherTokenizer")
     with pytest.raises(TokenizerError, match="needs the tokenizer_class TikTokenTokenizer"):
         tokenizer_keys(tmp_path, {"vocab_size": 612})
+
+
+N_SPECIAL = 30
+
+
+def tekken(folder: Path, tokens: list[bytes], *, version: str = "v3", **changes: Any) -> None:
+    """Write a tekken.json that leaves out the last 10 of `tokens`. changes: to its config or its objects."""
+    rows = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    config = {
+        "pattern": PRE_TOKENIZERS["tekken"].patterns[0],
+        "num_vocab_tokens": len(tokens),
+        "default_vocab_size": len(tokens) - 10 + N_SPECIAL,
+        "default_num_special_tokens": N_SPECIAL,
+        "version": version,
+    }
+    content = {"config": config | changes, "vocab": rows}
+    content |= {key: value for key, value in changes.items() if key in ("vocab", "special_tokens")}
+    (folder / "tekken.json").write_text(json.dumps(content))
+
+
+def named(*texts: str) -> list[dict[str, Any]]:
+    return [{"rank": id, "token_str": text, "is_control": True} for id, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("kind", ["learnt", "shuffled", "random"])
+def test_tokens_of_tekken_are_those_of_rank_bpe(tmp_path: Path, kind: str) -> None:
+    # As mistral-common numbers them: the special tokens come first, and texts never become one.
+    tokens = vocabulary(kind)
+    bytes_first = [*map(bytes, zip(range(256))), *(token for token in tokens if len(token) > 1)]
+    tekken(tmp_path, bytes_first)
+    ours = load_tokenizer(tokenizer_keys(tmp_path, {"vocab_size": N_VOCAB}))
+    ranks = {token: rank for rank, token in enumerate(bytes_first[:-10])}
+    for text in [*(text for text in NASTY if len(text) < 1000), *CORPUS[:3], "[INST]a</s>"]:
+        wanted = [id + N_SPECIAL for id in tiktoken_ids(text, "tekken", ranks)]
+        assert ours.encode(text) == [1, *wanted], text
+        assert ours.decode(wanted) == text
+    assert ours.encode("[INST]a</s>", parse_special=True) == [1, 3, N_SPECIAL + ord("a"), 2]
+
+
+def test_special_tokens_of_tekken_are_named_by_the_file(tmp_path: Path) -> None:
+    tekken(tmp_path, vocabulary("learnt"))
+    ours = load_tokenizer(tokenizer_keys(tmp_path, {"vocab_size": N_VOCAB}))
+    assert (ours.unk_id, ours.bos_id, ours.eos_id, ours.pad_id) == (0, 1, 2, 11)
+    assert ours.tokens[9:11] + ours.tokens[19:21] == [
+        "[TOOL_CALLS]",
+        "[IMG]",
+        "[TOOL_CONTENT]",
+        "<SPECIAL_20>",
+    ]
+    assert ours.tokens[N_SPECIAL - 1] == f"<SPECIAL_{N_SPECIAL - 1}>"
+    assert all(map(ours.is_special, range(N_SPECIAL)))
+    tekken(
+        tmp_path, vocabulary("learnt"), version="v13", special_tokens=named("<pad>", "</s>", "<s>", "[THINK]")
+    )
+    ours = load_tokenizer(tokenizer_keys(tmp_path, {"vocab_size": N_VOCAB}))
+    assert (ours.bos_id, ours.eos_id, ours.unk_id) == (2, 1, None)
+    assert ours.tokens[3:5] == ["[THINK]", "<SPECIAL_4>"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": "v13"}, "is not a tokenizer of Mistral"),  # newer files must name their special tokens
+        ({"default_vocab_size": "many"}, "is not a tokenizer of Mistral"),
+        ({"default_vocab_size": 5000}, "has 5000 tokens, the model only 1200"),
+        ({"default_num_special_tokens": 10}, "does not number its"),
+        ({"default_num_special_tokens": 500}, "no token for the byte|does not number its"),
+        ({"special_tokens": named("<s>")[0]}, "is not a tokenizer of Mistral"),
+        ({"special_tokens": [{"rank": 1, "token_str": "<s>"}]}, "does not number its"),
+        ({"special_tokens": named("<s>", "<s>")}, "the text of another token"),
+        ({"vocab": [{"rank": 0, "token_bytes": "!"}]}, "is not a tokenizer of Mistral"),
+        ({"vocab": []}, "does not number its"),
+        ({"pattern": ".*"}, "the pattern in .* is not known"),
+    ],
+)
+def test_damaged_files_of_tekken_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    tekken(tmp_path, vocabulary("learnt"), **changes)
+    with pytest.raises((FormatError, TokenizerError), match=message):
+        tokenizer_keys(tmp_path, {"vocab_size": N_VOCAB})
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ bytes alone would have. So the pairs found here, in the order of ranks, give tik
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hotset.convert.hf_config import read_json
 from hotset.errors import FormatError
 from hotset.files import read_small_file
 
@@ -71,12 +74,65 @@ def read_ranks(path: Path, most: int, numbered: bool) -> dict[bytes, int]:
         ranks.setdefault(token, len(ranks))
         if len(ranks) > most:
             raise FormatError(f"{path} has more tokens than the model ({most}: vocab_size in config.json)")
+    _check_tokens(path, ranks)
+    return ranks
+
+
+def _check_tokens(path: Path, ranks: Mapping[bytes, int]) -> None:
     if sum(len(token) ** 2 for token in ranks) > _MOST_WORK:
         raise FormatError(f"{path} has tokens of {max(map(len, ranks))} bytes, which are too long")
     for byte in range(256):
         if bytes([byte]) not in ranks:
             raise FormatError(f"{path} has no token for the byte {byte:#04x}")
-    return ranks
+
+
+@dataclass(frozen=True)
+class Tekken:
+    """The vocabulary in a tekken.json of Mistral, whose special tokens come before the ranks.
+
+    ranks: token → rank, in the order of ranks. special: texts of the special tokens by id.
+    pattern: the regular expression that splits texts.
+    """
+
+    ranks: dict[bytes, int]
+    special: list[str]
+    pattern: str
+
+
+# Files of the versions v3 and v7 may leave out their special tokens.
+_TEKKEN_SPECIAL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
+    "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+
+
+def read_tekken(path: Path, most: int) -> Tekken:
+    """Read a tekken.json. Raises FormatError for a damaged file and for one with more than `most` tokens."""
+    content = read_json(path)
+    try:
+        config = content["config"]
+        n_tokens, n_special = config["default_vocab_size"], config["default_num_special_tokens"]
+        listed: Any = content.get("special_tokens")
+        if listed is None and config.get("version") in ("v3", "v7"):
+            listed = [{"rank": id, "token_str": text} for id, text in enumerate(_TEKKEN_SPECIAL)]
+        special = [token["token_str"] for token in listed]
+        ids = [token["rank"] for token in listed]
+        n_ranks = n_tokens - n_special
+        rows = content["vocab"][:n_ranks]
+        tokens = [base64.b64decode(row["token_bytes"], validate=True) for row in rows]
+        numbered = ids == [*range(len(ids))] and [row["rank"] for row in rows] == [*range(n_ranks)]
+        pattern = config["pattern"]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{path} is not a tokenizer of Mistral: {str(error)[:100]!r}") from None
+    if n_tokens > most:
+        raise FormatError(f"{path} has {n_tokens} tokens, the model only {most} (vocab_size in config.json)")
+    if not numbered or len(special) > n_special or b"" in tokens or len(set(tokens)) < n_ranks:
+        raise FormatError(f"{path} does not number its {n_tokens} tokens as its config says")
+    special += [f"<SPECIAL_{id}>" for id in range(len(special), n_special)]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    _check_tokens(path, ranks)
+    return Tekken(ranks, special, pattern)
 
 
 def merged_pairs(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:

@@ -1,8 +1,9 @@
 """The tokenizer of a Hugging Face checkpoint as the keys `tokenizer.*` of a GGUF file.
 
 Sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byte-level BPE, BPE over
-characters, WordPiece or unigram), RWKV's vocabulary, a file of tiktoken's ranks (byte-level BPE),
-vocab.json with merges.txt (byte-level BPE as GPT-2's, which OPT ships alone), vocab.txt (WordPiece).
+characters, WordPiece or unigram), RWKV's vocabulary, a file of tiktoken's ranks or Mistral's tekken.json
+(byte-level BPE), vocab.json with merges.txt (byte-level BPE as GPT-2's; OPT has only these), vocab.txt
+(WordPiece).
 What GGUF has no name for is refused: a guess would silently change the tokens.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hotset.convert.hf_config import read_json
-from hotset.convert.hf_tiktoken import TIKTOKEN_CLASSES, merged_pairs, read_ranks
+from hotset.convert.hf_tiktoken import TIKTOKEN_CLASSES, merged_pairs, read_ranks, read_tekken
 from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, TokenizerError
 from hotset.files import read_small_file, read_small_text
@@ -109,6 +110,9 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
     elif (name := next((name for name in TIKTOKEN_CLASSES if (src / name).exists()), None)) is not None:
         tokens, types, keys = _tiktoken(src, name, settings, n_vocab)
         settings, config = _tiktoken_ids(settings, config)
+    elif (src / "tekken.json").exists():
+        settings = _TEKKEN_SETTINGS | settings
+        tokens, types, keys = _tekken(src / "tekken.json", settings, n_vocab)
     elif (src / "vocab.json").exists() and (src / "merges.txt").exists():
         tokens, types, keys = _gpt2_bpe(src, settings, config)
     elif (src / "vocab.txt").exists():
@@ -457,20 +461,47 @@ def _tiktoken(
     if max(special) >= n_vocab:
         what = f"{len(ranks)} tokens and the tokenizer {len(special)} special ones"
         raise FormatError(f"{path} has {what}, the model only {n_vocab} (vocab_size in config.json)")
+    tokens, keys = _of_ranks(path, ranks, list(special.values()), row.pre, settings)
+    return tokens, [NORMAL] * len(ranks) + [CONTROL] * len(special), keys
+
+
+_TEKKEN_SETTINGS = {
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>",
+    "add_bos_token": True,
+}  # fmt: skip
+
+
+def _tekken(
+    path: Path, settings: dict[str, Any], n_vocab: int
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    """Return what _of_json does. A text never becomes a special token, so all of these are control tokens."""
+    read = read_tekken(path, n_vocab)
+    pre = NAMES.get(((_spelled(read.pattern),), True))
+    if pre is None:
+        raise TokenizerError(f"the pattern in {path} is not known: {read.pattern[:200]}")
+    tokens, keys = _of_ranks(path, read.ranks, read.special, pre, settings)
+    n = len(read.ranks)
+    return tokens[n:] + tokens[:n], [CONTROL] * len(read.special) + [NORMAL] * n, keys
+
+
+def _of_ranks(
+    path: Path, ranks: dict[bytes, int], special: list[str], pre: str, settings: dict[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the tokens of tiktoken's ranks, then the special ones, and the keys of the tokenizer."""
     letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
 
     def spelled(token: bytes) -> str:
         return token.decode("latin-1").translate(letters)
 
-    tokens = [*map(spelled, ranks), *special.values()]
+    tokens = [*map(spelled, ranks), *special]
     if len(set(tokens)) < len(tokens):
         raise FormatError(f"a special token of {path} has the text of another token")
     pairs, complete = merged_pairs(ranks)
     merges = [f"{spelled(left)} {spelled(right)}" for left, right in pairs]
-    keys = _byte_level_keys(row.pre, merges, settings)
-    if not complete:  # tiktoken takes a word that is a token whole
+    keys = _byte_level_keys(pre, merges, settings)
+    if not complete and not PRE_TOKENIZERS[pre].ignore_merges:  # tiktoken takes a word that is a token whole
         keys[IGNORE_MERGES_KEY] = True
-    return tokens, [NORMAL] * len(ranks) + [CONTROL] * len(special), keys
+    return tokens, keys
 
 
 _TIKTOKEN_SPECIAL = {
