@@ -16,12 +16,14 @@ from pydantic import TypeAdapter
 from tiny_server import MESSAGES, run, write_model
 from tool_models import HERMES, WEATHER, written
 
+from hotset.engine.sampler import TokenLogprobs
+from hotset.server.answers import Finished, ToolCallArguments, ToolCallStart
 from hotset.server.anthropic import MessagesBody
 from hotset.server.anthropic import answer_request as of_messages
 from hotset.server.client_tools import FORMS, result_text
 from hotset.server.ignored import HEADER
 from hotset.server.openai.chat import ChatBody
-from hotset.server.openai.client_calls import OPEN, ClientCall, JsonStrings
+from hotset.server.openai.client_calls import OPEN, ClientCall, CustomCalls, CustomInput, JsonStrings
 from hotset.server.openai.responses import ResponsesBody, answer_request
 from hotset.server.service import Service
 
@@ -240,11 +242,39 @@ def test_calls_of_a_chat(hermes: Path):
             if event["choices"]
             for one in event["choices"][0]["delta"].get("tool_calls", ())
         ]
-        assert (call | {"index": 0}).items() <= pieces[0].items()
-        assert {one["index"] for one in pieces[1:]} == {1}
+        texts = [one["custom"]["input"] for one in pieces if one["index"] == 0]
+        assert pieces[0].pop("id").startswith("call_")
+        assert pieces[0] == {"index": 0, "type": "custom", "custom": {"name": "patch", "input": ""}}
+        assert {one["index"] for one in pieces[len(texts) :]} == {1}
+        assert ("".join(texts), len(texts) > 3) == (PATCH, True)
         assert reply.json()["choices"][0]["finish_reason"] == "tool_calls"
 
     run(hermes, work, load={"n_ctx": 4096})
+
+
+@pytest.mark.parametrize("end", ["next", "finished"])
+@pytest.mark.parametrize(
+    ("pieces", "texts"),
+    [
+        (['{"in', 'put": "a\\', "n", 'b"}'], ["", "a", "\n", "b"]),
+        (['{"te', 'xt": "ab"}'], ["", "", "ab"]),
+        (["plain ", "text"], ["", "", "plain text"]),
+    ],
+)
+def test_deltas_of_a_custom_call(pieces: list[str], texts: list[str], end: str):
+    """A piece of the arguments without text has logprobs only; arguments that do not fit come at the end."""
+    score = TokenLogprobs(1, 0.0, ())
+    last = ToolCallStart(0, 1, "c2", "other") if end == "next" else Finished(0, "tool_calls")
+    calls = CustomCalls({"patch"})
+    start = ToolCallStart(0, 0, "c1", "patch", [score])
+    assert [*calls.push(start)] == [start]
+    found = [one for text in pieces for one in calls.push(ToolCallArguments(0, 0, text, [score]))]
+    assert all(one.logprobs == [score] for one in found)
+    *rest, ended = calls.push(last)
+    assert (ended, [type(one) for one in rest + found]) == (last, [CustomInput] * len(texts))
+    assert [one.text for one in found + rest] == texts
+    for other in ToolCallArguments(0, 1, "{}"), ToolCallArguments(1, 0, "{}"):  # of calls that are not custom
+        assert [*calls.push(other)] == [other]
 
 
 def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
-from hotset.engine.sampler import TokenLogprobs
-from hotset.server.answers import Delta, ToolCallArguments, ToolCallStart
 from hotset.server.modalities import note_of
 from hotset.server.rows import Body, Row, Text, having
-from hotset.text.parts import ToolCall
 
 Json = dict[str, Any]
 
@@ -314,41 +311,3 @@ def anthropic_tool(kind: str, name: str | None) -> ClientTool | None:
         if kind.removeprefix(prefix).isdecimal() and kind.startswith(prefix):
             return ClientTool(name or usual, description, parameters)
     return None
-
-
-# ---- calls of such tools in an answer ----
-
-
-@dataclass(frozen=True)
-class WholeCall:
-    """A call that is complete. index, call, logprobs: as of ToolCallStart."""
-
-    index: int
-    call: int
-    tool: ToolCall
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-class HeldCalls:
-    """The calls of one answer's deltas. Those of the tools in `names` are held until they are whole.
-
-    Their arguments are JSON, and clients get another form of them: a text, or an object with checked fields.
-    """
-
-    def __init__(self, names: Mapping[str, Any] | frozenset[str]) -> None:
-        self._names = names
-        self._held: dict[int, WholeCall] = {}  # by the answer
-
-    def push(self, delta: Delta) -> list[Delta | WholeCall]:
-        """Return the delta, and before it the call that it ends; nothing for a part of a held call."""
-        if isinstance(delta, ToolCallArguments) and (held := self._held.get(delta.index)) is not None:
-            held.tool.arguments += delta.text
-            held.logprobs.extend(delta.logprobs)
-            return []
-        held = self._held.pop(delta.index, None)
-        found: list[Delta | WholeCall] = [] if held is None else [held]
-        if isinstance(delta, ToolCallStart) and delta.name in self._names:
-            call = ToolCall(delta.id, delta.name)
-            self._held[delta.index] = WholeCall(delta.index, delta.call, call, list(delta.logprobs))
-            return found
-        return [*found, delta]

@@ -25,10 +25,11 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.client_tools import CUSTOM, HeldCalls, TextFormat, WholeCall, custom_tool
+from hotset.server.client_tools import CUSTOM, TextFormat, custom_tool
 from hotset.server.errors import UnreadableError
 from hotset.server.fields import NO_DEFAULTS, TRUNCATION
 from hotset.server.logprobs import spelled
+from hotset.server.openai.client_calls import CustomCalls, CustomInput
 from hotset.server.openai.schema import Logprobs, SamplingFields, logprobs_of, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.rows import Body, ByType, Flag, Row, having, integer
@@ -231,11 +232,11 @@ class _Reply:
         watch = None
         if self._body.includes_activity:
             watch = ActivityWatch(self._service.activity, answer.generations)
-        held = HeldCalls(self._custom)
+        calls = CustomCalls(self._custom)
         async for delta in answer:
             if watch is not None:
                 more["hotset"] = {"activity": await self._service.in_thread(watch.new, delta.index)}
-            for one in held.push(delta):
+            for one in calls.push(delta):
                 if isinstance(one, TextDelta) and watch is None and self._body.n_top is None:
                     yield texts[one.index](one.text)
                     continue
@@ -246,15 +247,15 @@ class _Reply:
             yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
         yield DONE
 
-    def _piece(self, one: Delta | WholeCall) -> dict[str, Any]:
+    def _piece(self, one: Delta) -> dict[str, Any]:
         """Return a piece of the message."""
         match one:
             case TextDelta():
                 return {"content": one.text}
             case ReasoningDelta():
                 return {"reasoning_content": one.text}
-            case WholeCall():
-                return self._called([{"index": one.call} | self._call(one.tool)])
+            case CustomInput():
+                return self._called([{"index": one.call, "custom": {"input": one.text}}])
             case ToolCallStart():
                 return self._called([{"index": one.call} | self._call(ToolCall(one.id, one.name))])
             case ToolCallArguments():

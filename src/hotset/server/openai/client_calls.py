@@ -1,11 +1,15 @@
-"""Calls of tools with a type of their own, as events of /v1/responses while the model writes them."""
+"""Calls of tools with a type of their own while the model writes them.
+
+`ClientCall` makes the events of /v1/responses, and `CustomCalls` the deltas of a chat.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+from hotset.server.answers import Delta, ToolCallArguments, ToolCallStart
 from hotset.server.client_tools import CUSTOM, FORMS, CallForm
 
 Step = tuple[str, dict[str, Any]]
@@ -219,3 +223,35 @@ class ClientCall:
         self.value["diff"] += text
         if text:
             yield "response.apply_patch_call_operation_diff.delta", {"delta": text}
+
+
+class CustomInput(ToolCallArguments):
+    """More of the text of a call of a custom tool."""
+
+
+class CustomCalls:
+    """The calls of custom tools among the deltas of a chat. names: of these tools."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._calls: dict[int, tuple[int, ClientCall]] = {}  # by the answer: the one that is open
+
+    def push(self, delta: Delta) -> Iterator[Delta]:
+        """Yield the delta; the arguments of a custom tool as a piece of its text."""
+        known = self._calls.get(delta.index)
+        if known is not None and isinstance(delta, ToolCallArguments):
+            text = _input_in(known[1].push(delta.text))
+            if text or delta.logprobs:
+                yield CustomInput(delta.index, delta.call, text, delta.logprobs)
+            return
+        if known is not None:
+            del self._calls[delta.index]
+            if text := _input_in(known[1].end()):
+                yield CustomInput(delta.index, known[0], text)
+        if isinstance(delta, ToolCallStart) and delta.name in self._names:
+            self._calls[delta.index] = delta.call, ClientCall(CUSTOM, delta.id, delta.name)
+        yield delta
+
+
+def _input_in(steps: Iterator[Step]) -> str:
+    return "".join(fields["delta"] for kind, fields in steps if kind != OPEN)
