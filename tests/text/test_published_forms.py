@@ -100,11 +100,11 @@ def unigram(normalizer: Any, *pre_tokenizers: Any) -> dict[str, Any]:
     scores = [-draw.randint(64, 640) / 64 for _ in pieces]  # sums are exact in either precision
     special = ["<unk>", "<s>", "</s>"]
     vocabulary = [*([token, 0.0] for token in special), *map(list, zip(pieces, scores, strict=True))]
+    added = [*enumerate(special), (len(vocabulary), "[x]")]
     return {
         "version": "1.0",
         "added_tokens": [
-            {"id": id, "content": token, "special": True, **PLAIN}
-            for id, token in enumerate(special)
+            {"id": id, "content": token, "special": token in special, **PLAIN} for id, token in added
         ],
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre_tokenizers)}, "post_processor": None,
@@ -141,13 +141,29 @@ def visible_spaces(prepend: str, split: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("normalizer", [None, COLLAPSE])
 @pytest.mark.parametrize("words", [[], [WORDWISE]])
-@pytest.mark.parametrize(("prepend", "split"), [("always", True), ("never", True), ("always", False)])
+@pytest.mark.parametrize(
+    ("prepend", "split"),
+    [("always", True), ("never", True), ("always", False), ("first", True), ("first", False)],
+)
 def test_unigram_ids_without_a_table_equal_the_librarys(
     normalizer: Any, words: list[Any], prepend: str, split: bool, tmp_path: Path
 ):
     library, tokenizer, _ = both(tmp_path, unigram(normalizer, *words, visible_spaces(prepend, split)))
-    for text in texts(200):
-        assert tokenizer.encode(text, add_special=False) == library.encode(text).ids, text
+    for text in [*texts(200, ["[x]", "</s>"]), "[x]the", "the[x]the", "the [x] the</s>the"]:
+        found = tokenizer.encode(text, add_special=False, parse_special=True)
+        assert found == library.encode(text).ids, text
+
+
+def test_a_prefix_of_the_first_word_only_is_left_out_of_texts(tmp_path: Path):
+    _, tokenizer, _ = both(tmp_path, unigram(None, visible_spaces("first", False)))
+    for text in ("the[x]the", "the[x] the", "[x] the", "[x]the"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+
+
+def test_a_prefix_of_the_first_word_only_needs_a_model_without_a_table(tmp_path: Path):
+    table = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
+    with pytest.raises(TokenizerError, match="prepend_scheme"):
+        both(tmp_path, unigram(table, visible_spaces("first", False)))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -276,10 +276,15 @@ def _unigram(
             removes_spaces = True
             steps.append("words")
         elif step["type"] == "Metaspace" and step.get("replacement") == "\u2581":
-            prefix = step.get("prepend_scheme", "always") == "always"
-            steps += ["pieces"] * (step.get("split", True) is not False)
+            scheme = step.get("prepend_scheme", "always")
+            prefix = scheme != "never"
+            steps += ["pieces"] * (step.get("split", True) is not False) + ["first"] * (scheme == "first")
         else:
             raise TokenizerError(f"the pre-tokenizer {step['type']!r} of a unigram model is not supported")
+    if charsmap and "first" in steps:
+        raise TokenizerError(
+            'the prepend_scheme "first" of a unigram model with a Precompiled normalizer is not supported'
+        )
     if not isinstance(model.get("unk_id"), int):
         raise TokenizerError("a unigram model in tokenizer.json without unk_id is not supported")
     by_id = {id: (str(piece), NORMAL) for id, (piece, _) in enumerate(model["vocab"])}

@@ -65,7 +65,8 @@ NFC_KEY = "hotset.tokenizer_nfc"
 pre-tokenizer says it."""
 UNIGRAM_STEPS_KEY = "hotset.tokenizer_unigram_steps"
 """The key of a unigram file without a table of characters: the steps of its tokenizer.json before the model.
-"collapse" makes one space of several, "words" splits at any white space, "pieces" splits before spaces."""
+"collapse" makes one space of several, "words" splits at any white space, "pieces" splits before spaces,
+"first" puts no prefix behind special tokens."""
 _MOST_SEQUENCES = 256  # texts whose sequences of tokens are remembered
 _SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
@@ -78,6 +79,8 @@ class Tokenizer:
     stop_ids: every id that ends a generation (eos, eot, eom, and well-known end-of-turn tokens).
     add_bos, add_eos: what `encode(add_special=True)` adds.
     """
+
+    _prefixes_parts = True  # a part behind a special token gets the prefix that a text gets
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class Tokenizer:
                 ids += self._encode_plain(restored(part) if restored else part, after_special)
             else:
                 ids.append(special)
-            after_special = special is not None
+            after_special = special is not None and self._prefixes_parts
         if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
@@ -601,7 +604,9 @@ class SentencePieceTokenizer(Tokenizer):
         for id in ids:
             piece = self.token_bytes(id)
             if self.types[id] in (_CONTROL, _UNKNOWN, _USER_DEFINED):
-                after_special = self.add_space_prefix and self.types[id] not in in_text
+                after_special = (
+                    self.add_space_prefix and self._prefixes_parts and self.types[id] not in in_text
+                )
                 if not (skip_special and self.is_special(id)):
                     yield piece
             else:
@@ -628,7 +633,9 @@ class UnigramTokenizer(SentencePieceTokenizer):
         self._stepwise: tuple[Any, Any] | None = None  # inside a text, and at its beginning
         if UNIGRAM_STEPS_KEY in metadata:
             steps = frozenset(_strings(metadata, UNIGRAM_STEPS_KEY))
-            schemes = "never", "always" if self.add_space_prefix else "never"
+            self._prefixes_parts = "first" not in steps
+            prefix = "always" if self._prefixes_parts else "first"
+            schemes = "never", prefix if self.add_space_prefix else "never"
             inside, begin = (
                 self._by_steps(scores=metadata, steps=steps, prepend=scheme) for scheme in schemes
             )
