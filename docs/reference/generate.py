@@ -28,6 +28,7 @@ from hotset.cli.launch import shown
 from hotset.cli.launch_tools import TOOLS, Server, with_arguments
 from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import spread
+from hotset.cli.spellings import FILE, MEANT, MODEL, REPOSITORY, WITHOUT_EFFECT
 from hotset.formats import bundle
 from hotset.formats.encode import WRITABLE
 from hotset.formats.quants import TYPES
@@ -106,7 +107,19 @@ def cli_reference() -> str:
         for one in found
     ]
     index = "| subcommand | |\n|---|---|\n" + "\n".join(rows) + "\n"
-    return "\n".join([CLI_HEAD, index, *map(section, found)])
+    return "\n".join([CLI_HEAD, index, spellings(), *map(section, found)])
+
+
+def spellings() -> str:
+    rows = [("MODEL", MODEL, ""), ("MODEL, as `hf:NAME`", REPOSITORY, ""), ("the file of that", FILE, "")]
+    rows += [(f"`{option}`", names, "") for option, names in MEANT.items()]
+    rows += [("nothing", one.names, one.why) for one in WITHOUT_EFFECT]
+    lines = (
+        f"| {', '.join(f'`{name}`' for name in names)} | {meant} | {escaped(why)} |"
+        for meant, names, why in rows
+    )
+    head = "### Options of other programs\n\nThey work in every command that has the option they mean.\n"
+    return "\n".join([head, "| option | means | why |", "|---|---|---|", *lines, ""])
 
 
 class Option(NamedTuple):

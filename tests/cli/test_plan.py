@@ -138,7 +138,6 @@ def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
     ("options", "code", "message"),
     [
         ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
-        ((), 1, "there is no GPU to plan for"),
         (("--device", "gpu"), 1, "the device 'gpu' is not known"),
         ((*STAND_IN, 1, "-ngl", "few"), 2, "'few' is neither a number nor auto"),
         (("--vram-budget", "-7", "--device", "cpu"), 1, "is a number of GiB above 0"),
@@ -153,6 +152,26 @@ def test_what_cannot_be_is_told_in_a_sentence(
     assert done.returncode == code
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_gpu_memory_is_planned(model: Path) -> None:
+    done = inside("plan", model, *SMALL, "-b", 16)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"program +weights that stay .* together +budget", done.stdout)
+    facts = planned(model)
+    assert facts["n_ctx"] == 128
+    assert 0 < facts["resident"] + facts["rows"] < facts["total"] <= facts["limit"]
+    assert facts["least"] <= facts["total"]
+    more = planned(model, "-np", 2)
+    assert more["kv"] == 2 * facts["kv"]
+
+
+def test_layers_for_a_gpu_that_is_not_there_are_a_warning(model: Path) -> None:
+    asked = ("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL)
+    plain = inside(*asked)
+    with pytest.warns(UserWarning, match="no GPU was found: the CPU computes all layers"):
+        done = inside(*asked, "-ngl", 99)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
 
 
 def test_options_that_contradict_one_another(model: Path) -> None:

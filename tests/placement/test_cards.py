@@ -78,9 +78,6 @@ def test_a_budget_without_a_gpu_is_planned_for_a_stated_card(model: Path) -> Non
         f"There is no GPU here: this is a plan for an {DEFAULT}. Name another GPU with --gpu." in done.stderr
     )
     assert "RTX 4090" in done.stdout
-    done = inside("plan", model)
-    assert done.returncode == 1
-    assert '--gpu "RTX 4090"' in done.stderr
 
 
 @pytest.mark.usefixtures("model")

@@ -239,9 +239,15 @@ def test_a_gpus_memory_grows_in_small_pages_unless_a_user_says_otherwise(
 def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     assert wanted_devices(LoadSettings()) == ((), None)
+    devices, line = wanted_devices(LoadSettings(n_gpu_layers=99))
+    assert devices == ()
+    assert line is not None
+    assert "the CPU computes all layers" in line
     for settings in (
-        LoadSettings(vram_budget=8), LoadSettings(n_gpu_layers=1), LoadSettings(gpu_index=Path("x")),
-    ):  # fmt: skip
+        LoadSettings(vram_budget=8),
+        LoadSettings(vram_budget=8, n_gpu_layers=1),
+        LoadSettings(gpu_index=Path("x")),
+    ):
         with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
             wanted_devices(settings)
     with pytest.raises(DeviceError, match="cuda:0"):

@@ -189,6 +189,13 @@ def command_of(subcommand: str) -> Any:
     return typer.main.get_command(cli.app).get_command(None, subcommand)
 
 
+def options_of(subcommand: str) -> set[str]:
+    """Return every option that a subcommand takes, spellings of other programs too."""
+    command = command_of(subcommand)
+    parser = command.make_parser(typer.Context(command))
+    return {*parser._short_opt, *parser._long_opt}
+
+
 def split_command(words: list[str]) -> tuple[str, list[str]]:
     """Return the subcommand that words of a command line name, "" without one, and the other words."""
     words = cli._as_options(words)

@@ -60,6 +60,12 @@ if TYPE_CHECKING:
     from hotset.offload.weight_store import StoredWeights
     from hotset.settings import LoadSettings
 
+_Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL", help=f"{options.MODEL_HELP} Several make one table; also as -m MODEL,MODEL."
+    ),
+]
 _TextFile = Annotated[
     Path | None,
     typer.Option(
@@ -69,6 +75,9 @@ _TextFile = Annotated[
         dir_okay=False,
         help="Depth and prompt are this text, and answers the likeliest tokens; default: random tokens.",
     ),
+]
+_StepTokens = Annotated[
+    str | None, typer.Option("--step-tokens", help="Instead: what steps of so many tokens take; 1,2,4,8.")
 ]
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
@@ -128,8 +137,7 @@ class Measurement:
 
 
 def bench(  # noqa: PLR0913 - options of a subcommand
-    model: options.OptionalModel = None,
-    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.")] = None,
+    models: _Models = None,
     prompt: Annotated[
         str, typer.Option("--n-prompt", "-p", help="Prompt sizes: 512 or 128,512; 0 for none.")
     ] = "512",
@@ -152,10 +160,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         str, typer.Option("--cache-type", "--cache-type-k", "-ctk", help="f16, q8_0, q4_0 or KEYS/VALUES.")
     ] = "f16",
     file: _TextFile = None,
-    step_tokens: Annotated[
-        str | None,
-        typer.Option("--step-tokens", help="Instead: what steps of so many tokens take; 1,2,4,8."),
-    ] = None,
+    step_tokens: _StepTokens = None,
     energy: Annotated[
         bool,
         typer.Option("--energy", help="Joules per token too, where the processor's counters can be read."),
@@ -169,17 +174,19 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     output = "json" if json else output
     if output not in _PRINTERS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
-    depths, name = _integers(depth, "-d"), model_option or model or catalogue.DEFAULT
+    depths, names = _integers(depth, "-d"), _names(models or [catalogue.DEFAULT])
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
     kv_types = _kv_types(cache_type)
     if step_tokens is not None:
-        if energy or loading.asks_for_drafts:
-            refused = "--energy" if energy else "--speculate"
-            raise typer.BadParameter("it is not for single steps.", param_hint=refused)
+        refused = "--energy" if energy else "--speculate" if loading.asks_for_drafts else "MODEL"
+        if refused != "MODEL" or len(names) > 1:
+            raise typer.BadParameter("--step-tokens measures single steps of one model.", param_hint=refused)
         sizes = _integers(step_tokens, "--step-tokens", minimum=1)
         options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
         loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
-        _bench_steps(name, loading_one, sizes, depths[0], repetitions, as_json=output in ("json", "jsonl"))
+        _bench_steps(
+            names[0], loading_one, sizes, depths[0], repetitions, as_json=output in ("json", "jsonl")
+        )
         return
     tests = _tests(depths, _integers(prompt, "-p"), _integers(gen, "-n"), both or [])
     if loading.asks_for_drafts and file is None:
@@ -188,15 +195,17 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         )
     with ProgressBar() as bar:
         settings = loading.settings(n_ctx=max(test.n_ctx for test in tests), progress=bar)
-        path = resolve(name, progress=bar)
+        paths = [resolve(name, progress=bar) for name in names]
     printer = _PRINTERS[output]()
+    printer.shows_sparsity = len(paths) > 1
     counters = _energy_counters() if energy else None
-    for i, (n, kv_type) in enumerate(product(n_threads, kv_types)):
+    for i, (path, n, kv_type) in enumerate(product(paths, n_threads, kv_types)):
         with hotset.load(path, settings, n_threads=n, kv_type=kv_type) as loaded:
             read = _bandwidth_reader(loaded, path, loaded.backend.n_threads or 1)
-            if not i:
+            if i % (len(n_threads) * len(kv_types)) == 0:
                 print_choice(loaded)
                 print_memory(loaded)
+            if not i:
                 measured = statistics.median(read() for _ in range(3))
                 printer.bandwidth(measured, loaded.backend.n_threads or 1)
             engine = loaded.engine
@@ -207,6 +216,11 @@ def bench(  # noqa: PLR0913 - options of a subcommand
             facts = _facts(loaded, path, batch) | ({"joules_per_token": None} if energy else {})
             _bench_tests(loaded, facts, tests, conditions, read, printer)
     printer.end()
+
+
+def _names(given: list[str]) -> list[str]:
+    """Return the models of an argument such as a.gguf,b.gguf; a file may have a comma in its name."""
+    return [name for one in given for name in ([one] if Path(one).exists() else one.split(",")) if name]
 
 
 def _energy_counters() -> EnergyCounters | None:
@@ -596,6 +610,8 @@ class _Markdown:
     sparse_widths = (13, 6)
     energy_column = "J per token"
 
+    shows_sparsity = False
+
     def __init__(self) -> None:
         self._started = False
 
@@ -606,9 +622,9 @@ class _Markdown:
         )
 
     def row(self, entry: dict[str, Any]) -> None:
-        sparse = entry["sparsity"] != "dense"
         if not self._started:
-            if sparse:
+            self.shows_sparsity |= entry["sparsity"] != "dense"
+            if self.shows_sparsity:
                 self.columns += self.sparse_columns
                 self.widths += self.sparse_widths
             if "joules_per_token" in entry:
@@ -632,7 +648,7 @@ class _Markdown:
             f"{entry['avg_ts']:.2f} ± {entry['stddev_ts']:.2f}",
             f"{100 * share:.0f}%" if share is not None else "",
         )
-        if sparse:
+        if self.shows_sparsity:
             cells += (entry["predictor"] or entry["sparsity"], percent(entry["active_share"]))
         if "joules_per_token" in entry:
             joules = entry["joules_per_token"]
@@ -656,6 +672,8 @@ class _Markdown:
 
 
 class _Json:
+    shows_sparsity = True
+
     def __init__(self) -> None:
         self._entries: list[dict[str, Any]] = []
 
@@ -686,12 +704,13 @@ class _Csv(_Json):
             for key, value in entry.items()
             if not key.startswith("samples") and not isinstance(value, dict)
         }
-        writer = csv.DictWriter(sys.stdout, flat, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        names = self._entries[0] if self._entries else flat
+        writer = csv.DictWriter(sys.stdout, names, "", "ignore", quoting=csv.QUOTE_ALL, lineterminator="\n")
         if not self._entries:
             writer.writeheader()
         writer.writerow(flat)
         sys.stdout.flush()
-        super().row(entry)
+        super().row(flat)
 
     def end(self) -> None:
         pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import select
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hotset.api import Model
 
 
+_INPUT_SECONDS = 3.0  # for which a prompt waits for the standard input
 LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
 # Settings that error messages name as Python has them, and the options that they are here.
 _OPTIONS = {
@@ -107,6 +109,18 @@ def read_text(file: Path, option: str, longest: int | None = None) -> str:
         raise typer.BadParameter(
             f"{file} is not UTF-8 text (byte {error.start}).", param_hint=option
         ) from None
+
+
+def input_waits() -> bool:
+    """Return whether the standard input has text, or has ended. A pipe gets three seconds to write some."""
+    try:
+        fd = sys.stdin.fileno()
+        ready = bool(select.select([fd], [], [], _INPUT_SECONDS)[0])
+    except (OSError, ValueError):  # no file of the system; Windows, where only sockets can be asked
+        return True
+    if not ready:
+        warn("the standard input is open and has no text yet: it is left out. -f - waits for it.")
+    return ready
 
 
 def read_input(argument: str) -> str:

@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from hotset.cli.console import print_error, warn
 from hotset.cli.help import format_options, format_usage_and_text
 from hotset.cli.options import spread
+from hotset.cli.spellings import with_spellings
 from hotset.cli.values import take_no_value, take_plain_values
 from hotset.errors import FormatError, HotsetError, did_you_mean
 from hotset.escaping import escaped
@@ -79,12 +80,6 @@ _ELSEWHERE = {
     "train": "sparse train", "copy": "cp",
 }  # fmt: skip
 
-# Options of other programs, and what they are here.
-_OPTIONS_ELSEWHERE = {
-    "--max-tokens": "-n", "--max-new-tokens": "-n", "--num-predict": "-n", "--num-ctx": "-c", "--n-ctx": "-c",
-    "--max-model-len": "-c", "--ngl": "-ngl", "--num-gpu": "-ngl", "--num-threads": "-t", "--schema": "-j",
-}  # fmt: skip
-
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _HELP_ALL = "--help-all"
 
@@ -97,8 +92,12 @@ class _Subcommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            _add_hint(error, {name for option in self.params for name in option.opts})
+            if str(getattr(error, "message", "")).startswith("Got unexpected extra argument"):
+                error.message += "; put a text of several words in quotes"  # type: ignore[attr-defined]
             raise
+
+    def make_parser(self, ctx: Any) -> Any:
+        return with_spellings(super().make_parser(ctx), ctx, self.params)
 
     def get_help_option(self, ctx: Any) -> Any:
         return take_no_value(super().get_help_option(ctx))
@@ -266,15 +265,6 @@ def _escaped(error: Exception) -> Exception:
     if isinstance(message := getattr(error, "message", None), str):
         error.message = escaped(message)  # type: ignore[attr-defined]
     return error
-
-
-def _add_hint(error: Any, options: set[str]) -> None:
-    """What to do about wrong usage, where typer does not say it."""
-    meant = _OPTIONS_ELSEWHERE.get(getattr(error, "option_name", ""))
-    if meant in options:
-        error.possibilities = [meant]
-    elif str(getattr(error, "message", "")).startswith("Got unexpected extra argument"):
-        error.message += "; put a text of several words in quotes"
 
 
 def _truncated_files() -> frozenset[Any]:

@@ -45,7 +45,11 @@ def _model_names(incomplete: str) -> list[str]:
 
 
 MODEL_HELP = "A path, a name ('hotset list --all'), or hf:owner/repository[:file]."
-_MODEL: dict[str, Any] = {"metavar": "MODEL", "help": MODEL_HELP, "autocompletion": _model_names}
+_MODEL: dict[str, Any] = {
+    "metavar": "MODEL",
+    "help": f"{MODEL_HELP} Also as -m MODEL.",
+    "autocompletion": _model_names,
+}
 ModelName = Annotated[str, typer.Argument(show_default=False, **_MODEL)]
 OptionalModel = Annotated[str | None, typer.Argument(**_MODEL)]
 Models = Annotated[
@@ -197,7 +201,7 @@ VramBudget = Annotated[
 GpuLayers = Annotated[
     str | None,
     _option(
-        "--n-gpu-layers --gpu-layers -ngl",
+        "--n-gpu-layers -ngl",
         "How many layers, the last ones, are on the GPU; default: auto.",
         _GPU,
     ),
@@ -226,22 +230,13 @@ RamBudget = Annotated[
 ]
 NoGpu = Annotated[bool, _option("--no-gpu", "Use the CPU only.", _GPU)]
 
-# llama.cpp's, for what hotset does anyway, or has another option for.
-HfRepo = Annotated[
-    str | None,
-    _option("--hf-repo -hf -hfr", "OWNER/REPOSITORY[:QUANT]: MODEL is hf: and this.", _LLAMA, metavar="NAME"),
-]
-HfFile = Annotated[
-    str | None, _option("--hf-file -hff", "The file of that repository.", _LLAMA, metavar="FILE")
-]
-FlashAttention = Annotated[
-    str | None, _option("--flash-attn -fa", "on or auto: attention is always fused.", _LLAMA)
-]
-Jinja = Annotated[bool, _option("--jinja", "No effect: chat templates are always Jinja's.", _LLAMA)]
-CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "The CPU computes all experts.", _LLAMA)]
+# llama.cpp's, for what hotset has another option for.
+CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "The CPU computes all experts.", _LLAMA, hidden=True)]
 NCpuMoe = Annotated[
     int | None,
-    _option("--n-cpu-moe -ncmoe", "The CPU computes as many experts as N layers have.", _LLAMA, min=0),
+    _option(
+        "--n-cpu-moe -ncmoe", "The CPU computes as many experts as N layers have.", _LLAMA, min=0, hidden=True
+    ),
 ]
 OverrideTensor = Annotated[
     list[str] | None,
@@ -250,6 +245,7 @@ OverrideTensor = Annotated[
         "PATTERN=CPU, such as exps=CPU: the same for the layers whose experts match.",
         _LLAMA,
         metavar="PATTERN=CPU",
+        hidden=True,
     ),
 ]
 
@@ -273,7 +269,13 @@ Stages = Annotated[
 ]
 
 File = Annotated[
-    Path | None, _option("--file -f", "Read the prompt from a file.", _TEXT, exists=True, dir_okay=False)
+    Path | None,
+    _option(
+        "--file -f",
+        "Read the prompt, or what follows it, from a file; -: the standard input.",
+        _TEXT,
+        dir_okay=False,
+    ),
 ]
 System = Annotated[str | None, _option("--system -sys", "System message of the chat template.", _TEXT)]
 Raw = Annotated[bool, _option("--raw", "Continue the prompt as it stands, without a chat template.", _TEXT)]
@@ -361,14 +363,14 @@ DrySequenceBreakers = Annotated[
 TopNSigma = Annotated[
     float | None,
     _option(
-        "--top-nsigma --top-n-sigma",
+        "--top-nsigma",
         "Only logits so many standard deviations below the largest; -1: all.",
         _MORE,
     ),
 ]
 TypicalP = Annotated[
     float | None,
-    _option("--typical --typical-p", "Locally typical sampling: this much probability; 1: off.", _MORE),
+    _option("--typical", "Locally typical sampling: this much probability; 1: off.", _MORE),
 ]
 XtcProbability = Annotated[
     float | None,
@@ -602,19 +604,9 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
     cache_type: CacheType = "f16"
     cache_type_v: ValueType = None
     backend: BackendName = "auto"
-    flash_attn: FlashAttention = None
-    jinja: Jinja = False
     cpu_moe: CpuMoe = False
     n_cpu_moe: NCpuMoe = None
     override_tensor: OverrideTensor = None
-
-    def _check_llama_cpp(self) -> None:
-        """Wrong usage for what llama.cpp's options say that hotset does in another way."""
-        if self.flash_attn not in (None, "on", "auto", "1", "true"):
-            raise typer.BadParameter(
-                f"attention is always fused; '{self.flash_attn}' is none of on and auto.",
-                param_hint="--flash-attn",
-            )
 
     def _cpu_experts(self) -> Sequence[int]:
         """Return the layers whose experts llama.cpp's options leave to the CPU."""
@@ -628,7 +620,6 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
         return layers if found == set(layers) else tuple(sorted(found))
 
     def fields(self) -> dict[str, Any]:
-        self._check_llama_cpp()
         own: dict[str, Any] = {
             "n_threads": self.threads,
             "kv_type": kv_type(self.cache_type, self.cache_type_v),
@@ -638,26 +629,6 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
         if self.backend != "auto":
             own["backend"] = self.backend
         return super().fields() | own
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedModelOptions(ModelOptions):
-    """The same, and a model of the hub that is named as llama.cpp's users do."""
-
-    hf_repo: HfRepo = None
-    hf_file: HfFile = None
-
-    def named(self, given: str | None) -> str | None:
-        """The model that is named so, or else the given one."""
-        if self.hf_repo is None:
-            if self.hf_file is not None:
-                raise typer.BadParameter("it is a file of --hf-repo; name that too.", param_hint="--hf-file")
-            return given
-        if given is not None:
-            raise typer.BadParameter("the model is given twice.", param_hint="--hf-repo")
-        repository, _, quant = self.hf_repo.removeprefix("hf:").partition(":")
-        wanted = self.hf_file or quant
-        return f"hf:{repository}:{wanted}" if wanted else f"hf:{repository}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -682,7 +653,7 @@ class TemplateOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions(TemplateOptions, PromptCacheOptions, SpeculationOptions, NamedModelOptions):
+class AnswerOptions(TemplateOptions, PromptCacheOptions, SpeculationOptions, ModelOptions):
     """How a model is loaded that is to generate answers."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from hotset.files import check_target
 from hotset.formats.gguf import open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.loader.build import open_model, plan_model
+from hotset.memory import free_memory
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
 from hotset.placement.detect import detect_gpu
 from hotset.placement.table import CPU
@@ -84,19 +86,11 @@ def plan(  # noqa: PLR0913 - options of a subcommand
         planned, memory = _decide(path, settings, _card(settings, gpu, bandwidth, link))
         if settings.vulkan or settings.is_auto:
             _say_vulkan_devices(bar)
-    if planned is None and memory is not None:
+    if planned is None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
-        _print_memory(memory, json)
+        _print_host(memory, _experts(path), json)
         return
-    if planned is None and (experts := _experts(path)) is not None:
-        _print_experts(experts, json)
-        return
-    if planned is None:
-        raise DeviceError(
-            'there is no GPU to plan for: name one (--gpu "RTX 4090"), or a device (--device mps, xpu, or '
-            "cpu as a simulated one), or give a budget (--vram-budget, --ram-budget)"
-        )
     if output is not None:
         _write_index(output, planned)
     if json:
@@ -104,7 +98,7 @@ def plan(  # noqa: PLR0913 - options of a subcommand
         return
     _print(planned, layers)
     if memory is not None:
-        _print_memory(memory, json)
+        _print_memory(memory)
     if output is not None:
         say(f"Wrote {output}; use it with --gpu-index.")
 
@@ -156,14 +150,21 @@ def _card(
 
 
 def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Placement | None, _Memory | None]:
-    """What would be on devices, and what this machine's memory would be for; None: nothing, or no matter.
-    card: a GPU to plan for that need not be here."""
+    """Return what would be on devices, if any, and what this machine's memory would be for.
+
+    Memory is planned under a budget. Without a budget and devices the budget is the free memory. card: a GPU
+    to plan for that need not be here.
+    """
     own = settings if card is None else replace(settings, vram_budget=None, n_gpu_layers=0, gpu_index=None)
     with open_model(path, own) as opened:
         if card is not None:
             opened = replace(opened, settings=settings, devices=(card,))
         decided = plan_model(opened)
         decided.weights.close()
+    free = free_memory() / 2**30
+    if decided.placement is None and decided.ram is None and math.isfinite(free):
+        budget = replace(settings, ram_budget=free, n_ctx=decided.n_ctx, n_gpu_layers=None)
+        return _decide(path, budget, None)
     if decided.ram is None:
         return decided.placement, None
     return decided.placement, _Memory(decided.ram, decided.n_ctx, decided.choice.mode)
@@ -181,10 +182,7 @@ class _Memory:
         return self.ram.as_dict() | {"n_ctx": self.n_ctx, "sparsity": self.sparsity}
 
 
-def _print_memory(memory: _Memory, json: bool) -> None:
-    if json:
-        print_json(memory.as_dict())
-        return
+def _print_memory(memory: _Memory) -> None:
     ram = memory.ram
     print_table(*ram_table(ram), tight=True)
     for line in ram_lines(ram):
@@ -202,11 +200,21 @@ def _experts(path: Path) -> dict[str, Any] | None:
     return {key: facts[key] for key in ("parameters", "active_parameters", "experts")} | {"caches": sizes}
 
 
-def _print_experts(facts: dict[str, Any], json: bool) -> None:
-    """Without a device what there is to plan of an MoE model is the memory of its experts."""
+def _print_host(memory: _Memory | None, experts: dict[str, Any] | None, json: bool) -> None:
+    """Print the plan without a device: memory, and caches of an MoE model's experts."""
+    if memory is None:
+        raise DeviceError(
+            "the free memory of this machine is not known; give a budget (--ram-budget or --vram-budget)"
+        )
     if json:
-        print_json(facts)
+        print_json(memory.as_dict() | (experts or {}))
         return
+    _print_memory(memory)
+    if experts is not None:
+        _print_experts(experts)
+
+
+def _print_experts(facts: dict[str, Any]) -> None:
     print_table(*size_table(facts["caches"]), tight=True)
     experts = facts["experts"]
     say(

@@ -15,6 +15,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.answer import bytes_touched, chunks, closing_line, has_template, print_stats
 from hotset.cli.console import (
+    input_waits,
     print_choice,
     print_json,
     print_memory,
@@ -47,7 +48,6 @@ def run(  # noqa: PLR0913 - options of a subcommand
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one a terminal opens a chat.")
     ] = None,
-    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.")] = None,
     prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as PROMPT.")] = None,
     file: options.File = None,
     system: options.System = None,
@@ -64,7 +64,7 @@ def run(  # noqa: PLR0913 - options of a subcommand
 ) -> None:
     """Answer a prompt, or chat."""
     gc.set_threshold(_COLLECTED)
-    name, text = _arguments(model, prompt, loading.named(model_option), prompt_option, file)
+    name, text = _arguments(model, prompt, prompt_option, file)
     params = sampling.params()
     loading.check_cache_disk()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
@@ -113,36 +113,32 @@ def _open_session(model: Model, path: Path) -> Session:
 
 
 def _arguments(
-    model: str | None,
-    prompt: str | None,
-    model_option: str | None,
-    prompt_option: str | None,
-    file: Path | None,
+    model: str | None, prompt: str | None, prompt_option: str | None, file: Path | None
 ) -> tuple[str | None, str | None]:
-    """Which of the ways to give a model and a prompt were used; a prompt of None means a chat."""
-    if model_option is not None:  # then the first positional argument can only be the prompt
-        if prompt is not None:
-            raise typer.BadParameter("the model is given twice.", param_hint="-m")
-        model, prompt = model_option, model
-    elif model is not None and prompt is None and _is_message(model):
+    """Return the model and the prompt that were given; no prompt means a chat.
+
+    A file follows a prompt, and without a file the standard input does, unless it is a terminal.
+    """
+    if model is not None and prompt is None and _is_message(model):
         model, prompt = None, model  # hotset run "Why is the sky blue?"
-    prompts = [p for p in (prompt, prompt_option) if p is not None]
-    if file is not None:
-        prompts.append(_of_a_line(read_text(file, "-f")))
-    if len(prompts) > 1:
+    if prompt is not None and prompt_option is not None:
         raise typer.BadParameter("the prompt is given twice.", param_hint="-p")
-    if prompts:
-        return model, prompts[0].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    if sys.stdin.isatty():
+    prompt = prompt_option if prompt is None else prompt
+    parts = [] if prompt is None else [prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")]
+    if file is not None and str(file) != "-":
+        parts.append(_of_a_line(read_text(file, "-f")))
+    elif file is not None or (not sys.stdin.isatty() and (not parts or input_waits())):
+        parts.append(_of_a_line(read_input("PROMPT")))
+    elif not parts:
         return model, None
-    text = _of_a_line(read_input("PROMPT"))
-    if not text.strip():
+    kept = [part for part in parts if part.strip()]
+    if not kept and prompt is None:
         raise typer.BadParameter(
             f"there is no prompt{f' for the model {model!r}' if model else ''}: give one, or run it in a "
             "terminal to chat.",
             param_hint="PROMPT",
         )
-    return model, text
+    return model, "\n\n".join(kept or parts[:1])
 
 
 def _is_message(text: str) -> bool:

@@ -235,8 +235,6 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, or several: the APIs of OpenAI, Anthropic and Ollama."""
     check_installed()
-    if (named := loading.named(models[0] if models else None)) is not None and not models:
-        models = [named]
     loading.check_cache_disk("--cache-dir or --slot-save-path", has_folder=server.slot_save_path is not None)
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 INSTALL = install_command("gpu")
 _CUDA = {"win32": "nvcuda.dll"}
 _HIP = {"win32": "amdhip64.dll"}
+_NO_LAYERS = "no GPU was found: the CPU computes all layers, and --n-gpu-layers has no effect"
 
 
 def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
-    """The devices to use, none for the CPU alone; and a line for a person where a GPU is left unused.
+    """Return the devices to use, none for the CPU alone; and a line for a person if a GPU is left unused.
 
-    Raises DeviceError where a device was asked for and cannot be used.
+    Raises DeviceError if a requested device cannot be used, unless only n_gpu_layers requests it.
     """
     if settings.n_gpu_layers == 0:
         return (), None
@@ -50,12 +51,12 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
     if settings.is_auto and (gpu is None or missing_libraries()):
         return _auto(settings)
     if gpu is None:
-        if settings.asks_for_a_device:
+        if _needs_a_device(settings):
             raise DeviceError(
                 "no NVIDIA or AMD GPU was found to place anything on; name a device (--device mps, xpu, or "
                 "cpu as a stand-in), or leave the GPU's options out"
             )
-        return (), None
+        return (), _NO_LAYERS if settings.n_gpu_layers else None
     missing = missing_libraries()
     problem = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: {INSTALL}"
     if not missing:
@@ -66,9 +67,14 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
             return (str(find_device("cuda:0")),), None
         except DeviceError as error:
             problem = str(error)
-    if settings.asks_for_a_device:
+    if _needs_a_device(settings):
         raise DeviceError(f"{gpu} is there, but {problem}")
     return (), f"{gpu} is there, but {problem}. The CPU computes alone (--no-gpu: without this line)."
+
+
+def _needs_a_device(settings: LoadSettings) -> bool:
+    """Return whether the settings need a device for more than a number of layers."""
+    return replace(settings, n_gpu_layers=None).asks_for_a_device
 
 
 def _auto(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
@@ -78,11 +84,11 @@ def _auto(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
 
     name = best_device(settings.progress)
     if name is None:
-        if settings.asks_for_a_device:
+        if _needs_a_device(settings):
             raise DeviceError(
                 "no GPU was found to place anything on; 'hotset doctor' shows why, or leave its options out"
             )
-        return (), None
+        return (), _NO_LAYERS if settings.n_gpu_layers else None
     try:
         replace(settings, device=(name,))
     except InvalidRequestError as error:  # what no Vulkan device does

@@ -1,0 +1,116 @@
+"""Spellings of other programs: every command takes them, and no help shows them.
+
+`MEANT` has other names of one option, `WITHOUT_EFFECT` options for what hotset does anyway.
+`-m` and `-hf` name a model as the argument MODEL does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import typer
+
+from hotset.cli.console import say
+
+# Option → its spellings in llama.cpp, Ollama and vLLM, in commands that have it.
+MEANT: Mapping[str, tuple[str, ...]] = {
+    "--ctx-size": ("--n-ctx", "--num-ctx", "--max-model-len"),
+    "--draft": ("-md", "--model-draft"),
+    "--json-schema": ("--schema",),
+    "--n-gpu-layers": ("--ngl", "--num-gpu", "--gpu-layers"),
+    "--n-predict": ("--predict", "--max-tokens", "--max-new-tokens", "--num-predict"),
+    "--raw": ("-no-cnv", "--no-conversation"),
+    "--temp": ("--temperature",),
+    "--threads": ("--num-threads",),
+    "--top-nsigma": ("--top-n-sigma",),
+    "--typical": ("--typical-p",),
+}  # fmt: skip
+
+
+class WithoutEffect(NamedTuple):
+    """An option of llama.cpp. values: those that it takes; (): any; None: none. why: the reason."""
+
+    names: tuple[str, ...]
+    values: tuple[str, ...] | None
+    why: str
+
+
+WITHOUT_EFFECT = (
+    WithoutEffect(("-fa", "--flash-attn"), ("on", "auto", "1", "true"), "attention is always fused"),
+    WithoutEffect(("--jinja",), None, "chat templates are always Jinja's"),
+    WithoutEffect(("-cnv", "--conversation"), None, "a model with a chat template always chats"),
+    WithoutEffect(("-b", "--batch-size", "-ub", "--ubatch-size"), (), "hotset chooses the size of a step"),
+    WithoutEffect(("-tb", "--threads-batch"), (), "-t counts for prompts too"),
+    WithoutEffect(("-cb", "--cont-batching"), None, "requests always share steps"),
+    WithoutEffect(("--mlock",), None, "no memory is locked; --ram-budget bounds it"),
+    WithoutEffect(("--mmap", "--no-mmap"), None, "files are mapped, or read within --ram-budget"),
+    WithoutEffect(("--no-display-prompt",), None, "a prompt is never printed"),
+)
+MODEL = ("-m", "--model")
+REPOSITORY, FILE = ("-hf", "-hfr", "--hf-repo"), ("-hff", "--hf-file")
+
+
+def with_spellings(parser: Any, context: Any, parameters: Sequence[Any]) -> Any:
+    """Return the parser of a command that also takes these spellings. parameters: of the command."""
+    options = [one for one in parameters if one.param_type_name == "option"]
+    own = {name for one in options for name in (*one.opts, *one.secondary_opts)}
+    for option in options:
+        shown = option.opts
+        option.opts = [name for one in shown for name in MEANT.get(one, ()) if name not in own]
+        if option.opts:
+            option.add_to_parser(parser, context)
+        option.opts = shown
+    unused = WITHOUT_EFFECT if "--ctx-size" in own else ()
+    for one in unused:
+        for name in set(one.names) - own:
+            _add(parser, (name,), name, has_value=one.values is not None)
+    argument: Any = next((one for one in parameters if one.param_type_name == "argument"), None)
+    if argument is not None and argument.metavar == "MODEL":
+        for names in (MODEL, REPOSITORY, FILE):
+            _add(parser, names, names[0], has_value=True)
+    parse = parser.parse_args
+
+    def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
+        found: tuple[dict[str, Any], list[str], list[Any]] = parse([*args])
+        if context.resilient_parsing:
+            return found
+        for one in unused:
+            _say_unused(one, found[0])
+        if not (models := _models(found[0])):
+            return found
+        found = parse([*models, *args])
+        if argument.nargs == 1 and (len(models) > 1 or found[1]):
+            raise typer.BadParameter("the model is given twice.", param_hint="-m")
+        return found
+
+    parser.parse_args = parse_args
+    return parser
+
+
+def _add(parser: Any, names: Sequence[str], key: str, *, has_value: bool) -> None:
+    """Let a parser collect what is given for these names, under `key`."""
+    parser.add_option(None, names, dest=key, action="append" if has_value else "append_const", const=key)
+
+
+def _models(given: Mapping[str, Any]) -> list[str]:
+    """Return the models that -m and -hf name."""
+    files, repositories = given.get(FILE[0], [None]), given.get(REPOSITORY[0], [])
+    if not repositories and files != [None]:
+        raise typer.BadParameter("--hf-file requires --hf-repo.", param_hint="--hf-file")
+    found = list(given.get(MODEL[0], []))
+    for one in repositories:
+        name, _, quant = one.removeprefix("hf:").partition(":")
+        wanted = files[-1] or quant
+        found.append(f"hf:{name}:{wanted}" if wanted else f"hf:{name}")
+    return found
+
+
+def _say_unused(option: WithoutEffect, given: Mapping[str, Any]) -> None:
+    for name in option.names:
+        for value in given.get(name, ()):
+            if option.values and value not in option.values:
+                raise typer.BadParameter(
+                    f"{option.why}; '{value}' is none of {', '.join(option.values)}.", param_hint=name
+                )
+            say(f"{name} has no effect: {option.why}", dim=True)

@@ -1,0 +1,120 @@
+"""Spellings of other programs: each means what it means there, and no help shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import answer, command_of, inside, options_of
+
+from hotset.cli.main import SUBCOMMANDS
+from hotset.cli.options import ModelOptions
+from hotset.cli.spellings import MEANT, WITHOUT_EFFECT
+
+
+def parsed(subcommand: str, *words: object) -> dict[str, Any]:
+    """Return the parameters that a command line gives to a subcommand."""
+    params: dict[str, Any] = command_of(subcommand).make_context(subcommand, list(map(str, words))).params
+    return params
+
+
+@pytest.mark.parametrize(
+    ("subcommand", "words", "own"),
+    [
+        ("run", ("m", "hi", "--temperature", "0.5"), ("m", "hi", "--temp", "0.5")),
+        ("run", ("m", "hi", "-no-cnv"), ("m", "hi", "--raw")),
+        ("run", ("m", "hi", "-md", "small", "--max-tokens=9"), ("m", "hi", "--draft", "small", "-n", "9")),
+        ("run", ("hi there", "-m", "m"), ("m", "hi there")),
+        ("run", ("-p", "hi", "--model", "m", "--ngl", "9"), ("m", "-p", "hi", "-ngl", "9")),
+        ("run", ("-hf", "o/r", "hi"), ("hf:o/r", "hi")),
+        ("run", ("--hf-repo", "o/r:Q4_K_M", "hi"), ("hf:o/r:Q4_K_M", "hi")),
+        ("run", ("-hf", "hf:o/r", "-hff", "a/m.gguf", "hi"), ("hf:o/r:a/m.gguf", "hi")),
+        ("run", ("-hfr", "o/r:Q8_0", "--hf-file", "m.gguf"), ("hf:o/r:m.gguf",)),
+        ("serve", ("-m", "a", "--port", "0"), ("a", "--port", "0")),
+        ("serve", ("-m", "a", "-m", "b"), ("a", "b")),
+        ("serve", ("m", "--max-tokens", "9", "--num-ctx", "64"), ("m", "--max-tokens", "9", "-c", "64")),
+        ("embed", ("a text", "-m", "m"), ("m", "a text")),
+        ("bench", ("-m", "a,b", "-b", "8"), ("a,b", "--batch-size", "8")),
+        ("plan", ("-m", "m", "-b", "8"), ("m", "--batch-size", "8")),
+    ],
+)
+def test_a_spelling_means_an_option(subcommand: str, words: tuple[str, ...], own: tuple[str, ...]) -> None:
+    assert parsed(subcommand, *words) == parsed(subcommand, *own)
+
+
+def test_every_spelling_is_taken_by_a_command_and_shown_by_none() -> None:
+    spelled = {name for names in MEANT.values() for name in names}
+    for subcommand in SUBCOMMANDS:
+        command = command_of(subcommand)
+        own = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        shown = inside(*subcommand.split(), "--help-all").stdout.split()
+        assert not (spelled - own) & set(shown), subcommand
+        if "--ctx-size" in own:
+            assert options_of(subcommand) >= {name for one in WITHOUT_EFFECT for name in one.names}
+    taken = [options_of(subcommand) for subcommand in SUBCOMMANDS]
+    for option, names in MEANT.items():
+        for name in names:
+            assert any({option, name} <= known for known in taken), name
+
+
+def test_an_option_without_effect_changes_nothing_and_says_so(model: Path) -> None:
+    plain = answer(model, "Hello", "--temp", 0, "-n", 4)
+    words = ["-fa", "on", "--jinja", "--mlock", "--no-mmap", "-b", 64, "-ub", 32, "-tb", 1, "-cnv"]
+    done = inside("run", "-m", model, "-p", "Hello", "-n", 4, "--temp", 0, *words, "--backend", "reference")
+    assert (done.returncode, done.stdout.rstrip("\n")) == (0, plain["text"]), done.stderr
+    assert "--mlock has no effect: no memory is locked" in done.stderr
+    assert "-ub has no effect" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("-fa", "off"), "attention is always fused; 'off' is none of on"),
+        (("-ctv", "q5_1"), "--cache-type-v: 'q5_1' is none of"),
+        (("-ot", "attn=CPU"), "--n-gpu-layers"),
+        (("-ot", "exps=CUDA0"), "--n-gpu-layers"),
+        (("-ot", "(=CPU"), "does not compile"),
+        (("-hff", "x.gguf"), "--hf-file requires --hf-repo"),
+        (("-hf", "owner/repo"), "the model is given twice"),
+        (("-m", "other.gguf"), "the model is given twice"),
+    ],
+)
+def test_what_a_spelling_cannot_mean_is_refused(model: Path, options: tuple[str, ...], named: str) -> None:
+    done = inside("run", "-m", model, "-p", "Hello", *options)
+    assert done.returncode == 2
+    assert named in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_model_and_a_prompt_and_a_model_again_are_refused(model: Path) -> None:
+    done = inside("run", model, "Hello", "-m", model)
+    assert (done.returncode, "the model is given twice" in done.stderr) == (2, True)
+
+
+def test_types_of_keys_and_values_together_or_apart(model: Path) -> None:
+    """One type for both, and one each."""
+    for apart, together in (
+        (("-ctk", "q8_0", "-ctv", "q8_0"), ("-ctk", "q8_0")),
+        (("-ctk", "q8_0", "-ctv", "q4_0"), ("-ctk", "q8_0/q4_0")),
+    ):
+        found = [answer(model, "Hello", "--temp", 0, *given)["tokens"] for given in (apart, together)]
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ()),
+        ({"n_cpu_moe": 0}, ()),
+        ({"cpu_moe": True}, range(1024)),
+        ({"n_cpu_moe": 3}, range(3)),
+        ({"override_tensor": ["exps=CPU"]}, range(1024)),
+        (
+            {"override_tensor": [r"blk\.(2|1[0-2])\.ffn_.*_exps=CPU,blk.5.ffn_up_exps=CPU"]},
+            (2, 5, 10, 11, 12),
+        ),
+        ({"override_tensor": [r"\.ffn_(up|down)_exps\.=CPU"], "n_cpu_moe": 2}, range(1024)),
+    ],
+)
+def test_experts_on_the_cpu_as_llama_cpp_has_it(options: dict[str, Any], expected: Any):
+    assert ModelOptions(**options).settings().cpu_experts == expected
