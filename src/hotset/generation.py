@@ -15,7 +15,7 @@ import numpy as np
 
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
-from hotset.engine.sampler import Sampling, SamplingParams, TokenLogprobs
+from hotset.engine.sampler import OTHER_NAMES, Sampling, SamplingParams, TokenLogprobs
 from hotset.engine.sequence import Event, FinishReason
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.engine.stop import StopMatcher
@@ -351,22 +351,9 @@ class Generation:
         )
 
 
-# Names of sampling parameters in other programs.
-_OTHER_NAMES = {
-    "temp": "temperature",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "penalty_last_n",
-    "stop_sequences": "stop",
-    "n_probs": "logprobs",
-    "top_logprobs": "logprobs",
-    "typ_p": "typical_p",
-    "response_format": "json_schema",
-}
+# Requests have no parameters of these names.
+_ONLY_MEANT = {"temp": "temperature", "response_format": "json_schema"}
+_MEANT = {other: name for name, others in OTHER_NAMES.items() for other in others} | _ONLY_MEANT
 
 
 def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
@@ -374,7 +361,7 @@ def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> S
     known = [field.name for field in fields(SamplingParams)]
     for name in params:
         if name not in known:
-            near = did_you_mean(name.lower(), {one: one for one in known} | _OTHER_NAMES, least=0.75)
+            near = did_you_mean(name.lower(), {one: one for one in known} | _MEANT, least=0.75)
             raise InvalidRequestError(
                 f"unknown parameter {clause(shown(name))}; "
                 + (near or f"the parameters are {', '.join(known)}"),

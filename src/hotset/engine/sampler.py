@@ -103,6 +103,22 @@ MAX_BREAKER_BYTES = 40
 """How long a string may be that no repetition goes beyond; as many as of stops."""
 
 
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": (
+        "max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens", "num_predict",
+    ),
+    "repetition_penalty": ("repeat_penalty",),
+    "penalty_last_n": ("repeat_last_n",),
+    "typical_p": ("typ_p",),
+    "stop": ("stop_sequences",),
+    "logprobs": ("n_probs", "top_logprobs"),
+    "json_schema": ("guided_json",),
+    "regex": ("guided_regex",),
+    "grammar": ("guided_grammar",),
+}  # fmt: skip
+"""A field of SamplingParams → its names in other programs. Requests may use them."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. The defaults are llama.cpp's.
