@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.errors import TokenizerError
 from hotset.text.pretokenizers import PRE_TOKENIZERS
-from hotset.text.tokenizer import NFC_KEY, WHOLE_TEXT_KEY, Tokenizer, load_tokenizer
+from hotset.text.tokenizer import NFC_KEY, UNIGRAM_SCORES_KEY, WHOLE_TEXT_KEY, Tokenizer, load_tokenizer
 
 SPACE = "\u2581"
 PREFIX = {"type": "Prepend", "prepend": SPACE}
@@ -160,10 +160,19 @@ def test_a_prefix_of_the_first_word_only_is_left_out_of_texts(tmp_path: Path):
         assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
 
 
-def test_a_prefix_of_the_first_word_only_needs_a_model_without_a_table(tmp_path: Path):
-    table = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
-    with pytest.raises(TokenizerError, match="prepend_scheme"):
-        both(tmp_path, unigram(table, visible_spaces("first", False)))
+@pytest.mark.parametrize("scores", [(1.0,), (1.0, 1.125, 1.25), (0.7, 1.1, 1.3)])
+@pytest.mark.parametrize("words", [[], [WORDWISE]])
+def test_ties_of_unigrams_are_broken_as_by_the_library(
+    scores: tuple[float, ...], words: list[Any], tmp_path: Path
+):
+    """Many divisions of a word have the same sum, or one that differs by the rounding of doubles."""
+    content, draw = unigram(None, *words, visible_spaces("always", True)), random.Random(5)
+    for row in content["model"]["vocab"][3:]:
+        row[1] = -draw.choice(scores) * len(row[0])
+    library, tokenizer, keys = both(tmp_path, content)
+    assert (UNIGRAM_SCORES_KEY in keys) == (0.7 in scores)
+    for text in texts(400):
+        assert tokenizer.encode(text, add_special=False) == library.encode(text).ids, text
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -28,6 +28,7 @@ from hotset.text.tokenizer import (
     BYTE_OF_LETTER,
     IGNORE_MERGES_KEY,
     NFC_KEY,
+    UNIGRAM_SCORES_KEY,
     UNIGRAM_STEPS_KEY,
     WHOLE_TEXT_KEY,
 )
@@ -263,7 +264,7 @@ def _unigram(
 ) -> tuple[list[str], list[int], dict[str, Any]]:
     model, charsmap, removes_spaces, steps = tokenizer["model"], b"", False, list[str]()
     for step in _steps(tokenizer.get("normalizer"), "normalizers"):
-        if step["type"] == "Precompiled" and not charsmap:
+        if step["type"] == "Precompiled" and not charsmap and not steps:
             charsmap = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
         elif (step["type"], step.get("pattern"), step.get("content")) == ("Replace", {"Regex": " {2,}"}, " "):
             removes_spaces = True
@@ -281,30 +282,29 @@ def _unigram(
             steps += ["pieces"] * (step.get("split", True) is not False) + ["first"] * (scheme == "first")
         else:
             raise TokenizerError(f"the pre-tokenizer {step['type']!r} of a unigram model is not supported")
-    if charsmap and "first" in steps:
-        raise TokenizerError(
-            'the prepend_scheme "first" of a unigram model with a Precompiled normalizer is not supported'
-        )
     if not isinstance(model.get("unk_id"), int):
         raise TokenizerError("a unigram model in tokenizer.json without unk_id is not supported")
     by_id = {id: (str(piece), NORMAL) for id, (piece, _) in enumerate(model["vocab"])}
     scores = [float(score) for _, score in model["vocab"]]
     tokens, types = _rows(by_id, tokenizer.get("added_tokens") or [])
     types[model["unk_id"]] = UNKNOWN
+    scores += [-10000.0] * (len(tokens) - len(scores))
     keys: dict[str, Any] = {
         "tokenizer.ggml.model": "t5",
         "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.scores": scores + [-10000.0] * (len(tokens) - len(scores)),
+        "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.add_space_prefix": prefix,
         "tokenizer.ggml.remove_extra_whitespaces": removes_spaces,
         "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
         "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
         "tokenizer.ggml.unknown_token_id": model["unk_id"],
+        UNIGRAM_STEPS_KEY: steps,
     }
+    exact = np.array(scores)
+    if (exact != exact.astype(np.float32)).any():
+        keys[UNIGRAM_SCORES_KEY] = exact
     if charsmap:
         keys["tokenizer.ggml.precompiled_charsmap"] = np.frombuffer(charsmap, np.uint8)
-    else:
-        keys[UNIGRAM_STEPS_KEY] = steps
     return tokens, types, keys
 
 

@@ -64,9 +64,12 @@ NFC_KEY = "hotset.tokenizer_nfc"
 """The key that says whether texts of a byte-level BPE file are normalised to NFC; without it the name of the
 pre-tokenizer says it."""
 UNIGRAM_STEPS_KEY = "hotset.tokenizer_unigram_steps"
-"""The key of a unigram file without a table of characters: the steps of its tokenizer.json before the model.
+"""The key of a converted unigram file: the steps of its tokenizer.json between table of characters and model.
 "collapse" makes one space of several, "words" splits at any white space, "pieces" splits before spaces,
 "first" puts no prefix behind special tokens."""
+UNIGRAM_SCORES_KEY = "hotset.tokenizer_unigram_scores"
+"""The key of a converted unigram file whose scores lose digits as float32. They decide between texts' pieces
+of about the same sum."""
 _MOST_SEQUENCES = 256  # texts whose sequences of tokens are remembered
 _SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
@@ -620,8 +623,8 @@ class SentencePieceTokenizer(Tokenizer):
 class UnigramTokenizer(SentencePieceTokenizer):
     """SentencePiece's unigram model ("t5", of T5 and XLM-RoBERTa): the pieces with the best sum of scores.
 
-    Text is normalised first, by the file's table (text/charsmap.py). Unspelled text is unknown. A file
-    with UNIGRAM_STEPS_KEY has no table, and the library `tokenizers` does what SentencePiece cannot.
+    Text is normalised first, by the file's table (text/charsmap.py). Unspelled text is unknown. The library
+    `tokenizers` reads the texts of a file with UNIGRAM_STEPS_KEY: its sums have double precision.
     """
 
     _UNIGRAM = True
@@ -650,10 +653,12 @@ class UnigramTokenizer(SentencePieceTokenizer):
         from tokenizers import Tokenizer as HFTokenizer
         from tokenizers.models import Unigram
 
-        values = _numbers(scores, "tokenizer.ggml.scores", "iuf").tolist()
+        key = UNIGRAM_SCORES_KEY if UNIGRAM_SCORES_KEY in scores else "tokenizer.ggml.scores"
+        values = _numbers(scores, key, "iuf").tolist()
         unknown = int(np.flatnonzero(self.types == _UNKNOWN)[0])
+        # Words that no text has keep the ids. The least score counts: an unknown character costs 10 more.
         words = [
-            (piece if kind in (_NORMAL, _UNKNOWN) and _is_text(piece) else f"\0{id}", score)
+            (piece, score) if kind in (_NORMAL, _UNKNOWN) and _is_text(piece) else (f"\0{id}", 0.0)
             for id, (piece, score, kind) in enumerate(
                 zip(self.tokens, values, self.types.tolist(), strict=False)
             )
@@ -667,11 +672,12 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return library
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+        text = self._normalised(text)
         if self._stepwise is not None:
             library = self._stepwise[after_special]
             ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
-        return super()._encode_plain(self._normalised(text), after_special)
+        return super()._encode_plain(text, after_special)
 
     def _spelled_bytes(self) -> Collection[int]:
         return ()  # a text may become shorter, and unknown characters one token
