@@ -20,11 +20,11 @@ from pathlib import Path
 from synthetic import SHAPES, Shape
 
 from hotset.backends.vulkan.budget import dispatches
+from hotset.backends.vulkan.planning import model_facts
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.placement.vulkan import model_facts
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 

@@ -16,6 +16,7 @@ from byte_models import counts, vocabulary, write_sparse
 from tiny_gguf import write_llama
 
 import hotset
+from hotset.backends.gpu import opening, planning
 from hotset.errors import (
     DeviceError,
     FormatError,
@@ -25,7 +26,7 @@ from hotset.errors import (
 )
 from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index
 from hotset.placement import detect, gather, machine, planner
-from hotset.placement.table import CPU
+from hotset.placement.table import CPU, Device
 from hotset.report.experts import expert_counts
 from hotset.sparsity import profile, sidecar
 
@@ -443,7 +444,7 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
     limits = []
     for free in (3 * GIB + 5, 3 * GIB + 12_345_678, 2 * GIB):
-        monkeypatch.setattr(gather, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(planning, "free_bytes", lambda device, free=free: free)
         found = hotset.plan(model, device="cpu", **SMALL)
         assert found is not None
         assert found.budget is not None
@@ -504,7 +505,7 @@ def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
     def fails(*_: Any, **__: Any) -> None:
         raise OutOfMemoryError("cuda:0 ran out of memory while loading the model")
 
-    monkeypatch.setattr("hotset.placement.build.open_chain", fails)
+    monkeypatch.setattr(opening, "open_chain", fails)
     with pytest.raises(OutOfMemoryError, match=r"ran out of memory .*--vram-budget 0\.0\d+"):
         hotset.load(model, device="cpu", vram_budget=budget(model, 0.5), **SMALL)
 
@@ -528,7 +529,7 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
     assert loaded.backend.name == "cpu"
     assert loaded.placement is None
     loaded.close()
-    monkeypatch.setattr(gather, "limit_of", lambda name, context, budget: gather.Device(name, 1000, 0))
+    monkeypatch.setattr(planning, "limit_of", lambda name, context, budget: Device(name, 1000, 0))
     with pytest.warns(UserWarning, match="the GPU is not used: the model cannot be placed"):
         assert hotset.plan(model, **SMALL) is None
 

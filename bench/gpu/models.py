@@ -20,9 +20,9 @@ from peers import print_table, verdict
 from synthetic import Kind, Shape, write_sparse_model
 
 import hotset
+from hotset.backends.gpu import measuring
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.formats.quants import GGMLType
-from hotset.placement import machine
 
 SHAPE = Shape(512, 2048, 4, 8, 8)
 KINDS: tuple[Kind, ...] = ("llama", "bamboo", "opt", "falcon", "falcon40")
@@ -39,8 +39,8 @@ PROMPT = list(range(3, 40))
 def agree(device: str, *, small: bool = False) -> bool:
     """Prints a table; whether every model agrees. small: one that is split, for trying the script out."""
     kinds = KINDS[1:2] if small else KINDS
-    machine.measure(device)  # here, where nothing disturbs it, and kept for the processes
-    machine.synchronisation(device)
+    measuring.measure(device)  # here, where nothing disturbs it, and kept for the processes
+    measuring.synchronisation(device)
     # Most of the time is Triton's compiler's: a process for each kind.
     with ProcessPoolExecutor(len(kinds), mp_context=multiprocessing.get_context("spawn")) as pool:
         found = [(kind, pool.submit(_rows, kind, device, small)) for kind in kinds]

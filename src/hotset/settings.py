@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 from hotset.backends.base import SAVED_TOKENS
+from hotset.backends.registry import Capabilities, all_capabilities, capabilities_of
 from hotset.errors import InvalidRequestError
 from hotset.files import expanded
 from hotset.model.activation import parse_activation
@@ -46,8 +47,8 @@ class LoadSettings:
 
     device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
     "cpu", which stands in for a GPU and makes nothing faster; or "vulkan", "vulkan:1", which need no torch
-    (docs/VULKAN.md); or "auto", the GPU that is found, else the Vulkan device that was measured to be faster
-    than the CPU; None: a GPU that is found.
+    (docs/VULKAN.md); or "auto", the GPU that is found, else a Vulkan device, if its measured rates make it
+    faster than the CPU; None: a GPU that is found.
     vram_budget: GiB of each device that weights, cache, workspace and context together stay within; None or
     -1: what is free.
     n_gpu_layers: that many of the last layers are on the device; None: the planner decides
@@ -177,31 +178,38 @@ class LoadSettings:
             )
         self._check_undivided()
         self._check_speculation()
-        self._check_vulkan()
+        self._check_devices()
         if self.ram_budget is not None and self.backend == "reference":
             raise InvalidRequestError(
                 "the reference maps its files and keeps no budget of memory; leave it out, or ram_budget"
             )
 
     @property
-    def undivided(self) -> str | None:
-        """What needs a model that one processor computes; None: nothing does."""
+    def undivided(self) -> tuple[str, str] | None:
+        """The setting that needs a model that one processor computes, and the capability that a device needs
+        for it; None: no setting does."""
         if self.lora:
-            return "lora"
+            return "lora", "adapters"
         if self.cache_dir is not None:
-            return "cache_dir"
-        return f"speculate {self.drafter}" if self.drafter in ("self", "mtp") else None
+            return "cache_dir", "prompt_cache"
+        return (f"speculate {self.drafter}", "speculation") if self.drafter in ("self", "mtp") else None
 
     def _check_undivided(self) -> None:
         if self.cache_dir is not None and self.backend == "reference":
             raise InvalidRequestError(
-                "cache_dir keeps what the CPU or a Vulkan device has computed; leave it out, or the reference"
+                "cache_dir keeps what the CPU or a device has computed; leave it out, or the reference"
             )
-        on_one = self.on_vulkan and self.n_gpu_layers is None and self.split != "neurons"
-        if self.undivided is not None and self.asks_for_a_device and not on_one:
+        device = self.device_capabilities
+        on_one = self.n_gpu_layers is None and self.split != "neurons" and device is not None
+        if self.undivided is None or not self.asks_for_a_device:
+            return
+        what, capability = self.undivided
+        if not (on_one and getattr(device, capability)):
+            titles = " or ".join(one.title for one in all_capabilities() if getattr(one, capability))
+            others = f", or {titles} that has the whole model" if titles else ""
             raise InvalidRequestError(
-                f"{self.undivided} needs a model that the CPU computes alone, or a Vulkan device that has "
-                "the whole model; leave it out, or what is asked of a device"
+                f"{what} needs a model that the CPU computes alone{others}; leave it out, or what is asked "
+                "of a device"
             )
 
     def _check(self, name: str, checked: Callable[..., Any], *bounds: int) -> None:
@@ -273,17 +281,19 @@ class LoadSettings:
         implied: Speculate = "ngram" if self.lookup is not None else "off"
         return self.speculate or ("draft" if self.draft is not None else implied)
 
-    def _check_vulkan(self) -> None:
-        """What a Vulkan device does not do."""
-        if not self.vulkan:
+    def _check_devices(self) -> None:
+        """Raise InvalidRequestError for devices of several backends, and for missing capabilities."""
+        device = self.device_capabilities
+        if device is None:
             return
-        if len(self.vulkan) < len(self.device or ()):
+        if any(capabilities_of([name]) != device for name in self.device or ()):
             raise InvalidRequestError(
-                "Vulkan devices compute beside the CPU and one another alone; leave out the others"
+                f"{', '.join(self.device or ())} cannot be combined: devices of one backend compute next to "
+                "the CPU and one another; leave out the others"
             )
-        if self.ram_budget is not None:
+        if self.ram_budget is not None and not device.ram_budget:
             raise InvalidRequestError(
-                "a Vulkan device takes no budget of this machine's memory; leave ram_budget out"
+                f"{device.title} takes no budget of this machine's memory; leave ram_budget out"
             )
 
     def layers_on_devices(self, n_layer: int) -> int | None:
@@ -295,19 +305,16 @@ class LoadSettings:
         return int(float(self.cache_disk) * 2**30)
 
     @property
-    def vulkan(self) -> tuple[str, ...]:
-        """The Vulkan devices that were asked for."""
-        return tuple(name for name in self.device or () if name.partition(":")[0] == "vulkan")
-
-    @property
     def is_auto(self) -> bool:
-        """Whether a Vulkan device may be used that is not named."""
+        """Return whether a device is used if it is predicted to be faster than the CPU."""
         return self.device == ("auto",)
 
     @property
-    def on_vulkan(self) -> bool:
-        """Whether layers are on Vulkan devices that are named."""
-        return bool(self.vulkan) and self.n_gpu_layers != 0
+    def device_capabilities(self) -> Capabilities | None:
+        """Return the capabilities of the named devices; None if none is named, or no layer is on them."""
+        if self.device is None or self.is_auto or self.n_gpu_layers == 0:
+            return None
+        return capabilities_of(self.device)
 
     @property
     def asks_for_thresholds(self) -> bool:

@@ -26,8 +26,9 @@ from paths import BENCH, DOCS
 from tiny_gguf import write_relu
 
 import hotset
+from hotset.backends.gpu import measuring, planning
 from hotset.errors import OutOfMemoryError
-from hotset.placement import gather, machine, table
+from hotset.placement import table
 
 STAGES = BENCH / "gpu" / "stages.py"
 
@@ -289,9 +290,9 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context of 500 MB beside a model of some kilobytes: half of the model is no budget."""
-    measured = machine.measure
+    measured = measuring.measure
     monkeypatch.setattr(
-        gather, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
+        planning, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
     )
     n_vocab = len(vocabulary()["tokenizer.ggml.tokens"])
     path = write_relu(tmp_path / "m.gguf", "bamboo", n_ff=224, n_vocab=n_vocab, keys=vocabulary())

@@ -854,7 +854,7 @@ def test_doctor_says_why_a_processor_is_slow(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("HOTSET_ISA", raising=False)
     monkeypatch.setattr(_core, "isa", lambda: "scalar")
     monkeypatch.setattr(_core, "available_isas", lambda: ["scalar"])
-    kernels = examine()["kernels"]
+    kernels = examine({})["kernels"]
     assert kernels["chosen"] == "scalar"
     assert "very slow" in kernels["why"]
     assert "Armv8.2" in kernels["why"]

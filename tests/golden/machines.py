@@ -39,10 +39,11 @@ from paths import DATA
 from synthetic import SHAPES, Shape
 
 from hotset import _core
+from hotset.backends.gpu import measuring
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.thresholds import LayerThresholds
-from hotset.placement import channel_rates, detect, machine
+from hotset.placement import channel_rates, detect
 from hotset.placement.channels import ChannelRates
 from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
@@ -167,6 +168,8 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "hotset.placement.machine.usable_cores": lambda: facts["cores"],
             "hotset.placement.channel_rates.usable_cores": lambda: facts["cores"],
             "hotset.placement.machine.processor_name": lambda: facts["processor"],
+            "hotset.backends.gpu.measuring.usable_cores": lambda: facts["cores"],
+            "hotset.backends.gpu.measuring.processor_name": lambda: facts["processor"],
             "hotset.placement.disk.processor_name": lambda: facts["processor"],
             "hotset.placement.channel_rates.processor_name": lambda: facts["processor"],
             "hotset.placement.detect.detect_gpu": lambda: facts["gpu"] and detect.GPU(**facts["gpu"]),
@@ -197,7 +200,7 @@ def _measured(facts: dict[str, Any], home: Path) -> Iterator[tuple[str, Any]]:
     where = os.stat(home).st_dev
     yield f"{facts['processor']} | disk {where} | {os.cpu_count()} threads", facts["disk"]
     for name, device in facts["devices"].items():
-        yield machine.device_key(torch.device(name), facts["cores"]), device["measured"]
+        yield measuring.device_key(torch.device(name), facts["cores"]), device["measured"]
 
 
 def _channel_rates(facts: dict[str, Any]) -> Any:

@@ -179,7 +179,7 @@ def test_exact_and_predicted_are_not_mixed_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"backend": "reference"}, "cache_dir keeps what the CPU or a Vulkan device has computed"),
+        ({"backend": "reference"}, "cache_dir keeps what the CPU or a device has computed"),
         ({"backend": "auto", "device": "vulkan", "n_gpu_layers": 1}, "cache_dir needs a model that the CPU"),
         ({"backend": "auto", "device": "cpu"}, "cache_dir needs a model that the CPU computes alone"),
     ],

@@ -13,6 +13,7 @@ from byte_models import write_sparse
 from cli_runs import inside
 from tiny_gguf import write_llama
 
+from hotset.backends.gpu import measuring
 from hotset.errors import InvalidRequestError
 from hotset.placement import machine
 from hotset.placement.cards import CARDS, DEFAULT, find_card
@@ -121,13 +122,13 @@ def test_what_cannot_be_planned(model: Path, options: tuple[object, ...], code: 
 
 def test_the_processor_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "_N_FF", 64)
-    monkeypatch.setattr(machine, "_WIDTH", 64)
-    monkeypatch.setattr(machine, "_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "N_FF", 64)
+    monkeypatch.setattr(machine, "WIDTH", 64)
+    monkeypatch.setattr(machine, "SECONDS", 0.0)
     card = find_card(DEFAULT)
-    first = machine.estimate(card, n_threads=1)
-    monkeypatch.delattr(machine, "_Cpu")
-    assert machine.estimate(card, n_threads=1) == first
+    first = measuring.estimate(card, n_threads=1)
+    monkeypatch.delattr(machine, "CpuLoop")
+    assert measuring.estimate(card, n_threads=1) == first
     assert first.read == pytest.approx(0.85 * 1008e9)
     assert 0 < first.cpu_read_link < first.cpu_read_busy < first.cpu_read
 

@@ -17,6 +17,7 @@ import pytest
 from paths import BENCH, DOCS, TESTS
 
 import hotset
+from hotset.backends.registry import DEVICE_BACKENDS
 
 ROOT = Path(hotset.__file__).parent
 ARCHITECTURE = DOCS / "ARCHITECTURE.md"
@@ -28,6 +29,9 @@ LAYERS = (
     ("comparison",), ("api",), ("async_model",),
     ("evaluation", "training", "server"), ("scale",), ("cli",),
 )  # fmt: skip
+# Modules of a device backend that are above placement: backends/registry.py imports them by their names, and
+# nothing else but such modules of the same backend.
+PARTS_OF_PLUGINS = {"detection", "planning", "opening", "measuring", "autotune", "report"}
 # A part of the package itself, not of a module of it: there whatever imports what.
 OF_THE_PACKAGE = {"_core", "__version__"}
 
@@ -146,14 +150,36 @@ def test_imports_run_downward() -> None:
     top = {name.partition(".")[0] for name in modules()} - {""}
     assert set(order) == top, "LAYERS has every module and folder of src/hotset once"
     order[""] = order["api"]  # `import hotset` is for hotset.load
-    upward = [
-        f"{name} imports {other or 'hotset'}"
-        for name, others in graph().items()
-        if name  # hotset itself hands out names of every layer
-        for other in others
-        if (mine := name.partition(".")[0]) != (its := other.partition(".")[0]) and order[its] >= order[mine]
-    ]
+    upward = []
+    for name, others in graph().items():
+        for other in others if name else ():  # hotset itself hands out names of every layer
+            mine, its = name.partition(".")[0], other.partition(".")[0]
+            own = order["placement"] + 0.5 if is_part_of_plugin(name) else order[mine]
+            if mine != its and order[its] >= own:
+                upward.append(f"{name} imports {other or 'hotset'}")
     assert not upward
+
+
+def is_part_of_plugin(name: str) -> bool:
+    """Return whether a module is a part of a device backend that knows of placement."""
+    folder, _, part = name.removeprefix("backends.").partition(".")
+    return folder in DEVICE_BACKENDS and part in PARTS_OF_PLUGINS
+
+
+def test_device_backends_are_plugins() -> None:
+    """Nothing imports a device backend by name; its kernels know nothing of placement."""
+    found = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        for backend in DEVICE_BACKENDS
+        if f"{other}.".startswith(f"backends.{backend}.")
+        and not (
+            f"{name}.".startswith(f"backends.{backend}.")
+            and (is_part_of_plugin(name) or not is_part_of_plugin(other))
+        )
+    ]
+    assert not found
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

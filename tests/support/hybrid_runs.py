@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from sparse_runs import N_FF, hot_neurons
 
+from hotset.backends.gpu.opening import open_chain
 from hotset.backends.pipeline import ChainBackend
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.offload.misses import MissRates
-from hotset.placement.build import open_chain
 from hotset.placement.table import CPU, LayerPlacement, Placement
 
 

@@ -22,8 +22,10 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.kernels import Kernels, Recorder
+from hotset.backends.vulkan.opening import open_placed
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import DeviceError, StepCancelledError
@@ -49,7 +51,6 @@ from hotset.model.operations import (
     UnitNorm,
 )
 from hotset.placement.budget import Budget, MemoryBudget
-from hotset.placement.build import open_on_vulkan
 from hotset.placement.table import CPU, LayerPlacement, Placement
 
 BLOCK, CHUNK = 32, 8  # columns of a sum, and such sums of the next (csrc/vulkan/shaders/linear.glsl)
@@ -107,8 +108,9 @@ def vulkan(
         Budget(planned) if planned else None,
         expert_slots=(expert_slots,) * n_devices,
     )
-    given = {"n_pages": 8, "max_batch": 80, "kv_type": "f32", **options}
-    return open_on_vulkan(placement, gguf, graph, **given)
+    staged = options.pop("staged", False)
+    given = {"n_pages": 8, "max_batch": 80, "kv_type": "f32", "sparse": True, **options}
+    return open_placed(placement, gguf, graph, BackendOptions(**given), staged=staged)
 
 
 def stage_of(backend: ChainBackend) -> VulkanStage:

@@ -1,7 +1,7 @@
 """The Backend protocol over stages, one after the other: one model on several processors.
 
     CPU         layers that are on no device: the native engine over their part of the graph
-    device 0    a stage (backends/gpu/stage.py): attention, norms, predictor, hot neurons of its layers
+    device 0    a stage of a device backend: attention, norms, predictor, hot neurons of its layers
       + CPU     the cold neurons of these layers, at the same time (backends/cpu/worker.py)
     device 1 …  the next layers; the last stage has the output
 

@@ -1,21 +1,26 @@
 """What a chain of stages is made of: some layers of a model each, and the residual stream between them.
 
 A stage executes a range of the graph's operations where it is: on the CPU (cpu.CpuBackend), on a device
-(gpu/stage.GpuStage). It takes the rows that its first layer reads and returns those that its last one makes,
-so layers may stand in any order of places. backends/pipeline.py runs stages one after the other.
+(the stage of a device backend). It takes the rows that its first layer reads and returns those that its last
+one makes, so layers may be in any order of places. backends/pipeline.py runs stages one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from hotset.backends.base import Batch
+from hotset.backends.base import Backend, Batch, CacheMemory
+from hotset.formats.quants import GGMLType
+from hotset.formats.source import WeightSource
+from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import Value
 from hotset.offload.cache_stats import CacheStats
+from hotset.reporter import Reporter
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "np.ndarray | torch.Tensor"
 """float32 [n_rows, width], on the host or on a device."""
 
-# What a stage on a device holds at a time (gpu/stage.py); placement/budget.py reserves as much.
+# Bytes and rows that a stage on a device holds at a time; placement/budget.py reserves as much.
 STREAM_FROM = 64  # tokens of a step from which on cold rows come to a device, which computes whole layers
 STREAM_BYTES = 64 << 20  # of cold rows that come at a time
 OUTPUT_ROWS = 64  # of logits that a device holds at a time
@@ -115,6 +120,62 @@ class Stage(Protocol):
 
     def close(self) -> None:
         """Frees threads and memory; safe to call twice."""
+        ...
+
+
+class CacheStage(Stage, CacheMemory, Protocol):
+    """A stage whose cache can be copied."""
+
+    n_pages: int
+    max_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """How the backend of a model is built, wherever it computes.
+
+    n_pages: pages of the cache. max_batch: most tokens of a step. kv_type: how keys and values are stored.
+    n_states: slots for recurrent states; 0 for a model without recurrent layers. n_threads: of the CPU; None:
+    every core. sparse: leave out neurons that do not fire. channel_rates, whole: as in CpuBackend.
+    """
+
+    n_pages: int
+    max_batch: int
+    kv_type: KVType
+    n_states: int = 0
+    n_threads: int | None = None
+    sparse: bool = False
+    channel_rates: Mapping[GGMLType, float] = field(default_factory=dict)
+    whole: Collection[str] = ()
+    progress: Reporter | None = field(default=None, compare=False)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The arguments that every backend and stage takes."""
+        states = {"n_states": self.n_states} if self.n_states else {}
+        return {"n_pages": self.n_pages, "max_batch": self.max_batch, "kv_type": self.kv_type, **states}
+
+
+@runtime_checkable
+class WholeModel(Backend, Protocol):
+    """A backend with a whole model in one stage, whose cache can be copied and read by a model that drafts.
+
+    is_on_device: a device computes the model, not the CPU.
+    """
+
+    is_on_device: bool
+
+    @property
+    def stage(self) -> CacheStage:
+        """The stage with all of the model."""
+        ...
+
+    def open_draft(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> Backend:
+        """Open the same layers in a sparser mode. They use this model's cache, and its threads or device."""
+        ...
+
+    def open_layer(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> CacheStage:
+        """Open a layer that reads this model's hidden states and uses its threads or device."""
         ...
 
 

@@ -80,8 +80,9 @@ def print_stats(stats: StatsSummary | None, model: Model) -> None:
     """A table with a row for each layer, and a line for the whole, on stderr."""
     if stats is None:
         why = "the activation of this model has no zeros, so that every neuron is computed"
-        if model.placement is not None and model.placement.on_vulkan:
-            why = "a Vulkan device counts no neurons"
+        device = model.decided.capabilities
+        if device is not None and not device.sparse_ffn:
+            why = f"{device.title} counts no neurons"
         say(f"No statistics: {why}.")
         return
     from hotset.report.layers import stats_table

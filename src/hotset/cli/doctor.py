@@ -8,15 +8,15 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hotset.backends.registry import DEVICE_BACKENDS, capabilities
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table
 from hotset.errors import HotsetError
-from hotset.placement.detect import INSTALL, detect_gpu, missing_libraries
-from hotset.report import devices
+from hotset.placement.detect import INSTALL, Examined, detect_gpu, detector_of, missing_libraries
 from hotset.reporter import Reporter
 from hotset.storage import store
 from hotset.units import human_size
@@ -43,7 +43,8 @@ _GPU_PACKAGES = ("torch", "triton")
 
 def doctor(json: options.Json = False) -> None:
     """Show the processor, the kernels chosen and why, memory, libraries and where models are kept."""
-    report = examine()
+    devices = dict(_examined())
+    report = examine(devices)
     if json:
         print_json(report)
         return
@@ -68,7 +69,7 @@ def doctor(json: options.Json = False) -> None:
         *[[name, "found" if found else "not found"] for name, found in gpu["drivers"].items()],
         *[[name, version or "not installed"] for name, version in gpu["packages"].items()],
         ["GPU", gpu["advice"]],
-        *[[name, text] for name, text in _vulkan_rows(report["vulkan"])],
+        *[[name, text] for backend in devices for name, text in _device_rows(backend, *devices[backend])],
         [
             "packages",
             ", ".join(f"{name} {version or 'MISSING'}" for name, version in report["packages"].items()),
@@ -77,8 +78,8 @@ def doctor(json: options.Json = False) -> None:
     print_table(["what", "found"], rows)
 
 
-def examine() -> dict[str, Any]:
-    """Everything that doctor shows, as plain values."""
+def examine(devices: Mapping[str, tuple[list[Examined], str]]) -> dict[str, Any]:
+    """Everything that doctor shows, as plain values. devices: as of _examined."""
     import psutil
 
     from hotset.cores import usable_cores
@@ -104,7 +105,10 @@ def examine() -> dict[str, Any]:
             "free": shutil.disk_usage(existing).free,
         },
         "gpu": _gpu(),
-        "vulkan": _vulkan(),
+        **{
+            backend: {"devices": [one.facts for one in found], "why": why}
+            for backend, (found, why) in devices.items()
+        },
         "packages": {name: package_version(name) for name in _PACKAGES},
     }
 
@@ -156,21 +160,23 @@ def _gpu() -> dict[str, Any]:
     return {"drivers": drivers, "packages": packages, "found": name, "advice": advice}
 
 
-def _vulkan() -> dict[str, Any]:
-    """Vulkan devices, measured, and why one is not used; why there are none."""
-    try:
-        from hotset.placement.vulkan import examine
+def _examined() -> Iterator[tuple[str, tuple[list[Examined], str]]]:
+    """Yield the devices of each backend that measures them before a load, or why it has no device."""
+    for backend in DEVICE_BACKENDS:
+        try:
+            devices = detector_of(backend).examine(Reporter())
+        except (ImportError, HotsetError) as error:
+            yield backend, ([], str(error))
+        else:
+            if devices is not None:
+                yield backend, (devices, "")
 
-        return {"devices": [devices.vulkan_dict(one) for one in examine(Reporter())], "why": ""}
-    except (ImportError, HotsetError) as error:
-        return {"devices": [], "why": str(error)}
 
-
-def _vulkan_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if not found["devices"]:
-        yield "Vulkan", found["why"] or "the driver has no device"
-    for one in found["devices"]:
-        yield f"Vulkan device {one['index']}", devices.vulkan_line(one)
+def _device_rows(backend: str, found: list[Examined], why: str) -> Iterator[tuple[str, str]]:
+    if not found:
+        yield capabilities(backend).title.removeprefix("a "), why or "the driver has no device"
+    for one in found:
+        yield one.name, one.line
 
 
 def package_version(package: str) -> str | None:

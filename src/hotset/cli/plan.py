@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from hotset.backends.registry import DEVICE_BACKENDS, backend_of
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
 from hotset.cli.models import describe
@@ -21,9 +22,8 @@ from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.loader.build import open_model, plan_model
 from hotset.memory import free_memory
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
-from hotset.placement.detect import detect_gpu
+from hotset.placement.detect import detect_gpu, detector_of
 from hotset.placement.table import CPU
-from hotset.report.devices import vulkan_dict, vulkan_line
 from hotset.report.disk import ram_lines, ram_table
 from hotset.report.experts import cache_sizes, size_table
 from hotset.report.placement import layer_table, placement_dict, placement_lines, placement_table
@@ -84,8 +84,8 @@ def plan(  # noqa: PLR0913 - options of a subcommand
         if output is not None:
             check_target(output, store.shards(path))
         planned, memory = _decide(path, settings, _card(settings, gpu, bandwidth, link))
-        if settings.vulkan or settings.is_auto:
-            _say_vulkan_devices(bar)
+        if settings.device is not None:
+            _say_devices(settings, bar)
     if planned is None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
@@ -103,15 +103,15 @@ def plan(  # noqa: PLR0913 - options of a subcommand
         say(f"Wrote {output}; use it with --gpu-index.")
 
 
-def _say_vulkan_devices(bar: ProgressBar) -> None:
-    """Which Vulkan devices there are, beside the plan."""
-    from hotset.placement.vulkan import examine
-
-    try:
-        for one in examine(bar):
-            say(f"vulkan:{one.info.index}: {vulkan_line(vulkan_dict(one))}", dim=True)
-    except DeviceError as error:
-        say(str(error), dim=True)
+def _say_devices(settings: LoadSettings, bar: ProgressBar) -> None:
+    """Print the devices of the backends that the settings name; of all backends with --device auto."""
+    named = {backend_of(name) for name in settings.device or ()}
+    for backend in DEVICE_BACKENDS if settings.is_auto else named:
+        try:
+            for one in detector_of(backend).examine(bar) or ():
+                say(f"{one.name}: {one.line}", dim=True)
+        except DeviceError as error:
+            say(str(error), dim=True)
 
 
 def _card(

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch, CacheMemory
-from hotset.backends.stage import Stage
+from hotset.backends.stage import CacheStage
 from hotset.engine.draft_model import OfModel, draw
 from hotset.engine.sampler import Sampler
 from hotset.engine.sequence import Sequence
@@ -27,13 +26,6 @@ from hotset.errors import StepCancelledError
 from hotset.model.decoder import NEXTN_INPUT
 
 Rows = np.ndarray  # float32 [n, n_embd]
-
-
-class MtpLayer(Stage, CacheMemory, Protocol):
-    """The layer, as a stage whose cache can be copied."""
-
-    n_pages: int
-    max_batch: int
 
 
 @dataclass(slots=True)
@@ -89,7 +81,7 @@ class MtpDrafter(OfModel):
     name = "mtp"
 
     def __init__(
-        self, layer: MtpLayer, reads: str, normed: Callable[[Rows], Rows], close: Callable[[], None]
+        self, layer: CacheStage, reads: str, normed: Callable[[Rows], Rows], close: Callable[[], None]
     ) -> None:
         super().__init__(close)
         self._layer, self.reads, self._normed = layer, reads, normed

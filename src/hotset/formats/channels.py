@@ -67,6 +67,8 @@ _FORMATS = {
 
 
 TYPES_BY_CHANNEL = frozenset(_FORMATS)
+HALVES = {GGMLType.Q4_0: 16, GGMLType.Q4_1: 16, GGMLType.Q4_K: 32}
+"""Of types with 4-bit codes that devices hold input-major: outputs with the low halves of bytes."""
 
 
 def copy_name(tensor: str) -> str:
@@ -78,6 +80,13 @@ def can_be_input_major(info: TensorInfo) -> bool:
     """Whether a matrix of this type and shape, or each of those of experts, can be input-major: its outputs
     are taken 32 at a time."""
     return info.type in _FORMATS and len(info.shape) > 1 and info.shape[1] % PLANE_GROUP == 0
+
+
+def can_be_input_major_on_device(type: GGMLType, n_out: int) -> bool:
+    """Return whether a device can hold a matrix with n_out rows input-major: 4-bit codes of HALVES[type]
+    outputs share bytes."""
+    whole = type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0)
+    return whole or (type in HALVES and n_out % (2 * HALVES[type]) == 0)
 
 
 def copy_bytes(info: TensorInfo) -> tuple[int, int]:

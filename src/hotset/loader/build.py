@@ -15,11 +15,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.vulkan.devices import find_device, is_vulkan
+from hotset.backends.registry import plugin_of
+from hotset.backends.stage import BackendOptions, WholeModel
 from hotset.errors import (
     DeviceError,
     HotsetError,
@@ -49,7 +50,7 @@ from hotset.loader.decide import (
 from hotset.loader.modelfile import replaced_template
 from hotset.memory import free_memory, own_memory
 from hotset.model.config import ModelConfig
-from hotset.model.cost import Cost, check_gpu_cache
+from hotset.model.cost import Cost
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum
 from hotset.model.supported import read_config
@@ -66,6 +67,7 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     import numpy as np
 
+    from hotset import _core
     from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
     from hotset.placement.ram import HostMemory, RamPlan
@@ -81,7 +83,7 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
 
     A created model (`hotset create`) has its template and sampling, and its context and adapters where
     settings have none. Devices are looked for first: a model is not fetched for one that is not there. None
-    are used where there are adapters, which the CPU computes. Raises DeviceError,
+    is used for adapters that it does not compute. Raises DeviceError,
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
     """
     path, made = Path(model), None
@@ -91,7 +93,9 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
         if (found := find_created(model)) is not None:
             made = found[1]
             settings = _with_created(settings, made)
-    on_cpu = settings.backend != "auto" or (settings.lora is not None and not settings.on_vulkan)
+    named = settings.device_capabilities
+    takes_lora = settings.lora is None or (named is not None and named.adapters)
+    on_cpu = settings.backend != "auto" or not takes_lora
     devices, unused = ((), None) if on_cpu else detect.wanted_devices(settings)
     if unused is not None:
         _warn(unused)
@@ -133,31 +137,37 @@ def plan_model(
     where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
     for_device: a device of another model computes it. reserved: memory for what is loaded beside it.
+
+    If no device was requested, and the device that was found cannot take the model, the CPU computes it.
     """
-    if opened.on_vulkan and opened.settings.is_auto:
-        try:
-            return _planned(opened, mapped=mapped, reserved=reserved)
-        except _CANNOT_PLACE as error:
-            if opened.settings.asks_for_a_device:
-                raise
-            decided = _planned(opened.on_cpu(), mapped=mapped, reserved=reserved)
-            decided.notes.append(f"the Vulkan device is not used: {error}")
-            return decided
-    return _planned(opened, mapped=mapped, reserved=reserved, for_device=for_device)
+    try:
+        return _planned(opened, mapped=mapped, reserved=reserved, for_device=for_device)
+    except _CANNOT_PLACE as error:
+        if not opened.devices or opened.settings.asks_for_a_device:
+            raise
+        decided = _planned(opened.on_cpu(), mapped=mapped, reserved=reserved)
+        if opened.settings.is_auto:  # which compares them
+            decided.notes.append(f"the device {opened.devices[0]} is not used: {error}")
+        else:
+            _say_unplaced(error)
+        return decided
 
 
 def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bool = False) -> Decided:
-    """As plan_model; of --device auto with a Vulkan device it raises what says that this is not used."""
+    """Plan a model, as plan_model, without another try."""
     gguf, config = opened.gguf, opened.config
     settings = opened.settings.verifying(config.has_zeros)
     thresholds = _thresholds(settings, gguf, config)
     mode = settings.sparsity
     splits = settings.split == "neurons" or settings.gpu_index is not None
-    if opened.on_vulkan and not splits and (mode, settings.predictor, thresholds) == (None, None, None):
+    device, named = opened.capabilities, (mode, settings.predictor, thresholds)
+    if device is not None and not device.sparse_ffn and not splits and named == (None, None, None):
         mode = "dense"  # the same numbers, and nothing is built beside the file
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     if mode != settings.sparsity:
-        choice = replace(choice, reason="dense: all neurons, as on a Vulkan device without --sparsity")
+        assert device is not None
+        reason = f"dense: all neurons, as on {device.title} without --sparsity"
+        choice = replace(choice, reason=reason)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
     machine = MachineFacts(math.inf if mapped else _free(opened), own_memory(), reserved)
@@ -188,76 +198,54 @@ def _computes(opened: Opened, free: float) -> Computes:
     return "memory" if is_roomy else "budget"
 
 
-def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:
-    """The backend that computes what was decided; without the placement, where no device was requested and
-    the one that was found cannot be used. `weights` and file stay the caller's. shared: what another
-    model's CpuBackend has and this one uses too: its runtime, its cache_of."""
-    placement, settings = decided.placement, decided.settings
-    options: dict[str, Any] = {
-        "n_pages": decided.n_pages,
-        "max_batch": settings.max_batch if decided.ram is None else decided.ram.max_batch,
-        "kv_type": settings.kv_type,
-        "n_threads": settings.n_threads,
-        "sparse": decided.is_sparse,
-    }
-    on_vulkan = placement is not None and placement.on_vulkan
-    of_states = {"n_states": decided.n_states} if decided.n_states else {}
-    if on_vulkan:
-        options |= {"progress": settings.progress, **of_states}
-    if placement is not None:
-        from hotset.placement.build import open_placed
+def build(
+    decided: Decided, *, runtime: _core.Runtime | None = None, drafts_for: WholeModel | None = None
+) -> tuple[Decided, Backend]:
+    """Build the backend of a model.
 
-        if settings.progress is not None:
-            settings.progress.planned(placement)
-        try:
-            stored = _stored(decided)
-            backend = open_placed(
-                placement, stored or decided.weights, decided.graph, channels=decided.channels, **options
-            )
-            if stored is not None:
-                stored.start_counting()
-            return replace(decided, stored=stored), _ready(decided, backend)
-        except _CANNOT_PLACE as error:
-            if settings.asks_for_a_device:
-                raise
-            _say_unplaced(error)
-            if on_vulkan:
-                return build(_on_cpu(decided), **shared)
-            decided = replace(decided, placement=None)
-            if decided.ram is not None:
-                decided = replace(decided, ram=_plan_ram(decided))
-            decided = _with_channels(decided)
-    options |= of_states
-    name = "cpu" if settings.backend == "auto" else settings.backend
-    if name == "cpu":
-        options |= shared
-    if decided.channels is not None and name == "cpu":
-        options |= {"channel_rates": decided.channels.rates, "whole": decided.channels.whole}
-    if (stored := _stored(decided)) is not None:
-        backend = open_backend("cpu", stored, decided.graph, **options)
-        return replace(decided, stored=stored), _ready(decided, backend)
-    return decided, _ready(decided, open_backend(name, decided.weights, decided.graph, **options))
+    If no device was requested, and the device that was found cannot be used after all, the model is planned
+    again for the CPU. `weights` and file stay the caller's. runtime: threads of another model that this one
+    uses too. drafts_for: a model whose device or threads, and cache, this one uses: it is the same model in a
+    sparser mode.
+    """
+    placement, settings, options = decided.placement, decided.settings, decided.backend_options
+    if placement is not None and settings.progress is not None:
+        settings.progress.planned(placement)
+    try:
+        stored = _stored(decided)
+        source = stored or decided.weights
+        if drafts_for is not None:
+            backend = drafts_for.open_draft(source, decided.graph, options)
+        elif placement is not None:
+            from hotset.placement.build import open_placed
 
-
-def _on_cpu(decided: Decided) -> Decided:
-    """The same model, planned for the CPU alone."""
-    config = read_config(decided.gguf, activation=decided.settings.activation)
-    opened = Opened(decided.settings, decided.gguf, config, (), decided.sampling)
-    decided.weights.close()
-    return plan_model(opened, reserved=decided.reserved)
+            backend = open_placed(placement, source, decided.graph, options, decided.channels)
+        else:
+            name = "cpu" if settings.backend == "auto" else settings.backend
+            backend = open_backend(name, source, decided.graph, options, runtime=runtime)
+    except _CANNOT_PLACE as error:
+        if placement is None or settings.asks_for_a_device:
+            raise
+        config = read_config(decided.gguf, activation=settings.activation)
+        opened = Opened(settings, decided.gguf, config, (), decided.sampling)
+        decided.weights.close()
+        _say_unplaced(error)
+        return build(plan_model(opened, reserved=decided.reserved), runtime=runtime)
+    if stored is not None:
+        decided = replace(decided, stored=stored)
+        if placement is not None:
+            stored.start_counting()
+    return decided, _ready(decided, backend)
 
 
 def _free(opened: Opened) -> float:
-    """Bytes of memory for the model: of this machine, and of Vulkan devices that have their own; of these
-    alone where they hold all of it."""
-    if not opened.on_vulkan:
+    """Bytes of memory for the model: of this machine, and of devices that have their own."""
+    if not opened.devices:
         return free_memory()
-    most = opened.settings.vram_budget
-    found = [find_device(str(name)) for name in opened.devices]
-    own = sum(info.free for info in found if not info.shares_memory)
-    if most not in (None, -1):
-        own = min(own, int(len(found) * most * 2**30))
-    return own if own > 1.1 * opened.gguf.nbytes else own + free_memory()
+    from hotset.placement.planner import planner_of
+
+    planner = planner_of(opened.devices[0])
+    return planner.free_for_model(opened.devices, opened.settings.vram_budget, opened.gguf.nbytes)
 
 
 def _host_memory(decided: Decided) -> HostMemory:
@@ -300,29 +288,30 @@ def _map_experts(decided: Decided) -> None:
 
 
 def open_backend(
-    name: str, weights: WeightSource, graph: Graph, *, n_threads: int | None, **options: Any
+    name: str,
+    weights: WeightSource,
+    graph: Graph,
+    options: BackendOptions,
+    *,
+    runtime: _core.Runtime | None = None,
 ) -> Backend:
-    """A backend without a device: "cpu" or "reference". options: of both."""
+    """Build a backend without a device: "cpu" or "reference". runtime: as in CpuBackend."""
     if name == "cpu":
-        return CpuBackend(weights, graph, n_threads=n_threads, **options)
+        return CpuBackend.opened(weights, graph, options, runtime=runtime)
     from hotset.backends.reference import ReferenceBackend
 
-    return ReferenceBackend(weights, graph, **options)
+    return ReferenceBackend(weights, graph, sparse=options.sparse, **options.sizes)
 
 
 def open_measuring(decided: Decided, backend: Backend) -> Backend:
     """A backend that computes every neuron of a text, without a device, to measure the predictor of another
     backend's. It is small."""
-    return open_backend(
-        "reference" if backend.name == "reference" else "cpu",
-        decided.weights,
-        decided.graph,
-        n_pages=MAX_SEQUENCE // PAGE_SIZE,
-        max_batch=_MEASURED_STEP,
-        kv_type=decided.settings.kv_type,
+    options = BackendOptions(
+        n_pages=MAX_SEQUENCE // PAGE_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
         n_threads=backend.n_threads,
-        sparse=False,
-    )
+    )  # fmt: skip
+    name = "reference" if backend.name == "reference" else "cpu"
+    return open_backend(name, decided.weights, decided.graph, options)
 
 
 def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Decided:
@@ -369,20 +358,13 @@ def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile
     if not devices:
         return None
     from hotset.placement.gather import planned
+    from hotset.placement.planner import ModelToPlace
 
-    try:
-        if not any(map(is_vulkan, devices)):
-            check_gpu_cache(decided.settings.kv_type)
-        return planned(
-            decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base,
-            decided.settings, devices, n_pages=decided.n_pages, n_states=decided.n_states, profile=profile,
-            limited=decided.limit is not None,
-        )  # fmt: skip
-    except _CANNOT_PLACE as error:
-        if decided.settings.asks_for_a_device or any(map(is_vulkan, devices)):
-            raise
-        _say_unplaced(error)
-    return None
+    model = ModelToPlace(
+        decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base, decided.settings,
+        decided.n_pages, decided.n_states, profile, limited=decided.limit is not None,
+    )  # fmt: skip
+    return planned(model, devices)
 
 
 def _needed(decided: Decided) -> dict[int, np.ndarray]:
@@ -423,14 +405,18 @@ def _with_channels(decided: Decided) -> Decided:
     """With what is left out of the inputs of which matrices, and the input-major copies that the CPU reads;
     under a budget of its memory, which has no room for them, without these."""
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
-    if thresholds is None or (placement is not None and placement.on_vulkan):
-        return decided  # a Vulkan device reads every channel
+    device = decided.capabilities
+    if thresholds is None or (device is not None and not device.thresholds):
+        return decided  # the device reads every channel
     from hotset.placement import channel_rates
 
     of_cpu, of_devices = channel_work(decided)
     rates = channel_rates.of_cpu(of_cpu, settings.n_threads, progress=settings.progress)
     devices = placement.devices if placement is not None and of_devices else ()
-    found = [channel_rates.of_device(name, of_devices, progress=settings.progress) for name in devices]
+    found = [
+        plugin_of(name, "measuring").channel_rates(name, of_devices, progress=settings.progress)
+        for name in devices
+    ]
     decided = with_channels(decided, thresholds, rates, found)
     if decided.ram is not None or decided.channels is None or not cpu_layers(decided):
         return decided

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.vulkan.devices import is_vulkan
+from hotset.backends.registry import Capabilities, capabilities_of
+from hotset.backends.stage import BackendOptions
 from hotset.engine.engine import ThresholdedTokens
 from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
@@ -64,9 +65,9 @@ class Opened:
         return replace(self, settings=replace(self.settings, **changes))
 
     @property
-    def on_vulkan(self) -> bool:
-        """Whether layers may be on Vulkan devices."""
-        return any(map(is_vulkan, self.devices))
+    def capabilities(self) -> Capabilities | None:
+        """Return the capabilities of its devices; None without devices."""
+        return capabilities_of(self.devices)
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +139,24 @@ class Decided:
         return self.choice.mode != "dense"
 
     @property
+    def capabilities(self) -> Capabilities | None:
+        """Return the capabilities of its devices; None if only the CPU computes."""
+        return None if self.placement is None else capabilities_of(self.placement.devices)
+
+    @property
+    def backend_options(self) -> BackendOptions:
+        """Return how its backend is built."""
+        settings, channels = self.settings, self.channels
+        return BackendOptions(
+            n_pages=self.n_pages, n_states=self.n_states, kv_type=settings.kv_type,
+            max_batch=settings.max_batch if self.ram is None else self.ram.max_batch,
+            n_threads=settings.n_threads, sparse=self.is_sparse,
+            channel_rates={} if channels is None else channels.rates,
+            whole=() if channels is None else channels.whole,
+            progress=settings.progress,
+        )  # fmt: skip
+
+    @property
     def thresholded(self) -> ThresholdedTokens:
         """Which tokens are thresholded (engine.Engine)."""
         if not self.graph.has_thresholds:
@@ -186,8 +205,8 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
             check_cache(op, settings.kv_type)
     cost = Cost(graph, weights.tensors)
     free = machine.free - machine.reserved.total
-    limit = None
-    if not opened.on_vulkan:
+    limit, device = None, opened.capabilities
+    if device is None or device.ram_budget:
         limit = ram_limit(settings, gguf.nbytes, free, machine.reserved.total)
     file_bytes = gguf.nbytes if limit is None else 0
     n_ctx = context(settings, config, cost, free, file_bytes, longest_default(opened, graph, machine))

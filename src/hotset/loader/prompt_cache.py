@@ -8,10 +8,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
-from hotset.backends.cpu.backend import CpuBackend, native_code
-from hotset.backends.vulkan.backend import WholeVulkan
-from hotset.backends.vulkan.devices import find_device
-from hotset.backends.vulkan.kernels import shaders_digest
+from hotset.backends.cpu.backend import native_code
+from hotset.backends.registry import all_capabilities
+from hotset.backends.stage import WholeModel
 from hotset.engine.blocks import VERSION, Identity
 from hotset.engine.driver import EngineThread
 from hotset.engine.mtp import CacheWithMtp, MtpDrafter
@@ -42,9 +41,11 @@ def identity_of(decided: Decided) -> Identity:
     facts = [VERSION, PAGE_SIZE, sys.byteorder, version("hotset"), decided.settings.kv_type]
     if decided.settings.drafter == "mtp":  # whose layer has a part of each page
         facts.append("mtp")
-    if decided.placement is not None and decided.placement.on_vulkan:  # in whose order and memory they are
-        info = find_device(decided.placement.devices[0])
-        facts += ["vulkan", info.name, info.driver, shaders_digest()]
+    if decided.placement is not None:  # a device has its own order of bytes
+        from hotset.placement.planner import planner_of
+
+        device = decided.placement.devices[0]
+        facts += planner_of(device).cache_facts(device)
     digest.update(repr([*facts, fingerprint(decided.gguf), decided.graph.ops]).encode())
     digest.update(native_code())
     if decided.predictor is not None:
@@ -63,13 +64,14 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
     """
     if decided.graph.is_encoder:
         raise UnsupportedModelError(f"an embedding model has no cache that could be kept; leave out {asked}")
-    if not isinstance(backend, CpuBackend | WholeVulkan):
+    if not isinstance(backend, WholeModel):
+        devices = "".join(f", or {one.title}" for one in all_capabilities() if one.prompt_cache)
         raise UnsupportedModelError(
-            f"{asked} needs a model that this machine's CPU computes alone, or one Vulkan device, and parts "
+            f"{asked} needs a model that this machine's CPU computes alone{devices}, and parts "
             f"of this one are elsewhere (backend {backend.name!r}); leave it out, or use --no-gpu "
             "(backend='cpu') and no --stages"
         )
-    memory: CacheMemory = backend if isinstance(backend, CpuBackend) else backend.stage
+    memory: CacheMemory = backend.stage
     drafter = None if speculator is None else speculator.drafter
     return CacheWithMtp(memory, drafter) if isinstance(drafter, MtpDrafter) else memory
 

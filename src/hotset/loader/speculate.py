@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.lowering import decoded_vector
 from hotset.backends.reference import normalised
-from hotset.backends.vulkan.backend import WholeVulkan
-from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.stage import WholeModel
 from hotset.engine.draft_model import ModelDrafter, SelfDrafter
 from hotset.engine.lookup import LookupDrafter, LookupText
-from hotset.engine.mtp import MtpDrafter, MtpLayer
+from hotset.engine.mtp import MtpDrafter
 from hotset.engine.speculation import Drafter, Speculator
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.files import read_small_text
@@ -52,7 +50,8 @@ def open_speculator(
     settings = decided.settings
     if settings.drafter == "off" or decided.graph.is_encoder:
         return None
-    if decided.placement is not None and not decided.placement.on_vulkan:
+    device = decided.capabilities
+    if device is not None and not device.speculation:
         raise InvalidRequestError(
             "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
             "tokens are in its step; leave out speculate, or use --no-gpu (backend='cpu')"
@@ -116,8 +115,7 @@ def _open_draft(decided: Decided, name: ModelPath, backend: Backend) -> ModelDra
                 f"the draft model {name} {kind}, and cannot take drafted tokens back; choose a model with "
                 "attention alone"
             )
-        shared = {"runtime": backend.runtime} if isinstance(backend, CpuBackend) else {}
-        draft, own = build(draft, **shared)
+        draft, own = build(draft, runtime=backend.runtime)
         closing.callback(own.close)
         n_shared = min(n_vocab, own.n_vocab, backend.n_vocab)
         sequences = decided.settings.max_sequences
@@ -128,10 +126,10 @@ def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
     """The model in a sparser mode: the one that its settings name, else with the thresholds beside the file,
     else with the predictors in it, else with half of the experts."""
     settings, path = decided.settings, decided.gguf.path
-    if not isinstance(backend, CpuBackend | WholeVulkan) or decided.ram is not None:
+    if not isinstance(backend, WholeModel) or decided.ram is not None:
         raise InvalidRequestError(
             "speculate self needs the whole model in memory, computed by one process on the CPU, or by one "
-            "Vulkan device; leave it out, or what divides the model"
+            "device; leave it out, or what divides the model"
         )
     if decided.n_states:
         raise UnsupportedModelError(
@@ -145,22 +143,12 @@ def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
         "activation": settings.activation, "sparsity": mode, "predictor": settings.predictor,
         "thresholds": settings.thresholds, "profile": settings.profile,
     }  # fmt: skip
-    on_vulkan = isinstance(backend, WholeVulkan)
     with ExitStack() as closing:
-        draft = _plan_draft(path, settings, closing, for_device=on_vulkan, **changes)
+        draft = _plan_draft(path, settings, closing, for_device=backend.is_on_device, **changes)
         if draft.choice.mode == decided.choice.mode:
             draft = _with_fewer_experts(draft)
         decided.notes.extend(f"drafts: {note}" for note in (draft.choice.reason, *draft.notes))
-        own: Backend
-        if isinstance(backend, WholeVulkan):
-            stage = VulkanStage(
-                draft.weights, draft.graph, backend.stage.info, n_pages=backend.n_pages,
-                max_batch=settings.max_sequences, kv_type=settings.kv_type, beside=backend.stage,
-                cache_of=backend.stage,
-            )  # fmt: skip
-            own = WholeVulkan("vulkan", [stage], [0], n_pages=stage.n_pages, max_batch=stage.max_batch)
-        else:
-            draft, own = build(draft, runtime=backend.runtime, cache_of=backend)
+        draft, own = build(draft, drafts_for=backend)
         closing.callback(own.close)
         return SelfDrafter(own, draft.thresholded != "none", closing.pop_all().close)
 
@@ -203,21 +191,14 @@ def _mtp_bytes(opened: Opened) -> int:
 
 
 def _open_mtp(decided: Decided, backend: Backend) -> MtpDrafter:
-    if not isinstance(backend, CpuBackend | WholeVulkan):
+    if not isinstance(backend, WholeModel):
         raise InvalidRequestError(
-            "speculate mtp needs the whole model computed by one process on the CPU, or by one Vulkan "
+            "speculate mtp needs the whole model computed by one process on the CPU, or by one "
             "device; leave it out, or what divides the model"
         )
     graph = _mtp_graph(decided, decided.weights.tensors)
-    layer: MtpLayer
-    given: dict[str, Any] = {
-        "n_pages": decided.n_pages, "max_batch": backend.max_batch, "kv_type": decided.settings.kv_type,
-    }  # fmt: skip
-    if isinstance(backend, WholeVulkan):
-        stage = backend.stage
-        layer = VulkanStage(decided.weights, graph, stage.info, beside=stage, **given)
-    else:
-        layer = CpuBackend(decided.weights, graph, sparse=decided.is_sparse, runtime=backend.runtime, **given)
+    options = replace(decided.backend_options, max_batch=backend.max_batch, n_states=0)
+    layer = backend.open_layer(decided.weights, graph, options)
     ops = decided.graph.ops
     reads = next(op.x.name for op in ops if isinstance(op, SelectOutputs))
     norm = next(op for op in ops if op.out.name == NEXTN_INPUT)

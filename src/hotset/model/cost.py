@@ -74,14 +74,6 @@ def check_cache(op: Attention, kv_type: KVType) -> None:
             )
 
 
-def check_gpu_cache(kv_type: KVType) -> None:
-    """Refuses (UnsupportedModelError) what the attention kernels of GPUs do not read."""
-    if kv_type not in ("f16", "f32"):
-        raise UnsupportedModelError(
-            f"a {kv_type} cache runs on the CPU only: use f16, or leave the GPU out (--no-gpu)"
-        )
-
-
 class Cost:
     """The costs of one model.
 

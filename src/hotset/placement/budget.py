@@ -98,8 +98,8 @@ class LayerFacts:
     above: they are on the host, n_experts of them, and a token reads n_used. is_cached: a device may have
     slots for some of them, which layers of one layout (a number) share.
 
-    On a Vulkan device (placement/vulkan.py) experts are part of fixed_bytes; idle_bytes: of these what a
-    token does not read, the experts that it does not use. n_kernels: dispatches of the layer; None: those of
+    On a device that has experts with their layers, these are part of fixed_bytes; idle_bytes: the experts of
+    these bytes that a token does not use. n_kernels: dispatches of the layer; None: those of
     table.LAYER_KERNELS. missing: what of it no kernel computes, so that it stays on the CPU.
     """
 

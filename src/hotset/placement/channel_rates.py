@@ -7,9 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import mmap
-import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,6 @@ import numpy as np
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.processor import isa
-from hotset.backends.gpu.devices import find_device, synchronize
 from hotset.cores import usable_cores
 from hotset.formats.channels import LAYOUT, copy_bytes, copy_name, copy_shape
 from hotset.formats.gguf import TensorInfo
@@ -27,22 +24,18 @@ from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, Linear, SelectOutputs
 from hotset.parameters import real_number
-from hotset.placement.channels import OTHERS, ChannelRates, TypeRates, Workload, device_type, read_on_device
+from hotset.placement.channels import ChannelRates, TypeRates, Workload
 from hotset.placement.machine import (
-    STAND_IN,
     HeldWeights,
-    device_key,
     once,
     processor_name,
     times_in_turn,
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from hotset.reporter import Reporter
 
-_KEPT = 0.5  # of the channels
+KEPT = 0.5  # of the channels
 _SECONDS = 0.4  # of the measurement
 _DECREED = 0.8  # of the rate of rows: that of channels, of the device cpu
 _PASSES = 4  # over all matrices between two waits for the device
@@ -61,38 +54,19 @@ def of_cpu(
         version = importlib.metadata.version("hotset")
     machine = [processor_name(), f"{n_threads} threads", isa()]
     return {
-        work.type: _once([*machine, _key_of(work), version], partial(_measure, n_threads, work),
+        work.type: kept_once([*machine, key_of(work), version], partial(_measure, n_threads, work),
         "this machine",
                          work, progress, path)
         for work in works
     }  # fmt: skip
 
 
-def of_device(
-    device: str, works: tuple[Workload, ...], *, progress: Reporter | None = None, path: Path | None = None
-) -> TypeRates:
-    """What is known of a device, measured where it is not; of the types of the matrices of `works`, and of
-    that which stands for others. Raises DeviceError for one that fails."""
-    found = find_device(device)
-    works = tuple(
-        replace(works[0], type=type) for type in {OTHERS: 0} | {device_type(w.type): 0 for w in works}
-    )
-    if found.type == "cpu":
-        return {work.type: ChannelRates(STAND_IN.read, _DECREED * STAND_IN.read) for work in works}
-    return {
-        work.type: _once([device_key(found), _key_of(work)], partial(_measure_device, found, work),
-        str(found),
-                         work, progress, path)
-        for work in works
-    }  # fmt: skip
-
-
-def _key_of(work: Workload) -> str:
+def key_of(work: Workload) -> str:
     """For a key of machine.json."""
     return f"channels {LAYOUT} {work.type.name}, {work.width} wide, {work.n_bytes >> 20} MB"
 
 
-def _once(
+def kept_once(
     key: list[str],
     measure: Callable[[], ChannelRates],
     who: str,
@@ -111,16 +85,16 @@ def _once(
 
 def _weights(type: GGMLType, width: int, n_matrices: int) -> HeldWeights:
     """Matrices of one type and width with their input-major copies, and an input half of which is zero."""
-    weights, zero = HeldWeights(), np.random.default_rng(0).random(width) >= _KEPT
+    weights, zero = HeldWeights(), np.random.default_rng(0).random(width) >= KEPT
     weights.add("x", (width, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
     info = TensorInfo("", (width, width), type, row_bytes(type, width) * width, 0)
     for i in range(n_matrices):
-        weights.add(f"{i}.weight", info.shape, type, _filled(info.nbytes))
-        weights.add(copy_name(f"{i}.weight"), copy_shape(info), GGMLType.I8, _filled(sum(copy_bytes(info))))
+        weights.add(f"{i}.weight", info.shape, type, filled(info.nbytes))
+        weights.add(copy_name(f"{i}.weight"), copy_shape(info), GGMLType.I8, filled(sum(copy_bytes(info))))
     return weights
 
 
-def _filled(n_bytes: int) -> np.ndarray:
+def filled(n_bytes: int) -> np.ndarray:
     """Whatever such bytes stand for, as a float16 scale they are small and finite. NumPy's own memory is in
     huge pages, which a mapped file is not."""
     pages = mmap.mmap(-1, n_bytes)
@@ -151,7 +125,7 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
         for sparse in (False, True):
             backend = CpuBackend(
                 weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=runtime,
-                channel_rates={work.type: 1 / _KEPT},
+                channel_rates={work.type: 1 / KEPT},
             )  # fmt: skip
             opened.append(backend)
             backend.step(batch)
@@ -161,44 +135,5 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
         for backend in opened:
             backend.close()
         runtime.close()
-    n_read = n_matrices * (codes + scales), n_matrices * (codes * _KEPT + scales)
+    n_read = n_matrices * (codes + scales), n_matrices * (codes * KEPT + scales)
     return ChannelRates(n_read[0] / rows, n_read[1] / channels)
-
-
-def _measure_device(device: torch.device, work: Workload) -> ChannelRates:
-    """Bytes per second of a device's kernels: of all rows, and of half of the channels with all scales."""
-    import torch
-
-    from hotset.backends.gpu.capture import Graphs
-    from hotset.backends.gpu.kernels import Kernels
-    from hotset.backends.gpu.matrix import DeviceMatrix
-
-    kernels, n = Kernels(device), work.width
-    n_bytes = row_bytes(work.type, n) * n
-    data, n_matrices = _filled(n_bytes), max(2, work.n_bytes // n_bytes)
-    by_row = [DeviceMatrix.from_bytes(data, work.type, n, n, device) for _ in range(n_matrices)]
-    input_major = [DeviceMatrix.input_major(n, [n], [m].__getitem__) for m in by_row]
-    zero = np.random.default_rng(0).random((1, n)) >= _KEPT
-    x = torch.from_numpy(np.where(zero, 0, 1).astype(np.float32)).to(device)
-
-    def timed(product: Callable[..., object], matrices: list[DeviceMatrix]) -> Callable[[], None]:
-        def calls() -> None:
-            for _ in range(_PASSES):
-                for matrix in matrices:
-                    product(x, matrix)
-
-        calls()
-        # As a step runs, without launches of the host between the products.
-        run = Graphs(device)(calls)[0].replay if kernels.capturable else calls
-
-        def run_and_wait() -> None:
-            run()
-            synchronize(device)
-
-        return run_and_wait
-
-    runs = [timed(kernels.linear, by_row), timed(kernels.linear_t, input_major)]
-    rows, channels = map(statistics.median, times_in_turn(runs, _SECONDS / 2))
-    passed = _PASSES * n_matrices
-    read = read_on_device(work.type, n * n, n_bytes, _KEPT)
-    return ChannelRates(passed * n_bytes / rows, passed * read / channels)

@@ -6,7 +6,7 @@ reads rows, one after the other, and channels, here and there, by placement/chan
 would not gain stays as it is. On the CPU one of which nothing is known is laid out, and each step reads it by
 channel only where few enough are left (csrc/ops/channel_input.h).
 
-A device has a matrix once, by row or input-major (backends/gpu/matrix.py), and every step reads it so. So one
+A device has a matrix once, by row or input-major, and every step reads it so. So one
 of which the file of thresholds does not say what is left stays as it is. Gate and up go together, for of
 gates alone input-major nothing would say which rows of up are needed before they are read; rows of up that a
 thresholded gate does not need are left out in passing, without a layout of their own.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hotset.formats.channels import TYPES_BY_CHANNEL, can_be_input_major, copy_bytes
+from hotset.formats.channels import can_be_input_major_on_device as on_device
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Graph, thresholded_products
 from hotset.model.operations import Ffn, Linear, Threshold, Value, one_matrix
@@ -254,7 +255,7 @@ def plan_device_channels(
     gains: dict[str, ChannelGain] = {}
     for op in thresholded_products(graph):
         kept = thresholds.kept(op.layer, threshold_of[op.x])
-        if op.layer in rates and kept is not None and _can_be_on_device(tensors[op.weight], op):
+        if op.layer in rates and kept is not None and on_device(tensors[op.weight].type, op.out.width):
             gains[op.weight] = _gain_on_device(op, tensors, kept, rates[op.layer])
     for ffn in graph.ffns:
         if ffn.layer in rates and ffn.route is None:
@@ -290,12 +291,6 @@ def _decide_ffn(
         input_major = sum(gain.rows_s - gain.kept_s for gain in both)
     chosen = both if input_major > sum(gain.rows_s - gain.kept_s for gain in by_row) else by_row
     gains.update({gain.tensor: gain for gain in chosen})
-
-
-def _can_be_on_device(info: TensorInfo, op: Linear) -> bool:
-    from hotset.backends.gpu import matrix
-
-    return matrix.can_be_input_major(info.type, op.out.width)
 
 
 def _gain_on_device(

@@ -12,14 +12,16 @@ import ctypes
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from hotset.backends.registry import DEVICE_BACKENDS, backend_of, capabilities, part_of
 from hotset.errors import DeviceError, InvalidRequestError, install_command
 
 if TYPE_CHECKING:
+    from hotset.reporter import Reporter
     from hotset.settings import LoadSettings
 
 INSTALL = install_command("gpu")
@@ -28,83 +30,78 @@ _HIP = {"win32": "amdhip64.dll"}
 _NO_LAYERS = "no GPU was found: the CPU computes all layers, and --n-gpu-layers has no effect"
 
 
-def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
-    """Return the devices to use, none for the CPU alone; and a line for a person if a GPU is left unused.
+@dataclass(frozen=True)
+class Examined:
+    """A device for a person: its name in options, a line of text, and the same facts for JSON."""
 
-    Raises DeviceError if a requested device cannot be used, unless only n_gpu_layers requests it.
+    name: str
+    line: str
+    facts: dict[str, Any]
+
+
+class Detector(Protocol):
+    """The part of a device backend that finds its devices: its module `detection`."""
+
+    def named_devices(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the devices of names, each with its number.
+
+        Raises InvalidRequestError for a name without a meaning, DeviceError for a device that cannot be used.
+        """
+        ...
+
+    def found_device(self, progress: Reporter | None) -> tuple[str | None, str | None]:
+        """Return the device to try if none is named, or None; and why a device of this machine is unused."""
+        ...
+
+    def examine(self, progress: Reporter) -> list[Examined] | None:
+        """Return the devices of this machine, measured; None for a backend that measures at the first load.
+
+        Raises DeviceError if the driver is missing.
+        """
+        ...
+
+
+def detector_of(backend: str) -> Detector:
+    """Return the detector of a device backend."""
+    detector: Detector = part_of(backend, "detection")
+    return detector
+
+
+def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
+    """Return the devices to use, none for the CPU; and a line for a person if a GPU is left unused.
+
+    With --device auto it depends on the model whether the device is faster than the CPU: that is decided with
+    the placement. Raises DeviceError if a requested device cannot be used, unless only n_gpu_layers requests
+    it.
     """
     if settings.n_gpu_layers == 0:
         return (), None
-    if settings.vulkan:
-        from hotset.placement.vulkan import named_devices
-
-        return named_devices(settings.vulkan), None
     if settings.device is not None and not settings.is_auto:
-        _pack_memory()
-        from hotset.backends.gpu.devices import find_device
-
-        named = tuple(str(find_device(name)) for name in settings.device)
-        if len(set(named)) < len(named) and any(name != "cpu" for name in named):
-            raise InvalidRequestError(f"a device is named twice: {', '.join(settings.device)}")
-        return named, None
-    gpu = detect_gpu()
-    if settings.is_auto and (gpu is None or missing_libraries()):
-        return _auto(settings)
-    if gpu is None:
-        if _needs_a_device(settings):
-            raise DeviceError(
-                "no NVIDIA or AMD GPU was found to place anything on; name a device (--device mps, xpu, or "
-                "cpu as a stand-in), or leave the GPU's options out"
-            )
-        return (), _NO_LAYERS if settings.n_gpu_layers else None
-    missing = missing_libraries()
-    problem = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: {INSTALL}"
-    if not missing:
-        _pack_memory()
-        from hotset.backends.gpu.devices import find_device
-
-        try:
-            return (str(find_device("cuda:0")),), None
-        except DeviceError as error:
-            problem = str(error)
-    if _needs_a_device(settings):
-        raise DeviceError(f"{gpu} is there, but {problem}")
-    return (), f"{gpu} is there, but {problem}. The CPU computes alone (--no-gpu: without this line)."
-
-
-def _needs_a_device(settings: LoadSettings) -> bool:
-    """Return whether the settings need a device for more than a number of layers."""
-    return replace(settings, n_gpu_layers=None).asks_for_a_device
-
-
-def _auto(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
-    """The Vulkan device that --device auto tries, and why one that is there is left unused. Whether it is
-    faster depends on the model, and is decided with the placement."""
-    from hotset.placement.vulkan import best_device
-
-    name = best_device(settings.progress)
-    if name is None:
-        if _needs_a_device(settings):
-            raise DeviceError(
-                "no GPU was found to place anything on; 'hotset doctor' shows why, or leave its options out"
-            )
-        return (), _NO_LAYERS if settings.n_gpu_layers else None
-    try:
-        replace(settings, device=(name,))
-    except InvalidRequestError as error:  # what no Vulkan device does
-        return (), f"{name} is not used: {error}"
-    return (name,), None
-
-
-def _pack_memory() -> None:
-    """Asks torch, before it starts, for CUDA memory that grows in small pages.
-
-    Otherwise tensors of some megabytes share segments of 20 MiB that they do not fill, and a budget that is
-    planned to the byte does not hold. What a user has set stays.
-    """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
-    if sys.platform == "linux" and not any(name in os.environ for name in names):
-        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+        return detector_of(backend_of(settings.device[0])).named_devices(settings.device), None
+    problems = []
+    for backend in DEVICE_BACKENDS:
+        if not (capabilities(backend).unasked or settings.is_auto):
+            continue
+        device, problem = detector_of(backend).found_device(settings.progress)
+        if device is not None and settings.is_auto:
+            try:
+                replace(settings, device=(device,))
+            except InvalidRequestError as error:  # something that this device does not do
+                device, problem = None, f"{device} is not used: {error}"
+        if device is not None:
+            return (device,), None
+        problems += [problem] if problem else []
+    if replace(settings, n_gpu_layers=None).asks_for_a_device:  # for more than a number of layers
+        none = "no GPU" if settings.is_auto else "no NVIDIA or AMD GPU"
+        raise DeviceError(
+            "; ".join(problems)
+            or f"{none} was found to place anything on; name a device (--device mps, xpu, vulkan, or cpu as "
+            "a simulated one), or leave the GPU's options out"
+        )
+    if problems:
+        said = "; ".join(problems)
+        return (), f"{said}. The CPU computes alone (--no-gpu: without this line)."
+    return (), _NO_LAYERS if settings.n_gpu_layers else None
 
 
 @dataclass(frozen=True)

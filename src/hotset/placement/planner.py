@@ -1,20 +1,51 @@
 """A placement from facts: which layers and neurons are on which device. Pure: gather.py measures and reads.
 
-placement = place(facts)
+    placement = place(facts)
+
+The facts of a model on devices are gathered by the backend of these devices (`Planner`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hotset.errors import UnsupportedModelError
-from hotset.model.config import ModelConfig
-from hotset.model.graph import Graph
-from hotset.placement.budget import ModelFacts
+from hotset.backends.registry import plugin_of
+from hotset.placement.budget import FFNMode, ModelFacts
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, DeviceRates, Placement, Rates
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+    from hotset.formats.overlay import Overlay
+    from hotset.model.config import ModelConfig
+    from hotset.model.graph import Graph
+    from hotset.placement.cards import Card
+    from hotset.settings import LoadSettings
+    from hotset.sparsity.profile import Profile
+
+
+@dataclass(frozen=True)
+class ModelToPlace:
+    """A model whose place is to be decided.
+
+    weights: the file and its sidecars. graph: of a step; mode: of its FFNs. n_pages, n_states:
+    of the cache. profile: of this model's neurons. limited: this machine's memory has a budget.
+    """
+
+    gguf: GGUFFile
+    config: ModelConfig
+    weights: Overlay
+    graph: Graph
+    mode: FFNMode
+    settings: LoadSettings
+    n_pages: int
+    n_states: int = 0
+    profile: Profile | None = None
+    limited: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +78,32 @@ class PlacementFacts:
     notes: tuple[str, ...] = ()
 
 
+class Planner(Protocol):
+    """The part of a device backend that placement asks: its module `planning`."""
+
+    def placement_facts(self, model: ModelToPlace, devices: Sequence[str | Card]) -> PlacementFacts:
+        """Return the facts of a model on devices, without the frequencies of its neurons.
+
+        Raises OutOfMemoryError for a budget above the free memory, UnsupportedModelError for a model that
+        has no kernels.
+        """
+        ...
+
+    def free_for_model(self, devices: Sequence[str | Card], vram_budget: float | None, n_bytes: int) -> float:
+        """Return the bytes of memory for a model whose file has n_bytes, on devices and on this machine."""
+        ...
+
+    def cache_facts(self, device: str) -> tuple[str, ...]:
+        """Return the facts that decide the bits of a device's KV cache, such as its driver."""
+        ...
+
+
+def planner_of(device: object) -> Planner:
+    """Return the planner of the backend of a device."""
+    planner: Planner = plugin_of(device, "planning")
+    return planner
+
+
 @dataclass(frozen=True)
 class Solution:
     """What a solver found: of each layer the device, an index or table.CPU, and its hot neurons, bool [n_ff]
@@ -55,22 +112,6 @@ class Solution:
     owners: tuple[int, ...]
     hot: tuple[np.ndarray | None, ...]
     how: str
-
-
-def check_placeable(config: ModelConfig, graph: Graph) -> None:
-    """Raises UnsupportedModelError for what no device computes."""
-    if config.masked and config.has_experts:
-        raise UnsupportedModelError(
-            "experts with predictors of their own are computed on the CPU alone; use --no-gpu"
-        )
-    if config.latent is not None:
-        raise UnsupportedModelError("latent attention is computed on the CPU alone; use --no-gpu")
-    if config.altup is not None:
-        raise UnsupportedModelError("AltUp's streams are computed on the CPU alone; use --no-gpu")
-    if graph.recurrent:
-        raise UnsupportedModelError(
-            "models with recurrent layers are computed on the CPU alone; use --no-gpu"
-        )
 
 
 def place(facts: PlacementFacts, known: Solution | None = None) -> Placement:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.registry import plugin_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
 from hotset.model.graph import Graph
 from hotset.offload.weight_store import STEP, Helped, Sizes, StoredWeights, share_out, sizes_of
 from hotset.placement.budget import MemoryBudget
-from hotset.placement.build import host_part, host_workspace
+from hotset.placement.build import host_part
 from hotset.placement.disk import DiskRates
 from hotset.units import human_size
 
@@ -151,7 +152,10 @@ class HostMemory:
             "max_batch": max_batch, "sparse": self._sparse, "n_threads": self._settings.n_threads,
         }  # fmt: skip
         if self._placement is not None:
-            taken = host_workspace(self._placement, empty, self._whole, n_pages=self._n_pages, **given)
+            opening = plugin_of(self._placement.devices[0], "opening")
+            taken: int = opening.host_workspace(
+                self._placement, empty, self._whole, n_pages=self._n_pages, **given
+            )
         else:
             backend = CpuBackend(empty, self._whole, n_pages=1, n_states=self._n_states, **given)
             taken = backend.workspace_bytes

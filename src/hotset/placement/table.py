@@ -16,7 +16,6 @@ from functools import cached_property
 
 import numpy as np
 
-from hotset.backends.vulkan.devices import is_vulkan
 from hotset.offload.misses import Fetching, MissRates, expected_seconds
 from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
@@ -107,11 +106,6 @@ class Placement:
         return {layer.device for layer in self.layers} == {self.output_device} - {CPU} and not any(
             layer.is_split for layer in self.layers
         )
-
-    @property
-    def on_vulkan(self) -> bool:
-        """Whether its devices are Vulkan's."""
-        return any(map(is_vulkan, self.devices))
 
     def layers_of(self, device: int) -> list[int]:
         """The layers of a device (or of the CPU)."""

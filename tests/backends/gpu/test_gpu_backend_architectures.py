@@ -21,11 +21,11 @@ from transformers_oracle import (
 
 from hotset.backends.base import Backend
 from hotset.backends.gpu import open_gpu
+from hotset.backends.gpu.opening import open_chain
 from hotset.errors import UnsupportedModelError
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.operations import Activate, Attention, Heads, LayerNorm, MaskedRoute, UnitNorm
-from hotset.placement.build import open_chain
 from hotset.placement.table import LayerPlacement, Placement
 
 torch = pytest.importorskip("torch")

@@ -15,10 +15,11 @@ from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
 from hotset.backends.gpu import fallback, launch
 from hotset.backends.gpu.fallback import RopeTable
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_input_major
+from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
 from hotset.backends.torch import functions
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
+from hotset.formats.channels import can_be_input_major_on_device as can_be_input_major
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import Attention, Rope, Rotate, Value

@@ -14,11 +14,11 @@ from placement_problems import layer, model, place_budget, power_law, rates
 torch = pytest.importorskip("torch")
 
 from hotset.backends.gpu import arena as arenas  # noqa: E402
+from hotset.backends.gpu import planning  # noqa: E402
 from hotset.backends.gpu.arena import Arena  # noqa: E402
 from hotset.backends.gpu.stream import CopyStream  # noqa: E402
 from hotset.errors import OutOfMemoryError  # noqa: E402
 from hotset.formats.quants import GGMLType, row_bytes  # noqa: E402
-from hotset.placement import gather  # noqa: E402
 from hotset.placement.solver import solve  # noqa: E402
 from hotset.placement.table import Device  # noqa: E402
 
@@ -120,13 +120,13 @@ def test_two_parts_are_there_at_a_time_on_one_stream_of_copies(monkeypatch: pyte
 
 
 def test_a_plan_spares_what_torch_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "find_device", torch.device)
-    monkeypatch.setattr(gather, "free_bytes", lambda device: 8 << 30)
-    on_cuda, stand_in = gather.limit_of("cuda:0", 5 << 20, 2.0), gather.limit_of("cpu", 0, 2.0)
+    monkeypatch.setattr(planning, "find_device", torch.device)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: 8 << 30)
+    on_cuda, stand_in = planning.limit_of("cuda:0", 5 << 20, 2.0), planning.limit_of("cpu", 0, 2.0)
     assert (on_cuda.limit, on_cuda.context) == (2 << 30, 5 << 20)
     assert 64 << 20 <= on_cuda.spare <= 96 << 20
     assert stand_in.spare == 0
-    assert gather.limit_of("cuda:0", 0, None).spare == on_cuda.spare
+    assert planning.limit_of("cuda:0", 0, None).spare == on_cuda.spare
 
 
 def test_what_is_spared_is_workspace_of_the_plan() -> None:

@@ -37,14 +37,15 @@ from threshold_models import IDS, THRESHOLDED, clearly  # noqa: E402
 from waiting import within  # noqa: E402
 
 import hotset  # noqa: E402
+from hotset.backends.gpu import measuring  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
+from hotset.backends.gpu.opening import open_chain  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.graph import thresholded_products  # noqa: E402
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds  # noqa: E402
 from hotset.placement import channel_rates, machine  # noqa: E402
-from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.channels import ChannelRates, Workload, plan_device_channels  # noqa: E402
 from hotset.placement.table import LayerPlacement, Placement  # noqa: E402
 from hotset.sparsity.thresholds import Thresholds, thresholds_path  # noqa: E402
@@ -251,8 +252,8 @@ def test_gate_and_up_go_together_or_rows_of_up_are_left_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_K, T.F16], ids=lambda t: t.name)
 def test_rates_are_those_of_the_kernels(type_: T, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_rates, "_SECONDS", 0.001)
-    found = channel_rates._measure_device(torch.device("cpu"), Workload(type_, 256, 1 << 16))
+    monkeypatch.setattr(measuring, "_CHANNEL_SECONDS", 0.001)
+    found = measuring._measure_device(torch.device("cpu"), Workload(type_, 256, 1 << 16))
     assert found.rows > 0
     assert found.channels > 0
 
@@ -264,11 +265,11 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(work.type)
         return ChannelRates(2e9, 1e9)
 
-    monkeypatch.setattr(channel_rates, "_measure_device", measure)
-    monkeypatch.setattr(channel_rates, "find_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(measuring, "_measure_device", measure)
+    monkeypatch.setattr(measuring, "find_device", lambda name: torch.device("meta"))
     works = (Workload(T.Q4_K, 256, 1 << 20), Workload(T.F16, 256, 1 << 20))
     for _ in range(2):
-        found = channel_rates.of_device("meta", works, path=tmp_path / "machine.json")
+        found = measuring.channel_rates("meta", works, path=tmp_path / "machine.json")
         assert found == dict.fromkeys((T.Q4_0, T.Q4_K), ChannelRates(2e9, 1e9))
     assert asked == [T.Q4_0, T.Q4_K]
 

@@ -22,6 +22,7 @@ from hotset import _core  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
+from hotset.backends.gpu.opening import open_chain  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.errors import (  # noqa: E402
     DeviceError,
@@ -33,7 +34,6 @@ from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.cost import KVType  # noqa: E402
-from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
 # Of quantised weights the CPU rounds activations to int8, with a step of 1/127 of the largest of 32, and the

@@ -28,8 +28,10 @@ from waiting import WATCHDOG  # noqa: E402
 import hotset  # noqa: E402
 from hotset import _core  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
+from hotset.backends.gpu.opening import open_chain  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
+from hotset.backends.stage import BackendOptions  # noqa: E402
 from hotset.errors import DeviceError, OutOfMemoryError, ReadError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.overlay import Overlay  # noqa: E402
@@ -41,7 +43,7 @@ from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Graph  # noqa: E402
 from hotset.offload.weight_store import StoredWeights, sizes_of  # noqa: E402
 from hotset.placement import ram  # noqa: E402
-from hotset.placement.build import host_part, open_chain, open_placed  # noqa: E402
+from hotset.placement.build import host_part, open_placed  # noqa: E402
 from hotset.placement.table import CPU, Placement  # noqa: E402
 from hotset.report.experts import expert_counts  # noqa: E402
 from hotset.settings import LoadSettings  # noqa: E402
@@ -163,8 +165,8 @@ def test_a_model_that_is_wholly_on_a_device_leaves_its_embedding(tmp_path: Path)
     gguf = write(tmp_path, "bamboo", T.Q8_0)
     ready, graph = prepared(gguf, "exact")
     placement, ids = whole([0, 0]), tokens(20)
-    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f32", "sparse": True}
-    expected = logits_of(open_placed(placement, ready.weights, graph, **given), ids, [], [2])
+    options = BackendOptions(n_pages=8, max_batch=48, kv_type="f32", sparse=True)
+    expected = logits_of(open_placed(placement, ready.weights, graph, options), ids, [], [2])
     part = host_part(placement, graph)
     sizes = sizes_of(part.graph, ready.weights.tensors, sparse=True, step=48)
     weights = StoredWeights(
@@ -172,7 +174,7 @@ def test_a_model_that_is_wholly_on_a_device_leaves_its_embedding(tmp_path: Path)
         step=48,
     )  # fmt: skip
     assert weights.store is None
-    backend = open_placed(placement, weights, graph, **given)
+    backend = open_placed(placement, weights, graph, options)
     np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
     assert weights.counts().bytes_read > 0
 
@@ -346,7 +348,7 @@ def test_a_device_does_not_hinder_that_a_large_file_is_read_by_itself(
 ) -> None:
     settings = beside(model, "neurons")
     least = least_of(model, settings)
-    monkeypatch.setattr("hotset.loader.build.free_memory", lambda: int(least / 0.9) + 1)
+    monkeypatch.setattr("hotset.backends.gpu.planning.free_memory", lambda: int(least / 0.9) + 1)
     monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
     with pytest.warns(UserWarning, match="more than what is free: what has no room is read as it is needed"):
         loaded = hotset.load(model, **settings)

@@ -139,7 +139,7 @@ def test_blocks_on_disk(
     else:
         path = tiny_models.shared_gguf(make, run_folder)
     if staged:
-        monkeypatch.setattr("hotset.placement.build.open_device", opened_staged())
+        monkeypatch.setattr("hotset.backends.vulkan.opening.open_device", opened_staged())
     prompt, kind = tokens(150).tolist(), {"temperature": 0, "max_tokens": 20}
     how = SMALL | {"kv_type": kv_type, "cache_dir": tmp_path / "cache"}
     with hotset.load(path, **SMALL, kv_type=kv_type) as model:
@@ -176,14 +176,14 @@ def test_blocks_have_the_part_of_the_layer_that_drafts(tmp_path: Path, run_folde
 def test_another_driver_has_other_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hotset.load(write_model(tmp_path / "model.gguf"), **SMALL) as model:
         own = identity_of(model.decided).digest
-        monkeypatch.setattr("hotset.loader.prompt_cache.shaders_digest", lambda: "others")
+        monkeypatch.setattr("hotset.backends.vulkan.planning.shaders_digest", lambda: "others")
         assert identity_of(model.decided).digest != own
 
 
 def test_a_conversation_is_kept_of_a_whole_model_alone(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", n_layer=3)
     divided = hotset.load(path, n_gpu_layers=1, **SMALL)
-    with divided as model, pytest.raises(UnsupportedModelError, match="or one Vulkan device"):
+    with divided as model, pytest.raises(UnsupportedModelError, match="or a Vulkan device"):
         session_files(model, "--session")
     with hotset.load(path, **SMALL) as model:
         session_files(model, "--session")

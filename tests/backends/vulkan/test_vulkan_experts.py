@@ -24,7 +24,7 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.pipeline import ChainBackend
-from hotset.backends.vulkan import budget
+from hotset.backends.vulkan import budget, devices, planning
 from hotset.backends.vulkan.experts import VulkanExpertCache, cached_layers
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.backends.vulkan.weights import DeviceWeights
@@ -36,7 +36,6 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.thresholds import LayerThresholds
 from hotset.placement import machine
-from hotset.placement import vulkan as planning
 
 __all__ = ["validated"]  # the fixture
 NAMES = "mixed", "biased", "shared", "sigmoid", "groups", "chosen", "relu", "one used", "all used", "many"
@@ -405,9 +404,8 @@ def test_the_cost_of_a_submission_decides(
     tmp_path: Path, slow_cpu: None, monkeypatch: pytest.MonkeyPatch, kind: str, splits: bool
 ) -> None:
     path = write(tmp_path)
-    there = [replace(info, kind=kind) for info in planning.list_devices()]
-    monkeypatch.setattr(planning, "list_devices", lambda: there)
-    monkeypatch.setattr("hotset.backends.vulkan.devices.list_devices", lambda: there)
+    there = [replace(info, kind=kind) for info in devices.list_devices()]
+    monkeypatch.setattr(devices, "list_devices", lambda: there)
     for sync, is_cheap in ((1e-6, True), (10.0, False)):
         rates = replace(machine.STAND_IN, sync=sync)
         monkeypatch.setattr(planning, "rates_beside", lambda *_, rates=rates: rates)

@@ -57,7 +57,7 @@ def test_a_device_that_does_not_open(tmp_path: Path, name: str, monkeypatch: pyt
         opened.append(pipelines.open_device(*given, **named))
         return opened[-1]
 
-    monkeypatch.setattr("hotset.placement.build.open_device", open_device)
+    monkeypatch.setattr("hotset.backends.vulkan.opening.open_device", open_device)
     with open_gguf(write_llama(tmp_path / "m.gguf", n_layer=1)) as gguf:
         for n in (1, 2, 3, 5, 8):
             _core.vulkan_fail(name, n, NO_MEMORY)

@@ -140,7 +140,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     shown = json.loads(inside("doctor", "--json").stdout)["vulkan"]
     assert shown["why"] == ""
     assert shown["devices"][0]["memory"] > 0
-    assert "Vulkan device 0" in inside("doctor").stdout
+    assert "vulkan:0" in inside("doctor").stdout
 
 
 def test_a_budget_and_settings_that_do_not_fit(tmp_path: Path) -> None:

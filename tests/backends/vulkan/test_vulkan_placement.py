@@ -20,9 +20,10 @@ from tiny_gguf import write_llama
 from vulkan_runs import stage_of, validated, vulkan
 
 import hotset
-from hotset.backends.vulkan import budget, devices
+from hotset.backends.vulkan import autotune, budget, detection, devices, planning
 from hotset.backends.vulkan.devices import VulkanInfo, find_device
 from hotset.backends.vulkan.pipelines import open_device
+from hotset.backends.vulkan.report import VulkanRates
 from hotset.backends.vulkan.shapes import ProductShapes, Shape
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import DeviceError, OutOfMemoryError, UnsupportedModelError
@@ -31,10 +32,8 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.thresholds import LayerThresholds
-from hotset.placement import autotune, detect, machine
-from hotset.placement import vulkan as planning
+from hotset.placement import detect, machine
 from hotset.placement.table import CPU
-from hotset.placement.vulkan import VulkanRates
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 __all__ = ["validated"]  # the fixture
@@ -61,10 +60,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             asked.append(info.name)
             return rates
 
-        for module in (devices, planning):
+        for module in (devices, detection):
             monkeypatch.setattr(module, "list_devices", lambda: there)
         monkeypatch.setenv("HOTSET_AUTOTUNE", "0")
-        monkeypatch.setattr(planning, "may_be_there", lambda: True)
+        monkeypatch.setattr(detection, "may_be_there", lambda: True)
         monkeypatch.setattr(planning, "measure_now", measure)
         monkeypatch.setattr(detect, "detect_gpu", lambda: None)
         of_cpu = {"read": 20e9, "gather": 12e9, "many": 1e11}
@@ -174,7 +173,7 @@ def test_thresholds_beside_a_placement(tmp_path: Path, n_layers: int | None) -> 
 def test_a_card_is_named_once(card: Any) -> None:
     card(FAST)
     with pytest.raises(DeviceError, match="is named twice"):
-        planning.named_devices(("vulkan:0", "vulkan:0"))
+        detection.named_devices(("vulkan:0", "vulkan:0"))
 
 
 # -- auto ----------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ def test_auto_leaves_a_slow_device_alone(tmp_path: Path, card: Any) -> None:
     with hotset.load(path, device="auto", **SMALL) as model:
         assert model.backend.name == "cpu"
         assert model.placement is None
-        assert any("the Vulkan device is not used" in note and "no faster" in note for note in model.notes)
+        assert any("vulkan:0 is not used" in note and "no faster" in note for note in model.notes)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_auto_never_takes(tmp_path: Path, card: Any, facts: dict[str, Any], monk
     path = write_model(tmp_path / "model.gguf")
     asked = card(FAST)
     there = [replace(info, **facts) for info in devices.list_devices()]
-    monkeypatch.setattr(planning, "list_devices", lambda: there)
+    monkeypatch.setattr(detection, "list_devices", lambda: there)
     with hotset.load(path, device="auto", **SMALL) as model:
         assert model.backend.name == "cpu"
     assert not asked
@@ -278,12 +277,12 @@ def test_auto_beside_what_no_device_does(tmp_path: Path, card: Any) -> None:
 
 
 def test_a_gpu_may_be_there(tmp_path: Path) -> None:
-    assert planning.may_be_there(tmp_path, "win32")
-    assert not planning.may_be_there(tmp_path, "linux")
+    assert detection.may_be_there(tmp_path, "win32")
+    assert not detection.may_be_there(tmp_path, "linux")
     (tmp_path / "dev/dri").mkdir(parents=True)
-    assert not planning.may_be_there(tmp_path, "linux")
+    assert not detection.may_be_there(tmp_path, "linux")
     (tmp_path / "dev/dri/renderD128").touch()
-    assert planning.may_be_there(tmp_path, "linux")
+    assert detection.may_be_there(tmp_path, "linux")
 
 
 def test_memory_that_is_shared(card: Any) -> None:

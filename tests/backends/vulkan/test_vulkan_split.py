@@ -20,7 +20,7 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.pipeline import ChainBackend
-from hotset.backends.vulkan import devices
+from hotset.backends.vulkan import devices, planning
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
@@ -29,7 +29,6 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.thresholds import LayerThresholds
 from hotset.placement import machine
-from hotset.placement import vulkan as planning
 
 __all__ = ["validated"]  # the fixture
 STEPS = [11, 12, 13, 30]  # a prompt, tokens one by one, more of a prompt

@@ -24,7 +24,7 @@ from hotset.backends.base import (
     StepStats,
 )
 from hotset.backends.cpu.lowering import Lowered, LoweringOptions, lower
-from hotset.backends.stage import Rows, on_host
+from hotset.backends.stage import BackendOptions, Rows, on_host
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import GGMLType
@@ -77,6 +77,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    is_on_device = False
 
     def __init__(  # noqa: PLR0913
         self,
@@ -139,6 +140,29 @@ class CpuBackend:
     def runtime(self) -> _core.Runtime | None:
         """Its threads, for the plans of another model that computes between two steps; None once closed."""
         return self._runtime
+
+    @property
+    def stage(self) -> CpuBackend:
+        """Return this backend, which is a stage too."""
+        return self
+
+    def open_draft(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> CpuBackend:
+        """Open a draft, as WholeModel.open_draft."""
+        return CpuBackend.opened(weights, graph, options, runtime=self._runtime, cache_of=self)
+
+    def open_layer(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> CpuBackend:
+        """Open a layer, as WholeModel.open_layer."""
+        return CpuBackend.opened(weights, graph, options, runtime=self._runtime)
+
+    @classmethod
+    def opened(
+        cls, weights: WeightSource, graph: Graph, options: BackendOptions, **shared: Any
+    ) -> CpuBackend:
+        """Build the backend of a whole model. shared: `runtime` and `cache_of` of another backend."""
+        return cls(
+            weights, graph, n_threads=options.n_threads, sparse=options.sparse,
+            channel_rates=options.channel_rates, whole=options.whole, **options.sizes, **shared,
+        )  # fmt: skip
 
     @property
     def isa(self) -> str:

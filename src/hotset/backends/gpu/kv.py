@@ -16,7 +16,8 @@ from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
 from hotset.backends.gpu.arena import Arena
 from hotset.backends.gpu.capture import MAX_CAPTURED
 from hotset.backends.gpu.kernels import Kernels
-from hotset.model.cost import KVType, check_gpu_cache
+from hotset.backends.gpu.plugin import check_cache
+from hotset.model.cost import KVType
 from hotset.model.operations import Attention
 
 OUTPUTS = MAX_CAPTURED  # rows of logits that come to the host without being waited for one by one
@@ -32,7 +33,7 @@ class PagedCache:
     def __init__(
         self, layers: Iterable[Attention], n_pages: int, kv_type: KVType, device: torch.device
     ) -> None:
-        check_gpu_cache(kv_type)
+        check_cache(kv_type)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         layers = list(layers)
         itemsize = KV_DTYPES[kv_type].itemsize

@@ -37,8 +37,10 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu.arena import Arena
+from hotset.backends.gpu.plugin import CAPABILITIES
 from hotset.backends.stage import SLICE_VALUES
 from hotset.errors import UnsupportedModelError
+from hotset.formats.channels import HALVES
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.offload.uploads import Lines
@@ -74,13 +76,11 @@ _FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
     },
     GGMLType.MXFP4: {"codes": ("qs", "u1"), "scales": ("e", "u1")},
 }
-# Of input-major types whose codes have four bits: HALF of the module's text.
-_HALVES = {GGMLType.Q4_0: 16, GGMLType.Q4_1: 16, GGMLType.Q4_K: 32}
 _K_GROUP = 256
 FIELDS = ("codes", "scales", "mins", "high", "sub_scales")
 EXPERT_TYPES = (*_FLOATS, *_FIELDS)
 """What experts of a cache may be of (exact.py)."""
-SUPPORTED = tuple(type for type in EXPERT_TYPES if type != GGMLType.MXFP4)
+SUPPORTED = CAPABILITIES.tensor_types
 """What every product computes with."""
 
 
@@ -227,8 +227,8 @@ class DeviceMatrix:
     ) -> DeviceMatrix:
         """Matrices of one input and type side by side, a row per input: [n_in, sum of n_out].
 
-        n_out: rows of each; load: brings one of them, which is dropped before the next. can_be_input_major
-        must say yes. arena: as in from_bytes. Values stay bitwise identical.
+        n_out: rows of each; load: brings one of them, which is dropped before the next.
+        can_be_input_major_on_device must say yes. arena: as in from_bytes. Values stay bitwise identical.
         """
         made: DeviceMatrix | None = None
         first = 0
@@ -269,7 +269,7 @@ class DeviceMatrix:
         width = self.codes.shape[1]  # of n_in columns, two of which share a byte, or none
         own = slice(first * width // n_in, (first + n_out) * width // n_in)
         step = max(SLICE_VALUES // n_out // _K_GROUP, 1) * _K_GROUP
-        half = _HALVES.get(self.type)
+        half = HALVES.get(self.type)
         for begin in range(0, n_in, step):
             rows = slice(begin, min(begin + step, n_in))
             part = self.codes[:, rows.start * width // n_in : rows.stop * width // n_in]
@@ -304,7 +304,7 @@ class DeviceMatrix:
         return _DECODERS[self.type](part).reshape(len(part["codes"]), self.n_cols)
 
     def _values_of_planes(self, codes: Tensor, group: Tensor) -> Tensor:
-        half, coarse = _HALVES.get(self.type), group // 8 if self.type == GGMLType.Q4_K else group
+        half, coarse = HALVES.get(self.type), group // 8 if self.type == GGMLType.Q4_K else group
         assert self.scales is not None
         scale, q = (
             self.scales[coarse].float(),
@@ -377,11 +377,6 @@ def block_fields(type: GGMLType) -> tuple[int, dict[str, tuple[int, int]]]:
         name: (int(layout.fields[field][1]), layout[field].itemsize)
         for name, (field, _) in _FIELDS[type].items()
     }
-
-
-def can_be_input_major(type: GGMLType, n_out: int) -> bool:
-    """Whether `DeviceMatrix.input_major` takes a matrix of n_out rows: codes of some outputs share bytes."""
-    return type in _FLOATS or type == GGMLType.Q8_0 or (type in _HALVES and n_out % (2 * _HALVES[type]) == 0)
 
 
 def check_type(type: GGMLType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
@@ -12,12 +13,25 @@ from hotset.model.graph import Graph
 class WholeVulkan(ChainBackend):
     """A whole model on a Vulkan device, which takes adapters too (backends/adapters.py)."""
 
+    is_on_device = True
+
     @property
     def stage(self) -> VulkanStage:
         """That has all of it."""
         (stage,) = self.stages
         assert isinstance(stage, VulkanStage)
         return stage
+
+    def open_draft(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> WholeVulkan:
+        """Open a draft, as WholeModel.open_draft. It uses the weights on the device."""
+        stage = VulkanStage(
+            weights, graph, self.stage.info, beside=self.stage, cache_of=self.stage, **options.sizes
+        )
+        return WholeVulkan("vulkan", [stage], [0], n_pages=stage.n_pages, max_batch=stage.max_batch)
+
+    def open_layer(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> VulkanStage:
+        """Open a layer, as WholeModel.open_layer."""
+        return VulkanStage(weights, graph, self.stage.info, beside=self.stage, **options.sizes)
 
     @property
     def graph(self) -> Graph:

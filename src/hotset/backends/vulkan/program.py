@@ -20,6 +20,7 @@ from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.plugin import CAPABILITIES
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
 from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
 from hotset.backends.vulkan.split import (
@@ -79,12 +80,6 @@ from hotset.model.operations import (
 )
 
 ON_HOST = (Embed, NgramEmbed, PositionGain)  # the host computes their results
-COMPUTED = (
-    *ON_HOST, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale,
-    SoftCap, Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,
-    Heads, TransposedHeads, ShortConv, DeltaNet, SelectiveScan, ChannelScan, Wkv, HeadDot, GaussianTopK,
-    AddStreams, MatchMagnitude, LowRank, SimilarityGate,
-)  # fmt: skip
 FEW = 8  # tokens of a step up to which attention is split, and products of floats read a weight for a few
 _TILE = 32  # tokens of a workgroup otherwise
 BLOCK = 32  # columns that share a scale, and the inputs that are multiplied with them
@@ -838,7 +833,7 @@ def missing_kernel(op: Primitive) -> str | None:
             return f"experts of {op.x.width // op.n_used} neurons (no multiple of 4)"
         case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
             return f"routes of more than {_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
-    return None if isinstance(op, COMPUTED) else type(op).__name__
+    return None if isinstance(op, CAPABILITIES.operations) else type(op).__name__
 
 
 def steps_of(

@@ -1,7 +1,7 @@
 """Workgroup shapes of products with quantised weights: which there are, and which one a device takes.
 
 The bits of a product do not depend on its shape (csrc/vulkan/shaders/rounded.glsl has the order of sums). A
-device begins with the defaults of its vendor and its subgroups; placement/autotune.py measures the others.
+device begins with the defaults of its vendor and its subgroups; autotune.py measures the others.
 """
 
 from __future__ import annotations

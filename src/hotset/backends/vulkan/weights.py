@@ -13,6 +13,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.cpu.lowering import PLANES
 from hotset.backends.vulkan.memory import Arena, Piece
+from hotset.backends.vulkan.plugin import CAPABILITIES
 from hotset.cores import usable_cores
 from hotset.errors import UnsupportedModelError
 from hotset.formats.lora import FloatMatrix
@@ -24,9 +25,7 @@ _MOST_THREADS = 4  # of an upload: memory and buses are no quicker with more
 _T = GGMLType
 FLOATS = (_T.F32, _T.F16, _T.BF16)
 _PLANES = 100  # added to a type: neuron-major codes, scales by 32 neurons (formats/planes.py)
-COMPUTED = (
-    *FLOATS, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K, _T.MXFP4,
-)  # fmt: skip
+COMPUTED = CAPABILITIES.tensor_types
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
-"""Planned bytes against what a device really holds, rates of a machine, GPUs found without torch."""
+"""Planned bytes against what a device really holds, and rates of a machine."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import re
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +18,10 @@ from byte_models import write_sparse
 from tiny_gguf import write_llama
 
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.gpu import open_gpu
+from hotset.backends.gpu import measuring, open_gpu, opening
 from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.opening import open_chain
+from hotset.backends.stage import BackendOptions
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
@@ -30,14 +29,11 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.offload.misses import fetched_of
-from hotset.placement import build, detect, machine
+from hotset.placement import machine
 from hotset.placement.budget import OUTPUT_ROWS, model_facts, workspace_bytes
-from hotset.placement.build import open_chain
 from hotset.placement.cards import CARDS
-from hotset.placement.detect import GPU, detect_gpu, missing_libraries, wanted_devices
 from hotset.placement.problem import PlacementProblem
 from hotset.placement.table import CPU, Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
-from hotset.settings import LoadSettings
 from hotset.sparsity.modes import choose, prepare
 
 MIB = 1 << 20
@@ -113,12 +109,15 @@ def test_a_device_never_holds_more_than_was_planned(
 
 def test_cold_rows_stream_through_two_buffers_of_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr(build, "open_chain", lambda *_, **options: given.append(options))
+    monkeypatch.setattr(opening, "open_chain", lambda *_, **options: given.append(options))
     layers = (LayerPlacement(0, np.arange(4) < 2), LayerPlacement(CPU))
     for stream in (6 << 20, 0):
         placement = Placement(("cpu",), layers, CPU, Budget((), 0, stream))
-        build.open_placed(placement, None, Graph(), n_threads=3, sparse=True, n_pages=1)  # type: ignore[arg-type]
-    plain = {"n_threads": 3, "sparse": True, "n_pages": 1, "channels": None}
+        options = BackendOptions(n_threads=3, sparse=True, n_pages=1, max_batch=8, kv_type="f16")
+        opening.open_placed(placement, None, Graph(), options, None)  # type: ignore[arg-type]
+    plain = {
+        "n_threads": 3, "sparse": True, "n_pages": 1, "channels": None, "max_batch": 8, "kv_type": "f16",
+    }  # fmt: skip
     assert given[0] == {**plain, "stream_bytes": 3 << 20}
     assert "stream_bytes" not in given[1]
 
@@ -149,172 +148,40 @@ def test_a_dense_model_is_counted_too(tmp_path: Path) -> None:
         backend.close()
 
 
-# -- which devices -------------------------------------------------------------------------------
-
-
-class Driver:
-    """A driver's library with so many devices; `fails`: its start does."""
-
-    def __init__(self, n_devices: int, fails: bool = False) -> None:
-        self.n_devices, self.fails = n_devices, fails
-        self.opened: list[str] = []
-
-    def __call__(self, name: str) -> Driver:
-        self.opened.append(name)
-        return self
-
-    def cuInit(self, _: int) -> int:  # noqa: N802
-        return 100 if self.fails else 0
-
-    def cuDeviceGetCount(self, pointer: Any) -> int:  # noqa: N802
-        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = self.n_devices
-        return 0
-
-    hipInit, hipGetDeviceCount = cuInit, cuDeviceGetCount  # noqa: N815
-
-
-def add(root: Path, name: str, text: str = "") -> None:
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_text(text)
-
-
-def test_a_gpu_is_found_by_files_before_any_library_is_opened(tmp_path: Path) -> None:
-    driver = Driver(3)
-    assert detect_gpu(tmp_path, driver, {}) is None
-    for i in range(2):
-        add(tmp_path, f"proc/driver/nvidia/gpus/000{i}/information", "Model: \t\t NVIDIA GeForce\nIRQ: 1\n")
-    assert detect_gpu(tmp_path, driver, {}) == GPU("NVIDIA", "NVIDIA GeForce", 2)
-    assert str(detect_gpu(tmp_path, driver, {})) == "2 x NVIDIA GeForce"
-    assert detect_gpu(tmp_path, driver, {"CUDA_VISIBLE_DEVICES": ""}) is None
-    assert detect_gpu(tmp_path, driver, {"CUDA_VISIBLE_DEVICES": "-1"}) is None
-    assert driver.opened == []
-
-
-@pytest.mark.parametrize(("file", "vendor"), [("dev/dxg", "NVIDIA"), ("dev/kfd", "AMD")])
-def test_a_driver_is_asked_where_files_leave_it_open(tmp_path: Path, file: str, vendor: str) -> None:
-    add(tmp_path, file)
-    found = detect_gpu(tmp_path, Driver(1), {})
-    assert found is not None
-    assert found.vendor == vendor
-    assert detect_gpu(tmp_path, Driver(0), {}) is None
-    assert detect_gpu(tmp_path, Driver(1, fails=True), {}) is None
-
-    def missing(name: str) -> Any:
-        raise OSError(name)
-
-    assert detect_gpu(tmp_path, missing, {}) is None
-
-
-def test_missing_libraries_are_named() -> None:
-    assert missing_libraries(lambda name: None if name == "triton" else name) == ["triton"]
-    assert missing_libraries(lambda name: name) == []
-
-
-def test_a_gpu_without_its_libraries_is_never_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
-    monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch", "triton"])
-    devices, line = wanted_devices(LoadSettings())
-    assert devices == ()
-    assert line is not None
-    assert "NVIDIA GeForce is there, but torch and triton are not installed: pip install '.[gpu]'" in line
-    with pytest.raises(DeviceError, match="torch and triton are not installed"):
-        wanted_devices(LoadSettings(vram_budget=8))
-    assert wanted_devices(LoadSettings(n_gpu_layers=0)) == ((), None)
-
-
-@pytest.mark.parametrize("platform", ["linux", "win32"])
-def test_a_gpus_memory_grows_in_small_pages_unless_a_user_says_otherwise(
-    platform: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    monkeypatch.setattr(sys, "platform", platform)
-    asked = dict.fromkeys(names, "expandable_segments:True") if platform == "linux" else {}
-    for users in ({"X": "1"}, *({name: "backend:native"} for name in names)):
-        monkeypatch.setattr(os, "environ", environment := dict(users))
-        wanted_devices(LoadSettings(device=("cpu",)))
-        assert environment == users | (asked if "X" in users else {})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "detect_gpu", lambda: None)
-    assert wanted_devices(LoadSettings()) == ((), None)
-    devices, line = wanted_devices(LoadSettings(n_gpu_layers=99))
-    assert devices == ()
-    assert line is not None
-    assert "the CPU computes all layers" in line
-    for settings in (
-        LoadSettings(vram_budget=8),
-        LoadSettings(vram_budget=8, n_gpu_layers=1),
-        LoadSettings(gpu_index=Path("x")),
-    ):
-        with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
-            wanted_devices(settings)
-    with pytest.raises(DeviceError, match="cuda:0"):
-        wanted_devices(LoadSettings(device=("cuda:0",)))
-    with pytest.raises(InvalidRequestError, match="not known"):
-        wanted_devices(LoadSettings(device=("gpu",)))
-    assert wanted_devices(LoadSettings(device=("cpu", "cpu"))) == (("cpu", "cpu"), None)
-    # A GPU with a torch that cannot use it: a line, and an error where it was asked for.
-    monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
-    monkeypatch.setattr(detect, "missing_libraries", list)
-    devices, line = wanted_devices(LoadSettings())
-    assert devices == ()
-    assert line is not None
-    assert "cuda:0" in line
-    with pytest.raises(DeviceError, match="NVIDIA GeForce is there, but"):
-        wanted_devices(LoadSettings(vram_budget=8))
-
-
-@pytest.mark.parametrize(
-    ("wish", "message"),
-    [
-        ({"vram_budget": 0.0}, "GiB above 0"),
-        ({"vram_budget": -2.0}, "GiB above 0"),
-        ({"vram_budget": float("nan")}, "GiB above 0"),
-        ({"n_gpu_layers": -1}, "n_gpu_layers must be at least 0"),
-        ({"n_gpu_layers": 1, "gpu_index": Path("x")}, "leave out"),
-    ],
-)
-def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        LoadSettings(**wish)
-
-
 # -- the machine ---------------------------------------------------------------------------------
 
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     known = DeviceRates(*range(1, 9), 10, *range(11, 15))  # type: ignore[arg-type]
-    monkeypatch.setattr(machine, "measure_now", lambda device, n_threads: calls.append(device) or known)
-    monkeypatch.setattr(machine, "find_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(measuring, "measure_now", lambda device, n_threads: calls.append(device) or known)
+    monkeypatch.setattr(measuring, "find_device", lambda name: torch.device("meta"))
     path = tmp_path / "machine.json"
-    assert machine.measure("xpu", n_threads=1, path=path) == known
-    assert machine.measure("xpu", n_threads=1, path=path) == known
+    assert measuring.measure("xpu", n_threads=1, path=path) == known
+    assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 1
-    machine.measure("xpu", n_threads=2, path=path)  # another number of threads is another machine
-    machine.measure("xpu", n_threads=1, path=path, anew=True)
+    measuring.measure("xpu", n_threads=2, path=path)  # another number of threads is another machine
+    measuring.measure("xpu", n_threads=1, path=path, anew=True)
     assert len(calls) == 3
     assert len(json.loads(path.read_text())) == 2
     path.write_text("{")  # damaged: measured again
-    assert machine.measure("xpu", n_threads=1, path=path) == known
+    assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 4
     kept = json.loads(path.read_text())
     for one in kept.values():  # of a version that knew no link
         del one["link"]
     path.write_text(json.dumps(kept))
-    assert machine.measure("xpu", n_threads=1, path=path) == known
+    assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 5
 
 
 def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hotset._core", reason="the native module is not built")
-    monkeypatch.setattr(machine, "_SECONDS", 0.02)
-    monkeypatch.setattr(machine, "_WIDTH", 512)
-    monkeypatch.setattr(machine, "_N_FF", 512)
-    monkeypatch.setattr(machine, "_N_LAYER", 2)
-    found = machine.measure_now(torch.device("cpu"), 1)
+    monkeypatch.setattr(machine, "SECONDS", 0.02)
+    monkeypatch.setattr(machine, "WIDTH", 512)
+    monkeypatch.setattr(machine, "N_FF", 512)
+    monkeypatch.setattr(machine, "N_LAYER", 2)
+    found = measuring.measure_now(torch.device("cpu"), 1)
     assert 0 < found.cpu_read_busy <= found.cpu_read < 1e12
     assert 0 < found.cpu_gather_busy <= found.cpu_gather < 1e12
     assert 0 < found.read_busy <= found.read < 1e13
@@ -338,10 +205,10 @@ def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> 
         def unregister(self, memory: np.ndarray) -> None:
             held.remove(memory.ctypes.data)
 
-    monkeypatch.setattr(machine, "_WIDTH", 64)
+    monkeypatch.setattr(machine, "WIDTH", 64)
     with pytest.raises(DeviceError, match="by itself"):
-        machine.TransferLoop(torch.device("cpu"))
-    with machine.TransferLoop(torch.device("cpu"), Registrar(), n_rows=16) as link:
+        measuring.TransferLoop(torch.device("cpu"))
+    with measuring.TransferLoop(torch.device("cpu"), Registrar(), n_rows=16) as link:
         assert held
         assert link.n_bytes == 8 * 16 * 36
         assert 0 < link.rate(0.01) < 1e12
@@ -356,24 +223,24 @@ def test_who_computes_what_is_missing_can_be_forced(monkeypatch: pytest.MonkeyPa
     assert rates is not None
     assert (rates.cpu, rates.link) == (machine.STAND_IN.cpu_read_busy, machine.STAND_IN.link)
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", "cpu")
-    assert machine.force_misses(machine.STAND_IN).misses is None
+    assert measuring.force_misses(machine.STAND_IN).misses is None
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", "fetch")
-    forced = machine.force_misses(machine.STAND_IN).misses
+    forced = measuring.force_misses(machine.STAND_IN).misses
     assert forced is not None
     assert fetched_of(forced, 4, 1 << 20) == [0, 1, 2, 3, 4]
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", "gpu")
     with pytest.raises(InvalidRequestError, match="must be cpu or fetch, not 'gpu'"):
-        machine.force_misses(machine.STAND_IN)
+        measuring.force_misses(machine.STAND_IN)
 
 
 @pytest.mark.parametrize(("room", "n"), [(0, 1), (7.9, 1), (8, 2), (1000, 4)])
 def test_a_device_is_measured_with_a_quarter_of_its_memory(
     room: float, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_WIDTH", 64)
+    monkeypatch.setattr(machine, "WIDTH", 64)
     n_bytes = 2048 * 64 // 32 * 18
-    monkeypatch.setattr(machine, "free_bytes", lambda device: int(room * n_bytes))
-    loop = machine.DeviceLoop(torch.device("cpu"))
+    monkeypatch.setattr(measuring, "free_bytes", lambda device: int(room * n_bytes))
+    loop = measuring.DeviceLoop(torch.device("cpu"))
     assert loop.n_bytes == n * n_bytes
     loop.close()
 
@@ -395,8 +262,8 @@ class SimulatedDevice:
         self.captured: list[float] | None = None
         self.matrices: list[weakref.ref[Matrix]] = []
         patch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        patch.setattr(machine, "synchronize", lambda device: self.synchronize())
-        patch.setattr(machine, "free_bytes", lambda device: 1 << 40)
+        patch.setattr(measuring, "synchronize", lambda device: self.synchronize())
+        patch.setattr(measuring, "free_bytes", lambda device: 1 << 40)
         patch.setattr(torch, "full", lambda *_, **__: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: setattr(self, "n_emptied", self.n_emptied + 1))
         patch.setattr("hotset.backends.gpu.kernels.Kernels", lambda device: self)
@@ -438,9 +305,9 @@ class SimulatedDevice:
 def test_launches_are_timed_in_a_captured_graph_where_there_are_any(
     kind: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_WIDTH", 64)
+    monkeypatch.setattr(machine, "WIDTH", 64)
     device = SimulatedDevice(monkeypatch)
-    loop = machine.DeviceLoop(torch.device(kind))
+    loop = measuring.DeviceLoop(torch.device(kind))
     assert loop.launch_seconds() == pytest.approx(seconds)
     loop.close()
     assert sum(matrix() is not None for matrix in device.matrices) == 1  # of one row
@@ -467,10 +334,10 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
 
     found: list[Any] = []
     monkeypatch.setattr(machine, "CpuBackend", Seen)
-    monkeypatch.setattr(machine, "_SECONDS", 0.0)
-    monkeypatch.setattr(machine, "_WIDTH", 256)
-    monkeypatch.setattr(machine, "_N_LAYER", 2)
-    machine.estimate(CARDS[0], n_threads=3)
+    monkeypatch.setattr(machine, "SECONDS", 0.0)
+    monkeypatch.setattr(machine, "WIDTH", 256)
+    monkeypatch.setattr(machine, "N_LAYER", 2)
+    measuring.estimate(CARDS[0], n_threads=3)
     (stats,) = (one for one in found if one is not None and one.gate_rows.max() < 8192)
     assert stats.gate_rows.shape == (2,)  # as many layers as are counted
     assert np.allclose(stats.gate_rows / 8192, 0.1, atol=0.02)

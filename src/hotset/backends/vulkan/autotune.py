@@ -2,7 +2,7 @@
 
     shapes = tuned(info, device, product_types(graph, tensors))
 
-The first model with weights of a type that a device loads measures the candidates (backends/vulkan/shapes.py)
+The first model with weights of a type that a device loads measures the candidates (shapes.py)
 with the kernels that run later, and machine.json keeps what was fastest for each device, driver and version.
 All types of a load have two seconds: what they leave unmeasured keeps its default. HOTSET_AUTOTUNE=0 leaves
 all at the defaults. Software drivers, which compute on the CPU, are never tuned.

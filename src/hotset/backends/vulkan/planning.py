@@ -1,7 +1,6 @@
 """Vulkan devices for the planner: which there are, how fast they are, and what a model takes there.
 
-    devices = list_candidates()                       those that --device auto may use
-    facts = placement_facts(graph, tensors, settings, ("vulkan:0",), n_pages=64)
+    facts = placement_facts(model, ("vulkan:0",))
 
 How fast a device is, is measured once with the kernels that run later, within some seconds, and kept in
 machine.json for each device, driver and version. A software driver computes on the CPU: it is used where it
@@ -11,9 +10,8 @@ is named, for tests, and planned as a desktop's GPU would be.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +21,18 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.vulkan import budget
-from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device, list_devices
+from hotset.backends.vulkan.autotune import WIDTH, device_key, products
+from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device
 from hotset.backends.vulkan.experts import cached_layers
-from hotset.backends.vulkan.shapes import DeviceShapes
+from hotset.backends.vulkan.kernels import shaders_digest
+from hotset.backends.vulkan.report import VulkanRates
 from hotset.backends.vulkan.stage import VulkanStage
-from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
+from hotset.errors import OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.memory import free_memory
 from hotset.model.cost import KVType, kv_bytes
+from hotset.model.decoder import describe_nextn
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     NO_LAYER,
@@ -48,24 +49,18 @@ from hotset.model.operations import (
 from hotset.offload.expert_cache import layout_numbers
 from hotset.parameters import real_number
 from hotset.placement import machine
-from hotset.placement.autotune import WIDTH, device_key, known_shapes, products, why_untuned
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, neuron_reads
 from hotset.placement.machine import HeldWeights, cpu_rates, median_seconds, once
-from hotset.placement.planner import PlacementFacts
+from hotset.placement.planner import ModelToPlace, PlacementFacts
 from hotset.placement.table import (
-    CPU,
     FFN_KERNELS,
     Device,
     DeviceRates,
-    LayerPlacement,
-    Placement,
-    Rates,
-    predict,
 )
 
 if TYPE_CHECKING:
+    from hotset.placement.cards import Card
     from hotset.reporter import Reporter
-    from hotset.settings import LoadSettings
 
 KEPT_FREE = 256 << 20  # bytes of a device that are left alone where no budget is given
 _SHARE_OF_SHARED = 0.75  # of the free memory of this machine, of a device that shares it
@@ -78,16 +73,6 @@ _SUBMIT_KERNELS = 2  # of a layer with an expert cache (backends/vulkan/split.py
 
 
 # -- how fast ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class VulkanRates:
-    """read: bytes of weights per second. launch: seconds from one dispatch to the next that waits for it.
-    sync: seconds of a submission and its wait, without what is computed."""
-
-    read: float
-    launch: float
-    sync: float
 
 
 def measured(
@@ -160,113 +145,43 @@ def rates_beside(
     )  # fmt: skip
 
 
-# -- which device --------------------------------------------------------------------------------
+# -- bytes of a model --------------------------------------------------------------------------
 
 
-def may_be_there(root: Path = Path("/"), platform: str = sys.platform) -> bool:
-    """Whether a GPU may be there, without starting a driver: on Linux each has a node."""
-    if not platform.startswith("linux"):
-        return True
-    nodes = [*(root / "dev/dri").glob("renderD*"), root / "dev/nvidia0", root / "dev/dxg"]
-    return any(node.exists() for node in nodes)
+def cache_facts(device: str) -> tuple[str, ...]:
+    """Return the facts of a cache, as Planner.cache_facts."""
+    info = find_device(device)
+    return NAME, info.name, info.driver, shaders_digest()
 
 
-def why_unused(info: VulkanInfo) -> str:
-    """Why --device auto never uses a device; empty where it may."""
-    if info.refusal:
-        return info.refusal
-    return "a software driver, which computes on the CPU: for tests" if info.is_software else ""
+def free_for_model(devices: Sequence[str | Card], vram_budget: float | None, n_bytes: int) -> float:
+    """Return the memory of devices that have their own, and this machine's unless they hold the model."""
+    infos = [find_device(str(name)) for name in devices]
+    own = sum(info.free for info in infos if not info.shares_memory)
+    if vram_budget is not None and vram_budget != -1:
+        own = min(own, int(len(infos) * vram_budget * 2**30))
+    return own if own > 1.1 * n_bytes else own + free_memory()
 
 
-def best_device(progress: Reporter | None = None) -> str | None:
-    """The device that --device auto tries: of those that may be used the one that reads weights fastest."""
-    if not may_be_there():
-        return None
-    found: list[tuple[float, int]] = []
-    with contextlib.suppress(HotsetError):  # no driver
-        for info in list_devices():
-            with contextlib.suppress(HotsetError):  # one that fails is not the best
-                if not why_unused(info):
-                    found.append((measured(info, progress=progress).read, -info.index))
-    return f"{NAME}:{-max(found)[1]}" if found else None
+def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> PlacementFacts:
+    """Gather facts, as Planner.placement_facts.
 
-
-def named_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """The devices of names, each with its number. Raises DeviceError, InvalidRequestError."""
-    found = [find_device(name) for name in names]
-    twice = {one.index for one in found if found.count(one) > 1 and not one.is_software}
-    if twice:
-        raise DeviceError(f"the Vulkan device {min(twice)} is named twice: {', '.join(names)}")
-    return tuple(f"{NAME}:{one.index}" for one in found)
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A device for a person. rates: as measured; None where it cannot be used. unused: why --device auto does
-    not use it; empty where it may, if a model is faster there than on the CPU. shapes: of its workgroups.
-    untuned: why these are the defaults; empty where they were measured, or will be."""
-
-    info: VulkanInfo
-    rates: VulkanRates | None
-    unused: str
-    shapes: DeviceShapes
-    untuned: str
-
-
-def examine(progress: Reporter | None = None) -> list[Examined]:
-    """All devices, measured where they were not. Raises DeviceError where there is no driver."""
-    found = []
-    for info in list_devices():
-        unused, rates = why_unused(info), None
-        if not info.refusal:
-            try:
-                rates = measured(info, progress=progress)
-            except HotsetError as error:
-                unused = f"it fails: {error}"
-        found.append(Examined(info, rates, unused, known_shapes(info), why_untuned(info)))
-    usable = [one for one in found if one.rates is not None and not one.unused]
-    best = max(usable, key=lambda one: (one.rates.read, -one.info.index), default=None)  # type: ignore[union-attr]
-    return [
-        replace(one, unused=f"vulkan:{best.info.index} is faster")
-        if best is not None and not one.unused and one is not best
-        else one
-        for one in found
-    ]
-
-
-# -- what a model takes --------------------------------------------------------------------------
-
-
-def placement_facts(
-    graph: Graph,
-    tensors: Mapping[str, TensorInfo],
-    settings: LoadSettings,
-    names: Sequence[str],
-    *,
-    mode: FFNMode = "dense",
-    n_pages: int,
-    n_states: int,
-    nextn: Graph | None = None,
-) -> PlacementFacts:
-    """What is known of a model and of the Vulkan devices to place it on, but how often its neurons fire.
-
-    mode: of its FFNs; their neurons are split in no dense one. Unless that is asked for, neither these nor
-    experts are split on a device that shares the CPU's memory, since both would read it. nextn: of a layer
-    that drafts there.
-
-    Raises OutOfMemoryError for a budget above what is free, UnsupportedModelError for a model whose output no
-    kernel computes, or, where devices were asked for by name, any of its operations.
+    The neurons of a dense model are not split. Neurons and experts are not split on a device that shares the
+    CPU's memory, since both would read it, unless the settings ask for it. Only --device auto takes a model
+    with layers that have no kernels.
     """
+    graph, tensors, settings = to_place.graph, to_place.weights.tensors, to_place.settings
+    names = list(map(str, devices))
     infos = [find_device(name) for name in names]
+    sizes = settings.kv_type, to_place.n_pages, settings.max_batch
     counted = partial(
-        model_facts, graph, tensors, settings.kv_type, n_pages, settings.max_batch, mode=mode,
-        n_states=n_states,
+        model_facts, graph, tensors, *sizes, mode=to_place.mode, n_states=to_place.n_states
     )  # fmt: skip
     model = counted()
     if settings.drafter in ("self", "mtp"):  # values of two programs, and of the layer
         beside = 0
-        if nextn is not None:
-            beside = model_facts(nextn, tensors, settings.kv_type, n_pages, settings.max_batch).whole_bytes
+        if settings.drafter == "mtp":
+            beside = model_facts(describe_nextn(to_place.config, tensors), tensors, *sizes).whole_bytes
         model = replace(model, workspace_bytes=2 * model.workspace_bytes + beside)
     if missing := {i: layer.missing for i, layer in enumerate(model.layers) if layer.missing}:
         is_split = graph.is_layered and len(missing) < len(model.layers) and settings.undivided is None
@@ -299,7 +214,7 @@ def placement_facts(
         model, with_cache = with_cache or model, None
     return PlacementFacts(
         model, tuple(limits), rates, tuple(np.zeros(layer.n_ff) for layer in model.layers),
-        split_neurons=may_split and mode != "dense",
+        split_neurons=may_split and to_place.mode != "dense",
         n_gpu_layers=n_layers, with_cache=with_cache, notes=tuple(_notes(infos, missing)),
     )  # fmt: skip
 
@@ -443,21 +358,3 @@ def _layer(
     return LayerFacts(
         n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0, idle_bytes=idle, n_kernels=n_kernels, missing=missing
     )
-
-
-# -- whether it pays -----------------------------------------------------------------------------
-
-
-def seconds_on_cpu(facts: PlacementFacts) -> float:
-    """Of a token, where the CPU computes it alone."""
-    on_cpu = [LayerPlacement(CPU)] * len(facts.model.layers)
-    return predict(facts.model, Rates(facts.rates), on_cpu, facts.frequencies).total
-
-
-def compared(placement: Placement, facts: PlacementFacts) -> tuple[bool, str]:
-    """Whether a placement is predicted to be faster than the CPU alone, and a sentence on it."""
-    assert placement.predicted is not None
-    here, alone = placement.predicted.total, seconds_on_cpu(facts)
-    devices = " and ".join(placement.devices)
-    said = f"{1e3 * here:.3g} ms per token with {devices}, {1e3 * alone:.3g} ms on the CPU alone"
-    return here < alone, f"chosen by measured rates (--device auto): {said}"

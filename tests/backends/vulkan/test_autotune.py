@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hotset.backends.vulkan import autotune
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, Shape, default_shapes
 from hotset.errors import OutOfMemoryError
@@ -19,7 +20,6 @@ from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, Linear, SelectOutputs
-from hotset.placement import autotune
 
 AMD, INTEL, NVIDIA = 0x1002, 0x8086, 0x10DE
 CARD = VulkanInfo(0, "a card", "discrete", "1.2.3", "1.3", 8 << 30, 8 << 30, "", [], 32, NVIDIA)

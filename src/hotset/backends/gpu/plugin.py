@@ -1,0 +1,31 @@
+"""The capabilities of the backend of torch's devices."""
+
+from __future__ import annotations
+
+from hotset.backends.registry import Capabilities
+from hotset.errors import UnsupportedModelError
+from hotset.formats.quants import GGMLType as T
+from hotset.model import operations as ops
+from hotset.model.cost import KVType
+
+CAPABILITIES = Capabilities(
+    title="a GPU through PyTorch",
+    kinds=("cuda", "mps", "xpu", "cpu"),
+    operations=(
+        ops.Embed, ops.RMSNorm, ops.LayerNorm, ops.Linear, ops.Rotate, ops.Attention, ops.Activate,
+        ops.Multiply, ops.Add, ops.Scale, ops.SoftCap, ops.Mask, ops.Threshold, ops.Route, ops.ExpertLinear,
+        ops.ExpertSum, ops.SelectOutputs, ops.TransposedLinear, ops.GaussianTopK, ops.PositionGain,
+    ),
+    tensor_types=(T.F32, T.F16, T.BF16, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q4_K, T.Q6_K),
+    kv_types=("f32", "f16"),
+    neuron_split=True, expert_cache=True, sparse_ffn=True, thresholds=True, ram_budget=True, unasked=True,
+    cards=True,
+)  # fmt: skip
+
+
+def check_cache(kv_type: KVType) -> None:
+    """Raise UnsupportedModelError for a cache that the attention kernels do not read."""
+    if kv_type not in CAPABILITIES.kv_types:
+        raise UnsupportedModelError(
+            f"a {kv_type} cache runs on the CPU only: use f16, or leave the GPU out (--no-gpu)"
+        )

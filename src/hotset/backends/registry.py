@@ -1,0 +1,104 @@
+"""The device backends and their capabilities.
+
+A device backend is a folder of backends/ with these modules, which are imported only when a model needs them:
+
+    plugin      CAPABILITIES
+    detection   finds its devices (placement/detect.py: Detector)
+    planning    its part of placement (placement/planner.py: Planner)
+    opening     builds the backend of a placement (placement/build.py: Opener)
+    measuring   with the capability thresholds: how fast devices leave out zeros
+
+To delete a backend, delete its folder and its line in DEVICE_BACKENDS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from hotset.errors import InvalidRequestError
+from hotset.formats.quants import GGMLType
+from hotset.model.cost import KVType
+from hotset.model.operations import Op
+
+DEVICE_BACKENDS = (
+    "gpu",
+    "vulkan",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The capabilities of a device backend.
+
+    title: its device in a sentence, such as "a Vulkan device". kinds: names of devices before the colon.
+    operations, tensor_types, kv_types: with kernels; tensor_types are the types of plain products.
+    adapters, speculation, prompt_cache: LoRA, drafts and a prompt cache on disk, for a model that one device
+    has whole. neuron_split, expert_cache: the CPU computes the other neurons, or experts. sparse_ffn: models
+    run sparse by default, and kernels count the neurons that fire. thresholds: kernels leave out inputs that
+    activation thresholds make zero. ram_budget: works within a budget of this machine's memory. unasked: its
+    devices are used although no option names them. cards: plans for cards that are not here.
+    """
+
+    title: str
+    kinds: tuple[str, ...]
+    operations: tuple[type[Op], ...]
+    tensor_types: tuple[GGMLType, ...]
+    kv_types: tuple[KVType, ...]
+    adapters: bool = False
+    speculation: bool = False
+    prompt_cache: bool = False
+    neuron_split: bool = False
+    expert_cache: bool = False
+    sparse_ffn: bool = False
+    thresholds: bool = False
+    ram_budget: bool = False
+    unasked: bool = False
+    cards: bool = False
+
+
+@cache
+def capabilities(backend: str) -> Capabilities:
+    """Return the capabilities of a backend of DEVICE_BACKENDS."""
+    found: Capabilities = part_of(backend, "plugin").CAPABILITIES
+    return found
+
+
+def all_capabilities() -> list[Capabilities]:
+    """Return the capabilities of each device backend."""
+    return [capabilities(backend) for backend in DEVICE_BACKENDS]
+
+
+def backend_of(device: object) -> str:
+    """Return the backend of a device, by its name or card.
+
+    Raises InvalidRequestError for a device that no backend has.
+    """
+    kind = str(device).partition(":")[0]
+    for backend in DEVICE_BACKENDS:
+        if kind in capabilities(backend).kinds:
+            return backend
+    for backend in DEVICE_BACKENDS:
+        if capabilities(backend).cards:  # its detector says why a name is wrong
+            return backend
+    raise InvalidRequestError(
+        f"no device is named {device}; 'hotset doctor' shows the devices of this machine"
+    )
+
+
+def capabilities_of(devices: Iterable[object]) -> Capabilities | None:
+    """Return the capabilities of the backend of some devices; None for no devices."""
+    return next((capabilities(backend_of(device)) for device in devices), None)
+
+
+def part_of(backend: str, part: str) -> Any:
+    """Import a part of a backend of DEVICE_BACKENDS."""
+    return import_module(f"hotset.backends.{backend}.{part}")
+
+
+def plugin_of(device: object, part: str) -> Any:
+    """Import a part of the backend of a device."""
+    return part_of(backend_of(device), part)

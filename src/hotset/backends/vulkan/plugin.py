@@ -1,0 +1,25 @@
+"""The capabilities of the Vulkan backend."""
+
+from __future__ import annotations
+
+from hotset.backends.registry import Capabilities
+from hotset.formats.quants import GGMLType as T
+from hotset.model import operations as ops
+
+CAPABILITIES = Capabilities(
+    title="a Vulkan device",
+    kinds=("vulkan",),
+    operations=(
+        ops.Embed, ops.NgramEmbed, ops.PositionGain, ops.RMSNorm, ops.UnitNorm, ops.LayerNorm, ops.Linear,
+        ops.Rotate,
+        ops.Attention, ops.Activate, ops.Multiply, ops.Add, ops.Scale, ops.SoftCap, ops.Mask, ops.Threshold,
+        ops.Route, ops.ExpertLinear, ops.ExpertSum, ops.SelectOutputs, ops.TransposedLinear, ops.Heads,
+        ops.TransposedHeads, ops.ShortConv, ops.DeltaNet, ops.SelectiveScan, ops.ChannelScan, ops.Wkv,
+        ops.HeadDot, ops.GaussianTopK, ops.AddStreams, ops.MatchMagnitude, ops.LowRank, ops.SimilarityGate,
+    ),
+    tensor_types=(
+        T.F32, T.F16, T.BF16, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K, T.MXFP4,
+    ),
+    kv_types=("f32", "f16", "q8_0"),
+    adapters=True, speculation=True, prompt_cache=True, neuron_split=True, expert_cache=True,
+)  # fmt: skip
