@@ -15,7 +15,7 @@ import numpy as np
 
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
-from hotset.engine.sampler import OTHER_NAMES, Sampling, SamplingParams, TokenLogprobs
+from hotset.engine.sampler import Sampling, SamplingParams, TokenLogprobs
 from hotset.engine.sequence import Event, FinishReason
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.engine.stop import StopMatcher
@@ -23,6 +23,7 @@ from hotset.errors import InvalidRequestError, did_you_mean
 from hotset.escaping import clause
 from hotset.outputs import Reading
 from hotset.parameters import data_frame, shown
+from hotset.sampling_parameters import OTHER_NAMES
 from hotset.text.messages import checked_calls
 from hotset.text.parts import CallStart, Gathered, Part, Reasoning, Text, ToolCall
 
@@ -351,17 +352,12 @@ class Generation:
         )
 
 
-# Requests have no parameters of these names.
-_ONLY_MEANT = {"temp": "temperature", "response_format": "json_schema"}
-_MEANT = {other: name for name, others in OTHER_NAMES.items() for other in others} | _ONLY_MEANT
-
-
 def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
     """Return SamplingParams of the given names. defaults: of the model, for parameters that are missing."""
     known = [field.name for field in fields(SamplingParams)]
     for name in params:
         if name not in known:
-            near = did_you_mean(name.lower(), {one: one for one in known} | _MEANT, least=0.75)
+            near = did_you_mean(name.lower(), {one: one for one in known} | OTHER_NAMES, least=0.75)
             raise InvalidRequestError(
                 f"unknown parameter {clause(shown(name))}; "
                 + (near or f"the parameters are {', '.join(known)}"),

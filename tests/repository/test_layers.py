@@ -23,7 +23,8 @@ ROOT = Path(hotset.__file__).parent
 ARCHITECTURE = DOCS / "ARCHITECTURE.md"
 # Modules and folders of src/hotset, the lowest layer first.
 LAYERS = (
-    ("errors", "units", "escaping"), ("files", "cores", "memory", "energy", "reporter", "parameters"),
+    ("errors", "units", "escaping", "sampling_parameters"),
+    ("files", "cores", "memory", "energy", "reporter", "parameters"),
     ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity",), ("settings",),
     ("placement",), ("engine", "convert", "report"), ("outputs",), ("generation", "loader"),
     ("comparison",), ("api",), ("async_model",),

@@ -17,6 +17,7 @@ import typer
 from hotset.cli.terminal import wrapped
 from hotset.escaping import LONGEST_CELL, escaped, escaped_json
 from hotset.files import read_bounded
+from hotset.sampling_parameters import OPTIONS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,21 +28,14 @@ if TYPE_CHECKING:
 _INPUT_SECONDS = 3.0  # for which a prompt waits for the standard input
 LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
 # Settings that error messages name as Python has them, and the options that they are here.
-_OPTIONS = {
-    "n_ctx": "-c", "n_threads": "-t", "kv_type": "-ctk", "max_sequences": "-np",
-    "repetition_penalty": "--repeat-penalty", "penalty_last_n": "--repeat-last-n",
-    "dry_sequence_breakers": "--dry-sequence-breaker", "top_n_sigma": "--top-nsigma",
-    "typical_p": "--typical", "dynatemp_exponent": "--dynatemp-exp", "mirostat_tau": "--mirostat-ent",
-    "mirostat_eta": "--mirostat-lr", "log_form": "--log-form", "tls_cert": "--tls-cert",
-    "tls_key": "--tls-key", "max_seconds": "--timeout", "grace_seconds": "--grace",
+_OPTIONS = {name: option for name, option in OPTIONS.items() if "_" in name} | {  # others are words, too
+    "n_ctx": "-c", "n_threads": "-t", "kv_type": "-ctk", "max_sequences": "-np", "log_form": "--log-form",
+    "tls_cert": "--tls-cert", "tls_key": "--tls-key", "max_seconds": "--timeout", "grace_seconds": "--grace",
 } | {
     name: f"--{name.replace('_', '-')}"
     for name in (
         "keep_alive", "cache_dir", "cache_disk", "ram_budget", "vram_budget", "draft_max", "gpu_index",
-        "n_gpu_layers", "max_queue", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-        "logit_bias", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-        "xtc_probability", "xtc_threshold", "dynatemp_range", "json_schema", "ignore_eos",
-        "reasoning_budget", "reasoning_budget_message",
+        "n_gpu_layers", "max_queue",
     )
 }  # fmt: skip
 _SETTING = re.compile(rf"(?<![\w./\\'-])({'|'.join(_OPTIONS)})(?![\w/\\'-]|\.\w)")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from hotset.sampling_parameters import OPTIONS, PARAMETERS
+
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.reporter import Reporter
@@ -291,124 +293,55 @@ JsonAnswer = Annotated[bool, _option("--json", "Print one JSON object: text, tok
 
 Stats = Annotated[bool, _option("--stats", "At the end, print what each layer computed and read.", _TEXT)]
 
-NPredict = Annotated[int, _option("--n-predict -n", "Most tokens of an answer; -1: until it ends.", min=-1)]
-Temperature = Annotated[
-    float | None, _option("--temp", "Temperature; 0: always the likeliest token.", _SAMPLING)
-]
-TopK = Annotated[int | None, _option("--top-k", "Only the k likeliest tokens; 0: all.", _SAMPLING)]
-TopP = Annotated[
-    float | None,
-    _option("--top-p", "Only the likeliest tokens that together reach this probability.", _SAMPLING),
-]
-MinP = Annotated[
-    float | None, _option("--min-p", "Only tokens this likely relative to the likeliest.", _SAMPLING)
-]
-RepeatPenalty = Annotated[
-    float | None, _option("--repeat-penalty", "Penalise recent tokens; 1: off.", _SAMPLING)
-]
-PresencePenalty = Annotated[
-    float | None, _option("--presence-penalty", "Penalise tokens that occurred.", _SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float | None, _option("--frequency-penalty", "Penalise tokens by how often they occurred.", _SAMPLING)
-]
-ReasoningBudget = Annotated[
-    int | None,
-    _option(
-        "--reasoning-budget",
-        "Most tokens that a model thinks before it answers; 0: none, -1: no limit.",
-        _SAMPLING,
-        min=-1,
-        metavar="N",
-    ),
-]
-ReasoningBudgetMessage = Annotated[
-    str | None,
-    _option(
-        "--reasoning-budget-message",
-        "A text that ends the reasoning when its budget is used up.",
-        _SAMPLING,
-        metavar="TEXT",
-    ),
-]
-_DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
-RepeatLastN = Annotated[
-    int | None,
-    _option(
-        "--repeat-last-n",
-        "How many recent tokens the penalties look at; -1: all, 0: none.",
-        _SAMPLING,
-        min=-1,
-    ),
-]
-DryMultiplier = Annotated[
-    float | None, _option("--dry-multiplier", "Penalty on repeated sequences; 0: off, usual: 0.8.", _DRY)
-]
-DryBase = Annotated[
-    float | None,
-    _option("--dry-base", "The penalty grows by this factor with each repeated token; 1.75.", _DRY),
-]
-DryAllowedLength = Annotated[
-    int | None,
-    _option("--dry-allowed-length", "Shorter repeated sequences are not penalised; 2.", _DRY, min=0),
-]
-DryPenaltyLastN = Annotated[
-    int | None,
-    _option("--dry-penalty-last-n", "How many recent tokens to look at; -1: all, 0: none.", _DRY, min=-1),
-]
-DrySequenceBreakers = Annotated[
-    list[str] | None,
-    _option("--dry-sequence-breaker", "A text that ends a sequence; repeatable; none: no defaults.", _DRY),
-]
-TopNSigma = Annotated[
-    float | None,
-    _option(
-        "--top-nsigma",
-        "Only logits so many standard deviations below the largest; -1: all.",
-        _MORE,
-    ),
-]
-TypicalP = Annotated[
-    float | None,
-    _option("--typical", "Locally typical sampling: this much probability; 1: off.", _MORE),
-]
-XtcProbability = Annotated[
-    float | None,
-    _option("--xtc-probability", "Probability of leaving out the likeliest tokens; 0: off.", _MORE),
-]
-XtcThreshold = Annotated[
-    float | None, _option("--xtc-threshold", "Only tokens at least this likely are left out; 0.1.", _MORE)
-]
-DynatempRange = Annotated[
-    float | None, _option("--dynatemp-range", "The temperature moves so far both ways; 0: off.", _MORE)
-]
-DynatempExponent = Annotated[
-    float | None, _option("--dynatemp-exp", "Exponent of the entropy in that temperature; default: 1.", _MORE)
-]
-MirostatVersion = Annotated[
-    int | None, _option("--mirostat", "Mirostat 1 or 2, in place of top-k, top-p and others; 0: off.", _MORE)
-]
-MirostatTau = Annotated[
-    float | None, _option("--mirostat-ent", "Its target entropy, tau, in bits; 5.", _MORE)
-]
-MirostatEta = Annotated[float | None, _option("--mirostat-lr", "Its learning rate, eta; 0.1.", _MORE)]
-LogitBias = Annotated[
-    list[str] | None, _option("--logit-bias", "ID+BIAS or ID-BIAS, such as 15043-1; repeatable.", _SAMPLING)
-]
-Seed = Annotated[
-    int | None, _option("--seed -s", "The same seed gives the same text; -1: random.", _SAMPLING)
-]
-Stop = Annotated[
-    list[str] | None, _option("--stop -r", "End the answer before this text; repeatable.", _SAMPLING)
-]
-IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on where the model would end the answer.", _SAMPLING)]
 
-JsonSchema = Annotated[
-    str | None, _option("--json-schema -j", "The answer is JSON of this schema: a file, or its text.", _FORM)
+def _sampling(
+    name: str, panel: str | None = _SAMPLING, note: str = "", **more: Any
+) -> typer.models.OptionInfo:
+    """Return the option of a sampling parameter. note: how the option takes a value."""
+    parameter = PARAMETERS[name]
+    default = (
+        "" if parameter.kind is None or parameter.default is None else f" Default: {parameter.default:g}."
+    )
+    return _option(parameter.option, f"{parameter.summary}{note}{default}", panel, **more)
+
+
+_DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
+NPredict = Annotated[int, _sampling("max_tokens", None, min=-1)]
+Temperature = Annotated[float | None, _sampling("temperature")]
+TopK = Annotated[int | None, _sampling("top_k")]
+TopP = Annotated[float | None, _sampling("top_p")]
+MinP = Annotated[float | None, _sampling("min_p")]
+RepeatPenalty = Annotated[float | None, _sampling("repetition_penalty")]
+PresencePenalty = Annotated[float | None, _sampling("presence_penalty")]
+FrequencyPenalty = Annotated[float | None, _sampling("frequency_penalty")]
+RepeatLastN = Annotated[int | None, _sampling("penalty_last_n")]
+DryMultiplier = Annotated[float | None, _sampling("dry_multiplier", _DRY)]
+DryBase = Annotated[float | None, _sampling("dry_base", _DRY)]
+DryAllowedLength = Annotated[int | None, _sampling("dry_allowed_length", _DRY)]
+DryPenaltyLastN = Annotated[int | None, _sampling("dry_penalty_last_n", _DRY)]
+DrySequenceBreakers = Annotated[
+    list[str] | None, _sampling("dry_sequence_breakers", _DRY, " Repeatable; none: no defaults.")
 ]
-GrammarText = Annotated[
-    str | None, _option("--grammar", "The answer follows these rules, in GBNF or Lark.", _FORM)
+TopNSigma = Annotated[float | None, _sampling("top_n_sigma", _MORE)]
+TypicalP = Annotated[float | None, _sampling("typical_p", _MORE)]
+XtcProbability = Annotated[float | None, _sampling("xtc_probability", _MORE)]
+XtcThreshold = Annotated[float | None, _sampling("xtc_threshold", _MORE)]
+DynatempRange = Annotated[float | None, _sampling("dynatemp_range", _MORE)]
+DynatempExponent = Annotated[float | None, _sampling("dynatemp_exponent", _MORE)]
+MirostatVersion = Annotated[int | None, _sampling("mirostat", _MORE)]
+MirostatTau = Annotated[float | None, _sampling("mirostat_tau", _MORE)]
+MirostatEta = Annotated[float | None, _sampling("mirostat_eta", _MORE)]
+LogitBias = Annotated[
+    list[str] | None, _sampling("logit_bias", note=" ID+BIAS or ID-BIAS, such as 15043-1; repeatable.")
 ]
+Seed = Annotated[int | None, _sampling("seed")]
+Stop = Annotated[list[str] | None, _sampling("stop", note=" Repeatable.")]
+IgnoreEos = Annotated[bool, _sampling("ignore_eos")]
+ReasoningBudget = Annotated[int | None, _sampling("reasoning_budget", metavar="N")]
+ReasoningBudgetMessage = Annotated[str | None, _sampling("reasoning_budget_message", metavar="TEXT")]
+
+JsonSchema = Annotated[str | None, _sampling("json_schema", _FORM, " A file, or its text.")]
+GrammarText = Annotated[str | None, _sampling("grammar", _FORM)]
 GrammarFile = Annotated[
     Path | None,
     _option("--grammar-file", "The same, from a file.", _FORM, exists=True, dir_okay=False),
@@ -707,29 +640,29 @@ def name_everywhere(model: str, path: Path) -> str:
 class SamplingOptions:
     """How the tokens of an answer are chosen, and when it ends."""
 
-    n_predict: NPredict = -1
-    temp: Temperature = None
+    max_tokens: NPredict = -1
+    temperature: Temperature = None
     top_k: TopK = None
     top_p: TopP = None
     min_p: MinP = None
-    repeat_penalty: RepeatPenalty = None
+    repetition_penalty: RepeatPenalty = None
     presence_penalty: PresencePenalty = None
     frequency_penalty: FrequencyPenalty = None
-    repeat_last_n: RepeatLastN = None
+    penalty_last_n: RepeatLastN = None
     dry_multiplier: DryMultiplier = None
     dry_base: DryBase = None
     dry_allowed_length: DryAllowedLength = None
     dry_penalty_last_n: DryPenaltyLastN = None
-    dry_sequence_breaker: DrySequenceBreakers = None
-    top_nsigma: TopNSigma = None
-    typical: TypicalP = None
+    dry_sequence_breakers: DrySequenceBreakers = None
+    top_n_sigma: TopNSigma = None
+    typical_p: TypicalP = None
     xtc_probability: XtcProbability = None
     xtc_threshold: XtcThreshold = None
     dynatemp_range: DynatempRange = None
-    dynatemp_exp: DynatempExponent = None
+    dynatemp_exponent: DynatempExponent = None
     mirostat: MirostatVersion = None
-    mirostat_ent: MirostatTau = None
-    mirostat_lr: MirostatEta = None
+    mirostat_tau: MirostatTau = None
+    mirostat_eta: MirostatEta = None
     logit_bias: LogitBias = None
     seed: Seed = None
     stop: Stop = None
@@ -742,38 +675,15 @@ class SamplingOptions:
 
     def params(self) -> dict[str, Any]:
         """What Model.generate takes for those that were given."""
-        if self.n_predict == 0:
+        if self.max_tokens == 0:
             raise typer.BadParameter("an answer has at least one token.", param_hint="-n")
-        given: dict[str, Any] = {
-            "temperature": self.temp,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "penalty_last_n": self.repeat_last_n,
-            "dry_multiplier": self.dry_multiplier,
-            "dry_base": self.dry_base,
-            "dry_allowed_length": self.dry_allowed_length,
-            "dry_penalty_last_n": self.dry_penalty_last_n,
-            "dry_sequence_breakers": _breakers(self.dry_sequence_breaker),
-            "top_n_sigma": self.top_nsigma,
-            "typical_p": self.typical,
-            "xtc_probability": self.xtc_probability,
-            "xtc_threshold": self.xtc_threshold,
-            "dynatemp_range": self.dynatemp_range,
-            "dynatemp_exponent": self.dynatemp_exp,
-            "mirostat": self.mirostat,
-            "mirostat_tau": self.mirostat_ent,
-            "mirostat_eta": self.mirostat_lr,
+        given = {name: getattr(self, name) for name in OPTIONS} | {
+            "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "logit_bias": _logit_bias(self.logit_bias or []) or None,
             "seed": self.seed if self.seed != -1 else None,  # llama.cpp's way to ask for any
             "stop": tuple(self.stop) if self.stop else None,
-            "max_tokens": self.n_predict if self.n_predict != -1 else None,
+            "max_tokens": self.max_tokens if self.max_tokens != -1 else None,
             "ignore_eos": self.ignore_eos or None,
-            "reasoning_budget": self.reasoning_budget,
-            "reasoning_budget_message": self.reasoning_budget_message,
             "json_schema": _json_schema(self.json_schema),
             "grammar": self._grammar(),
         }

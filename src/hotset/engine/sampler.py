@@ -25,19 +25,13 @@ from hotset import _core
 from hotset.backends.base import N_CANDIDATES
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
+from hotset.sampling_parameters import PARAMETERS, RULES, Parameter
 from hotset.text.mask import TokenMask
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
 _SMALLEST = float(np.finfo(np.float32).tiny)
-# The parameters that csrc/draw.h knows.
-_RULES = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
-    "dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta", "repetition_penalty",
-    "frequency_penalty", "presence_penalty", "penalty_last_n", "dry_multiplier", "dry_base",
-    "dry_allowed_length", "dry_penalty_last_n",
-)  # fmt: skip
 
 
 class Constraint(Protocol):
@@ -103,20 +97,23 @@ MAX_BREAKER_BYTES = 40
 """How long a string may be that no repetition goes beyond; as many as of stops."""
 
 
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "max_tokens": (
-        "max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens", "num_predict",
-    ),
-    "repetition_penalty": ("repeat_penalty",),
-    "penalty_last_n": ("repeat_last_n",),
-    "typical_p": ("typ_p",),
-    "stop": ("stop_sequences",),
-    "logprobs": ("n_probs", "top_logprobs"),
-    "json_schema": ("guided_json",),
-    "regex": ("guided_regex",),
-    "grammar": ("guided_grammar",),
-}  # fmt: skip
-"""A field of SamplingParams → its names in other programs. Requests may use them."""
+_NUMBERS = [one for one in PARAMETERS.values() if one.kind is not None]
+
+
+def _default(name: str) -> Any:
+    return PARAMETERS[name].default
+
+
+def _number(parameter: Parameter, value: Any) -> float | int | None:
+    """Return a checked number. Raises InvalidRequestError."""
+    low, high = parameter.low, parameter.high
+    if value is None and parameter.default is None:
+        return None
+    if parameter.kind is int:
+        return whole_number(parameter.name, value, low or 0, high)
+    return real_number(
+        parameter.name, value, -math.inf if low is None else low, math.inf if high is None else high
+    )
 
 
 @dataclass(frozen=True)
@@ -163,65 +160,44 @@ class SamplingParams:
         rules in GBNF or Lark (text/constraint.py, which makes a Constraint of it).
     """
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_last_n: int = 64
-    top_n_sigma: float = -1.0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    temperature: float = _default("temperature")
+    top_k: int = _default("top_k")
+    top_p: float = _default("top_p")
+    min_p: float = _default("min_p")
+    repetition_penalty: float = _default("repetition_penalty")
+    penalty_last_n: int = _default("penalty_last_n")
+    frequency_penalty: float = _default("frequency_penalty")
+    presence_penalty: float = _default("presence_penalty")
+    top_n_sigma: float = _default("top_n_sigma")
+    typical_p: float = _default("typical_p")
+    xtc_probability: float = _default("xtc_probability")
+    xtc_threshold: float = _default("xtc_threshold")
+    dynatemp_range: float = _default("dynatemp_range")
+    dynatemp_exponent: float = _default("dynatemp_exponent")
+    mirostat: int = _default("mirostat")
+    mirostat_tau: float = _default("mirostat_tau")
+    mirostat_eta: float = _default("mirostat_eta")
+    dry_multiplier: float = _default("dry_multiplier")
+    dry_base: float = _default("dry_base")
+    dry_allowed_length: int = _default("dry_allowed_length")
+    dry_penalty_last_n: int = _default("dry_penalty_last_n")
+    dry_sequence_breakers: tuple[str, ...] = _default("dry_sequence_breakers")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    logprobs: int | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    reasoning_budget: int | None = None
-    reasoning_budget_message: str = ""
-    json_schema: Mapping[str, Any] | str | None = None
-    json_object: bool = False
-    regex: str | None = None
-    grammar: str | None = None
+    seed: int | None = _default("seed")
+    logprobs: int | None = _default("logprobs")
+    max_tokens: int | None = _default("max_tokens")
+    stop: tuple[str, ...] = _default("stop")
+    stop_token_ids: tuple[int, ...] = _default("stop_token_ids")
+    ignore_eos: bool = _default("ignore_eos")
+    reasoning_budget: int | None = _default("reasoning_budget")
+    reasoning_budget_message: str = _default("reasoning_budget_message")
+    json_schema: Mapping[str, Any] | str | None = _default("json_schema")
+    json_object: bool = _default("json_object")
+    regex: str | None = _default("regex")
+    grammar: str | None = _default("grammar")
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "temperature": real_number("temperature", self.temperature, 0),
-            "top_k": whole_number("top_k", self.top_k, 0),
-            "top_p": real_number("top_p", self.top_p, 0, 1),
-            "min_p": real_number("min_p", self.min_p, 0, 1),
-            "repetition_penalty": real_number("repetition_penalty", self.repetition_penalty, 0),
-            "frequency_penalty": real_number("frequency_penalty", self.frequency_penalty),
-            "presence_penalty": real_number("presence_penalty", self.presence_penalty),
-            "penalty_last_n": whole_number("penalty_last_n", self.penalty_last_n, -1),
-            "top_n_sigma": real_number("top_n_sigma", self.top_n_sigma),
-            "typical_p": real_number("typical_p", self.typical_p, 0, 1),
-            "xtc_probability": real_number("xtc_probability", self.xtc_probability, 0, 1),
-            "xtc_threshold": real_number("xtc_threshold", self.xtc_threshold, 0, 1),
-            "dynatemp_range": real_number("dynatemp_range", self.dynatemp_range, 0),
-            "dynatemp_exponent": real_number("dynatemp_exponent", self.dynatemp_exponent, 0),
-            "mirostat": whole_number("mirostat", self.mirostat, 0, 2),
-            "mirostat_tau": real_number("mirostat_tau", self.mirostat_tau, 0, 100),
-            "mirostat_eta": real_number("mirostat_eta", self.mirostat_eta, 0, 1),
-            "dry_multiplier": real_number("dry_multiplier", self.dry_multiplier, 0),
-            "dry_base": real_number("dry_base", self.dry_base, 1),
-            "dry_allowed_length": whole_number("dry_allowed_length", self.dry_allowed_length, 0),
-            "dry_penalty_last_n": whole_number("dry_penalty_last_n", self.dry_penalty_last_n, -1),
+        checked: dict[str, Any] = {one.name: _number(one, getattr(self, one.name)) for one in _NUMBERS} | {
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "reasoning_budget_message": _budget_message(self.reasoning_budget_message),
@@ -235,14 +211,6 @@ class SamplingParams:
         }
         if checked["repetition_penalty"] == 0:
             raise InvalidRequestError("repetition_penalty must be greater than 0 (1 turns it off)")
-        if self.seed is not None:
-            checked["seed"] = whole_number("seed", self.seed, 0, 2**64 - 1)
-        if self.logprobs is not None:
-            checked["logprobs"] = whole_number("logprobs", self.logprobs, 0)
-        if self.max_tokens is not None:
-            checked["max_tokens"] = whole_number("max_tokens", self.max_tokens, 1)
-        if self.reasoning_budget is not None:
-            checked["reasoning_budget"] = whole_number("reasoning_budget", self.reasoning_budget, -1)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
@@ -594,7 +562,7 @@ def _rules(
 
     Only what forbids a token is infinite: a huge bias or penalty is the largest float32.
     """
-    rules = {name: getattr(params, name) for name in _RULES}
+    rules = {one.name: getattr(params, one.name) for one in RULES}
     for name in ("frequency_penalty", "presence_penalty"):
         rules[name] = max(-_LARGEST, min(rules[name], _LARGEST))
     rules["repetition_penalty"] = max(_SMALLEST, min(params.repetition_penalty, _LARGEST))

@@ -27,6 +27,7 @@ from hotset.files import expanded
 from hotset.formats.gguf import open_gguf
 from hotset.formats.lora import open_gguf_adapter
 from hotset.parameters import shown
+from hotset.sampling_parameters import PARAMETERS
 from hotset.settings import LoadSettings
 from hotset.storage.created import Created
 from hotset.text import turn_formats
@@ -35,16 +36,8 @@ from hotset.text.chat import MAX_SOURCE_CHARS
 MAX_CHARS = 1 << 20  # of a Modelfile
 _ROLES = ("system", "user", "assistant")
 _INSTRUCTIONS = ("from", "system", "template", "parameter", "message", "adapter", "license")
-# Of a parameter the field of SamplingParams, and what it is.
-_SAMPLING: dict[str, tuple[str, type]] = {
-    "temperature": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float),
-    "min_p": ("min_p", float), "typical_p": ("typical_p", float),
-    "repeat_penalty": ("repetition_penalty", float), "repeat_last_n": ("penalty_last_n", int),
-    "presence_penalty": ("presence_penalty", float),
-    "frequency_penalty": ("frequency_penalty", float), "mirostat": ("mirostat", int),
-    "mirostat_tau": ("mirostat_tau", float), "mirostat_eta": ("mirostat_eta", float), "seed": ("seed", int),
-    "num_predict": ("max_tokens", int),
-}  # fmt: skip
+# The names of sampling parameters in a Modelfile.
+_SAMPLING = {one.modelfile: one for one in PARAMETERS.values() if one.modelfile}
 # How another engine loads models: without effect here.
 _LOADING = (
     "num_keep", "num_batch", "num_gpu", "num_gqa", "num_thread", "main_gpu", "numa", "low_vram", "f16_kv",
@@ -244,8 +237,8 @@ def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any]
         elif name == "num_ctx":
             load["n_ctx"] = _number(name, values[-1], int)
         elif name in _SAMPLING:
-            field_name, kind = _SAMPLING[name]
-            sampling[field_name] = _number(name, values[-1], kind)
+            parameter = _SAMPLING[name]
+            sampling[parameter.name] = _number(name, values[-1], parameter.kind or str)
         elif name not in _LOADING:
             known = ", ".join(sorted((*_SAMPLING, "num_ctx", "stop")))
             raise InvalidRequestError(f"there is no PARAMETER {shown(name)}; there are {known}")
@@ -255,7 +248,7 @@ def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any]
         SamplingParams(**sampling)
         LoadSettings(**load)
     except HotsetError as error:
-        fields = {field_name: name for name, (field_name, _) in _SAMPLING.items()} | {"n_ctx": "num_ctx"}
+        fields = {one.name: name for name, one in _SAMPLING.items()} | {"n_ctx": "num_ctx"}
         field_name, _, rest = str(error).partition(" ")
         raise InvalidRequestError(f"PARAMETER {fields.get(field_name, field_name)} {rest}") from None
     return sampling, load

@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hotset.backends.adapters import MOST_ADAPTERS
-from hotset.engine.sampler import OTHER_NAMES, SamplingParams
+from hotset.engine.sampler import SamplingParams
 from hotset.parameters import shown
+from hotset.sampling_parameters import PARAMETERS, RULES, Parameter
 from hotset.server.answers import Thinking
 from hotset.server.errors import RequestError
 from hotset.server.rows import (
@@ -25,7 +26,6 @@ from hotset.server.rows import (
     Flag,
     Number,
     Row,
-    Share,
     Text,
     Use,
     at_most,
@@ -126,47 +126,39 @@ def form_of(given: ResponseFormat) -> dict[str, Any]:
     return {name: value}
 
 
-_LIMITS = [name for name in OTHER_NAMES["max_tokens"] if name != "num_predict"]  # which has a row of its own
-_LIMITS.insert(2, "max_tokens")  # the first of them that is given counts
+def _sampling(name: str, kind: Any, first: str = "", **more: Any) -> Row:
+    """Return the row of a sampling parameter.
+
+    first: the name that counts if a request has several.
+    """
+    parameter = PARAMETERS[name]
+    first, *others = sorted((name, *parameter.also), key=lambda one: one != (first or name))
+    return Row(first, parameter.summary, kind, tuple(others), sets=name, **more)
+
+
+def _rule(parameter: Parameter) -> Row:
+    kind = integer if parameter.kind is int else number
+    return _sampling(parameter.name, kind(parameter.low, parameter.high))
+
+
+_SPELLED = {  # values of other programs
+    "top_k": _sampling("top_k", integer(-1), read=lambda k: max(k, 0)),
+}
 
 SAMPLING = (
-    Row("temperature", "Randomness; 0 takes the most likely token.", number(0)),
-    Row("top_k", "Keep the k most likely tokens; 0 and -1 keep all.", integer(-1), read=lambda k: max(k, 0)),
-    Row("top_p", "Keep the fewest tokens whose probabilities reach this.", Share),
-    Row("min_p", "Keep tokens at least this many times as likely as the most likely.", Share),
-    Row("repetition_penalty", "Divides logits of recent tokens; 1 is off.", number(),
-        OTHER_NAMES["repetition_penalty"]),
-    Row("penalty_last_n", "How many tokens are recent; -1: all.", integer(-1), OTHER_NAMES["penalty_last_n"]),
-    Row("frequency_penalty", "Subtracted from a recent token's logit per occurrence.", number()),
-    Row("presence_penalty", "Subtracted once from a recent token's logit.", number()),
-    Row("top_n_sigma", "Keep logits at most this many standard deviations below the largest.", number()),
-    Row("typical_p", "Keep the tokens of about the expected surprise; 1 keeps all.", Share,
-        OTHER_NAMES["typical_p"]),
-    Row("xtc_probability", "How often XTC removes the most likely tokens.", Share),
-    Row("xtc_threshold", "Probability from which on XTC removes tokens.", Share),
-    Row("dynatemp_range", "How far the temperature moves up and down with the entropy.", number(0)),
-    Row("dynatemp_exponent", "How the temperature follows the entropy.", number(0)),
-    Row("mirostat", "Version of mirostat that replaces the other filters; 0 is off.",
-        integer(0, 2)),
-    Row("mirostat_tau", "Surprise in bits that mirostat aims at.", number(0, 100)),
-    Row("mirostat_eta", "How fast mirostat adapts.", Share),
-    Row("dry_multiplier", "Strength of DRY, which penalises repetitions; 0 is off.", number(0)),
-    Row("dry_base", "Growth of DRY's penalty with the length of a repetition.", number(1)),
-    Row("dry_allowed_length", "Length of repetitions that DRY allows.", integer(0)),
-    Row("dry_penalty_last_n", "How many tokens DRY looks at; -1: all.", integer(-1)),
-    Row("dry_sequence_breakers", "Texts that end a repetition.", list[str]),
-    Row("logit_bias", "Numbers added to logits, by token id.", _Biases, read=_biases),
-    Row("seed", "Seed of the draws; -1: any.", integer(), read=_seed),
-    Row(_LIMITS[0], "Most tokens of the answer; -1: as many as fit.", integer(-1),
-        tuple(_LIMITS[1:]), sets="max_tokens", read=_limit),
+    *(_SPELLED.get(one.name) or _rule(one) for one in RULES),
+    _sampling("dry_sequence_breakers", list[str]),
+    _sampling("logit_bias", _Biases, read=_biases),
+    _sampling("seed", integer(), read=_seed),
+    _sampling("max_tokens", integer(-1), first="max_completion_tokens", read=_limit),
     Row("num_predict", "As max_tokens; 0, -1 and -2: as many as fit.", integer(-2), sets="max_tokens",
         read=_ollama_limit),
-    Row("stop", "Texts that end the answer.", str | list[str], OTHER_NAMES["stop"], read=_stops),
-    Row("stop_token_ids", "Tokens that end the answer.", list[int]),
-    Row("ignore_eos", "Forbid the tokens that end an answer.", Flag),
-    Row("json_schema", "JSON schema that the answer follows.", Schema, OTHER_NAMES["json_schema"]),
-    Row("regex", "Regular expression that the whole answer matches.", str, OTHER_NAMES["regex"]),
-    Row("grammar", "GBNF or Lark that the answer follows.", str, OTHER_NAMES["grammar"]),
+    _sampling("stop", str | list[str], read=_stops),
+    _sampling("stop_token_ids", list[int]),
+    _sampling("ignore_eos", Flag),
+    _sampling("json_schema", Schema),
+    _sampling("regex", str),
+    _sampling("grammar", str),
     Row("guided_choice", "Texts of which the answer is one.", _Choices, sets="regex", read=_one_of),
     Row("structured_outputs", "What the answer follows, as vLLM has it.", StructuredOutputs, sets=MANY,
         read=settings_of("sampling")),
