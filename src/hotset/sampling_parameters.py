@@ -1,8 +1,8 @@
 """The sampling parameters, one record each, from which every interface derives.
 
-`SamplingParams` takes defaults and ranges from here, the command line its options, requests and Modelfiles
-their names, messages the name of each interface, and the reference pages their sentences. The module imports
-nothing that is slow: the command line reads it for its help.
+`SamplingParams` has defaults and ranges from here; the options of the command line, the fields of requests
+and the lines of Modelfiles have their names and sentences from here. The module imports nothing that is slow,
+since the command line reads it for its help.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Parameter:
         engine/sampler.py checks. A number whose default is None may be None.
     default: where neither the caller nor the model sets a value.
     option: of the command line; further names follow, separated by a space.
-    also: further names in requests, those of other programs.
+    also: further names in requests, from other programs.
     modelfile: in a Modelfile and in Ollama's `options`; "" if Ollama does not know the parameter.
     """
 
@@ -36,7 +36,7 @@ class Parameter:
 
     @property
     def flag(self) -> str:
-        """The option in messages; "" if there is none."""
+        """The option in messages, or ""."""
         return self.option.partition(" ")[0]
 
 
@@ -96,7 +96,7 @@ RULES = (
     _whole("dry_penalty_last_n", -1, "How many tokens DRY looks at; -1: all, 0: none.", low=-1,
         option="--dry-penalty-last-n"),
 )  # fmt: skip
-"""Numbers that say how a token is drawn (csrc/draw/draw.h)."""
+"""Numbers that say how a token is drawn (csrc/draw.h)."""
 
 _OTHERS = (
     _other("dry_sequence_breakers", ("\n", ":", '"', "*"), "Texts that end a repetition.",
