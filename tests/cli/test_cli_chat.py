@@ -137,7 +137,7 @@ def test_tab_completes_commands(chat: DrawingTerminal) -> None:
     chat.wait_for(r"/regen\s+answer the last question again")
     chat.wait_for(PROMPT)
     chat.type("/s\t")
-    chat.wait_for(r"/system\s+/stats\s+/save")
+    chat.wait_for(r"/system\s+/set\s+/stats\s+/save")
     chat.type("ta\t\r")
     chat.wait_for("Nothing has been answered yet")
     chat.leave()
@@ -406,6 +406,49 @@ def test_an_answer_without_a_bound_has_an_eighth_of_the_context(
         talk.chat.handle("go on")
         assert talk.left() == ["go on"]
         assert "the oldest turn is left out" in capsys.readouterr().err
+
+
+def test_set_changes_a_parameter_of_the_next_answers(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Talk(model, monkeypatch, max_tokens=2) as talk:
+        for typed, field, value in (
+            ("temperature 0.5", "temperature", 0.5),
+            ("parameter temp 0", "temperature", 0),
+            ("--top-k 7", "top_k", 7),
+            ("num_predict 5", "max_tokens", 5),
+            ("repeat_penalty 1.5", "repetition_penalty", 1.5),
+            ("stop END", "stop", ("END",)),
+            ("ignore-eos true", "ignore_eos", True),
+        ):
+            talk.chat.handle(f"/set {typed}")
+            assert talk.chat.params[field] == value, typed
+        talk.chat.handle("hello")
+        assert talk.chat.last is not None
+        assert talk.chat.last.timings.predicted_tokens == 5
+        talk.chat.handle("/set num_predict -1")
+        assert talk.chat.params["max_tokens"] is None
+        for typed, told in (("temprature 1", "did you mean temperature"), ("top_k few", "top_k must be")):
+            with pytest.raises(hotset.InvalidRequestError, match=told):
+                talk.chat.handle(f"/set {typed}")
+        capsys.readouterr()
+        talk.chat.handle("/set")
+        assert re.search(r"top_k +7", capsys.readouterr().err)
+
+
+@needs_pty
+def test_another_model_goes_on_with_the_conversation(model: Path, home: Path, tmp_path: Path) -> None:
+    (home / "models").mkdir(parents=True)
+    (home / "models" / "other.gguf").symlink_to(model)
+    chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
+    chat.ask("one\r")
+    for command in ("/model other", "/load nothing", "/load"):
+        chat.wait_for(PROMPT)
+        chat.type(f"{command}\r")
+        chat.wait_for("There is no model" if "nothing" in command else r"other.gguf, context 512 tokens")
+    chat.ask("two\r")
+    assert chat.asked(tmp_path) == ["one", "two"]
+    chat.leave()
 
 
 @needs_pty

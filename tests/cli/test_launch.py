@@ -274,15 +274,15 @@ def test_a_server_is_started_and_stopped(
     assert done.returncode == 1
     assert "No server answers at http://127.0.0.1:9" in done.stderr
     # The default port may have another server: this name is of a model that only the started one has.
-    from hotset.cli import launch
+    from hotset.cli import client, launch
 
     # An agent's folder is often from elsewhere: the server imports nothing from it.
     (tmp_path / "typer.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
     with launch._started(str(path), 64) as server:
         assert (server.model, server.n_ctx) == ("own", 64)
-        assert launch._is_hotset(server.url)
-    assert not launch._is_hotset(server.url)
+        assert client.is_hotset(server.url)
+    assert not client.is_hotset(server.url)
     with (
         pytest.raises(Exception, match=r"The server did not start: .*no file"),
         launch._started("none.gguf", None),
@@ -307,7 +307,7 @@ class _Other(BaseHTTPRequestHandler):
 
 
 def test_the_key_is_for_those_that_it_was_meant_for(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotset.cli import launch
+    from hotset.cli import client
 
     monkeypatch.setenv("HOTSET_API_KEY", "secret")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
@@ -318,7 +318,7 @@ def test_the_key_is_for_those_that_it_was_meant_for(tools: Tools, monkeypatch: p
         thread = threading.Thread(target=other.serve_forever, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{other.server_port}"
-        monkeypatch.setattr(launch, "_URL", url)
+        monkeypatch.setattr(client, "URL", url)
         launched("opencode", "--print")
         assert _Other.keys == [None, "Bearer none"], "it does not say that it is hotset"
         _Other.keys.clear()
@@ -397,7 +397,7 @@ def test_odd_reply_of_a_server_gives_one_message(
     assert odd_url in said
     assert len(said) < 400
     # Without --url, launch ignores the program and starts a server.
-    monkeypatch.setattr("hotset.cli.launch._URL", odd_url)
+    monkeypatch.setattr("hotset.cli.client.URL", odd_url)
     said = " ".join(launched("claude", "-m", "qwen3-4b", "--print").split())
     assert "would be started on a free port" in said
 
@@ -435,7 +435,7 @@ def test_key_that_no_header_carries_is_refused(
 def test_what_a_started_server_would_have(
     tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotset.cli.launch._URL", "http://127.0.0.1:9")  # where none answers
+    monkeypatch.setattr("hotset.cli.client.URL", "http://127.0.0.1:9")  # where none answers
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     path = write_model(tmp_path / "own.gguf")
     shown = launched("zed", "-m", path, "--print")

@@ -195,7 +195,7 @@ def test_a_pull_says_how_long(tmp_path: Path) -> None:
 def test_every_subcommand_that_takes_long_is_tested() -> None:
     from hotset.cli.main import SUBCOMMANDS
 
-    quick = {"serve", "mcp", "list", "show", "rm", "plan", "doctor", "create", "launch"}
+    quick = {"serve", "mcp", "ps", "stop", "list", "show", "rm", "cp", "plan", "doctor", "create", "launch"}
     quick |= {"rerank"}  # which shows what embed shows, and needs a reranker
     tested = {split_command(command.split())[0] for command, _ in LONG}
     assert tested | {"pull"} == SUBCOMMANDS.keys() - quick

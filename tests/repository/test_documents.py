@@ -65,6 +65,7 @@ NOT_RUN = {  # and why; options and arguments are checked all the same
     r"python bench/": "minutes to hours, and models and programs to compare with",
     r"hotset (run|plan) .*--device vulkan": "a Vulkan driver: tests/backends/vulkan",
     r"hotset (serve|run) qwen3-": "a model of gigabytes",
+    r"hotset (ps|stop)\b": "a running server: tests/cli/test_loaded.py",
     r"hotset pull ": "the network: test_storage.py has a hub of its own",
     r"hotset .*--(ray|replicas) ": "Ray: tests/cluster",
     r"hotset sparse make .*--adapters adapters/": "the published model: test_sparsify_adapters.py",

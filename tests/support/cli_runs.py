@@ -38,6 +38,7 @@ def write_model(
     architecture: str = "llama",
     n_ctx: int = 512,
     type: GGMLType = GGMLType.Q8_0,
+    keys: dict[str, Any] | None = None,
 ) -> Path:
     """A random llama whose vocabulary is printable ASCII, a newline, three special tokens and two merges."""
     tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -52,6 +53,7 @@ def write_model(
             "tokenizer.ggml.merges": ["t h", "Ġ t"], "tokenizer.ggml.eos_token_id": 98,
             "tokenizer.ggml.bos_token_id": 96, "tokenizer.ggml.add_bos_token": False,
             "tokenizer.chat_template": CHATML if template else None,
+            **(keys or {}),
         },
         seed=7,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -14,8 +15,11 @@ from hotset.cli.answer import closing_line, has_template, print_stats
 from hotset.cli.console import print_error, say
 from hotset.cli.editor import Editor, block
 from hotset.cli.terminal import AnswerWriter
-from hotset.errors import HotsetError, did_you_mean
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import HotsetError, InvalidRequestError, did_you_mean
 from hotset.files import check_target, expanded, write_whole
+from hotset.parameters import shown
+from hotset.sampling_parameters import PARAMETERS
 from hotset.text.fitting import fitted
 from hotset.units import human_size
 
@@ -38,6 +42,8 @@ class Chat:
         self.model = model
         self.params = params
         self.parse_special = parse_special
+        self.raw = raw
+        self.another: Callable[[str], Model] | None = None
         self.template = has_template(model) and not raw
         self.system = system
         self.messages: list[dict[str, str]] = []
@@ -49,6 +55,9 @@ class Chat:
             "help": (self.help, "these commands"),
             "clear": (self.clear, "forget the conversation"),
             "system": (self.set_system, "TEXT: the system message from now on (forgets the conversation)"),
+            "set": (self.set_parameter, "PARAMETER VALUE: of sampling, such as temperature 0.2"),
+            "model": (self.change_model, "NAME: another model goes on with the conversation"),
+            "load": (self.change_model, "NAME: the same"),
             "regen": (self.regenerate, "answer the last question again"),
             "stats": (self.stats, "speed, context used, bytes read per token"),
             "save": (self.save, "FILE: write the conversation as JSON"),
@@ -182,6 +191,32 @@ class Chat:
         else:
             say(f"System message: {self.system or '(none)'}")
 
+    def set_parameter(self, rest: str) -> None:
+        """Change a sampling parameter for the answers from now on, or print those that are set."""
+        name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
+        if not value:
+            for field, given in self.params.items():
+                say(f"  {field:<24}{given}")
+            say("Change one with /set PARAMETER VALUE, such as /set temperature 0.2", dim=True)
+            return
+        self.params |= parameter(name, value.strip())
+        say(f"({name} is {value.strip()} from now on)", dim=True)
+
+    def change_model(self, rest: str) -> None:
+        if not rest:
+            say(f"{Path(self.model.gguf.path).name}, context {self.model.n_ctx} tokens")
+            return
+        if self.another is None:
+            raise HotsetError("a chat with --session keeps its model; start another chat for another model")
+        model = self.another(rest)
+        of_file = self.model.decided.sampling
+        own = {name: value for name, value in self.params.items() if of_file.get(name) != value}
+        self.model.close()
+        self.model, self.params = model, {**model.decided.sampling, **own}
+        self.template = has_template(model) and not self.raw
+        self.last, self.n_dropped = None, 0
+        say(f"({Path(model.gguf.path).name}, context {model.n_ctx} tokens)", dim=True)
+
     def regenerate(self, _: str) -> None:
         if self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()
@@ -207,8 +242,6 @@ class Chat:
         if not rest:
             say("Say where: /save FILE")
             return
-        import json
-
         path = expanded(rest)
         check_target(path, self.model.gguf.paths)
         text = json.dumps(self.whole, indent=2, ensure_ascii=False) + "\n"
@@ -219,6 +252,33 @@ class Chat:
         raise _LeaveError
 
 
+def parameter(name: str, value: str) -> dict[str, Any]:
+    """Return a field of SamplingParams and its value. Raises InvalidRequestError for any other name or value.
+
+    name: of the field, of its option (`temp`, `--top-k`) or of Ollama's parameter (`num_predict`).
+    """
+    wanted = name.strip("-").replace("-", "_")
+    known = {
+        spelled.strip("-").replace("-", "_"): one
+        for one in PARAMETERS.values()
+        for spelled in (*one.option.split(), *one.also, one.modelfile, one.name)
+    }
+    if not wanted or wanted not in known:
+        meant = did_you_mean(wanted, {one: one for one in PARAMETERS}, 0.6)
+        raise InvalidRequestError(f"the parameter {shown(name)} is unknown; {meant or ', '.join(PARAMETERS)}")
+    field = known[wanted].name
+    try:
+        given = json.loads(value)
+    except ValueError:
+        given = value
+    if field in ("stop", "dry_sequence_breakers"):
+        given = tuple(given) if isinstance(given, list) else (str(given),)
+    if field in ("max_tokens", "seed") and given == -1:
+        given = None
+    SamplingParams(**{field: given})
+    return {field: given}
+
+
 def chat(
     model: Model,
     *,
@@ -227,13 +287,18 @@ def chat(
     params: dict[str, Any],
     parse_special: bool = True,
     session: Session | None = None,
+    another: Callable[[str], Model] | None = None,
 ) -> None:
-    """Chats until /exit or Ctrl-D. session: where it goes on from, and is kept."""
+    """Chat until /exit or Ctrl-D. session: keeps the conversation. another: loads a model by its name."""
     if system and (raw or not has_template(model)):
         raise typer.BadParameter("it needs a chat template.", param_hint="--system")
     conversation = Chat(model, system, raw, params, parse_special)
     if session is None:
-        conversation.loop()
+        conversation.another = another
+        try:
+            conversation.loop()
+        finally:
+            conversation.model.close()
         return
     conversation.system = system or session.system
     conversation.messages = session.turns

@@ -8,22 +8,16 @@ next launch.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import ipaddress
 import json
 import os
 import shutil
 import signal
 import socket
-import ssl
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +26,16 @@ from typing import Annotated, Any
 import typer
 
 from hotset.cli import options
+from hotset.cli.client import (
+    URL,
+    NoModelServerError,
+    api_key,
+    fetched,
+    is_address,
+    is_hotset,
+    no_model_server,
+    running,
+)
 from hotset.cli.console import say, warn
 from hotset.cli.launch_tools import TOOLS, Server, Setup, backup_of, tool_of, with_arguments
 from hotset.cli.progress import ProgressBar
@@ -47,17 +51,14 @@ from hotset.model.decoder import describe
 from hotset.model.supported import read_config
 from hotset.storage import catalogue, find_created, resolve
 
-_URL = "http://127.0.0.1:8080"
 _FREE = "http://127.0.0.1:PORT"  # what --print shows for a server that would be started
 _CONTEXT = 32768  # tokens of a server that is started, for prompts of agents
 _SHORT_CONTEXT = 16384  # fewer are warned about
 _SHARE_OF_FREE = 0.5  # of the memory beside the model, that a context may have which was not asked for
-_ANSWER_SECONDS = 10.0  # for which a server that runs may take to say what it has
-_LARGEST = 8 << 20  # bytes of such an answer
 _LONGEST_NAME = 1000  # characters of a model's name
 _LONGEST_CONTEXT = 1 << 31  # tokens of a context that a server may claim
 _LOOK_SECONDS = 0.1  # between two looks whether the server that was started is ready
-_KEY, _NO_KEY = "HOTSET_API_KEY", "none"
+_KEY = "HOTSET_API_KEY"
 
 
 def launch(
@@ -66,7 +67,7 @@ def launch(
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of the tool itself.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
-    url: Annotated[str | None, typer.Option("--url", help=f"A server that runs; default: {_URL}.")] = None,
+    url: Annotated[str | None, typer.Option("--url", help=f"A server that runs; default: {URL}.")] = None,
     ctx_size: Annotated[
         int | None,
         typer.Option(
@@ -91,7 +92,7 @@ def launch(
         raise HotsetError(
             f"The current folder has a program {program}, which is not started: remove it first."
         )
-    if url is not None and not _is_address(url):
+    if url is not None and not is_address(url):
         raise typer.BadParameter("it begins with http:// or https://, and names a host.", param_hint="--url")
     with contextlib.ExitStack() as stack:
         found = _found(url, model)
@@ -99,7 +100,7 @@ def launch(
         if found is None and show:
             n_ctx = ctx_size or _context(name, _known(name))
             say(f"No server runs: one of {name} would be started on a free port (PORT), with -c {n_ctx}.")
-            found = Server(url=_FREE, model=_served_name(name), n_ctx=n_ctx, key=_key())
+            found = Server(url=_FREE, model=_served_name(name), n_ctx=n_ctx, key=api_key())
         if found is None:
             with ProgressBar() as bar:
                 path = resolve(name, progress=bar)
@@ -159,45 +160,15 @@ def _context(name: str, path: Path | None) -> int:
     return n
 
 
-def _key() -> str:
-    """Return the API key of the environment. Raises HotsetError for one that no header can carry."""
-    key = os.environ.get(_KEY) or _NO_KEY
-    if not key.isascii() or not key.isprintable():
-        raise HotsetError("HOTSET_API_KEY must be printable ASCII characters.")
-    return key
-
-
-def _is_address(url: str) -> bool:
-    """Return whether a text is the URL of a host and perhaps a port."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0
-            and url.isprintable()
-        )
-    except ValueError:
-        return False
-
-
-class _NoModelServerError(HotsetError):
-    """A message that no server of models answers at an address. is_silent: nothing listens there."""
-
-    def __init__(self, message: str, *, is_silent: bool = False) -> None:
-        super().__init__(message)
-        self.is_silent = is_silent
-
-
 def _found(url: str | None, model: str | None) -> Server | None:
     """Return the server at `url`, or at the default address, or None if one has to be started.
 
     Raises HotsetError for a server that lacks the model, wants a key, or does not answer at `url`.
     """
-    at = (url or _URL).rstrip("/")
     try:
-        return _running(at, model, _key() if url is not None or _is_hotset(at) else _NO_KEY)
-    except _NoModelServerError as error:
+        at, key = running(url)
+        return _running(at, model, key)
+    except NoModelServerError as error:
         if url is not None:
             raise
         if not error.is_silent:
@@ -217,29 +188,6 @@ def _running(url: str, model: str | None, key: str) -> Server:
         )
     say(f"The server at {url} answers, with {name}.")
     return Server(url=url, model=name, n_ctx=models[name].n_ctx, key=key)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """They would get the key."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _opened(url: str, headers: dict[str, str]) -> Any:
-    """Raises urllib's HTTPError and OSError."""
-    handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
-    if _is_loopback(urllib.parse.urlsplit(url).hostname or ""):
-        handlers.append(urllib.request.ProxyHandler({}))  # none, whatever the environment says
-    request = urllib.request.Request(url, headers=headers)
-    return urllib.request.build_opener(*handlers).open(request, timeout=_ANSWER_SECONDS)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -263,71 +211,18 @@ class _Listed:
 
 
 def _models(url: str, key: str) -> dict[str, _Listed]:
-    """Return the models that a server lists, at least one, by name. Raises as `_fetched` does."""
+    """Return the models that a server lists, at least one, by name. Raises as `fetched` does."""
     try:
-        reply = json.loads(_fetched(url, "/v1/models", key))
+        reply = json.loads(fetched(url, "/v1/models", key))
     except (ValueError, RecursionError):
-        raise _no_model_server(url, "its list of models is not JSON") from None
+        raise no_model_server(url, "its list of models is not JSON") from None
     entries = reply.get("data") if isinstance(reply, dict) else None
     if not isinstance(entries, list):
-        raise _no_model_server(url, 'its list of models has no array "data"')
+        raise no_model_server(url, 'its list of models has no array "data"')
     models = {one.name: one for one in map(_Listed.of, entries) if one is not None}
     if not models:
-        raise _no_model_server(url, "it lists no model with a usable name")
+        raise no_model_server(url, "it lists no model with a usable name")
     return models
-
-
-def _fetched(url: str, path: str, key: str) -> bytes:
-    """Return the body of a reply.
-
-    Raises HotsetError if the server wants another key, and _NoModelServerError for every other failure.
-    """
-    try:
-        with _opened(f"{url}{path}", {"Authorization": f"Bearer {key}"}) as response:
-            return _body(response)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 401:
-            raise HotsetError(f"The server at {url} {_wants_key(key)}.") from None
-        raise _no_model_server(url, f"it answers {error.code}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, OSError) and not isinstance(reason, ssl.SSLError | http.client.HTTPException):
-            raise _NoModelServerError(
-                f"No server answers at {url} ({clause(reason.strerror or reason)}): start it with 'hotset "
-                "serve', or leave out --url.",
-                is_silent=isinstance(reason, ConnectionRefusedError),
-            ) from None
-        raise _no_model_server(url, clause(reason) or type(reason).__name__) from None
-
-
-def _no_model_server(url: str, why: str) -> _NoModelServerError:
-    return _NoModelServerError(f"The program at {url} is not a server of models: {why}.")
-
-
-def _wants_key(key: str) -> str:
-    if key == _NO_KEY != _key():
-        return "does not say that it is hotset and gets no API key: name it with --url"
-    return "wants an API key: name it in HOTSET_API_KEY"
-
-
-def _body(response: Any) -> bytes:
-    """Return the body of a reply. Raises ValueError if it is too long or takes too long."""
-    end, body = time.monotonic() + _ANSWER_SECONDS, bytearray()
-    while piece := response.read1(1 << 16):
-        body += piece
-        if len(body) > _LARGEST or time.monotonic() > end:
-            raise ValueError("its reply is too long or too slow")
-    return bytes(body)
-
-
-def _is_hotset(url: str) -> bool:
-    """Whether a server that says so is ready there: others get no key that was not meant for them."""
-    try:
-        with _opened(f"{url}/health", {}) as response:
-            return bool(response.headers.get("server") == "hotset")
-    except (OSError, ValueError, http.client.HTTPException):  # HTTPError is an OSError: it loads its model
-        return False
 
 
 def _with(ctx_size: int | None) -> str:
@@ -349,13 +244,13 @@ def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
         # A group of its own: Ctrl-C is the tool's.
         server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **_OWN_GROUP)
         try:
-            while not _is_hotset(url):
+            while not is_hotset(url):
                 if server.poll() is not None:
                     log.seek(0)
                     said = log.read().decode(errors="replace").strip().splitlines()
                     raise HotsetError(f"The server did not start: {said[-1] if said else 'it said nothing'}")
                 time.sleep(_LOOK_SECONDS)
-            yield _running(url, None, _key())
+            yield _running(url, None, api_key())
         finally:
             server.terminate()
             server.wait()

@@ -36,12 +36,15 @@ GROUPS = {
         "rerank": ("embed", "rerank"),
         "batch": ("batch", "batch"),
         "mcp": ("mcp", "mcp"),
+        "ps": ("loaded", "ps"),
+        "stop": ("loaded", "stop"),
     },
     "Models": {
         "list": ("models", "list_command"),
         "pull": ("models", "pull"),
         "show": ("models", "show"),
         "rm": ("models", "rm"),
+        "cp": ("models", "cp"),
         "create": ("create", "create"),
         "convert": ("convert", "convert"),
         "quantize": ("quantize", "quantize"),
@@ -77,7 +80,7 @@ _ALIASES = {
 _ELSEWHERE = {
     "chat": "run", "generate": "run", "start": "serve", "download": "pull", "fetch": "pull", "get": "pull",
     "models": "list", "info": "show", "remove": "rm", "delete": "rm", "benchmark": "bench",
-    "train": "sparse train", "copy": "cp",
+    "train": "sparse train", "copy": "cp", "unload": "stop", "loaded": "ps", "add": "create",
 }  # fmt: skip
 
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

@@ -14,7 +14,8 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
 from hotset.cli.progress import ProgressBar
-from hotset.errors import HotsetError, ModelNotFoundError
+from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError
+from hotset.files import expanded
 from hotset.report.bars import percent
 from hotset.storage import aliases, catalogue, created, elsewhere, on_this_machine, resolve, store
 from hotset.storage.store import StoredModel
@@ -115,32 +116,40 @@ def list_command(
     print_table(columns, rows)
 
 
+def _item(model: StoredModel, memory: int) -> dict[str, Any]:
+    """Return the entry of a model in the list. memory: bytes that models can use."""
+    return {
+        "name": model.name,
+        "size": model.size,
+        "local": True,
+        "source": model.source or "store",
+        "path": str(model.path),
+        "dialect": model.dialect,
+        "relu": model.relu,
+        "kind": catalogue.kind_of(model.name, relu=model.relu),
+        "fits": store.fits(model.size, memory),
+        "needs": None,
+        "unsupported": None,
+    }
+
+
+def _item_of(base: str, memory: int) -> dict[str, Any]:
+    """Return the entry of the base of a created model or an alias, without a size if it is not here."""
+    with suppress(HotsetError, OSError):
+        return _item(store.describe(resolve(base, download=False), base), memory)
+    nothing = dict.fromkeys(("size", "path", "dialect", "fits", "needs", "unsupported"))
+    return nothing | {"local": True, "relu": False, "kind": catalogue.kind_of(base)}
+
+
 def _local_items(local: Sequence[StoredModel], memory: int) -> list[dict[str, Any]]:
     """The models of this machine, those that were created of them, and aliases."""
-    items: list[dict[str, Any]] = [
-        {
-            "name": model.name,
-            "size": model.size,
-            "local": True,
-            "source": model.source or "store",
-            "path": str(model.path),
-            "dialect": model.dialect,
-            "relu": model.relu,
-            "kind": catalogue.kind_of(model.name, relu=model.relu),
-            "fits": store.fits(model.size, memory),
-            "needs": None,
-            "unsupported": None,
-        }
-        for model in local
-    ]
+    items = [_item(model, memory) for model in local]
     by_name = {item["name"].lower(): item for item in items}
     made = [(name, one.base, "created from") for name, one in created.read().items()]
     made += [(name, model, "alias of") for name, model in aliases.read().items()]
     for name, base, how in made:
-        of = by_name.get(base.lower(), {})
-        nothing = dict.fromkeys(("size", "path", "dialect", "fits", "needs", "unsupported"))
-        item = {"name": name, "local": True, "source": f"{how} {base}", "relu": of.get("relu", False)}
-        items.append(item | {"kind": of.get("kind") or catalogue.kind_of(base)} | nothing)
+        of = by_name.get(base.lower()) or _item_of(base, memory)
+        items.append(of | {"name": name, "source": f"{how} {base}"})
         by_name.setdefault(name.lower(), items[-1])
     return items
 
@@ -183,6 +192,23 @@ def _list_architectures(json: bool) -> None:
     else:
         columns = ["architecture", "kind", "sparsity", "compared with"]
         print_table(columns, [list(row.values()) for row in rows])
+
+
+def cp(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model of this machine: a name, or a file.")
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is called as well.")],
+) -> None:
+    """Give a model a second name; its file is not copied."""
+    resolve(model, download=False)
+    name = aliases.untagged(name)
+    taken = (*(one.name for one in on_this_machine()), *created.read())
+    if name.lower() in {one.lower() for one in taken}:
+        raise InvalidRequestError(f"a model is called '{name}' already; choose another name")
+    path = expanded(model)
+    aliases.add(name, str(path.resolve()) if path.exists() else aliases.find(model) or model)
+    say(f"Run it with: hotset run {name}")
 
 
 def rm(

@@ -26,6 +26,7 @@ from hotset.cli.console import (
 )
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import AnswerWriter
+from hotset.errors import HotsetError, ModelNotFoundError
 from hotset.files import expanded
 from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
     from hotset.generation import Chunk, Timings
     from hotset.offload.cache_stats import CacheStats
     from hotset.sparsity.stats import StatsSummary
+    from hotset.storage.store import StoredModel
 
 # What a model is made of are hundreds of thousands of objects in no circle: to look for circles among them
 # again and again, as Python does by default, is a tenth of the time to the first token.
 _COLLECTED = 100_000
+_WITHOUT_ANSWERS = ("embedding", "reranker")  # kinds of models
 _QUALITY_TOKENS = 128  # over which --stats measures a predictor
 
 
@@ -86,7 +89,14 @@ def run(  # noqa: PLR0913 - options of a subcommand
         if text is None:
             from hotset.cli.chat import chat
 
-            chat(loaded, system=system, raw=raw, params=params, parse_special=parse_special, session=kept)
+            def another(name: str) -> Model:
+                with bar:
+                    return scale.load(name, resolve(name, download=False), settings, bar)
+
+            chat(
+                loaded, system=system, raw=raw, params=params, parse_special=parse_special, session=kept,
+                another=another,
+            )  # fmt: skip
             return
         asked = _messages(loaded, system, text, raw)
         if kept is not None:
@@ -161,15 +171,21 @@ def _find(name: str | None, interactive: bool, bar: ProgressBar) -> Path:
 
 
 def _choose() -> str:
-    """Asks which model to chat with: those that are here first, of each the ReLU models, then by size."""
+    """Ask which model to chat with: first those that are here, of each the ReLU models, then by size.
+
+    A model that is not here is fetched only after a yes.
+    """
     memory = store.usable_memory()
     local = on_this_machine()
     here = {model.name for model in local}
-    choices = [(model.name, model.size, model.relu, True) for model in local]
+    choices = [(model.name, model.size, model.relu, True) for model in local if _chats(model)]
     choices += [
         (entry.name, entry.size, entry.relu, False)
         for entry in catalogue.ENTRIES
-        if entry.name not in here and not entry.unsupported and entry.size
+        if entry.name not in here
+        and not entry.unsupported
+        and entry.size
+        and catalogue.kind_of(entry.name) not in _WITHOUT_ANSWERS
     ]
     choices.sort(key=lambda choice: (not choice[3], not choice[2], choice[1]))
     print_table(
@@ -187,15 +203,48 @@ def _choose() -> str:
         ],
         err=True,
     )
+    sizes = {name: size for name, size, _, _ in choices}
+    usual = next((name for name, _, _, is_here in choices if is_here), catalogue.DEFAULT)
     while True:
-        answer = _ask(f"Which one? [{catalogue.DEFAULT}] ").strip()
-        if not answer:
-            return catalogue.DEFAULT
-        if answer.isdecimal() and 1 <= int(answer) <= len(choices):
-            return choices[int(answer) - 1][0]
-        if not answer.isdecimal():
-            return answer
-        say(f"A number from 1 to {len(choices)}, please.")
+        answer = _ask(f"Which one? [{usual}] ").strip() or usual
+        if answer.isdecimal() and not 1 <= int(answer) <= len(choices):
+            say(f"A number from 1 to {len(choices)}, please.")
+            continue
+        name = choices[int(answer) - 1][0] if answer.isdecimal() else answer
+        if not _is_fetched(name) or _agrees(f"Fetch {name}{_of_size(sizes.get(name))}? [y/N] "):
+            return name
+
+
+def _chats(model: StoredModel) -> bool:
+    """Return whether a model answers, by its name and its file: no embedding or reranking model does."""
+    if catalogue.kind_of(model.name) in _WITHOUT_ANSWERS:
+        return False
+    from hotset.formats.gguf import open_gguf
+
+    try:
+        with open_gguf(model.path) as gguf:
+            return f"{gguf.architecture}.pooling_type" not in gguf.metadata
+    except HotsetError:  # running it raises this error
+        return True
+
+
+def _is_fetched(name: str) -> bool:
+    """Return whether running a model would fetch it."""
+    try:
+        resolve(name, download=False)
+    except ModelNotFoundError:
+        return catalogue.find(name) is not None or catalogue.canonical(name).startswith("hf:")
+    except HotsetError:  # running it raises this error
+        return False
+    return False
+
+
+def _agrees(question: str) -> bool:
+    return _ask(question).strip().lower() in ("y", "yes")
+
+
+def _of_size(size: int | None) -> str:
+    return f" ({human_size(size)})" if size else ""
 
 
 def _ask(question: str) -> str:

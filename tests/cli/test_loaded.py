@@ -1,0 +1,113 @@
+"""`hotset ps` and `hotset stop` ask a running server; `hotset cp` and `hotset create` name models."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from byte_models import write_model
+from cli_runs import inside, needs_core
+from live_server import listening, live_server
+
+from hotset.server.catalogue import Catalogue
+from hotset.server.models import Models
+from hotset.server.settings import ServerSettings
+from hotset.settings import LoadSettings
+from hotset.storage import aliases, resolve
+
+KEY = "sk-hotset"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server of two models, of which none is loaded."""
+    monkeypatch.setenv("HOTSET_API_KEY", KEY)
+    (folder := tmp_path / "models").mkdir()
+    for name in ("one", "two"):
+        write_model(folder / f"{name}.gguf", n_layer=1)
+    catalogue = Catalogue({}, folder=folder, with_store=False)
+    catalogue.scan()
+    load = LoadSettings(backend="cpu", n_threads=1)
+    with listening(Models(catalogue, ServerSettings(api_keys=(KEY,)), load=load, budget=1 << 30)) as url:
+        yield url
+
+
+def ask(url: str, model: str) -> None:
+    """Let a server load a model, by a request of one token."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps({"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    urllib.request.urlopen(request).close()
+
+
+@needs_core
+def test_ps_lists_what_is_loaded_and_stop_unloads_it(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(inside("ps", "--url", server, "--json").stdout) == []
+    for name in ("one", "two"):
+        ask(server, name)
+    shown = inside("ps", "--url", server)
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[0] for line in shown.stdout.splitlines()[-3:] if line.strip()][-2:] == ["one", "two"]
+    assert "in 5 min" in shown.stdout
+    monkeypatch.setattr("hotset.cli.client.URL", server)  # as launch finds one
+    assert "one is unloaded" in inside("stop", "one").stderr
+    assert [one["name"] for one in json.loads(inside("ps", "--json").stdout)] == ["two"]
+    done = inside("stop", "three")
+    assert (done.returncode, "refuses: " in done.stderr, "'three'" in done.stderr) == (1, True, True)
+    monkeypatch.setenv("HOTSET_API_KEY", "another")
+    done = inside("ps")
+    assert (done.returncode, "wants an API key" in done.stderr) == (1, True)
+
+
+@needs_core
+def test_a_server_of_one_model_keeps_it(tmp_path: Path) -> None:
+    with live_server(write_model(tmp_path / "tiny.gguf", n_layer=1)) as url:
+        assert [one["name"] for one in json.loads(inside("ps", "--url", url, "--json").stdout)] == ["tiny"]
+        assert inside("stop", "tiny", "--url", url).returncode == 1
+
+
+def test_where_no_server_runs_ps_says_so() -> None:
+    done = inside("ps", "--url", "http://127.0.0.1:9")
+    assert (done.returncode, "No server answers at http://127.0.0.1:9" in done.stderr) == (1, True)
+    assert inside("stop", "one", "--url", "127.0.0.1:9").returncode == 2
+
+
+def listed() -> dict[str, tuple[str, int]]:
+    return {one["name"]: (one["source"], one["size"]) for one in json.loads(inside("list", "--json").stdout)}
+
+
+def test_cp_gives_a_model_a_second_name(home: Path, model: Path) -> None:
+    (home / "models").mkdir(parents=True)
+    (home / "models" / "tiny.gguf").symlink_to(model)
+    size = model.stat().st_size
+    assert "hotset run second" in inside("cp", "tiny", "second:latest").stderr
+    assert inside("cp", "second", "third").returncode == 0
+    assert inside("cp", model, "file").returncode == 0
+    assert aliases.read() == {"second": "tiny", "third": "tiny", "file": str(model)}
+    assert resolve("file") == model
+    assert listed() == {
+        "tiny": ("store", size),
+        "second": ("alias of tiny", size),
+        "third": ("alias of tiny", size),
+        "file": (f"alias of {model}", size),
+    }
+    assert "already" in inside("cp", "second", "TINY").stderr
+    for words in (("cp", "nothing", "name"), ("cp", "tiny", "two words")):
+        assert inside(*words).returncode == 1, words
+
+
+def test_create_adds_a_file_that_list_shows(home: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    assert inside("create", "mine", model.name).returncode == 0
+    assert resolve("mine") == model
+    assert listed() == {"mine": (f"created from {model}", model.stat().st_size)}
+    assert inside("create", "mine", model.name, "-f", "Modelfile").returncode == 2
+    model_of_a_file_that_is_gone = {"name": "lost", "size": None}
+    aliases.add("lost", "nowhere.gguf")
+    rows = json.loads(inside("list", "--json").stdout)
+    assert model_of_a_file_that_is_gone.items() <= next(one for one in rows if one["name"] == "lost").items()
