@@ -1,4 +1,4 @@
-"""Device backends are plug-ins: the folder of one can go, and its line in the registry."""
+"""Device backends are plug-ins: without the folder of one, and its line in the registry, the rest works."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ import sys
 sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in type(one).__module__]
 sys.path.insert(0, {copy!r})
 """
+COMMON = (
+    "repository/test_layers.py",
+    "placement/test_placement.py",
+    "loader/test_loader.py",
+    "backends/test_stages.py",
+)
+# Deleted backend → tests of the other one.
+OTHERS = {"gpu": "backends/vulkan/test_vulkan_placement.py", "vulkan": "backends/gpu/test_gpu_planning.py"}
 
 
 def copy_without(backend: str, folder: Path) -> Path:
@@ -66,3 +74,14 @@ def test_devices_of_a_deleted_backend_are_refused(tmp_path: Path, backend: str) 
     done = in_copy(copy, "-c", program)
     assert done.returncode == 0, done.stderr
     assert f"device is named {device}" in done.stdout or f"{device!r} is not known" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", DEVICE_BACKENDS)
+def test_the_rest_works_without_a_backend(tmp_path: Path, backend: str) -> None:
+    copy = copy_without(backend, tmp_path)
+    tests = [str(TESTS / name) for name in (*COMMON, OTHERS[backend])]
+    given = ("-q", "-p", "of_copy", "-p", "no:cacheprovider", "-k", "not folders_of_tests")
+    done = in_copy(copy, "-m", "pytest", *given, *tests)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "[100%]" in done.stdout
