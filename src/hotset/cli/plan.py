@@ -105,8 +105,10 @@ def plan(  # noqa: PLR0913 - options of a subcommand
 
 def _say_devices(settings: LoadSettings, bar: ProgressBar) -> None:
     """Print the devices of the backends that the settings name; of all backends with --device auto."""
-    named = {backend_of(name) for name in settings.device or ()}
-    for backend in DEVICE_BACKENDS if settings.is_auto else named:
+    named = DEVICE_BACKENDS
+    if not settings.is_auto:
+        named = tuple({backend_of(name) for name in settings.device or ()})
+    for backend in named:
         try:
             for one in detector_of(backend).examine(bar) or ():
                 say(f"{one.name}: {one.line}", dim=True)

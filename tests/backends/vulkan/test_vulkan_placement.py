@@ -377,5 +377,5 @@ def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
     found = json.loads(inside("plan", str(path), "--device", "vulkan", "-c", "128", "--json").stdout)
     assert found["devices"][0]["device"] == f"vulkan:{one['index']}"
     alone = inside("plan", str(path), "--device", "auto")
-    assert alone.returncode == 1
-    assert "no GPU to plan for" in " ".join(alone.stderr.split())
+    assert alone.returncode == 0, alone.stderr  # a plan of this machine's memory
+    assert f"vulkan:{one['index']}" not in alone.stdout
