@@ -105,7 +105,7 @@ def plan(  # noqa: PLR0913 - options of a subcommand
 
 def _say_devices(settings: LoadSettings, bar: ProgressBar) -> None:
     """Print the devices of the backends that the settings name; of all backends with --device auto."""
-    named = DEVICE_BACKENDS
+    named: tuple[str, ...] = DEVICE_BACKENDS
     if not settings.is_auto:
         named = tuple({backend_of(name) for name in settings.device or ()})
     for backend in named:
