@@ -30,6 +30,7 @@ PARAMETER stop "END"
 PARAMETER stop ###
 PARAMETER num_ctx 128
 PARAMETER num_predict -1
+PARAMETER seed -1
 PARAMETER num_gpu 99
 LICENSE """
 Mine.
@@ -53,7 +54,7 @@ def test_what_a_modelfile_says() -> None:
     assert (found.base, found.system) == ("model.gguf", SYSTEM)
     assert found.parameters == {
         "temperature": ("0.25",), "stop": ("END", "###"), "num_ctx": ("128",), "num_predict": ("-1",),
-        "num_gpu": ("99",),
+        "seed": ("-1",), "num_gpu": ("99",),
     }  # fmt: skip
     assert [{"role": role, "content": text} for role, text in found.messages] == EXAMPLES
     assert Modelfile.parse(found.text) == found

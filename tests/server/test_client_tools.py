@@ -23,7 +23,14 @@ from hotset.server.anthropic import answer_request as of_messages
 from hotset.server.client_tools import FORMS, result_text
 from hotset.server.ignored import HEADER
 from hotset.server.openai.chat import ChatBody
-from hotset.server.openai.client_calls import OPEN, ClientCall, CustomCalls, CustomInput, JsonStrings
+from hotset.server.openai.client_calls import (
+    OPEN,
+    ClientCall,
+    CustomCalls,
+    CustomInput,
+    JsonStrings,
+    custom_input,
+)
 from hotset.server.openai.responses import ResponsesBody, answer_request
 from hotset.server.service import Service
 
@@ -275,6 +282,25 @@ def test_deltas_of_a_custom_call(pieces: list[str], texts: list[str], end: str):
     assert [one.text for one in found + rest] == texts
     for other in ToolCallArguments(0, 1, "{}"), ToolCallArguments(1, 0, "{}"):  # of calls that are not custom
         assert [*calls.push(other)] == [other]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input": "cut', "cut"),
+        ('{"input": "a", "input": "b"}', "a"),
+        ('{"input": "a"} more', "a"),
+        ('{"text": "a"}', "a"),
+        ("plain", "plain"),
+    ],
+)
+def test_a_custom_call_has_the_same_text_whole_and_in_pieces(arguments: str, text: str):
+    calls = CustomCalls({"patch"})
+    assert len([*calls.push(ToolCallStart(0, 0, "c1", "patch", []))]) == 1
+    deltas = [one for letter in arguments for one in calls.push(ToolCallArguments(0, 0, letter, []))]
+    *rest, _ = calls.push(Finished(0, "tool_calls"))
+    assert "".join(one.text for one in [*deltas, *rest]) == custom_input(arguments) == text
 
 
 def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):

@@ -220,7 +220,10 @@ def bench(  # noqa: PLR0913 - options of a subcommand
 
 def _names(given: list[str]) -> list[str]:
     """Return the models of an argument such as a.gguf,b.gguf; a file may have a comma in its name."""
-    return [name for one in given for name in ([one] if Path(one).exists() else one.split(",")) if name]
+    names = [name for one in given for name in ([one] if Path(one).exists() else one.split(",")) if name]
+    if not names:
+        raise typer.BadParameter("it names no model.", param_hint="MODEL")
+    return names
 
 
 def _energy_counters() -> EnergyCounters | None:

@@ -15,6 +15,8 @@ from hotset.units import human_size
 
 _Url = Annotated[str | None, typer.Option("--url", help=f"Address of the server; default: {URL}.")]
 
+_MOST_BYTES = 1 << 63  # of a model
+
 
 def ps(url: _Url = None, json: options.Json = False) -> None:
     """List the models that a running server has loaded."""
@@ -25,7 +27,7 @@ def ps(url: _Url = None, json: options.Json = False) -> None:
     rows = [
         [
             str(one.get("name")),
-            human_size(one["size"]) if isinstance(one.get("size"), int) else "?",
+            human_size(size) if type(size := one.get("size")) is int and 0 <= size < _MOST_BYTES else "?",
             str(one.get("context_length", "?")),
             _left(one.get("expires_at")),
         ]

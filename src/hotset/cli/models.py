@@ -203,7 +203,7 @@ def cp(
     """Give a model a second name; its file is not copied."""
     resolve(model, download=False)
     name = aliases.untagged(name)
-    taken = (*(one.name for one in on_this_machine()), *created.read())
+    taken = (*(one.name for one in on_this_machine()), *created.read(), *aliases.read())
     if name.lower() in {one.lower() for one in taken}:
         raise InvalidRequestError(f"a model is called '{name}' already; choose another name")
     path = expanded(model)

@@ -61,12 +61,14 @@ def with_spellings(parser: Any, context: Any, parameters: Sequence[Any]) -> Any:
         if option.opts:
             option.add_to_parser(parser, context)
         option.opts = shown
-    unused = WITHOUT_EFFECT if "--ctx-size" in own else ()
+    argument: Any = next((one for one in parameters if one.param_type_name == "argument"), None)
+    takes_model = argument is not None and argument.metavar == "MODEL"
+    loads = "--ctx-size" in own or (takes_model and "--threads" in own)
+    unused = WITHOUT_EFFECT if loads else ()
     for one in unused:
         for name in set(one.names) - own:
             _add(parser, (name,), name, has_value=one.values is not None)
-    argument: Any = next((one for one in parameters if one.param_type_name == "argument"), None)
-    if argument is not None and argument.metavar == "MODEL":
+    if takes_model:
         for names in (MODEL, REPOSITORY, FILE):
             _add(parser, names, names[0], has_value=True)
     parse = parser.parse_args

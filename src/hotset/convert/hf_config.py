@@ -388,8 +388,7 @@ class HFConfig:
             if self.hf_class.sections:
                 keys["rope.dimension_sections"] = self.rope.sections()
             if row.unscaled_windows and windows:
-                base = self.rope.windowed_base(number(self.hf_class.defaults, "rope_theta"))
-                keys |= {"rope.freq_base_swa": base} if base != keys["rope.freq_base"] else {}
+                keys |= self.rope.unscaled_keys(number(self.hf_class.defaults, "rope_theta"))
             if row.windowed_rope_base is not None:
                 base = number(self.raw, "rope_local_base_freq", row.windowed_rope_base)
                 keys["rope.freq_base_swa"] = self.rope.windowed_base(base)

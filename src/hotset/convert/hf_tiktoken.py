@@ -113,6 +113,12 @@ def read_tekken(path: Path, most: int) -> Tekken:
     try:
         config = content["config"]
         n_tokens, n_special = config["default_vocab_size"], config["default_num_special_tokens"]
+        if type(n_tokens) is not int or type(n_special) is not int or not 0 <= n_special <= n_tokens:
+            raise ValueError("default_vocab_size or default_num_special_tokens is not a number of tokens")
+        if n_tokens > most:
+            raise FormatError(
+                f"{path} has {n_tokens} tokens, the model only {most} (vocab_size in config.json)"
+            )
         listed: Any = content.get("special_tokens")
         if listed is None and config.get("version") in ("v3", "v7"):
             listed = [{"rank": id, "token_str": text} for id, text in enumerate(_TEKKEN_SPECIAL)]
@@ -123,10 +129,10 @@ def read_tekken(path: Path, most: int) -> Tekken:
         tokens = [base64.b64decode(row["token_bytes"], validate=True) for row in rows]
         numbered = ids == [*range(len(ids))] and [row["rank"] for row in rows] == [*range(n_ranks)]
         pattern = config["pattern"]
+        if not all(isinstance(text, str) for text in [pattern, *special]):
+            raise ValueError("pattern or token_str is not a text")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path} is not a tokenizer of Mistral: {str(error)[:100]!r}") from None
-    if n_tokens > most:
-        raise FormatError(f"{path} has {n_tokens} tokens, the model only {most} (vocab_size in config.json)")
     if not numbered or len(special) > n_special or b"" in tokens or len(set(tokens)) < n_ranks:
         raise FormatError(f"{path} does not number its {n_tokens} tokens as its config says")
     special += [f"<SPECIAL_{id}>" for id in range(len(special), n_special)]

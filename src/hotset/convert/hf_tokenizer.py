@@ -125,9 +125,9 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
     missing = range(len(tokens), n_vocab)  # rows that pad the embedding to a round number
     keys["tokenizer.ggml.tokens"] = tokens + [f"[PAD{i}]" for i in missing]
     keys["tokenizer.ggml.token_type"] = np.array(types + [UNUSED for _ in missing], np.int32)
-    if "tokenizer.ggml.scores" in keys:
-        scores = keys["tokenizer.ggml.scores"] + [-1000.0 for _ in missing]
-        keys["tokenizer.ggml.scores"] = np.array(scores, np.float32)
+    for scores, dtype in (("tokenizer.ggml.scores", np.float32), (UNIGRAM_SCORES_KEY, np.float64)):
+        if scores in keys:
+            keys[scores] = np.array([*keys[scores], *(-1000.0 for _ in missing)], dtype)
     ids = {token: i for i, token in enumerate(tokens)}
     of_texts = _TEXT_KINDS if keys["tokenizer.ggml.model"] in ("bert", "t5") else {}
     for kind, key in (_SPECIAL_KINDS | of_texts).items():
@@ -278,11 +278,13 @@ def _unigram(
             steps.append("words")
         elif step["type"] == "Metaspace" and step.get("replacement") == "\u2581":
             scheme = step.get("prepend_scheme", "always")
+            if scheme not in ("always", "first", "never"):
+                raise TokenizerError(f"the prepend_scheme {scheme!r} in tokenizer.json is not supported")
             prefix = scheme != "never"
             steps += ["pieces"] * (step.get("split", True) is not False) + ["first"] * (scheme == "first")
         else:
             raise TokenizerError(f"the pre-tokenizer {step['type']!r} of a unigram model is not supported")
-    if not isinstance(model.get("unk_id"), int):
+    if type(model.get("unk_id")) is not int or not 0 <= model["unk_id"] < len(model["vocab"]):
         raise TokenizerError("a unigram model in tokenizer.json without unk_id is not supported")
     by_id = {id: (str(piece), NORMAL) for id, (piece, _) in enumerate(model["vocab"])}
     scores = [float(score) for _, score in model["vocab"]]

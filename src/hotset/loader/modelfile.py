@@ -238,12 +238,13 @@ def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any]
             load["n_ctx"] = _number(name, values[-1], int)
         elif name in _SAMPLING:
             parameter = _SAMPLING[name]
-            sampling[parameter.name] = _number(name, values[-1], parameter.kind or str)
+            sampling[parameter.name] = _number(name, values[-1], int if parameter.kind is int else float)
         elif name not in _LOADING:
             known = ", ".join(sorted((*_SAMPLING, "num_ctx", "stop")))
             raise InvalidRequestError(f"there is no PARAMETER {shown(name)}; there are {known}")
-    if sampling.get("max_tokens", 1) < 0:  # as many as there is room for
-        del sampling["max_tokens"]
+    for name, least in ("max_tokens", 1), ("seed", 0):  # below: no limit, any seed
+        if sampling.get(name, least) < least:
+            del sampling[name]
     try:
         SamplingParams(**sampling)
         LoadSettings(**load)

@@ -132,8 +132,10 @@ def _sampling(name: str, kind: Any, first: str = "", **more: Any) -> Row:
     first: the name that counts if a request has several.
     """
     parameter = PARAMETERS[name]
-    first, *others = sorted((name, *parameter.also), key=lambda one: one != (first or name))
-    return Row(first, parameter.summary, kind, tuple(others), sets=name, **more)
+    names = (name, *parameter.also)
+    first = first or name
+    others = tuple(one for one in names if one != first)
+    return Row(first, parameter.summary, kind, others, sets=name, **more)
 
 
 def _rule(parameter: Parameter) -> Row:

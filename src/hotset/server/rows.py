@@ -75,7 +75,6 @@ Integer = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, BeforeValidator(_text)]
-Share = number(0, 1)
 
 
 def at_most(n: int) -> BeforeValidator:

@@ -655,6 +655,10 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
         key = UNIGRAM_SCORES_KEY if UNIGRAM_SCORES_KEY in scores else "tokenizer.ggml.scores"
         values = _numbers(scores, key, "iuf").tolist()
+        if key == UNIGRAM_SCORES_KEY and not (
+            len(values) == len(self.tokens) and all(map(math.isfinite, values))
+        ):
+            raise TokenizerError(f"{key} must have a finite score for each of {len(self.tokens)} tokens")
         unknown = int(np.flatnonzero(self.types == _UNKNOWN)[0])
         # Words that no text has keep the ids. The least score counts: an unknown character costs 10 more.
         words = [

@@ -25,11 +25,11 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.client_tools import CUSTOM, TextFormat, custom_tool
+from hotset.server.client_tools import TextFormat, custom_tool
 from hotset.server.errors import UnreadableError
 from hotset.server.fields import NO_DEFAULTS, TRUNCATION
 from hotset.server.logprobs import spelled
-from hotset.server.openai.client_calls import CustomCalls, CustomInput
+from hotset.server.openai.client_calls import CustomCalls, CustomInput, custom_input
 from hotset.server.openai.schema import Logprobs, SamplingFields, logprobs_of, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.rows import Body, ByType, Flag, Row, having, integer
@@ -264,7 +264,7 @@ class _Reply:
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         if call.name in self._custom:
-            custom = shapes.CustomCall.written(name=call.name, input=CUSTOM.value(call.arguments))
+            custom = shapes.CustomCall.written(name=call.name, input=custom_input(call.arguments))
             return shapes.ChatCustomCall.written(id=call.id, custom=custom)
         function = shapes.CalledFunction.written(name=call.name, arguments=call.arguments)
         return shapes.ChatToolCall.written(id=call.id, function=function)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from hotset.server.answers import Delta, ToolCallArguments, ToolCallStart
@@ -223,6 +224,12 @@ class ClientCall:
         self.value["diff"] += text
         if text:
             yield "response.apply_patch_call_operation_diff.delta", {"delta": text}
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text of a call of a custom tool that is whole, or was cut, as its stream has it."""
+    call = ClientCall(CUSTOM, "", "")
+    return _input_in(chain(call.push(arguments), call.end()))
 
 
 class CustomInput(ToolCallArguments):
