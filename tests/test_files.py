@@ -146,11 +146,11 @@ def test_a_prompt_may_come_from_a_pipe_but_not_without_end(
     reader, writer = os.pipe()
     os.write(writer, b"hello\n")
     os.close(writer)
-    assert run._arguments("m", None, None, None, Path(f"/dev/fd/{reader}")) == ("m", "hello")
+    assert run._arguments("m", None, None, Path(f"/dev/fd/{reader}")) == ("m", "hello")
     os.close(reader)
     monkeypatch.setattr(console, "LONGEST_TEXT", 1 << 16)
     for read in (
-        lambda: run._arguments("m", None, None, None, Path("/dev/zero")),
+        lambda: run._arguments("m", None, None, Path("/dev/zero")),
         lambda: console.read_text(Path("/dev/zero"), "-f"),
     ):
         with pytest.raises(FormatError, match=r"/dev/zero is larger than 65\.5 kB"):
@@ -158,4 +158,4 @@ def test_a_prompt_may_come_from_a_pipe_but_not_without_end(
     with Path("/dev/zero").open("rb") as endless:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
         with pytest.raises(FormatError, match="the standard input is larger"):
-            run._arguments("m", None, None, None, None)
+            run._arguments("m", None, None, None)
