@@ -797,7 +797,7 @@ def test_a_pull_ends_with_its_last_client(
             pulls = [asyncio.create_task(client.post("/api/pull", json=body)) for _ in range(2)]
             running = client._transport.app.state.pulls._running  # type: ignore[attr-defined]
             async with asyncio.timeout(60):
-                while not (running and next(iter(running.values())).n_clients == 2):
+                while not (fetch.calls and next(iter(running.values())).n_clients == 2):
                     await asyncio.sleep(0.01)
             pulls[0].cancel()
             await asyncio.gather(pulls[0], return_exceptions=True)

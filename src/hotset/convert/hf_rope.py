@@ -53,23 +53,13 @@ class HFRope:
         self.n_ctx, self.head_dim, self.n_rot = n_ctx, head_dim, n_rot
         self.layer_bases = _layer_bases(raw) if hf_class.layer_bases else []
 
-    @property
-    def _given(self) -> Any:
-        rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
-        return self.hf_class.defaults.get("rope_parameters", {}) if rope is None else rope
-
-    @property
-    def distinguishes_layers(self) -> bool:
-        """Whether config.json has a rotation for each kind of layers."""
-        return isinstance(self._given, dict) and bool(
-            self._given.keys() & {"full_attention", "sliding_attention"}
-        )
-
     def _ropes(self, layers: str) -> dict[str, Any]:
         """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
         where it distinguishes them, or in all."""
-        rope = self._given
-        if self.distinguishes_layers:
+        rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
+        if rope is None:
+            rope = self.hf_class.defaults.get("rope_parameters", {})
+        if isinstance(rope, dict) and rope.keys() & {"full_attention", "sliding_attention"}:
             rope = rope.get(layers) or {}
         elif layers == "sliding_attention":
             rope = {}
@@ -125,17 +115,11 @@ class HFRope:
     def unscaled_keys(self, default: float) -> dict[str, Any]:
         """Return the keys of layers with a window whose rotation is never scaled.
 
-        default: their base if rope_parameters has none. Raises UnsupportedModelError for a base without the
-        layers that it belongs to: versions of transformers disagree about these.
+        default: their base if rope_parameters has none, as in transformers 5. Raises UnsupportedModelError
+        for a scaling.
         """
         base, full = self.windowed_base(default), float(number(self._rope(), "rope_theta"))
-        if base == full:
-            return {}
-        if not self.distinguishes_layers:
-            raise UnsupportedModelError(
-                f"rope_theta in config.json set to {full:g} for all layers is not supported, only {base:g} is"
-            )
-        return {"rope.freq_base_swa": base}
+        return {} if base == full else {"rope.freq_base_swa": base}
 
     def _n_rot(self, rope: dict[str, Any]) -> int:
         """Channels of a head that are rotated."""
