@@ -120,7 +120,7 @@ def spellings() -> str:
         f"| {', '.join(f'`{name}`' for name in names)} | {meant} | {escaped(why)} |"
         for meant, names, why in rows
     )
-    head = "### Options of other programs\n\nThey work in every command that has the option they mean.\n"
+    head = "Options of other programs work in every command that has the option they mean:\n"
     return "\n".join([head, "| option | means | why |", "|---|---|---|", *lines, ""])
 
 

@@ -463,7 +463,7 @@ def test_a_reader_that_has_enough_is_no_error(model: Path, home: Path, arguments
 
 @needs_full
 @pytest.mark.parametrize(
-    "redirection", quick_are(("2>&-",), ["2>/dev/full", "2>&-", "2>/dev/full </dev/full"])
+    "redirection", quick_are(("2>&-",), ["2>/dev/full", "2>&-", "2>/dev/full </dev/null"])
 )
 def test_messages_that_nobody_can_read_stop_nothing(model: Path, redirection: str) -> None:
     done = shell(redirection, "run", model, "hi", *ANSWER)
