@@ -39,6 +39,13 @@ class Parameter:
         """The option in messages, or ""."""
         return self.option.partition(" ")[0]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the name with all others, in the spelling of Python."""
+        others = (*self.also, self.modelfile, *self.option.split())
+        spelled = (one.lstrip("-").replace("-", "_") for one in others)
+        return (self.name, *(one for one in spelled if one not in ("", self.name)))
+
 
 def _real(name: str, default: float, summary: str, **more: Any) -> Parameter:
     return Parameter(name=name, summary=summary, kind=float, default=default, **more)
@@ -130,10 +137,7 @@ PARAMETERS = {one.name: one for one in (*RULES, *_OTHERS)}
 OPTIONS = {one.name: one.flag for one in PARAMETERS.values() if one.option}
 """Name → option of the command line."""
 
-OTHER_NAMES = {
-    name: one.name
-    for one in PARAMETERS.values()
-    for name in (*one.also, one.modelfile, one.flag.lstrip("-").replace("-", "_"))
-    if name not in ("", one.name)
-} | {"response_format": "json_schema"}
+OTHER_NAMES = {name: one.name for one in PARAMETERS.values() for name in one.names[1:] if len(name) > 1} | {
+    "response_format": "json_schema"
+}
 """Name in another program or interface → name."""

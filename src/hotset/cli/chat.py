@@ -258,12 +258,8 @@ def parameter(name: str, value: str) -> dict[str, Any]:
     name: of the field, of its option (`temp`, `--top-k`) or of Ollama's parameter (`num_predict`).
     """
     wanted = name.strip("-").replace("-", "_")
-    known = {
-        spelled.strip("-").replace("-", "_"): one
-        for one in PARAMETERS.values()
-        for spelled in (*one.option.split(), *one.also, one.modelfile, one.name)
-    }
-    if not wanted or wanted not in known:
+    known = {spelled: one for one in PARAMETERS.values() for spelled in one.names}
+    if wanted not in known:
         meant = did_you_mean(wanted, {one: one for one in PARAMETERS}, 0.6)
         raise InvalidRequestError(f"the parameter {shown(name)} is unknown; {meant or ', '.join(PARAMETERS)}")
     field = known[wanted].name

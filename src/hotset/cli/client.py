@@ -85,12 +85,13 @@ def fetched(url: str, path: str, key: str, asked: dict[str, Any] | None = None) 
     Raises HotsetError if the server wants another key or refuses what is asked, and NoModelServerError for
     every other failure.
     """
-    headers, data = {"Authorization": f"Bearer {key}"}, None
+    headers, data, seconds = {"Authorization": f"Bearer {key}"}, None, _ANSWER_SECONDS
     if asked is not None:
-        headers, data = headers | {"Content-Type": "application/json"}, json.dumps(asked).encode()
+        headers |= {"Content-Type": "application/json"}
+        data, seconds = json.dumps(asked).encode(), _LONG
     try:
-        with _opened(f"{url}{path}", headers, data, _ANSWER_SECONDS if data is None else _LONG) as response:
-            return _body(response, _ANSWER_SECONDS if data is None else _LONG)
+        with _opened(f"{url}{path}", headers, data, seconds) as response:
+            return _body(response, seconds)
     except urllib.error.HTTPError as error:
         with error:
             why = _refusal(error) if asked is not None else ""

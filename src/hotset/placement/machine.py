@@ -46,12 +46,10 @@ from hotset.storage.store import home
 if TYPE_CHECKING:
     from hotset.reporter import Reporter
 
-USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, where it cannot be measured
 WIDTH, N_FF, N_LAYER = 4096, 8192, 6  # of the FFNs that are measured: 340 MB, more than caches hold
 _ACTIVE = 0.1
 _MANY = 64  # tokens: of a prompt that want one expert
 SECONDS = 0.3  # of each measurement
-_TURNS = 4  # over the matrices of a device, between two waits for it
 TYPE = GGMLType.Q4_0
 T = TypeVar("T")
 

@@ -57,8 +57,11 @@ _OF_BANDWIDTH, _OF_LINK = 0.85, 0.8
 
 
 def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | None = None) -> DeviceRates:
-    """A card that is not in this machine, beside this CPU: the CPU's rates are measured once, the card's
-    follow from its data sheet, and how both disturb each other is that of machine.STAND_IN."""
+    """Return the rates of a card that is not in this machine, next to this CPU.
+
+    The CPU's rates are measured once, and the card's follow from its data sheet. Both disturb each other as
+    in machine.STAND_IN.
+    """
     cpu = machine.cpu_rates(n_threads, progress)
     read, link = _OF_BANDWIDTH * card.bandwidth * 1e9, _OF_LINK * card.link * 1e9
     return DeviceRates(
@@ -99,11 +102,10 @@ def measure(
     anew: bool = False,
     path: Path | None = None,
 ) -> DeviceRates:
-    """What is known of a device beside this CPU, measured where it is not (or `anew`); of a card that is not
-    here, estimated.
+    """Return the rates of a device next to this CPU: kept ones, or measured if there are none (or `anew`).
 
-    Of "cpu", which stands in for a GPU, the rates of one, so that a plan is what a GPU's would be.
-    path: the file to keep it in. Raises DeviceError for a device that is not there.
+    A card that is not here is estimated. "cpu" simulates a GPU and has the rates of machine.STAND_IN.
+    path: the file that keeps the rates. Raises DeviceError for a device that is not there.
     """
     if isinstance(device, Card):
         return estimate(device, n_threads=n_threads, progress=progress)
@@ -118,7 +120,7 @@ def measure(
 
 
 def measure_now(device: torch.device, n_threads: int) -> DeviceRates:
-    """The rates of a device beside this CPU, measured in some seconds and not kept."""
+    """Measure the rates of a device next to this CPU, in some seconds, without keeping them."""
     with _Context(device) as context, machine.CpuLoop(n_threads) as cpu:
         loop = DeviceLoop(device)
         cpu_read, cpu_gather = cpu.rate(machine.SECONDS, sparse=False), cpu.rate(machine.SECONDS, sparse=True)
@@ -150,9 +152,11 @@ def _round_trip(device: torch.device) -> float:
 
 
 def synchronisation(device: str, path: Path | None = None) -> ChosenKind:
-    """How a device takes turns with the CPU (gpu/cpu_offload.py): as it was found out once, on a CUDA
-    device by
-    processes that take some seconds, and kept in machine.json; or as HOTSET_HANDSHAKE says."""
+    """Return how a device takes turns with the CPU (gpu/cpu_offload.py).
+
+    HOTSET_HANDSHAKE decides. Without it processes find out once on a CUDA device, in some seconds, and
+    machine.json keeps the result.
+    """
     import torch
 
     from hotset.backends.gpu.cpu_offload import ChosenKind, choose_kind

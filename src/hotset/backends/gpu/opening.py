@@ -90,9 +90,8 @@ def open_chain(  # noqa: PLR0913
     """The CPU and the devices of a placement in a chain.
 
     sparse: as in CpuBackend and GpuStage; layers can be split only with it. n_threads: of the CPU, for its
-    own layers and for cold neurons. host-device synchronisation: forces a kind (cpu_offload.KINDS).
-    timeout: seconds that the CPU
-    may take for the cold neurons of a layer. stream_from: see GpuStage. channels: as in open_placed.
+    own layers and for cold neurons. synchronisation: forces a kind (cpu_offload.KINDS). timeout: seconds that
+    the CPU may take for the cold neurons of a layer. stream_from: see GpuStage. channels: as in open_placed.
     options: of every GpuStage.
 
     Raises InvalidRequestError for a placement that is not of this model, and what GpuStage, CpuOffload and
