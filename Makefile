@@ -138,14 +138,14 @@ TRITONS ?= 3.6.0 3.9.0
 test-triton: build $(VENV)/.dev
 	for version in $(TRITONS); do folder=$(abspath build/triton)/$$version; \
 	  [ -d $$folder ] || $(BIN)/python -m pip install -q --no-deps --target $$folder triton==$$version || exit 1; \
-	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest -m '' tests/backends/gpu/test_gpu_aot.py || exit 1; done
+	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest -m '' tests/backends/triton/test_gpu_aot.py || exit 1; done
 
 # The PTX of the GPU's kernels executed by an interpreter (tests/support/ptx), as it was compiled for Ampere and for
 # Hopper: results, bounds, alignment, races. A quarter of an hour; needs no GPU. ARCHS=80 for one of them.
 ARCHS ?= 80 90
 test-ptx: build $(VENV)/.dev
 	for arch in $(ARCHS); do HOTSET_TEST_DEVICE=ptx HOTSET_PTX_ARCH=$$arch $(BIN)/python -m pytest -n $(JOBS) -m '' \
-	  tests/backends/gpu/interpreted_gpu_kernels.py || exit 1; done
+	  tests/backends/triton/interpreted_gpu_kernels.py || exit 1; done
 
 # All tests of the Vulkan backend, on the software driver that `make test-deps` installs or the GPU that is there, under the
 # validation layers; `make test` runs a part of them. A quarter of an hour.
@@ -215,7 +215,7 @@ SANITIZE := build/sanitize
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" HOTSET_SANITIZED=1
 NATIVE_TESTS := tests/backends/cpu/test_plan_bounds.py tests/backends/cpu/test_cpu_backend.py tests/backends/cpu/test_sparse_cpu.py tests/backends/cpu/test_kernels.py \
-  tests/backends/cpu/test_numerics.py tests/fuzz/test_fuzz_shapes.py tests/backends/gpu/test_cpu_worker.py tests/formats/test_planes.py tests/formats/test_quantize.py
+  tests/backends/cpu/test_numerics.py tests/fuzz/test_fuzz_shapes.py tests/backends/triton/test_cpu_worker.py tests/formats/test_planes.py tests/formats/test_quantize.py
 
 sanitize: $(SANITIZE)/venv/.installed $(VENV)/.dev
 	$(BIN)/cmake -S . -B $(SANITIZE)/native -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null

@@ -16,7 +16,7 @@ from byte_models import counts, vocabulary, write_sparse
 from tiny_gguf import write_llama
 
 import hotset
-from hotset.backends.gpu import opening, planning
+from hotset.backends.triton import opening, planning
 from hotset.errors import (
     DeviceError,
     FormatError,

@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 import hotset
-from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.triton.stage import GpuStage
 from hotset.placement.build import device_memory
 
 PROMPT = [1, 2, 3]

@@ -30,9 +30,9 @@ from peers import print_table
 from synthetic import Shape, write_model
 
 import hotset
-from hotset.backends.gpu.capture import Captured
-from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.triton.capture import Captured
+from hotset.backends.triton.stage import GpuStage
 from hotset.formats.quants import GGMLType
 
 PROMPT = [1, 2, 3]
@@ -50,9 +50,9 @@ PARTS = (
     ("hotset.backends.pipeline.ChainBackend.step", "chain, the rest"),
     ("hotset.backends.pipeline.cache_slots", "check the batch"),
     ("hotset.backends.pipeline.on_host", "logits to the host"),
-    ("hotset.backends.gpu.stage.GpuStage.run", "stage, the rest"),
-    ("hotset.backends.gpu.stage.lookup", "embedding"),
-    ("hotset.backends.gpu.kv.StepInputs.fill", "inputs to the device"),
+    ("hotset.backends.triton.stage.GpuStage.run", "stage, the rest"),
+    ("hotset.backends.triton.stage.lookup", "embedding"),
+    ("hotset.backends.triton.kv.StepInputs.fill", "inputs to the device"),
 )
 
 

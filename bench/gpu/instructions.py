@@ -25,8 +25,8 @@ from compiled_kernels import TARGETS, compiled, longest_loop, resources
 from gpu_inputs import new, weights
 from peers import print_table
 
-from hotset.backends.gpu import triton_kernels as kernels
-from hotset.backends.gpu.fallback import N_COUNTS, Weighed
+from hotset.backends.triton import triton_kernels as kernels
+from hotset.backends.triton.fallback import N_COUNTS, Weighed
 from hotset.formats.quants import GGMLType
 
 D, FF = 4096, 11008  # 7B: Llama 2

@@ -21,9 +21,9 @@ from synthetic import random_matrix
 from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.gpu import fallback
-from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.triton import fallback
+from hotset.backends.triton.kernels import Kernels
+from hotset.backends.triton.matrix import DeviceMatrix
 from hotset.formats.quants import GGMLType, row_bytes
 
 TYPES = (GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16, GGMLType.Q4_K, GGMLType.Q6_K)

@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py of bench/
 from peers import print_table
 
-from hotset.backends.gpu import cpu_offload, launch, matrix
-from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.backends.gpu.stage import GpuStage
+from hotset.backends.triton import cpu_offload, launch, matrix
+from hotset.backends.triton.kernels import Kernels
+from hotset.backends.triton.matrix import DeviceMatrix
+from hotset.backends.triton.stage import GpuStage
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
@@ -130,7 +130,7 @@ def _launches(
     hot = None if kind is None or has_experts else {i: np.arange(FF) < HOT * FF for i in range(N_LAYER)}
     with ExitStack() as patches:
         patches.enter_context(patch.object(launch, "launch", lambda *args, **options: log.append(args[0])))
-        patches.enter_context(patch("hotset.backends.gpu.stage.find_device", lambda name: META))
+        patches.enter_context(patch("hotset.backends.triton.stage.find_device", lambda name: META))
         patches.enter_context(patch.object(DeviceMatrix, "from_bytes", without_memory))
         stage = GpuStage(
             source, graph, "meta", n_pages=N_PAGES, max_batch=1, kernels=Kernels(META, triton=True),

@@ -1,8 +1,7 @@
 """Whole models on a device and split with the CPU, against the CPU engine: are the logits the same?
 
-The CPU's kernels round their inputs to 8 bits, so quantised models differ by that; the tolerance is that of
-the tests (tests/backends/gpu/test_hybrid.py). Models of floats must agree to a float's rounding, whatever the
-split.
+The CPU's kernels round their inputs to 8 bits, so quantised models differ by that; the tolerance is the tests'
+(tests/backends/triton/test_hybrid.py). Models of floats must agree to a float's rounding with any split.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from peers import print_table, verdict
 from synthetic import Kind, Shape, write_sparse_model
 
 import hotset
-from hotset.backends.gpu import measuring
+from hotset.backends.triton import measuring
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.formats.quants import GGMLType
 

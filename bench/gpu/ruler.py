@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hotset.backends.gpu.capture import Captured, Graphs
+from hotset.backends.triton.capture import Captured, Graphs
 
 T = TypeVar("T")
 WARM_UP, ROUNDS = 2, 7

@@ -41,7 +41,7 @@ from hotset.cores import usable_cores
 
 PROCESSES = 12  # each with a context on the device
 ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = "tests/backends/gpu/interpreted_gpu_kernels.py"
+KERNEL_TESTS = "tests/backends/triton/interpreted_gpu_kernels.py"
 PARTS = {
     "kernels": "each compiled kernel against its fallback",
     "models": "logits of whole models against the CPU engine's",
@@ -93,7 +93,7 @@ def main() -> None:
         given = {name: source for name, source in sources.items() if source is not None}
         build.run(Ledger(args.out / "build", seconds, again=args.again), given)
         return
-    from hotset.backends.gpu.devices import find_device
+    from hotset.backends.triton.devices import find_device
     from hotset.errors import HotsetError
 
     try:

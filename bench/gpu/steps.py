@@ -20,7 +20,7 @@ from ledger import Ledger
 from peers import print_table, verdict
 from synthetic import Shape, write_model
 
-from hotset.backends.gpu.cpu_offload import Kind
+from hotset.backends.triton.cpu_offload import Kind
 from hotset.formats.quants import GGMLType
 
 TRIAL = Path(__file__).with_name("trial.py")

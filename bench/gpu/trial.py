@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 import hotset
-from hotset.backends.gpu.capture import MAX_CAPTURED
-from hotset.backends.gpu.cpu_offload import round_trip_seconds
-from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.triton.capture import MAX_CAPTURED
+from hotset.backends.triton.cpu_offload import round_trip_seconds
+from hotset.backends.triton.stage import GpuStage
 from hotset.errors import HotsetError
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.placement.table import Placement

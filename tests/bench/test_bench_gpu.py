@@ -26,7 +26,7 @@ from paths import BENCH, DOCS
 from tiny_gguf import write_relu
 
 import hotset
-from hotset.backends.gpu import measuring, planning
+from hotset.backends.triton import measuring, planning
 from hotset.errors import OutOfMemoryError
 from hotset.placement import table
 

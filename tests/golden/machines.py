@@ -39,7 +39,7 @@ from paths import DATA
 from synthetic import SHAPES, Shape
 
 from hotset import _core
-from hotset.backends.gpu import measuring
+from hotset.backends.triton import measuring
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.thresholds import LayerThresholds
@@ -168,8 +168,8 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "hotset.placement.machine.usable_cores": lambda: facts["cores"],
             "hotset.placement.channel_rates.usable_cores": lambda: facts["cores"],
             "hotset.placement.machine.processor_name": lambda: facts["processor"],
-            "hotset.backends.gpu.measuring.usable_cores": lambda: facts["cores"],
-            "hotset.backends.gpu.measuring.processor_name": lambda: facts["processor"],
+            "hotset.backends.triton.measuring.usable_cores": lambda: facts["cores"],
+            "hotset.backends.triton.measuring.processor_name": lambda: facts["processor"],
             "hotset.placement.disk.processor_name": lambda: facts["processor"],
             "hotset.placement.channel_rates.processor_name": lambda: facts["processor"],
             "hotset.placement.detect.detect_gpu": lambda: facts["gpu"] and detect.GPU(**facts["gpu"]),

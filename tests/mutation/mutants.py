@@ -45,8 +45,8 @@ DEFAULT = ("src/hotset/*.py", "csrc/ops/*.cpp")
 QUICK = 20.0  # seconds of tests in the first attempt; most faults fall there
 # Run by tests in processes of their own, or in an interpreter that coverage does not see.
 UNSEEN = {
-    "src/hotset/backends/gpu/triton_kernels.py": ("tests/backends/gpu/test_gpu_triton.py",),
-    "src/hotset/backends/gpu/spin_kernel.py": ("tests/backends/gpu/test_cold_spin.py",),
+    "src/hotset/backends/triton/triton_kernels.py": ("tests/backends/triton/test_gpu_triton.py",),
+    "src/hotset/backends/triton/spin_kernel.py": ("tests/backends/triton/test_cold_spin.py",),
 }
 # Of these some lines are run by processes alone: a line that no test here runs is tried with all of these.
 SPAWNED = {

@@ -13,7 +13,7 @@ from byte_models import write_sparse
 from cli_runs import inside
 from tiny_gguf import write_llama
 
-from hotset.backends.gpu import measuring
+from hotset.backends.triton import measuring
 from hotset.errors import InvalidRequestError
 from hotset.placement import machine
 from hotset.placement.cards import CARDS, DEFAULT, find_card

@@ -111,7 +111,7 @@ def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
 
 # Who uses the native module. Others use these, or name its types for a type checker.
 OWNERS_OF_THE_CORE = {
-    "backends.base", "backends.cpu", "backends.embedding", "backends.gpu.cpu_offload", "backends.vulkan",
+    "backends.base", "backends.cpu", "backends.embedding", "backends.triton.cpu_offload", "backends.vulkan",
     "offload", "formats.encode", "formats.mapped", "engine.sampler", "placement.disk", "cli.doctor",
 }  # fmt: skip
 

@@ -28,7 +28,10 @@ COMMON = (
     "backends/test_stages.py",
 )
 # Deleted backend → tests of the other one.
-OTHERS = {"gpu": "backends/vulkan/test_vulkan_placement.py", "vulkan": "backends/gpu/test_gpu_planning.py"}
+OTHERS = {
+    "triton": "backends/vulkan/test_vulkan_placement.py",
+    "vulkan": "backends/triton/test_gpu_planning.py",
+}
 
 
 def copy_without(backend: str, folder: Path) -> Path:
@@ -61,7 +64,7 @@ def in_copy(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("backend", DEVICE_BACKENDS)
 def test_devices_of_a_deleted_backend_are_refused(tmp_path: Path, backend: str) -> None:
-    copy, device = copy_without(backend, tmp_path), {"gpu": "cuda:0", "vulkan": "vulkan:0"}[backend]
+    copy, device = copy_without(backend, tmp_path), {"triton": "cuda:0", "vulkan": "vulkan:0"}[backend]
     program = (
         "import of_copy, hotset\n"
         "from hotset.placement.detect import wanted_devices\n"

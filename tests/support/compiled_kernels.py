@@ -21,8 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton_sources import source_of
 
-from hotset.backends.gpu import launch as launcher
-from hotset.backends.gpu import triton_kernels as kernels
+from hotset.backends.triton import launch as launcher
+from hotset.backends.triton import triton_kernels as kernels
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 120)}
 TARGETS |= {name: GPUTarget("hip", name, 32) for name in ("gfx1100", "gfx1201")}

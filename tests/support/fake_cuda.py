@@ -31,7 +31,7 @@ Work = tuple[str, Callable[[], None]]
 
 
 class FakeCuda:
-    """The Driver of backends/gpu/cpu_offload.py. log: what was put on the stream, as the driver was
+    """The Driver of backends/triton/cpu_offload.py. log: what was put on the stream, as the driver was
     called."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Weak:
 
 
 class LateStream:
-    """The Beside of backends/gpu/experts_fetch.py: work is done when its end is waited for, not before.
+    """The Beside of backends/triton/experts_fetch.py: work is done when its end is waited for, not before.
 
     It holds its work's tensors as weak references, as a stream of torch does: what the code under test drops
     too early is poison when it is read. Work is a `partial`, whose arguments can be seen.

@@ -9,9 +9,9 @@ import torch
 from make_blocks import random_blocks
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.gpu import fallback
-from hotset.backends.gpu import matrix as matrices
-from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.triton import fallback
+from hotset.backends.triton import matrix as matrices
+from hotset.backends.triton.matrix import DeviceMatrix
 from hotset.formats.quants import GGMLType, dequantize, row_bytes
 
 

@@ -16,11 +16,11 @@ from tiny_gguf import write_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hotset.backends.gpu import open_gpu
-from hotset.backends.gpu.backend import GpuBackend
-from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.reference import ReferenceBackend
 from hotset.backends.torch.graph import TorchGraph
+from hotset.backends.triton import open_gpu
+from hotset.backends.triton.backend import GpuBackend
+from hotset.backends.triton.stage import GpuStage
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType

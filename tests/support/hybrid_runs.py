@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from sparse_runs import N_FF, hot_neurons
 
-from hotset.backends.gpu.opening import open_chain
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.triton.opening import open_chain
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf

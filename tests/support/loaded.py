@@ -27,7 +27,7 @@ _BLOCK = 64 << 20
 
 # Tests of threads, signals, killed processes, sockets, clocks and measured memory.
 SUSPECTS = [
-    "formats/test_mapped.py", "backends/cpu/test_runtime.py", "backends/gpu/test_cpu_worker.py",
+    "formats/test_mapped.py", "backends/cpu/test_runtime.py", "backends/triton/test_cpu_worker.py",
     "engine/test_driver.py", "server/test_server_faults.py", "server/test_server_connections.py",
     "server/test_server_pace.py", "server/test_server_models.py", "server/test_server_listen.py",
     "server/test_preparation.py", "server/test_replies.py", "server/test_request_log.py",
@@ -45,7 +45,7 @@ SUSPECTS = [
     "storage/test_storage.py::test_a_server_that_drips_is_given_up",
     "storage/test_storage.py::test_a_slow_server_is_heard_to_the_end",
     "offload/test_store.py::test_memory_is_given_before_it_is_needed",
-    "backends/gpu/test_hybrid.py::test_closing_ends_every_thread",
+    "backends/triton/test_hybrid.py::test_closing_ends_every_thread",
     "server/test_server_security.py::test_bodies_that_are_slow_to_come_are_left",
     "training/test_train_predictor.py::test_a_killed_process_leaves_whole_files_and_its_workers_follow",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sparse_runs import N_FF, hot_neurons, prepared
 
-from hotset.backends.gpu.cpu_offload import CpuOffload
+from hotset.backends.triton.cpu_offload import CpuOffload
 from hotset.formats.gguf import GGUFFile
 
 torch = pytest.importorskip("torch")

@@ -25,7 +25,7 @@ from hotset.model.cost import KVType
 from hotset.model.operations import Op
 
 DEVICE_BACKENDS = (
-    "gpu",
+    "triton",
     "vulkan",
 )
 

@@ -4,7 +4,7 @@ A step uses the experts that the table named when it began: the device computes 
 leaves the others to the CPU. After the step the policy (replacement.py) learns which experts were used, says
 which are to come and what goes for them, and these are copied while the next steps run. A table is changed
 between steps alone, and no slot is written while a table names it. How an expert is copied, and where tables
-and slots are, is the device's: gpu/experts.py, vulkan/experts.py.
+and slots are, is the device's: triton/experts.py, vulkan/experts.py.
 
 Layers whose matrices have other types or shapes have slots of their own, and a policy.
 """

@@ -3,7 +3,7 @@
 Both do at the same time, from the same memory: the CPU reads an expert's rows where they lie, the device over
 its link. So each expert that the device takes spares the CPU one, and the best share is where both end
 together. What decides are measured rates (placement/machine.py) and nothing else, so that the same step is
-divided alike on every run; no bit depends on it (gpu/exact.py).
+divided alike on every run; no bit depends on it (triton/exact.py).
 
 Of few tokens an expert costs the CPU a reading, whatever their number. Of many it costs the arithmetic for
 each token that wants it, while its way over the link stays what it was: prompts stream most of their experts.

@@ -190,7 +190,7 @@ def model_facts(
         layers,
         sum(op_bytes(op, tensors) for op in parts[NO_LAYER]),
         workspace_bytes(graph, n_pages, max_batch),
-        # Two parts are there at a time (backends/gpu/stream.py).
+        # Two parts are there at a time (backends/triton/stream.py).
         2
         * min(STREAM_BYTES, max(layer.n_split * layer.neuron_bytes + layer.shared_bytes for layer in layers)),
     )
@@ -217,7 +217,7 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
-    """What a matrix takes more that a device holds input-major (backends/gpu/matrix.py): an int32 for each
+    """What a matrix takes more that a device holds input-major (backends/triton/matrix.py): an int32 for each
     input; of Q4_K two bytes for scale and minimum of 32 weights, which are one and a half in a file."""
     is_k = tensors[op.weight].type == GGMLType.Q4_K
     return _rounded(4 * op.x.width) + _rounded(op.x.width * op.out.width // 64 if is_k else 0)

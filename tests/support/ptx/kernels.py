@@ -1,7 +1,7 @@
 """Triton's kernels, compiled for a device that is not here and executed by the interpreter, on CPU tensors.
 
 compiled(kernel, args, ...) gives PTX and shared memory; `launch` takes the place of
-hotset.backends.gpu.launch.launch.
+hotset.backends.triton.launch.launch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton_sources import source_of
 
-from hotset.backends.gpu import launch as launcher
-from hotset.backends.gpu import triton_kernels
+from hotset.backends.triton import launch as launcher
+from hotset.backends.triton import triton_kernels
 from ptx.machine import run
 from ptx.memory import Memory
 from ptx.program import Program, read
@@ -72,7 +72,7 @@ def launch(
     at_once: bool = False,
     **constants: Any,
 ) -> None:
-    """As hotset.backends.gpu.launch.launch. Raises Fault where a device would find a fault, or chance."""
+    """As hotset.backends.triton.launch.launch. Raises Fault where a device would find a fault, or chance."""
     launcher.check(kernel, grid, args, constants)
     source = source_of(kernel, args, constants)
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fused}

@@ -1,0 +1,156 @@
+"""Experts in a torch device's memory (offload/expert_cache.py), and what is computed with them.
+
+The device looks its tokens' experts up in the table, computes those that have a slot (exact.py: with the
+CPU's bits), and requests the others from the CPU (cpu_offload.py). A thread copies on a stream of its own.
+The table is a tensor: a captured graph reads it and knows nothing of an expert.
+
+Behind the slots of the policy are *spare* ones, of which it does not know: a step fetches what it lacks to
+them (experts_fetch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.triton.fallback import fetch_experts
+from hotset.backends.triton.host_experts import HostExperts, Registrar
+from hotset.backends.triton.matrix import EXPERT_TYPES, DeviceMatrix
+from hotset.backends.triton.weights import DeviceWeights
+from hotset.formats.gguf import TensorInfo
+from hotset.model.operations import ExpertLinear, ExpertSum, Ffn
+from hotset.offload.expert_cache import ACTIVATIONS, ExpertCache, ExpertLayout, Group, parts_of
+
+
+@dataclass
+class Slots:
+    """The matrices of n_slots experts and of n_spare more, one under the other, and their biases, float32
+    [n_slots + n_spare, width]."""
+
+    n_slots: int
+    n_spare: int
+    matrices: dict[str, DeviceMatrix]
+    biases: dict[str, Tensor]
+
+    def field(self, name: str) -> DeviceMatrix | Tensor:
+        """Of all slots what has a part's name (host_experts.py)."""
+        is_bias = name.endswith("_bias")
+        return self.biases[name.removesuffix("_bias")] if is_bias else self.matrices[name]
+
+    @property
+    def nbytes(self) -> int:
+        parts: list[Any] = [*self.matrices.values(), *self.biases.values()]
+        return sum(part.nbytes for part in parts)
+
+
+class GpuExpertCache(ExpertCache):
+    """The cache of a GpuStage.
+
+    ffns: MoE layers of one stage; n_used is alike in those that share slots. sparse: as of the stage.
+    n_spare: slots for what a step fetches, of each layout; n_fetched counts these copies too.
+    host: where the experts lie. nbytes: what the slots take there, all of it from the beginning.
+    """
+
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        ffns: Sequence[Ffn],
+        n_slots: int,
+        *,
+        sparse: bool,
+        n_spare: int = 0,
+        registrar: Registrar | None = None,
+    ) -> None:
+        self._weights, self._sparse, self.device = weights, sparse, weights.device
+        self.host = HostExperts(weights, {ffn.layer: parts_of(ffn) for ffn in ffns}, registrar)
+        # Bytes are taken apart and copied beside the steps; a CPU that stands in has no time beside them.
+        super().__init__(
+            ffns, weights.source.tensors, n_slots, beside=self.device.type != "cpu", empty=n_spare > 0
+        )
+        self._slots = [
+            _empty_slots(group.layout, group.n_slots, n_spare, self.device) for group in self.groups
+        ]
+        self._tables = [torch.from_numpy(group.table).to(self.device, copy=True) for group in self.groups]
+        self.nbytes = sum(own.nbytes for own in self._slots) + sum(table.nbytes for table in self._tables)
+        # On the stream of the steps a copy would wait for them, and they for it.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._used: torch.cuda.Event | None = None  # the latest step no longer reads its slots
+
+    def table(self, layer: int) -> Tensor:
+        """The slot of each expert of a layer, int32 [n_expert], -1: it has none; the same tensor always."""
+        group = self.group_of(layer)
+        return self._tables[group.number][group.layers.index(layer)]
+
+    def slots(self, layer: int) -> Slots:
+        """Those that a layer uses, spare ones among them; it shares them."""
+        return self._slots[self.group_of(layer).number]
+
+    def arguments(self, layer: int) -> dict[str, Any]:
+        """Of a layer's experts what fallback.experts takes beside inputs and slots."""
+        slots, ffn = self.slots(layer), self.group_of(layer).ffns[layer]
+        assert isinstance(ffn.up, ExpertLinear)
+        assert isinstance(ffn.down, ExpertSum)
+        biases = {f"{name}_bias": bias for name, bias in slots.biases.items()}
+        return {
+            "gate": None, **slots.matrices, **biases, "n_neurons": ffn.up.n_rows,
+            "activation": ffn.gate_act, "up_activation": ffn.up_act, "neuron_major": ffn.down.neuron_major,
+            "sparse": self._sparse and ffn.has_zeros,
+        }  # fmt: skip
+
+    def learn(self, routes: Mapping[int, np.ndarray]) -> None:
+        """As of ExpertCache; of what has no slot the device may have fetched some for the step."""
+        if self._stream is not None:  # the host may be here while the device computes the last layers
+            self._used = torch.cuda.current_stream(self.device).record_event()
+        for layer in self.layers:  # as long as the tables are those of the step
+            own = -1 - routes[layer]
+            streamed = own[(own >= 0) & (self.on_host(layer)[np.maximum(own, 0)] < 0)]
+            self.n_streamed += streamed.size
+            self.n_fetched += len(np.unique(streamed))
+        super().learn(routes)
+
+    def _publish(self, group: Group) -> None:
+        self._tables[group.number].copy_(torch.from_numpy(group.table))
+
+    def _fetch(self, group: Group, layer: int, id: int, slot: int) -> None:
+        if self._stream is not None and self._used is not None:
+            self._stream.wait_event(self._used)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            one = torch.tensor([id])
+            for name, part in self.host.parts[layer].items():
+                fetch_experts(part, one, self._slots[group.number].field(name), slot)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        """Waits for the copy that is under way, and lets the host's memory go; safe to call twice."""
+        super().close()
+        self.host.close()
+
+
+def _empty_slots(layout: ExpertLayout, n_slots: int, n_spare: int, device: torch.device) -> Slots:
+    n_all = n_slots + n_spare
+    matrices = {
+        name: DeviceMatrix.empty(type, n_all * n_rows, n_cols, device)
+        for name, (type, n_rows, n_cols) in layout.matrices.items()
+    }
+    biases = {name: torch.zeros((n_all, width), device=device) for name, width in layout.biases.items()}
+    return Slots(n_slots, n_spare, matrices, biases)
+
+
+def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) -> bool:
+    """Whether a device computes the experts of an MoE layer, with the CPU's bits."""
+    types = {tensors[name].type for op in parts_of(ffn).values() for name in op.weights}
+    kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
+    neuron_major = isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major
+    return (
+        (device.type == "cpu" or (device.type == "cuda" and not neuron_major))
+        and ffn.mask is None
+        and all(kind in ACTIVATIONS for kind in kinds)
+        and types <= set(EXPERT_TYPES)
+    )

@@ -1,0 +1,264 @@
+"""Experts that a step lacks, fetched by the device while the CPU computes others (offload/misses.py).
+
+They come into the spare slots of the cache (experts.py), on a stream beside the one that computes:
+
+    few tokens   which are fetched is decided on the device, by a table of how many of so many that are
+                 missing, and a kernel reads them from the host's memory: a captured graph holds all of it,
+                 and the host decides nothing. What is fetched comes while the layer's input goes to the CPU,
+                 or, where the router reads what is there before attention, while attention is computed.
+    many tokens  the host looks at the route, and experts stream through two halves of the spare slots: while
+                 the tokens of one half's are computed, the other half's come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.triton.capture import MAX_CAPTURED
+from hotset.backends.triton.experts import GpuExpertCache
+from hotset.backends.triton.fallback import TokenThreshold
+from hotset.backends.triton.kernels import Kernels
+from hotset.errors import DeviceError
+from hotset.offload.misses import Fetching, fetched_of, n_fetched
+
+
+class Beside(Protocol):
+    """A stream beside the one that computes; `SideStream`, or one of tests."""
+
+    def after_all(self) -> None:
+        """What is put here next waits for all that was put on the stream that computes."""
+        ...
+
+    def put(self, work: Callable[[], None]) -> Any:
+        """Work of this stream; what `wait` takes. The caller keeps the tensors that the work reads until it
+        has called `wait`."""
+        ...
+
+    def wait(self, done: Any) -> None:
+        """The stream that computes goes on once this work is done."""
+        ...
+
+    def settle(self) -> None:
+        """Waits, on the host, for all that was put here."""
+        ...
+
+
+class SideStream:
+    """Of a CUDA device a stream; elsewhere all is done in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def after_all(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def put(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+        if self._stream is None:
+            work()
+            return None
+        with torch.cuda.stream(self._stream):
+            work()
+            done: torch.cuda.Event = self._stream.record_event()
+        return done
+
+    def wait(self, done: torch.cuda.Event | None) -> None:
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
+
+    def settle(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+@dataclass
+class Group:
+    """Experts that are in one half of the spare slots together. ids: int32 on the device, one a slot, which
+    the stream beside reads: a group is kept, in its FetchPlan, until `done` was waited for. first:
+    its first slot. pairs: int64, those of the route that want them, token * n_used + rank; slots: int32 of
+    each."""
+
+    ids: Tensor
+    first: int
+    pairs: Tensor
+    slots: Tensor
+    done: Any = None  # what SideStream.wait takes
+
+
+@dataclass
+class FetchPlan:
+    """Who computes the experts that a layer's tokens have, in one step.
+
+    asked: int32 [T, n_used], as CpuWorkerProtocol.post takes them: the CPU's, and -1 - id of the device's.
+    slots: int32 [T, n_used] of what is in the cache, or in a spare slot once `done`; None: nothing is.
+    fetched: the ids that the stream beside reads until then. groups: what streams.
+
+    A choice must live until `compute` has waited for `done` and for its groups. torch's allocator knows a
+    tensor by the stream that it was allocated on: it hands the memory of one that is dropped to the next
+    allocation there, while the stream beside still reads it. `record_stream` would not help in a captured
+    graph, where the same memory is handed out at every replay.
+    """
+
+    asked: Tensor
+    slots: Tensor | None
+    done: Any = None
+    fetched: Tensor | None = None
+    groups: list[Group] = field(default_factory=list)
+
+
+class Fetcher:
+    """What a cache lacks, of one stage.
+
+    fetching: None: nothing is fetched. beside: of tests.
+    """
+
+    def __init__(
+        self,
+        cache: GpuExpertCache,
+        kernels: Kernels,
+        fetching: Fetching | None,
+        beside: Beside | None = None,
+    ) -> None:
+        self._cache, self._kernels, self._fetching = cache, kernels, fetching
+        self._beside = beside or SideStream(cache.device)
+        self._most: dict[tuple[int, bool], tuple[Tensor, int]] = {}
+
+    def __contains__(self, layer: int) -> bool:
+        """Whether the device computes experts of the layer."""
+        return layer in self._cache
+
+    def choose(self, layer: int, ids: Tensor, *, early: bool, warming: bool) -> FetchPlan:
+        """Divides the experts of a step's tokens, int32 [T, n_used], and begins to fetch. early: attention is
+        computed between this and `compute`. warming: kernels are to be loaded, whatever is best."""
+        fetches = self._fetching is not None and self._cache.slots(layer).n_spare > 1
+        if fetches and len(ids) > MAX_CAPTURED:
+            return self._choose_many(layer, ids, warming)
+        if fetches and self._table_of(layer, ids.shape[1], early)[1]:
+            return self._choose_few(layer, ids, early)
+        own = self._cache.table(layer)[ids.long()]
+        return FetchPlan(torch.where(own < 0, ids, -1 - ids), own)
+
+    def compute(
+        self,
+        layer: int,
+        choice: FetchPlan,
+        h: Tensor,
+        counts: Tensor,
+        gate_threshold: TokenThreshold | None = None,
+    ) -> Tensor:
+        """What the device's experts yield, [T, n_used, n_embd]; anything where the CPU computes.
+        gate_threshold: as in fallback.experts."""
+        k, given = self._kernels, self._cache.arguments(layer)
+        n_used = choice.asked.shape[1]
+        if choice.done is not None:
+            self._beside.wait(choice.done)
+        if choice.slots is None:
+            own = torch.empty((len(h), n_used, h.shape[1]), device=h.device)
+        else:
+            own = k.experts(h, choice.slots, counts=counts, gate_threshold=gate_threshold, **given)
+        for i, group in enumerate(choice.groups):
+            self._beside.wait(group.done)
+            tokens = torch.div(group.pairs, n_used, rounding_mode="floor")
+            own_threshold = None if gate_threshold is None else gate_threshold.of(tokens)
+            found = k.experts(
+                h[tokens], group.slots[:, None], counts=counts, gate_threshold=own_threshold, **given
+            )
+            own.view(-1, h.shape[1])[group.pairs] = found[:, 0]
+            if i + 2 < len(choice.groups):  # into the half that was just computed with
+                self._beside.after_all()
+                self._bring(layer, choice.groups[i + 2])
+        return own
+
+    def settle(self) -> None:
+        """Waits for what is on its way: of a step that failed, whose tensors must not go before."""
+        self._beside.settle()
+
+    # ---- few tokens
+
+    def _choose_few(self, layer: int, ids: Tensor, early: bool) -> FetchPlan:
+        slots = self._cache.slots(layer)
+        most, n_most = self._table_of(layer, ids.shape[1], early)
+        asked, own, fetched = self._kernels.choose_experts(
+            ids, self._cache.table(layer), most, n_most, slots.n_slots
+        )
+        self._beside.after_all()
+        done = self._beside.put(partial(self._fetch, layer, fetched, slots.n_slots))
+        return FetchPlan(asked, own, done, fetched)
+
+    def _table_of(self, layer: int, n_used: int, early: bool) -> tuple[Tensor, int]:
+        """Of so many that are missing how many are fetched, int32 on the device; and the most of them."""
+        if (layer, early) not in self._most:
+            assert self._fetching is not None
+            n_spare, ahead = self._cache.slots(layer).n_spare, self._fetching.ahead.get(layer, 0.0)
+            ahead = ahead if early else 0.0
+            counts = fetched_of(
+                self._fetching.rates, MAX_CAPTURED * n_used, self._bytes(layer), n_spare, ahead
+            )
+            table = torch.tensor(counts, dtype=torch.int32, device=self._cache.device)
+            self._most[layer, early] = table, max(counts)
+        return self._most[layer, early]
+
+    # ---- many
+
+    def _choose_many(self, layer: int, ids: Tensor, warming: bool) -> FetchPlan:
+        assert self._fetching is not None
+        route, slots = ids.numpy(force=True), self._cache.slots(layer)
+        own = self._cache.on_host(layer)[route]
+        missing, n_tokens = np.unique(route[own < 0], return_counts=True)
+        order = np.argsort(-n_tokens, kind="stable")  # who is wanted most costs the CPU most
+        half = slots.n_spare // 2
+        n, _ = n_fetched(self._fetching.rates, n_tokens[order], self._bytes(layer))
+        n = min(len(missing), 2 * half) if warming else n
+        place = np.full(len(self._cache.on_host(layer)), -1)
+        place[missing[order[:n]]] = np.arange(n)
+        of_pair = np.where(own < 0, place[route], -1)
+        is_own = (own >= 0) | (of_pair >= 0)
+        asked = self._on_device(np.where(is_own, -1 - route, route))
+        choice = FetchPlan(asked, self._on_device(own) if warming or (own >= 0).any() else None)
+        pairs = np.argsort(of_pair.reshape(-1), kind="stable")
+        places = of_pair.reshape(-1)[pairs]
+        for first in range(0, n, half):
+            at = slice(*np.searchsorted(places, [first, first + half]))
+            to = slots.n_slots + (first // half % 2) * half
+            choice.groups.append(
+                Group(
+                    self._on_device(missing[order[first : min(first + half, n)]]),
+                    to,
+                    torch.from_numpy(pairs[at]).to(self._cache.device),
+                    self._on_device(places[at] - first + to),
+                )
+            )
+        self._beside.after_all()
+        for group in choice.groups[:2]:
+            self._bring(layer, group)
+        return choice
+
+    def _on_device(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers, np.int32)).to(self._cache.device)
+
+    def _bring(self, layer: int, group: Group) -> None:
+        group.done = self._beside.put(partial(self._fetch, layer, group.ids, group.first))
+
+    def _fetch(self, layer: int, ids: Tensor, first: int) -> None:
+        slots = self._cache.slots(layer)
+        try:
+            for name, part in self._cache.host.parts[layer].items():
+                self._kernels.fetch_experts(part, ids, slots.field(name), first)
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, RuntimeError, ValueError) as error:
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise DeviceError(
+                f"experts of layer {layer} could not be fetched to {self._cache.device}: {why}"
+            ) from error
+
+    def _bytes(self, layer: int) -> int:
+        return sum(part.n_bytes for part in self._cache.host.parts[layer].values())

@@ -1,0 +1,169 @@
+"""The experts of an MoE model where they lie on the host, as a device reads them over its link.
+
+A CUDA device reads mapped memory by itself once it is registered: its pages then stay in memory (they are
+pinned) and have an address there. So which expert is fetched may be decided on the device, inside a captured
+step. Nothing is copied on the host: it is the file's memory, in the file's layout, that is registered.
+
+Under a budget of the host's memory nothing is registered: an expert is read when it is copied, unless the
+store of the CPU has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hotset.backends.cpu.lowering import decoded_vector
+from hotset.backends.triton.matrix import HostRows
+from hotset.backends.triton.weights import DeviceWeights
+from hotset.errors import DeviceError
+from hotset.formats.quants import GGMLType
+from hotset.model.operations import ExpertLinear, ExpertSum
+from hotset.offload.uploads import Uploads, matrix_rows
+
+PAGE = 4096  # bytes; memory is registered by pages
+
+
+class Registrar(Protocol):
+    """What pins host memory for a device: cpu_offload.CudaDriver, or one of tests."""
+
+    def register(self, memory: np.ndarray) -> int:
+        """Lets the device see host memory; the address that it has there. Raises DeviceError."""
+        ...
+
+    def unregister(self, memory: np.ndarray) -> None: ...
+
+
+class HostExperts:
+    """The parts of some MoE models: `parts[layer]`, by the name of the product, biases as gate_bias.
+
+    given: layer → products by name (offload.expert_cache.parts_of). registrar: None for a device that has
+    the host's memory, or does not read it by itself. n_pinned: bytes that are registered. Raises DeviceError
+    where they cannot be.
+    """
+
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        given: dict[int, dict[str, ExpertLinear | ExpertSum]],
+        registrar: Registrar | None,
+    ) -> None:
+        found = {
+            (layer, name): (type, rows)
+            for layer, products in given.items()
+            for product, op in products.items()
+            for name, type, rows in _parts(product, op, weights)
+        }
+        self.n_pinned = 0
+        moved: list[tuple[int, int, int]] = []  # first, last address here, and what to add for the device's
+        registered: list[np.ndarray] = []
+        self._finalizer = weakref.finalize(self, _unregister, registrar, registered)
+        if registrar is not None:
+            try:
+                if not all(isinstance(rows, list) for _, rows in found.values()):
+                    raise DeviceError("under a budget of memory experts are read from their file")
+                for memory in _spans([own for _, rows in found.values() for own in rows]):
+                    first = memory.ctypes.data
+                    moved.append((first, first + memory.nbytes, registrar.register(memory) - first))
+                    registered.append(memory)
+            except DeviceError:
+                self._finalizer()
+                raise
+            self.n_pinned = sum(memory.nbytes for memory in registered)
+        self.parts: dict[int, dict[str, HostRows]] = {layer: {} for layer in given}
+        for (layer, name), (type, rows) in found.items():
+            here = [own.ctypes.data for own in rows] if isinstance(rows, list) else [0] * len(rows)
+            there = [at + next((add for a, b, add in moved if a <= at < b), 0) for at in here]
+            addresses = torch.tensor(there, dtype=torch.int64, device=weights.device)
+            self.parts[layer][name] = HostRows(type, rows, addresses)
+
+    def close(self) -> None:
+        """Lets the memory go; safe to call twice. Nothing of the device may read it any more."""
+        self._finalizer()
+
+
+def _unregister(registrar: Registrar | None, registered: list[np.ndarray]) -> None:
+    while registrar is not None and registered:
+        with contextlib.suppress(Exception):  # when the interpreter ends, nothing of torch may be left
+            registrar.unregister(registered.pop())
+
+
+@dataclass(frozen=True)
+class FileExperts(Sequence[np.ndarray]):
+    """As a list of `expert_rows`, each read when it is asked for, unless the CPU has it in memory."""
+
+    op: ExpertLinear | ExpertSum
+    weights: DeviceWeights
+
+    def __len__(self) -> int:
+        return self.op.n_expert
+
+    def __getitem__(self, id: Any) -> Any:
+        assert isinstance(self.weights.source, Uploads)
+        there = self.weights.source.there(self.op.weights[0], id) if len(self.op.weights) == 1 else None
+        return expert_rows(self.op, id, self.weights, there)
+
+
+def expert_rows(
+    op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights, there: np.ndarray | None = None
+) -> np.ndarray:
+    """The bytes of an expert's matrix, uint8 [rows, bytes of a row], of all its rows that count. there: of
+    all its rows, where they were found elsewhere."""
+    source = weights.source
+    info = source.tensors[op.weights[0]]
+    stored = info.shape[1]
+    if there is None:
+        part = (op.weights[0], id, 1) if len(op.weights) == 1 else (op.weights[id], 0, stored)
+        there = matrix_rows(source, [part], info.nbytes // info.shape[-1])[:]
+    rows = there.reshape(stored, -1)
+    if isinstance(op, ExpertSum):
+        return rows
+    return rows[op.first_row : op.first_row + op.n_rows]
+
+
+def expert_biases(op: ExpertLinear | ExpertSum, weights: DeviceWeights) -> np.ndarray:
+    """float32 [n_expert, width], of the rows that count."""
+    assert op.bias is not None
+    own = decoded_vector(weights.source, op.bias).reshape(op.n_expert, -1)
+    return own if isinstance(op, ExpertSum) else own[:, op.first_row : op.first_row + op.n_rows]
+
+
+def _parts(
+    name: str, op: ExpertLinear | ExpertSum, weights: DeviceWeights
+) -> Iterator[tuple[str, GGMLType, Sequence[np.ndarray]]]:
+    type = GGMLType(weights.source.tensors[op.weights[0]].type)
+    if isinstance(weights.source, Uploads):
+        yield name, type, FileExperts(op, weights)
+    else:
+        yield name, type, [expert_rows(op, id, weights) for id in range(op.n_expert)]
+    if op.bias is not None:
+        biases = np.ascontiguousarray(expert_biases(op, weights))
+        yield f"{name}_bias", GGMLType.F32, [own.reshape(1, -1).view(np.uint8) for own in biases]
+
+
+def _spans(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The memory of arrays as whole pages, one array for each stretch: no page may be registered twice.
+    Arrays that may be written (biases, decoded) are kept apart from those of a mapped file."""
+    ends = sorted(
+        (a.ctypes.data // PAGE * PAGE, -(-(a.ctypes.data + a.nbytes) // PAGE) * PAGE, a.flags.writeable)
+        for a in arrays
+    )
+    merged: list[tuple[int, int, bool]] = []
+    for first, last, is_writeable in ends:
+        if merged and first <= merged[-1][1] and is_writeable == merged[-1][2]:
+            before = merged.pop()
+            merged.append((before[0], max(before[1], last), is_writeable))
+        else:
+            merged.append((first, last, is_writeable))
+    spans = []
+    for first, last, is_writeable in merged:
+        spans.append(np.ctypeslib.as_array((ctypes.c_uint8 * (last - first)).from_address(first)))
+        spans[-1].flags.writeable = is_writeable
+    return spans

@@ -1,0 +1,141 @@
+"""Torch's devices for the planner: the bytes of a model there, and limits.
+
+How fast they are is measured in measuring.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.backends.triton.devices import find_device, free_bytes
+from hotset.backends.triton.measuring import device_key, force_misses, measure
+from hotset.backends.triton.plugin import check_cache
+from hotset.errors import OutOfMemoryError, UnsupportedModelError
+from hotset.memory import free_memory
+from hotset.offload.expert_cache import layout_numbers
+from hotset.placement.budget import LayerFacts, ModelFacts, model_facts
+from hotset.placement.cards import Card
+from hotset.placement.planner import ModelToPlace, PlacementFacts
+from hotset.placement.table import Device
+
+if TYPE_CHECKING:
+    from hotset.formats.overlay import Overlay
+    from hotset.model.graph import Graph
+
+KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
+# Of a CUDA device, for what torch's allocator takes beyond tensors: the ends of pieces (gpu/arena.py), the
+# pool of captured steps, and values and streamed rows in segments of 20 MiB.
+ALLOCATOR_BYTES = 96 << 20
+
+
+def cache_facts(device: str) -> tuple[str, ...]:
+    """Return the facts of a cache, as Planner.cache_facts."""
+    return (device_key(find_device(device)),)
+
+
+def free_for_model(devices: Sequence[str | Card], vram_budget: float | None, n_bytes: int) -> float:  # noqa: ARG001
+    """Return this machine's memory, for the file is mapped there."""
+    return free_memory()
+
+
+def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> PlacementFacts:
+    """Gather facts, as Planner.placement_facts."""
+    settings, config = model.settings, model.config
+    check_placeable(model)
+    facts = model_facts(
+        model.graph, model.weights.tensors, mode=model.mode, kv_type=settings.kv_type, n_pages=model.n_pages,
+        max_batch=settings.max_batch,
+    )  # fmt: skip
+    facts = replace(facts, layers=_with_caches(facts, model.graph, model.weights, devices))
+    of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}
+    rates = tuple(force_misses(measure(device, **of_cpu)) for device in devices)
+    limits = [
+        limit_of(device, one.context, settings.vram_budget)
+        for device, one in zip(devices, rates, strict=True)
+    ]
+    return PlacementFacts(
+        facts,
+        tuple(limits),
+        rates,
+        tuple(np.zeros(n_ff) for n_ff in config.n_ff),
+        # Where every neuron is computed none is cold.
+        split_neurons=settings.split != "layers" and model.mode != "dense",
+        n_gpu_layers=settings.layers_on_devices(config.n_layer),
+        cards=tuple(str(one) for one in devices if isinstance(one, Card)),
+        pinnable=free_memory() if any(map(_is_cuda, devices)) else None,
+        limited=model.limited,
+    )
+
+
+def check_placeable(model: ModelToPlace) -> None:
+    """Raises UnsupportedModelError for what no device computes."""
+    config = model.config
+    check_cache(model.settings.kv_type)
+    if config.masked and config.has_experts:
+        raise UnsupportedModelError(
+            "experts with predictors of their own are computed on the CPU alone; use --no-gpu"
+        )
+    if config.latent is not None:
+        raise UnsupportedModelError("latent attention is computed on the CPU alone; use --no-gpu")
+    if config.altup is not None:
+        raise UnsupportedModelError("AltUp's streams are computed on the CPU alone; use --no-gpu")
+    if model.graph.recurrent:
+        raise UnsupportedModelError(
+            "models with recurrent layers are computed on the CPU alone; use --no-gpu"
+        )
+
+
+def _is_cuda(device: str | Card) -> bool:
+    return isinstance(device, Card) or device.startswith("cuda")
+
+
+def _with_caches(
+    facts: ModelFacts, graph: Graph, weights: Overlay, devices: Sequence[str | Card]
+) -> tuple[LayerFacts, ...]:
+    """The layers, those marked whose experts every device can compute."""
+    if all(ffn.route is None for ffn in graph.ffns):
+        return facts.layers
+    from hotset.backends.triton.experts import can_hold
+
+    find_device("cpu")  # which says what to install
+    import torch
+
+    found = [torch.device("cuda") if isinstance(one, Card) else find_device(one) for one in devices]
+    held = [
+        ffn
+        for ffn in graph.ffns
+        if ffn.route is not None and all(can_hold(ffn, weights.tensors, device) for device in found)
+    ]
+    layouts = layout_numbers(held, weights.tensors)
+    return tuple(
+        replace(layer, is_cached=True, layout=layouts[i]) if i in layouts else layer
+        for i, layer in enumerate(facts.layers)
+    )
+
+
+def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
+    """Bytes that may be used of a device."""
+    if isinstance(device, Card):
+        name, kind, free = device.name, "cuda", int(device.memory * 2**30)
+    else:
+        found = find_device(device)
+        name, kind, free = device, found.type, free_bytes(found) + context  # the context is there already
+    spare = ALLOCATOR_BYTES if kind == "cuda" else 0
+    if budget is None or budget == -1:
+        return Device(name, max(free - (KEPT_FREE if kind != "cpu" else 0), 0), context, spare)
+    limit = int(budget * 2**30)
+    if limit > free and isinstance(device, Card):
+        raise OutOfMemoryError(
+            f"a budget of {budget:g} GiB is more than the {device.memory:g} GiB of the {name}; lower "
+            "--vram-budget, or name another card with --gpu"
+        )
+    if limit > free:
+        raise OutOfMemoryError(
+            f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "
+            "lower --vram-budget, or free some of its memory"
+        )
+    return Device(name, limit, context, spare)

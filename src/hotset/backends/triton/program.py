@@ -1,0 +1,1054 @@
+"""Turns the operations of a stage into calls of kernels, once; a step then makes these calls in order.
+
+The groups are those of model/fusion.py, and an FFN whose neurons are often zero becomes one call from its
+norm to its residual. Where some of its neurons are on the CPU, the layer is
+
+    post    the FFN's input and the predictor's bits go to the CPU worker
+    hot     the device computes its own rows meanwhile
+    collect what the cold rows add comes back, and is added once
+
+or, for a long prompt, all of it on the device, cold rows streaming in (stream.py). An FFN that does not wait
+for attention (falcon's) is submitted before it: the CPU then has attention's time too.
+
+In an MoE model the router is on the device, and what is submitted are the ids of each token's experts. The
+CPU answers with a vector for each, and the device weighs and adds them in the order of the route. What all
+tokens share beside their experts is computed before the answer is gathered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, assert_never
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.triton.experts_fetch import Fetcher, FetchPlan
+from hotset.backends.triton.fallback import N_COUNTS, Entering, TokenThreshold
+from hotset.backends.triton.kernels import Kernels
+from hotset.backends.triton.kv import PagedCache, StepInputs
+from hotset.backends.triton.stream import CopyStream, CpuWorkerRows
+from hotset.backends.triton.weights import DeviceWeights
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.model.fusion import Fused, fuse
+from hotset.model.graph import Graph, thresholded_products
+from hotset.model.operations import (
+    PARTS,
+    Activate,
+    Add,
+    AddStreams,
+    Attention,
+    ChannelScan,
+    DeltaNet,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Ffn,
+    GaussianTopK,
+    HeadDot,
+    Heads,
+    HyperConnection,
+    LayerNorm,
+    Linear,
+    LowRank,
+    Mask,
+    MatchMagnitude,
+    Multiply,
+    NgramEmbed,
+    PoolBlocks,
+    PositionGain,
+    RMSNorm,
+    Rope,
+    Rotate,
+    Route,
+    Scale,
+    SelectiveScan,
+    SelectOutputs,
+    ShortConv,
+    SimilarityGate,
+    SoftCap,
+    Threshold,
+    TransposedHeads,
+    TransposedLinear,
+    UnitNorm,
+    Value,
+    Wkv,
+    has_zeros,
+    one_matrix,
+)
+from hotset.model.rope import position_gain
+
+
+class CpuWorkerProtocol(Protocol):
+    """The CPU's half of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
+
+    capturable: whether posting and collecting only put work on the device's stream, so that a graph may hold
+    them; else the host waits in between. layers: rising.
+    """
+
+    max_batch: int
+    layers: tuple[int, ...]
+
+    @property
+    def capturable(self) -> bool: ...
+
+    def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> AbstractContextManager[None]:
+        """A block in which layers are submitted and gathered; its end waits for the device. thresholded: as
+        in Batch.
+
+        Raises where the CPU worker failed; an exception in the block releases threads that wait.
+        """
+        ...
+
+    def post(self, layer: int, h: Tensor, bits: Tensor | None) -> None:
+        """Hands over the FFN's input [T, n_embd] and the predicted neurons, uint8 [T, ceil(n_ff / 8)].
+
+        bits: None for a layer without predictor: all of its cold neurons. Those of hot neurons may be set.
+        In an MoE model the experts of each token, int32 [T, n_used], -1 - id for those of the device.
+        """
+        ...
+
+    def collect(self, layer: int) -> Tensor:
+        """What the cold neurons add, float32 [T, n_embd] on the device; no bias, no residual.
+
+        In an MoE model [T, n_used * n_embd]: a row for each expert that was asked for, its bias included.
+        """
+        ...
+
+    def route(self, layer: int) -> np.ndarray:
+        """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
+        ...
+
+    def counts(self) -> np.ndarray:
+        """Of the latest step that it took part in, int64 [len(layers), 5]: the first of base.COUNTS."""
+        ...
+
+    def seconds(self) -> np.ndarray:
+        """Of that step, float64 [len(layers)]."""
+        ...
+
+    def cancel(self, reason: str) -> None:
+        """Gives the step in flight up, from any thread: no thread waits any longer."""
+        ...
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        ...
+
+
+@dataclass
+class Frame:
+    """One step as it runs. n: tokens. outputs: rows of them whose logits are wanted, int32 on the device.
+
+    values: by id, dropped after their last use. streamed: cold rows come to the device, the service rests;
+    warming: two parts of them alone, as many as are there at a time, for the result is not wanted.
+    """
+
+    n: int
+    inputs: StepInputs
+    outputs: Tensor
+    streamed: bool
+    warming: bool = False
+    values: dict[int, Tensor] = field(default_factory=dict)
+    # layer → FFN input, bits
+    submitted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts
+    own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
+    choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → who computes each token's experts
+    angles: dict[Rope, Tensor] = field(default_factory=dict)
+    normed: dict[int, Entering] = field(default_factory=dict)  # by the value that an RMSNorm reads
+
+
+@dataclass(eq=False)
+class Call:
+    """One group of operations. layer: 0 outside of the layers; part: an index of PARTS.
+
+    reads, outs: values that it needs and makes; inside: the widths of those that it makes for itself.
+    kind: what an FFN, or a router, that does not wait for attention is moved by. drops: ids that are not read
+    after it.
+    """
+
+    run: Callable[[Frame], None]
+    layer: int
+    part: int
+    reads: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    inside: int = 0
+    kind: Literal["route", "post", "collect", "attention", "outputs", ""] = ""
+    drops: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What the programs of a stage compute with. hot, input_major: see GpuStage.
+
+    counts: int64 [n_layer, N_COUNTS], is added to. sparse: False computes every neuron of an FFN.
+    """
+
+    weights: DeviceWeights
+    cache: PagedCache
+    kernels: Kernels
+    hot: dict[int, np.ndarray]
+    cold: CpuWorkerProtocol | None
+    counts: Tensor
+    copies: CopyStream
+    fetcher: Fetcher | None
+    n_ctx: int
+    sparse: bool
+    stream_bytes: int
+    input_major: Collection[str]
+
+
+class Program:
+    """The calls of a stage for one set of taps. body: for every token; tail: for rows with logits alone.
+
+    Raises UnsupportedModelError for a split layer that has no neurons of its own, InvalidRequestError for a
+    tap inside a split layer.
+    """
+
+    def __init__(self, graph: Graph, taps: frozenset[str], parts: StageParts) -> None:
+        self._weights, self._cache, self._kernels = parts.weights, parts.cache, parts.kernels
+        self._hot, self._cold, self._counts = parts.hot, parts.cold, parts.counts
+        self._fetcher = parts.fetcher
+        self._n_ctx, self._sparse, self._stream_bytes = parts.n_ctx, parts.sparse, parts.stream_bytes
+        self._copies = parts.copies
+        self._input_major = _read_input_major(graph, parts.hot, parts.input_major if parts.sparse else ())
+        groups = fuse(graph, taps)
+        self._check_split(groups, taps)
+        self._kept_names = taps
+        self.has_neurons = any(group.ffn is not None and group.ffn.leaves_out for group in groups)
+        self.taps = {value.id for value in graph.values if value.name in taps}
+        self._bits_of = self._scores_of_bits(groups, graph)
+        self._norms_ahead = self._norms_of_products(groups)
+        self._projections = self._projections_of_heads(groups)
+        calls = _submitted_early([call for group in groups for call in self._calls(group)])
+        calls = _gathered_late(calls)
+        self._early = _routed_early(calls)
+        last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
+        last_use.pop(graph.result.id)
+        n_body = next((i for i, call in enumerate(calls) if call.kind == "outputs"), len(calls))
+        for i, call in enumerate(calls[:n_body]):  # the tail runs once per slice of outputs: it drops nothing
+            call.drops = tuple(id for id, last in last_use.items() if last == i)
+        self.body, self.tail = calls[:n_body], calls[n_body:]
+        self._kept = self.tail[0].reads[0].width if self.tail else 0  # of the body, while the tail runs
+        self._widths = _most_alive(self.body), _most_alive(self.tail)
+
+    def n_live(self, n_tokens: int, n_outputs: int) -> int:
+        """Numbers that a step's values take, where most of them are alive."""
+        body, tail = self._widths
+        return max(n_tokens * body, n_tokens * self._kept + n_outputs * tail)
+
+    # ---- groups → calls ----
+
+    def _scores_of_bits(self, groups: list[Fused], graph: Graph) -> dict[int, Mask]:
+        """Scores of predictors of which bits alone are wanted, by id: where one product makes them, it
+        makes the bits at once, and these are what the value holds."""
+        masks = {f.mask.scores.id: f.mask for group in groups if (f := group.ffn) is not None and f.mask}
+        readers = Counter(value.id for group in groups for value in group.reads)
+        return {
+            value.id: masks[value.id]
+            for group in groups
+            if len(group.ops) == len(group.linears) == 1
+            and (value := group.out[0]).id in masks
+            and readers[value.id] == 1
+            and value.name not in self._kept_names
+            and value != graph.result
+        }
+
+    def _norms_of_products(self, groups: list[Fused]) -> dict[int, RMSNorm]:
+        """RMSNorms that the product before them can take over, as one group of products alone reads them: by
+        the value that they read."""
+        readers: dict[int, list[Fused]] = {}
+        for group in groups:
+            if isinstance(norm := _norm_of(group), RMSNorm | LayerNorm):
+                readers.setdefault(norm.x.id, []).append(group)
+        made = {group.out[0].id for group in groups if self._ends_in_product(group)}
+        return {
+            id: _norm_of(by[0])
+            for id, by in readers.items()
+            if id in made and len(by) == 1 and self._takes_weighed(by[0])
+        }
+
+    def _ends_in_product(self, group: Fused) -> bool:
+        """Whether a group's value is one product by rows, and perhaps a sum with it."""
+        if (ffn := group.ffn) is None:
+            ops, alone = group.linears, len(group.linears) == 1 and group.first(Activate) is None
+            return alone and group.out[0].id not in self._bits_of and not self._is_input_major(ops)
+        whole = ffn.route is None and ffn.layer not in self._hot
+        return whole and isinstance(ffn.down, Linear) and not self._is_input_major([ffn.down])
+
+    def _takes_weighed(self, group: Fused) -> bool:
+        """Whether what a group's RMSNorm yields is read by products by rows alone."""
+        if not isinstance(norm := _norm_of(group), RMSNorm) or norm.n_head > 1:
+            return False
+        if (ffn := group.ffn) is None:
+            is_plain = group.first(Threshold) is None and group.out[0].id not in self._bits_of
+            return is_plain and not self._is_input_major(group.linears)
+        if ffn.in_threshold is not None or ffn.route is not None or ffn.layer in self._hot:
+            return False
+        linears = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+        by_rows = self._leaves_out_rows(ffn) and self._sparse
+        return not by_rows and not self._is_input_major(linears)
+
+    def _is_input_major(self, linears: list[Linear]) -> bool:
+        return any(op.weight in self._input_major for op in linears)
+
+    def _projections_of_heads(self, groups: list[Fused]) -> dict[int, Fused]:
+        """Of attention whose queries, keys and values are one product, and need no more than RoPE, that
+        attention, by the id of its queries before it."""
+        readers = Counter(value.id for group in groups for value in group.reads)
+        products = {tuple(group.out): group for group in groups if len(group.linears) == 3}
+        found = {}
+        for group in groups:
+            if not isinstance(group.ops[-1], Attention):
+                continue
+            heads = _heads_of(group)
+            product = products.get((heads.q, heads.k, heads.v))
+            if product is None or heads.rope is None or heads.q_norm or heads.k_norm:
+                continue
+            private = all(readers[v.id] == 1 and v.name not in self._kept_names for v in product.out)
+            if (
+                private
+                and len(self._stacks(product.linears)) == 1
+                and not self._is_input_major(product.linears)
+            ):
+                found[heads.q.id] = group
+        return found
+
+    def _check_split(self, groups: list[Fused], taps: frozenset[str]) -> None:
+        """Layers whose neurons are shared must have an FFN that can be, without taps inside."""
+        split = {
+            group.layer
+            for group in groups
+            if (ffn := group.ffn) is not None and ffn.can_be_split and ffn.selected.name not in taps
+        }
+        for layer in self._hot:
+            if layer in split and self._sparse:
+                continue
+            inside = [name for name in taps if name.startswith(f"blk.{layer}.ffn_")]
+            if inside:
+                raise InvalidRequestError(
+                    f"{min(inside)} cannot be tapped: the neurons of layer {layer} are split between GPU and "
+                    "CPU; use --no-gpu"
+                )
+            raise UnsupportedModelError(
+                f"the neurons of layer {layer} cannot be split between GPU and CPU: its FFN has no zeros, "
+                "or only known ones when all gates are, or a norm of all neurons, or its down projection has "
+                "no row per neuron"
+            )
+
+    def _calls(self, group: Fused) -> list[Call]:
+        """One call; of a split FFN two: what it hands to the CPU, and what it does itself."""
+        layer, part = max(group.layer, 0), PARTS.index(group.part)
+        activate = group.first(Activate) if group.ffn is None else group.ffn.gate_act
+        if activate is not None and activate.xielu is not None:
+            raise UnsupportedModelError("xIELU is computed on the CPU; use --no-gpu")
+        outs, reads = tuple(group.out), tuple(group.reads)
+        inside = sum(op.out.width for op in group.ops if op.out not in group.out)
+        if (ffn := group.ffn) is not None:
+            if ffn.route is not None:
+                return self._experts(group, ffn)
+            inside += sum(op.out.width for op in ffn.primitives if op.out != ffn.out)
+            residual = group.residual(ffn.out)
+            if layer not in self._hot:
+                kept = tuple(v for v in (ffn.selected,) if v.name in self._kept_names)
+                run = self._whole(ffn, residual, group.out[0])
+                return [Call(run, layer, part, reads, (*kept, *outs), inside)]
+            before = ffn.inputs
+            after = () if residual is None else (residual,)
+            post, finish = self._split(ffn, residual, group.out[0])
+            return [
+                Call(post, layer, part, before, (), ffn.x.width, "post"),
+                Call(finish, layer, part, after, outs, inside),
+            ]
+        main = group.ops[-1]
+        kind: Any = {Attention: "attention", SelectOutputs: "outputs"}.get(type(main), "")
+        return [Call(self._lower(group), layer, part, reads, outs, inside, kind)]
+
+    def _lower(  # noqa: C901 - a case for each operation
+        self, group: Fused
+    ) -> Callable[[Frame], None]:
+        main = group.ops[-1]
+        if group.linears:
+            return self._linears(group)
+        if isinstance(first := group.ops[0], TransposedLinear):
+            return self._transposed(group, first)
+        out = main.out.id
+        match main:
+            case Embed():
+                return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
+            case (
+                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
+                | PoolBlocks() | HeadDot() | SimilarityGate()
+            ):  # fmt: skip
+                raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
+            case SelectOutputs():
+                x = main.x.id
+                return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
+            case Attention():
+                return self._attention(group, main)
+            case Threshold():
+                left = self._entered(main.x, None, main)
+                return lambda f: f.values.__setitem__(out, left(f))
+            case Rotate():
+                return self._rotate(main)
+            case PositionGain():
+                return self._position_gain(main)
+            case (
+                RMSNorm() | LayerNorm() | Activate() | GaussianTopK() | Mask() | Add() | Multiply() | Scale()
+                | SoftCap()
+            ):  # fmt: skip
+                compute = self._elementwise(main)
+                return lambda f: f.values.__setitem__(out, compute(f.values))
+            case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
+                raise UnsupportedModelError(
+                    "several residual streams, and adapters (LoRA), are computed on the CPU; use --no-gpu"
+                )
+            case UnitNorm():
+                raise UnsupportedModelError(
+                    "norms without weights (of values, as in Gemma 4) are computed on the CPU; use --no-gpu"
+                )
+            case Heads() | TransposedHeads():
+                raise UnsupportedModelError("latent attention is computed on the CPU; use --no-gpu")
+            case Route() | ExpertLinear() | ExpertSum():
+                # Of an FFN that was taken apart for a tap, or whose experts have predictors.
+                raise UnsupportedModelError(
+                    "experts with predictors, and values inside experts, are computed on the CPU alone; use "
+                    "--no-gpu"
+                )
+            case Linear() | TransposedLinear() | Ffn():
+                raise AssertionError(f"{main.out.name} is no group's last operation")
+            case _:
+                assert_never(main)
+
+    def _elementwise(
+        self, op: RMSNorm | LayerNorm | Activate | GaussianTopK | Mask | Add | Multiply | Scale | SoftCap
+    ) -> Callable[[dict[int, Tensor]], Tensor]:
+        k = self._kernels
+        match op:
+            case RMSNorm() | LayerNorm():
+                norm, x = self._norm(op), op.x.id
+                return lambda v: norm(v[x], None)
+            case Activate():
+                x, kind, threshold = op.x.id, op.kind, op.threshold
+                return lambda v: k.activate(v[x], kind, threshold)
+            case GaussianTopK():
+                x, multiplier = op.x.id, op.multiplier
+                return lambda v: k.gaussian_top_k(v[x], multiplier)
+            case Mask():
+                x, scores, least, first = op.x.id, op.scores.id, op.threshold, op.first
+                return lambda v: v[x] * torch.nn.functional.pad(~(v[scores] < least), (first, 0), value=True)
+            case Add():
+                a, b = op.a.id, op.b.id
+                return lambda v: v[a] + v[b]
+            case Multiply():
+                a, b = op.a.id, op.b.id
+                return lambda v: v[a] * v[b]
+            case Scale():
+                x, factor = op.x.id, op.factor
+                if op.weight is None:
+                    return lambda v: v[x] * factor
+                weight = self._weights.vector(op.weight)
+                return lambda v: v[x] * factor * weight
+            case SoftCap():
+                x, cap = op.x.id, op.cap
+                return lambda v: torch.tanh(v[x] / cap) * cap
+            case _:
+                assert_never(op)
+
+    def _norm_weight(self, op: RMSNorm | LayerNorm) -> Tensor:
+        if op.weight is None:
+            return self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
+        return self._weights.vector(op.weight)
+
+    def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
+        """A norm, and a threshold behind it."""
+        k, eps = self._kernels, op.eps
+        if isinstance(op, LayerNorm) and op.n_head > 1:
+            raise UnsupportedModelError("layer norms of heads are computed on the CPU; use --no-gpu")
+        weight = self._norm_weight(op)
+        if isinstance(op, LayerNorm):
+            bias = self._weights.bias(op.bias)
+            return lambda x, by: k.layer_norm(x, weight, bias, eps, by)
+        n_head = op.n_head
+        return lambda x, by: k.rms_norm(x, weight, eps, n_head, by)
+
+    def _entered(
+        self, x: Value, norm: RMSNorm | LayerNorm | None, input_threshold: Threshold | None
+    ) -> Callable[[Frame], Any]:
+        """What a product reads: x, normalised, and without what is small. Weighed where the product before
+        took the norm over, and only then."""
+        id, by, k = x.id, _token_threshold(input_threshold), self._kernels
+        if norm is not None and id in self._norms_ahead:
+            return lambda f: f.normed.pop(id)
+        if norm is not None:
+            normalised = self._norm(norm)
+            return lambda f: normalised(f.values[id], by(f))
+        if input_threshold is None:
+            return lambda f: f.values[id]
+        return lambda f: k.zero_small(f.values[id], by(f))
+
+    def _linears(self, group: Fused) -> Callable[[Frame], None]:
+        """Products of one input, with what was fused: a norm and a threshold before, an activation or a sum
+        after."""
+        linears, norm, input_threshold = (
+            group.linears,
+            group.first(RMSNorm, LayerNorm),
+            group.first(Threshold),
+        )
+        x, residual = (norm or input_threshold or linears[0]).x, _id(group.residual(linears[0].out))
+        outs, k, activate = [value.id for value in group.out], self._kernels, group.first(Activate)
+        if (mask := self._bits_of.get(outs[0])) is not None:
+            (op,), threshold, first = linears, mask.threshold, mask.first
+            matrix, bias = self._weights.linear(op), self._weights.biases([op])
+
+            def select(f: Frame) -> None:
+                f.values[outs[0]] = k.linear_bits(f.values[x.id], matrix, bias, threshold, first)
+
+            return select
+        if (attention := self._projections.get(outs[0])) is not None:
+            return self._project_heads(linears, attention, self._entered(x, norm, input_threshold))
+        if outs[0] in self._norms_ahead:
+            (op,), entered = linears, self._entered(x, norm, input_threshold)
+            project = self._product_and_norm(op, outs[0])
+
+            def project_with_norm(f: Frame) -> None:
+                project(f, entered(f), None if residual is None else f.values[residual])
+
+            return project_with_norm
+        after = {} if activate is None else {"activation": activate.kind, "threshold": activate.threshold}
+        entered, products = self._entered(x, norm, input_threshold), self._products(linears, after)
+
+        def run(f: Frame) -> None:
+            added = None if residual is None else f.values[residual]
+            f.values.update(zip(outs, products(entered(f), added), strict=True))
+
+        return run
+
+    def _product_and_norm(self, op: Linear, out: int) -> Callable[[Frame, Tensor, Tensor | None], None]:
+        """A product whose value an RMSNorm reads, with that norm."""
+        norm, k = self._norms_ahead[out], self._kernels
+        rows, bias, weight = self._weights.linear(op), self._weights.biases([op]), self._norm_weight(norm)
+
+        def run(f: Frame, h: Tensor, added: Tensor | None) -> None:
+            f.values[out], f.normed[out] = k.linear_normed(h, rows, bias, added, weight, norm.eps)
+
+        return run
+
+    def _project_heads(
+        self, linears: list[Linear], attention: Fused, entered: Callable[[Frame], Any]
+    ) -> Callable[[Frame], None]:
+        """Queries, keys and values in one product, rotated and stored; the value is that of the queries."""
+        main, heads, k = attention.ops[-1], _heads_of(attention), self._kernels
+        assert isinstance(main, Attention)
+        assert heads.rope is not None
+        rows, bias = self._weights.linear(*linears), self._weights.biases(linears)
+        (k_pages, v_pages), angles = self._cache.layers[main.layer], self._angles(heads.rope)
+        kind, n_head, out = heads.rope.kind, main.n_head, heads.q.id
+
+        def run(f: Frame) -> None:
+            f.values[out] = k.project_heads(
+                entered(f), rows, bias, angles(f), k_pages, v_pages, *_where(f), n_head=n_head, kind=kind
+            )
+
+        return run
+
+    def _products(
+        self, linears: list[Linear], after: dict[str, Any] | None = None
+    ) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
+        """Products of one input, and a sum with each. after: the activation, of one product alone."""
+        assert not after or len(linears) == 1
+        stacks = self._stacks(linears)
+        products = [self._product(ops, after or {}) for ops in stacks]
+        widths = [[op.out.width for op in ops] for ops in stacks]
+
+        def run(h: Tensor, added: Tensor | None) -> list[Tensor]:
+            return [
+                result
+                for product, width in zip(products, widths, strict=True)
+                for result in product(h, added).split(width, dim=1)
+            ]
+
+        return run
+
+    def _stacks(self, linears: list[Linear]) -> list[list[Linear]]:
+        """Products of one input that are one: q, k and v, or gate and up, of one type. Fewer launches, each
+        with more to do."""
+        kinds = {
+            (self._weights.source.tensors[op.weight].type, op.weight in self._input_major) for op in linears
+        }
+        return [linears] if len(kinds) == 1 else [[op] for op in linears]
+
+    def _product(self, ops: list[Linear], after: dict[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """One product with matrices of one type; of input-major ones channels of zeros are not read."""
+        bias, k = self._weights.biases(ops), self._kernels
+        if ops[0].weight not in self._input_major:
+            rows = self._weights.linear(*ops)
+            return lambda h, added: k.linear(h, rows, bias, added, **after)
+        matrix, left_out = self._weights.input_major(*ops), self._counts[ops[0].layer, N_COUNTS - 1 :]
+
+        def run(h: Tensor, added: Tensor | None) -> Tensor:
+            y = k.linear_t(h, matrix, bias, added, left_out=left_out)
+            return k.activate(y, after["activation"], after["threshold"]) if after else y
+
+        return run
+
+    def _transposed(self, group: Fused, main: TransposedLinear) -> Callable[[Frame], None]:
+        matrix, bias = self._weights.down(main), self._weights.bias(main.bias)
+        x, out, k = main.x.id, group.out[0].id, self._kernels
+        residual = _id(group.residual(main.out))
+
+        def run(f: Frame) -> None:
+            added = None if residual is None else f.values[residual]
+            f.values[out] = k.linear_t(f.values[x], matrix, bias, added)
+
+        return run
+
+    def _rotate(self, op: Rotate) -> Callable[[Frame], None]:
+        angles, x, out, k = self._angles(op.rope), op.x.id, op.out.id, self._kernels
+
+        def run(f: Frame) -> None:
+            f.values[out] = k.rotate(f.values[x], angles(f), n_head=op.n_head, kind=op.rope.kind)
+
+        return run
+
+    def _position_gain(self, op: PositionGain) -> Callable[[Frame], None]:
+        """Look up the gain of each token in a table with one entry for each length of the context."""
+        firsts = np.arange(-(-self._n_ctx // op.length)) * op.length
+        table = self._weights.tensor(("gain", op.beta, op.length), position_gain(op, firsts))
+        out = op.out.id
+
+        def run(f: Frame) -> None:
+            f.values[out] = table.index_select(0, f.inputs.positions[: f.n] // op.length)
+
+        return run
+
+    def _angles(self, rope: Rope) -> Callable[[Frame], Tensor]:
+        """cos and sin of the step's positions: computed by the first layer that needs them."""
+        k = self._kernels
+        table = self._weights.rope(rope, self._n_ctx)
+
+        def angles(f: Frame) -> Tensor:
+            if rope not in f.angles:
+                f.angles[rope] = k.angles(f.inputs.positions[: f.n], table)
+            return f.angles[rope]
+
+        return angles
+
+    def _attention(self, group: Fused, main: Attention) -> Callable[[Frame], None]:
+        """Attention, with the head norms and rotations that were fused into it."""
+        if not main.causal:
+            raise UnsupportedModelError("attention of encoders is computed on the CPU; use --no-gpu")
+        if main.blocks is not None:
+            raise UnsupportedModelError("attention to blocks is computed on the CPU; use --no-gpu")
+        if main.slopes is not None or main.first_seen:
+            what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
+            raise UnsupportedModelError(f"{what} is computed on the CPU; use --no-gpu")
+        sinks = self._weights.bias(main.sinks)
+        heads, k = _heads_of(group), self._kernels
+        norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "eps": 0.0}
+        for side, norm in (("q_norm", heads.q_norm), ("k_norm", heads.k_norm)):
+            if norm is not None:
+                norms[side], norms["eps"] = self._weights.vector(norm.weight), norm.eps
+        k_pages, v_pages = self._cache.layers[main.layer]
+        rope, is_stored = heads.rope, heads.q.id in self._projections
+        angles = self._angles(rope) if rope else None
+        kind = rope.kind if rope else "norm"
+        ids, out = (heads.q.id, heads.k.id, heads.v.id), main.out.id
+
+        def run(f: Frame) -> None:
+            where = _where(f)
+            queries = f.values[ids[0]]
+            if not is_stored:
+                keys, values = (f.values[id] for id in ids[1:])
+                if angles is None:
+                    k.store_kv(keys, values, k_pages, v_pages, *where)
+                else:
+                    queries = k.rotate_store(
+                        queries, keys, values, angles(f), k_pages, v_pages, *where,
+                        n_head=main.n_head, kind=kind, **norms,
+                    )  # fmt: skip
+            f.values[out] = k.attention(
+                queries, k_pages, v_pages, *where,
+                n_head=main.n_head, scale=main.scale, window=main.window, softcap=main.softcap,
+                sinks=sinks,
+            )  # fmt: skip
+
+        return run
+
+    # ---- MoE models
+
+    def _experts(self, group: Fused, ffn: Ffn) -> list[Call]:
+        """What an MoE layer hands to the CPU, and the sum of what comes back."""
+        op, cold, k, layer = ffn.select, self._cold, self._kernels, ffn.layer
+        if not isinstance(op, Route) or cold is None or ffn.selected.name in self._kept_names:
+            raise UnsupportedModelError(
+                "experts with predictors, and values inside experts, are computed on the CPU alone; use "
+                "--no-gpu"
+            )
+        if op.table is not None or op.scoring == "sqrt_softplus":
+            raise UnsupportedModelError(
+                "experts that a table names, or scores that are roots, are computed on the CPU; use --no-gpu"
+            )
+        entered, scores, gate_threshold = (
+            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
+            op.x.id,
+            _token_threshold(ffn.gate_threshold),
+        )
+        bias, scales = self._weights.bias(op.bias), self._weights.bias(op.scales)
+        out, added_id = group.out[0].id, _id(group.residual(ffn.out))
+        n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
+        counts = self._counts[layer]
+        fetcher = self._fetcher if self._fetcher is not None and layer in self._fetcher else None
+
+        def route(f: Frame) -> None:
+            ids, f.weights[layer] = k.route(f.values[scores], op, bias, scales)
+            if route_id is not None:
+                f.values[route_id] = torch.cat([ids.float(), f.weights[layer]], dim=1)
+            if fetcher is None:
+                f.choices[layer] = FetchPlan(ids, None)
+            else:
+                early = layer in self._early
+                f.choices[layer] = fetcher.choose(layer, ids, early=early, warming=f.warming)
+
+        def post(f: Frame) -> None:
+            h, choice = entered(f), f.choices[layer]
+            cold.post(layer, h, choice.asked)
+            if fetcher is not None:
+                f.own[layer] = fetcher.compute(layer, choice, h, counts, gate_threshold(f))
+
+        def finish(f: Frame) -> None:
+            parts = cold.collect(layer)
+            parts = parts.view(len(parts), n_used, -1)
+            choice, own = f.choices.pop(layer), f.own.pop(layer, None)
+            added = None if added_id is None else f.values[added_id]
+            asked = None if own is None else choice.asked
+            f.values[out] = k.sum_experts(parts, f.weights.pop(layer), added, own, asked)
+
+        part, inside = PARTS.index(group.part), 2 * n_used + ffn.x.width
+        given = tuple(value for value in ffn.inputs if value != op.x)
+        after = tuple(value for value in group.reads if value.id == added_id)
+        answer = n_used * ffn.out.width * (1 if fetcher is None else 2)
+        return [
+            Call(route, layer, part, (op.x,), (op.out,), 0, "route"),
+            Call(post, layer, part, (*given, op.out), (), inside, "post"),
+            Call(finish, layer, part, after, tuple(group.out), answer, "collect"),
+        ]
+
+    # ---- FFNs
+
+    def _bits(self, mask: Mask | None) -> Callable[[Frame], Tensor | None]:
+        if mask is None:
+            return lambda _: None
+        k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
+        if scores in self._bits_of:
+            return lambda f: f.values[scores]
+        return lambda f: k.pack_bits(f.values[scores], threshold, first)
+
+    def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[Frame], None]:
+        """All neurons on the device. Their values are kept where they are asked for."""
+        k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
+        entered, bits, added_id = (
+            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
+            self._bits(ffn.mask),
+            _id(residual),
+        )
+        values, thresholds = self._values(ffn), _neuron_thresholds(ffn)
+        is_kept = selected.name in self._kept_names
+        down = ffn.down
+        by_rows = self._leaves_out_rows(ffn) and self._sparse
+        if isinstance(down, TransposedLinear) and by_rows and not is_kept and ffn.sub_norm is None:
+            given = self._rows(ffn, None) | _activations(ffn)
+            matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
+
+            def fused(f: Frame) -> None:
+                added = None if added_id is None else f.values[added_id]
+                f.values[out.id] = k.sparse_ffn(
+                    entered(f), down_t=matrix, down_bias=bias, residual=added, selected=bits(f),
+                    counts=counts, **given, **thresholds(f),
+                )  # fmt: skip
+
+            return fused
+        project = self._down(down, out.id)
+        sub_norm = None if ffn.sub_norm is None else self._norm(ffn.sub_norm)
+
+        def run(f: Frame) -> None:
+            added = None if added_id is None else f.values[added_id]
+            neurons = values(f, entered(f), bits(f))
+            if is_kept:
+                f.values[selected.id] = neurons
+            if sub_norm is not None:
+                neurons = sub_norm(neurons, None)
+            project(f, neurons, added)
+
+        return run
+
+    def _down(
+        self, op: Linear | TransposedLinear | ExpertSum, out: int
+    ) -> Callable[[Frame, Tensor, Tensor | None], None]:
+        """The down projection of values of neurons, and what it is added to."""
+        k = self._kernels
+        if isinstance(op, TransposedLinear):
+            neuron_major, bias = self._weights.down(op), self._weights.bias(op.bias)
+            return lambda f, neurons, added: f.values.__setitem__(
+                out, k.linear_t(neurons, neuron_major, bias, added)
+            )
+        assert isinstance(op, Linear)
+        if out in self._norms_ahead:
+            return self._product_and_norm(op, out)
+        products = self._products([op])
+        return lambda f, neurons, added: f.values.__setitem__(out, products(neurons, added)[0])
+
+    def _leaves_out_rows(self, ffn: Ffn) -> bool:
+        """Whether rows of gate and up are left out one by one; else both are read whole, or input-major."""
+        by_threshold = ffn.gate_threshold is not None and one_matrix(ffn.up).weight not in self._input_major
+        if ffn.top_k is not None:  # of one kernel's gates no program has all
+            return False
+        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_threshold
+
+    def _values(self, ffn: Ffn) -> Callable[[Frame, Tensor, Tensor | None], Tensor]:
+        """The values of the neurons from the FFN's input and the predicted ones' bits."""
+        k, options, thresholds = self._kernels, _activations(ffn), _neuron_thresholds(ffn)
+        counts = self._counts[ffn.layer] if ffn.has_zeros else None
+        if (by_rows := self._leaves_out_rows(ffn)) and self._sparse:
+            given = self._rows(ffn, None) | options
+            return lambda f, h, bits: k.neurons(h, selected=bits, counts=counts, **given, **thresholds(f))
+        linears = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+        thresholded = ffn.gate_threshold is not None or ffn.down_threshold is not None
+        plain = not (by_rows or ffn.has_zeros or thresholded or linears[0].weight in self._input_major)
+        if plain and len(self._stacks(linears)[0]) == 2:
+            both, bias = self._weights.linear(*linears), self._weights.biases(linears)
+            return lambda _f, h, _bits: k.gated(h, both, bias, **options)
+        products = self._products(linears)
+        if (top_k := ffn.top_k) is not None:
+
+            def above(f: Frame, h: Tensor, _: Tensor | None) -> Tensor:
+                gate, up = products(h, None)
+                gate = k.gaussian_top_k(gate, top_k.multiplier)
+                values: Tensor = k.fired(gate, up, counts=counts, **options, **thresholds(f))
+                return values
+
+            return above
+        return lambda f, h, bits: k.fired(
+            *products(h, None), selected=bits, counts=counts, dense=by_rows, **options, **thresholds(f)
+        )
+
+    def _split(
+        self, ffn: Ffn, residual: Value | None, out: Value
+    ) -> tuple[Callable[[Frame], None], Callable[[Frame], None]]:
+        """Hot neurons on the device, cold ones by the service or streamed in: the post, and the rest."""
+        layer, hot, cold, k, down = ffn.layer, self._hot[ffn.layer], self._cold, self._kernels, ffn.down
+        counts = self._counts[layer]
+        assert cold is not None
+        assert isinstance(down, TransposedLinear)
+        bias = self._weights.bias(down.bias)
+        indices = np.flatnonzero(hot)
+        held = self._weights.held(layer, indices, len(hot))
+        options = _activations(ffn)
+        given = self._rows(ffn, indices) | options
+        down_t = self._weights.hot_rows(down, indices)
+        gate = None if ffn.gate is None else one_matrix(ffn.gate)
+        matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
+        stream = CpuWorkerRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
+        entered, bits, added_id = (
+            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
+            self._bits(ffn.mask),
+            _id(residual),
+        )
+        thresholds = _neuron_thresholds(ffn)
+
+        def post(f: Frame) -> None:
+            f.submitted[layer] = h, selected = entered(f), bits(f)
+            if not f.streamed:
+                cold.post(layer, h, selected)
+
+        def hot_half(f: Frame, h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
+            if len(indices):
+                y: Tensor = k.sparse_ffn(
+                    h, down_t=down_t, down_bias=bias, residual=added, selected=selected, held=held,
+                    counts=counts, **given, **thresholds(f),
+                )  # fmt: skip
+                return y
+            y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added
+            return y if bias is None else y + bias
+
+        def finish(f: Frame) -> None:
+            h, selected = f.submitted.pop(layer)
+            y = hot_half(f, h, selected, None if added_id is None else f.values[added_id])
+            if f.streamed:
+                for i, part in enumerate(stream.parts()):
+                    y = k.sparse_ffn(
+                        h, selected=selected, residual=y, counts=counts, **part, **options, **thresholds(f)
+                    )
+                    del part  # else three would be there while the next is made
+                    if f.warming and i == 1:
+                        break
+            else:
+                y = y + cold.collect(layer)
+            f.values[out.id] = y
+
+        return post, finish
+
+    def _rows(self, ffn: Ffn, indices: np.ndarray | None) -> dict[str, Any]:
+        """Gate and up with their biases, of all neurons or of some, as the kernels' arguments are named."""
+        given: dict[str, Any] = {}
+        for name, product in (("gate", ffn.gate), ("up", ffn.up)):
+            if product is None:
+                given[name] = None
+                continue
+            op = one_matrix(product)
+            if indices is None:
+                given[name], given[f"{name}_bias"] = self._weights.linear(op), self._bias(op)
+                continue
+            given[name] = self._weights.hot_rows(op, indices)
+            if op.bias is not None:
+                bias = self._weights.host_vector(op.bias)[op.first_row + indices]
+                given[f"{name}_bias"] = self._weights.tensor((op.bias, op.first_row, "hot"), bias)
+        return given
+
+    # ---- small things ----
+
+    def _bias(self, op: Linear) -> Tensor | None:
+        return self._weights.bias(op.bias, op.first_row, op.out.width)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What attention reads before head norms and rotation, and these."""
+
+    q: Value
+    k: Value
+    v: Value
+    rope: Rope | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+
+def _heads_of(group: Fused) -> _Heads:
+    """Of a group that ends in attention, with the head norms and rotations that were fused into it."""
+    main = group.ops[-1]
+    assert isinstance(main, Attention)
+    q, k, rope = main.q, main.k, None
+    norms: dict[str, RMSNorm | None] = {"q": None, "k": None}
+    for op in reversed(group.ops[:-1]):
+        assert isinstance(op, Rotate | RMSNorm)
+        if isinstance(op, Rotate):
+            rope = op.rope
+        else:
+            norms["q" if op.out == q else "k"] = op
+        q, k = (op.x, k) if op.out == q else (q, op.x)
+    return _Heads(q, k, main.v, rope, norms["q"], norms["k"])
+
+
+def _where(f: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    """Page tables, and the sequence and position of each token."""
+    return f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
+
+
+def _norm_of(group: Fused) -> Any:
+    """The norm of what a group's products read, or None."""
+    if group.ffn is not None:
+        return group.ffn.norm
+    return group.first(RMSNorm, LayerNorm) if group.linears else None
+
+
+def _id(value: Value | None) -> int | None:
+    return None if value is None else value.id
+
+
+def _read_input_major(graph: Graph, hot: Collection[int], wanted: Collection[str]) -> frozenset[str]:
+    """Of the matrices that are wanted input-major those that can be: their input is thresholded, and their
+    rows are no neurons that are left out, or shared with the CPU, one by one."""
+    by_row = set()
+    for ffn in graph.ffns:
+        both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
+        one_by_one = ffn.fires_exactly or ffn.mask is not None or ffn.layer in hot
+        if one_by_one or not set(both) <= set(wanted):
+            by_row.update(both)
+    return frozenset(op.weight for op in thresholded_products(graph) if op.weight in wanted) - by_row
+
+
+def _token_threshold(op: Threshold | None) -> Callable[[Frame], TokenThreshold | None]:
+    """What a threshold leaves out of a step's tokens."""
+    if op is None:
+        return lambda _: None
+    threshold = float(np.float32(op.threshold))
+    return lambda f: TokenThreshold(f.inputs.thresholded[: f.n], threshold)
+
+
+def _neuron_thresholds(ffn: Ffn) -> Callable[[Frame], dict[str, TokenThreshold | None]]:
+    """The thresholds of gates and of neurons, as the kernels' arguments are named."""
+    of_gate, of_value = _token_threshold(ffn.gate_threshold), _token_threshold(ffn.down_threshold)
+    if ffn.gate_threshold is None and ffn.down_threshold is None:
+        return lambda _: {}
+    return lambda f: {"gate_threshold": of_gate(f), "value_threshold": of_value(f)}
+
+
+def _activations(ffn: Ffn) -> dict[str, Any]:
+    """What is done to gate and up, as the kernels' arguments are named."""
+    return {
+        "activation": ffn.gate_act.kind,
+        "threshold": ffn.gate_act.threshold,
+        "up_activation": ffn.up_act.kind if ffn.up_act else None,
+    }
+
+
+def _submitted_early(calls: list[Call]) -> list[Call]:
+    """Moves what is submitted, or routed, and what it needs, before an attention that it does not wait
+    for."""
+    for post in [call for call in calls if call.kind in ("route", "post")]:
+        at = calls.index(post)
+        attention = max((i for i in range(at) if calls[i].kind == "attention"), default=None)
+        if attention is None:
+            continue
+        waits = set(calls[attention].outs)  # values that attention must come before
+        for call in calls[attention + 1 : at]:
+            if waits & set(call.reads):
+                waits |= set(call.outs)
+        if waits & set(post.reads):
+            continue
+        moved, needed = [post], set(post.reads)
+        for call in reversed(calls[attention + 1 : at]):
+            if needed & set(call.outs):
+                moved.insert(0, call)
+                needed |= set(call.reads)
+        rest = [call for call in calls if call not in moved]
+        first = 1 + max((i for i, call in enumerate(rest) if needed & set(call.outs)), default=-1)
+        calls = [*rest[:first], *moved, *rest[first:]]
+    return calls
+
+
+def _routed_early(calls: list[Call]) -> set[int]:
+    """Layers whose router is before their attention: what experts they lack may come meanwhile."""
+    attention = {call.layer: i for i, call in enumerate(calls) if call.kind == "attention"}
+    return {
+        call.layer
+        for i, call in enumerate(calls)
+        if call.kind == "route" and i < attention.get(call.layer, -1)
+    }
+
+
+def _gathered_late(calls: list[Call]) -> list[Call]:
+    """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
+    for collect in [call for call in calls if call.kind == "collect"]:
+        at = calls.index(collect)
+        made = set(collect.outs)
+        to = next((i for i in range(at + 1, len(calls)) if made & set(calls[i].reads)), at + 1)
+        calls = [*calls[:at], *calls[at + 1 : to], collect, *calls[to:]]
+    return calls
+
+
+def _most_alive(calls: list[Call]) -> int:
+    """The greatest sum of widths of values that are alive together, those inside a call among them."""
+    alive: dict[int, int] = {}
+    most = 0
+    for call in calls:
+        alive |= {value.id: value.width for value in [*call.reads, *call.outs]}
+        most = max(most, sum(alive.values()) + call.inside)
+        for id in call.drops:
+            alive.pop(id, None)
+    return most

@@ -1,0 +1,446 @@
+"""A stage: some layers of a model on one device, run step by step.
+
+A model on one GPU is one stage. On several, each runs a range of the graph's operations and hands the
+residual stream to the next. The hot neurons of a layer may be all that the stage has of its FFN; a cold
+service then computes the others on the CPU at the same time.
+
+Steps of a few tokens are captured in a CUDA graph, one per number of tokens: the first such step runs as it
+is, and its calls are then recorded and replayed, without Python or launches between them. Captured or not,
+`_compute` is what runs, and it reads the tensors of StepInputs and nothing of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.base import COUNTS, PAGE_SIZE, Batch
+from hotset.backends.embedding import lookup
+from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
+from hotset.backends.triton.capture import MAX_CAPTURED, Captured, Graphs
+from hotset.backends.triton.cpu_offload import CudaDriver
+from hotset.backends.triton.devices import current, find_device, memory_errors, synchronize
+from hotset.backends.triton.experts import GpuExpertCache, can_hold
+from hotset.backends.triton.experts_fetch import Fetcher
+from hotset.backends.triton.fallback import N_COUNTS
+from hotset.backends.triton.kernels import Kernels
+from hotset.backends.triton.kv import OUTPUTS, PagedCache, StepInputs, StepOutputs
+from hotset.backends.triton.launch import compiled_first
+from hotset.backends.triton.program import Call, CpuWorkerProtocol, Frame, Program, StageParts
+from hotset.backends.triton.stream import CopyStream
+from hotset.backends.triton.weights import DeviceWeights
+from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
+from hotset.formats.source import WeightSource
+from hotset.model.cost import KVType
+from hotset.model.graph import Graph
+from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
+from hotset.offload.cache_stats import CacheStats
+from hotset.offload.misses import Fetching
+
+# Of steps, in tokens, beside the largest: each size of tiles once.
+WARM_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
+
+
+class GpuStage:
+    """The Stage protocol over graph.ops[first_op:last_op] on `device`.
+
+    hot: layer → bool [n_ff], the neurons whose rows (gate, up, down_t, biases) are on the device; the layers
+    that are not in it are there as a whole. cold: computes the others, where there are any, and the experts
+    of MoE models; it is closed with the stage.
+    notes: what a person should know of how it runs, a sentence each.
+    stream_from: number of tokens from which on cold rows come to the device and the service is not used;
+    None: never. sparse: False computes every neuron (no layer can be split then).
+    expert_slots: experts of MoE models that are kept in the device's memory, as its replacement policy says.
+    fetching: of those that a step lacks, where that is quicker than to leave them to the CPU; None: never.
+    weight_bytes: what its weights were planned to take, where there is a plan.
+    input_major: matrices with thresholded inputs, in the layout that leaves channels of zeros unread; they
+    are there once, and every step reads them so.
+    nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
+    Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
+    """
+
+    n_states = 0
+
+    def __init__(  # noqa: PLR0913
+        self,
+        weights: WeightSource,
+        graph: Graph,
+        device: str,
+        *,
+        first_op: int = 0,
+        last_op: int | None = None,
+        n_pages: int,
+        max_batch: int,
+        kv_type: KVType = "f16",
+        hot: Mapping[int, np.ndarray] | None = None,
+        cold: CpuWorkerProtocol | None = None,
+        kernels: Kernels | None = None,
+        sparse: bool = True,
+        stream_from: int | None = STREAM_FROM,
+        stream_bytes: int = STREAM_BYTES,
+        capture: Capture | None = None,
+        expert_slots: int = 0,
+        fetching: Fetching | None = None,
+        weight_bytes: int = 0,
+        input_major: Collection[str] = (),
+    ) -> None:
+        self.device = find_device(device)
+        self.kernels = kernels or Kernels(self.device)
+        self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
+        self.n_pages, self.max_batch, self.sparse = n_pages, max_batch, sparse
+        attention = [op for op in self.graph.ops if isinstance(op, Attention)]
+        layers = {op.layer for op in attention}
+        self._hot = {i: mask for i, mask in (hot or {}).items() if i in layers and not mask.all()}
+        self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
+        self._cold = self._checked(cold, stream_from)
+        self._n_on_cpu = 0  # experts of tokens that the CPU computed, where there is no cache
+        self._is_served = False  # whether the CPU worker took part in the latest step
+        self._stream_from, self._stream_bytes = stream_from, stream_bytes
+        self._input_major = frozenset(input_major)
+        self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
+        self.has_output = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
+        entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
+        self._source = weights
+        self._weights = DeviceWeights(weights, self.device, weight_bytes)
+        self._copies = CopyStream(self.device)
+        self._expert_cache: GpuExpertCache | None = None
+        self._fetcher: Fetcher | None = None
+        self._programs: dict[frozenset[str], Program] = {}
+        self._captured: dict[int, tuple[Captured, Tensor]] = {}
+        self._capture = capture
+        if capture is None and self.kernels.capturable and (self._cold is None or self._cold.capturable):
+            self._capture = Graphs(self.device)
+        self.notes: list[str] = []
+        self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
+        self.largest: np.ndarray | None = None  # of the latest step, as StepResult.largest
+        self.candidates = None  # all logits of a step are copied to the host
+        self.timed = False  # measures each group, which forbids captured graphs on a GPU
+        self.n_layer = graph.n_layer
+        self._seconds = np.zeros((self.n_layer, len(PARTS)))
+        self._warming = False
+        self._cancelled = False
+        advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
+        with memory_errors(self.device, "loading the model", advice), current(self.device):
+            self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
+            self._outputs = StepOutputs(self._counts, self.graph.result.width if self.has_output else 0)
+            self._cache = PagedCache(attention, n_pages, kv_type, self.device)
+            widths = {value.id: value.width for value in entering}
+            self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
+            self._add_experts(expert_slots, fetching)
+            self._program(frozenset())
+            if self.device.type == "cuda":
+                self.warm_up()
+
+    @property
+    def name(self) -> str:
+        """The device's name as torch has it."""
+        return str(self.device)
+
+    @property
+    def has_neurons(self) -> bool:
+        """Whether the FFNs have zeros to count."""
+        return self._program(frozenset()).has_neurons
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that the stage holds. workspace: a step's inputs, and its values where most are alive."""
+        values = 4 * self._program(frozenset()).n_live(self.max_batch, min(self.max_batch, OUTPUT_ROWS))
+        streamed = 2 * self._stream_bytes if self._hot and self._stream_from is not None else 0
+        inputs = self._inputs.nbytes + self._counts.nbytes + self._weights.table_nbytes
+        return {
+            "weights": self._weights.nbytes,
+            "experts": 0 if self._expert_cache is None else self._expert_cache.nbytes,
+            "kv": self._cache.nbytes,
+            "workspace": values + streamed + inputs,
+        }
+
+    def run(self, batch: Batch, x: Rows | None = None) -> Tensor:
+        """As Stage.run. Logits of up to kv.OUTPUTS rows, and of more than OUTPUT_ROWS, are on the host."""
+        self._cancelled = False
+        try:
+            return self._step(batch, x)
+        except DeviceError:
+            if self._cancelled:  # the CPU worker was cancelled, too
+                raise StepCancelledError from None
+            raise
+
+    def _step(self, batch: Batch, x: Rows | None) -> Tensor:
+        program = self._program(frozenset(batch.taps))
+        vectors: dict[int, np.ndarray | Tensor] = {
+            op.out.id: lookup(self._source, op, batch) for op in self._embeds
+        }
+        if (self.entering is None) != (x is None):
+            raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
+        n, n_outputs = len(batch.tokens), len(batch.outputs)
+        if self.entering is not None and x is not None:
+            if tuple(x.shape) != (n, self.entering.width):
+                raise InvalidRequestError(
+                    f"the rows that enter are [{n}, {self.entering.width}], a row per token; these are "
+                    f"{list(x.shape)}"
+                )
+            vectors[self.entering.id] = x
+        cold = None if self._streams(n) and not self._experts else self._cold
+        self._is_served = cold is not None
+        advice = "load the model with a smaller max_batch or --vram-budget"
+        with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
+            self._inputs.fill(batch, vectors)
+            if self._expert_cache is not None:
+                self._expert_cache.begin_step()
+            try:
+                with nullcontext() if cold is None else cold.step(n, batch.thresholded):
+                    result = self._run(program, n, n_outputs)
+                    self._outputs.end()
+                if self.has_output and n_outputs:  # without any the next step may begin
+                    self._outputs.wait()
+            except BaseException:
+                if self._fetcher is not None:
+                    with suppress(RuntimeError):  # of the device that failed
+                        self._fetcher.settle()
+                raise
+            if self._experts and cold is not None and not self._warming:
+                self._learn({layer: cold.route(layer) for layer in sorted(self._experts)})
+        largest = self._outputs.largest
+        self.largest = None if largest is None or n_outputs > OUTPUTS else largest[:n_outputs].numpy()
+        self._source.check()
+        return result
+
+    def counts(self) -> np.ndarray:
+        """As Stage.counts, the CPU worker's neurons among them."""
+        self._outputs.wait()
+        counts: np.ndarray = self._outputs.counts.numpy().copy()
+        if self._cold is not None and self._is_served:
+            cold = self._cold.counts()
+            counts[list(self._cold.layers), : cold.shape[1]] += cold
+        return counts
+
+    def expert_counts(self) -> CacheStats:
+        """Of MoE models, since the stage was made."""
+        cache = self._expert_cache
+        return CacheStats(on_cpu=self._n_on_cpu) if cache is None else cache.stats
+
+    def active_on_cpu(self) -> np.ndarray:
+        """Of the latest step, int64 [n_layer]: the active neurons of the CPU worker."""
+        active = np.zeros(self.n_layer, np.int64)
+        if self._cold is not None and self._is_served:
+            active[list(self._cold.layers)] = self._cold.counts()[:, COUNTS.index("active")]
+        return active
+
+    def seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
+
+        On a GPU zeros, unless `timed` is set.
+        """
+        return self._seconds
+
+    def cpu_worker_seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [n_layer]: how long the CPU worker took for each layer."""
+        seconds = np.zeros(self.n_layer)
+        if self._cold is not None and self._is_served:
+            seconds[list(self._cold.layers)] += self._cold.seconds()
+        return seconds
+
+    def cancel(self) -> None:
+        """Ends the step in flight before its next call, from any thread; it raises StepCancelledError.
+
+        A step that is replayed as a whole, of few tokens, goes on to its end, but for what it waits for.
+        """
+        self._cancelled = True
+        if self._cold is not None:
+            self._cold.cancel("it was cancelled")
+
+    def close(self) -> None:
+        """Ends the CPU worker and frees the memory of the device; safe to call twice."""
+        if self._cold is not None:
+            self._cold.close()
+        if self._expert_cache is not None:
+            self._expert_cache.close()
+        self._captured.clear()
+        self._programs.clear()
+        self._cache.layers.clear()
+        self._weights.clear()
+
+    def _checked(self, cold: CpuWorkerProtocol | None, stream_from: int | None) -> CpuWorkerProtocol | None:
+        """The service, where a layer needs one."""
+        if not (shared := self._hot.keys() | self._experts):
+            return None
+        if cold is None:
+            what = "experts" if min(shared) in self._experts else "cold neurons"
+            raise InvalidRequestError(f"layer {min(shared)} has {what} and needs a service for them")
+        most = self.max_batch
+        if stream_from is not None and not self._experts:
+            most = min(most, stream_from - 1)
+        if cold.max_batch < most:
+            raise InvalidRequestError(
+                f"steps of up to {most} tokens need a CPU worker for as many, not {cold.max_batch}"
+            )
+        return cold
+
+    def _add_experts(self, n_slots: int, fetching: Fetching | None) -> None:
+        """Makes the cache of experts, and what fetches others; without slots neither, or without experts that
+        this device computes as the CPU does."""
+        mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
+        held = [ffn for ffn in mixed if can_hold(ffn, self._source.tensors, self.device)]
+        n_spare = 0 if fetching is None else fetching.n_spare
+        if not held or not (n_slots or n_spare):
+            return
+        # Triton's kernels read the host's memory themselves.
+        needs = n_spare and self.device.type == "cuda" and self.kernels.triton
+        registrar = CudaDriver(self.device) if needs else None
+        try:
+            cache = GpuExpertCache(
+                self._weights, held, n_slots, sparse=self.sparse, n_spare=n_spare, registrar=registrar
+            )
+        except DeviceError as error:
+            self.notes.append(f"experts are not fetched for the step that needs them: {error}")
+            cache = GpuExpertCache(self._weights, held, n_slots + n_spare, sparse=self.sparse)
+        self._expert_cache, self._fetcher = cache, Fetcher(cache, self.kernels, fetching)
+
+    def _learn(self, routes: dict[int, np.ndarray]) -> None:
+        """Of the MoE models what a step asked for, as it was submitted."""
+        if self._expert_cache is not None:
+            self._expert_cache.learn(routes)
+        else:
+            self._n_on_cpu += sum(asked.size for asked in routes.values())
+
+    # ---- one step ----
+
+    def _run(self, program: Program, n: int, n_outputs: int) -> Tensor:
+        self._seconds[:] = 0
+        small = n <= MAX_CAPTURED and not program.taps and not self.timed
+        may_replay = self._capture is not None or n in self._captured
+        if not may_replay or not small or self._streams(n):
+            return self._eager(program, n, n_outputs)
+        if n not in self._captured:
+            return self._record(program, n, n_outputs)
+        graph, result = self._captured[n]
+        graph.replay()
+        return self._outputs.logits[:n_outputs] if self.has_output else result
+
+    def _record(self, program: Program, n: int, n_outputs: int) -> Tensor:
+        """Runs a step, and records it for the next of its size. A capture that fails is the last of this
+        stage, which goes on without; `notes` then says so."""
+        assert self._capture is not None
+        # With as many outputs as it is recorded with: no kernel may be loaded first within a capture.
+        result = self._eager(program, n, n)
+        if self._expert_cache is not None:
+            self._expert_cache.settle()
+        try:
+            self._captured[n] = self._capture(lambda: self._computed(program, n, n, {}))
+        except StepCancelledError:
+            raise
+        except Exception as error:
+            self._capture = None
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.notes.append(
+                f"{self.device}: steps of {n} tokens cannot be captured, and are launched one kernel after "
+                f"the other, which takes longer ({why})"
+            )
+        return result[:n_outputs] if self.has_output else result
+
+    def _eager(self, program: Program, n: int, n_outputs: int) -> Tensor:
+        taps: dict[str, list[Tensor]] = {}
+        result = self._computed(program, n, n_outputs, taps)
+        self.tapped = {
+            name: np.concatenate([rows.cpu().numpy() for rows in parts]) for name, parts in taps.items()
+        }
+        return result
+
+    def _computed(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
+        """As _compute; counts, and the logits of few rows, are on their way to the host."""
+        result = self._compute(program, n, n_outputs, taps)
+        few = self.has_output and 0 < n_outputs <= OUTPUTS
+        self._outputs.take(self._counts, result if few else None, self.kernels)
+        return self._outputs.logits[:n_outputs] if few else result
+
+    def _compute(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
+        """The calls of a step, over what stands in the inputs."""
+        self._counts.zero_()
+        inputs = self._inputs
+        frame = Frame(n, inputs, inputs.outputs[:0], self._streams(n), self._warming)
+        if self.entering is not None:
+            frame.values[self.entering.id] = inputs.vectors[self.entering.id][:n]
+        for call in program.body:
+            self._call(call, frame, program, taps)
+        last = self.graph.result.id
+        if not program.tail:
+            return frame.values[last]
+        if n_outputs == 0:
+            for call in program.tail:
+                for value in call.outs:
+                    if value.id in program.taps:
+                        taps[value.name] = [torch.zeros((0, value.width))]
+            return torch.zeros((0, self.graph.result.width))
+        slices = []
+        for first in range(0, n_outputs, OUTPUT_ROWS):
+            outputs = inputs.outputs[first : min(first + OUTPUT_ROWS, n_outputs)]
+            part = Frame(n, inputs, outputs, frame.streamed, frame.warming, dict(frame.values))
+            for call in program.tail:
+                self._call(call, part, program, taps)
+            slices.append(part.values[last] if n_outputs <= OUTPUT_ROWS else part.values[last].cpu())
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+    def _call(self, call: Call, frame: Frame, program: Program, taps: dict[str, list[Tensor]]) -> None:
+        if self._cancelled:
+            raise StepCancelledError
+        if self.timed or self.device.type == "cpu":
+            synchronize(self.device)
+            began = time.perf_counter()
+            call.run(frame)
+            synchronize(self.device)
+            self._seconds[call.layer, call.part] += time.perf_counter() - began
+        else:
+            call.run(frame)
+        for value in call.outs:
+            if value.id in program.taps:
+                taps.setdefault(value.name, []).append(frame.values[value.id])
+        for id in call.drops:
+            frame.values.pop(id, None)
+
+    def _streams(self, n: int) -> bool:
+        return bool(self._hot) and self._stream_from is not None and n >= self._stream_from
+
+    # ---- programs, graphs ----
+
+    def _program(self, taps: frozenset[str]) -> Program:
+        if taps not in self._programs:
+            unknown = taps - {value.name for value in self.graph.values}
+            if unknown:
+                raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
+            while len(self._programs) > 2:  # the plain program and the latest two with taps stay
+                self._programs.pop(next(key for key in self._programs if key))
+            parts = StageParts(
+                self._weights, self._cache, self.kernels, self._hot, self._cold, self._counts, self._copies,
+                self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
+                stream_bytes=self._stream_bytes, input_major=self._input_major,
+            )  # fmt: skip
+            self._programs[taps] = Program(self.graph, taps, parts)
+        return self._programs[taps]
+
+    def warm_up(self) -> None:
+        """Compiles the kernels, several at a time, and takes the memory of the largest step: no later step
+        waits or asks for it.
+
+        No token of these steps has a page: the cache stays as it is.
+        """
+        self._warming = True
+        if self.kernels.triton:
+            capture, self._capture = self._capture, None  # of steps that launch nothing
+            with compiled_first(self.device):
+                self._warm()
+            self._capture = capture
+        self._warm()
+        self._warming = False
+
+    def _warm(self) -> None:
+        """A step of each size that has kernels of its own."""
+        # The largest first, whose memory the others use.
+        for n in sorted({n for n in (self.max_batch, *WARM_SIZES) if n <= self.max_batch}, reverse=True):
+            zeros, rows = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
+            x = None if self.entering is None else torch.zeros((n, self.entering.width))
+            self.run(Batch(zeros, zeros, zeros, np.full((1, 1), -1, np.int32), rows), x)

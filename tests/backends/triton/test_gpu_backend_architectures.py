@@ -1,0 +1,65 @@
+"""The GPU backend against transformers, as test_architectures has it for others: prompts among decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cases import quick_are
+from transformers_oracle import (
+    LENGTHS,
+    N_CTX,
+    PAGES_EACH,
+    PLANS,
+    RECIPES,
+    TOLERANCE,
+    recipe,
+    relative_error,
+    run,
+    tiny_models,
+)
+
+from hotset.backends.base import Backend
+from hotset.backends.triton import open_gpu
+from hotset.backends.triton.opening import open_chain
+from hotset.errors import UnsupportedModelError
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.operations import Activate, Attention, Heads, LayerNorm, MaskedRoute, UnitNorm
+from hotset.placement.table import LayerPlacement, Placement
+
+torch = pytest.importorskip("torch")
+
+__all__ = ["recipe"]  # the fixture
+
+
+@pytest.mark.parametrize("recipe", quick_are(tiny_models.ONE_OF_EACH_KIND, RECIPES), indirect=True)
+@pytest.mark.parametrize("plan", quick_are(("mixed",), ["chunks", "mixed"]))
+def test_logits_match_transformers(recipe: Any, plan: str) -> None:
+    gguf, sequences, expected = recipe
+    graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
+
+    def opened() -> Backend:
+        given: Any = {"n_pages": PAGES_EACH * len(LENGTHS), "max_batch": 256, "kv_type": "f32"}
+        if any(ffn.route is not None for ffn in graph.ffns):
+            placement = Placement(("cpu",), (LayerPlacement(0),) * graph.n_layer, 0)
+            return open_chain(placement, gguf, graph, n_threads=1, expert_slots=7, **given)
+        return open_gpu(gguf, graph, device="cpu", **given)
+
+    is_masked = any(isinstance(ffn.select, MaskedRoute) for ffn in graph.ffns)
+    is_refused = any(
+        isinstance(op, Heads | UnitNorm)
+        or (isinstance(op, Activate) and op.xielu is not None)
+        or (isinstance(op, Attention) and op.slopes is not None)
+        or (isinstance(op, LayerNorm) and op.n_head > 1)
+        for op in graph.primitives
+    )
+    if graph.recurrent or is_masked or is_refused:
+        with pytest.raises(UnsupportedModelError, match="computed on the CPU"):
+            opened()
+        return
+    backend = opened()
+    found = run(backend, sequences, PLANS[plan])
+    for i in range(len(sequences)):
+        assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
+    backend.close()
