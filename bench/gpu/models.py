@@ -1,7 +1,7 @@
 """Whole models on a device and split with the CPU, against the CPU engine: are the logits the same?
 
-The CPU's kernels round their inputs to 8 bits, so quantised models differ by that; the tolerance is the tests'
-(tests/backends/triton/test_hybrid.py). Models of floats must agree to a float's rounding with any split.
+The CPU's kernels round their inputs to 8 bits, so quantised models differ by that. Their tolerance is from
+tests/backends/triton/test_hybrid.py. Models of floats must agree to a float's rounding with any split.
 """
 
 from __future__ import annotations
