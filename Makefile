@@ -17,7 +17,7 @@ demo: build
 	$(BIN)/hotset run $(RELU) "What is photosynthesis?" --temp 0 -n 80
 	$(BIN)/python bench/demo_sparse.py
 
-# The same model, its neurons made sparse: docs/TRAINING.md.
+# The same model, its neurons made sparse: docs/guides/make-sparse.md.
 $(RELU): $(ADAPTERS)
 	mkdir -p $(@D)
 	$(BIN)/hotset sparse make smollm2-135m $@ --adapters $(ADAPTERS)

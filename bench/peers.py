@@ -302,7 +302,7 @@ HEADERS = ["test", "hotset t/s", "peer t/s", "ratio", "GB/s read", "hotset of it
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table, ready for docs/RESULTS.md."""
+    """A Markdown table, ready for docs/benchmarks/results.md."""
     widths = [max(len(line[i]) for line in [headers, *rows]) for i in range(len(headers))]
     for line in [headers, ["-" * width for width in widths], *rows]:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")

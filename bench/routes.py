@@ -8,7 +8,7 @@ rank is a random order of the layer's experts; a and b are first-order autoregre
 that forget half of themselves in `slow_half` and `fast_half` tokens. A token has the experts with the k
 highest scores. With zipf alone tokens are independent draws of a Zipf distribution without replacement; the
 processes bring it about that a token has the experts of those before it. ROUTERS holds what
-was fitted to published replays of real routers (docs/decisions/003-replay-policies.md); that is all that they
+was fitted to published replays of real routers (decision 003); that is all that they
 are good for.
 """
 

@@ -38,7 +38,7 @@ import psutil
 import hotset
 from hotset.server.slots import bytes_of
 
-_TEXT = (Path(__file__).parents[1] / "docs" / "SERVER.md").read_text()
+_TEXT = (Path(__file__).parents[1] / "docs/guides/serve.md").read_text()
 PROMPTS = tuple(_TEXT[start : start + 600] for start in range(0, 2400, 600))  # some blocks of the cache each
 MARGIN = 256 << 20  # of the program: connections, templates, what the allocator keeps
 _GIB = 1 << 30

@@ -45,7 +45,7 @@ def part(name: str, n_lines: int, first: int = 0) -> str:
 
 def prompts() -> dict[str, list[str]]:
     """By kind of work."""
-    guide, memory = part("docs/guides/start.md", 40), part("docs/MEMORY.md", 30)
+    guide, memory = part("docs/get-started/first-run.md", 40), part("docs/guides/larger-than-memory.md", 30)
     units, errors = part("src/hotset/units.py", 40), part("src/hotset/errors.py", 40)
     return {
         "summary": [

@@ -1,5 +1,5 @@
 """How fast weights get to a Vulkan device, and whether it pays to upload an expert for its step
-(docs/VULKAN.md).
+(docs/guides/vulkan.md).
 
     python bench/vulkan_uploads.py                    # of each type, to memory that is there
     python bench/vulkan_uploads.py --model model.gguf # and a file, from the disk and from the system's cache

@@ -1,6 +1,6 @@
 """The documentation site, by Sphinx: `make site`. Its pages are the Markdown files of the repository.
 
-Why Sphinx, and how it is checked: docs/decisions/031-documentation-site.md.
+Why Sphinx, and how it is checked: decision 031.
 """
 
 from __future__ import annotations
@@ -21,63 +21,33 @@ def pages(folder: str) -> list[str]:
     return sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in (ROOT / folder).glob("*.md"))
 
 
+def ordered(folder: str, *first: str) -> list[str]:
+    """The pages of a folder, these names first."""
+    return sorted(pages(folder), key=lambda page: [page != f"{folder}/{name}" for name in first])
+
+
 # A page that is not here is a warning, and warnings are errors.
 NAVIGATION = {
-    "Start": ["docs/guides/start", "docs/guides/install", "docs/guides/choose-a-model", "docs/COMPARISON"],
-    "Guides": [
-        "docs/guides/chat",
-        "docs/SERVER",
-        "docs/PROMPT-CACHE",
-        "docs/KV-CACHE",
-        "docs/LORA",
-        "docs/guides/clients",
-        *pages("docs/guides/tools"),
-        "docs/EMBEDDINGS",
-        "docs/guides/sparsity",
-        "docs/SPECULATION",
-        "docs/MEMORY",
-        "docs/GPU",
-        "docs/VULKAN",
-        "docs/guides/convert",
-        "docs/TRAINING",
-        "docs/PREDICTORS",
-        "docs/REPORT",
-        "docs/SCALE",
-        "docs/guides/benchmark",
-    ],
+    "Get started": ordered("docs/get-started", "install", "first-run"),
+    "Guides": ordered("docs/guides", "chat", "serve") + pages("docs/guides/tools"),
     "Examples": ["docs/examples/first-steps", "docs/examples/sparsity"],
-    "Help": ["docs/FAQ", "docs/TROUBLESHOOTING", "docs/GLOSSARY"],
-    "Reference": [
-        "docs/CLI",
-        "docs/API",
-        "docs/SPARSITY",
-        "docs/MODELS",
-        "docs/GGUF",
-        *(f"docs/reference/{name}" for name in ("cli", "python", "http", "metrics", "files")),
-    ],
-    "Results": [
-        "docs/RESULTS",
+    "Concepts": ordered("docs/concepts", "sparsity"),
+    "Reference": ordered("docs/reference", "cli"),
+    "Benchmarks": [
+        *ordered("docs/benchmarks", "results"),
         "bench/README",
         "bench/gpu/README",
         "adapters/README",
-        *pages("docs/history"),
     ],
-    "Inside": [
-        "docs/ARCHITECTURE",
-        *pages("docs/internals"),
-        "docs/adding-a-model",
-        "docs/adding-an-operation",
-        *pages("docs/decisions"),
-    ],
-    "Project": [
-        "README",
+    "Contributing": [
+        *ordered("docs/contributing", "architecture"),
+        *pages("docs/contributing/internals"),
+        *pages("docs/contributing/decisions"),
         "CONTRIBUTING",
         "RELEASING",
         "packaging/wheels/README",
-        "CHANGELOG",
-        "SECURITY",
-        "THIRD_PARTY_NOTICES",
     ],
+    "Project": ["README", "CHANGELOG", "SECURITY", "THIRD_PARTY_NOTICES"],
 }
 HOME = "docs/index"
 
@@ -97,8 +67,8 @@ html_copy_source = False
 
 # What a link to a folder, which GitHub lists, shows on the site.
 FOLDERS = {
-    "decisions": "/docs/RESULTS.md#what-was-tried-and-what-was-decided",
-    "internals": "/docs/ARCHITECTURE.md#where-the-details-are",
+    "decisions": "/docs/benchmarks/results.md#what-was-tried-and-what-was-decided",
+    "internals": "/docs/contributing/architecture.md#where-the-details-are",
 }
 
 

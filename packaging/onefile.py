@@ -7,7 +7,7 @@ PREFIX is a CPython that can be moved, of the wheel's version: with pip for Linu
 has such), for Windows the folder of `python.exe` (`make wheels` fetches one, build/wheels/windows-abi3). A
 file for Windows is made on any system, with ziglang of PyPI, which compiles the program in front
 (onefile.zig).
-Why it is no frozen program: docs/decisions/032-one-file.md.
+Why it is no frozen program: decision 032.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What the compiled kernels of a token's step execute for each weight, and those of a prompt's products for
-each tile: the tables of docs/internals/gpu.md.
+each tile: the tables of docs/contributing/internals/gpu.md.
 
 usage: python bench/gpu/instructions.py [sm_80 sm_90 ...]
 

@@ -1,4 +1,4 @@
-"""What a token launches and reads on a device, by layer and mode: the table of docs/internals/gpu.md.
+"""Print the table of docs/contributing/internals/gpu.md: launches and bytes of a token, by layer and mode.
 
 usage: python bench/gpu/launches.py
 

@@ -1295,7 +1295,7 @@ void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t
 //
 // Eight rows a vector, whose lanes are rows. No lane is empty, whatever the width, but each word of the
 // inputs is wanted in all lanes: as many loads again as there are products, and loads are what AVX2
-// processors have fewest of (docs/decisions/011). So this is for narrow matrices, of whose last eight
+// processors have fewest of (decision 011). So this is for narrow matrices, of whose last eight
 // blocks most would be missing; types with super-blocks have none.
 
 constexpr int kLanes = 8;         // rows of a panel

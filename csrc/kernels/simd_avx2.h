@@ -4,7 +4,7 @@
 constexpr int kInterleaved = 8;  // blocks whose halves lie together in Inputs::q
 
 // Inputs::ahead. From farther on one thread alone gets Q4_0 an eighth slower, and no type quicker: the
-// processor itself runs ahead of what is near (docs/decisions/008).
+// processor itself runs ahead of what is near (decision 008).
 constexpr int kAhead = 2048, kAheadAlone = 2048;
 
 struct V {

@@ -4,7 +4,7 @@
 constexpr int kInterleaved = 4;  // blocks whose halves lie together in Inputs::q
 
 // Inputs::ahead. Memory gives one thread alone more where that is far; several together get as much from
-// less, and what is fetched behind the last row of a thread's range is wasted (docs/decisions/008).
+// less, and what is fetched behind the last row of a thread's range is wasted (decision 008).
 constexpr int kAhead = 4096, kAheadAlone = 8192;
 
 struct V {

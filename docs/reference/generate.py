@@ -1,5 +1,4 @@
-"""Writes docs/reference, docs/man, the table of docs/MODELS.md and the settings of docs/guides/tools from the
-code: `make reference`.
+"""Write docs/reference, docs/man and the generated parts of docs/guides/tools: `make reference`.
 
 The command line and its man pages come from the declarations of the parameters, the Python API from
 signatures and docstrings, HTTP from the server's OpenAPI document, metrics from what the server registers,
@@ -52,38 +51,38 @@ CLI_HEAD = f"""# Command line reference
 
 {NOTE}
 
-All subcommands with their arguments and options. [CLI.md](../CLI.md) is the guide: JSON fields, exit codes,
-environment variables, the chat. `hotset help`, `hotset version` and `hotset ls` are short for `--help`,
+All subcommands with their arguments and options. [Command line](command-line.md) describes JSON fields, exit
+codes and environment variables. `hotset help`, `hotset version` and `hotset ls` are short for `--help`,
 `--version` and `hotset list`.
 """
 PYTHON_HEAD = f"""# Python reference
 
 {NOTE}
 
-Every name of `hotset.__all__`, and two classes that these return or take. [API.md](../API.md) is the guide.
+Every name of `hotset.__all__`, and two classes that these return or take. The guide is
+[Python](../guides/python.md).
 """
 HTTP_HEAD = f"""# HTTP reference
 
 {NOTE}
 
 Every route of `hotset serve`, and every field of its bodies and replies. A running server has the same as
-JSON at `/openapi.json`. [SERVER.md](../SERVER.md) is the guide: defaults, limits, what a parameter does.
+JSON at `/openapi.json`. [Serve](../guides/serve.md) is the guide: defaults, limits, what a parameter does.
 """
 METRICS_HEAD = f"""# Metrics reference
 
 {NOTE}
 
 What `GET /metrics` has for Prometheus, beside the `process_*` of its client (memory, file handles and time of
-the process). [SERVER.md](../SERVER.md#metrics) explains the labels. With `--replicas` each has a label
+the process). [Serve](../guides/serve.md#metrics) explains the labels. With `--replicas` each has a label
 `replica`.
 """
 FILES_HEAD = f"""# File formats reference
 
 {NOTE}
 
-Tensor types of GGUF files, and the versions of the files that hotset writes. [GGUF.md](../GGUF.md) has what a
-file may hold and what is refused, [sidecar-formats.md](../internals/sidecar-formats.md) the rule for
-versions.
+Tensor types of GGUF files, and the versions of the files that hotset writes. [GGUF](gguf.md) describes
+which files hotset reads, [sidecar formats](../contributing/internals/sidecar-formats.md) how versions work.
 """
 # The order of a reader's needs; what is not named here follows.
 FIRST = (
@@ -627,11 +626,11 @@ def between(text: str, what: str, table: str) -> str:
 
 
 def models() -> str:
-    """docs/MODELS.md with its tables of architectures and of devices."""
+    """docs/reference/models.md with its tables of architectures and of devices."""
     rows = (" | ".join((f"`{row.name}`", row.kind, row.sparsity, row.compared_with)) for row in supported())
     head = "| architecture | kind | sparsity | compared with |\n|---|---|---|---|"
     table = "\n".join([head, *(f"| {row} |" for row in rows)])
-    text = (FOLDER.parent / "MODELS.md").read_text("utf-8")
+    text = (FOLDER / "models.md").read_text("utf-8")
     return between(between(text, "architectures", table), "devices", device_table())
 
 
@@ -657,7 +656,7 @@ def references() -> dict[str, str]:
         "http.md": http_reference(),
         "metrics.md": metrics_reference(),
         "files.md": files_reference(),
-        "../MODELS.md": models(),
+        "models.md": models(),
         **{f"../guides/tools/{name}.md": tool_page(name) for name in TOOLS},
     }
     clean = {name: re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n" for name, text in made.items()}

@@ -41,14 +41,14 @@ class LoadSettings:
     most, and less (down to 512) where file and cache would not fit in the memory that is free.
     n_threads: of the CPU; None takes the physical cores that this process may use.
     kv_type: how keys and values are stored: "f16"; "q8_0" in about half the memory; "q4_0" in about a
-    quarter, rotated (docs/KV-CACHE.md); or "q8_0/q4_0", these of keys and of values.
+    quarter, rotated (docs/guides/kv-cache.md); or "q8_0/q4_0", these of keys and of values.
     backend: "auto" uses the CPU and, where there is one, an NVIDIA or AMD GPU; "cpu" the CPU alone;
     "reference" is the slow one in plain NumPy that the others are checked against.
 
     device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
     "cpu", which stands in for a GPU and makes nothing faster; or "vulkan", "vulkan:1", which need no torch
-    (docs/VULKAN.md); or "auto", the GPU that is found, else a Vulkan device, if its measured rates make it
-    faster than the CPU; None: a GPU that is found.
+    (docs/guides/vulkan.md); or "auto", the GPU that is found, else a Vulkan device, if its measured rates
+    make it faster than the CPU; None: a GPU that is found.
     vram_budget: GiB of each device that weights, cache, workspace and context together stay within; None or
     -1: what is free.
     n_gpu_layers: that many of the last layers are on the device; None: the planner decides
@@ -84,13 +84,13 @@ class LoadSettings:
 
     lora: adapters (LoRA) for the model, one or several: GGUF files or folders of PEFT's, each with ":SCALE"
     behind it where that is not 1, or as (path, scale); Model.adapters loads and unloads others
-    (docs/LORA.md).
+    (docs/guides/adapters.md).
 
     chat_template: replaces the file's template: a name such as "chatml" (text/turn_formats.py), or Jinja.
 
     cache_dir: a directory in which the cache of finished answers is kept, and found again after a restart
-    (docs/PROMPT-CACHE.md); None: nowhere. cache_disk: GiB that it may have for all models, or a text such as
-    "500M" or "20G"; as much may be in the folder of a server's saved slots.
+    (docs/guides/prompt-cache.md); None: nowhere. cache_disk: GiB that it may have for all models, or a text
+    such as "500M" or "20G"; as much may be in the folder of a server's saved slots.
 
     max_batch: tokens computed in one step at most.
     n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.

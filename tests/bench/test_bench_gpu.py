@@ -317,8 +317,8 @@ def test_a_stage_on_a_device_that_is_not_there_is_one_sentence(tmp_path: Path) -
 
 
 def test_the_table_of_launches_is_the_programs() -> None:
-    """docs/internals/gpu.md; `python bench/gpu/launches.py` prints it."""
-    text = (DOCS / "internals" / "gpu.md").read_text()
+    """docs/contributing/internals/gpu.md; `python bench/gpu/launches.py` prints it."""
+    text = (DOCS / "contributing/internals/gpu.md").read_text()
     lines = [line.split("|") for line in text.splitlines()]
     written = {cells[1].strip(): [cell.strip() for cell in cells[1:-1]] for cells in lines if len(cells) == 8}
     rows = list(launches.rows())

@@ -1,6 +1,6 @@
 """LangChain's standard tests of a chat model, with its client for OpenAI.
 
-BASE_URL, MODEL and API_KEY are in the environment. docs/SERVER.md says which are skipped, and why.
+BASE_URL, MODEL and API_KEY are in the environment. docs/guides/serve.md says which are skipped, and why.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python scripted_serve.py FORM FOLDER [options of hotset serve]
 
-FORM is one of tool calls (docs/SERVER.md). To a question the model calls get_weather in this form; to the
-result of a function it answers with that result. A grammar makes it write so.
+FORM is one of tool calls (docs/guides/serve.md). To a question the model calls get_weather in this form; to
+the result of a function it answers with that result. A grammar makes it write so.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def literals() -> str:
 
 
 def test_messages_of_the_troubleshooting_page_exist() -> None:
-    messages = re.findall(r"^\| `([^`]+)`", (DOCS / "TROUBLESHOOTING.md").read_text("utf-8"), re.MULTILINE)
+    messages = re.findall(r"^\| `([^`]+)`", (DOCS / "reference/errors.md").read_text("utf-8"), re.MULTILINE)
     assert len(messages) > 30
     for message in messages:
         if any(other in message for other in OF_OTHERS):

@@ -237,7 +237,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scratch(tmp_path_factory.mktemp("scratch"))
 
 
-@pytest.mark.parametrize("name", quick_are(DOCUMENTS.keys() - {"docs/REPORT.md"}, DOCUMENTS))
+@pytest.mark.parametrize("name", quick_are(DOCUMENTS.keys() - {"docs/guides/report.md"}, DOCUMENTS))
 def test_a_document_says_what_works(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_seed: None, name: str
 ) -> None:
@@ -291,7 +291,7 @@ def test_links_lead_somewhere(name: str) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_source_files_that_are_named_exist(name: str) -> None:
     """By the end of their path; but for documents of the past, files to be written and those of others."""
-    if name.startswith(("docs/history/", "docs/decisions/", "CHANGELOG")):
+    if name.startswith(("docs/contributing/decisions/", "CHANGELOG")):
         return
     for place, span in documents.spans(DOCUMENTS[name]):
         if "NAME" in span or span in OF_OTHERS:
@@ -307,7 +307,7 @@ def sources() -> tuple[str, ...]:
     return tuple(path.relative_to(ROOT).as_posix() for path in files)
 
 
-@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/ARCHITECTURE.md", 200)])
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/contributing/architecture.md", 200)])
 def test_an_entrance_stays_short(name: str, most: int) -> None:
     assert len(DOCUMENTS[name].read_text("utf-8").splitlines()) <= most
 

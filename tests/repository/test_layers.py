@@ -1,4 +1,5 @@
-"""What imports what: only downward in LAYERS, and never in a cycle. docs/ARCHITECTURE.md shows the table.
+"""What imports what: only downward in LAYERS, and never in a cycle. docs/contributing/architecture.md
+shows the table.
 
 Imports inside functions and those for type checkers count as the others do: they hide a circle, they do not
 undo it.
@@ -20,7 +21,7 @@ import hotset
 from hotset.backends.registry import DEVICE_BACKENDS
 
 ROOT = Path(hotset.__file__).parent
-ARCHITECTURE = DOCS / "ARCHITECTURE.md"
+ARCHITECTURE = DOCS / "contributing/architecture.md"
 # Modules and folders of src/hotset, the lowest layer first.
 LAYERS = (
     ("errors", "units", "escaping", "sampling_parameters"),

@@ -23,7 +23,7 @@ from hotset.server.service import Service
 
 FOLDER = DOCS / "reference"
 NAMES = (
-    *("cli.md", "python.md", "http.md", "metrics.md", "files.md", "../MODELS.md"),
+    *("cli.md", "python.md", "http.md", "metrics.md", "files.md", "models.md"),
     *(f"../guides/tools/{name}.md" for name in TOOLS),
     *(f"../man/hotset{name}.1" for name in ("", *(f"-{name.replace(' ', '-')}" for name in SUBCOMMANDS))),
 )

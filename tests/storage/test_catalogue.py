@@ -53,7 +53,7 @@ def test_entries_are_well_formed() -> None:
 
 
 def test_the_documentation_has_every_name() -> None:
-    text = (ROOT / "docs" / "MODELS.md").read_text("utf-8")
+    text = (ROOT / "docs/reference/models.md").read_text("utf-8")
     assert [entry.name for entry in LISTED if f"`{entry.name}`" not in text] == []
 
 

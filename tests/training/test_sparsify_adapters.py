@@ -1,5 +1,4 @@
-"""The adapters in the repository, on the published file that they belong to: what docs/TRAINING.md says of
-them."""
+"""The adapters in the repository, on the published file that they belong to (docs/guides/make-sparse.md)."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ class _Requests:
 
     What is measured is what the engine takes from one event to another. No thread waits for each token: on
     two cores a thread that is woken for one takes 2 to 4% of the speed from the step that computes the next
-    (docs/decisions/021), and other engines' benchmarks have no such reader.
+    (decision 021), and other engines' benchmarks have no such reader.
     """
 
     def __init__(self, backend: Backend, test: Test, conditions: Conditions) -> None:

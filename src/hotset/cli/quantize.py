@@ -34,7 +34,7 @@ def quantize(  # noqa: PLR0913 - options of a subcommand
             "--type",
             help="Of the matrices: q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1, q4_0, iq4_xs, mxfp4, "
             "q3_k_m, iq3_s, iq3_xxs, q2_k, iq2_m, iq2_xxs, iq1_m, tq2_0, tq1_0, f16, bf16, f32 and more "
-            "(docs/GGUF.md); default: q4_0, or, with --tensor-type, what they are.",
+            "(docs/reference/gguf.md); default: q4_0, or, with --tensor-type, what they are.",
         ),
     ] = None,
     tensor_type: Annotated[

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
     from hotset.reporter import Reporter
 
-# A gathered byte costs about as much as 1.6 streamed ones (docs/internals/pitfalls.md): from this frequency
-# on, reading a neuron for every token, at the head, is cheaper than predicting and gathering it.
+# A gathered byte costs about as much as 1.6 streamed ones (docs/contributing/internals/pitfalls.md): from
+# this frequency on, reading a neuron for every token, at the head, is cheaper than a predicted gather.
 HEAD_FREQUENCY = 0.6
 ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
 _NEURONS = re.compile(

@@ -21,7 +21,7 @@ _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must mak
 _REST = (
     1.25  # shares that a prompt alone takes in its last step: a few tokens by themselves cost as much as many
 )
-_ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (docs/decisions/016)
+_ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (decision 016)
 
 
 def _size(units: float) -> int:

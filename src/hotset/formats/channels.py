@@ -21,7 +21,7 @@ K-quants have scales of a byte instead (unpacked), and then their minimums, of Q
 16 channels; and before each 256 channels what all of these are multiplied with (d and dmin, F16).
 
 So a tile is computed from one stream of memory, of which long pieces are left out: in narrower tiles
-this takes up to twice as long (docs/decisions/015).
+this takes up to twice as long (decision 015).
 """
 
 from __future__ import annotations

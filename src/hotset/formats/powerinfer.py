@@ -4,7 +4,8 @@
     model.powerinfer.gguf.generated.gpuidx   which neurons the original engine puts on the GPU
     activation/activation_<layer>.pt         how often each neuron fired: one torch tensor [n_ff] per layer
 
-The model itself is GGUF with another magic and is read by `formats/gguf.py`; docs/GGUF.md says what differs.
+The model itself is GGUF with another magic and is read by `formats/gguf.py`; docs/reference/gguf.md
+says what differs.
 """
 
 from __future__ import annotations

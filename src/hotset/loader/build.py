@@ -278,7 +278,7 @@ def _ready(decided: Decided, backend: Backend) -> Backend:
 
 def _map_experts(decided: Decided) -> None:
     """What a dense model reads is mapped by its first token. Experts come one by one: without this hundreds
-    of tokens pay for the first use of their pages, up to a tenth of their time (docs/decisions/019)."""
+    of tokens pay for the first use of their pages, up to a tenth of their time (decision 019)."""
     parts = [part for ffn in decided.graph.ffns for part in (ffn.gate, ffn.up, ffn.down)]
     experts = [part for part in parts if isinstance(part, ExpertLinear | ExpertSum)]
     names = dict.fromkeys(name for part in experts for name in part.weights)

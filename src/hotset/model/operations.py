@@ -1116,5 +1116,5 @@ Primitive = (
 )
 Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
-# the cache holds for a sequence (docs/internals/engine.md).
+# the cache holds for a sequence (docs/contributing/internals/engine.md).
 Recurrent = NgramEmbed | ShortConv | DeltaNet | SelectiveScan | ChannelScan | Wkv | PoolBlocks

@@ -55,7 +55,7 @@ def arrange(n_slots: int, n_layers: int, n_used: int) -> tuple[int, ...]:
     """How so many slots are shared: one number where all layers share them, else a number for each layer.
 
     n_layers: those with experts. n_used: experts of a token in each. A layer's own slots hit even where they
-    do not hold the experts of one token, since what has more credit keeps them (docs/decisions/013).
+    do not hold the experts of one token, since what has more credit keeps them (decision 013).
     """
     if n_slots < 0 or n_layers < 1 or n_used < 1:
         raise InvalidRequestError("a cache needs layers, experts of a token, and no negative number of slots")

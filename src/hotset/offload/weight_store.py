@@ -37,9 +37,9 @@ from hotset.offload.cache_stats import CacheStats
 from hotset.offload.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.units import human_size
 
-HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/decisions/013)
+HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (decision 013)
 _SMALL_ROW = 64 << 10  # bytes of a neuron, of which many are read at a time: each for itself is slow
-_HOT_SHARE = 1 / 8  # of all neurons: room for those spares more than streaming costs (docs/decisions/012)
+_HOT_SHARE = 1 / 8  # of all neurons: room for those spares more than streaming costs (decision 012)
 _PER_ROW, _PER_PART = 56, 8  # bytes of tables: Replacement's, and an address
 # Neurons of a layer that one token needs without a slot, for which room is set apart. A step that needs more
 # (a prompt, a model that is hardly sparse) borrows slots, whose rows are then read anew.

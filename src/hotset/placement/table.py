@@ -21,7 +21,7 @@ from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
 CPU = -1  # in place of the index of a device
 # Experts of a token that a cache holds, by the share of all experts that have a slot: about what the replays
-# of docs/decisions/013 say of three real routers.
+# of decision 013 say of three real routers.
 EXPERT_HITS = ((0.0, 0.0), (0.05, 0.4), (0.1, 0.58), (0.2, 0.75), (0.5, 0.92), (1.0, 1.0))
 
 

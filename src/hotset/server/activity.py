@@ -7,8 +7,8 @@ that brings the token's text or a later one:
      "bytes_total": 143000000, "step_tokens": 1, "active_share": 0.3113, "layers": {
       "active_share": [0.4212, ...], "bytes": [1800000, ...], "cpu_share": [0.0731, ...]}}
 
-docs/SERVER.md says what each means, and what there is with speculative decoding or a device. Numbers are
-those of the step that gave the token (Model.summary), which are of all tokens in it. They are made in a
+docs/guides/serve.md says what each means, and what there is with speculative decoding or a device. Numbers
+are those of the step that gave the token (Model.summary), which are of all tokens in it. They are made in a
 thread of the service: neither the event loop nor the engine waits for them.
 """
 

@@ -12,8 +12,8 @@ from hotset.model.predictor import PredictorKind
 if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
 
-# Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank. From an
-# eighth of the width on, more rank costs as many bytes as it saves of the gate.
+# Of `svd`, measured (docs/guides/run-sparse.md): 4 bits select the same neurons as 8 and buy twice the rank.
+# From an eighth of the width on, more rank costs as many bytes as it saves of the gate.
 DEFAULT_RANK_SHARE, DEFAULT_SVD_TYPE = 8, GGMLType.Q4_0
 _TYPES = {name: GGMLType[name.upper()] for name in ("q8_0", "q4_0", "q3_k", "f16")}
 

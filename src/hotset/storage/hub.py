@@ -85,7 +85,7 @@ def repository_listing(repo: str) -> bytes:
         raise DownloadError(
             "The Hugging Face hub is not asked while HF_HUB_OFFLINE is set; unset it to fetch."
         )
-    # Not through HfApi: it reads an answer of any length (docs/decisions/030-hub-client.md).
+    # Not through HfApi: it reads an answer of any length (decision 030).
     url = f"{constants.ENDPOINT}/api/models/{repo}?blobs=true"
     try:
         return read_url(url, get_token(), *_LISTING)

@@ -2,7 +2,7 @@
 
 Templates refuse or leave out system messages, neighbouring messages of one role, tools, several calls at once
 or results. `text/probing.py` probes a template, and a `Folding` lists the rewritings that it needs.
-docs/SERVER.md has the table.
+docs/guides/serve.md has the table.
 
 Every rewriting is local: it looks at a message and its neighbours, or at the messages before the first
 answer. So the text of a conversation stays a prefix of the text of the longer one, and prefix caching works.

@@ -15,7 +15,7 @@ Much of what the idle neurons would have said is linear in the layer's input: si
 zero, and about constant below. So the neurons that matter least are retired, and their places taken by a
 linear path of as many ranks (student.Student says how a ReLU network holds one): neurons that always
 fire. In the middle layers of SmolLM2-135M 192 of them halve what is missed, where 120 more sparse ones
-change it by a tenth (docs/TRAINING.md).
+change it by a tenth (docs/guides/make-sparse.md).
 
 How many neurons of a layer may fire, and how many are linear, is chosen over all layers together: each
 candidate is fitted on the original's own stream, what it misses on other text is weighed by what the output

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from hotset.sparsity.stats import PredictorQuality
 
 STEP = 32  # ranks are multiples of it: a row of fc2 is then whole blocks
-GATHERED = 1.6  # what a gathered byte costs in streamed ones (docs/internals/pitfalls.md)
+GATHERED = 1.6  # what a gathered byte costs in streamed ones (docs/contributing/internals/pitfalls.md)
 _WIDTH_PER_RANK = 6  # a layer whose neurons are all coins starts at a sixth of the width
 _HELD_OUT = 10  # one sequence in so many
 _HIGHEST_RECALL = 0.9995

@@ -358,7 +358,7 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # Of the innermost loop of a kernel instructions a weight, at most, for sm_90 by Triton 3.6 and 3.9; for other
-# targets a tenth more. The figures: docs/internals/gpu.md.
+# targets a tenth more. The figures: docs/contributing/internals/gpu.md.
 MOST_INSTRUCTIONS = {
     "matvec, Q4_0": 5.3, "matvec, Q8_0": 6.6, "matvec, Q6_K": 8.6, "bits of a predictor, Q4_0": 5.0,
     "gate and up, Q4_0": 5.3, "neurons, Q4_0": 5.5, "chosen, Q4_0": 6.6,

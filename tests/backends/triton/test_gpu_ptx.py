@@ -1,4 +1,4 @@
-"""The PTX of every Triton kernel, executed (tests/support/ptx; docs/internals/gpu.md says what that finds).
+"""The PTX of every Triton kernel, executed by tests/support/ptx (docs/contributing/internals/gpu.md).
 
 Here a part of the kernels' tests runs so, in a process of its own, compiled for sm_80; `make test-ptx` runs
 all of them, for sm_90 too. What the interpreter itself finds is shown on kernels of a few lines.

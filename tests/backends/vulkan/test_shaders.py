@@ -96,8 +96,8 @@ def test_what_a_kernel_takes_is_what_its_shader_has() -> None:
 
 
 def test_the_table_of_what_runs_is_true() -> None:
-    """docs/VULKAN.md names each type, activation and operation with a kernel, and the others."""
-    text = (DOCS / "VULKAN.md").read_text("utf-8")
+    """docs/guides/vulkan.md names each type, activation and operation with a kernel, and the others."""
+    text = (DOCS / "guides/vulkan.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", text, re.M))
     assert rows["tensor types"].split(", ") == [type_.name for type_ in COMPUTED]
     assert rows["activations"].split(", ") == list(program.ACTIVATIONS)

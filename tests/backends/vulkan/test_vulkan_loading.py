@@ -117,7 +117,7 @@ def test_the_demo_model_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPat
     each token."""
     monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
     prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
-    text = (DOCS / "GLOSSARY.md").read_text("utf-8")
+    text = (DOCS / "reference/glossary.md").read_text("utf-8")
     found = []
     for how in ({"backend": "cpu"}, {"device": "vulkan"}):
         with hotset.load(published.model(), n_ctx=128, n_seqs=len(prompts), **how) as model:

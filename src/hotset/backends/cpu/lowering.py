@@ -2,9 +2,9 @@
 operations.
 
 Values that are not alive together share memory. An FFN whose activation leaves neurons at zero becomes the
-two operations that can skip them, `neurons` and `axpy` (docs/internals/sparse-ffn.md); any other becomes
-its matrix products. One whose neurons have thresholds is of the first kind where that pays, else of the
-second: the thresholds go into the pass of its products.
+two operations that can skip them, `neurons` and `axpy` (docs/contributing/internals/sparse-ffn.md); any
+other becomes its matrix products. One whose neurons have thresholds is of the first kind where that
+pays, else of the second: the thresholds go into the pass of its products.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 """The decoder on a GPU through Vulkan: any vendor's driver, and nothing to install beside it
-(docs/VULKAN.md)."""
+(docs/guides/vulkan.md)."""

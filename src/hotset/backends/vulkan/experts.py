@@ -1,9 +1,9 @@
 """Experts of MoE layers in slots of a Vulkan device's memory (offload/expert_cache.py).
 
 The CPU computes those that have no slot (split.py). Both sides compute quantised products in the same order
-(docs/internals/numerics.md), so where an expert is computed shows in no bit. Each needs its rows in an order
-of its own: a thread rearranges those that are to come beside the steps, and they are written to the device
-between two of them.
+(docs/contributing/internals/numerics.md), so where an expert is computed shows in no bit. Each needs its
+rows in an order of its own: a thread rearranges those that are to come beside the steps, and they are written
+to the device between two of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// What the tokens of one answer did, as the server counted it; docs/SERVER.md has the fields.
+// What the tokens of one answer did, as the server counted it; docs/guides/serve.md has the fields.
 
 import { ENDS } from "./colours.js";
 import { count, counted, finePercent, percent, rate, shownToken, size, sizeOf } from "./units.js";

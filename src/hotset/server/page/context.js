@@ -10,7 +10,7 @@ export function begins(conversation, messages) {
   return Math.max(messages.findIndex((message) => message.id === conversation.first), 0);
 }
 
-/** Notes that the server left out the oldest n turns of `messages` (docs/SERVER.md). size: tokens of the context, null: not
+/** Notes that the server left out the oldest n turns of `messages` (docs/guides/serve.md). size: tokens of the context, null: not
  * known. Returns whether that is another number than before. */
 export function leftOut(conversation, messages, n, size) {
   const question = messages.findLastIndex((message) => message.role === "user"); // which the model reads in any case

@@ -1,7 +1,7 @@
 """Tool calls as models write them, taken out of the text as it arrives.
 
 Which form a model uses follows from its chat template, with whose renderings it was trained: forms.py has the
-table, docs/SERVER.md the same in words. Marks may be special tokens, which a decoder leaves out:
+table, docs/guides/serve.md the same in words. Marks may be special tokens, which a decoder leaves out:
 `Form.marks` are those that must be passed on as text.
 
 A parser takes pieces of any size and gives parts; how the answer was split changes nothing. Nothing is an
