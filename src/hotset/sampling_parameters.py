@@ -8,6 +8,7 @@ since the command line reads it for its help.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 
@@ -18,10 +19,13 @@ class Parameter:
     name: in Python and in requests. summary: one sentence of documentation.
     kind: float or int, whose values lie in [low, high] (None: no bound); None for other types, which
         engine/sampler.py checks. A number whose default is None may be None.
+    minus_one: the value that -1 stands for, as in other programs; -1 if it stands for itself.
     default: where neither the caller nor the model sets a value.
     option: of the command line; further names follow, separated by a space.
     also: further names in requests, from other programs.
     modelfile: in a Modelfile and in Ollama's `options`; "" if Ollama does not know the parameter.
+    label: on the server's page; "" if the page does not offer the parameter.
+    slider: ends of its slider on the page; None: no slider.
     """
 
     name: str
@@ -30,14 +34,26 @@ class Parameter:
     default: Any = None
     low: int | None = None
     high: int | None = None
+    minus_one: int | None = -1
     option: str = ""
     also: tuple[str, ...] = ()
     modelfile: str = ""
+    label: str = ""
+    slider: tuple[float, float] | None = None
 
     @property
     def flag(self) -> str:
         """The option in messages, or ""."""
         return self.option.partition(" ")[0]
+
+    @property
+    def least(self) -> int | None:
+        """The smallest number that is accepted; None: any."""
+        return self.low if self.minus_one == -1 else -1
+
+    def meant(self, value: Any) -> Any:
+        """Return the value that a number stands for."""
+        return self.minus_one if isinstance(value, Real) and value == -1 else value
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,21 +77,24 @@ def _other(name: str, default: Any, summary: str, **more: Any) -> Parameter:
 
 RULES = (
     _real("temperature", 0.8, "Randomness; 0 takes the most likely token.", low=0, option="--temp",
-        modelfile="temperature"),
-    _whole("top_k", 40, "Keep the k most likely tokens; 0 keeps all.", low=0, option="--top-k",
-        modelfile="top_k"),
+        modelfile="temperature", label="Temperature", slider=(0, 2)),
+    _whole("top_k", 40, "Keep the k most likely tokens; 0 and -1 keep all.", low=0, minus_one=0,
+        option="--top-k", modelfile="top_k", label="Top-k", slider=(0, 200)),
     _real("top_p", 0.95, "Keep the fewest tokens whose probabilities reach this.", low=0, high=1,
-        option="--top-p", modelfile="top_p"),
+        option="--top-p", modelfile="top_p", label="Top-p", slider=(0, 1)),
     _real("min_p", 0.05, "Keep tokens at least this many times as likely as the most likely.", low=0, high=1,
-        option="--min-p", modelfile="min_p"),
+        option="--min-p", modelfile="min_p", label="Min-p", slider=(0, 1)),
     _real("repetition_penalty", 1.0, "Divides logits of recent tokens; 1 is off.", low=0,
-        option="--repeat-penalty", also=("repeat_penalty",), modelfile="repeat_penalty"),
+        option="--repeat-penalty", also=("repeat_penalty",), modelfile="repeat_penalty",
+        label="Repetition penalty", slider=(0.5, 2)),
     _whole("penalty_last_n", 64, "How many tokens are recent; -1: all, 0: none.", low=-1,
         option="--repeat-last-n", also=("repeat_last_n",), modelfile="repeat_last_n"),
     _real("frequency_penalty", 0.0, "Subtracted from a recent token's logit per occurrence.",
-        option="--frequency-penalty", modelfile="frequency_penalty"),
+        option="--frequency-penalty", modelfile="frequency_penalty", label="Frequency penalty",
+        slider=(-2, 2)),
     _real("presence_penalty", 0.0, "Subtracted once from a recent token's logit.",
-        option="--presence-penalty", modelfile="presence_penalty"),
+        option="--presence-penalty", modelfile="presence_penalty", label="Presence penalty",
+        slider=(-2, 2)),
     _real("top_n_sigma", -1.0, "Keep logits at most this many standard deviations below the largest; "
         "0 and less keep all.", option="--top-nsigma"),
     _real("typical_p", 1.0, "Keep the tokens of about the expected surprise; 1 keeps all.", low=0, high=1,
@@ -109,12 +128,12 @@ _OTHERS = (
     _other("dry_sequence_breakers", ("\n", ":", '"', "*"), "Texts that end a repetition.",
         option="--dry-sequence-breaker"),
     _other("logit_bias", None, "Numbers added to logits, by token id.", option="--logit-bias"),
-    _whole("seed", None, "Seed of the draws; -1: any.", low=0, high=2**64 - 1, option="--seed -s",
-        modelfile="seed"),
+    _whole("seed", None, "Seed of the draws; -1: any.", low=0, high=2**64 - 1, minus_one=None,
+        option="--seed -s", modelfile="seed", label="Seed"),
     _whole("logprobs", None, "How many of the most likely tokens come with their logarithms.", low=0,
         also=("n_probs", "top_logprobs")),
-    _whole("max_tokens", None, "Most tokens of the answer; -1: as many as fit.", low=1,
-        option="--n-predict -n", modelfile="num_predict",
+    _whole("max_tokens", None, "Most tokens of the answer; -1: as many as fit.", low=1, minus_one=None,
+        option="--n-predict -n", modelfile="num_predict", label="Maximum answer length in tokens",
         also=("max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens")),
     _other("stop", (), "Texts that end the answer.", option="--stop -r", also=("stop_sequences",)),
     _other("stop_token_ids", (), "Tokens that end the answer."),

@@ -423,6 +423,10 @@ def test_log_sum_exp_of_extreme_logits():
     assert log_sum_exp(np.array([-1000, -np.inf], np.float32)) == -1000
 
 
+def test_minus_one_lifts_a_restriction() -> None:
+    assert SamplingParams(seed=-1, top_k=-1, max_tokens=-1.0) == SamplingParams(top_k=0)
+
+
 def test_logits_that_are_not_numbers_are_an_error():
     for options in ({}, {"temperature": 0}, {"top_k": 0}, {"logit_bias": {1: 1}}):
         with pytest.raises(HotsetError, match="not numbers"):
@@ -443,14 +447,14 @@ def test_a_bias_that_forbids_everything_is_an_error():
         ({"temperature": math.nan}, "temperature must be a finite number"),
         ({"temperature": "hot"}, "temperature must be a finite number"),
         ({"temperature": True}, "temperature must be a finite number"),
-        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"top_k": -2}, "top_k must be at least 0"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"top_p": 1.1}, "top_p must be between 0 and 1"),
         ({"min_p": -0.1}, "min_p must be between 0 and 1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be greater than 0"),
         ({"frequency_penalty": math.inf}, "frequency_penalty must be a finite number"),
         ({"penalty_last_n": -2}, "penalty_last_n must be at least -1"),
-        ({"seed": -1}, "seed must be between 0"),
+        ({"seed": -2}, "seed must be between 0"),
         ({"logprobs": -1}, "logprobs must be at least 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"stop": ["a", ""]}, "none of them empty"),

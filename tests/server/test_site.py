@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from hotset.sampling_parameters import PARAMETERS
 from hotset.server import site
 
 PAGE = Path(str(files("hotset.server") / "page"))
@@ -43,6 +45,17 @@ def test_the_page_and_every_file_of_it(client: TestClient) -> None:
         kind = types.get(name.rpartition(".")[2], "text/plain")
         assert reply.headers["content-type"].startswith(kind), name
         assert client.head(f"/page/{name}").content == b""
+
+
+def test_the_page_offers_parameters_of_the_table(client: TestClient) -> None:
+    reply = client.get("/page/parameters.js")
+    assert reply.headers["content-type"].startswith("text/javascript")
+    fields = {one["name"]: one for one in json.loads(reply.text.removeprefix("export const FIELDS = ")[:-2])}
+    assert fields["top_k"] == {
+        "name": "top_k", "label": "Top-k", "note": PARAMETERS["top_k"].summary, "whole": True,
+        "min": -1, "max": None, "slider": [0, 200],
+    }  # fmt: skip
+    assert set(fields) <= set(PARAMETERS)
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/none.js"])
@@ -81,7 +94,7 @@ def test_nothing_else_is_there(client: TestClient, path: str) -> None:
     assert "import" not in reply.text
 
 
-def test_the_page_needs_nothing_from_elsewhere() -> None:
+def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
     """Every file that is named is here; no address of another host but in comments, titles and namespaces."""
     index = (PAGE / "index.html").read_text("utf-8")
     named = re.findall(r'(?:src|href)="([^"#]+)"', index)
@@ -91,7 +104,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     for name in OURS:
         text = (PAGE / name).read_text("utf-8")
         for place in re.findall(r'(?:from |import\()"\./([^"]+)"', text):
-            assert (PAGE / place).is_file(), (name, place)
+            assert client.get(f"/page/{place}").status_code == 200, (name, place)
         found = set(re.findall(r"https?://[\w.-]+", text))
         assert found <= {"http://www.w3.org"}, (name, found)
         assert "@import" not in text

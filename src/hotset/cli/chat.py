@@ -121,8 +121,8 @@ class Chat:
     def answer(self) -> None:
         """Answers the last message, and keeps the answer (or what there is of it) in the conversation."""
         try:
-            n_ctx, max_tokens = self.model.n_ctx, self.params.get("max_tokens")
-            found = fitted(self.whole, self._encoded, n_ctx, max_tokens)
+            n_ctx, params = self.model.n_ctx, SamplingParams(**self.params)
+            found = fitted(self.whole, self._encoded, n_ctx, params.max_tokens)
             stream = self.model.stream(found.tokens, **self.params)  # raises if the last message has no room
             if (n := found.n_dropped - self.n_dropped) > 0:
                 which = f"the {n} oldest turns are" if n > 1 else "the oldest turn is"
@@ -269,8 +269,6 @@ def parameter(name: str, value: str) -> dict[str, Any]:
         given = value
     if field in ("stop", "dry_sequence_breakers"):
         given = tuple(given) if isinstance(given, list) else (str(given),)
-    if field in ("max_tokens", "seed") and given == -1:
-        given = None
     SamplingParams(**{field: given})
     return {field: given}
 

@@ -306,7 +306,7 @@ def _sampling(
 
 
 _DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
-NPredict = Annotated[int, _sampling("max_tokens", None, min=-1)]
+NPredict = Annotated[int | None, _sampling("max_tokens", None, min=-1)]
 Temperature = Annotated[float | None, _sampling("temperature")]
 TopK = Annotated[int | None, _sampling("top_k")]
 TopP = Annotated[float | None, _sampling("top_p")]
@@ -640,7 +640,7 @@ def name_everywhere(model: str, path: Path) -> str:
 class SamplingOptions:
     """How the tokens of an answer are chosen, and when it ends."""
 
-    max_tokens: NPredict = -1
+    max_tokens: NPredict = None
     temperature: Temperature = None
     top_k: TopK = None
     top_p: TopP = None
@@ -680,9 +680,7 @@ class SamplingOptions:
         given = {name: getattr(self, name) for name in OPTIONS} | {
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "logit_bias": _logit_bias(self.logit_bias or []) or None,
-            "seed": self.seed if self.seed != -1 else None,  # llama.cpp's way to ask for any
             "stop": tuple(self.stop) if self.stop else None,
-            "max_tokens": self.max_tokens if self.max_tokens != -1 else None,
             "ignore_eos": self.ignore_eos or None,
             "json_schema": _json_schema(self.json_schema),
             "grammar": self._grammar(),

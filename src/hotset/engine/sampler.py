@@ -106,7 +106,7 @@ def _default(name: str) -> Any:
 
 def _number(parameter: Parameter, value: Any) -> float | int | None:
     """Return a checked number. Raises InvalidRequestError."""
-    low, high = parameter.low, parameter.high
+    low, high, value = parameter.low, parameter.high, parameter.meant(value)
     if value is None and parameter.default is None:
         return None
     if parameter.kind is int:
@@ -122,7 +122,7 @@ class SamplingParams:
 
     temperature: 0 takes the most likely token, after bias, penalties and DRY alone. Applied last, as
         llama.cpp does.
-    top_k: keep the k most likely tokens; 0 keeps all.
+    top_k: keep the k most likely tokens; 0 and -1 keep all.
     top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
     min_p: keep tokens at least min_p times as likely as the most likely; 0 keeps all.
     repetition_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
@@ -146,9 +146,9 @@ class SamplingParams:
     dry_penalty_last_n: how many tokens, of prompt and answer, DRY looks at; -1 means all, 0 none.
     dry_sequence_breakers: strings that no repetition goes beyond; at most 64 of 40 bytes.
     logit_bias: token id → number added to its logit; -inf forbids the token.
-    seed: any integer from 0 to 2**64 - 1; None picks one (`Sampler.seed` is that one).
+    seed: any integer from 0 to 2**64 - 1; None and -1 pick one (`Sampler.seed` is that one).
     logprobs: None for none, n for those of the chosen token and of the n most likely.
-    max_tokens: None runs to the end of the context.
+    max_tokens: None and -1 run to the end of the context.
     stop: strings that end the answer and are not part of it; at most 64 of 1,024 characters.
     stop_token_ids: further tokens that end the answer, and have no text in it; at most 64.
     ignore_eos: forbids the model's own tokens that would end the answer.

@@ -46,16 +46,13 @@ NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 Schema = dict[str, Any]
 
 
-def _limit(value: int) -> int | None:
-    return None if value == -1 else value
-
-
 def _ollama_limit(value: int) -> int | None:
     return None if value <= 0 else value
 
 
-def _seed(value: int) -> int | None:
-    return None if value == -1 else value % 2**64
+def _seed(value: int) -> int:
+    """Return a seed of any sign as SamplingParams has it."""
+    return value if value == -1 else value % 2**64
 
 
 def _stops(value: str | list[str]) -> list[str]:
@@ -135,24 +132,20 @@ def _sampling(name: str, kind: Any, first: str = "", **more: Any) -> Row:
     names = (name, *parameter.also)
     first = first or name
     others = tuple(one for one in names if one != first)
-    return Row(first, parameter.summary, kind, others, sets=name, **more)
+    return Row(first, parameter.summary, kind, others, sets=name, **{"read": parameter.meant} | more)
 
 
 def _rule(parameter: Parameter) -> Row:
     kind = integer if parameter.kind is int else number
-    return _sampling(parameter.name, kind(parameter.low, parameter.high))
+    return _sampling(parameter.name, kind(parameter.least, parameter.high))
 
-
-_SPELLED = {  # values of other programs
-    "top_k": _sampling("top_k", integer(-1), read=lambda k: max(k, 0)),
-}
 
 SAMPLING = (
-    *(_SPELLED.get(one.name) or _rule(one) for one in RULES),
+    *map(_rule, RULES),
     _sampling("dry_sequence_breakers", list[str]),
     _sampling("logit_bias", _Biases, read=_biases),
     _sampling("seed", integer(), read=_seed),
-    _sampling("max_tokens", integer(-1), first="max_completion_tokens", read=_limit),
+    _sampling("max_tokens", integer(-1), first="max_completion_tokens"),
     Row("num_predict", "As max_tokens; 0, -1 and -2: as many as fit.", integer(-2), sets="max_tokens",
         read=_ollama_limit),
     _sampling("stop", str | list[str], read=_stops),
@@ -184,7 +177,7 @@ def _adapters(scales: list[LoraScale]) -> dict[int | str, float]:
 REQUEST = (
     Row("cache_prompt", "False computes a cached prompt again.", Flag, use="request", sets="reuse_prefix"),
     Row("id_slot", "Slot that has the tokens afterwards; -1: any.", integer(-1), ("slot_id",), use="request",
-        read=_limit),
+        read=lambda slot: None if slot == -1 else slot),
     Row("lora", "Adapters, and the share of each.",
         Annotated[list[LoraScale], Field(max_length=MOST_ADAPTERS)], use="request", sets="adapters",
         read=_adapters),

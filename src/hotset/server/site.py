@@ -1,4 +1,6 @@
-"""The page at `/` and its files, which lie in `page/`: plain HTML, CSS and JavaScript, as they are written.
+"""The page at `/` and its files in `page/`: plain HTML, CSS and JavaScript, served unchanged.
+
+`parameters.js` is made from the table of sampling parameters.
 
 They are read once, when the server starts, and found in a table: no path of a request reaches the disk. The
 page runs under a policy that allows its own scripts and styles and nothing else: none inside the HTML, none
@@ -8,12 +10,15 @@ asks for does, as from any other client.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
+
+from hotset.sampling_parameters import PARAMETERS
 
 router = APIRouter(include_in_schema=False)
 
@@ -57,7 +62,10 @@ _HEADERS = {
 class _File:
     content: bytes
     media_type: str
-    etag: str
+
+    @cached_property
+    def etag(self) -> str:
+        return f'"{sha256(self.content).hexdigest()[:32]}"'
 
 
 @cache
@@ -69,10 +77,20 @@ def _files() -> dict[str, _File]:
         for entry in place.iterdir():
             media_type = _TYPES.get(entry.name.rpartition(".")[2])
             if media_type is not None and entry.is_file():
-                content = entry.read_bytes()
-                etag = f'"{sha256(content).hexdigest()[:32]}"'
-                found[prefix + entry.name] = _File(content, media_type, etag)
-    return found
+                found[prefix + entry.name] = _File(entry.read_bytes(), media_type)
+    return found | {"parameters.js": _File(_parameters(), _TYPES["js"])}
+
+
+def _parameters() -> bytes:
+    """Return the page's parameters.js: the sampling parameters that the page offers."""
+    fields = [
+        {
+            "name": one.name, "label": one.label, "note": one.summary, "whole": one.kind is int,
+            "min": one.least, "max": one.high, "slider": one.slider,
+        }
+        for one in PARAMETERS.values() if one.label
+    ]  # fmt: skip
+    return f"export const FIELDS = {json.dumps(fields)};\n".encode()
 
 
 @router.api_route("/", methods=["GET", "HEAD"])

@@ -2,22 +2,10 @@
 // the settings of all, or its own; presets are sets of them with a name.
 
 import { h } from "./dom.js";
+import { FIELDS } from "./parameters.js"; // the server makes it from its table of parameters
 
 const STORED = "hotset.settings", PRESETS = "hotset.presets";
 const LONGEST_NAME = 60; // of a preset
-
-// name: of the request's field. Numbers have a range; where an end of it has a meaning, `note` says it.
-export const FIELDS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, note: "0: always the most likely token" },
-  { name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.01, note: "the most likely tokens with this total probability" },
-  { name: "top_k", label: "Top-k", min: 0, max: 200, step: 1, whole: true, note: "this many of the most likely tokens; 0: all" },
-  { name: "min_p", label: "Min-p", min: 0, max: 1, step: 0.01, note: "minimum probability, relative to the most likely token" },
-  { name: "max_tokens", label: "Maximum answer length", min: 1, whole: true, note: "in tokens" },
-  { name: "seed", label: "Seed", min: 0, whole: true, note: "the same seed gives the same answer" },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.5, max: 2, step: 0.01, note: "1: off" },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.05 },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.05 },
-];
 
 /** The settings as the reader left them: {system, stop, temperature, ...}, of what was set only. */
 export class Settings {
@@ -153,17 +141,18 @@ export class Settings {
       type: "number",
       inputMode: field.whole ? "numeric" : "decimal",
       min: field.min,
-      max: field.max ?? null,
+      max: field.max,
       step: field.whole ? 1 : "any",
       value: set ? String(this.values[name]) : "",
       placeholder: fallback === undefined || fallback === null ? (name === "seed" ? "random" : "default") : String(fallback),
       "aria-describedby": `note-${name}`,
     });
-    const slider = field.max === undefined ? null : h("input", {
-      type: "range", min: field.min, max: field.max, step: field.step, "aria-label": `${label}, slider`,
+    const [low, high] = field.slider ?? [];
+    const slider = field.slider && h("input", {
+      type: "range", min: low, max: high, step: field.whole ? 1 : 0.01, "aria-label": `${label}, slider`,
     });
     const place = () => {
-      if (slider) slider.value = input.value === "" ? (fallback ?? field.min) : input.value;
+      if (slider) slider.value = input.value === "" ? (fallback ?? low) : input.value;
     };
     const take = () => {
       const value = input.value === "" ? null : Number(input.value);
@@ -186,7 +175,7 @@ export class Settings {
       { class: "field" },
       h("label", { htmlFor: input.id }, label),
       h("div", { class: "pair" }, slider ?? h("span"), input),
-      h("p", { id: `note-${name}` }, note ?? "", problem),
+      h("p", { id: `note-${name}` }, note, problem),
     );
   }
 }
@@ -195,8 +184,8 @@ export class Settings {
 function wrong(field, value) {
   if (!Number.isFinite(value)) return "not a number";
   if (field.whole && !Number.isSafeInteger(value)) return "a whole number";
-  if (value < field.min) return `at least ${field.min}`;
-  if (field.max !== undefined && value > field.max) return `at most ${field.max}`;
+  if (field.min !== null && value < field.min) return `at least ${field.min}`;
+  if (field.max !== null && value > field.max) return `at most ${field.max}`;
   return "";
 }
 
