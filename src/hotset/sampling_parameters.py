@@ -21,7 +21,7 @@ class Parameter:
         engine/sampler.py checks. A number whose default is None may be None.
     minus_one: the value that -1 stands for, as in other programs; -1 if it stands for itself.
     default: where neither the caller nor the model sets a value.
-    option: of the command line; further names follow, separated by a space.
+    option: of the command line; further names follow, separated by a space. panel: of its help.
     also: further names in requests, from other programs.
     modelfile: in a Modelfile and in Ollama's `options`; "" if Ollama does not know the parameter.
     label: on the server's page; "" if the page does not offer the parameter.
@@ -36,6 +36,7 @@ class Parameter:
     high: int | None = None
     minus_one: int | None = -1
     option: str = ""
+    panel: str | None = "Sampling"
     also: tuple[str, ...] = ()
     modelfile: str = ""
     label: str = ""
@@ -75,6 +76,10 @@ def _other(name: str, default: Any, summary: str, **more: Any) -> Parameter:
     return Parameter(name=name, summary=summary, default=default, **more)
 
 
+_MORE = "More samplers"
+_DRY = "Sampling against repetition (DRY)"
+FORM = "Form of the answer (needs the extra serve)"
+
 RULES = (
     _real("temperature", 0.8, "Randomness; 0 takes the most likely token.", low=0, option="--temp",
         modelfile="temperature", label="Temperature", slider=(0, 2)),
@@ -96,44 +101,44 @@ RULES = (
         option="--presence-penalty", modelfile="presence_penalty", label="Presence penalty",
         slider=(-2, 2)),
     _real("top_n_sigma", -1.0, "Keep logits at most this many standard deviations below the largest; "
-        "0 and less keep all.", option="--top-nsigma"),
+        "0 and less keep all.", panel=_MORE, option="--top-nsigma"),
     _real("typical_p", 1.0, "Keep the tokens of about the expected surprise; 1 keeps all.", low=0, high=1,
-        option="--typical", also=("typ_p",), modelfile="typical_p"),
+        panel=_MORE, option="--typical", also=("typ_p",), modelfile="typical_p"),
     _real("xtc_probability", 0.0, "How often XTC removes the most likely tokens.", low=0, high=1,
-        option="--xtc-probability"),
+        panel=_MORE, option="--xtc-probability"),
     _real("xtc_threshold", 0.1, "Probability from which on XTC removes tokens.", low=0, high=1,
-        option="--xtc-threshold"),
+        panel=_MORE, option="--xtc-threshold"),
     _real("dynatemp_range", 0.0, "How far the temperature moves up and down with the entropy.", low=0,
-        option="--dynatemp-range"),
+        panel=_MORE, option="--dynatemp-range"),
     _real("dynatemp_exponent", 1.0, "How the temperature follows the entropy.", low=0,
-        option="--dynatemp-exp"),
+        panel=_MORE, option="--dynatemp-exp"),
     _whole("mirostat", 0, "Version of mirostat that replaces the other filters; 0 is off.", low=0, high=2,
-        option="--mirostat", modelfile="mirostat"),
+        panel=_MORE, option="--mirostat", modelfile="mirostat"),
     _real("mirostat_tau", 5.0, "Surprise in bits that mirostat aims at.", low=0, high=100,
-        option="--mirostat-ent", modelfile="mirostat_tau"),
-    _real("mirostat_eta", 0.1, "How fast mirostat adapts.", low=0, high=1, option="--mirostat-lr",
-        modelfile="mirostat_eta"),
+        panel=_MORE, option="--mirostat-ent", modelfile="mirostat_tau"),
+    _real("mirostat_eta", 0.1, "How fast mirostat adapts.", low=0, high=1, panel=_MORE,
+        option="--mirostat-lr", modelfile="mirostat_eta"),
     _real("dry_multiplier", 0.0, "Strength of DRY, which penalises repetitions; 0 is off.", low=0,
-        option="--dry-multiplier"),
+        panel=_DRY, option="--dry-multiplier"),
     _real("dry_base", 1.75, "Growth of DRY's penalty with the length of a repetition.", low=1,
-        option="--dry-base"),
+        panel=_DRY, option="--dry-base"),
     _whole("dry_allowed_length", 2, "Length of repetitions that DRY allows.", low=0,
-        option="--dry-allowed-length"),
+        panel=_DRY, option="--dry-allowed-length"),
     _whole("dry_penalty_last_n", -1, "How many tokens DRY looks at; -1: all, 0: none.", low=-1,
-        option="--dry-penalty-last-n"),
+        panel=_DRY, option="--dry-penalty-last-n"),
 )  # fmt: skip
 """Numbers that say how a token is drawn (csrc/draw.h)."""
 
 _OTHERS = (
     _other("dry_sequence_breakers", ("\n", ":", '"', "*"), "Texts that end a repetition.",
-        option="--dry-sequence-breaker"),
+        panel=_DRY, option="--dry-sequence-breaker"),
     _other("logit_bias", None, "Numbers added to logits, by token id.", option="--logit-bias"),
     _whole("seed", None, "Seed of the draws; -1: any.", low=0, high=2**64 - 1, minus_one=None,
         option="--seed -s", modelfile="seed", label="Seed"),
     _whole("logprobs", None, "How many of the most likely tokens come with their logarithms.", low=0,
         also=("n_probs", "top_logprobs")),
     _whole("max_tokens", None, "Most tokens of the answer; -1: as many as fit.", low=1, minus_one=None,
-        option="--n-predict -n", modelfile="num_predict", label="Maximum answer length in tokens",
+        option="--n-predict -n", panel=None, modelfile="num_predict", label="Maximum answer length in tokens",
         also=("max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens")),
     _other("stop", (), "Texts that end the answer.", option="--stop -r", also=("stop_sequences",)),
     _other("stop_token_ids", (), "Tokens that end the answer."),
@@ -142,11 +147,11 @@ _OTHERS = (
         low=-1, option="--reasoning-budget"),
     _other("reasoning_budget_message", "", "Text that ends the thinking when its budget is used up.",
         option="--reasoning-budget-message"),
-    _other("json_schema", None, "JSON schema that the answer follows.", option="--json-schema -j",
-        also=("guided_json",)),
+    _other("json_schema", None, "JSON schema that the answer follows.", panel=FORM,
+        option="--json-schema -j", also=("guided_json",)),
     _other("json_object", False, "Whether the answer is a JSON object."),
     _other("regex", None, "Regular expression that the whole answer matches.", also=("guided_regex",)),
-    _other("grammar", None, "GBNF or Lark that the answer follows.", option="--grammar",
+    _other("grammar", None, "GBNF or Lark that the answer follows.", panel=FORM, option="--grammar",
         also=("guided_grammar",)),
 )  # fmt: skip
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from hotset.sampling_parameters import OPTIONS, PARAMETERS
+from hotset.sampling_parameters import FORM, OPTIONS, PARAMETERS
 
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.reporter import Reporter
     from hotset.settings import LoadSettings
 
-_ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
+_ENGINE, _TEXT, _GPU = "Engine", "Input and output", "GPU"
 _LLAMA = "As llama.cpp has it"
 _SPECULATION = "Speculative decoding"
 _CACHE = "Prompt cache on disk"
-_FORM = "Form of the answer (needs the extra serve)"
 
 
 def _option(names: str, help: str, panel: str | None = None, **more: Any) -> typer.models.OptionInfo:
@@ -294,57 +293,40 @@ JsonAnswer = Annotated[bool, _option("--json", "Print one JSON object: text, tok
 Stats = Annotated[bool, _option("--stats", "At the end, print what each layer computed and read.", _TEXT)]
 
 
-def _sampling(
-    name: str, panel: str | None = _SAMPLING, note: str = "", **more: Any
-) -> typer.models.OptionInfo:
+def _sampling(name: str, note: str = "", **more: Any) -> typer.models.OptionInfo:
     """Return the option of a sampling parameter. note: how the option takes a value."""
     parameter = PARAMETERS[name]
-    default = (
-        "" if parameter.kind is None or parameter.default is None else f" Default: {parameter.default:g}."
-    )
-    return _option(parameter.option, f"{parameter.summary}{note}{default}", panel, **more)
+    has_default = parameter.kind is not None and parameter.default is not None
+    default = f" Default: {parameter.default:g}." if has_default else ""
+    return _option(parameter.option, f"{parameter.summary}{note}{default}", parameter.panel, **more)
 
 
-_DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
-NPredict = Annotated[int | None, _sampling("max_tokens", None, min=-1)]
-Temperature = Annotated[float | None, _sampling("temperature")]
-TopK = Annotated[int | None, _sampling("top_k")]
-TopP = Annotated[float | None, _sampling("top_p")]
-MinP = Annotated[float | None, _sampling("min_p")]
-RepeatPenalty = Annotated[float | None, _sampling("repetition_penalty")]
-PresencePenalty = Annotated[float | None, _sampling("presence_penalty")]
-FrequencyPenalty = Annotated[float | None, _sampling("frequency_penalty")]
-RepeatLastN = Annotated[int | None, _sampling("penalty_last_n")]
-DryMultiplier = Annotated[float | None, _sampling("dry_multiplier", _DRY)]
-DryBase = Annotated[float | None, _sampling("dry_base", _DRY)]
-DryAllowedLength = Annotated[int | None, _sampling("dry_allowed_length", _DRY)]
-DryPenaltyLastN = Annotated[int | None, _sampling("dry_penalty_last_n", _DRY)]
-DrySequenceBreakers = Annotated[
-    list[str] | None, _sampling("dry_sequence_breakers", _DRY, " Repeatable; none: no defaults.")
-]
-TopNSigma = Annotated[float | None, _sampling("top_n_sigma", _MORE)]
-TypicalP = Annotated[float | None, _sampling("typical_p", _MORE)]
-XtcProbability = Annotated[float | None, _sampling("xtc_probability", _MORE)]
-XtcThreshold = Annotated[float | None, _sampling("xtc_threshold", _MORE)]
-DynatempRange = Annotated[float | None, _sampling("dynatemp_range", _MORE)]
-DynatempExponent = Annotated[float | None, _sampling("dynatemp_exponent", _MORE)]
-MirostatVersion = Annotated[int | None, _sampling("mirostat", _MORE)]
-MirostatTau = Annotated[float | None, _sampling("mirostat_tau", _MORE)]
-MirostatEta = Annotated[float | None, _sampling("mirostat_eta", _MORE)]
-LogitBias = Annotated[
-    list[str] | None, _sampling("logit_bias", note=" ID+BIAS or ID-BIAS, such as 15043-1; repeatable.")
-]
-Seed = Annotated[int | None, _sampling("seed")]
-Stop = Annotated[list[str] | None, _sampling("stop", note=" Repeatable.")]
-IgnoreEos = Annotated[bool, _sampling("ignore_eos")]
 ReasoningBudget = Annotated[int | None, _sampling("reasoning_budget", metavar="N")]
 ReasoningBudgetMessage = Annotated[str | None, _sampling("reasoning_budget_message", metavar="TEXT")]
+_SAMPLING_OPTIONS: dict[str, Any] = {
+    one.name: Annotated[one.kind | None, _sampling(one.name)]
+    for one in PARAMETERS.values()
+    if one.kind is not None and one.option
+} | {
+    "max_tokens": Annotated[int | None, _sampling("max_tokens", min=-1)],
+    "dry_sequence_breakers": Annotated[
+        list[str] | None, _sampling("dry_sequence_breakers", " Repeatable; none: no defaults.")
+    ],
+    "logit_bias": Annotated[
+        list[str] | None, _sampling("logit_bias", " ID+BIAS or ID-BIAS, such as 15043-1; repeatable.")
+    ],
+    "stop": Annotated[list[str] | None, _sampling("stop", " Repeatable.")],
+    "ignore_eos": Annotated[bool, _sampling("ignore_eos")],
+    "reasoning_budget": ReasoningBudget,
+    "reasoning_budget_message": ReasoningBudgetMessage,
+    "json_schema": Annotated[str | None, _sampling("json_schema", " A file, or its text.")],
+    "grammar": Annotated[str | None, _sampling("grammar")],
+}
+"""Sampling parameter → annotation of its option."""
 
-JsonSchema = Annotated[str | None, _sampling("json_schema", _FORM, " A file, or its text.")]
-GrammarText = Annotated[str | None, _sampling("grammar", _FORM)]
 GrammarFile = Annotated[
     Path | None,
-    _option("--grammar-file", "The same, from a file.", _FORM, exists=True, dir_okay=False),
+    _option("--grammar-file", "The same, from a file.", FORM, exists=True, dir_okay=False),
 ]
 
 
@@ -636,41 +618,20 @@ def name_everywhere(model: str, path: Path) -> str:
     return str(path.resolve()) if Path(model).is_file() else model
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How the tokens of an answer are chosen, and when it ends."""
+_SamplingFields = make_dataclass(
+    "_SamplingFields",
+    [
+        (name, kind, False if get_args(kind)[0] is bool else None)
+        for name, kind in _SAMPLING_OPTIONS.items()
+    ],
+    frozen=True, kw_only=True,
+)  # fmt: skip
 
-    max_tokens: NPredict = None
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    repetition_penalty: RepeatPenalty = None
-    presence_penalty: PresencePenalty = None
-    frequency_penalty: FrequencyPenalty = None
-    penalty_last_n: RepeatLastN = None
-    dry_multiplier: DryMultiplier = None
-    dry_base: DryBase = None
-    dry_allowed_length: DryAllowedLength = None
-    dry_penalty_last_n: DryPenaltyLastN = None
-    dry_sequence_breakers: DrySequenceBreakers = None
-    top_n_sigma: TopNSigma = None
-    typical_p: TypicalP = None
-    xtc_probability: XtcProbability = None
-    xtc_threshold: XtcThreshold = None
-    dynatemp_range: DynatempRange = None
-    dynatemp_exponent: DynatempExponent = None
-    mirostat: MirostatVersion = None
-    mirostat_tau: MirostatTau = None
-    mirostat_eta: MirostatEta = None
-    logit_bias: LogitBias = None
-    seed: Seed = None
-    stop: Stop = None
-    ignore_eos: IgnoreEos = False
-    reasoning_budget: ReasoningBudget = None
-    reasoning_budget_message: ReasoningBudgetMessage = None
-    json_schema: JsonSchema = None
-    grammar: GrammarText = None
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
+    """How the tokens of an answer are chosen, and when it ends. Fields: those of the table of parameters."""
+
     grammar_file: GrammarFile = None
 
     def params(self) -> dict[str, Any]:
@@ -688,9 +649,10 @@ class SamplingOptions:
         return {key: value for key, value in given.items() if value is not None}
 
     def _grammar(self) -> str | None:
+        text: str | None = self.grammar
         if self.grammar_file is None:
-            return self.grammar
-        if self.grammar is not None:
+            return text
+        if text is not None:
             raise typer.BadParameter("the grammar is given twice.", param_hint="--grammar-file")
         from hotset.cli.console import read_text
 
