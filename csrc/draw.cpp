@@ -676,6 +676,7 @@ std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k) {
         found.begin(), found.begin() + long(n_found), found.end(),
         [](const Logit& a, const Logit& b) { return a.value != b.value ? a.value > b.value : a.id < b.id; });
     std::vector<int64_t> ids;
+    ids.reserve(size_t(k));
     for (size_t i = 0; i < n_found; i++) ids.push_back(found[i].id);
     for (int64_t i = 0; i < n && int64_t(ids.size()) < k; i++)
         if (logits[i] == kOut) ids.push_back(i);

@@ -133,7 +133,8 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
         const int half = rope.n_rot / 2;
         for (int token = 0; token < n_tokens; token++)
             for (int j = 0; j < half; j++) {
-                const double angle = positions[token] / rope.every * rope.every * rope.frequencies[j];
+                const int position = positions[token] / rope.every * rope.every;
+                const double angle = position * rope.frequencies[j];
                 t.rope_cos[i][token * half + j] = float(std::cos(angle)) * rope.magnitude;
                 t.rope_sin[i][token * half + j] = float(std::sin(angle)) * rope.magnitude;
             }

@@ -96,6 +96,7 @@ DrawJob job_of(const PythonJob& from) {
 
 Tokens draw(const std::vector<PythonJob>& jobs, const std::shared_ptr<Runtime>& runtime) {
     std::vector<DrawJob> checked;
+    checked.reserve(jobs.size());
     for (const PythonJob& job : jobs) checked.push_back(job_of(job));
     const Kernels& kernels = chosen_kernels(std::nullopt);
     nb::gil_scoped_release release;

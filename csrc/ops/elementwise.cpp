@@ -107,7 +107,8 @@ static const Registered kPositionGain("position_gain", [](Facts& facts) -> std::
     const double beta = facts.number("beta");
     const int length = facts.integer("length", 1, INT32_MAX);
     return make_row_op(facts.plan(), out, [=](const StepTokens& step, int r, float* result) {
-        *result = float(1 + beta * std::log(1.0 + step.positions[r] / length));
+        const int n_full = step.positions[r] / length;  // original contexts before this position
+        *result = float(1 + beta * std::log(1.0 + n_full));
     });
 });
 
