@@ -138,7 +138,7 @@ _OTHERS = (
     _whole("logprobs", None, "How many of the most likely tokens come with their logarithms.", low=0,
         also=("n_probs", "top_logprobs")),
     _whole("max_tokens", None, "Most tokens of the answer; -1: as many as fit.", low=1, minus_one=None,
-        option="--n-predict -n", panel=None, modelfile="num_predict", label="Maximum answer length in tokens",
+        option="--n-predict -n", panel=None, modelfile="num_predict", label="Maximum answer length",
         also=("max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens")),
     _other("stop", (), "Texts that end the answer.", option="--stop -r", also=("stop_sequences",)),
     _other("stop_token_ids", (), "Tokens that end the answer."),

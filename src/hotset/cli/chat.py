@@ -269,8 +269,7 @@ def parameter(name: str, value: str) -> dict[str, Any]:
         given = value
     if field in ("stop", "dry_sequence_breakers"):
         given = tuple(given) if isinstance(given, list) else (str(given),)
-    SamplingParams(**{field: given})
-    return {field: given}
+    return {field: getattr(SamplingParams(**{field: given}), field)}
 
 
 def chat(
