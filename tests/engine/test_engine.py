@@ -182,7 +182,7 @@ def test_decoding_comes_before_prompts_and_shares_their_batch():
     for n_generated in range(2, 6):
         shared.step()
         assert len(first.generated) == n_generated
-    assert shared.backend.batches == [10, 32, 32, 32, 8]  # 1 + 31, 1 + 31, 1 + 31, 1 + 7
+    assert shared.backend.batches == [10, 17, 32, 32, 23]  # 1 + 16, 1 + 31, 1 + 31, 1 + 22
 
 
 @pytest.mark.parametrize("n_answers", [0, 3])

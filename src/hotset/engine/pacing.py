@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 PROMPT_SECONDS = 0.05
 _STEPS = 16  # of an answer: a prompt's step of that time loses a sixteenth to what any step costs
-_FIRST = 64.0  # units, until something was measured
-_FEWEST = 16.0  # a prompt must come to its end, on whatever machine
+_FIRST = 64.0  # units of a step without answers, until something was measured
+_FEWEST = 16.0  # a prompt must come to its end, on whatever machine; beside answers, it begins with these
 _FEWEST_ROWS = 4.0  # beside answers, however long reading one took
 _FULL = 0.9  # of a share: a smaller step says little, since much of one costs the same for any
 _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must make it less than this
@@ -64,7 +64,7 @@ class PromptShare:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.beside = self.alone = math.inf if seconds == math.inf else _FIRST
+        self.beside, self.alone = (math.inf,) * 2 if seconds == math.inf else (_FEWEST, _FIRST)
         self._row = 0.0  # units that a row of logits takes beside its token, where it is given away
         self._seconds = seconds
         self._answers = 0.0  # seconds of a step without a prompt
