@@ -215,7 +215,7 @@ SANITIZE := build/sanitize
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" HOTSET_SANITIZED=1
 NATIVE_TESTS := tests/backends/cpu/test_plan_bounds.py tests/backends/cpu/test_cpu_backend.py tests/backends/cpu/test_sparse_cpu.py tests/backends/cpu/test_kernels.py \
-  tests/backends/cpu/test_numerics.py tests/fuzz/test_fuzz_shapes.py tests/backends/triton/test_cpu_worker.py tests/formats/test_planes.py tests/formats/test_quantize.py
+  tests/backends/cpu/test_numerics.py tests/engine/test_native_sampling.py tests/fuzz/test_fuzz_shapes.py tests/backends/triton/test_cpu_worker.py tests/formats/test_planes.py tests/formats/test_quantize.py
 
 sanitize: $(SANITIZE)/venv/.installed $(VENV)/.dev
 	$(BIN)/cmake -S . -B $(SANITIZE)/native -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null

@@ -48,6 +48,7 @@ DRAWS: dict[str, dict[str, Any]] = {
     "XTC, DRY, dynamic temperature": _XTC | {"dry_multiplier": 0.8, "dynatemp_range": 0.5},
     "typical, top-p, XTC, dynamic temperature": _XTC
     | {"typical_p": 0.95, "top_p": 0.99, "dynatemp_range": 0.5},
+    "temperature, logprobs 20": _ALL | {"logprobs": 20},
     "mirostat 1, tau 16": {"mirostat": 1, "mirostat_tau": 16.0},
     "mirostat 2, tau 16": {"mirostat": 2, "mirostat_tau": 16.0},
 }
@@ -65,7 +66,7 @@ def draw_ms(params: dict[str, Any], deviation: float, n_vocab: int, n_rows: int 
         largest = row.reshape(-1, 64).max(axis=1) if n_vocab % 64 == 0 else None
         job = sampler.job(row, largest)
         begun = time.thread_time()
-        [token] = draw_tokens([job], None)
+        [(token, _)] = draw_tokens([job], None)
         seconds.append(time.thread_time() - begun)
         sampler.accept(sampler.take(token))
     return 1000 * statistics.median(seconds[n_rows:])

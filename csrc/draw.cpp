@@ -576,77 +576,7 @@ void Draw::adjust(const float* logits, float* out) const {
 
 namespace {
 
-// The draws that take long, a chunk each.
-class DrawStep : public Job {
-  public:
-    DrawStep(const std::vector<DrawJob>& jobs, std::vector<size_t> which, const Kernels& kernels,
-             std::vector<Drawn>& drawn)
-        : jobs_(jobs), which_(std::move(which)), kernels_(kernels), drawn_(drawn) {}
-
-    int n_phases() const override { return 1; }
-    int n_chunks(int) const override { return int(std::min(which_.size(), size_t(kMaxChunks))); }
-    bool prefetch(int, int, int) const override { return false; }
-    void reached(int) const override {}
-    void run_chunk(int, int chunk, Worker& worker) const override {
-        std::vector<Drawn> found;
-        std::exception_ptr failure;
-        try {
-            for (size_t i = size_t(chunk); i < which_.size(); i += size_t(n_chunks(0))) {
-                const DrawJob& job = jobs_[which_[i]];
-                found.push_back(job.draw->draw(job.row, kernels_));
-            }
-        } catch (...) {  // (there was no memory)
-            failure = std::current_exception();
-        }
-        if (!worker.begin_commit()) return;
-        for (size_t i = 0; i < found.size(); i++)
-            drawn_[which_[size_t(chunk) + i * size_t(n_chunks(0))]] = found[i];
-        if (failure) failures_[chunk] = failure;
-        worker.end_commit();
-    }
-    void rethrow() const {
-        for (const std::exception_ptr& failure : failures_)
-            if (failure) std::rethrow_exception(failure);
-    }
-
-  private:
-    const std::vector<DrawJob>& jobs_;
-    const std::vector<size_t> which_;
-    const Kernels& kernels_;
-    std::vector<Drawn>& drawn_;
-    mutable std::vector<std::exception_ptr> failures_ = std::vector<std::exception_ptr>(size_t(kMaxChunks));
-};
-
-}  // namespace
-
-std::vector<int64_t> draw_tokens(const std::vector<DrawJob>& jobs, const Kernels& kernels, Runtime* runtime) {
-    std::vector<Drawn> drawn(jobs.size());
-    std::vector<size_t> slow;
-    for (size_t i = 0; i < jobs.size(); i++)
-        if (!jobs[i].draw->is_quick(jobs[i].row)) slow.push_back(i);
-    const bool is_parallel = runtime != nullptr && runtime->n_threads() > 1 && slow.size() > 1;
-    {
-        const DefaultFloats floats;
-        for (size_t i = 0; i < jobs.size(); i++)
-            if (!is_parallel || jobs[i].draw->is_quick(jobs[i].row))
-                drawn[i] = jobs[i].draw->draw(jobs[i].row, kernels);
-    }
-    if (is_parallel) {
-        const DrawStep step(jobs, std::move(slow), kernels, drawn);
-        std::atomic<bool> never{false};
-        const Runtime::Turn turn(*runtime, never, nullptr);
-        turn.pool().run(turn.pool().free_slot(), step, never, nullptr, &step);
-        turn.pool().leave(&step);
-        step.rethrow();
-    }
-    std::vector<int64_t> tokens;
-    for (size_t i = 0; i < jobs.size(); i++) {
-        jobs[i].draw->keep(drawn[i]);
-        tokens.push_back(drawn[i].token);
-    }
-    return tokens;
-}
-
+// log(sum(exp(logits))).
 double log_sum_exp(const float* logits, int64_t n, const Kernels& kernels) {
     Scratch& s = scratch();
     const float highest = find_maxima(logits, size_t(n), s.maxima);
@@ -662,9 +592,9 @@ double log_sum_exp(const float* logits, int64_t n, const Kernels& kernels) {
     return double(highest) + std::log(sum);
 }
 
+// The k largest logits. Call it after log_sum_exp of the same row, which finds the maxima of its groups.
 std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k) {
     Scratch& s = scratch();
-    find_maxima(logits, size_t(n), s.maxima);
     std::vector<Logit>& found = s.changed;
     found.clear();
     for_each_above(bound_of(size_t(k), s.maxima, s.best), logits, size_t(n), s.maxima,
@@ -681,6 +611,108 @@ std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k) {
     for (int64_t i = 0; i < n && int64_t(ids.size()) < k; i++)
         if (logits[i] == kOut) ids.push_back(i);
     return ids;
+}
+
+RowLogprobs logprobs_of(const float* logits, int64_t n, int64_t n_top, const Kernels& kernels) {
+    RowLogprobs found{log_sum_exp(logits, n, kernels), {}};
+    if (n_top > 0) found.top = largest_logits(logits, n, n_top);
+    return found;
+}
+
+// Fills the results of some places by f(place), a chunk each.
+template <class T, class F>
+class EachPlace : public Job {
+  public:
+    EachPlace(const std::vector<size_t>& places, const F& f, std::vector<T>& results)
+        : places_(places), f_(f), results_(results) {}
+
+    int n_phases() const override { return 1; }
+    int n_chunks(int) const override { return int(std::min(places_.size(), size_t(kMaxChunks))); }
+    bool prefetch(int, int, int) const override { return false; }
+    void reached(int) const override {}
+    void run_chunk(int, int chunk, Worker& worker) const override {
+        std::vector<T> found;
+        std::exception_ptr failure;
+        try {
+            for (size_t i = size_t(chunk); i < places_.size(); i += size_t(n_chunks(0)))
+                found.push_back(f_(places_[i]));
+        } catch (...) {  // (there was no memory)
+            failure = std::current_exception();
+        }
+        if (!worker.begin_commit()) return;
+        for (size_t i = 0; i < found.size(); i++)
+            results_[places_[size_t(chunk) + i * size_t(n_chunks(0))]] = std::move(found[i]);
+        if (failure) failures_[chunk] = failure;
+        worker.end_commit();
+    }
+    void rethrow() const {
+        for (const std::exception_ptr& failure : failures_)
+            if (failure) std::rethrow_exception(failure);
+    }
+
+  private:
+    const std::vector<size_t>& places_;
+    const F& f_;
+    std::vector<T>& results_;
+    mutable std::vector<std::exception_ptr> failures_ = std::vector<std::exception_ptr>(size_t(kMaxChunks));
+};
+
+// Fills the results of the places, of which several are computed on the threads of the runtime, if there is
+// one. A late thread may compute f of a place again, and drops it.
+template <class T, class F>
+void fill(std::vector<T>& results, const std::vector<size_t>& places, Runtime* runtime, const F& f) {
+    if (runtime == nullptr || runtime->n_threads() == 1 || places.size() < 2) {
+        const DefaultFloats floats;
+        for (const size_t place : places) results[place] = f(place);
+        return;
+    }
+    const EachPlace<T, F> step(places, f, results);
+    std::atomic<bool> never{false};
+    const Runtime::Turn turn(*runtime, never, nullptr);
+    turn.pool().run(turn.pool().free_slot(), step, never, nullptr, &step);
+    turn.pool().leave(&step);
+    step.rethrow();
+}
+
+}  // namespace
+
+std::vector<DrawnToken> draw_tokens(const std::vector<DrawJob>& jobs, const Kernels& kernels,
+                                    Runtime* runtime) {
+    struct Found {
+        Drawn drawn;
+        RowLogprobs logprobs;
+    };
+    const auto find = [&](size_t i) {
+        const DrawJob& job = jobs[i];
+        Found found{job.draw->draw(job.row, kernels), {}};
+        if (job.n_top != DrawJob::kNoLogprobs && found.drawn.token >= 0)
+            found.logprobs = logprobs_of(job.row.logits, job.row.n, job.n_top, kernels);
+        return found;
+    };
+    std::vector<Found> found(jobs.size());
+    std::vector<size_t> quick, slow;
+    for (size_t i = 0; i < jobs.size(); i++) {
+        const bool is_quick = jobs[i].n_top == DrawJob::kNoLogprobs && jobs[i].draw->is_quick(jobs[i].row);
+        (is_quick ? quick : slow).push_back(i);
+    }
+    fill(found, quick, nullptr, find);
+    fill(found, slow, runtime, find);
+    std::vector<DrawnToken> tokens;
+    for (size_t i = 0; i < jobs.size(); i++) {
+        jobs[i].draw->keep(found[i].drawn);
+        tokens.push_back({found[i].drawn.token, std::move(found[i].logprobs)});
+    }
+    return tokens;
+}
+
+std::vector<RowLogprobs> row_logprobs(const float* logits, int64_t n_rows, int64_t n, int64_t n_top,
+                                      const Kernels& kernels, Runtime* runtime) {
+    std::vector<RowLogprobs> found(static_cast<size_t>(n_rows));
+    std::vector<size_t> rows;
+    for (size_t i = 0; i < found.size(); i++) rows.push_back(i);
+    fill(found, rows, runtime,
+         [&](size_t i) { return logprobs_of(logits + int64_t(i) * n, n, n_top, kernels); });
+    return found;
 }
 
 }  // namespace hotset

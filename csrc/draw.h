@@ -53,6 +53,12 @@ struct Drawn {
     double mu;  // of mirostat, from now on
 };
 
+// What turns a row of logits into log-probabilities, and where the largest are.
+struct RowLogprobs {
+    double log_total = 0.0;    // log(sum(exp(logits))), summed in float64 as NumPy does; NaN for damaged rows
+    std::vector<int64_t> top;  // indices by falling logit, equal ones by rising index
+};
+
 // Of one sequence. `draw` may run in several threads at once; the others change the sequence.
 class Draw {
   public:
@@ -89,17 +95,24 @@ class Draw {
 
 // One draw of several that may run at once, each of another sequence.
 struct DrawJob {
+    static constexpr int64_t kNoLogprobs = -1;
+
     Draw* draw;
     LogitRow row;
+    int64_t n_top = kNoLogprobs;  // at most row.n; otherwise RowLogprobs of a whole row are wanted
+};
+
+struct DrawnToken {
+    int64_t token;
+    RowLogprobs logprobs;
 };
 
 // Draws a token for each, on the threads of the runtime if several take long; null: on this thread.
-std::vector<int64_t> draw_tokens(const std::vector<DrawJob>& jobs, const Kernels& kernels, Runtime* runtime);
+std::vector<DrawnToken> draw_tokens(const std::vector<DrawJob>& jobs, const Kernels& kernels,
+                                    Runtime* runtime);
 
-// log(sum(exp(logits))), summed in float64 as NumPy does.
-double log_sum_exp(const float* logits, int64_t n, const Kernels& kernels);
-
-// The k largest logits: indices by falling logit, equal ones by rising index.
-std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k);
+// The same of logits [n_rows, n]: n_top of the largest of each row.
+std::vector<RowLogprobs> row_logprobs(const float* logits, int64_t n_rows, int64_t n, int64_t n_top,
+                                      const Kernels& kernels, Runtime* runtime);
 
 }  // namespace hotset

@@ -10,9 +10,10 @@ using Tokens = std::vector<int64_t>;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // What a token is drawn from: the draw, logits, the largest of groups, candidates, bits and ids of what is
-// allowed, u, and whether top choices are excluded (LogitRow).
+// allowed, u, whether top choices are excluded (LogitRow), and DrawJob::n_top.
 using PythonJob = std::tuple<Draw*, Floats, std::optional<Floats>, std::optional<Ints>, std::optional<Bytes>,
-                             std::optional<Ids>, double, bool>;
+                             std::optional<Ids>, double, bool, std::optional<int64_t>>;
+using PythonLogprobs = std::pair<double, Tokens>;
 
 void require_tokens(const Tokens& tokens, int64_t n_vocab) {
     for (const int64_t token : tokens) require(token >= 0 && token < n_vocab, "a token is in the vocabulary");
@@ -61,7 +62,7 @@ std::unique_ptr<Draw> make_draw(int64_t n_vocab, const nb::dict& rules, const To
 }
 
 DrawJob job_of(const PythonJob& from) {
-    const auto& [draw, logits, largest, candidates, bits, ids, u, has_xtc] = from;
+    const auto& [draw, logits, largest, candidates, bits, ids, u, has_xtc, n_top] = from;
     LogitRow row = {logits.data(), int64_t(logits.size())};
     row.u = u;
     row.has_xtc = has_xtc;
@@ -91,16 +92,28 @@ DrawJob job_of(const PythonJob& from) {
         row.allowed_bits = bits->data();
         row.n_allowed_bytes = int64_t(bits->size());
     }
-    return {draw, row};
+    require(!n_top || (!candidates && *n_top >= 0 && *n_top <= row.n), "logprobs are those of a whole row");
+    return {draw, row, n_top.value_or(DrawJob::kNoLogprobs)};
 }
 
-Tokens draw(const std::vector<PythonJob>& jobs, const std::shared_ptr<Runtime>& runtime) {
+std::vector<std::pair<int64_t, std::optional<PythonLogprobs>>> draw(const std::vector<PythonJob>& jobs,
+                                                                    const std::shared_ptr<Runtime>& runtime) {
     std::vector<DrawJob> checked;
     checked.reserve(jobs.size());
     for (const PythonJob& job : jobs) checked.push_back(job_of(job));
     const Kernels& kernels = chosen_kernels(std::nullopt);
-    nb::gil_scoped_release release;
-    return draw_tokens(checked, kernels, runtime.get());
+    std::vector<DrawnToken> drawn;
+    {
+        const nb::gil_scoped_release release;
+        drawn = draw_tokens(checked, kernels, runtime.get());
+    }
+    std::vector<std::pair<int64_t, std::optional<PythonLogprobs>>> result;
+    for (size_t i = 0; i < drawn.size(); i++) {
+        result.emplace_back(drawn[i].token, std::nullopt);
+        if (checked[i].n_top != DrawJob::kNoLogprobs)
+            result.back().second.emplace(drawn[i].logprobs.log_total, std::move(drawn[i].logprobs.top));
+    }
+    return result;
 }
 
 void accept(Draw& draw, int64_t token) {
@@ -116,18 +129,16 @@ nb::object adjusted(const Draw& draw, const Floats& logits) {
     return nb::cast(result);
 }
 
-double log_sum(const Floats& logits) {
-    require(logits.size() > 0, "a row has logits");
+std::vector<PythonLogprobs> logprobs(const FloatMatrix& rows, int64_t n_top,
+                                     const std::shared_ptr<Runtime>& runtime) {
+    const auto n_rows = int64_t(rows.shape(0)), n = int64_t(rows.shape(1));
+    require(n > 0 && n_top >= 0 && n_top <= n, "some of the logits are the largest");
     const Kernels& kernels = chosen_kernels(std::nullopt);
-    nb::gil_scoped_release release;
-    const DefaultFloats floats;
-    return log_sum_exp(logits.data(), int64_t(logits.size()), kernels);
-}
-
-Tokens largest(const Floats& logits, int64_t k) {
-    require(k > 0 && k <= int64_t(logits.size()), "some of the logits are the largest");
-    nb::gil_scoped_release release;
-    return largest_logits(logits.data(), int64_t(logits.size()), k);
+    std::vector<PythonLogprobs> result;
+    const nb::gil_scoped_release release;
+    for (RowLogprobs& row : row_logprobs(rows.data(), n_rows, n, n_top, kernels, runtime.get()))
+        result.emplace_back(row.log_total, std::move(row.top));
+    return result;
 }
 
 }  // namespace
@@ -142,8 +153,7 @@ void bind_draw(nb::module_& m) {
         .def("adjusted", &adjusted, "logits"_a)
         .def("clone", [](const Draw& draw) { return std::make_unique<Draw>(draw); });
     m.def("draw_tokens", &draw, "jobs"_a, "runtime"_a.none());
-    m.def("log_sum_exp", &log_sum, "logits"_a);
-    m.def("largest_logits", &largest, "logits"_a, "k"_a);
+    m.def("row_logprobs", &logprobs, "rows"_a, "n_top"_a, "runtime"_a.none());
 }
 
 }  // namespace hotset::bindings

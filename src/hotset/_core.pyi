@@ -157,19 +157,20 @@ class Draw:
     def clone(self) -> Draw: ...
 
 # Logits, the largest of groups, candidates, bits and ids of allowed tokens, u, whether XTC applies: LogitRow
-# of csrc/draw.h.
+# of csrc/draw.h; how many of the largest logits are wanted with the log of the sum, None: neither.
 DrawJob = tuple[
-    Draw, np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None, np.ndarray | None, float, bool
-]
+    Draw, np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None, np.ndarray | None, float, bool,
+    int | None,
+]  # fmt: skip
 NOTHING_ALLOWED: int
 NOT_NUMBERS: int
 
-# A token for each job, or one of the two numbers above; each job has another Draw.
-def draw_tokens(jobs: list[DrawJob], runtime: Runtime | None) -> list[int]: ...
-def log_sum_exp(logits: np.ndarray) -> float: ...
-def largest_logits(
-    logits: np.ndarray, k: int
-) -> list[int]: ...  # by falling logit, equal ones by rising index
+# A token for each job, or one of the two numbers above; each job has another Draw. Logprobs are
+# log(sum(exp(logits))) and the indices of the largest logits, by falling logit, equal ones by rising index.
+def draw_tokens(
+    jobs: list[DrawJob], runtime: Runtime | None
+) -> list[tuple[int, tuple[float, list[int]] | None]]: ...
+def row_logprobs(rows: np.ndarray, n_top: int, runtime: Runtime | None) -> list[tuple[float, list[int]]]: ...
 
 # spans: int32 [n, 3]: a lookup, that which asks again for some of its entries, and for how many
 def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) -> int: ...

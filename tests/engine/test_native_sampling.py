@@ -12,7 +12,7 @@ from sampling_reference import ReferenceSampler
 from sampling_reference import token_logprobs as reference_logprobs
 
 from hotset import _core
-from hotset.engine.sampler import Sampler, SamplingParams, token_logprobs
+from hotset.engine.sampler import Sampler, SamplingParams, row_logprobs, token_logprobs
 from hotset.errors import HotsetError
 from hotset.text.mask import TokenMask
 
@@ -170,10 +170,11 @@ def test_tokens_of_a_large_vocabulary(options: dict[str, Any], scale: float) -> 
 
 
 def test_sequences_draw_the_same_tokens_together_and_alone() -> None:
-    """On all threads of a pool, quick draws and slow ones mixed."""
+    """On all threads of a pool, quick draws and slow ones mixed, some of them with logprobs."""
     n_vocab, n_rows = 6400, 10
     rng = np.random.default_rng(3)
-    all_options = [some_options(rng, n_vocab) for _ in range(40)]
+    n_tops = [None, 0, 3, None]
+    all_options = [some_options(rng, n_vocab) | {"logprobs": n_tops[i % 4]} for i in range(40)]
     rows = rng.standard_normal((n_rows, len(all_options), n_vocab)).astype(np.float32)
     largest = rows.reshape(n_rows, len(all_options), -1, 64).max(axis=-1)
 
@@ -189,7 +190,11 @@ def test_sequences_draw_the_same_tokens_together_and_alone() -> None:
         for i in range(n_rows):
             expected = [sampler.sample(rows[i, j]) for j, sampler in enumerate(alone)]
             jobs = [sampler.job(rows[i, j], largest[i, j]) for j, sampler in enumerate(together)]
-            assert _core.draw_tokens(jobs, runtime) == expected
+            drawn = _core.draw_tokens(jobs, runtime)
+            assert [token for token, _ in drawn] == expected
+            for row, sampler, (_, logprobs) in zip(rows[i], together, drawn, strict=True):
+                n_top = sampler.params.logprobs
+                assert logprobs == (None if n_top is None else row_logprobs(row[None], n_top)[0])
             for one, other, token in zip(alone, together, expected, strict=True):
                 one.accept(token)
                 other.accept(token)
@@ -202,8 +207,14 @@ def test_sequences_draw_the_same_tokens_together_and_alone() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_logprobs_are_those_of_the_definition(n_vocab: int, seed: int) -> None:
     rng = np.random.default_rng([seed, n_vocab])
-    row = some_logits(rng, n_vocab)
-    if not math.isfinite(row.max()):
-        return
+    rows = np.array(
+        [row for row in (some_logits(rng, n_vocab) for _ in range(5)) if math.isfinite(row.max())]
+    )
     token, n_top = int(rng.integers(n_vocab)), int(rng.choice([0, 1, 20, n_vocab]))
-    assert token_logprobs(row, token, n_top) == reference_logprobs(row, token, n_top)
+    runtime = _core.Runtime(3)
+    try:
+        found = row_logprobs(rows.reshape(-1, n_vocab), n_top, runtime)
+    finally:
+        runtime.close()
+    for row, logprobs in zip(rows, found, strict=True):
+        assert token_logprobs(row, token, logprobs) == reference_logprobs(row, token, n_top)

@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 from cases import quick_are
 
-from hotset import _core
 from hotset.backends.base import LOGIT_GROUP, N_CANDIDATES
-from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp
+from hotset.engine.sampler import (
+    Sampler,
+    SamplingParams,
+    TokenLogprobs,
+    draw_tokens,
+    row_logprobs,
+    token_logprobs,
+)
 from hotset.engine.stop import StopMatcher
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.text.mask import TokenMask
@@ -161,7 +167,7 @@ def test_top_k_equals_a_full_sort(n: int, k: int, kind: str):
     elif kind == "infinite":
         logits[::2] = -np.inf
     expected = sorted(range(n), key=lambda i: (-logits[i], i))[:k]
-    assert _core.largest_logits(logits, min(k, n)) == expected
+    assert row_logprobs(logits[None], k)[0][1] == expected
 
 
 N_GROUPED = LOGIT_GROUP * 200  # enough groups for the 40 of the default
@@ -404,23 +410,29 @@ def test_a_repetition_penalty_lowers_logits_of_either_sign(logits: list[float]):
     assert Sampler(params, 2, [0, 1]).sample(np.array(logits, np.float32)) == 0
 
 
+def drawn_logprobs(sampler: Sampler, logits: np.ndarray) -> TokenLogprobs:
+    [(token, found)] = draw_tokens([sampler.job(logits)], None)
+    assert found is not None
+    return token_logprobs(logits, token, found)
+
+
 def test_logprobs_are_of_the_model_and_not_of_the_sampler():
     logits = some_logits(2)
     params = SamplingParams(seed=0, logprobs=3, temperature=0.1, logit_bias={5: 100}, repetition_penalty=2)
     sampler = Sampler(params, N_VOCAB, [5, 6])
     expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
-    result = sampler.logprobs(logits, 5)
+    result = drawn_logprobs(sampler, logits)
     best = np.argsort(-logits)[:3]
     assert result.token == 5
     assert result.logprob == pytest.approx(expected[5], abs=1e-6)
     assert [token for token, _ in result.top] == best.tolist()
     assert [logprob for _, logprob in result.top] == pytest.approx(expected[best], abs=1e-6)
-    assert Sampler(SamplingParams(seed=0, logprobs=0), N_VOCAB).logprobs(logits, 5).top == ()
+    assert drawn_logprobs(Sampler(SamplingParams(seed=0, logprobs=0), N_VOCAB), logits).top == ()
 
 
 def test_log_sum_exp_of_extreme_logits():
-    assert log_sum_exp(np.array([1000, 1000], np.float32)) == pytest.approx(1000 + math.log(2))
-    assert log_sum_exp(np.array([-1000, -np.inf], np.float32)) == -1000
+    found = row_logprobs(np.array([[1000, 1000], [-1000, -np.inf]], np.float32), 2)
+    assert found == [(pytest.approx(1000 + math.log(2)), [0, 1]), (-1000, [0, 1])]
 
 
 def test_minus_one_lifts_a_restriction() -> None:
@@ -547,7 +559,7 @@ EXTREMES: list[dict[str, Any]] = [
 def test_extreme_parameters_have_finite_arithmetic(options: dict[str, Any], more: dict[str, Any]):
     logits = some_logits(4, 400)
     history = [5, 6, 6, *range(20), 5]
-    sampler = Sampler(SamplingParams(seed=1, **{**more, **options}), 400, history)
+    sampler = Sampler(SamplingParams(seed=1, **{**more, "logprobs": 1, **options}), 400, history)
     drawn = [sampler.sample(logits) for _ in range(5)]
     assert all(0 <= token < 400 for token in drawn)
     with np.errstate(over="ignore"):
@@ -559,8 +571,7 @@ def test_extreme_parameters_have_finite_arithmetic(options: dict[str, Any], more
     wanted = [i for i, bias in sampler.params.logit_bias.items() if bias > 1e38]
     assert not wanted or set(drawn) <= set(wanted) | set(history)
     for token in drawn:
-        logprobs = sampler.logprobs(logits, token)
-        assert math.isfinite(logprobs.logprob)
+        assert math.isfinite(drawn_logprobs(sampler, logits).logprob)
         sampler.accept(token)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepResult
 from hotset.engine.kv_cache import PagePool
-from hotset.engine.sampler import Sampler, log_sum_exp
+from hotset.engine.sampler import Sampler, row_logprobs
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft
 from hotset.errors import HotsetError, StepCancelledError
@@ -56,7 +56,8 @@ def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | 
         token = sampler.sample(row, largest)
     except HotsetError:
         return False
-    chance = math.exp(float(row[token]) - log_sum_exp(row))
+    [(log_total, _)] = row_logprobs(row[None], 0)
+    chance = math.exp(float(row[token]) - log_total)
     if math.isnan(chance) or row[token] == -math.inf:  # a damaged model, or a token that it does not have
         return False
     sampler.accept(token)

@@ -27,7 +27,15 @@ from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import NONE_THRESHOLDED
 from hotset.engine.pacing import PROMPT_SECONDS
-from hotset.engine.sampler import Constraint, Sampler, SamplingParams, draw_tokens
+from hotset.engine.sampler import (
+    Constraint,
+    RowLogprobs,
+    Sampler,
+    SamplingParams,
+    draw_tokens,
+    row_logprobs,
+    token_logprobs,
+)
 from hotset.engine.scheduler import Chunks, Scheduler, prefix_of
 from hotset.engine.sequence import FinishReason, Owner, Sequence
 from hotset.engine.speculation import Speculator
@@ -60,21 +68,21 @@ class _Flight(NamedTuple):
     units: float
 
 
-Draws = Generator[Any, int, None]
+Draws = Generator[Any, tuple[int, RowLogprobs | None], None]
 
 
 @dataclass
 class _Answer:
     """A sequence that draws tokens in a step.
 
-    start: its n_computed before the step. draws: `Engine._append_tokens`. token: the latest drawn one, which
-    `draws` is sent next; None before the first.
+    start: its n_computed before the step. draws: `Engine._append_tokens`. drawn: the latest drawn token with
+    its logprobs, which `draws` is sent next; None before the first.
     """
 
     sequence: Sequence
     start: int
     draws: Draws
-    token: Any = None
+    drawn: Any = None
 
 
 class Engine:
@@ -547,15 +555,15 @@ class Engine:
             for answer in answers:
                 sequence = answer.sequence
                 try:
-                    jobs.append(answer.draws.send(answer.token))
+                    jobs.append(answer.draws.send(answer.drawn))
                     going.append(answer)
                 except StopIteration:
                     self._advance(sequence, answer.start, len(sequence.tokens) - 1)
                     self._end(sequence)
                 except Exception as error:
                     self._fail(sequence, error)
-            for answer, token in zip(going, draw_tokens(jobs, self.backend.runtime), strict=True):
-                answer.token = token
+            for answer, drawn in zip(going, draw_tokens(jobs, self.backend.runtime), strict=True):
+                answer.drawn = drawn
             answers = going
 
     def _advance(self, sequence: Sequence, start: int, end: int) -> None:
@@ -609,9 +617,11 @@ class Engine:
             if i and self._lacks_next_mask(sequence, until):
                 break
             found = (None if rows is None else rows[row] for rows in (result.largest, result.candidates))
+            logprobs = None
             if (token := sampler.forced()) is None:
-                token = sampler.take((yield sampler.job(result.logits[row], *found)))
-            self._append_token(sequence, sampler, result.logits[row], token, now)
+                token, logprobs = yield sampler.job(result.logits[row], *found)
+                token = sampler.take(token)
+            self._append_token(sequence, result.logits[row], token, logprobs, now)
             if i == len(draft):
                 break
             n_verified += 1
@@ -633,10 +643,15 @@ class Engine:
         return self._lacks_mask(sequence, until)
 
     def _append_token(
-        self, sequence: Sequence, sampler: Sampler, logits: np.ndarray, token: int, now: float
+        self, sequence: Sequence, logits: np.ndarray, token: int, logprobs: RowLogprobs | None, now: float
     ) -> None:
-        if sampler.params.logprobs is not None:
-            sequence.logprobs.append(sampler.logprobs(logits, token))
+        """Append a drawn or forced token. logprobs: of its logits, if a draw found them."""
+        sampler = sequence.sampler
+        assert sampler is not None
+        if (n_top := sampler.params.logprobs) is not None:
+            if logprobs is None:
+                [logprobs] = row_logprobs(logits[None], n_top)
+            sequence.logprobs.append(token_logprobs(logits, token, logprobs))
         sampler.accept(token)
         sequence.tokens.append(token)
         self._counted.generated_tokens += 1

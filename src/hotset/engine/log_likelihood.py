@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotset.engine.engine import Engine
-from hotset.engine.sampler import log_sum_exp
+from hotset.engine.sampler import row_logprobs
 from hotset.errors import StepCancelledError
 
 
@@ -33,8 +33,8 @@ def log_likelihoods(engine: Engine, continuations: Sequence[Continuation]) -> np
         targets = continuations[index].tokens
 
         def add(position: int, rows: np.ndarray) -> None:
-            for i, row in enumerate(rows, position + 1):
-                sums[index] += float(row[targets[i]]) - log_sum_exp(row)
+            for i, (log_total, _) in enumerate(row_logprobs(rows, 0, engine.backend.runtime)):
+                sums[index] += float(rows[i, targets[position + 1 + i]]) - log_total
 
         return add
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 PROMPT_SECONDS = 0.05
 _STEPS = 16  # of an answer: a prompt's step of that time loses a sixteenth to what any step costs
 _FIRST = 64.0  # units of a step without answers, until something was measured
-_FEWEST = 16.0  # a prompt must come to its end, on whatever machine; beside answers, it begins with these
+_FEWEST = 16.0  # a prompt must come to its end, on whatever machine; next to answers it begins with these
 _FEWEST_ROWS = 4.0  # beside answers, however long reading one took
 _FULL = 0.9  # of a share: a smaller step says little, since much of one costs the same for any
 _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must make it less than this

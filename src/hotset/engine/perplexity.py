@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.engine.engine import Engine
-from hotset.engine.sampler import log_sum_exp
+from hotset.engine.sampler import row_logprobs
 from hotset.errors import ContextLengthError, InvalidRequestError, StepCancelledError
 from hotset.parameters import whole_number
 from hotset.reporter import Reporter
@@ -218,8 +218,9 @@ class _Side:
             self._n_counted += stats.n_tokens * self._n_neurons
 
     def score(self, logits: np.ndarray, targets: np.ndarray) -> None:
-        for row, target in zip(logits, targets, strict=True):
-            self.losses.append(log_sum_exp(row) - float(row[target]))
+        found = row_logprobs(logits, 0, self.engine.backend.runtime)
+        for row, target, (log_total, _) in zip(logits, targets, found, strict=True):
+            self.losses.append(log_total - float(row[target]))
 
     def diverge(self, kl: np.ndarray, same: np.ndarray) -> None:
         """Adds tokens: their divergences from the first model, and whether both find the same likeliest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotset.engine.engine import Engine
-from hotset.engine.sampler import TokenLogprobs, token_logprobs
+from hotset.engine.sampler import TokenLogprobs, row_logprobs, token_logprobs
 from hotset.engine.sequence import Owner, Sequence
 
 
@@ -19,12 +19,13 @@ class PromptLogprobs:
 
     def __init__(self, engine: Engine, tokens: list[int], n_top: int, owner: Owner) -> None:
         self.found: list[TokenLogprobs | None] = [None]
-        self._tokens, self._n_top = tokens, n_top
+        self._tokens, self._n_top, self._runtime = tokens, n_top, engine.backend.runtime
         self.sequence: Sequence | None = None
         if len(tokens) > 1:  # the last one's row would be of what comes after the prompt
             self.sequence = engine.prepare_score(tokens[:-1], self._keep, owner=owner)
 
     def _keep(self, position: int, rows: np.ndarray) -> None:
         """Takes rows of logits [n, n_vocab] of positions from `position` on; the engine's thread calls it."""
-        for token, row in zip(self._tokens[position + 1 :], rows, strict=False):
-            self.found.append(token_logprobs(row, token, self._n_top))
+        found = row_logprobs(rows, self._n_top, self._runtime)
+        for token, row, logprobs in zip(self._tokens[position + 1 :], rows, found, strict=False):
+            self.found.append(token_logprobs(row, token, logprobs))

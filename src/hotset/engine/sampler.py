@@ -74,6 +74,10 @@ class Forcing(Protocol):
         """Return a copy that goes its own way."""
 
 
+# log(sum(exp(logits))) of a row, and the indices of the largest logits by falling logit.
+RowLogprobs = tuple[float, list[int]]
+
+
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of the model's own probabilities (no bias, penalty or temperature).
 
@@ -418,6 +422,7 @@ class Sampler:
         # Of a draw whose token was not accepted yet: after an interruption it is drawn again.
         self._numbers: tuple[float, float] | None = None
         self._forbids = -math.inf in bias.values()
+        self._n_top = None if params.logprobs is None else min(params.logprobs, n_vocab)
         self._n_needed = self._needed(bias)
         counts = tokens if params.penalizes or params.is_dry else []
         self._draw = _core.Draw(n_vocab, _rules(params, n_vocab, bias, breakers), counts)
@@ -457,6 +462,7 @@ class Sampler:
             _xtc_generator=copy.deepcopy(self._xtc_generator),
             _draw=self._draw.clone(),
             constraint=None,
+            _n_top=None,
         )
         other.forcing = None if self.forcing is None else self.forcing.clone()
         return other
@@ -483,13 +489,14 @@ class Sampler:
             return forced
         job = self.job(logits, largest, candidates)
         self._numbers = None
-        return self.take(_core.draw_tokens([job], None)[0])
+        [(token, _)] = _core.draw_tokens([job], None)
+        return self.take(token)
 
     def job(
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> _core.DrawJob:
-        """Return a draw for `_core.draw_tokens`, whose result `take` checks. It uses up a random number.
-        Call it only if no token is `forced`.
+        """Return a draw for `draw_tokens`, with the logprobs that the parameters ask for. `take` checks its
+        token. It uses up a random number. Call it only if no token is `forced`.
 
         logits: float32 [n_vocab], unchanged afterwards. largest: this row of StepResult.largest; the
         token is the same without. candidates: this row of StepResult.candidates, if `takes_candidates`.
@@ -502,7 +509,8 @@ class Sampler:
         u, chance = self._numbers
         mask = None if self.constraint is None else self.constraint.mask()
         bits, ids = mask or (None, None)
-        return self._draw, logits, largest, candidates, bits, ids, u, chance < params.xtc_probability
+        has_xtc = chance < params.xtc_probability
+        return self._draw, logits, largest, candidates, bits, ids, u, has_xtc, self._n_top
 
     def take(self, token: int) -> int:
         """Return a drawn token. Raises InvalidRequestError if none is allowed, HotsetError for damaged
@@ -529,30 +537,34 @@ class Sampler:
         """Return logits with bias, penalties and DRY, float32 [n_vocab]."""
         return self._draw.adjusted(logits)
 
-    def logprobs(self, logits: np.ndarray, token: int) -> TokenLogprobs:
-        """Return the model's own probabilities for `token` and the most likely ones, from unmodified
-        logits."""
-        return token_logprobs(logits, token, self.params.logprobs or 0)
 
+def draw_tokens(
+    jobs: list[_core.DrawJob], runtime: _core.Runtime | None
+) -> list[tuple[int, RowLogprobs | None]]:
+    """Draw a token for each job, each of another sampler, on the threads of `runtime` if several are slow.
 
-def draw_tokens(jobs: list[_core.DrawJob], runtime: _core.Runtime | None) -> list[int]:
-    """Draw a token for each job, each of another sampler, on the threads of `runtime` if several are slow."""
+    One call takes the interpreter's lock once. Each further one may wait for it while another thread runs
+    Python.
+    """
     return _core.draw_tokens(jobs, runtime)
 
 
-def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:
-    """Return the probabilities of `token` and of the n_top most likely tokens in a row of logits."""
-    log_total = log_sum_exp(logits)
-    ids = _core.largest_logits(logits, min(n_top, logits.size)) if n_top else []
+def row_logprobs(rows: np.ndarray, n_top: int, runtime: _core.Runtime | None = None) -> list[RowLogprobs]:
+    """Return log(sum(exp(logits))) and the n_top largest logits of each row, float32 [n, n_vocab].
+
+    The sums are accumulated in float64. They are NaN if the largest logit is not finite.
+    """
+    return _core.row_logprobs(rows, min(n_top, rows.shape[1]), runtime)
+
+
+def token_logprobs(logits: np.ndarray, token: int, found: RowLogprobs) -> TokenLogprobs:
+    """Return the model's own probabilities for `token` and the most likely ones. found: of these logits,
+    which no sampler changed."""
+    log_total, ids = found
     values = logits[ids].astype(np.float64) - log_total
     return TokenLogprobs(
         token, float(logits[token]) - log_total, tuple(zip(ids, values.tolist(), strict=True))
     )
-
-
-def log_sum_exp(logits: np.ndarray) -> float:
-    """Return log(sum(exp(logits))) of one row, accumulated in float64; NaN if the largest is not finite."""
-    return _core.log_sum_exp(logits)
 
 
 def _rules(
