@@ -22,6 +22,7 @@ from waiting import WATCHDOG, until
 
 import hotset
 from hotset.errors import InvalidRequestError
+from hotset.loader.build import open_model
 from hotset.server.app import create_app
 from hotset.server.catalogue import Catalogue
 from hotset.server.listen import Server, bound_socket
@@ -806,6 +807,38 @@ def test_a_pull_ends_with_its_last_client(
             pulls[1].cancel()
             await asyncio.gather(pulls[1], return_exceptions=True)
             until(lambda: fetch.cancelled == 1, "the fetch goes on")
+
+    run(work)
+
+
+def test_the_memory_of_a_load_is_known_before_it(
+    folder: Path, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only files that changed are read again for it."""
+    opened: list[str] = []
+
+    def noted(path: Path, settings: LoadSettings) -> Any:
+        opened.append(path.stem)
+        return open_model(path, settings)
+
+    monkeypatch.setattr("hotset.server.slots.open_model", noted)
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, *NAMES)) as (client, _):
+
+            async def entries() -> dict[str, Any]:
+                return {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
+
+            before = await entries()
+            assert before == await entries()
+            assert sorted(opened) == sorted(NAMES)
+            (await answer(client, "two")).raise_for_status()
+            needs, loaded = before["two"]["meta"]["needs"], (await entries())["two"]
+            assert "needs" not in loaded["meta"]
+            assert loaded["max_model_len"] == before["two"]["max_model_len"] == 256
+            assert loaded["status"]["cache"] == needs["cache"]
+            assert needs["weights"] + needs["cache"] == needs["memory"] <= loaded["status"]["memory"]
+            assert needs["weights"] == pytest.approx(loaded["status"]["weights"], rel=0.5)
 
     run(work)
 

@@ -40,7 +40,7 @@ from hotset.loader.decide import DEFAULT_N_CTX
 from hotset.loader.modelfile import replaced_template
 from hotset.memory import own_memory
 from hotset.parameters import shown
-from hotset.server.catalogue import Catalogue, Offered
+from hotset.server.catalogue import Catalogue, FileFacts, Offered
 from hotset.server.errors import NotReadyError, RequestError
 from hotset.server.metrics import (
     MODEL_COUNTERS,
@@ -53,7 +53,17 @@ from hotset.server.model_settings import KEEP_ALIVE_SECONDS, duration
 from hotset.server.preparation import Preparation
 from hotset.server.service import ListedModel, Service
 from hotset.server.settings import ServerSettings
-from hotset.server.slots import LoadError, LoadProgress, NotWantedError, Slot, bytes_of, fitted, parts_of
+from hotset.server.slots import (
+    Expected,
+    LoadError,
+    LoadProgress,
+    NotWantedError,
+    Slot,
+    bytes_of,
+    expected,
+    fitted,
+    parts_of,
+)
 from hotset.server.streams import HELD
 from hotset.settings import LoadSettings
 from hotset.storage import created
@@ -109,6 +119,7 @@ class Models:
             replace(self._load_settings, **own.load)  # or it says what does not go together
         self._first, self._report = first, report
         self._slots: dict[str, Slot] = {}
+        self._expected: dict[str, tuple[FileFacts, LoadSettings, Expected | None]] = {}
         self._queue: deque[Slot] = deque()
         self._clock = itertools.count(1)
         self._stopping = False
@@ -289,16 +300,17 @@ class Models:
     async def listed(self) -> list[ListedModel]:
         await self.scan()
         models = self.catalogue.models
-        facts = await asyncio.to_thread(lambda: [self.catalogue.facts(model.path) for model in models])
+        slots = [self._slots.get(model.name) or Slot(model, self._keep_alive) for model in models]
+        settings = [self._settings_of(slot) for slot in slots]
+        facts = await asyncio.to_thread(lambda: list(map(self._facts_of, models, settings)))
         found = []
-        for offered, of_file in zip(models, facts, strict=True):
+        for offered, slot, of_load, (of_file, needs) in zip(models, slots, settings, facts, strict=True):
             if of_file is None:  # no model's file, or none any more
                 continue
-            slot = self._slots.get(offered.name) or Slot(offered, self._keep_alive)
-            n_ctx = self._settings_of(slot).n_ctx or of_file.n_ctx_train or DEFAULT_N_CTX
+            n_ctx = needs.n_ctx if needs else of_load.n_ctx or of_file.n_ctx_train or DEFAULT_N_CTX
             adapters: tuple[str, ...] = ()
             if slot.service is not None:
-                n_ctx = slot.service.model.n_ctx
+                needs, n_ctx = None, slot.service.model.n_ctx
                 adapters = tuple(each.name for each in slot.service.model.adapters.loaded)
             found.append(
                 ListedModel(
@@ -310,9 +322,21 @@ class Models:
                     expires=slot.expires,
                     n_bytes=slot.n_bytes,
                     adapters=adapters,
+                    needs=needs and {"memory": needs.total, "weights": needs.weights, "cache": needs.cache},
                 )
             )
         return found
+
+    def _facts_of(self, model: Offered, settings: LoadSettings) -> tuple[FileFacts | None, Expected | None]:
+        """Return the facts of a file and the expected memory of its load, of which both are kept."""
+        facts = self.catalogue.facts(model.path)
+        if facts is None:
+            return None, None
+        known = self._expected.get(model.name)
+        if known is None or known[:2] != (facts, settings):
+            known = facts, settings, expected(model.path, settings, self.budget)
+            self._expected[model.name] = known
+        return facts, known[2]
 
     async def file_of(self, name: str) -> tuple[Service | None, str, Path]:
         offered = await self._found(name)
@@ -549,8 +573,8 @@ class Models:
         try:
             if (template := _template_of(slot.offered, settings)) is not None:
                 opened.gguf.metadata["tokenizer.chat_template"] = template
-            opened, n_bytes = fitted(opened, self.budget)
-            file_bytes = opened.gguf.nbytes
+            opened, needs = fitted(opened, self.budget)
+            file_bytes, n_bytes = opened.gguf.nbytes, needs.total if needs else 0
             if slot.needed[0] == file_bytes:
                 n_bytes = max(n_bytes, slot.needed[1])
             reserve(n_bytes if budget is None else int(budget * _GIB))

@@ -60,7 +60,8 @@ class ListedModel:
 
     created: seconds since 1970. n_ctx: tokens of a conversation. state: of a server with several models: what
     it is doing with this one (models.py). expires: seconds since 1970 at which it is unloaded; None: it
-    stays. n_bytes: of memory that are its own. adapters: names of those (LoRA) that it has.
+    stays. n_bytes: of memory that are its own. adapters: names of those (LoRA) that it has. needs: bytes that
+    a load is expected to reserve, in all and for weights and cache; None if it is loaded, or only then known.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ListedModel:
     expires: float | None = None
     n_bytes: int = 0
     adapters: tuple[str, ...] = ()
+    needs: Mapping[str, int] | None = None
 
     @property
     def is_loaded(self) -> bool:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hotset.api import Model
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.loader.build import open_model
 from hotset.loader.decide import MachineFacts, Opened, cache_bytes, context, longest_default
 from hotset.loader.reserved import reserved_for
 from hotset.model.cost import Cost
@@ -22,6 +23,7 @@ from hotset.reporter import Reporter
 from hotset.server.catalogue import Offered
 from hotset.server.errors import RequestError, without_folders
 from hotset.server.service import Service
+from hotset.settings import LoadSettings
 
 State = Literal["unloaded", "queued", "loading", "loaded", "unloading"]
 
@@ -130,9 +132,28 @@ class Slot:
         return found
 
 
-def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
-    """With the context that the budget has room for, where none was asked for; and the bytes of it all, as
-    far as they are known before it is loaded. So a context does not depend on what else is loaded."""
+class Expected(NamedTuple):
+    """The memory that a load will take, as far as the file says, for a context of n_ctx tokens.
+
+    weights, cache, more: bytes; more: of adapters and a draft model.
+    """
+
+    n_ctx: int
+    weights: int
+    cache: int
+    more: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.more
+
+
+def fitted(opened: Opened, budget: int) -> tuple[Opened, Expected | None]:
+    """Return a model with the default context that the budget has room for, and the expected memory.
+
+    The context does not depend on other loaded models. Under a RAM budget without a requested context only
+    the load decides: then no memory is expected.
+    """
     settings, gguf = opened.settings, opened.gguf
     graph = describe(opened.config, gguf.tensors)
     cost, machine = Cost(graph, gguf.tensors), MachineFacts(budget, 0, reserved_for(opened))
@@ -143,8 +164,23 @@ def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
         opened = opened.with_settings(n_ctx=n_ctx)
         settings = opened.settings
     if settings.n_ctx is None:
-        return opened, 0
-    return opened, gguf.nbytes + cache_bytes(settings, cost, settings.n_ctx) + reserved
+        return opened, None
+    cache = cache_bytes(settings, cost, settings.n_ctx)
+    return opened, Expected(settings.n_ctx, gguf.nbytes, cache, reserved)
+
+
+def expected(path: Path, settings: LoadSettings, budget: int) -> Expected | None:
+    """Return the expected memory of a model that is not loaded; None if only the load can tell, or fails.
+
+    Only the metadata is read. A draft model is not opened, since it may have to be fetched.
+    """
+    if settings.draft is not None or settings.ram_budget is not None:
+        return None
+    try:
+        with open_model(path, settings) as opened:
+            return fitted(opened, budget)[1]
+    except (OSError, HotsetError):
+        return None
 
 
 def bytes_of(model: Model) -> int:

@@ -20,7 +20,12 @@ def several(server: FakeServer) -> FakeServer:
             "id": "lab/cold.gguf",
             "max_model_len": 512,
             "status": {"value": "unloaded"},
-            "meta": {"size": 5_000_000, "has_zeros": True, "n_ctx_train": 8192},
+            "meta": {
+                "size": 5_000_000,
+                "has_zeros": True,
+                "n_ctx_train": 8192,
+                "needs": {"memory": 9_000_000, "weights": 5_000_000, "cache": 4_000_000},
+            },
         },
         {"id": "warm", "max_model_len": 4096, "status": WARM},
     ]
@@ -35,10 +40,9 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     page.click("#choose-model")
     assert violations(page) == []
     rows = page.locator("#model-list li")
-    assert (
-        "not loaded · sparse: idle neurons are skipped · 5.0 MB of weights · context of 512 tokens"
-        in message(page, "#model-list li >> nth=0")
-    )
+    cold = message(page, "#model-list li >> nth=0")
+    assert "not loaded · sparse: idle neurons are skipped · reserves 9.0 MB: " in cold
+    assert "weights 5.0 MB, cache 4.0 MB · context of 512 tokens" in cold
     assert "loaded · 9.0 MB reserved: weights 5.0 MB, cache 4.0 MB · context of 4,096 tokens" in message(
         page, "#model-list li >> nth=1"
     )

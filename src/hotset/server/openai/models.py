@@ -49,6 +49,7 @@ def entry(model: ListedModel) -> dict[str, Any]:
             "n_embd": facts.n_embd,
             "size": facts.n_bytes,
             "has_zeros": facts.has_zeros,
+            **({} if model.needs is None else {"needs": model.needs}),
         },
         **({} if model.state is None else {"status": model.state}),
     }

@@ -161,13 +161,15 @@ export class ModelDialog {
 /** Whether idle neurons are skipped, as the file says; "" where the server does not say. */
 const kindOf = (meta) => (meta?.has_zeros ? "sparse: idle neurons are skipped" : meta?.has_zeros === false ? "dense" : "");
 
-/** The memory that a loaded model reserves, or the size of another one's weights. */
+/** The memory that a model reserves, or that its load will reserve; the size of its weights if that is unknown. */
 function memoryOf({ status, meta }) {
-  if (status?.memory && status.cache === undefined) return `${size(status.memory)} reserved`;
-  if (status?.memory) {
-    const buffers = status.memory - status.weights - status.cache;
-    const parts = [`weights ${size(status.weights)}`, `cache ${size(status.cache)}`, buffers > 0 && `buffers ${size(buffers)}`];
-    return `${size(status.memory)} reserved: ${parts.filter(Boolean).join(", ")}`;
-  }
+  if (status?.memory) return `${size(status.memory)} reserved${partsOf(status)}`;
+  if (meta?.needs) return `reserves ${size(meta.needs.memory)}${partsOf(meta.needs)}`;
   return meta?.size ? `${size(meta.size)} of weights` : "";
+}
+
+function partsOf({ memory, weights, cache }) {
+  if (cache === undefined) return "";
+  const buffers = memory - weights - cache;
+  return `: weights ${size(weights)}, cache ${size(cache)}${buffers > 0 ? `, buffers ${size(buffers)}` : ""}`;
 }
