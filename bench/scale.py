@@ -163,9 +163,9 @@ def hop(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hop_bounds() -> Any:
-    from hotset.scale.frames import Bounds, Kind
+    from hotset.scale.frames import Bounds, FrameKind
 
-    return Bounds(Kind.PIECE, n_tokens=512, n_sequences=512, n_pages=512, n_columns=_WIDTH)
+    return Bounds(FrameKind.PIECE, n_tokens=512, n_sequences=512, n_pages=512, n_columns=_WIDTH)
 
 
 def _echo(pipe: Any, key: bytes) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.vulkan.devices import find_device
-from hotset.backends.vulkan.weights import COMPUTED, DeviceWeights
+from hotset.backends.vulkan.weights import COMPUTED, VulkanWeights
 from hotset.cores import usable_cores
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
@@ -81,7 +81,7 @@ def evict(path: Path) -> None:
 def load(path: Path, device: Any) -> None:
     """All matrices of a file, as a stage does."""
     with open_gguf(path) as gguf:
-        weights = DeviceWeights(gguf, device)
+        weights = VulkanWeights(gguf, device)
         for name, info in gguf.tensors.items():
             if len(info.shape) == 2 and info.type in COMPUTED:
                 weights.rows(name, info.shape[0], 0, info.shape[1])

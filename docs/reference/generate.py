@@ -25,7 +25,7 @@ import hotset
 from hotset.backends.registry import Capabilities, all_capabilities
 from hotset.cli.help import value_word
 from hotset.cli.launch import shown
-from hotset.cli.launch_tools import TOOLS, Server, with_arguments
+from hotset.cli.launch_tools import TOOLS, ServerAddress, with_arguments
 from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import spread
 from hotset.cli.spellings import FILE, MEANT, MODEL, REPOSITORY, WITHOUT_EFFECT
@@ -634,7 +634,7 @@ def models() -> str:
     return between(between(text, "architectures", table), "devices", device_table())
 
 
-LAUNCHED = Server(url="http://127.0.0.1:8080", model="qwen3-4b", n_ctx=32768, key="none")
+LAUNCHED = ServerAddress(url="http://127.0.0.1:8080", model="qwen3-4b", n_ctx=32768, key="none")
 
 
 def tool_page(name: str) -> str:

@@ -17,7 +17,7 @@ from hotset.parameters import shown
 from hotset.text.tokenizer import Tokenizer
 
 
-class Measured(Protocol):
+class MeasurableModel(Protocol):
     """The attributes of a hotset.Model that its perplexity needs."""
 
     decided: Decided
@@ -31,7 +31,7 @@ class Measured(Protocol):
 
 
 def compare(
-    models: Sequence[Measured], text: str, *, n_ctx: int = 512, chunks: int | None = None
+    models: Sequence[MeasurableModel], text: str, *, n_ctx: int = 512, chunks: int | None = None
 ) -> tuple[PerplexityResult, ...]:
     """Perplexity of several models side by side, and how far each is from the first (`divergence`).
 
@@ -43,7 +43,7 @@ def compare(
 
 
 def compare_chunks(
-    models: Sequence[Measured], text: str, *, n_ctx: int = 512, chunks: int | None = None
+    models: Sequence[MeasurableModel], text: str, *, n_ctx: int = 512, chunks: int | None = None
 ) -> Iterator[tuple[PerplexityResult, ...]]:
     """Compare as `compare` does, and yield the running results after each chunk."""
     if not models:

@@ -33,7 +33,7 @@ _QUESTIONS_AT_ONCE = 8  # so that steps are full
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """doc_id: the question's number, from 0. log_likelihoods: of each choice, Σ ln p of its tokens."""
 
     doc_id: int
@@ -83,7 +83,7 @@ class EvaluationResult:
     accuracy_error: float
     accuracy_norm: float
     accuracy_norm_error: float
-    answers: tuple[Answer, ...]
+    answers: tuple[ScoredAnswer, ...]
 
     @property
     def n_done(self) -> int:
@@ -91,8 +91,8 @@ class EvaluationResult:
         return len(self.answers)
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each question, whose columns are those of `Answer.as_dict`. Raises
-        HotsetError where pandas is not installed."""
+        """Return a DataFrame with a row for each question and the columns of `ScoredAnswer.as_dict`. Raises
+        HotsetError if pandas is not installed."""
         rows = [answer.as_dict() for answer in self.answers]
         return data_frame({name: [row[name] for row in rows] for name in rows[0]})
 
@@ -129,7 +129,7 @@ def evaluate(model: Model, questions: Sequence[Question]) -> Iterator[Evaluation
     and FormatError for one that leaves nothing to condition on; both name its line.
     """
     encoded = [_encoded(model, question) for question in questions]
-    answers: list[Answer] = []
+    answers: list[ScoredAnswer] = []
     right: list[bool] = []
     right_norm: list[bool] = []
     left = iter(encoded)
@@ -138,7 +138,7 @@ def evaluate(model: Model, questions: Sequence[Question]) -> Iterator[Evaluation
             sums = log_likelihoods(engine, [choice for one in wave for choice in one.choices]).tolist()
         for one in wave:
             own, sums = sums[: len(one.choices)], sums[len(one.choices) :]
-            answer = Answer(len(answers), one.question, tuple(own))
+            answer = ScoredAnswer(len(answers), one.question, tuple(own))
             answers.append(answer)
             right.append(answer.chosen == one.question.answer)
             right_norm.append(answer.chosen_norm == one.question.answer)

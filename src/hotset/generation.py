@@ -25,7 +25,7 @@ from hotset.outputs import Reading
 from hotset.parameters import data_frame, shown
 from hotset.sampling_parameters import OTHER_NAMES
 from hotset.text.messages import checked_calls
-from hotset.text.parts import CallStart, Gathered, Part, Reasoning, Text, ToolCall
+from hotset.text.parts import CallStart, Gathered, Part, ReasoningChunk, Text, ToolCall
 
 if TYPE_CHECKING:
     from hotset.sparsity.stats import StatsSummary
@@ -85,7 +85,7 @@ class Chunk:
     @property
     def reasoning(self) -> str:
         """The reasoning in this piece of a `chat`."""
-        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningChunk))
 
     @property
     def stats(self) -> StatsSummary | None:

@@ -52,7 +52,7 @@ from hotset.placement import channel_rates, ram
 from hotset.placement.channels import ChannelRates, Workload
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
 from hotset.training.predictor_files import write_merged
-from hotset.training.predictor_layer import Weights
+from hotset.training.predictor_layer import PredictorWeights
 
 tiny_models = pytest.importorskip("tiny_models")
 
@@ -122,13 +122,13 @@ def real(name: str, folder: Path) -> Path:
     path = published.model()
     if name == published.NAME:
         return path
-    from hotset.training.adapters import Adapters, merge
+    from hotset.training.adapters import TrainedAdapters, merge
 
     adapters = ROOT / "adapters" / "smollm2-135m-relu.safetensors"
 
     def make(out: Path) -> None:
         with open_gguf(path) as gguf:
-            merge(gguf, Adapters.open(adapters), out, T.Q8_0)
+            merge(gguf, TrainedAdapters.open(adapters), out, T.Q8_0)
 
     return made_once(folder / "smollm2-135m-relu.gguf", make)
 
@@ -234,7 +234,7 @@ def with_predictors(path: Path) -> Path:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
-        layers = [Weights(normal(32, config.n_embd), normal(n_ff, 32)) for n_ff in config.n_ff]
+        layers = [PredictorWeights(normal(32, config.n_embd), normal(n_ff, 32)) for n_ff in config.n_ff]
         out = path.with_name("predicted.gguf")
         write_merged(out, model, config, layers, GGMLType.F16, "gguf")
     return out

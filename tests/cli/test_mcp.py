@@ -96,7 +96,7 @@ def test_tools_return_the_results_of_the_library(model: Path, mode: str):
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Any]:
     """A server in this process, whose model no call loads."""
-    models = mcp_server.Models(str(model), model, LoadSettings(backend="reference"))
+    models = mcp_server.LocalModels(str(model), model, LoadSettings(backend="reference"))
     yield mcp_server.server_of(models)
     asyncio.run(models.close())
 

@@ -21,7 +21,7 @@ import hotset
 from hotset.report import plots
 from hotset.report.activity import GRID, LAGS, Observer, curves_of
 from hotset.report.bars import percent
-from hotset.report.page import Facts, html_page, image
+from hotset.report.page import PageHeading, html_page, image
 from hotset.report.plots import COLOURS, PUBLISHED, plots_of
 from hotset.sparsity.profile import HOT_MASS, Profile
 
@@ -145,7 +145,7 @@ def test_the_page_needs_nothing_but_itself():
     curves = curves_of(profile)
     plots = plots_of(curves, run)
     assert [plot.name for plot in plots] == ["power-law", "sparsity", "overlap", "coactivation"]
-    facts = Facts("a <model> & more", ["a note"], [("9%", "of the neurons")])
+    facts = PageHeading("a <model> & more", ["a note"], [("9%", "of the neurons")])
     text = html_page(facts, plots)
     page = check_self_contained(text)
     assert "a &lt;model&gt; &amp; more: which neurons fire</title>" in text
@@ -196,13 +196,13 @@ def test_legends_name_the_model_and_those_it_is_compared_with():
 def test_a_profile_alone_makes_a_page_and_layers_that_never_fire_are_no_fault():
     curves = curves_of(profile_of(np.zeros(30), np.arange(30), np.zeros(30)))
     plots = plots_of(curves, None)
-    text = html_page(Facts("m", [], []), plots)
-    assert text == html_page(Facts("m", [], []), plots)  # the same numbers, the same bytes
+    text = html_page(PageHeading("m", [], []), plots)
+    assert text == html_page(PageHeading("m", [], []), plots)  # the same numbers, the same bytes
     assert [plot.name for plot in plots] == ["power-law", "sparsity"]
     check_self_contained(text)
     silent = [np.zeros((3, 8), bool)]
     plots = plots_of(curves_of(profile_of(np.zeros(8))), observed(*silent).result())
-    page = check_self_contained(html_page(Facts("m", [], []), plots))
+    page = check_self_contained(html_page(PageHeading("m", [], []), plots))
     assert page.tables[2][1][1] == "-"
 
 

@@ -28,16 +28,16 @@ from hotset.scale.frames import (
     Channel,
     Failed,
     Frame,
-    Kind,
+    FrameKind,
     LinkError,
     Message,
     encode,
 )
 
 FORWARD, BACK = b"f" * 32, b"b" * 32  # keys of the two directions
-PIECES = Bounds(Kind.PIECE, n_tokens=8, n_sequences=4, n_pages=5, n_columns=6)
-ROWS = replace(PIECES, kind=Kind.ROWS)
-LARGE = Bounds(Kind.PIECE, n_tokens=1 << 16, n_sequences=1 << 16, n_pages=1 << 16, n_columns=6)
+PIECES = Bounds(FrameKind.PIECE, n_tokens=8, n_sequences=4, n_pages=5, n_columns=6)
+ROWS = replace(PIECES, kind=FrameKind.ROWS)
+LARGE = Bounds(FrameKind.PIECE, n_tokens=1 << 16, n_sequences=1 << 16, n_pages=1 << 16, n_columns=6)
 
 
 def ints(*shape: int, seed: int = 0) -> np.ndarray:
@@ -82,8 +82,8 @@ def wire(messages: Sequence[Message], bounds: Bounds = LARGE, key: bytes = FORWA
         return found
 
 
-def kind_of(message: Message) -> Kind:
-    return Kind.ROWS if message.batch is None else Kind.PIECE
+def kind_of(message: Message) -> FrameKind:
+    return FrameKind.ROWS if message.batch is None else FrameKind.PIECE
 
 
 @contextmanager
@@ -322,7 +322,7 @@ def test_a_hostile_pickle_is_numbers_or_text(tmp_path: Path) -> None:
         n = len(raw) // np.dtype(field.dtype).itemsize
         shape = (n, 1) if field.columns is None else (1, n)
         given = [*shapes[:i], (frames._TYPES[field.dtype], *shape), *shapes[i + 1 :]]
-        frame = Frame(Kind.PIECE, 1, tuple(value for one in given for value in one), (raw,))
+        frame = Frame(FrameKind.PIECE, 1, tuple(value for one in given for value in one), (raw,))
         ours, theirs = socket.socketpair()
         bounds = replace(LARGE, n_columns=n)
         with (

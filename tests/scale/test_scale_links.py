@@ -13,10 +13,10 @@ import pytest
 from waiting import WATCHDOG, until, within
 
 from hotset.scale import links
-from hotset.scale.frames import Bounds, Channel, Kind, LinkError, Message, encode
+from hotset.scale.frames import Bounds, Channel, FrameKind, LinkError, Message, encode
 from hotset.scale.links import ENTERS, LEAVES, LOST, MOST_PENDING, Inlet, joined, new_key
 
-ROWS = Bounds(Kind.ROWS, n_tokens=4, n_sequences=1, n_pages=1, n_columns=3)
+ROWS = Bounds(FrameKind.ROWS, n_tokens=4, n_sequences=1, n_pages=1, n_columns=3)
 HOST = "127.0.0.1"
 
 

@@ -39,7 +39,7 @@ from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Opened
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.scale.frames import Bounds, Failed, Kind, LinkError, Message, encode
+from hotset.scale.frames import Bounds, Failed, FrameKind, LinkError, Message, encode
 from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
 from hotset.scale.splits import Room, Split, n_pieces, parse_splits, pieces, planned, spans
 from hotset.scale.worker import StageWorker
@@ -110,8 +110,8 @@ def test_pieces_are_the_batch_and_few_where_it_is_small():
 # --- stages
 
 
-ENTERING = Bounds.of(Kind.PIECE, SETTINGS, n_pages=8, n_columns=0)
-LEAVING = Bounds.of(Kind.ROWS, SETTINGS, n_pages=8, n_columns=N_VOCAB)
+ENTERING = Bounds.of(FrameKind.PIECE, SETTINGS, n_pages=8, n_columns=0)
+LEAVING = Bounds.of(FrameKind.ROWS, SETTINGS, n_pages=8, n_columns=N_VOCAB)
 
 
 def line_of(addresses: Sequence[Address], key: bytes) -> Line:

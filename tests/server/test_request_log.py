@@ -160,7 +160,7 @@ def test_a_slow_disk_keeps_no_request_waiting(
     def line(i: int) -> request_log.Handled:
         return request_log.Handled({}, {"line": i}, [])
 
-    writer = request_log.LineWriter(str(tmp_path / "log"), "text")
+    writer = request_log.LogWriter(str(tmp_path / "log"), "text")
     writer.write(line(0))
     until(lambda: writer._lines.empty(), "the first line is not taken")
     for i in range(1, 6):
@@ -175,7 +175,7 @@ def test_a_slow_disk_keeps_no_request_waiting(
 def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Lines stay whole, the log of the server says once what is wrong, and how many were lost."""
     path = tmp_path / "log"
-    writer = request_log.LineWriter(str(path), "text")
+    writer = request_log.LogWriter(str(path), "text")
     with caplog.at_level(logging.WARNING, "hotset.server"), room_for(25):
         for i in range(9):
             writer.write(request_log.Handled({}, {"line": i}, []))

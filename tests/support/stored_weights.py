@@ -30,14 +30,9 @@ def stored(
 
     def weights(n_bytes: int) -> StoredWeights:
         return StoredWeights(
-            ready.weights,
-            graph,
-            n_bytes,
-            sparse=mode != "dense",
-            reader=reader,
-            gap=gap,  # type: ignore[arg-type]
+            ready.weights, graph, n_bytes, sparse=mode != "dense", reader=reader, gap=gap,  # type: ignore[arg-type]
             step=step,  # type: ignore[arg-type]
-        )
+        )  # fmt: skip
 
     all_of_it = weights(1 << 30)
     assert all_of_it.store is not None

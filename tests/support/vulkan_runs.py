@@ -24,10 +24,10 @@ from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan.devices import find_device
-from hotset.backends.vulkan.kernels import Kernels, Recorder
+from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
 from hotset.backends.vulkan.opening import open_placed
 from hotset.backends.vulkan.stage import VulkanStage
-from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.errors import DeviceError, StepCancelledError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.lora import FloatMatrix
@@ -172,7 +172,7 @@ def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
 @functools.cache
 def is_fused() -> bool:
     """Whether the device's fma() rounds once."""
-    return Kernels(_core.VulkanDevice(find_device("vulkan").index)).is_fused
+    return VulkanKernels(_core.VulkanDevice(find_device("vulkan").index)).is_fused
 
 
 def cpu_product(data: np.ndarray, type_: GGMLType, n_rows: int, x: np.ndarray) -> np.ndarray:
@@ -194,8 +194,8 @@ def device_product(
     for many.
     """
     device = _core.VulkanDevice(find_device("vulkan").index, True)
-    kernels, (n, k) = Kernels(device), x.shape
-    weights = DeviceWeights(NoFile(), device)
+    kernels, (n, k) = VulkanKernels(device), x.shape
+    weights = VulkanWeights(NoFile(), device)
     [part] = weights.given(("w",), FloatMatrix(type_, (n_rows, k), data.reshape(-1)), 0, n_rows).parts
     given, rounded = device.allocate(x.nbytes, "to_device"), device.allocate(n * k // 32 * 48, "device")
     out = device.allocate(4 * n * n_rows, "from_device")

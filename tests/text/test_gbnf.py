@@ -8,7 +8,7 @@ import random
 import pytest
 
 from hotset.text import gbnf, grammar_child
-from hotset.text.gbnf import Chars, Choice, Node, Ref, Repeat, Row
+from hotset.text.gbnf import Alternatives, Chars, Node, NodeSequence, Ref, Repeat
 
 pytest.importorskip("llguidance")
 
@@ -55,9 +55,9 @@ class Reference:
                 return {begin + 1} if found != is_negated else set()
             case Ref(name):
                 return self._ends.get((name, begin), set())
-            case Choice(items):
+            case Alternatives(items):
                 return set().union(*(self._from(item, begin) for item in items))
-            case Row(items):
+            case NodeSequence(items):
                 ends = {begin}
                 for item in items:
                     ends = set().union(*(self._from(item, end) for end in ends))

@@ -14,7 +14,7 @@ from tiny_tokenizers import bpe_metadata
 
 from hotset.text import reasoning
 from hotset.text.output import OutputForm
-from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, merged
+from hotset.text.parts import CallArguments, CallStart, Part, ReasoningChunk, Text, merged
 from hotset.text.reasoning import ReasoningParser
 from hotset.text.tokenizer import load_tokenizer
 from hotset.text.tool_calls import FORMS, form_of, parser_of
@@ -69,7 +69,7 @@ EMITTED: list[tuple[str, str, list[Part]]] = [
      [*call(0, "f", "{}"), *call(1, "g", '{"b": 2}')]),
     ("llama", '<|python_tag|>{"name": "other", "parameters": {}}', call(0, "other", "{}")),
     ("harmony", f'<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY}{{"a":1}}<|call|>',
-     [Reasoning("Hm."), *call(0, "get_weather", '{"a":1}')]),
+     [ReasoningChunk("Hm."), *call(0, "get_weather", '{"a":1}')]),
     (
         "harmony",
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f"
@@ -79,7 +79,7 @@ EMITTED: list[tuple[str, str, list[Part]]] = [
     ("harmony", f"{HARMONY}<|call|>", call(0, "get_weather", "{}")),
     ("harmony",
      "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.\n<|return|>",
-     [Reasoning("Hm."), Text("Hi.\n")]),
+     [ReasoningChunk("Hm."), Text("Hi.\n")]),
 ]  # fmt: skip
 
 # What does not keep to the form: nothing of it is lost.
@@ -158,7 +158,7 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str, words: list[str]
     whole = read(form, [text])
     assert read(form, pieces) == whole
     assert read(form, list(text)) == whole
-    if not any(isinstance(part, CallStart | Reasoning) for part in whole) and form != "harmony":
+    if not any(isinstance(part, CallStart | ReasoningChunk) for part in whole) and form != "harmony":
         assert "".join(part.text for part in whole if isinstance(part, Text)) == text, "text was lost"
 
 
@@ -206,16 +206,16 @@ def think(pieces: Sequence[str], is_open: bool = False) -> list[Part]:
 @pytest.mark.parametrize(
     ("emitted", "is_open", "parts"),
     [
-        ("<think>\nHm, \n so.\n</think>\n\nHi \n", False, [Reasoning("Hm, \n so."), Text("Hi \n")]),
+        ("<think>\nHm, \n so.\n</think>\n\nHi \n", False, [ReasoningChunk("Hm, \n so."), Text("Hi \n")]),
         ("\n<think></think>Hi", False, [Text("Hi")]),
-        ("Hm.\n</think>\n\nHi", True, [Reasoning("Hm."), Text("Hi")]),
-        ("Hm. </thin", True, [Reasoning("Hm.")]),
-        ("if a <", True, [Reasoning("if a <")]),
+        ("Hm.\n</think>\n\nHi", True, [ReasoningChunk("Hm."), Text("Hi")]),
+        ("Hm. </thin", True, [ReasoningChunk("Hm.")]),
+        ("if a <", True, [ReasoningChunk("if a <")]),
         ("<think>\n\n</think>\n\n", False, []),
         ("Hi <think>x</think>", False, [Text("Hi <think>x</think>")]),
         ("<thi", False, [Text("<thi")]),
         (" Hi</think>", False, [Text(" Hi</think>")]),
-        ("Hm.</think>Hi</think>", True, [Reasoning("Hm."), Text("Hi</think>")]),
+        ("Hm.</think>Hi</think>", True, [ReasoningChunk("Hm."), Text("Hi</think>")]),
     ],
 )
 def test_reasoning_is_what_an_answer_begins_with(emitted: str, is_open: bool, parts: list[Part]):
@@ -250,7 +250,7 @@ def test_reasoning_then_calls_then_text():
         parts = [part for piece in pieces for part in parser.push(piece)]
         parts = merged(parts + parser.finish())
         assert parser.n_calls == 1
-        assert [type(part) for part in parts] == [Reasoning, Text, CallStart, CallArguments]
+        assert [type(part) for part in parts] == [ReasoningChunk, Text, CallStart, CallArguments]
         assert json.loads(parts[3].text) == {"a": [1, "}"]}  # type: ignore[union-attr]
     parser = form.parser("...<think>\n", apart=False)
     assert merged(parser.push(emitted) + parser.finish()) == [Text(emitted)]

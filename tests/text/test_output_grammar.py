@@ -19,7 +19,7 @@ from hotset.errors import InvalidRequestError
 from hotset.text import tool_calls
 from hotset.text.constraint import Grammars
 from hotset.text.output import OutputForm
-from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, merged
+from hotset.text.parts import CallArguments, CallStart, Part, ReasoningChunk, Text, merged
 from hotset.text.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -171,7 +171,7 @@ def test_reasoning_may_come_before_an_answer_of_a_given_form(template: str, prom
         parts, reason = answer(form, grammars, prompt, params, calls=False)
         assert reason == "stop"
         assert "".join(part.text for part in parts if isinstance(part, Text)) in ('"yes"', '"no"')
-        found.add(any(isinstance(part, Reasoning) for part in parts))
+        found.add(any(isinstance(part, ReasoningChunk) for part in parts))
     assert found <= thinks
     assert True in found or True not in thinks
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_calls import GLM, INVOKE, KIMI, OSLO, PUBLISHED, QWEN, ROME, TEMPLATES, TOOLS, V3, V31, J
 
-from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, merged
+from hotset.text.parts import CallArguments, CallStart, Part, ReasoningChunk, Text, merged
 from hotset.text.tool_calls import FORMS, form_of, parser_of
 from hotset.text.tool_calls.reader import MAX_HEAD, MAX_NAME
 from hotset.text.tool_calls.values import TYPES, as_json, types_of
@@ -271,7 +271,7 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str):
         whole = read(form, [text])
         assert read(form, [text[a:b] for a, b in itertools.pairwise([0, *splits, len(text)])]) == whole
         assert read(form, list(text)) == whole
-        if not any(isinstance(part, CallStart | Reasoning) for part in whole) and form != "harmony":
+        if not any(isinstance(part, CallStart | ReasoningChunk) for part in whole) and form != "harmony":
             assert text_of(whole) == text, "text was lost"
 
     check()

@@ -32,7 +32,7 @@ from hotset.backends.torch.functions import rms_norm  # noqa: E402
 from hotset.backends.torch.graph import TorchGraph  # noqa: E402
 from hotset.reporter import Reporter  # noqa: E402
 from hotset.training import generate as writing  # noqa: E402
-from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
+from hotset.training.adapters import TrainedAdapters, digest, merge  # noqa: E402
 from hotset.training.calibrate import LayerTarget, _cheapest, calibrate, choose_targets, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
 from hotset.training.sparsify import (  # noqa: E402
@@ -309,10 +309,12 @@ class TestLinearPath:
         student, _, _ = self.start(base, [LayerTarget(0.2, n_ff // 8), LayerTarget(0.3)])
         values = {name: value.detach().numpy() for name, value in student.named_values()}
         with open_gguf(small_gates) as gguf:
-            adapters = Adapters(values, "relu", 8, digest(gguf))
+            adapters = TrainedAdapters(values, "relu", 8, digest(gguf))
             adapters.save(tmp_path / "a.safetensors")
             merge(gguf, adapters, tmp_path / "out.gguf", GGMLType.F32)
-            merge(gguf, Adapters.open(tmp_path / "a.safetensors"), tmp_path / "int8.gguf", GGMLType.F32)
+            merge(
+                gguf, TrainedAdapters.open(tmp_path / "a.safetensors"), tmp_path / "int8.gguf", GGMLType.F32
+            )
         tokens = TOKENS[5000 : 5000 + N_CTX]
         with torch.no_grad():
             wanted = base.logits(torch.from_numpy(tokens).long()[None], student.compute()).numpy()
@@ -368,8 +370,8 @@ def test_adapters_do_not_depend_on_strides_and_keep_small_channels(tmp_path: Pat
     a = rng.standard_normal((4, 30), np.float32)
     a[:, 7] *= 1000  # a channel that is larger than the others
     values = {"blk.0.attn_q.a": np.asfortranarray(a), "blk.0.attn_q.b": a.T.copy()}
-    Adapters(values, "relu", 4, "x").save(tmp_path / "a.safetensors")
-    got = Adapters.open(tmp_path / "a.safetensors").values
+    TrainedAdapters(values, "relu", 4, "x").save(tmp_path / "a.safetensors")
+    got = TrainedAdapters.open(tmp_path / "a.safetensors").values
     for name, value in values.items():
         axis = 0 if name.endswith(".a") else 1
         error = np.abs(got[name] - value).max(axis)
@@ -456,7 +458,9 @@ class TestTraining:
         for one, other in zip(*curves, strict=True):
             del one["seconds"], other["seconds"]
             assert one == other
-        first, second = (Adapters.open(tmp_path / n / "adapters.safetensors") for n in ("whole", "killed"))
+        first, second = (
+            TrainedAdapters.open(tmp_path / n / "adapters.safetensors") for n in ("whole", "killed")
+        )
         for name, value in first.values.items():
             np.testing.assert_array_equal(value, second.values[name])
         assert not list((tmp_path / "killed").glob(".*"))
@@ -501,7 +505,7 @@ class TestMerging:
         run = training(silu, tmp_path / "run", activation=activation, rank=rank, n_tokens=5 * 2 * N_CTX)
         run.prepare()
         run.run(eval_every=100, save_every=100)
-        adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
+        adapters = TrainedAdapters.open(tmp_path / "run" / "adapters.safetensors")
         run.student.load({name: torch.from_numpy(value) for name, value in adapters.values.items()})
         out = tmp_path / "merged.gguf"
         with open_gguf(silu) as gguf:
@@ -529,7 +533,7 @@ class TestMerging:
         run = training(silu, tmp_path / "run")
         run.prepare()
         run.save()
-        adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
+        adapters = TrainedAdapters.open(tmp_path / "run" / "adapters.safetensors")
         with open_gguf(silu) as gguf:
             merge(gguf, adapters, tmp_path / "q8.gguf", GGMLType.Q8_0)
             with pytest.raises(InvalidRequestError, match="a file that is read"):
@@ -545,23 +549,23 @@ class TestMerging:
         run = training(silu, tmp_path / "run")
         run.prepare()
         run.save()
-        adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
+        adapters = TrainedAdapters.open(tmp_path / "run" / "adapters.safetensors")
         with open_gguf(other) as gguf, pytest.raises(InvalidRequestError, match="trained on other weights"):
             merge(gguf, adapters, tmp_path / "out.gguf")
         assert not (tmp_path / "out.gguf").exists()
 
     def test_what_is_no_adapter_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="there are no adapters"):
-            Adapters.open(tmp_path / "missing")
+            TrainedAdapters.open(tmp_path / "missing")
         (tmp_path / "bad").write_bytes(b"\xff" * 100)
         with pytest.raises(FormatError, match="safetensors"):
-            Adapters.open(tmp_path / "bad")
+            TrainedAdapters.open(tmp_path / "bad")
 
         from safetensors.numpy import save
 
         (tmp_path / "plain").write_bytes(save({"a": np.ones(1)}))
         with pytest.raises(FormatError, match="does not hold adapters"):
-            Adapters.open(tmp_path / "plain")
+            TrainedAdapters.open(tmp_path / "plain")
 
     @pytest.mark.parametrize(
         ("metadata", "tensors", "message"),
@@ -582,12 +586,12 @@ class TestMerging:
         from safetensors.numpy import load_file, save
 
         path = tmp_path / "a.safetensors"
-        Adapters({"x.a": np.ones((4, 64), np.float32)}, "relu", 4, "m").save(path)
+        TrainedAdapters({"x.a": np.ones((4, 64), np.float32)}, "relu", 4, "m").save(path)
         kept = {name: value for name, value in (load_file(path) | tensors).items() if value is not None}
         told = {"format": "hotset adapters 1", "activation": "relu", "rank": "4", "model": "m"} | metadata
         path.write_bytes(save(kept, told))
         with pytest.raises(FormatError, match=message):
-            Adapters.open(path)
+            TrainedAdapters.open(path)
 
     @pytest.mark.parametrize(
         ("activation", "changes", "message"),
@@ -616,7 +620,7 @@ class TestMerging:
                 values.pop(name, None)
                 if shape is not None:
                     values[name] = np.zeros(shape, np.float32)
-            adapters = Adapters(values, activation, 4, digest(gguf))
+            adapters = TrainedAdapters(values, activation, 4, digest(gguf))
             with pytest.raises(FormatError, match=message):
                 merge(gguf, adapters, tmp_path / "out.gguf", GGMLType.F32)
         assert list(tmp_path.iterdir()) == []
@@ -628,8 +632,8 @@ class TestMerging:
             "blk.0.ffn_gate.bias": RNG.standard_normal(96).astype(np.float32),
             "blk.0.ffn_down.b": np.zeros((64, 4), np.float32),
         }
-        Adapters(values, "relu", 4, "x").save(tmp_path / "a.safetensors")
-        read = Adapters.open(tmp_path / "a.safetensors")
+        TrainedAdapters(values, "relu", 4, "x").save(tmp_path / "a.safetensors")
+        read = TrainedAdapters.open(tmp_path / "a.safetensors")
         assert (read.activation, read.rank, read.model) == ("relu", 4, "x")
         for name, value in values.items():
             assert np.abs(read.values[name] - value).max() <= np.abs(value).max() / 200
@@ -645,7 +649,7 @@ class TestMerging:
             tokens = torch.from_numpy(TOKENS[: 8 * N_CTX]).long().view(8, N_CTX)
             calibrate(base, student, tokens, [LayerTarget(0.3)] * base.graph.n_layer)
             values = {name: value.detach().numpy() for name, value in student.named_values()}
-            merge(gguf, Adapters(values, "relu", 4, digest(gguf)), tmp_path / "out.gguf", GGMLType.F32)
+            merge(gguf, TrainedAdapters(values, "relu", 4, digest(gguf)), tmp_path / "out.gguf", GGMLType.F32)
         with torch.no_grad():
             wanted = base.logits(tokens[:1], student.compute()).numpy()
         got = logits_of(tmp_path / "out.gguf", TOKENS[:N_CTX])

@@ -12,7 +12,7 @@ from paths import ROOT
 import hotset
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.training.adapters import Adapters, digest, merge
+from hotset.training.adapters import TrainedAdapters, digest, merge
 
 pytest.importorskip("safetensors")
 
@@ -39,13 +39,13 @@ test computer models of the tides, and to decide how high the new wall of the ha
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("relu") / "smollm2-135m-relu.gguf"
     with open_gguf(published.model()) as gguf:
-        merge(gguf, Adapters.open(ADAPTERS), path, GGMLType.Q8_0)
+        merge(gguf, TrainedAdapters.open(ADAPTERS), path, GGMLType.Q8_0)
     return path
 
 
 def test_they_are_small_and_say_what_they_are() -> None:
     assert ADAPTERS.stat().st_size < 20_000_000
-    adapters = Adapters.open(ADAPTERS)
+    adapters = TrainedAdapters.open(ADAPTERS)
     told = json.loads((FOLDER / "smollm2-135m-relu.json").read_text())
     assert adapters.activation == "relu"
     assert (adapters.rank, adapters.model) == (told["rank"], told["model"])
@@ -56,7 +56,7 @@ def test_they_are_small_and_say_what_they_are() -> None:
 
 def test_they_belong_to_the_published_file() -> None:
     with open_gguf(published.model()) as gguf:
-        assert digest(gguf) == Adapters.open(ADAPTERS).model
+        assert digest(gguf) == TrainedAdapters.open(ADAPTERS).model
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from hotset.training import pairs as pair_files
 from hotset.training import predictor as training
 from hotset.training.pairs import LayerTaps, PairShards, collect, encode
 from hotset.training.predictor import PredictorSettings, Schedule, predictor_inputs, train_predictors
-from hotset.training.predictor_layer import Weights, calibrate, start
+from hotset.training.predictor_layer import PredictorWeights, calibrate, start
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
@@ -341,7 +341,7 @@ def test_a_fatrelu_model_stays_plain(tmp_path: Path) -> None:
             training.predictor_files.powerinfer_architecture(file, config)
         rank = np.ones((32, 64), np.float32), np.ones((96, 32), np.float32)
         training.predictor_files.write_merged(
-            tmp_path / "out.gguf", file, config, [Weights(*rank)] * 2, GGMLType.F16, "gguf"
+            tmp_path / "out.gguf", file, config, [PredictorWeights(*rank)] * 2, GGMLType.F16, "gguf"
         )
     with open_gguf(tmp_path / "out.gguf") as file:  # the option has become a fact of the file
         assert config_from_gguf(file) == replace(config, sparse_threshold=0.0)
@@ -353,7 +353,7 @@ def test_a_calibrated_predictor_keeps_the_recall(tmp_path: Path) -> None:
     steps = [np.arange(64, dtype=np.int32) + 1000 * i for i in range(20)]
     collect(tmp_path, fake_steps, SOURCES, steps[:2], steps[2:], max_bytes=10 << 20, settings={})
     fc1 = rng.standard_normal((32, 8)).astype(np.float32)
-    weights = Weights(fc1, rng.standard_normal((20, 32)).astype(np.float32))
+    weights = PredictorWeights(fc1, rng.standard_normal((20, 32)).astype(np.float32))
     with PairShards(tmp_path, [20]) as pairs:
         held_out = pairs.layer(0, "held_out")
         found = [calibrate(held_out, weights, GGMLType.F16, recall, "cpu") for recall in (0.5, 0.8, 0.95)]

@@ -23,7 +23,7 @@ from hotset.text.task_file import TaskQuestions, is_task_file, read_task
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.evaluation import Answer, EvaluationResult
+    from hotset.evaluation import EvaluationResult, ScoredAnswer
 
 OUTPUTS = ("table", "json")
 
@@ -136,7 +136,7 @@ def _answered(
     return result
 
 
-def _json_line(answer: Answer) -> bytes:
+def _json_line(answer: ScoredAnswer) -> bytes:
     return json_lines.dumps(answer.as_dict()).encode() + b"\n"
 
 

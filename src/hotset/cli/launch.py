@@ -37,7 +37,7 @@ from hotset.cli.client import (
     running,
 )
 from hotset.cli.console import say, warn
-from hotset.cli.launch_tools import TOOLS, Server, Setup, backup_of, tool_of, with_arguments
+from hotset.cli.launch_tools import TOOLS, ServerAddress, Setup, backup_of, tool_of, with_arguments
 from hotset.cli.progress import ProgressBar
 from hotset.cli.serve import check_installed, model_name
 from hotset.errors import HotsetError, ModelNotFoundError
@@ -100,7 +100,7 @@ def launch(
         if found is None and show:
             n_ctx = ctx_size or _context(name, _known(name))
             say(f"No server runs: one of {name} would be started on a free port (PORT), with -c {n_ctx}.")
-            found = Server(url=_FREE, model=_served_name(name), n_ctx=n_ctx, key=api_key())
+            found = ServerAddress(url=_FREE, model=_served_name(name), n_ctx=n_ctx, key=api_key())
         if found is None:
             with ProgressBar() as bar:
                 path = resolve(name, progress=bar)
@@ -160,7 +160,7 @@ def _context(name: str, path: Path | None) -> int:
     return n
 
 
-def _found(url: str | None, model: str | None) -> Server | None:
+def _found(url: str | None, model: str | None) -> ServerAddress | None:
     """Return the server at `url`, or at the default address, or None if one has to be started.
 
     Raises HotsetError for a server that lacks the model, wants a key, or does not answer at `url`.
@@ -176,7 +176,7 @@ def _found(url: str | None, model: str | None) -> Server | None:
     return None
 
 
-def _running(url: str, model: str | None, key: str) -> Server:
+def _running(url: str, model: str | None, key: str) -> ServerAddress:
     """Return the server at an address. Raises HotsetError if its reply or its models do not fit."""
     models = _models(url, key)
     name = model or next((one.name for one in models.values() if one.is_loaded), next(iter(models)))
@@ -187,7 +187,7 @@ def _running(url: str, model: str | None, key: str) -> Server:
             "name one of them, or stop it."
         )
     say(f"The server at {url} answers, with {name}.")
-    return Server(url=url, model=name, n_ctx=models[name].n_ctx, key=key)
+    return ServerAddress(url=url, model=name, n_ctx=models[name].n_ctx, key=key)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _with(ctx_size: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
+def _started(model: str, ctx_size: int | None) -> Iterator[ServerAddress]:
     """A server of a model on a free port of this machine, until the tool has ended."""
     check_installed()
     with socket.socket() as probe:

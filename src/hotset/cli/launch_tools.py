@@ -21,7 +21,7 @@ _NAME = "hotset"  # what the server is called in the tools' own settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class ServerAddress:
     """url: without a path. model: the name that requests say. n_ctx: tokens of its context, where it is
     known. key: what clients send; any text where the server wants none."""
 
@@ -43,7 +43,7 @@ class Setup:
     edits: Mapping[Path, str] = field(default_factory=dict)
 
 
-def _claude(server: Server) -> Setup:
+def _claude(server: ServerAddress) -> Setup:
     models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     return Setup(
         command=("claude",),
@@ -61,7 +61,7 @@ def _claude(server: Server) -> Setup:
     )
 
 
-def _codex(server: Server) -> Setup:
+def _codex(server: ServerAddress) -> Setup:
     settings = {
         "model_provider": _NAME,
         f"model_providers.{_NAME}.name": _NAME,
@@ -77,7 +77,7 @@ def _codex(server: Server) -> Setup:
     return Setup(command=("codex", *arguments), env={"HOTSET_API_KEY": server.key})
 
 
-def _opencode(server: Server) -> Setup:
+def _opencode(server: ServerAddress) -> Setup:
     # OpenCode keeps `output` tokens free for an answer, and shortens a conversation that needs them.
     limit = {} if server.n_ctx is None else {"limit": {"context": server.n_ctx, "output": server.n_ctx // 4}}
     settings = {
@@ -95,14 +95,14 @@ def _opencode(server: Server) -> Setup:
     return Setup(command=("opencode",), env={"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
 
 
-def _aider(server: Server) -> Setup:
+def _aider(server: ServerAddress) -> Setup:
     return Setup(
         command=("aider", "--model", f"openai/{server.model}", "--no-show-model-warnings"),
         env={"OPENAI_API_BASE": f"{server.url}/v1", "OPENAI_API_KEY": server.key},
     )
 
 
-def _qwen(server: Server) -> Setup:
+def _qwen(server: ServerAddress) -> Setup:
     return Setup(
         command=("qwen", "--auth-type", "openai"),
         env={
@@ -113,7 +113,7 @@ def _qwen(server: Server) -> Setup:
     )
 
 
-def _continue(server: Server) -> Setup:
+def _continue(server: ServerAddress) -> Setup:
     model = {
         "name": server.model, "provider": "openai", "model": server.model, "apiBase": f"{server.url}/v1",
         "apiKey": server.key, "roles": ["chat", "edit", "apply"],
@@ -125,7 +125,7 @@ def _continue(server: Server) -> Setup:
     )
 
 
-def _zed(server: Server) -> Setup:
+def _zed(server: ServerAddress) -> Setup:
     path = zed_settings().resolve()  # a link to it stays one
     model = {
         "name": server.model,
@@ -148,23 +148,23 @@ def _zed(server: Server) -> Setup:
 
 
 @dataclass(frozen=True)
-class Tool:
+class LaunchTool:
     """what: in words. program: its command. page: where it is installed from."""
 
     what: str
     program: str
     page: str
-    setup: Callable[[Server], Setup]
+    setup: Callable[[ServerAddress], Setup]
 
 
 TOOLS = {
-    "claude": Tool("Claude Code", "claude", "https://code.claude.com/docs", _claude),
-    "codex": Tool("Codex CLI", "codex", "https://github.com/openai/codex", _codex),
-    "opencode": Tool("OpenCode", "opencode", "https://opencode.ai", _opencode),
-    "qwen": Tool("Qwen Code", "qwen", "https://github.com/QwenLM/qwen-code", _qwen),
-    "aider": Tool("Aider", "aider", "https://aider.chat", _aider),
-    "continue": Tool("Continue's cn", "cn", "https://docs.continue.dev", _continue),
-    "zed": Tool("Zed", "zed", "https://zed.dev", _zed),
+    "claude": LaunchTool("Claude Code", "claude", "https://code.claude.com/docs", _claude),
+    "codex": LaunchTool("Codex CLI", "codex", "https://github.com/openai/codex", _codex),
+    "opencode": LaunchTool("OpenCode", "opencode", "https://opencode.ai", _opencode),
+    "qwen": LaunchTool("Qwen Code", "qwen", "https://github.com/QwenLM/qwen-code", _qwen),
+    "aider": LaunchTool("Aider", "aider", "https://aider.chat", _aider),
+    "continue": LaunchTool("Continue's cn", "cn", "https://docs.continue.dev", _continue),
+    "zed": LaunchTool("Zed", "zed", "https://zed.dev", _zed),
 }
 
 
@@ -229,7 +229,7 @@ def _merged(settings: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def tool_of(name: str) -> Tool:
+def tool_of(name: str) -> LaunchTool:
     """Raises HotsetError for a name that is none."""
     if name not in TOOLS:
         raise HotsetError(f"There is no {shown(name)} to launch; there are {', '.join(TOOLS)}.")

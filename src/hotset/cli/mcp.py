@@ -27,4 +27,4 @@ def mcp(
     name = model or catalogue.DEFAULT
     with ProgressBar() as bar:
         path = resolve(name, progress=bar)
-    asyncio.run(mcp_server.serve(mcp_server.Models(name, path, settings)))
+    asyncio.run(mcp_server.serve(mcp_server.LocalModels(name, path, settings)))

@@ -87,7 +87,7 @@ TOOLS = [
 ]
 
 
-class Models:
+class LocalModels:
     """The models of this machine, of which one at a time is loaded: the last one that a call used."""
 
     def __init__(self, name: str, path: Path, settings: LoadSettings) -> None:
@@ -144,7 +144,7 @@ class Models:
 class Tools:
     """The tools of the server."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: LocalModels) -> None:
         self._models = models
 
     async def offered(self, *_: Any) -> types.ListToolsResult:
@@ -210,13 +210,13 @@ def _check_arguments(tool: types.Tool, arguments: dict[str, Any]) -> None:
         raise InvalidRequestError(f"{where}: {error.message[:_ERROR_CHARS]}")
 
 
-def server_of(models: Models) -> Server[Any]:
+def server_of(models: LocalModels) -> Server[Any]:
     """Return the SDK's server, with the tools."""
     tools = Tools(models)
     return Server("hotset", version=version("hotset"), on_list_tools=tools.offered, on_call_tool=tools.call)
 
 
-async def serve(models: Models) -> None:
+async def serve(models: LocalModels) -> None:
     """Serve one client over standard input and output, until it closes the input."""
     try:
         async with stdio_server(stdin=cast("Any", _lines())) as (read, write):

@@ -18,7 +18,7 @@ from hotset.loader.build import open_model
 from hotset.report.activity import GRID, PUBLISHED, Observer, curves_of, median
 from hotset.report.bars import percent
 from hotset.report.experts import drift_of, hotness_of
-from hotset.report.page import Facts, html_page, image
+from hotset.report.page import PageHeading, html_page, image
 from hotset.report.plots import plots_of, plots_of_experts, require_matplotlib
 from hotset.sparsity.profile import HOT_MASS, Counter, Profile, profile_path
 from hotset.sparsity.recorder import record
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.report.activity import LayerCurves, TextActivity
     from hotset.report.experts import ExpertDrift, ExpertHotness
-    from hotset.report.page import Facts
+    from hotset.report.page import PageHeading
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.trace import RouteTrace
 
@@ -227,7 +227,7 @@ def _write(seen: _Seen, target: Path, kinds: list[str]) -> list[Path]:
     return list(contents)
 
 
-def _facts(seen: _Seen) -> Facts:
+def _facts(seen: _Seen) -> PageHeading:
     """The head of the page."""
     path, config, profile, curves, run = seen.path, seen.config, seen.profile, seen.curves, seen.run
     n_ff = sorted(set(config.n_ff) - {0})
@@ -263,7 +263,7 @@ def _facts(seen: _Seen) -> Facts:
         numbers.append((percent(overlap), "of a token's neurons fired for the token before, median layer"))
         together = median([layer.coactivation for layer in run.layers])
         numbers.append((f"{together:.3f}", "mean correlation |φ| of sampled neurons, median layer"))
-    return Facts(path.name.removesuffix(".gguf"), notes, numbers)
+    return PageHeading(path.name.removesuffix(".gguf"), notes, numbers)
 
 
 def _as_json(seen: _Seen, written: list[Path]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from hotset.report.bars import percent
 from hotset.settings import LoadSettings
 from hotset.storage import resolve
 from hotset.training import generate as writing
-from hotset.training.adapters import MERGED_TYPES, Adapters, digest, merge
+from hotset.training.adapters import MERGED_TYPES, TrainedAdapters, digest, merge
 from hotset.training.generate import read_documents
 from hotset.training.text import Mixture, WeightedText, joined, parse_amount, parse_text, split_held_out
 from hotset.units import human_size
@@ -278,7 +278,7 @@ def _open(
     sources, held = _texts(engine, path, folder, training, texts, n_threads, process, n_processes)
     values = None
     if training.start is not None:
-        opened = Adapters.open(training.start)
+        opened = TrainedAdapters.open(training.start)
         if opened.model != digest(gguf):
             raise InvalidRequestError(
                 f"the adapters {training.start} were trained on other weights than {path.name}"
@@ -407,6 +407,6 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
 
 
 def _merge(path: Path, adapters: Path, target: Path, type: str) -> None:
-    opened = Adapters.open(adapters)
+    opened = TrainedAdapters.open(adapters)
     with open_gguf(path) as gguf, ProgressBar() as bar:
         merge(gguf, opened, target, MERGED_TYPES[type], bar)

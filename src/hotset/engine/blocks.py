@@ -99,7 +99,7 @@ NOTHING = Blocks()
 
 
 @dataclass(eq=False)
-class Reading:
+class BlockReading:
     """Blocks that are read from the disk. n_pages: how many there may be. found: once it is done. done: None:
     there was nothing to read."""
 

@@ -37,12 +37,12 @@ from hotset.backends.base import CacheMemory
 from hotset.engine.blocks import (
     HEAD_BYTES,
     NOTHING,
+    BlockReading,
     Blocks,
     Copied,
     Identity,
     Kind,
     Prefix,
-    Reading,
     encoded,
     in_memory,
     keys_of,
@@ -108,7 +108,7 @@ class PromptCache:
         self._own = folder / identity.digest.hex()
         self._since_look = 0  # bytes that were written
         self._failed = False  # the latest write
-        self._readings: weakref.WeakValueDictionary[tuple[bytes, int], Reading] = (
+        self._readings: weakref.WeakValueDictionary[tuple[bytes, int], BlockReading] = (
             weakref.WeakValueDictionary()
         )
         self._make_folder()
@@ -138,27 +138,27 @@ class PromptCache:
 
     # ---- reading ----
 
-    def read(self, prefix: Prefix, first: int, last: int) -> Reading:
+    def read(self, prefix: Prefix, first: int, last: int) -> BlockReading:
         """Begins to read the blocks of the pages from `first` to before `last` of a prefix, as many as there
         are without a gap; those of a model with states up to where one was stored."""
         self._after_fork()
         if first >= last or self._closed:
-            return Reading()
+            return BlockReading()
         keys = keys_of(self.identity, prefix.cut(last))
         if not os.path.exists(self._path(keys[first], Kind.kv)):
-            return Reading()
+            return BlockReading()
         asked = keys[-1], first
         reading = self._readings.get(asked)
         if reading is None:
-            reading = Reading(last - first, done=threading.Event())
+            reading = BlockReading(last - first, done=threading.Event())
             try:
                 self._reader.submit(self._read, reading, keys, first)
             except RuntimeError:  # no thread can be started
-                return Reading()
+                return BlockReading()
             self._readings[asked] = reading
         return reading
 
-    def _read(self, reading: Reading, keys: list[bytes], first: int) -> None:
+    def _read(self, reading: BlockReading, keys: list[bytes], first: int) -> None:
         try:
             reading.found = self._found(keys, first)
         finally:

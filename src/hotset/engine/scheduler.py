@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
-from hotset.engine.blocks import Blocks, Prefix, Reading
+from hotset.engine.blocks import BlockReading, Blocks, Prefix
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page, root_of
 from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
@@ -268,7 +268,7 @@ class Scheduler:
                 break
         return first.reading is not None and not first.reading.is_done
 
-    def _sought(self, sequence: Sequence, prompt_cache: PromptCache) -> Reading:
+    def _sought(self, sequence: Sequence, prompt_cache: PromptCache) -> BlockReading:
         prefix, n_pages = prefix_of(sequence, len(sequence.tokens)), sequence.n_reusable_pages
         root = root_of(prefix.adapter_scales)
         n_known = self.pool.n_known(prefix.tokens, n_pages, prefix.first_thresholded_token, root)

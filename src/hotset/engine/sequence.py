@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, StepStats
-from hotset.engine.blocks import Reading
+from hotset.engine.blocks import BlockReading
 from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
 from hotset.parameters import real_number
@@ -158,7 +158,7 @@ class Sequence:
         # Slots of recurrent states by the number of tokens before: from that of n_computed it goes on, the
         # others are those that the step in flight writes, or (of one that was cancelled) wrote in part.
         self.states: dict[int, int] = {}
-        self.reading: Reading | None = None
+        self.reading: BlockReading | None = None
         self.id_slot: int | None = None
         self.slot = -1  # row of the page table while it runs
         self.started = 0.0

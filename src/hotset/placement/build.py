@@ -112,14 +112,14 @@ def mixed_layers(graph: Graph) -> set[int]:
     return {ffn.layer for ffn in graph.ffns if ffn.route is not None}
 
 
-def share_of(n: int, layers: Collection[int], piece: Piece, placement: Placement) -> int:
+def share_of(n: int, layers: Collection[int], piece: PlacedPiece, placement: Placement) -> int:
     """Of n slots for a device's experts, of these layers, those of a piece."""
     on_device = set(layers).intersection(placement.layers_of(piece.device))
     return n * len(on_device.intersection(piece.layers)) // max(len(on_device), 1)
 
 
 @dataclass
-class Piece:
+class PlacedPiece:
     """Operations [first_op, last_op) on one device."""
 
     device: int
@@ -128,7 +128,7 @@ class Piece:
     layers: range
 
 
-def pieces_of(graph: Graph, placement: Placement) -> list[Piece]:
+def pieces_of(graph: Graph, placement: Placement) -> list[PlacedPiece]:
     """The graph in pieces, in order: each as long as it stays on one device."""
     *starts, after = graph.layer_starts
     devices = [layer.device for layer in placement.layers]
@@ -140,7 +140,7 @@ def pieces_of(graph: Graph, placement: Placement) -> list[Piece]:
         raise InvalidRequestError(
             f"the placement names a device that is not among its {len(placement.devices)}"
         )
-    pieces: list[Piece] = []
+    pieces: list[PlacedPiece] = []
     # The embedding goes with the first layer; the output may be anywhere.
     ends = [*starts[1:], after, len(graph.ops)]
     for layer, (device, end) in enumerate(zip([*devices, placement.output_device], ends, strict=True)):
@@ -148,11 +148,11 @@ def pieces_of(graph: Graph, placement: Placement) -> list[Piece]:
         if pieces and pieces[-1].device == device:
             pieces[-1].last_op, pieces[-1].layers = end, range(pieces[-1].layers.start, own.stop)
         else:
-            pieces.append(Piece(device, pieces[-1].last_op if pieces else 0, end, own))
+            pieces.append(PlacedPiece(device, pieces[-1].last_op if pieces else 0, end, own))
     return pieces
 
 
-def hot_of(placement: Placement, piece: Piece) -> dict[int, np.ndarray]:
+def hot_of(placement: Placement, piece: PlacedPiece) -> dict[int, np.ndarray]:
     """The hot neurons of the layers of a device's piece that are split."""
     split = {i: placement.layers[i] for i in piece.layers if placement.layers[i].is_split}
     return {i: layer.hot for i, layer in split.items() if layer.hot is not None}

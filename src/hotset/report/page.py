@@ -23,7 +23,7 @@ _MANY_ROWS = 12  # a longer table is folded
 
 
 @dataclass(frozen=True)
-class Facts:
+class PageHeading:
     """What stands at the top of the page. model: its name. notes: sentences on what was counted.
 
     numbers: the few that matter, as (number, what it is).
@@ -34,7 +34,7 @@ class Facts:
     numbers: Sequence[tuple[str, str]]
 
 
-def html_page(facts: Facts, plots: Sequence[Plot]) -> str:
+def html_page(facts: PageHeading, plots: Sequence[Plot]) -> str:
     """The whole page."""
     from jinja2 import Environment, StrictUndefined
 

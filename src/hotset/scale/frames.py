@@ -76,7 +76,7 @@ class Message:
     passed: Passed | None
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Of a frame: whether the message has a batch."""
 
     PIECE = 1
@@ -88,7 +88,7 @@ class Bounds:
     """The messages that one end of a stage takes. n_tokens, n_sequences, n_pages: at most, of a batch;
     n_columns: of rows, exactly."""
 
-    kind: Kind
+    kind: FrameKind
     n_tokens: int
     n_sequences: int
     n_pages: int
@@ -96,7 +96,7 @@ class Bounds:
     n_text: ClassVar[int] = TEXT_BYTES
 
     @classmethod
-    def of(cls, kind: Kind, settings: LoadSettings, n_pages: int, n_columns: int) -> Self:
+    def of(cls, kind: FrameKind, settings: LoadSettings, n_pages: int, n_columns: int) -> Self:
         """Those of a model that was loaded so. An engine's page tables have a row for each sequence that may
         run, other callers' one for each token at most."""
         n_sequences = max(settings.max_batch, settings.max_sequences)
@@ -137,7 +137,7 @@ HEADER_BYTES = _HEADER.size
 class Frame:
     """A message that is ready to be sent. shapes: type, rows and columns of each field; parts: uint8."""
 
-    kind: Kind
+    kind: FrameKind
     step: int
     shapes: tuple[int, ...]
     parts: tuple[np.ndarray, ...]
@@ -148,7 +148,7 @@ def encode(message: Message, bounds: Bounds) -> Frame:
     receiver, who has the same bounds, would refuse."""
     assert message.batch is None or message.batch.adapter_scales is None, "stages have no adapters"
     arrays = _arrays_of(message)
-    kind = Kind.ROWS if message.batch is None else Kind.PIECE
+    kind = FrameKind.ROWS if message.batch is None else FrameKind.PIECE
     shapes: list[int] = []
     parts = []
     for field in FIELDS:
@@ -189,11 +189,11 @@ def _arrays_of(message: Message) -> dict[str, np.ndarray]:
     return found
 
 
-def _message_of(kind: Kind, step: int, arrays: Mapping[str, np.ndarray]) -> Message:
+def _message_of(kind: FrameKind, step: int, arrays: Mapping[str, np.ndarray]) -> Message:
     """The reverse of `_arrays_of`. Raises LinkError for fields that are no message of this kind."""
     present = set(arrays)
     batch = None
-    if kind is Kind.PIECE:
+    if kind is FrameKind.PIECE:
         if missing := set(_REQUIRED) - present:
             raise LinkError(f"a frame has no field {min(missing)}")
         thresholded = arrays.get("thresholded")
@@ -211,7 +211,7 @@ def _message_of(kind: Kind, step: int, arrays: Mapping[str, np.ndarray]) -> Mess
         passed = Failed(_text(arrays["error"]), _text(arrays["message"]))
     elif present == {"rows"}:
         passed = arrays["rows"]
-    elif present or kind is Kind.ROWS:
+    elif present or kind is FrameKind.ROWS:
         raise LinkError(f"a frame of kind {kind} has the fields {', '.join(sorted(arrays)) or 'of none'}")
     return Message(step, batch, passed)
 

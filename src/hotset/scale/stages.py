@@ -36,7 +36,7 @@ from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Decided
 from hotset.model.operations import PARTS
 from hotset.scale.cluster import Machine, connect, library, machine_named, machines
-from hotset.scale.frames import Bounds, Failed, Kind, LinkError, Message, encode
+from hotset.scale.frames import Bounds, Failed, FrameKind, LinkError, Message, encode
 from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
 from hotset.scale.splits import Room, Split, n_pieces, parse_splits, pieces, planned, spans
 from hotset.scale.worker import Gauge, Noted, StageWorker, row_bounds
@@ -164,8 +164,8 @@ class StagedBackend:
         self._counts = decided.config.leaves_out or self._has_thresholds
         self._values = frozenset(op.out.name for op in decided.graph.primitives)
         # Of what is sent to the first stage, which has no rows yet, and received from the last.
-        self._entering = Bounds.of(Kind.PIECE, settings, self.n_pages, n_columns=0)
-        self._leaving = Bounds.of(Kind.ROWS, settings, self.n_pages, self.n_vocab)
+        self._entering = Bounds.of(FrameKind.PIECE, settings, self.n_pages, n_columns=0)
+        self._leaving = Bounds.of(FrameKind.ROWS, settings, self.n_pages, self.n_vocab)
         self._how: dict[str, Any] = {
             # The same everywhere: what a machine would choose for itself may differ.
             "settings": replace(settings, n_ctx=decided.n_ctx, progress=None),

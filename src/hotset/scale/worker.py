@@ -26,7 +26,7 @@ from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.loader.build import open_model, plan_model
 from hotset.placement.machine import cpu_rate
-from hotset.scale.frames import Bounds, Channel, Failed, Kind, LinkError, Message, Passed, encode
+from hotset.scale.frames import Bounds, Channel, Failed, FrameKind, LinkError, Message, Passed, encode
 from hotset.scale.links import ENTERS, LEAVES, LOST, START_SECONDS, Address, Inlet, joined
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
@@ -141,7 +141,7 @@ class StageWorker:
                     end, channel = inlet.accept(until - time.monotonic())
                     ends[end] = undone.enter_context(channel)
                 inlet.close()  # no other connection is expected
-                entering, leaving = self._bounds(Kind.ROWS if is_last else Kind.PIECE)
+                entering, leaving = self._bounds(FrameKind.ROWS if is_last else FrameKind.PIECE)
                 while True:
                     found = ends[ENTERS].receive(entering)
                     assert found.batch is not None, "a piece has a batch"
@@ -153,12 +153,12 @@ class StageWorker:
                     self._refused = str(error)
                 log.warning("a stage left its line: %s", error)
 
-    def _bounds(self, leaving: Kind) -> tuple[Bounds, Bounds]:
+    def _bounds(self, leaving: FrameKind) -> tuple[Bounds, Bounds]:
         """Of what arrives, and of what is passed on."""
         stage = self._stage
         width = stage.entering.width if stage.entering is not None else 0
         return (
-            Bounds.of(Kind.PIECE, self._settings, stage.n_pages, width),
+            Bounds.of(FrameKind.PIECE, self._settings, stage.n_pages, width),
             Bounds.of(leaving, self._settings, stage.n_pages, stage.graph.result.width),
         )
 
@@ -230,4 +230,4 @@ class Gauge:
 
 def row_bounds(width: int) -> Bounds:
     """Of the messages that `Gauge.echo` takes and sends."""
-    return Bounds(Kind.ROWS, n_tokens=1, n_sequences=0, n_pages=0, n_columns=width)
+    return Bounds(FrameKind.ROWS, n_tokens=1, n_sequences=0, n_pages=0, n_columns=width)

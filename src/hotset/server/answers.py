@@ -33,7 +33,7 @@ from hotset.server.preparation import LONG_BYTES
 from hotset.text.infill import Gap
 from hotset.text.messages import BY_LAST_ROLE, Opening
 from hotset.text.output import OutputForm
-from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, ToolCall
+from hotset.text.parts import CallArguments, CallStart, Part, ReasoningChunk, Text, ToolCall
 
 log = logging.getLogger("hotset.server")
 
@@ -226,7 +226,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Choice:
+class FinishedAnswer:
     """One finished answer. tokens, logprobs: of the text. all_logprobs: of reasoning and calls, too."""
 
     index: int
@@ -358,9 +358,9 @@ class Answer:
             finally:
                 self._waiter = None
 
-    async def whole(self) -> list[Choice]:
+    async def whole(self) -> list[FinishedAnswer]:
         """The finished answers, in order."""
-        choices = [Choice(i) for i in range(len(self._parts))]
+        choices = [FinishedAnswer(i) for i in range(len(self._parts))]
         async for delta in self:
             choices[delta.index].add(delta)
         return choices
@@ -557,7 +557,7 @@ class _Part:
         match part:
             case Text():
                 return TextDelta(self.index, part.text, tokens, logprobs)
-            case Reasoning():
+            case ReasoningChunk():
                 self.n_reasoning += len(tokens)
                 return ReasoningDelta(self.index, part.text, logprobs)
             case CallStart():

@@ -21,9 +21,9 @@ from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
     AnswerRequest,
-    Choice,
     Delta,
     Finished,
+    FinishedAnswer,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
@@ -374,7 +374,7 @@ class MessageWriter:
         for one in self.end(answer.usage):
             yield event(one, one["type"])
 
-    def whole(self, choice: Choice, usage: Usage) -> dict[str, Any]:
+    def whole(self, choice: FinishedAnswer, usage: Usage) -> dict[str, Any]:
         """The message of a finished answer."""
         for delta in choice.deltas():
             self.push(delta)

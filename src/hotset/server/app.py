@@ -38,7 +38,7 @@ from hotset.server.models import HoldMiddleware, Models
 from hotset.server.openai import chat, completions, embeddings, models, responses
 from hotset.server.pulls import Pulls
 from hotset.server.replies import dumped
-from hotset.server.request_log import LineWriter, RequestLog, RequestSink
+from hotset.server.request_log import LogWriter, RequestLog, RequestSink
 from hotset.server.security import HeadRequests, secure
 from hotset.server.service import Host
 from hotset.server.settings import ServerSettings
@@ -120,7 +120,7 @@ def _sinks(settings: ServerSettings) -> list[RequestSink]:
     """What hears of requests. Raises InvalidRequestError."""
     sinks: list[RequestSink] = []
     if settings.request_log is not None:
-        sinks.append(LineWriter(settings.request_log, settings.log_form))
+        sinks.append(LogWriter(settings.request_log, settings.log_form))
     if settings.otlp_traces_endpoint is not None:
         from hotset.server.tracing import Traces  # OpenTelemetry's SDK is an extra
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
-from hotset.server.answers import Answer, Choice, Finished, TextDelta
+from hotset.server.answers import Answer, Finished, FinishedAnswer, TextDelta
 from hotset.server.logprobs import entry
 from hotset.server.replies import event
 from hotset.server.service import Service
@@ -56,7 +56,9 @@ class LlamaReplies:
     tokens: bool = False
     fields: Sequence[str] | None = None
 
-    def whole(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
+    def whole(
+        self, answer: Answer, choices: Sequence[FinishedAnswer]
+    ) -> dict[str, Any] | list[dict[str, Any]]:
         """Return the reply; a list for several answers."""
         written = [self._choice(answer, choice) for choice in choices]
         return written[0] if len(written) == 1 else written
@@ -70,15 +72,15 @@ class LlamaReplies:
                 )
                 yield event(piece | self._probabilities(delta.logprobs))
             if isinstance(delta, Finished):
-                last = Choice(delta.index, reason=delta.reason, stop=delta.stop)
+                last = FinishedAnswer(delta.index, reason=delta.reason, stop=delta.stop)
                 yield event(self._last(answer, last))
 
-    def _choice(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+    def _choice(self, answer: Answer, choice: FinishedAnswer) -> dict[str, Any]:
         if self.only_reads:
-            choice = Choice(choice.index, reason=choice.reason)
+            choice = FinishedAnswer(choice.index, reason=choice.reason)
         return self._last(answer, choice)
 
-    def _last(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+    def _last(self, answer: Answer, choice: FinishedAnswer) -> dict[str, Any]:
         completion = answer.generations[choice.index].completion
         assert completion is not None
         timings, reason = completion.timings, choice.reason

@@ -125,7 +125,7 @@ class ModelBody(Body):
     model: _Name
 
 
-class LoadBody(ModelBody):
+class LoadModelBody(ModelBody):
     """n_ctx: tokens of the context; by default that of the settings."""
 
     n_ctx: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
@@ -221,7 +221,7 @@ async def models(http: Request) -> dict[str, Any]:
 
 
 @router.post("/models/load", dependencies=_managed)
-async def load(body: LoadBody, http: Request) -> dict[str, bool]:
+async def load(body: LoadModelBody, http: Request) -> dict[str, bool]:
     """Begins to load a model, and does not wait for it: /models/events and /v1/models say how far it is."""
     _, name, _ = await file_of(http, body.model)
     await models_of(http).load(name, body.n_ctx)

@@ -29,9 +29,9 @@ from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
     AnswerRequest,
-    Choice,
     Delta,
     Finished,
+    FinishedAnswer,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
@@ -299,7 +299,7 @@ class LineWriter:
                 yield dumped(one) + b"\n"
         yield dumped(self._line() | self.end(answer)) + b"\n"
 
-    def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+    def whole(self, answer: Answer, choice: FinishedAnswer) -> dict[str, Any]:
         """The object of a finished answer."""
         calls = []
         for delta in choice.deltas():

@@ -70,7 +70,7 @@ class RequestSink(Protocol):
         """Writes what is there; may wait."""
 
 
-class LineWriter:
+class LogWriter:
     """Appends lines to a file ("-": stderr) in a thread of its own. Raises InvalidRequestError.
 
     form: json, text or short, which leaves out the files of the page.

@@ -25,7 +25,7 @@ from hotset.engine.embedding import TextVectors
 from hotset.engine.sequence import Owner
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.escaping import clause
-from hotset.server.answers import Answer, AnswerRequest, Choice
+from hotset.server.answers import Answer, AnswerRequest, FinishedAnswer
 from hotset.server.errors import RequestError, body_of, problem_of
 from hotset.server.ignored import ignored_of
 from hotset.server.key_limits import Holder
@@ -257,12 +257,12 @@ async def written(http: Request, n_values: int, work: Callable[[], Response]) ->
 async def whole(
     http: Request,
     request: AnswerRequest,
-    body: Callable[[Answer, list[Choice]], Mapping[str, Any] | list[dict[str, Any]]],
+    body: Callable[[Answer, list[FinishedAnswer]], Mapping[str, Any] | list[dict[str, Any]]],
 ) -> Response:
     """The finished answers as JSON. body: what is written of them."""
     service = service_of(http)
 
-    async def answered() -> tuple[Answer, list[Choice]]:
+    async def answered() -> tuple[Answer, list[FinishedAnswer]]:
         answer = _noted(http, await service.ask(of_client(http, request)))
         try:
             return answer, await answer.whole()

@@ -50,13 +50,13 @@ class Ref(NamedTuple):
     name: str
 
 
-class Row(NamedTuple):
+class NodeSequence(NamedTuple):
     """Nodes one after the other; none: the empty text."""
 
     items: tuple[Node, ...]
 
 
-class Choice(NamedTuple):
+class Alternatives(NamedTuple):
     """One of several nodes."""
 
     items: tuple[Node, ...]
@@ -70,7 +70,7 @@ class Repeat(NamedTuple):
     most: int | None
 
 
-Node = Chars | Token | Ref | Row | Choice | Repeat
+Node = Chars | Token | Ref | NodeSequence | Alternatives | Repeat
 
 
 def lark_of(text: str) -> str:
@@ -101,7 +101,7 @@ def rules_of(text: str) -> dict[str, Node]:
 
 
 def _children(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Row | Choice):
+    if isinstance(node, NodeSequence | Alternatives):
         return node.items
     return (node.item,) if isinstance(node, Repeat) else ()
 
@@ -142,7 +142,7 @@ class _Parser:
             self._at += 1
             self._skip(lines=True)
             items.append(self._row(is_nested))
-        return items[0] if len(items) == 1 else Choice(tuple(items))
+        return items[0] if len(items) == 1 else Alternatives(tuple(items))
 
     def _row(self, is_nested: bool) -> Node:
         items: list[Node] = []
@@ -155,7 +155,7 @@ class _Parser:
             elif (node := self._node(mark)) is not None:
                 items.append(node)
             else:
-                return items[0] if len(items) == 1 else Row(tuple(items))
+                return items[0] if len(items) == 1 else NodeSequence(tuple(items))
             self._skip(lines=is_nested)
 
     def _node(self, mark: str) -> Node | None:
@@ -184,7 +184,7 @@ class _Parser:
             char = self._char()
             found.append(Chars(((char, char),)))
         self._at += 1
-        return found[0] if len(found) == 1 else Row(tuple(found))
+        return found[0] if len(found) == 1 else NodeSequence(tuple(found))
 
     def _class(self) -> Node:
         self._at += 1
@@ -200,7 +200,7 @@ class _Parser:
                     raise self._error("a range whose first character is not behind its last")
             ranges.append((first, last))
         self._at += 1
-        return Chars(tuple(ranges), is_negated) if ranges else Row(())
+        return Chars(tuple(ranges), is_negated) if ranges else NodeSequence(())
 
     def _char(self) -> int:
         char = self._next()
@@ -277,7 +277,7 @@ class _Parser:
 def _repeated(node: Node, least: int, most: int | None) -> Node:
     """Repeat a node. Nested repetitions become one if all counts between the extremes are possible."""
     if most == 0:
-        return Row(())
+        return NodeSequence(())
     if isinstance(node, Repeat):
         if node.most is None:
             is_whole = least > 0 or node.least <= 1
@@ -357,9 +357,9 @@ class _Terminals:
                 if self._key(node) is not None:
                     return self.is_empty(self.rules[node.name])
                 return node.name in self._empty
-            case Row():
+            case NodeSequence():
                 return all(self.is_empty(item) for item in node.items)
-            case Choice():
+            case Alternatives():
                 return any(self.is_empty(item) for item in node.items)
             case Repeat():
                 return not node.least or self.is_empty(node.item)
@@ -373,7 +373,7 @@ class _Terminals:
         found = 0
         for child in _children(node):
             found |= self._first(child)
-            if isinstance(node, Row) and not self.is_empty(child):
+            if isinstance(node, NodeSequence) and not self.is_empty(child):
                 break
         return found
 
@@ -398,7 +398,7 @@ class _Terminals:
             self.follow[key] |= after
         elif isinstance(node, Ref):
             self._tails[node.name] |= after
-        elif isinstance(node, Row):
+        elif isinstance(node, NodeSequence):
             for item in reversed(node.items):
                 self._continue(item, after)
                 after = self._first(item) | (after if self.is_empty(item) else 0)
@@ -406,7 +406,7 @@ class _Terminals:
             again = after
             if isinstance(node, Repeat) and node.most != 1:
                 again |= self._first(node.item)
-                is_choice = isinstance(node.item, Choice) and self._key(node.item) is None
+                is_choice = isinstance(node.item, Alternatives) and self._key(node.item) is None
                 if is_choice and node.most is None and node.least <= 1:
                     node = node.item  # of two runs of characters in a row, the lexer makes one
             for child in _children(node):
@@ -455,7 +455,7 @@ def _in_terminal(node: Node, terminals: dict[str | int, str]) -> str:
         return terminals[node.name]
     if isinstance(node, Chars):
         return _chars_as_lark(node)
-    if isinstance(node, Row) and all(_single(item) for item in node.items):
+    if isinstance(node, NodeSequence) and all(_single(item) for item in node.items):
         return json.dumps("".join(map(_single, node.items)), ensure_ascii=False)
     return _joined(node, [_in_terminal(child, terminals) for child in _children(node)])
 
@@ -464,7 +464,7 @@ def _joined(node: Node, parts: list[str]) -> str:
     """A row, a choice or a repetition as Lark, of its parts."""
     if isinstance(node, Repeat):
         return f"({parts[0]}){{{node.least},{'' if node.most is None else node.most}}}"
-    return f"({(' | ' if isinstance(node, Choice) else ' ').join(parts)})" if parts else '""'
+    return f"({(' | ' if isinstance(node, Alternatives) else ' ').join(parts)})" if parts else '""'
 
 
 def _single(node: Node) -> str:
@@ -535,13 +535,13 @@ class _Lexer:
                 if node.most != 1:
                     self._join(part.last, part.first)
                 return part._replace(is_empty=part.is_empty or not node.least)
-            case Choice():
+            case Alternatives():
                 parts = [self._part(item) for item in node.items]
                 first = last = 0
                 for part in parts:
                     first, last = first | part.first, last | part.last
                 return _Part(any(part.is_empty for part in parts), first, last)
-            case Row():
+            case NodeSequence():
                 return self._row([self._part(item) for item in node.items])
             case Token():
                 raise AssertionError("a token is a terminal of its own")

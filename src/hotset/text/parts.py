@@ -12,7 +12,7 @@ class Text(NamedTuple):
     text: str
 
 
-class Reasoning(NamedTuple):
+class ReasoningChunk(NamedTuple):
     """More of what the model thinks before it answers."""
 
     text: str
@@ -33,7 +33,7 @@ class CallArguments(NamedTuple):
     text: str
 
 
-Part = Text | Reasoning | CallStart | CallArguments
+Part = Text | ReasoningChunk | CallStart | CallArguments
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Gathered:
         match part:
             case Text():
                 self.text += part.text
-            case Reasoning():
+            case ReasoningChunk():
                 self.reasoning += part.text
             case CallStart():
                 self.calls.append(ToolCall(part.id, part.name))
@@ -78,7 +78,7 @@ def merged(parts: list[Part]) -> list[Part]:
     found: list[Part] = []
     texts: list[str] = []  # of the last one found, if it has a text
     for part in parts:
-        if isinstance(part, Text | Reasoning) and not part.text:
+        if isinstance(part, Text | ReasoningChunk) and not part.text:
             continue
         last = found[-1] if found else None
         same = type(last) is type(part) and not isinstance(part, CallStart)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hotset.text.parts import Part, Reasoning, Text, first_of, held_back, merged
+from hotset.text.parts import Part, ReasoningChunk, Text, first_of, held_back, merged
 
 Marks = tuple[str, str]
 
@@ -153,4 +153,4 @@ class ReasoningParser:
         if mark:
             n = len(mark) if mark == self._close else 0
             self._buffer, self._state = self._buffer[n:], "closed"
-        return [Reasoning(shown)]
+        return [ReasoningChunk(shown)]

@@ -46,7 +46,7 @@ ACTIVATIONS = ("relu", "drelu")
 _MATRIX = re.compile(rf"blk\.\d+\.({'|'.join(MATRICES)})\.weight")
 
 
-class Adapters:
+class TrainedAdapters:
     """Values by name, float32 arrays, and what they were trained for (see Student for the names).
 
     activation: relu or drelu. rank: 0 for whole differences. model: digest of the file that they belong to.
@@ -86,7 +86,7 @@ class Adapters:
         write_whole({path: save(tensors, metadata)})
 
     @classmethod
-    def open(cls, path: Path) -> Adapters:
+    def open(cls, path: Path) -> TrainedAdapters:
         """Reads a file. Raises InvalidRequestError where there is none, FormatError where it is none of
         these."""
         from safetensors import SafetensorError, safe_open
@@ -181,7 +181,7 @@ def digest(gguf: GGUFFile) -> str:
 
 def merge(
     gguf: GGUFFile,
-    adapters: Adapters,
+    adapters: TrainedAdapters,
     path: str | os.PathLike[str],
     type: GGMLType = GGMLType.Q8_0,
     progress: Reporter | None = None,
@@ -238,7 +238,7 @@ def merge(
     writer.write(progress)
 
 
-def _merged(gguf: GGUFFile, name: str, adapters: Adapters) -> np.ndarray:
+def _merged(gguf: GGUFFile, name: str, adapters: TrainedAdapters) -> np.ndarray:
     """A matrix [n_out, n_in] as the student computes with it."""
     info, stem, values = gguf.tensors[name], name.removesuffix(".weight"), adapters.values
     weight = dequantize(gguf.data(name), info.type, info.shape)

@@ -58,7 +58,7 @@ from hotset.sparsity.predictors import MemoryTensors
 from hotset.training import pairs as pair_files
 from hotset.training import predictor_files, predictor_layer
 from hotset.training.pairs import LayerTaps, PairShards
-from hotset.training.predictor_layer import Quality, Schedule, Weights
+from hotset.training.predictor_layer import PredictorWeights, Quality, Schedule
 
 if TYPE_CHECKING:
     from hotset.formats.source import WeightSource
@@ -311,7 +311,7 @@ def _checkpoint(task: _Task) -> Path:
 
 def _trained(
     task: _Task, pairs: PairShards, decides: Callable[[], np.ndarray], on_step: Callable[[], None]
-) -> Weights:
+) -> PredictorWeights:
     """The weights of a checkpoint, or of a training that leaves one."""
     path = _checkpoint(task)
     if path.is_file():
@@ -329,10 +329,10 @@ def _trained(
     return weights
 
 
-def _read(path: Path) -> Weights:
+def _read(path: Path) -> PredictorWeights:
     tensors = read_torch(path)
     assert isinstance(tensors, dict)
-    return Weights(tensors["fc1.weight"], tensors["fc2.weight"])
+    return PredictorWeights(tensors["fc1.weight"], tensors["fc2.weight"])
 
 
 def _deciding_matrix(weights: WeightSource, graph: Graph, layer: int) -> np.ndarray:
@@ -382,7 +382,7 @@ class _Training:
             for name, info in model.gguf.tensors.items()
             if not predictor_files.is_of_predictor(name)
         )
-        self.weights: list[Weights] = []
+        self.weights: list[PredictorWeights] = []
         self.ranks: list[tuple[int, ...]] = []
         self.stopped: dict[int, Stop] = {}
         self.qualities: dict[tuple[int, tuple[int, ...], float], Quality] = {}
@@ -567,7 +567,7 @@ class _Training:
                 advance(done)
         progress.advance(label, total, total, unit)
 
-    def _calibrated(self, recall: float) -> list[Weights]:
+    def _calibrated(self, recall: float) -> list[PredictorWeights]:
         return [
             _read(_checkpoint(self._task(i, ranks, recall))).shifted(self._quality(i, recall).shift)
             for i, ranks in enumerate(self.ranks)

@@ -23,7 +23,7 @@ from hotset.formats.quants import fitting, quantize
 from hotset.formats.torch_file import write_torch
 from hotset.model.architectures import POWERINFER_ARCHITECTURES
 from hotset.model.keys import FATRELU_THRESHOLD_KEY, SPARSE_THRESHOLD_KEY, UP_ACTIVATION_KEY
-from hotset.training.predictor_layer import Weights
+from hotset.training.predictor_layer import PredictorWeights
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -41,7 +41,7 @@ def is_of_predictor(name: str) -> bool:
     return name.startswith("blk.") and name.endswith(_PREDICTOR_TENSORS)
 
 
-def write_folder(folder: Path, layers: Sequence[Weights]) -> None:
+def write_folder(folder: Path, layers: Sequence[PredictorWeights]) -> None:
     """Writes model_<layer>.pt and, last, config.json. HotsetError where the system refuses."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def write_merged(
     path: Path,
     gguf: GGUFFile,
     config: ModelConfig,
-    layers: Sequence[Weights],
+    layers: Sequence[PredictorWeights],
     type: GGMLType,
     dialect: Dialect,
 ) -> None:

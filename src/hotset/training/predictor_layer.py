@@ -53,7 +53,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Weights:
+class PredictorWeights:
     """fc1 float32 [rank, n_embd]; fc2 float32 [n_ff, rank]."""
 
     fc1: np.ndarray
@@ -63,21 +63,21 @@ class Weights:
     def rank(self) -> int:
         return len(self.fc1)
 
-    def shifted(self, shift: Sequence[float] | np.ndarray) -> Weights:
+    def shifted(self, shift: Sequence[float] | np.ndarray) -> PredictorWeights:
         """Every score higher by the hidden units times `shift`, float [rank]."""
-        return Weights(self.fc1, self.fc2 + np.asarray(shift, np.float32))
+        return PredictorWeights(self.fc1, self.fc2 + np.asarray(shift, np.float32))
 
-    def stored(self, type: GGMLType) -> Weights:
+    def stored(self, type: GGMLType) -> PredictorWeights:
         """As a file of that type will hold them."""
-        return Weights(_rounded(self.fc1, type), _rounded(self.fc2, type))
+        return PredictorWeights(_rounded(self.fc1, type), _rounded(self.fc2, type))
 
 
 @dataclass(frozen=True)
 class Quality:
     """A calibrated predictor on held-out tokens: shares of the layer's neurons, and what was found.
 
-    shift: for Weights.shifted. recall: of the neurons that fire, those selected; of_magnitude: the same with
-    each counted by its value. precision: of those selected, those that fire.
+    shift: for PredictorWeights.shifted. recall: of the neurons that fire, those selected; of_magnitude: the
+    same with each counted by its value. precision: of those selected, those that fire.
     """
 
     shift: tuple[float, ...] = field(repr=False)
@@ -93,7 +93,7 @@ def _rounded(matrix: np.ndarray, type: GGMLType) -> np.ndarray:
     return dequantize(quantize(matrix, type), type, matrix.shape[::-1])
 
 
-def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: int) -> Weights:
+def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: int) -> PredictorWeights:
     """The weights from which training begins. decides: float32 [n_ff, n_embd], whose product with an input
     tells, but for a bias, which neurons fire."""
     generator = np.random.default_rng(seed)
@@ -129,11 +129,11 @@ def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: 
     fc1[0], fc2[:, 0] = constant, logit - b @ (a @ mean)
     fc1[1 : 1 + n_linear], fc1[1 + n_linear : 1 + 2 * n_linear] = a, -a
     fc2[:, 1 : 1 + n_linear], fc2[:, 1 + n_linear : 1 + 2 * n_linear] = b, -b
-    weights = Weights(fc1.cpu().numpy(), fc2.cpu().numpy())
+    weights = PredictorWeights(fc1.cpu().numpy(), fc2.cpu().numpy())
     return _with_units(weights, 1 + 2 * n_linear, second, generator)
 
 
-def grown(weights: Weights, rank: int, pairs: LayerPairs, seed: int) -> Weights:
+def grown(weights: PredictorWeights, rank: int, pairs: LayerPairs, seed: int) -> PredictorWeights:
     """The same function with more units, which yield something and weigh nothing."""
     generator = np.random.default_rng([seed, rank])
     rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
@@ -141,12 +141,12 @@ def grown(weights: Weights, rank: int, pairs: LayerPairs, seed: int) -> Weights:
     fc1 = np.zeros((rank, weights.fc1.shape[1]), np.float32)
     fc2 = np.zeros((len(weights.fc2), rank), np.float32)
     fc1[: weights.rank], fc2[:, : weights.rank] = weights.fc1, weights.fc2
-    return _with_units(Weights(fc1, fc2), weights.rank, x.T @ x / len(x), generator)
+    return _with_units(PredictorWeights(fc1, fc2), weights.rank, x.T @ x / len(x), generator)
 
 
 def _with_units(
-    weights: Weights, first: int, second: torch.Tensor, generator: np.random.Generator
-) -> Weights:
+    weights: PredictorWeights, first: int, second: torch.Tensor, generator: np.random.Generator
+) -> PredictorWeights:
     """Units from `first` on become random directions, channels by their size, that yield about one."""
     n, width = weights.rank - first, weights.fc1.shape[1]
     size = second.diagonal().sqrt().clamp_min(1e-6).cpu().numpy()
@@ -156,11 +156,11 @@ def _with_units(
 
 def train(
     pairs: LayerPairs,
-    weights: Weights,
+    weights: PredictorWeights,
     schedule: Schedule,
     device: str,
     on_step: Callable[[], None] = lambda: None,
-) -> Weights:
+) -> PredictorWeights:
     """The same pairs, weights and schedule give the same result on a CPU with as many threads. on_step: is
     called after each step."""
     torch.manual_seed(schedule.seed)
@@ -197,7 +197,7 @@ def train(
         scores.backward(gradient)
         optimizer.step()
         on_step()
-    return Weights((fc1.detach() / size).cpu().numpy(), fc2.detach().cpu().numpy())
+    return PredictorWeights((fc1.detach() / size).cpu().numpy(), fc2.detach().cpu().numpy())
 
 
 def _targets(magnitudes: torch.Tensor, positive: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +210,9 @@ def _targets(magnitudes: torch.Tensor, positive: float) -> tuple[torch.Tensor, t
     return (target - fires).add_(1), target
 
 
-def calibrate(pairs: LayerPairs, weights: Weights, type: GGMLType, recall: float, device: str) -> Quality:
+def calibrate(
+    pairs: LayerPairs, weights: PredictorWeights, type: GGMLType, recall: float, device: str
+) -> Quality:
     """Finds the shift that keeps `recall` of the magnitude, on one half of the held-out tokens, and measures
     on the other. Weights are taken as the file will hold them."""
     n = min(len(pairs), 2 * _CALIBRATION)
@@ -237,13 +239,13 @@ def calibrate(pairs: LayerPairs, weights: Weights, type: GGMLType, recall: float
 
 
 @torch.no_grad()
-def _hidden(inputs: np.ndarray, weights: Weights, device: str) -> torch.Tensor:
+def _hidden(inputs: np.ndarray, weights: PredictorWeights, device: str) -> torch.Tensor:
     """[n, rank]"""
     return torch.relu(torch.from_numpy(inputs).to(device) @ torch.from_numpy(weights.fc1).to(device).T)
 
 
 @torch.no_grad()
-def _scores(hidden: torch.Tensor, weights: Weights) -> np.ndarray:
+def _scores(hidden: torch.Tensor, weights: PredictorWeights) -> np.ndarray:
     """float32 [n, n_ff]"""
     scores: np.ndarray = (hidden @ torch.from_numpy(weights.fc2).to(hidden.device).T).cpu().numpy()
     return scores

@@ -40,7 +40,7 @@ from hotset.errors import InvalidRequestError
 from hotset.files import appending, replacing, write_whole
 from hotset.model.operations import Linear
 from hotset.reporter import Reporter
-from hotset.training.adapters import Adapters
+from hotset.training.adapters import TrainedAdapters
 from hotset.training.calibrate import calibrate, choose_targets, kernel_widths
 from hotset.training.student import Activity, Student
 from hotset.training.text import Mixture
@@ -333,10 +333,10 @@ class Training:
             torch.save(state, file)
         self.adapters().save(self.folder / "adapters.safetensors")
 
-    def adapters(self) -> Adapters:
+    def adapters(self) -> TrainedAdapters:
         """What has been learnt so far."""
         values = {name: value.detach().cpu().numpy() for name, value in self.student.named_values()}
-        return Adapters(values, self.settings.activation, self.settings.rank, self._model)
+        return TrainedAdapters(values, self.settings.activation, self.settings.rank, self._model)
 
     def resume(self) -> bool:
         """Takes up the checkpoint of the folder, if there is one. Raises InvalidRequestError for other

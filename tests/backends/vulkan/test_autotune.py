@@ -14,7 +14,13 @@ import pytest
 
 from hotset.backends.vulkan import autotune
 from hotset.backends.vulkan.devices import VulkanInfo
-from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, Shape, default_shapes
+from hotset.backends.vulkan.shapes import (
+    CANDIDATES,
+    DeviceShapes,
+    ProductShapes,
+    WorkgroupShape,
+    default_shapes,
+)
 from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType
@@ -24,7 +30,9 @@ from hotset.model.operations import Embed, Linear, SelectOutputs
 AMD, INTEL, NVIDIA = 0x1002, 0x8086, 0x10DE
 CARD = VulkanInfo(0, "a card", "discrete", "1.2.3", "1.3", 8 << 30, 8 << 30, "", [], 32, NVIDIA)
 Q4, Q6, Q8 = GGMLType.Q4_0, GGMLType.Q6_K, GGMLType.Q8_0
-WISHED = ProductShapes(Shape(8, 8), Shape(4, 16), Shape(16, 8), Shape(8, 16), 24)
+WISHED = ProductShapes(
+    WorkgroupShape(8, 8), WorkgroupShape(4, 16), WorkgroupShape(16, 8), WorkgroupShape(8, 16), 24
+)
 
 
 class Made:

@@ -21,8 +21,8 @@ from hotset.backends.reference import ReferenceBackend
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.devices import find_device, list_devices
-from hotset.backends.vulkan.kernels import Kernels, Recorder
-from hotset.backends.vulkan.memory import Arena, Piece
+from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
+from hotset.backends.vulkan.memory import BufferArena, BufferRange
 from hotset.errors import (
     DeviceError,
     InvalidRequestError,
@@ -94,12 +94,12 @@ def test_the_largest_of_each_row(width: int, n: int, staged: bool) -> None:
     rows[-1, 5:99] = -np.inf
     rows[-1, [7, 120, width - 1]] = np.nan, np.inf, -np.nan
     device = _core.VulkanDevice(find_device("vulkan").index, staged)
-    given = Arena(device).piece(rows.nbytes)
+    given = BufferArena(device).piece(rows.nbytes)
     given.buffer.write(given.offset, rows.reshape(-1).view(np.uint8))
-    scratch = Arena(device).piece(candidates.scratch_bytes(width, n) or 4)
+    scratch = BufferArena(device).piece(candidates.scratch_bytes(width, n) or 4)
     size = n * candidates.CANDIDATE_BYTES
-    found = Piece(device.allocate(size, "from_device"), 0, size)
-    recorder = Recorder(Kernels(device))
+    found = BufferRange(device.allocate(size, "from_device"), 0, size)
+    recorder = Recorder(VulkanKernels(device))
     candidates.record(recorder, given.bound(), (width, width + 3), n, scratch, found)
     recorder.program.finish()
     _core.vulkan_run([recorder.program], _core.VulkanCancel())

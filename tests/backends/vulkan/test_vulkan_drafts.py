@@ -22,7 +22,7 @@ from vulkan_runs import stage_of, validated, vulkan
 import hotset
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.vulkan.backend import WholeVulkan
-from hotset.backends.vulkan.memory import Piece
+from hotset.backends.vulkan.memory import BufferRange
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.errors import InvalidRequestError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
@@ -195,7 +195,7 @@ def test_a_thread_copies_pages_between_steps(tmp_path: Path, monkeypatch: pytest
     with open_gguf(path) as gguf:
         backend = vulkan(gguf, staged=True)
         stage = stage_of(backend)
-        submit, read, n_alone = stage._submit, Piece.read, 0
+        submit, read, n_alone = stage._submit, BufferRange.read, 0
 
         def alone(use: Callable[..., Any]) -> Callable[..., Any]:
             def used(*given: Any) -> Any:
@@ -209,7 +209,7 @@ def test_a_thread_copies_pages_between_steps(tmp_path: Path, monkeypatch: pytest
         page = stage.read_page(3)
         stage.write_page(5, page)
         monkeypatch.setattr(stage, "_submit", alone(submit))
-        monkeypatch.setattr(Piece, "read", alone(read))
+        monkeypatch.setattr(BufferRange, "read", alone(read))
         with ThreadPoolExecutor(1) as pool:
             copied = [pool.submit(stage.read_page, 5) for _ in range(20)]
             assert np.array_equal(logits_of(backend, ids, list(range(60, 70)), [3, 1]), expected)

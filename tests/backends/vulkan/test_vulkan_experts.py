@@ -27,7 +27,7 @@ from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan import budget, devices, planning
 from hotset.backends.vulkan.experts import VulkanExpertCache, cached_layers
 from hotset.backends.vulkan.stage import VulkanStage
-from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.convert.hf import convert_hf
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -116,15 +116,15 @@ def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_slots_in_several_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = DeviceWeights.__init__
+    made = VulkanWeights.__init__
 
-    def small(self: DeviceWeights, *arguments: Any) -> None:
+    def small(self: VulkanWeights, *arguments: Any) -> None:
         made(self, *arguments)
         self._max_range = 200_000
 
     gguf, ids = model(tmp_path, biased=True), tokens(24)
     expected = logits_of(vulkan(gguf), ids, STEPS, [2])
-    monkeypatch.setattr(DeviceWeights, "__init__", small)
+    monkeypatch.setattr(VulkanWeights, "__init__", small)
     backend = vulkan(gguf, expert_slots=9, n_threads=2)
     cache = stage_of(backend)._experts
     assert cache is not None

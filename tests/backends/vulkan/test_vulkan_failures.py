@@ -26,7 +26,7 @@ from waiting import WATCHDOG
 from hotset import _core
 from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.devices import find_device
-from hotset.backends.vulkan.kernels import Kernels
+from hotset.backends.vulkan.kernels import VulkanKernels
 from hotset.errors import DeviceError, OutOfMemoryError
 from hotset.formats.gguf import open_gguf
 from hotset.server.service import Service
@@ -111,8 +111,8 @@ def test_a_kernel_that_is_not_made_leaves_nothing() -> None:
         device = pipelines.open_device(info)
         _core.vulkan_fail(name, 1, NO_HOST_MEMORY)
         with pytest.raises(OutOfMemoryError, match="the machine ran out of memory while compiling a kernel"):
-            Kernels(device).get("select", [])
-        Kernels(device).get("select", [])
+            VulkanKernels(device).get("select", [])
+        VulkanKernels(device).get("select", [])
         del device
 
 

@@ -25,7 +25,7 @@ from vulkan_runs import (
 from hotset import _core
 from hotset.backends.vulkan import shapes
 from hotset.backends.vulkan.devices import find_device
-from hotset.backends.vulkan.kernels import Kernels, Recorder
+from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
 from hotset.backends.vulkan.shapes import DeviceShapes, ProductShapes
 from hotset.backends.vulkan.weights import COMPUTED, FLOATS
 from hotset.formats.gguf import open_gguf
@@ -60,7 +60,7 @@ QUANTISED = [type_ for type_ in COMPUTED if type_ not in FLOATS]
 @pytest.mark.parametrize("type_", quick_are((T.Q4_1, T.Q6_K), QUANTISED), ids=lambda t: t.name)
 def test_products_of_rounded_inputs(monkeypatch: Any, type_: GGMLType, native: bool) -> None:
     """With the device's instructions and without, of one token, few and many: the bits are the CPU's."""
-    monkeypatch.setattr(Kernels, "allows_native", native)
+    monkeypatch.setattr(VulkanKernels, "allows_native", native)
     rng = np.random.default_rng(int(type_))
     odd = 4864 if 416 % TYPES[type_].block_size else 416  # blocks that sums have different numbers of
     for k, n_rows, n in ((256, 40, 3), (odd, 21, 2), (768, 70, 35)):
@@ -121,7 +121,7 @@ def test_inputs_are_rounded_as_the_cpu_rounds_them(monkeypatch: Any) -> None:
     codes[lost], scales[lost] = 0, np.nan
     halves = codes.reshape(n, -1, 2, 16).sum(axis=3)
     for off in (0, 3, -3):
-        recorder = Recorder(Kernels(device))
+        recorder = Recorder(VulkanKernels(device))
         bindings = [(given, 0, given.size, False), (out, 0, out.size, True)]
         recorder.add("quantize", [off & 0xFFFFFFFF], bindings, (k // 32, k), (1, n, 1))
         recorder.program.finish()

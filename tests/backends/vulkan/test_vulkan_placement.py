@@ -24,7 +24,7 @@ from hotset.backends.vulkan import autotune, budget, detection, devices, plannin
 from hotset.backends.vulkan.devices import VulkanInfo, find_device
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.report import VulkanRates
-from hotset.backends.vulkan.shapes import ProductShapes, Shape
+from hotset.backends.vulkan.shapes import ProductShapes, WorkgroupShape
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import DeviceError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
@@ -335,7 +335,7 @@ def test_what_autotuning_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_load_tunes_its_device_once(tmp_path: Path, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes that were measured are those of its kernels, and the text is the same."""
     path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.Q4_0)
-    chosen, asked = Shape(8, 8), list[str]()
+    chosen, asked = WorkgroupShape(8, 8), list[str]()
 
     @contextlib.contextmanager
     def measuring(info: VulkanInfo, device: Any, type_: GGMLType) -> Any:

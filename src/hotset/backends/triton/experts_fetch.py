@@ -80,7 +80,7 @@ class SideStream:
 
 
 @dataclass
-class Group:
+class FetchedGroup:
     """Experts that are in one half of the spare slots together. ids: int32 on the device, one a slot, which
     the stream beside reads: a group is kept, in its FetchPlan, until `done` was waited for. first:
     its first slot. pairs: int64, those of the route that want them, token * n_used + rank; slots: int32 of
@@ -111,7 +111,7 @@ class FetchPlan:
     slots: Tensor | None
     done: Any = None
     fetched: Tensor | None = None
-    groups: list[Group] = field(default_factory=list)
+    groups: list[FetchedGroup] = field(default_factory=list)
 
 
 class Fetcher:
@@ -229,7 +229,7 @@ class Fetcher:
             at = slice(*np.searchsorted(places, [first, first + half]))
             to = slots.n_slots + (first // half % 2) * half
             choice.groups.append(
-                Group(
+                FetchedGroup(
                     self._on_device(missing[order[first : min(first + half, n)]]),
                     to,
                     torch.from_numpy(pairs[at]).to(self._cache.device),
@@ -244,7 +244,7 @@ class Fetcher:
     def _on_device(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, np.int32)).to(self._cache.device)
 
-    def _bring(self, layer: int, group: Group) -> None:
+    def _bring(self, layer: int, group: FetchedGroup) -> None:
         group.done = self._beside.put(partial(self._fetch, layer, group.ids, group.first))
 
     def _fetch(self, layer: int, ids: Tensor, first: int) -> None:

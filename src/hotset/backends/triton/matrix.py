@@ -85,7 +85,7 @@ SUPPORTED = CAPABILITIES.tensor_types
 
 
 @dataclass(frozen=True)
-class Blocks:
+class WeightBlocks:
     """Rows by blocks of 32 weights, as the CPU's integer products take them (csrc/kernels/blocks.h).
 
     A weight is scale * sub_scale * q + min. q: whole numbers, float32 [n, blocks, 32]; scale, min: float32
@@ -322,7 +322,7 @@ class DeviceMatrix:
         """Whether its weights are no blocks."""
         return self.type in _FLOATS
 
-    def blocks(self, rows: slice) -> Blocks:
+    def blocks(self, rows: slice) -> WeightBlocks:
         """Some rows of a quantised matrix that is not neuron-major."""
         part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
         return _BLOCKS[self.type](part)
@@ -496,37 +496,39 @@ _DECODERS: dict[GGMLType, Callable[[dict[str, Tensor]], Tensor]] = {
 # ---- the same as whole numbers and scales ------------------------------------------------------------------
 
 
-def _blocks_q4_0(part: dict[str, Tensor]) -> Blocks:
-    return Blocks(_by_blocks(_nibbles(part["codes"], 16), part) - 8, part["scales"].float())
+def _blocks_q4_0(part: dict[str, Tensor]) -> WeightBlocks:
+    return WeightBlocks(_by_blocks(_nibbles(part["codes"], 16), part) - 8, part["scales"].float())
 
 
-def _blocks_q4_1(part: dict[str, Tensor]) -> Blocks:
-    return Blocks(_by_blocks(_nibbles(part["codes"], 16), part), part["scales"].float(), part["mins"].float())
+def _blocks_q4_1(part: dict[str, Tensor]) -> WeightBlocks:
+    return WeightBlocks(
+        _by_blocks(_nibbles(part["codes"], 16), part), part["scales"].float(), part["mins"].float()
+    )
 
 
-def _blocks_q5_0(part: dict[str, Tensor]) -> Blocks:
-    return Blocks(_five_bits(part) - 16, part["scales"].float())
+def _blocks_q5_0(part: dict[str, Tensor]) -> WeightBlocks:
+    return WeightBlocks(_five_bits(part) - 16, part["scales"].float())
 
 
-def _blocks_q5_1(part: dict[str, Tensor]) -> Blocks:
-    return Blocks(_five_bits(part), part["scales"].float(), part["mins"].float())
+def _blocks_q5_1(part: dict[str, Tensor]) -> WeightBlocks:
+    return WeightBlocks(_five_bits(part), part["scales"].float(), part["mins"].float())
 
 
-def _blocks_q8_0(part: dict[str, Tensor]) -> Blocks:
-    return Blocks(_by_blocks(part["codes"], part), part["scales"].float())
+def _blocks_q8_0(part: dict[str, Tensor]) -> WeightBlocks:
+    return WeightBlocks(_by_blocks(part["codes"], part), part["scales"].float())
 
 
-def _blocks_q4_k(part: dict[str, Tensor]) -> Blocks:
+def _blocks_q4_k(part: dict[str, Tensor]) -> WeightBlocks:
     scale, minimum = _scales_q4_k(part)
     n = len(scale)
     q = _nibbles(part["codes"], 32).reshape(n, -1, 32).float()
-    return Blocks(q, scale.reshape(n, -1), -minimum.reshape(n, -1))
+    return WeightBlocks(q, scale.reshape(n, -1), -minimum.reshape(n, -1))
 
 
-def _blocks_q6_k(part: dict[str, Tensor]) -> Blocks:
+def _blocks_q6_k(part: dict[str, Tensor]) -> WeightBlocks:
     n = len(part["scales"])
     scale = part["scales"].float().repeat_interleave(8, dim=1)
-    return Blocks(
+    return WeightBlocks(
         _codes_q6_k(part).reshape(n, -1, 32).float() - 32,
         scale,
         sub_scale=part["sub_scales"].reshape(n, -1, 2).float(),
@@ -537,15 +539,15 @@ def _blocks_q6_k(part: dict[str, Tensor]) -> Blocks:
 _FP4 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 
 
-def _blocks_mxfp4(part: dict[str, Tensor]) -> Blocks:
+def _blocks_mxfp4(part: dict[str, Tensor]) -> WeightBlocks:
     codes, exponents = part["codes"], part["scales"].to(torch.int32)
     numbers = torch.tensor(_FP4, device=codes.device)[_nibbles(codes, 16).long()]
     # 2^(e - 128) by its bits; the least two are no normal numbers.
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    return Blocks(_by_blocks(numbers, part), bits.to(torch.int32).view(torch.float32))
+    return WeightBlocks(_by_blocks(numbers, part), bits.to(torch.int32).view(torch.float32))
 
 
-_BLOCKS: dict[GGMLType, Callable[[dict[str, Tensor]], Blocks]] = {
+_BLOCKS: dict[GGMLType, Callable[[dict[str, Tensor]], WeightBlocks]] = {
     GGMLType.Q4_0: _blocks_q4_0,
     GGMLType.Q4_1: _blocks_q4_1,
     GGMLType.Q5_0: _blocks_q5_0,

@@ -27,7 +27,7 @@ from hotset.model.operations import Embed, ExpertLinear, ExpertSum, NgramEmbed
 from hotset.offload.uploads import Uploads
 from hotset.offload.weight_store import StoredWeights
 from hotset.placement.budget import FLOAT_BYTES, MemoryBudget
-from hotset.placement.build import Piece, hot_of, mixed_layers, pieces_of, share_of
+from hotset.placement.build import PlacedPiece, hot_of, mixed_layers, pieces_of, share_of
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def open_chain(  # noqa: PLR0913
 
 def _device_stage(
     placement: Placement,
-    piece: Piece,
+    piece: PlacedPiece,
     weights: WeightSource,
     graph: Graph,
     options: dict[str, Any],
@@ -185,14 +185,16 @@ def _device_stage(
     return stage, notes
 
 
-def _shared(placement: Placement, piece: Piece, graph: Graph) -> tuple[dict[int, np.ndarray], list[int]]:
+def _shared(
+    placement: Placement, piece: PlacedPiece, graph: Graph
+) -> tuple[dict[int, np.ndarray], list[int]]:
     """Of a device's piece the hot neurons of the layers that are split, and the layers with experts."""
     return hot_of(placement, piece), [i for i in piece.layers if i in mixed_layers(graph)]
 
 
 def _cpu_offload(
     placement: Placement,
-    piece: Piece,
+    piece: PlacedPiece,
     weights: WeightSource,
     graph: Graph,
     device: str,
@@ -222,7 +224,9 @@ def _weight_bytes(planned: Sequence[MemoryBudget]) -> int:
     return sum(budget.weights + budget.neurons for budget in planned)
 
 
-def _planned_for(piece: Piece, pieces: list[Piece], placement: Placement) -> Sequence[MemoryBudget]:
+def _planned_for(
+    piece: PlacedPiece, pieces: list[PlacedPiece], placement: Placement
+) -> Sequence[MemoryBudget]:
     """The budget of a device that has one piece; of several it is not known which takes how much."""
     alone = sum(other.device == piece.device for other in pieces) == 1
     return placement.budget.devices[piece.device :][:1] if placement.budget and alone else ()

@@ -141,7 +141,7 @@ class CpuWorkerProtocol(Protocol):
 
 
 @dataclass
-class Frame:
+class RunningStep:
     """One step as it runs. n: tokens. outputs: rows of them whose logits are wanted, int32 on the device.
 
     values: by id, dropped after their last use. streamed: cold rows come to the device, the service rests;
@@ -172,7 +172,7 @@ class Call:
     after it.
     """
 
-    run: Callable[[Frame], None]
+    run: Callable[[RunningStep], None]
     layer: int
     part: int
     reads: tuple[Value, ...]
@@ -371,7 +371,7 @@ class Program:
 
     def _lower(  # noqa: C901 - a case for each operation
         self, group: Fused
-    ) -> Callable[[Frame], None]:
+    ) -> Callable[[RunningStep], None]:
         main = group.ops[-1]
         if group.linears:
             return self._linears(group)
@@ -479,7 +479,7 @@ class Program:
 
     def _entered(
         self, x: Value, norm: RMSNorm | LayerNorm | None, input_threshold: Threshold | None
-    ) -> Callable[[Frame], Any]:
+    ) -> Callable[[RunningStep], Any]:
         """What a product reads: x, normalised, and without what is small. Weighed where the product before
         took the norm over, and only then."""
         id, by, k = x.id, _token_threshold(input_threshold), self._kernels
@@ -492,7 +492,7 @@ class Program:
             return lambda f: f.values[id]
         return lambda f: k.zero_small(f.values[id], by(f))
 
-    def _linears(self, group: Fused) -> Callable[[Frame], None]:
+    def _linears(self, group: Fused) -> Callable[[RunningStep], None]:
         """Products of one input, with what was fused: a norm and a threshold before, an activation or a sum
         after."""
         linears, norm, input_threshold = (
@@ -506,7 +506,7 @@ class Program:
             (op,), threshold, first = linears, mask.threshold, mask.first
             matrix, bias = self._weights.linear(op), self._weights.biases([op])
 
-            def select(f: Frame) -> None:
+            def select(f: RunningStep) -> None:
                 f.values[outs[0]] = k.linear_bits(f.values[x.id], matrix, bias, threshold, first)
 
             return select
@@ -516,32 +516,32 @@ class Program:
             (op,), entered = linears, self._entered(x, norm, input_threshold)
             project = self._product_and_norm(op, outs[0])
 
-            def project_with_norm(f: Frame) -> None:
+            def project_with_norm(f: RunningStep) -> None:
                 project(f, entered(f), None if residual is None else f.values[residual])
 
             return project_with_norm
         after = {} if activate is None else {"activation": activate.kind, "threshold": activate.threshold}
         entered, products = self._entered(x, norm, input_threshold), self._products(linears, after)
 
-        def run(f: Frame) -> None:
+        def run(f: RunningStep) -> None:
             added = None if residual is None else f.values[residual]
             f.values.update(zip(outs, products(entered(f), added), strict=True))
 
         return run
 
-    def _product_and_norm(self, op: Linear, out: int) -> Callable[[Frame, Tensor, Tensor | None], None]:
+    def _product_and_norm(self, op: Linear, out: int) -> Callable[[RunningStep, Tensor, Tensor | None], None]:
         """A product whose value an RMSNorm reads, with that norm."""
         norm, k = self._norms_ahead[out], self._kernels
         rows, bias, weight = self._weights.linear(op), self._weights.biases([op]), self._norm_weight(norm)
 
-        def run(f: Frame, h: Tensor, added: Tensor | None) -> None:
+        def run(f: RunningStep, h: Tensor, added: Tensor | None) -> None:
             f.values[out], f.normed[out] = k.linear_normed(h, rows, bias, added, weight, norm.eps)
 
         return run
 
     def _project_heads(
-        self, linears: list[Linear], attention: Fused, entered: Callable[[Frame], Any]
-    ) -> Callable[[Frame], None]:
+        self, linears: list[Linear], attention: Fused, entered: Callable[[RunningStep], Any]
+    ) -> Callable[[RunningStep], None]:
         """Queries, keys and values in one product, rotated and stored; the value is that of the queries."""
         main, heads, k = attention.ops[-1], _heads_of(attention), self._kernels
         assert isinstance(main, Attention)
@@ -550,7 +550,7 @@ class Program:
         (k_pages, v_pages), angles = self._cache.layers[main.layer], self._angles(heads.rope)
         kind, n_head, out = heads.rope.kind, main.n_head, heads.q.id
 
-        def run(f: Frame) -> None:
+        def run(f: RunningStep) -> None:
             f.values[out] = k.project_heads(
                 entered(f), rows, bias, angles(f), k_pages, v_pages, *_where(f), n_head=n_head, kind=kind
             )
@@ -597,49 +597,49 @@ class Program:
 
         return run
 
-    def _transposed(self, group: Fused, main: TransposedLinear) -> Callable[[Frame], None]:
+    def _transposed(self, group: Fused, main: TransposedLinear) -> Callable[[RunningStep], None]:
         matrix, bias = self._weights.down(main), self._weights.bias(main.bias)
         x, out, k = main.x.id, group.out[0].id, self._kernels
         residual = _id(group.residual(main.out))
 
-        def run(f: Frame) -> None:
+        def run(f: RunningStep) -> None:
             added = None if residual is None else f.values[residual]
             f.values[out] = k.linear_t(f.values[x], matrix, bias, added)
 
         return run
 
-    def _rotate(self, op: Rotate) -> Callable[[Frame], None]:
+    def _rotate(self, op: Rotate) -> Callable[[RunningStep], None]:
         angles, x, out, k = self._angles(op.rope), op.x.id, op.out.id, self._kernels
 
-        def run(f: Frame) -> None:
+        def run(f: RunningStep) -> None:
             f.values[out] = k.rotate(f.values[x], angles(f), n_head=op.n_head, kind=op.rope.kind)
 
         return run
 
-    def _position_gain(self, op: PositionGain) -> Callable[[Frame], None]:
+    def _position_gain(self, op: PositionGain) -> Callable[[RunningStep], None]:
         """Look up the gain of each token in a table with one entry for each length of the context."""
         firsts = np.arange(-(-self._n_ctx // op.length)) * op.length
         table = self._weights.tensor(("gain", op.beta, op.length), position_gain(op, firsts))
         out = op.out.id
 
-        def run(f: Frame) -> None:
+        def run(f: RunningStep) -> None:
             f.values[out] = table.index_select(0, f.inputs.positions[: f.n] // op.length)
 
         return run
 
-    def _angles(self, rope: Rope) -> Callable[[Frame], Tensor]:
+    def _angles(self, rope: Rope) -> Callable[[RunningStep], Tensor]:
         """cos and sin of the step's positions: computed by the first layer that needs them."""
         k = self._kernels
         table = self._weights.rope(rope, self._n_ctx)
 
-        def angles(f: Frame) -> Tensor:
+        def angles(f: RunningStep) -> Tensor:
             if rope not in f.angles:
                 f.angles[rope] = k.angles(f.inputs.positions[: f.n], table)
             return f.angles[rope]
 
         return angles
 
-    def _attention(self, group: Fused, main: Attention) -> Callable[[Frame], None]:
+    def _attention(self, group: Fused, main: Attention) -> Callable[[RunningStep], None]:
         """Attention, with the head norms and rotations that were fused into it."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use --no-gpu")
@@ -660,7 +660,7 @@ class Program:
         kind = rope.kind if rope else "norm"
         ids, out = (heads.q.id, heads.k.id, heads.v.id), main.out.id
 
-        def run(f: Frame) -> None:
+        def run(f: RunningStep) -> None:
             where = _where(f)
             queries = f.values[ids[0]]
             if not is_stored:
@@ -705,7 +705,7 @@ class Program:
         counts = self._counts[layer]
         fetcher = self._fetcher if self._fetcher is not None and layer in self._fetcher else None
 
-        def route(f: Frame) -> None:
+        def route(f: RunningStep) -> None:
             ids, f.weights[layer] = k.route(f.values[scores], op, bias, scales)
             if route_id is not None:
                 f.values[route_id] = torch.cat([ids.float(), f.weights[layer]], dim=1)
@@ -715,13 +715,13 @@ class Program:
                 early = layer in self._early
                 f.choices[layer] = fetcher.choose(layer, ids, early=early, warming=f.warming)
 
-        def post(f: Frame) -> None:
+        def post(f: RunningStep) -> None:
             h, choice = entered(f), f.choices[layer]
             cold.post(layer, h, choice.asked)
             if fetcher is not None:
                 f.own[layer] = fetcher.compute(layer, choice, h, counts, gate_threshold(f))
 
-        def finish(f: Frame) -> None:
+        def finish(f: RunningStep) -> None:
             parts = cold.collect(layer)
             parts = parts.view(len(parts), n_used, -1)
             choice, own = f.choices.pop(layer), f.own.pop(layer, None)
@@ -741,7 +741,7 @@ class Program:
 
     # ---- FFNs
 
-    def _bits(self, mask: Mask | None) -> Callable[[Frame], Tensor | None]:
+    def _bits(self, mask: Mask | None) -> Callable[[RunningStep], Tensor | None]:
         if mask is None:
             return lambda _: None
         k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
@@ -749,7 +749,7 @@ class Program:
             return lambda f: f.values[scores]
         return lambda f: k.pack_bits(f.values[scores], threshold, first)
 
-    def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[Frame], None]:
+    def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[RunningStep], None]:
         """All neurons on the device. Their values are kept where they are asked for."""
         k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
         entered, bits, added_id = (
@@ -765,7 +765,7 @@ class Program:
             given = self._rows(ffn, None) | _activations(ffn)
             matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
 
-            def fused(f: Frame) -> None:
+            def fused(f: RunningStep) -> None:
                 added = None if added_id is None else f.values[added_id]
                 f.values[out.id] = k.sparse_ffn(
                     entered(f), down_t=matrix, down_bias=bias, residual=added, selected=bits(f),
@@ -776,7 +776,7 @@ class Program:
         project = self._down(down, out.id)
         sub_norm = None if ffn.sub_norm is None else self._norm(ffn.sub_norm)
 
-        def run(f: Frame) -> None:
+        def run(f: RunningStep) -> None:
             added = None if added_id is None else f.values[added_id]
             neurons = values(f, entered(f), bits(f))
             if is_kept:
@@ -789,7 +789,7 @@ class Program:
 
     def _down(
         self, op: Linear | TransposedLinear | ExpertSum, out: int
-    ) -> Callable[[Frame, Tensor, Tensor | None], None]:
+    ) -> Callable[[RunningStep, Tensor, Tensor | None], None]:
         """The down projection of values of neurons, and what it is added to."""
         k = self._kernels
         if isinstance(op, TransposedLinear):
@@ -810,7 +810,7 @@ class Program:
             return False
         return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_threshold
 
-    def _values(self, ffn: Ffn) -> Callable[[Frame, Tensor, Tensor | None], Tensor]:
+    def _values(self, ffn: Ffn) -> Callable[[RunningStep, Tensor, Tensor | None], Tensor]:
         """The values of the neurons from the FFN's input and the predicted ones' bits."""
         k, options, thresholds = self._kernels, _activations(ffn), _neuron_thresholds(ffn)
         counts = self._counts[ffn.layer] if ffn.has_zeros else None
@@ -826,7 +826,7 @@ class Program:
         products = self._products(linears)
         if (top_k := ffn.top_k) is not None:
 
-            def above(f: Frame, h: Tensor, _: Tensor | None) -> Tensor:
+            def above(f: RunningStep, h: Tensor, _: Tensor | None) -> Tensor:
                 gate, up = products(h, None)
                 gate = k.gaussian_top_k(gate, top_k.multiplier)
                 values: Tensor = k.fired(gate, up, counts=counts, **options, **thresholds(f))
@@ -839,7 +839,7 @@ class Program:
 
     def _split(
         self, ffn: Ffn, residual: Value | None, out: Value
-    ) -> tuple[Callable[[Frame], None], Callable[[Frame], None]]:
+    ) -> tuple[Callable[[RunningStep], None], Callable[[RunningStep], None]]:
         """Hot neurons on the device, cold ones by the service or streamed in: the post, and the rest."""
         layer, hot, cold, k, down = ffn.layer, self._hot[ffn.layer], self._cold, self._kernels, ffn.down
         counts = self._counts[layer]
@@ -861,12 +861,12 @@ class Program:
         )
         thresholds = _neuron_thresholds(ffn)
 
-        def post(f: Frame) -> None:
+        def post(f: RunningStep) -> None:
             f.submitted[layer] = h, selected = entered(f), bits(f)
             if not f.streamed:
                 cold.post(layer, h, selected)
 
-        def hot_half(f: Frame, h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
+        def hot_half(f: RunningStep, h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
             if len(indices):
                 y: Tensor = k.sparse_ffn(
                     h, down_t=down_t, down_bias=bias, residual=added, selected=selected, held=held,
@@ -876,7 +876,7 @@ class Program:
             y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added
             return y if bias is None else y + bias
 
-        def finish(f: Frame) -> None:
+        def finish(f: RunningStep) -> None:
             h, selected = f.submitted.pop(layer)
             y = hot_half(f, h, selected, None if added_id is None else f.values[added_id])
             if f.streamed:
@@ -944,7 +944,7 @@ def _heads_of(group: Fused) -> _Heads:
     return _Heads(q, k, main.v, rope, norms["q"], norms["k"])
 
 
-def _where(f: Frame) -> tuple[Tensor, Tensor, Tensor]:
+def _where(f: RunningStep) -> tuple[Tensor, Tensor, Tensor]:
     """Page tables, and the sequence and position of each token."""
     return f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
 
@@ -972,7 +972,7 @@ def _read_input_major(graph: Graph, hot: Collection[int], wanted: Collection[str
     return frozenset(op.weight for op in thresholded_products(graph) if op.weight in wanted) - by_row
 
 
-def _token_threshold(op: Threshold | None) -> Callable[[Frame], TokenThreshold | None]:
+def _token_threshold(op: Threshold | None) -> Callable[[RunningStep], TokenThreshold | None]:
     """What a threshold leaves out of a step's tokens."""
     if op is None:
         return lambda _: None
@@ -980,7 +980,7 @@ def _token_threshold(op: Threshold | None) -> Callable[[Frame], TokenThreshold |
     return lambda f: TokenThreshold(f.inputs.thresholded[: f.n], threshold)
 
 
-def _neuron_thresholds(ffn: Ffn) -> Callable[[Frame], dict[str, TokenThreshold | None]]:
+def _neuron_thresholds(ffn: Ffn) -> Callable[[RunningStep], dict[str, TokenThreshold | None]]:
     """The thresholds of gates and of neurons, as the kernels' arguments are named."""
     of_gate, of_value = _token_threshold(ffn.gate_threshold), _token_threshold(ffn.down_threshold)
     if ffn.gate_threshold is None and ffn.down_threshold is None:

@@ -31,7 +31,7 @@ from hotset.backends.triton.fallback import N_COUNTS
 from hotset.backends.triton.kernels import Kernels
 from hotset.backends.triton.kv import OUTPUTS, PagedCache, StepInputs, StepOutputs
 from hotset.backends.triton.launch import compiled_first
-from hotset.backends.triton.program import Call, CpuWorkerProtocol, Frame, Program, StageParts
+from hotset.backends.triton.program import Call, CpuWorkerProtocol, Program, RunningStep, StageParts
 from hotset.backends.triton.stream import CopyStream
 from hotset.backends.triton.weights import DeviceWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
@@ -362,7 +362,7 @@ class GpuStage:
         """The calls of a step, over what stands in the inputs."""
         self._counts.zero_()
         inputs = self._inputs
-        frame = Frame(n, inputs, inputs.outputs[:0], self._streams(n), self._warming)
+        frame = RunningStep(n, inputs, inputs.outputs[:0], self._streams(n), self._warming)
         if self.entering is not None:
             frame.values[self.entering.id] = inputs.vectors[self.entering.id][:n]
         for call in program.body:
@@ -379,13 +379,13 @@ class GpuStage:
         slices = []
         for first in range(0, n_outputs, OUTPUT_ROWS):
             outputs = inputs.outputs[first : min(first + OUTPUT_ROWS, n_outputs)]
-            part = Frame(n, inputs, outputs, frame.streamed, frame.warming, dict(frame.values))
+            part = RunningStep(n, inputs, outputs, frame.streamed, frame.warming, dict(frame.values))
             for call in program.tail:
                 self._call(call, part, program, taps)
             slices.append(part.values[last] if n_outputs <= OUTPUT_ROWS else part.values[last].cpu())
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
-    def _call(self, call: Call, frame: Frame, program: Program, taps: dict[str, list[Tensor]]) -> None:
+    def _call(self, call: Call, frame: RunningStep, program: Program, taps: dict[str, list[Tensor]]) -> None:
         if self._cancelled:
             raise StepCancelledError
         if self.timed or self.device.type == "cpu":

@@ -7,8 +7,8 @@ import numpy as np
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS
-from hotset.backends.vulkan.memory import Piece, aligned
-from hotset.backends.vulkan.weights import DeviceMatrix, DeviceWeights
+from hotset.backends.vulkan.memory import BufferRange, aligned
+from hotset.backends.vulkan.weights import VulkanMatrix, VulkanWeights
 from hotset.formats.lora import FloatMatrix
 from hotset.formats.source import WeightSource
 from hotset.model.operations import LowRank
@@ -23,7 +23,7 @@ class DeviceAdapters:
     def __init__(
         self, device: _core.VulkanDevice, source: WeightSource, adapters: AdapterSet, max_batch: int
     ) -> None:
-        self._adapters, self._weights = adapters, DeviceWeights(source, device)
+        self._adapters, self._weights = adapters, VulkanWeights(source, device)
         n = len(adapters.adapters)
         self._sizes = [aligned(4 * n_rows) for n_rows in (max_batch, OUTPUT_ROWS)]
         self._buffer = device.allocate(max(n, 1) * sum(self._sizes), "to_device")
@@ -33,7 +33,7 @@ class DeviceAdapters:
     def nbytes(self) -> int:
         return self._weights.arena.nbytes + int(self._buffer.reserved)
 
-    def pairs_of(self, op: LowRank) -> list[tuple[int, float, DeviceMatrix, DeviceMatrix]]:
+    def pairs_of(self, op: LowRank) -> list[tuple[int, float, VulkanMatrix, VulkanMatrix]]:
         """What adapters add at an operation: their columns of scales, their factors, a, and b's rows."""
         found = []
         for column, pair in self._adapters.pairs_of(op):
@@ -41,18 +41,18 @@ class DeviceAdapters:
             found.append((column, pair.factor, self._matrix(pair.a, 0, pair.rank), b))
         return found
 
-    def _matrix(self, matrix: FloatMatrix, first: int, n_rows: int) -> DeviceMatrix:
+    def _matrix(self, matrix: FloatMatrix, first: int, n_rows: int) -> VulkanMatrix:
         return self._weights.given((id(matrix), first, n_rows), matrix, first, n_rows)
 
     def rank(self, op: LowRank) -> int:
         """The largest of an operation."""
         return max((pair.rank for _, pair in self._adapters.pairs_of(op)), default=0)
 
-    def scales(self, column: int, *, of_tail: bool) -> Piece:
+    def scales(self, column: int, *, of_tail: bool) -> BufferRange:
         """Of an adapter float32 [rows], of each token, or of each row with logits."""
         own = self._sizes[of_tail]
         first = len(self._adapters.adapters) * self._sizes[0] if of_tail else 0
-        return Piece(self._buffer, first + column * own, own)
+        return BufferRange(self._buffer, first + column * own, own)
 
     def fill(self, scales: np.ndarray) -> None:
         """Takes over those of a step, float32 [n_tokens, n_adapters]. No program may be running."""

@@ -11,7 +11,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import N_CANDIDATES
 from hotset.backends.vulkan.kernels import Recorder
-from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.memory import BufferRange, aligned
 
 _CHUNK = 1024
 _PAIR = 8  # bytes: key and index
@@ -32,7 +32,12 @@ def scratch_bytes(width: int, n_rows: int) -> int:
 
 
 def record(
-    to: Recorder, logits: _core.VulkanBinding, row: tuple[int, int], n: int, scratch: Piece, out: Piece
+    to: Recorder,
+    logits: _core.VulkanBinding,
+    row: tuple[int, int],
+    n: int,
+    scratch: BufferRange,
+    out: BufferRange,
 ) -> None:
     """The dispatches for n rows. row: their width and stride. out: for CANDIDATE_BYTES of each."""
     (width, stride), chunks = row, n_chunks(row[0])

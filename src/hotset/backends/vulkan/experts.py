@@ -14,13 +14,13 @@ from functools import partial
 import numpy as np
 
 from hotset import _core
-from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.backends.vulkan.weights import (
     COMPUTED,
     FLOATS,
-    DeviceMatrix,
-    DeviceWeights,
     Placed,
+    VulkanMatrix,
+    VulkanWeights,
     placed,
     write_all,
 )
@@ -49,8 +49,8 @@ class VulkanExpertCache(ExpertCache):
         beside: bool,
     ) -> None:
         super().__init__(ffns, source.tensors, n_slots, beside=beside, least=1)
-        self._source, weights = source, DeviceWeights(source, device)
-        self._slots: list[dict[str, tuple[DeviceMatrix, Piece | None]]] = []
+        self._source, weights = source, VulkanWeights(source, device)
+        self._slots: list[dict[str, tuple[VulkanMatrix, BufferRange | None]]] = []
         for group in self.groups:
             n, widths = group.n_slots, group.layout.biases
             self._slots.append({
@@ -66,9 +66,9 @@ class VulkanExpertCache(ExpertCache):
         self._names = {op.out: name for ffn in own for name, op in parts_of(ffn).items()}
         sizes = {layer: 4 * len(self.on_host(layer)) for layer in self.layers}
         tables, at = device.allocate(sum(map(aligned, sizes.values())), "to_device"), 0
-        self._tables: dict[int, Piece] = {}
+        self._tables: dict[int, BufferRange] = {}
         for layer, size in sizes.items():
-            self._tables[layer] = Piece(tables, at, size)
+            self._tables[layer] = BufferRange(tables, at, size)
             at += aligned(size)
         self.nbytes = weights.arena.nbytes + tables.reserved
 
@@ -78,11 +78,11 @@ class VulkanExpertCache(ExpertCache):
         pieces = [piece for part in parts for piece in (part.codes, part.more) if piece is not None]
         return sum(piece.size for piece in pieces) // group.n_slots
 
-    def table(self, layer: int) -> Piece:
+    def table(self, layer: int) -> BufferRange:
         """The slot of each expert of a layer, int32 [n_expert], -1: it has none."""
         return self._tables[layer]
 
-    def slots_of(self, layer: int, product: Value) -> tuple[DeviceMatrix, Piece | None]:
+    def slots_of(self, layer: int, product: Value) -> tuple[VulkanMatrix, BufferRange | None]:
         """The matrices of all slots for the product that makes a value, and the biases, float32 [n_slots,
         rows]."""
         return self._slots[self.group_of(layer).number][self._names[product]]

@@ -11,7 +11,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, check_states
 from hotset.backends.vulkan.kernels import stride_of
-from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Attention,
@@ -64,7 +64,7 @@ class InputShape:
 
     @property
     def words(self) -> dict[object, int]:
-        """Of each of the numbers of a batch, by the key that StepInputs has it by."""
+        """Return the words of each number of a batch, by its key in VulkanInputs."""
         most = self.max_batch
         words: dict[object, int] = {
             "positions": 3 * most, "slots": most, "tables": most * self.n_pages, "outputs": OUTPUT_ROWS,
@@ -80,7 +80,7 @@ class InputShape:
         return sum(aligned(4 * size) for size in self.words.values())
 
 
-class StepInputs:
+class VulkanInputs:
     """The numbers of a batch.
 
     positions: uint32 [3, max_batch], of each token, the row of the page tables that is its sequence's, and
@@ -97,17 +97,17 @@ class StepInputs:
         self.buffer = device.allocate(shape.nbytes, "to_device")
         self.nbytes = self.buffer.reserved
         view, at = self.buffer.view(), 0
-        self._pieces: dict[object, Piece] = {}
+        self._pieces: dict[object, BufferRange] = {}
         self._words: dict[object, np.ndarray] = {}
         for key, size in sizes.items():
-            self._pieces[key] = Piece(self.buffer, at, 4 * size)
+            self._pieces[key] = BufferRange(self.buffer, at, 4 * size)
             self._words[key] = view[at : at + 4 * size].view(np.uint32)
             at += aligned(4 * size)
         self._ropes, self._strides, self._heads, self._tiles = (
             shape.ropes, shape.entering, shape.heads, shape.tiles,
         )  # fmt: skip
 
-    def __getitem__(self, key: object) -> Piece:
+    def __getitem__(self, key: object) -> BufferRange:
         """The piece of a name, a rotation or a value."""
         return self._pieces[key]
 

@@ -61,7 +61,7 @@ _FUSED = 99  # the id of a constant: csrc/vulkan/shaders/common.glsl
 _SPIRV = files("hotset.backends.vulkan").joinpath("spirv")
 
 
-class Kernels:
+class VulkanKernels:
     """Compiles kernels when they are first asked for, one for each set of constants.
 
     A test of the device says which instructions of its own they may have (probe.comp); the bits are the same.
@@ -122,7 +122,7 @@ def shaders_digest() -> str:
 class Recorder:
     """Records the dispatches of a program."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: VulkanKernels) -> None:
         self.program = _core.VulkanProgram(kernels.device)
         self.n_dispatches = 0
         self.rounded: Value | None = None  # whose rows were rounded last

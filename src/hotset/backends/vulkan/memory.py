@@ -18,7 +18,7 @@ def aligned(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BufferRange:
     """Bytes [offset, offset + size) of a buffer."""
 
     buffer: _core.VulkanBuffer
@@ -29,16 +29,16 @@ class Piece:
         """The first bytes of it, or all, as a dispatch takes them."""
         return self.buffer, self.offset, self.size if size is None else size, written
 
-    def part(self, offset: int, size: int) -> Piece:
+    def part(self, offset: int, size: int) -> BufferRange:
         """Some of its bytes."""
-        return Piece(self.buffer, self.offset + offset, size)
+        return BufferRange(self.buffer, self.offset + offset, size)
 
     def read(self, size: int | None = None) -> bytes:
         """Its first bytes, or all, copied to the host; no program may be running."""
         return self.buffer.read(self.offset, self.size if size is None else size).tobytes()
 
 
-class Arena:
+class BufferArena:
     """Pieces of the device's own memory that stay as long as it does. nbytes: of all its buffers."""
 
     def __init__(self, device: _core.VulkanDevice) -> None:
@@ -46,16 +46,16 @@ class Arena:
         self._open: tuple[_core.VulkanBuffer, int] | None = None  # with room, and how much is used
         self.nbytes = 0
 
-    def piece(self, size: int) -> Piece:
+    def piece(self, size: int) -> BufferRange:
         """Whatever was there is in it. Raises OutOfMemoryError."""
         taken = aligned(size)
         if taken >= OWN_FROM:
-            return Piece(self._new(taken), 0, size)
+            return BufferRange(self._new(taken), 0, size)
         buffer, used = self._open or (None, 0)
         if buffer is None or used + taken > buffer.size:
             buffer, used = self._new(BLOCK), 0
         self._open = buffer, used + taken
-        return Piece(buffer, used, size)
+        return BufferRange(buffer, used, size)
 
     def _new(self, size: int) -> _core.VulkanBuffer:
         buffer = self._device.allocate(size, "device")

@@ -19,7 +19,7 @@ from hotset.backends.vulkan.shapes import DeviceShapes
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.placement.build import Piece, hot_of, pieces_of, share_of
+from hotset.placement.build import PlacedPiece, hot_of, pieces_of, share_of
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def open_placed(
 
 
 def _split(
-    placement: Placement, piece: Piece, weights: WeightSource, graph: Graph
+    placement: Placement, piece: PlacedPiece, weights: WeightSource, graph: Graph
 ) -> tuple[dict[int, np.ndarray], list[int], int]:
     """Return the hot neurons of split layers of a piece, its layers with experts on the CPU, and slots for
     these on the device."""

@@ -17,9 +17,9 @@ from hotset import _core
 from hotset.backends.base import N_CANDIDATES, PAGE_SIZE
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.adapters import DeviceAdapters
-from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
-from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
-from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, VulkanInputs
+from hotset.backends.vulkan.kernels import Record, Recorder, VulkanKernels, by_values, stride_of
+from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.backends.vulkan.plugin import CAPABILITIES
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
 from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
@@ -32,7 +32,7 @@ from hotset.backends.vulkan.split import (
     of_slots,
     operations_before,
 )
-from hotset.backends.vulkan.weights import FLOATS, DeviceMatrix, DeviceWeights, MatrixPart
+from hotset.backends.vulkan.weights import FLOATS, MatrixPart, VulkanMatrix, VulkanWeights
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.model.cost import KVType
@@ -106,23 +106,23 @@ _CUT_FROM = 64  # tokens of a step from which on each layer is a submission of i
 class CacheOfLayer:
     """Keys and values of a layer, and of q8_0 their scales (csrc/vulkan/shaders/cache.glsl)."""
 
-    keys: Piece
-    values: Piece
-    key_scales: Piece
-    value_scales: Piece
+    keys: BufferRange
+    values: BufferRange
+    key_scales: BufferRange
+    value_scales: BufferRange
 
 
 @dataclass(frozen=True)
-class StageParts:
+class VulkanParts:
     """What the programs of a stage compute with. cache: of each layer that has its own; states: slots, by the
     id of the value of an operation with a state. shared: layers whose neurons are split, if there are any.
     """
 
-    weights: DeviceWeights
-    kernels: Kernels
-    inputs: StepInputs
+    weights: VulkanWeights
+    kernels: VulkanKernels
+    inputs: VulkanInputs
     cache: Mapping[int, CacheOfLayer]
-    states: Mapping[int, Piece]
+    states: Mapping[int, BufferRange]
     kv_type: KVType
     max_batch: int
     n_pages: int
@@ -134,7 +134,7 @@ _Opened = tuple[Primitive | SplitOperation, _Wanted, bool]  # whether it is a pr
 
 
 @dataclass(frozen=True)
-class Step:
+class FusedStep:
     """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
     wanted: which rows of a product are: where an activation that multiplies it is not 0, or what a mask says.
     is_hot: a product of the hot neurons of a split layer.
@@ -147,7 +147,7 @@ class Step:
     is_hot: bool = False
 
 
-class Lowered:
+class RecordedGraph:
     """The dispatches of a graph with a set of taps.
 
     body: for every token; tail: for the rows with logits, OUTPUT_ROWS at a time, of which the host reads all
@@ -156,7 +156,7 @@ class Lowered:
     """
 
     def __init__(
-        self, graph: Graph, taps: frozenset[str], parts: StageParts, adapters: DeviceAdapters | None = None
+        self, graph: Graph, taps: frozenset[str], parts: VulkanParts, adapters: DeviceAdapters | None = None
     ) -> None:
         self.graph, self.weights, self._kernels, self.inputs = (
             graph,
@@ -172,7 +172,7 @@ class Lowered:
         steps, first_of_tail = steps_of(graph, taps, parts.shared)
         self._of_tail = {step.out.id for step in steps[first_of_tail:]}
         self.tapped = [value for value in graph.values if value.name in taps]
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, BufferRange] = {}
         self._allocate(steps, first_of_tail, {value.id for value in self.tapped})
         self.body, self.tail = (
             [(step.op.layer, self._lower(step)) for step in part if not isinstance(step.op, ON_HOST)]
@@ -249,25 +249,27 @@ class Lowered:
 
     # ---- memory of values ----
 
-    def _allocate(self, steps: list[Step], first_of_tail: int, kept: set[int]) -> None:
+    def _allocate(self, steps: list[FusedStep], first_of_tail: int, kept: set[int]) -> None:
         """A place for each value while it is read, in one buffer; values alive at the same time lie apart."""
         places, size = places_of(steps, first_of_tail, kept, self.graph.result, self.max_batch)
         result = self.graph.result
         workspace = self._kernels.device.allocate(max(size, aligned(1)), "device")
-        self._pieces = {id: Piece(workspace, *place) for id, place in places.items()}
+        self._pieces = {id: BufferRange(workspace, *place) for id, place in places.items()}
         n_rows = OUTPUT_ROWS if result.id in self._of_tail else self.max_batch
         n_logits = 4 * n_rows * stride_of(result)
         logits = self._kernels.device.allocate(n_logits, "from_device")
-        self._on_host = Piece(logits, 0, n_logits)
+        self._on_host = BufferRange(logits, 0, n_logits)
         self._pieces.setdefault(result.id, self._on_host)  # rows of a tail are handed over later
         of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_pages)
         of_candidates = candidates.scratch_bytes(result.width, n_rows) if result.id in self._of_tail else 0
         n_bytes = max(of_operations, of_candidates, *(self._bytes_of_low_rank(step.op) for step in steps))
         device = self._kernels.device
-        self._parts = Piece(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
-        self.scratch = Piece(device.allocate(n_bytes, "device"), 0, n_bytes)
+        self._parts = BufferRange(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
+        self.scratch = BufferRange(device.allocate(n_bytes, "device"), 0, n_bytes)
         of_rounded = rounded_bytes(steps, first_of_tail, self.max_batch, self.weights.tensors)
-        self._rounded = Piece(device.allocate(of_rounded, "device"), 0, of_rounded) if of_rounded else None
+        self._rounded = (
+            BufferRange(device.allocate(of_rounded, "device"), 0, of_rounded) if of_rounded else None
+        )
         parts = [one.buffer for one in (self._parts, self.scratch, self._rounded) if one is not None]
         self.nbytes = sum(buffer.reserved for buffer in (workspace, logits, *parts))
 
@@ -276,7 +278,7 @@ class Lowered:
         """Of the longest context."""
         return n_splits(self._n_pages)
 
-    def _piece(self, value: Value) -> Piece:
+    def _piece(self, value: Value) -> BufferRange:
         return self._pieces[value.id] if value.id in self._pieces else self.inputs[value]
 
     def read(self, value: Value, n: int) -> _core.VulkanBinding:
@@ -289,7 +291,7 @@ class Lowered:
 
     # ---- operations ----
 
-    def _lower(self, step: Step) -> Record:  # noqa: C901 - a case for each operation
+    def _lower(self, step: FusedStep) -> Record:  # noqa: C901 - a case for each operation
         if isinstance(step.op, SplitOperation):
             assert self._shared is not None
             return self._shared.lower(step.op, self)
@@ -430,7 +432,7 @@ class Lowered:
 
         return record
 
-    def _linear(self, step: Step) -> Record:
+    def _linear(self, step: FusedStep) -> Record:
         op, out, residual, wanted = step.op, step.out, step.other, step.wanted
         assert isinstance(op, Linear)
         first_row, bias = op.first_row, None if op.bias is None else self.weights.vector(op.bias)
@@ -458,7 +460,7 @@ class Lowered:
         assert self._shared is not None
         return self._shared.neurons[op.layer]
 
-    def _input(self, to: Recorder, n: int, x: Value, matrix: DeviceMatrix) -> tuple[_core.VulkanBinding, int]:
+    def _input(self, to: Recorder, n: int, x: Value, matrix: VulkanMatrix) -> tuple[_core.VulkanBinding, int]:
         """n rows as a product with a matrix reads them, and their stride: of quantised weights rounded to
         eight bits, by the first product that reads them, in blocks."""
         if matrix.type in FLOATS:
@@ -477,7 +479,7 @@ class Lowered:
         self,
         to: Recorder,
         n: int,
-        matrix: DeviceMatrix,
+        matrix: VulkanMatrix,
         ends: Sequence[_core.VulkanBinding | None],
         strides: Sequence[int],
         first_row: int = 0,
@@ -509,7 +511,7 @@ class Lowered:
                     to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups)
 
     def _few(
-        self, to: Recorder, matrix: DeviceMatrix, part: MatrixPart, tokens: int, n: int,
+        self, to: Recorder, matrix: VulkanMatrix, part: MatrixPart, tokens: int, n: int,
         what: tuple[list[_core.VulkanBinding], Sequence[float]], experts: int = 0,
     ) -> None:  # fmt: skip
         """A product with n times `tokens` rows, and what it is bound to and pushed."""
@@ -554,7 +556,7 @@ class Lowered:
         n_rows = OUTPUT_ROWS if self.is_of_tail(op.out) else self.max_batch
         return 2 * aligned(4 * n_rows * (self._adapters.rank(op) + 3))
 
-    def _transposed(self, step: Step) -> Record:
+    def _transposed(self, step: FusedStep) -> Record:
         op, out, residual = step.op, step.out, step.other
         assert isinstance(op, TransposedLinear | TransposedHeads)
         n_head, bias_name = (op.n_head, None) if isinstance(op, TransposedHeads) else (1, op.bias)
@@ -591,7 +593,7 @@ class Lowered:
 
         return record
 
-    def _transposed_experts(self, op: ExpertSum, to_parts: Piece) -> Record:
+    def _transposed_experts(self, op: ExpertSum, to_parts: BufferRange) -> Record:
         """Products of each token's neurons with the rows of its experts, of each by itself."""
         n_rows, width = op.x.width // op.n_used, op.out.width
         matrix = self.weights.experts(op.weights, op.n_expert, width, 0, n_rows)
@@ -638,7 +640,7 @@ class Lowered:
         of_parts: bool,
         first_row: int,
         n_rows: int,
-        to_parts: Piece | None,
+        to_parts: BufferRange | None,
     ) -> Record:
         """Products of each token with the matrices of its experts. to_parts: where they go, instead of
         op.out."""
@@ -765,7 +767,7 @@ class Lowered:
 
         return record
 
-    def _activate(self, step: Step) -> Record:
+    def _activate(self, step: FusedStep) -> Record:
         op = step.op
         assert isinstance(op, Activate)
         kind, other = (_ACTIVATE, op.x) if step.other is None else (_GATED, step.other)
@@ -838,7 +840,7 @@ def missing_kernel(op: Primitive) -> str | None:
 
 def steps_of(
     graph: Graph, taps: frozenset[str] = frozenset(), shared: SharedLayers | None = None
-) -> tuple[list[Step], int]:
+) -> tuple[list[FusedStep], int]:
     """What is computed one after the other, and where the tail begins, for the rows with logits."""
     steps = list(_fused(graph, taps, shared))
     tail = (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs))
@@ -851,7 +853,7 @@ def n_splits(n_pages: int) -> int:
 
 
 def places_of(
-    steps: list[Step], first_of_tail: int, kept: set[int], result: Value, max_batch: int
+    steps: list[FusedStep], first_of_tail: int, kept: set[int], result: Value, max_batch: int
 ) -> tuple[dict[int, tuple[int, int]], int]:
     """A place in one buffer, offset and bytes, for each value while it is read, and the bytes of that buffer;
     values alive at the same time lie apart. kept: ids of values that stay. A result that is no row of a tail
@@ -885,7 +887,7 @@ def places_of(
     return places, size
 
 
-def part_bytes(steps: list[Step], max_batch: int, n_pages: int) -> tuple[int, int]:
+def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[int, int]:
     """Bytes of what the splits of the largest attention with few tokens leave, 0 where a context is one
     split; and of what one operation computes on the way: what experts yield before it is summed, what a scan
     reads."""
@@ -907,7 +909,7 @@ def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorIn
 
 
 def rounded_bytes(
-    steps: list[Step], first_of_tail: int, max_batch: int, tensors: Mapping[str, TensorInfo]
+    steps: list[FusedStep], first_of_tail: int, max_batch: int, tensors: Mapping[str, TensorInfo]
 ) -> int:
     """Of the largest rounded input; 0 where there is none."""
     sizes = [
@@ -917,12 +919,12 @@ def rounded_bytes(
     return max(sizes, default=0) // BLOCK * ROUNDED_BYTES
 
 
-def _is_whole(matrix: DeviceMatrix) -> bool:
+def _is_whole(matrix: VulkanMatrix) -> bool:
     """Whether rows are whole blocks."""
     return matrix.n_cols % BLOCK == 0
 
 
-def _only(op: Primitive, matrix: DeviceMatrix) -> MatrixPart:
+def _only(op: Primitive, matrix: VulkanMatrix) -> MatrixPart:
     """All of a matrix by inputs, whose sums run over all rows."""
     if len(matrix.parts) > 1:
         raise _refused(op, "a matrix by inputs that is more than the device binds at a time")
@@ -936,7 +938,7 @@ def _refused(op: Primitive, what: str) -> UnsupportedModelError:
     )
 
 
-def _read(step: Step) -> Iterator[Value]:
+def _read(step: FusedStep) -> Iterator[Value]:
     yield from step.op.inputs
     yield from (value for value in (step.other, _value_of(step.wanted)) if value is not None)
 
@@ -994,7 +996,7 @@ def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]
     return ops
 
 
-def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[Step]:
+def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[FusedStep]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
     ids = count(len(graph.values))
@@ -1011,10 +1013,10 @@ def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> I
         fits = (isinstance(op, Linear | TransposedLinear) and isinstance(behind, Add)) or (
             isinstance(op, Activate) and isinstance(behind, Multiply)
         )
-        step = Step(op, op.out, None, wanted, is_hot)
+        step = FusedStep(op, op.out, None, wanted, is_hot)
         if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
             other = behind.b if behind.a == op.out else behind.a
             if behind.a != behind.b and other.width == op.out.width:
-                step = Step(op, behind.out, other, wanted, is_hot)
+                step = FusedStep(op, behind.out, other, wanted, is_hot)
                 at += 1
         yield step

@@ -1,7 +1,7 @@
 """Operations with a state as dispatches: short convolutions, and matrices that each token changes and reads.
 
-States stand in slots (engine/states.py); which ones a step reads and writes is in StepInputs. A token of a
-sequence comes after the one before it, in one workgroup: the order of sums depends on nothing else.
+States are stored in slots (engine/states.py); VulkanInputs names those that a step reads and writes. A token
+of a sequence comes after the one before it, in one workgroup: the order of sums depends on nothing else.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 
 from hotset import _core
-from hotset.backends.vulkan.inputs import StepInputs, tiles_of
+from hotset.backends.vulkan.inputs import VulkanInputs, tiles_of
 from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
-from hotset.backends.vulkan.memory import Piece, aligned
-from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.backends.vulkan.memory import BufferRange, aligned
+from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.model.operations import (
     SHIFT,
     ChannelScan,
@@ -34,13 +34,13 @@ _LENGTH_EPS = 1e-6  # of the squared length of a query or key
 
 
 class Values(Protocol):
-    """What a program has for its operations (program.Lowered). states: slots, by the id of the value of an
-    operation; scratch: for what it computes on the way."""
+    """The parts of a program (program.RecordedGraph) that its operations use. states: slots, by the id of the
+    value of an operation; scratch: memory of intermediate results."""
 
-    weights: DeviceWeights
-    inputs: StepInputs
-    states: Mapping[int, Piece]
-    scratch: Piece
+    weights: VulkanWeights
+    inputs: VulkanInputs
+    states: Mapping[int, BufferRange]
+    scratch: BufferRange
     max_batch: int
 
     def read(self, value: Value, n: int) -> _core.VulkanBinding:
@@ -188,7 +188,7 @@ def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tup
     )  # fmt: skip
 
 
-def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: Piece) -> tuple[Record, _Rows]:
+def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: BufferRange) -> tuple[Record, _Rows]:
     """What a token leaves of each row of a state, and then softplus(x + step), side by side."""
     x = op.alpha if isinstance(op, DeltaNet) else op.dt
     weights, n_rows = lowered.weights, x.width

@@ -17,16 +17,15 @@ _LARGE = 16384  # rows of a matrix that gives every part of a device work, whate
 TOKENS_OF_FEW = 4  # of a workgroup, with more than one
 
 
-class Shape(NamedTuple):
+class WorkgroupShape(NamedTuple):
     """Rows of a workgroup of rounded_few.comp, of which 32 are a multiple, and lanes of each: 8 or 16."""
 
     rows: int
     lanes: int
 
 
-SHAPES = _16x16, _32x8, _8x16, _16x8, _4x16, _8x8 = (
-    Shape(16, 16), Shape(32, 8), Shape(8, 16), Shape(16, 8), Shape(4, 16), Shape(8, 8),
-)  # fmt: skip
+SHAPES = tuple(WorkgroupShape(*shape) for shape in ((16, 16), (32, 8), (8, 16), (16, 8), (4, 16), (8, 8)))
+_16x16, _32x8, _8x16, _16x8, _4x16, _8x8 = SHAPES
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class ProductShapes:
     those for matrices with 16,384 rows or more; and up to how many tokens a step is cut into a few at a time
     (rounded_few.comp), rather than into 32 (rounded_many.comp)."""
 
-    one: Shape = _16x16
-    one_large: Shape = _32x8
-    few: Shape = _16x16
-    few_large: Shape = _32x8
+    one: WorkgroupShape = _16x16
+    one_large: WorkgroupShape = _32x8
+    few: WorkgroupShape = _16x16
+    few_large: WorkgroupShape = _32x8
     most_few: int = 8
 
-    def of(self, tokens: int, n_rows: int) -> Shape:
+    def of(self, tokens: int, n_rows: int) -> WorkgroupShape:
         """That of a workgroup with so many tokens, of a matrix with n_rows."""
         if n_rows < _LARGE:
             return self.one if tokens == 1 else self.few

@@ -31,7 +31,7 @@ from hotset import _core
 from hotset.backends.cpu.worker import CpuWorker, moe_layers, split_ffns
 from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
-from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.backends.vulkan.recurrent import Values
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import Graph
@@ -169,8 +169,8 @@ class SharedLayers:
         of_rows, of_asked, of_answers = exchange_bytes(ffns, worker.max_batch)
         asked = device.allocate(of_rows + of_asked, "from_device")
         answers = device.allocate(of_answers, "to_device")
-        self._x, self._asked = Piece(asked, 0, of_rows), Piece(asked, of_rows, of_asked)
-        self._answers = Piece(answers, 0, of_answers)
+        self._x, self._asked = BufferRange(asked, 0, of_rows), BufferRange(asked, of_rows, of_asked)
+        self._answers = BufferRange(answers, 0, of_answers)
         self.nbytes = asked.reserved + answers.reserved
         self.exchange = _core.VulkanExchange(worker.plan, asked, answers, of_rows)
 

@@ -25,13 +25,13 @@ from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.budget import cache_sizes, state_bytes
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.experts import VulkanExpertCache
-from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, StepInputs
-from hotset.backends.vulkan.kernels import Kernels
-from hotset.backends.vulkan.memory import Arena, Piece
-from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, Lowered, StageParts
+from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, VulkanInputs
+from hotset.backends.vulkan.kernels import VulkanKernels
+from hotset.backends.vulkan.memory import BufferArena, BufferRange
+from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, RecordedGraph, VulkanParts
 from hotset.backends.vulkan.shapes import DeviceShapes, default_shapes
 from hotset.backends.vulkan.split import SharedLayers
-from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
@@ -50,7 +50,7 @@ class OpenDevice:
     prompt cache copies from it. stages: the model's, and those that draft for it."""
 
     device: _core.VulkanDevice
-    kernels: Kernels
+    kernels: VulkanKernels
     in_use: threading.RLock = field(default_factory=threading.RLock)
     stages: list[VulkanStage] = field(default_factory=list)
 
@@ -108,13 +108,14 @@ class VulkanStage:
         self.info = device
         if beside is None:
             opened = opened or pipelines.open_device(device, budget=budget, staged=staged)
-            self.opened = OpenDevice(opened, Kernels(opened, shapes or DeviceShapes(default_shapes(device))))
+            kernels = VulkanKernels(opened, shapes or DeviceShapes(default_shapes(device)))
+            self.opened = OpenDevice(opened, kernels)
         else:
             self.opened = beside.opened
         self._device, self._kernels = self.opened.device, self.opened.kernels
         loaded = None if beside is None else beside.matrices
-        self.matrices: DeviceWeights = DeviceWeights(weights, self._device, loaded)
-        self._kv = Arena(self._device)
+        self.matrices: VulkanWeights = VulkanWeights(weights, self._device, loaded)
+        self._kv = BufferArena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self._gains = [op for op in self.graph.ops if isinstance(op, PositionGain)]
@@ -123,7 +124,7 @@ class VulkanStage:
         shape = InputShape.of(
             self.graph, self.entering, max_batch=max_batch, n_pages=n_pages, n_states=self.n_states
         )
-        self._inputs = StepInputs(self._device, shape)
+        self._inputs = VulkanInputs(self._device, shape)
         for op in self.graph.ops:
             if isinstance(op, NgramEmbed):  # its table is large, and its state a few tokens: both stay here
                 self._ngrams[op.out] = CpuBackend(
@@ -138,11 +139,11 @@ class VulkanStage:
         if worker is not None:
             self._experts = self._expert_cache(worker, expert_slots)
             self._shared = SharedLayers(self._device, self.graph, hot or {}, self._experts, worker)
-        self._parts = StageParts(
+        self._parts = VulkanParts(
             self.matrices, self._kernels, self._inputs, self.cache, self._states, kv_type, max_batch,
             n_pages, self._shared,
         )  # fmt: skip
-        self._lowered: dict[tuple[frozenset[str], bool], Lowered] = {}  # by taps, and whether with adapters
+        self._lowered: dict[tuple[frozenset[str], bool], RecordedGraph] = {}  # taps, with adapters
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._on_device: DeviceAdapters | None = None
         self.tapped: dict[str, np.ndarray] = {}
@@ -260,7 +261,7 @@ class VulkanStage:
         for lowered in self._lowered.values():
             lowered.record_anew()
 
-    def _in_step(self, lowered: Lowered, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
+    def _in_step(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
         """As _run, in a step of the CPU worker where layers are split."""
         worker = self._worker
         with nullcontext() if worker is None else worker.step(len(batch.tokens), batch.thresholded):
@@ -276,7 +277,7 @@ class VulkanStage:
         exchange = None if self._shared is None else self._shared.exchange
         _core.vulkan_run(programs, self._cancel, exchange, n)
 
-    def _run(self, lowered: Lowered, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
+    def _run(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
         """rows: what the host has looked up, and what entered."""
         n, result = len(batch.tokens), self.graph.result
         body = lowered.recorded("body", n).program
@@ -343,19 +344,19 @@ class VulkanStage:
 
     # ---- copies of pages and states ----
 
-    def _page_parts(self) -> list[Piece]:
+    def _page_parts(self) -> list[BufferRange]:
         """Keys, values and scales of all layers, each once."""
         caches = {id(cache): cache for cache in self.cache.values()}.values()
         parts = [(cache.keys, cache.values, cache.key_scales, cache.value_scales) for cache in caches]
         return [part for layer in parts for part in dict.fromkeys(layer)]
 
-    def _read(self, piece: Piece, i: int, n: int) -> bytes:
+    def _read(self, piece: BufferRange, i: int, n: int) -> bytes:
         """The i-th of n parts of a piece."""
         size = piece.size // n
         with self.opened.in_use:
             return piece.part(i * size, size).read()
 
-    def _write(self, pieces: Iterable[Piece], i: int, n: int, data: bytes) -> int:
+    def _write(self, pieces: Iterable[BufferRange], i: int, n: int, data: bytes) -> int:
         """Puts back the i-th of n parts of pieces; returns how much of the data that is."""
         rows, at = np.frombuffer(data, np.uint8), 0
         for piece in pieces:
@@ -446,7 +447,7 @@ class VulkanStage:
         if self._closed:
             raise InvalidRequestError("the model has been closed; load it again")
 
-    def _program(self, taps: frozenset[str], *, with_adapters: bool = False) -> Lowered:
+    def _program(self, taps: frozenset[str], *, with_adapters: bool = False) -> RecordedGraph:
         self._check_open()
         key = taps, with_adapters
         if key not in self._lowered:
@@ -456,7 +457,7 @@ class VulkanStage:
             graph, adapters = self.graph, None
             if with_adapters:
                 graph, adapters = self._adapters.graph, self._on_device
-            self._lowered[key] = Lowered(graph, taps, self._parts, adapters)
+            self._lowered[key] = RecordedGraph(graph, taps, self._parts, adapters)
         return self._lowered[key]
 
     def _most_states(self, n_states: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.cpu.lowering import PLANES
-from hotset.backends.vulkan.memory import Arena, Piece
+from hotset.backends.vulkan.memory import BufferArena, BufferRange
 from hotset.backends.vulkan.plugin import CAPABILITIES
 from hotset.cores import usable_cores
 from hotset.errors import UnsupportedModelError
@@ -33,14 +33,14 @@ class MatrixPart:
     """Rows [first, first + n_rows) of a matrix, or of each of its experts; more: None where there is
     nothing."""
 
-    codes: Piece
-    more: Piece | None
+    codes: BufferRange
+    more: BufferRange | None
     first: int
     n_rows: int
 
 
 @dataclass(frozen=True)
-class DeviceMatrix:
+class VulkanMatrix:
     """A matrix, in parts where one binding is not allowed to hold it all. type: GGML's, or that of planes."""
 
     type: int
@@ -49,27 +49,27 @@ class DeviceMatrix:
     parts: tuple[MatrixPart, ...]
 
 
-class DeviceWeights:
+class VulkanWeights:
     """Loads tensors to a device when they are first asked for, each part once.
 
     beside: of the same model there; what it has is not loaded again.
     """
 
     def __init__(
-        self, source: WeightSource, device: _core.VulkanDevice, beside: DeviceWeights | None = None
+        self, source: WeightSource, device: _core.VulkanDevice, beside: VulkanWeights | None = None
     ) -> None:
         self._source, self._max_range = source, int(device.max_range)
         self.tensors = source.tensors
-        self.arena = Arena(device)
-        self.matrices: dict[tuple[object, ...], DeviceMatrix] = {}
-        self.vectors: dict[str, Piece] = {}
+        self.arena = BufferArena(device)
+        self.matrices: dict[tuple[object, ...], VulkanMatrix] = {}
+        self.vectors: dict[str, BufferRange] = {}
         if beside is not None:
             self.matrices |= beside.matrices
             self.vectors |= beside.vectors
-        self._made: dict[object, Piece] = {}
+        self._made: dict[object, BufferRange] = {}
         self._n_threads = min(usable_cores(), _MOST_THREADS)
 
-    def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> DeviceMatrix:
+    def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> VulkanMatrix:
         """Rows of a matrix. Raises UnsupportedModelError for a type that no kernel decodes."""
         key = name, first, n_rows
         if key not in self.matrices:
@@ -78,7 +78,7 @@ class DeviceWeights:
             self.matrices[key] = self._upload([data], type_, n_cols, np.arange(first, first + n_rows))
         return self.matrices[key]
 
-    def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> DeviceMatrix:
+    def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> VulkanMatrix:
         """Some rows of a matrix, in this order: always the same of a matrix and its first row."""
         key = name, "chosen", int(rows[0])
         if key not in self.matrices:
@@ -87,7 +87,7 @@ class DeviceWeights:
             self.matrices[key] = self._upload([data], type_, n_cols, rows)
         return self.matrices[key]
 
-    def planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None = None) -> DeviceMatrix:
+    def planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None = None) -> VulkanMatrix:
         """A matrix with a row per neuron that is stored as planes, or some of its rows, with all scales."""
         if (name,) not in self.matrices:
             codes = self._source.data(name).view(np.uint8).reshape(1, -1, self._source.tensors[name].shape[0])
@@ -105,10 +105,10 @@ class DeviceWeights:
             self._write(part, PLANES[n_cols // codes.shape[2]], n_cols, [codes], rows)
             # 32 scales of a tile and a block stand side by side as they are.
             write_all([(of_scales, 0, own)])
-            self.matrices[name,] = DeviceMatrix(type_ + _PLANES, n_rows, n_cols, (part,))
+            self.matrices[name,] = VulkanMatrix(type_ + _PLANES, n_rows, n_cols, (part,))
         return self.matrices[name,]
 
-    def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> DeviceMatrix:
+    def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> VulkanMatrix:
         """Rows of a matrix that is in no file of the model."""
         if key not in self.matrices:
             data = matrix.data.reshape(1, matrix.shape[0], -1)
@@ -118,7 +118,7 @@ class DeviceWeights:
 
     def experts(
         self, names: Sequence[str], n_expert: int, n_cols: int, first: int, n_rows: int
-    ) -> DeviceMatrix:
+    ) -> VulkanMatrix:
         """Rows of each expert's matrix, from one tensor of all or one for each."""
         key = *names, first, n_rows
         if key not in self.matrices:
@@ -128,7 +128,7 @@ class DeviceWeights:
             self.matrices[key] = self._upload(data, type_, n_cols, np.arange(first, first + n_rows))
         return self.matrices[key]
 
-    def vector(self, name: str) -> Piece:
+    def vector(self, name: str) -> BufferRange:
         """All numbers of a tensor, as float32."""
         if name not in self.vectors:
             info = self._source.tensors[name]
@@ -136,17 +136,17 @@ class DeviceWeights:
             self.vectors[name] = self._numbers(values)
         return self.vectors[name]
 
-    def made(self, key: object, make: Callable[[], np.ndarray]) -> Piece:
+    def made(self, key: object, make: Callable[[], np.ndarray]) -> BufferRange:
         """Float32 numbers that are not of a file as they are, made when they are first asked for."""
         if key not in self._made:
             self._made[key] = self._numbers(make())
         return self._made[key]
 
-    def numbers_of(self, vector: Piece, key: object, chosen: np.ndarray) -> Piece:
+    def numbers_of(self, vector: BufferRange, key: object, chosen: np.ndarray) -> BufferRange:
         """Some numbers of a vector, in this order."""
         return self.made(key, lambda: np.frombuffer(vector.read(), np.float32)[chosen])
 
-    def _numbers(self, values: np.ndarray) -> Piece:
+    def _numbers(self, values: np.ndarray) -> BufferRange:
         piece = self.arena.piece(4 * len(values))
         piece.buffer.write(piece.offset, np.ascontiguousarray(values, np.float32).view(np.uint8))
         return piece
@@ -162,7 +162,7 @@ class DeviceWeights:
 
     def _upload(
         self, data: Sequence[np.ndarray], type_: GGMLType, n_cols: int, rows: np.ndarray
-    ) -> DeviceMatrix:
+    ) -> VulkanMatrix:
         """Some rows of the matrices of `data`, uint8 [n, rows, bytes of a row]; several arrays have experts
         one after the other."""
         matrix = self.empty(type_, sum(map(len, data)), len(rows), n_cols)
@@ -184,7 +184,7 @@ class DeviceWeights:
             )  # fmt: skip
             n_before += len(matrices) * -(-len(rows) // TILE)
 
-    def empty(self, type_: GGMLType, n_expert: int, n_rows: int, n_cols: int) -> DeviceMatrix:
+    def empty(self, type_: GGMLType, n_expert: int, n_rows: int, n_cols: int) -> VulkanMatrix:
         """Room for n_rows rows of each of so many experts; 1: of a matrix."""
         # The larger array of a tile of 32 rows, as far as bindings reach.
         code_bytes, more_bytes = tile_bytes(type_, n_cols)
@@ -201,13 +201,13 @@ class DeviceWeights:
             codes = self.arena.piece(code_bytes * n * n_expert)
             more = self.arena.piece(more_bytes * n * n_expert) if more_bytes else None
             parts.append(MatrixPart(codes, more, tile * TILE, min(n * TILE, n_rows - tile * TILE)))
-        return DeviceMatrix(type_, n_rows, n_cols, tuple(parts))
+        return VulkanMatrix(type_, n_rows, n_cols, tuple(parts))
 
 
-Placed = tuple[Piece, int, np.ndarray]  # an offset in a piece, and what goes there, uint8
+Placed = tuple[BufferRange, int, np.ndarray]  # a range, an offset in it, and its new bytes
 
 
-def placed(matrix: DeviceMatrix, expert: int, rows: np.ndarray) -> Iterator[Placed]:
+def placed(matrix: VulkanMatrix, expert: int, rows: np.ndarray) -> Iterator[Placed]:
     """What the rows of a matrix, or of one of its experts, are on the device, a part at a time. rows: uint8
     [n, bytes of a row], as in the file."""
     code_bytes, more_bytes = tile_bytes(GGMLType(matrix.type), matrix.n_cols)

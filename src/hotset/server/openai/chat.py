@@ -16,9 +16,9 @@ from hotset.server.activity import ActivityWatch
 from hotset.server.answers import (
     Answer,
     AnswerRequest,
-    Choice,
     Delta,
     Finished,
+    FinishedAnswer,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
@@ -209,7 +209,7 @@ class _Reply:
         self._service, self._body = service, body
         self._tokenizer, self._custom = service.model.tokenizer, body.custom_names
 
-    def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
+    def body(self, answer: Answer, choices: Sequence[FinishedAnswer]) -> dict[str, Any]:
         written = [self._choice(choice) for choice in choices]
         return shapes.ChatReply.written(**self._head(answer), choices=written, usage=usage_dict(answer.usage))
 
@@ -272,7 +272,7 @@ class _Reply:
     def _head(self, answer: Answer, **kind: str) -> dict[str, Any]:
         return {"id": self.id, **kind, "created": answer.created, "model": self._service.name}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: FinishedAnswer) -> dict[str, Any]:
         message = shapes.ChatReplyMessage.written(content=choice.text)
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning

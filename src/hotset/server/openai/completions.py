@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from hotset.engine.sampler import TokenLogprobs
 from hotset.server import shapes
-from hotset.server.answers import MOST_LOGPROBS, Answer, AnswerRequest, Choice, Finished, TextDelta
+from hotset.server.answers import MOST_LOGPROBS, Answer, AnswerRequest, Finished, FinishedAnswer, TextDelta
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.fields import NO_DEFAULTS
@@ -111,7 +111,7 @@ class _Reply:
         self._positions: dict[int, int] = {}
         self._decoders: dict[int, StreamDecoder] = {}
 
-    def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
+    def body(self, answer: Answer, choices: Sequence[FinishedAnswer]) -> dict[str, Any]:
         written = []
         for choice in choices:
             pieces = [

@@ -13,9 +13,9 @@ from hotset.errors import HotsetError
 from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
-    Choice,
     Delta,
     Finished,
+    FinishedAnswer,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
@@ -120,7 +120,7 @@ class ResponseWriter:
         self._n_sent += 1
         return self._in_progress(self._n_events - 1)
 
-    def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+    def whole(self, answer: Answer, choice: FinishedAnswer) -> dict[str, Any]:
         """The response of a finished answer."""
         self.start(answer.created)
         for delta in choice.deltas():

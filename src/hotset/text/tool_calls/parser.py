@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, merged
+from hotset.text.parts import CallArguments, CallStart, Part, ReasoningChunk, Text, merged
 from hotset.text.tool_calls.reader import SPACE, Reader, Steps
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the arguments, by the name of the function."""
 
 
-class Form(Protocol):
+class AnswerReader(Protocol):
     """What a parser must know of a form (forms.py)."""
 
     def read(self, parser: ToolCallParser) -> Steps[None]:
@@ -27,7 +27,7 @@ class ToolCallParser(Reader):
     """
 
     def __init__(
-        self, form: Form, tools: Schemas | Collection[str] | None, make_id: Callable[[], str]
+        self, form: AnswerReader, tools: Schemas | Collection[str] | None, make_id: Callable[[], str]
     ) -> None:
         super().__init__()
         self.n_calls = 0
@@ -65,7 +65,7 @@ class ToolCallParser(Reader):
     # ---- what a form gives ----
 
     def reasoning(self, text: str) -> None:
-        self._parts.append(Reasoning(text))
+        self._parts.append(ReasoningChunk(text))
 
     def text(self, text: str) -> None:
         shown = text.rstrip(SPACE)
