@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from backend_runs import batch
 from sparse_runs import prepared
 
 from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.errors import ReadError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
 from hotset.loader.build import open_model, plan_model
@@ -44,6 +47,23 @@ def stored(
 
 
 PAGES = [2, 0]
+
+
+def failures_of(
+    backend: CpuBackend, weights: StoredWeights, share: float, ids: np.ndarray, expected: np.ndarray
+) -> int:
+    """Count the steps that end because a share of the reads fails; the others must give the expected bits."""
+    weights.reader.inject_faults(share, 5)
+    n_failed = 0
+    for i in range(len(ids)):
+        for _ in range(50):
+            try:
+                logits = backend.step(batch([(ids[i : i + 1], i, PAGES)])).logits.copy()
+                break
+            except ReadError:
+                n_failed += 1
+        np.testing.assert_array_equal(logits[0], expected[i])
+    return n_failed
 
 
 def graph_of(gguf: GGUFFile) -> Graph:

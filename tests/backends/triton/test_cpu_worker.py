@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -281,21 +281,8 @@ def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
     assert_works(cold)
 
 
-def test_a_waiter_is_released_from_elsewhere(cold: CpuOffload) -> None:
-    in_step = threading.Event()
-
-    def wait_for_nothing() -> None:
-        with cold.step(1):
-            in_step.set()
-            cold.collect(0)  # which was not asked for
-
-    when(in_step, lambda: cold.cancel("someone pulled the plug"))
-    with pytest.raises(DeviceError, match="given up: someone pulled the plug"):
-        within(WATCHDOG, wait_for_nothing)
-    assert_works(cold)
-
-
-def test_a_waiter_is_released_by_close(cold: CpuOffload) -> None:
+def assert_released(cold: CpuOffload, action: Callable[[], object], message: str) -> None:
+    """A collect of what was never asked for ends with the action, in these words."""
     in_step = threading.Event()
 
     def wait_for_nothing() -> None:
@@ -303,9 +290,18 @@ def test_a_waiter_is_released_by_close(cold: CpuOffload) -> None:
             in_step.set()
             cold.collect(0)
 
-    when(in_step, cold.close)
-    with pytest.raises(DeviceError, match="was closed"):
+    when(in_step, action)
+    with pytest.raises(DeviceError, match=message):
         within(WATCHDOG, wait_for_nothing)
+
+
+def test_a_waiter_is_released_from_elsewhere(cold: CpuOffload) -> None:
+    assert_released(cold, lambda: cold.cancel("the plug was pulled"), "given up: the plug was pulled")
+    assert_works(cold)
+
+
+def test_a_waiter_is_released_by_close(cold: CpuOffload) -> None:
+    assert_released(cold, cold.close, "was closed")
     with pytest.raises(DeviceError, match="cannot begin: the CPU's half was closed"):
         cold.begin_step(1)
     cold.close()

@@ -19,21 +19,20 @@ from tiny_gguf import write_llama
 
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.stage import BackendOptions
-from hotset.backends.triton import measuring, open_gpu, opening
+from hotset.backends.triton import measuring, open_gpu
 from hotset.backends.triton.matrix import DeviceMatrix
-from hotset.backends.triton.opening import open_chain
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Graph
 from hotset.offload.misses import fetched_of
 from hotset.placement import machine
 from hotset.placement.budget import OUTPUT_ROWS, model_facts, workspace_bytes
+from hotset.placement.build import open_placed
 from hotset.placement.cards import CARDS
 from hotset.placement.problem import PlacementProblem
-from hotset.placement.table import CPU, Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
+from hotset.placement.table import Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
 from hotset.sparsity.modes import choose, prepare
 
 MIB = 1 << 20
@@ -92,11 +91,9 @@ def test_a_device_never_holds_more_than_was_planned(
             facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True
         )
         planned = problem.budget_of(list(places), 0)
-        stream = facts.stream_bytes // 2
-        backend = open_chain(
-            Placement(("cpu",), places, 0), prepared.weights, graph, stream_bytes=stream, n_threads=1,
-            **options,
-        )  # fmt: skip
+        placement = Placement(("cpu",), places, 0, Budget((), 0, facts.stream_bytes))
+        how = BackendOptions(n_threads=1, sparse=True, **options)
+        backend = open_placed(placement, prepared.weights, graph, how)
         held = backend.device_bytes()[0]
         backend.close()
         prepared.weights.close()
@@ -105,21 +102,6 @@ def test_a_device_never_holds_more_than_was_planned(
     assert held["weights"] <= weights <= 1.2 * held["weights"]  # tensors are small: they are rounded up
     assert held["workspace"] <= planned.workspace <= 3 * held["workspace"] + MIB
     assert sum(held.values()) <= planned.total
-
-
-def test_cold_rows_stream_through_two_buffers_of_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(opening, "open_chain", lambda *_, **options: given.append(options))
-    layers = (LayerPlacement(0, np.arange(4) < 2), LayerPlacement(CPU))
-    for stream in (6 << 20, 0):
-        placement = Placement(("cpu",), layers, CPU, Budget((), 0, stream))
-        options = BackendOptions(n_threads=3, sparse=True, n_pages=1, max_batch=8, kv_type="f16")
-        opening.open_placed(placement, None, Graph(), options, None)  # type: ignore[arg-type]
-    plain = {
-        "n_threads": 3, "sparse": True, "n_pages": 1, "channels": None, "max_batch": 8, "kv_type": "f16",
-    }  # fmt: skip
-    assert given[0] == {**plain, "stream_bytes": 3 << 20}
-    assert "stream_bytes" not in given[1]
 
 
 def test_the_logits_of_a_large_vocabulary_are_planned_for(tmp_path: Path) -> None:
