@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from json_schemas import LONG_TO_COMPILE
 from tiny_server import run
 
 from hotset.errors import QueueFullError
@@ -130,13 +133,12 @@ def test_grammars_of_one_client_do_not_delay_another(path: Path, monkeypatch: py
 
 
 def test_a_grammar_that_takes_too_long_is_refused_by_its_limit(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(constraint, "_MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(constraint, "LIMITS", replace(constraint.LIMITS, seconds=0.2))
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        reply = await grammar_asked(client, "", 7)
+        body = {"prompt": "x", "max_tokens": 1, "json_schema": json.loads(LONG_TO_COMPILE)}
+        reply = await client.post("/v1/completions", json=body)
         assert reply.status_code == 400
-        message = reply.json()["error"]["message"]
-        assert f"{constraint.MAX_SECONDS} s" in message
-        assert f"{constraint.MAX_BYTES >> 20} MB" in message
+        assert "does not compile within 0.2 s of computing and 1024 MB" in reply.json()["error"]["message"]
 
     run(path, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 NAME = {"type": "string", "maxLength": 8}
@@ -48,3 +49,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
                           "additionalProperties": False}]},
     "all_of": {"allOf": [{"type": "string", "minLength": 2}, {"maxLength": 4}]},
 }  # fmt: skip
+
+LONG_TO_COMPILE = json.dumps(
+    {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}
+)
+"""A schema that takes llguidance most of a minute and gigabytes."""

@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psutil
 import pytest
 import wine
 from cases import quick_are
-from waiting import until
 
 from hotset.errors import TokenizerError
 from hotset.text import renderer
@@ -360,7 +360,7 @@ BOMBS += [
 
 @pytest.mark.parametrize("source", quick_are(BOMBS[::4], BOMBS))
 def test_bombs_fizzle(source, monkeypatch):
-    monkeypatch.setattr(renderer, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(renderer, "LIMITS", replace(renderer.LIMITS, seconds=0.2))
     with pytest.raises(TokenizerError, match="chat template") as raised, ChatTemplate(source) as template:
         template.render(PLAIN)
     assert len(str(raised.value)) < 600
@@ -420,34 +420,13 @@ def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
 
 
 @wine.lacks("the computing time of other processes")
-def test_after_a_bomb_the_next_conversation_is_rendered(template, monkeypatch):
-    process, others = child(template), psutil.Process().children()
-    with monkeypatch.context() as patch:
-        patch.setattr(renderer, "MAX_SECONDS", 0.1)
+def test_after_a_bomb_the_next_conversation_is_rendered(monkeypatch):
+    monkeypatch.setattr(renderer, "LIMITS", replace(renderer.LIMITS, seconds=0.2))
+    with ChatTemplate(ENDLESS) as template:
         for _ in range(2):
-            with pytest.raises(TokenizerError, match=r"runs for more than 0\.1 s and was ended"):
+            with pytest.raises(TokenizerError, match=r"runs for more than 0\.2 s and was ended"):
                 template.render(say("go"))
-    assert not process.is_running()
-    assert template.render(say("hello")) == "hello"
-    assert set(psutil.Process().children()) - set(others) == {child(template)}
-
-
-def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(monkeypatch):
-    started = subprocess.Popen
-
-    def unlimited(arguments, **options):
-        at = arguments.index(str(renderer.MAX_BYTES))
-        return started([*arguments[:at], str(1 << 40), *arguments[at + 1 :]], **options)
-
-    monkeypatch.setattr(subprocess, "Popen", unlimited)
-    monkeypatch.setattr(renderer, "MAX_BYTES", 32 << 20)
-    source = "{% set ns = namespace(x=[]) %}" + "{% for a in range(99999) %}" * 2
-    source += "{% set ns.x = [ns.x, 'a' * (9999 + a)] %}{% endfor %}{% endfor %}"
-    monkeypatch.setattr(renderer, "MAX_WAIT_SECONDS", 600.0)
-    with ChatTemplate(source) as template:
-        monkeypatch.setattr(renderer, "MAX_SECONDS", 600.0)
-        with pytest.raises(TokenizerError, match="more than 32 MB of memory and was ended"):
-            template.render(PLAIN)
+        assert template.render(say("hello")) == "hello"
 
 
 def test_what_a_template_puts_out_is_bounded():
@@ -493,19 +472,6 @@ def test_threads_share_a_template(template):
     assert rendered == {i: [f"{i} {j}" for j in range(20)] for i in range(4)}
 
 
-def test_an_interruption_leaves_no_answer_behind(template, monkeypatch):
-    def interrupted(self: object) -> None:
-        raise KeyboardInterrupt
-
-    process = child(template)
-    with monkeypatch.context() as patch:
-        patch.setattr(renderer._Child, "_receive", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            template.render(say("the first"))
-    assert not process.is_running()
-    assert template.render(say("the second")) == "the second"
-
-
 def test_the_process_ignores_ctrl_c_and_is_replaced_when_it_dies(template):
     process = child(template)
     if os.name == "posix":  # on Windows Ctrl-C is sent to all programs of a console
@@ -516,20 +482,6 @@ def test_the_process_ignores_ctrl_c_and_is_replaced_when_it_dies(template):
     process.wait()
     assert template.render(say("b")) == "b"
     assert child(template) != process
-
-
-def test_a_child_that_dies_over_a_template_is_a_sentence(template, monkeypatch):
-    expected = template.render([{"role": "user", "content": "a"}])
-
-    def sent(child, request):
-        child.process.kill()
-        return True
-
-    with monkeypatch.context() as patch:
-        patch.setattr(renderer._Child, "_send", sent)
-        with pytest.raises(TokenizerError, match=r"brought down the process that renders it .exit code "):
-            template.render([{"role": "user", "content": "a"}])
-    assert template.render([{"role": "user", "content": "a"}]) == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -551,36 +503,7 @@ def test_a_forked_process_has_a_renderer_of_its_own(template):
     assert child(template) == process
 
 
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"], ids=["exit", "killed"])
-def test_the_process_ends_with_its_parent(end):
-    code = (
-        "import os; from hotset.text.chat import ChatTemplate; t = ChatTemplate('a');"
-        "print(t._renderer._child.process.pid, flush=True); " + end
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stderr == ""
-    until(lambda: not psutil.pid_exists(int(ended.stdout)))
-
-
-def test_no_python_to_render_with_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(TokenizerError, match=r"cannot be started \(/no/such/python: \w"):
-        ChatTemplate(HELLO)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no program that only fails")
-def test_a_python_that_ends_as_it_starts_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TokenizerError, match=r"ended as it started \(exit code 1\)"):
-        ChatTemplate(HELLO)
-
-
-def test_the_process_loads_nothing_heavy_and_knows_no_secrets(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    with ChatTemplate(HELLO) as template:
-        maps = child(template).memory_maps()
-        assert not any("numpy" in entry.path or "tokenizers" in entry.path for entry in maps)
-        assert "HF_TOKEN" not in child(template).environ()
+def test_jinja_is_not_loaded_here():
     code = (
         "import sys; from hotset.text import chat, renderer; "
         "print([m for m in ('jinja2', 'torch') if m in sys.modules])"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -306,7 +307,7 @@ def test_calls_and_results_without_ids_get_some() -> None:
 def test_a_template_that_takes_too_long_is_not_probed_and_still_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(renderer, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(renderer, "LIMITS", replace(renderer.LIMITS, seconds=0.2))
     loop = "{% for a in range(99999) %}"
     slow = "{% if tools %}" + loop + loop + "{% endfor %}{% endfor %}{% endif %}"
     with ChatTemplate(slow + EACH + SHOWN + "{% endfor %}") as template:

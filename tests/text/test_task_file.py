@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +207,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, text: str, sai
 
 
 def test_a_template_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(renderer, "LIMITS", replace(renderer.LIMITS, seconds=0.1))
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     assert "The template runs for more than 0.1 s and was ended: change the task file" in refused(
         tmp_path, changed("{{q}}", loop)
@@ -256,13 +258,13 @@ def test_prompts_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_processes_of_the_templates_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes: list[Any] = []
-    start: Callable[..., None] = renderer._Child.__init__
+    start: Callable[..., Any] = subprocess.Popen
 
-    def started(self: Any, *given: Any) -> None:
-        start(self, *given)
-        processes.append(self.process)
+    def started(*given: Any, **options: Any) -> Any:
+        processes.append(start(*given, **options))
+        return processes[-1]
 
-    monkeypatch.setattr(renderer._Child, "__init__", started)
+    monkeypatch.setattr(subprocess, "Popen", started)
     read_task(folder / "loop.yaml", 1)
     assert len(processes) == 3  # doc_to_text, doc_to_choice, doc_to_target: the description is a field
     assert all(process.returncode is not None for process in processes)

@@ -11,18 +11,13 @@ inside the library a short one can take minutes, or the whole stack and the proc
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +25,7 @@ import numpy as np
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.escaping import clause
 from hotset.text import grammar_child
+from hotset.text.child import Cause, Child, ChildError, Limits, encoded
 from hotset.text.mask import MaskThread, TokenMask
 from hotset.text.tokenizer import Tokenizer
 
@@ -38,13 +34,10 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARS = 1 << 18
 """The longest grammar or schema that is accepted."""
-MAX_SECONDS = 3
-"""How long one may take to compile and to go some bytes along (real ones take milliseconds)."""
-MAX_BYTES = 1 << 30
-"""How much memory of the process that tries it."""
+LIMITS = Limits(seconds=3.0, longest=20.0, n_bytes=1 << 30)
+"""Limits of compiling one and going some bytes along. A real one takes milliseconds."""
 _MAX_KEPT = 32  # compiled grammars
 _SLOW_SECONDS = 0.005  # for a mask: most take less than a tenth of a millisecond
-_MAX_WAIT_SECONDS = 20.0  # for the process that tries one, by the clock
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 _MAX_REASON_CHARS = 1000
@@ -130,12 +123,12 @@ class Grammars:
         return [piece for id, piece in enumerate(tokenizer.tokens) if piece and is_marker(tokenizer, id)]
 
     def _compiled(self, kind: str, text: str, around: str | None) -> LLMatcher:
-        home = _home()
+        _check_installed()
         if kind == "grammar":
             text = _with_token_ids(text, self.tokenizer)
         # Lark may name them; what other kinds have in common with them is not meant.
         marks = self._marks if kind == "grammar" or around else []
-        grammar = _tried({"kind": kind, "text": text, "around": around, "marks": marks}, home)
+        grammar = _tried({"kind": kind, "text": text, "around": around, "marks": marks})
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False)
@@ -245,18 +238,15 @@ class GrammarConstraint:
 # --- a grammar, tried
 
 
-def _home() -> str:
-    """The folder from which llguidance is imported."""
-    spec = find_spec("llguidance")
-    if spec is None or spec.origin is None:
+def _check_installed() -> None:
+    if find_spec("llguidance") is None:
         raise HotsetError(
             "answers that follow a JSON schema or a grammar need llguidance, which is not installed: "
             f"{install_command('serve')}"
         )
-    return str(Path(spec.origin).resolve().parent.parent)
 
 
-def _tried(request: dict[str, Any], home: str) -> str:
+def _tried(request: dict[str, Any]) -> str:
     """What llguidance makes of a grammar, once it has been compiled elsewhere within limits."""
     kind, text = request["kind"], request["text"]
     if len(text) > MAX_TEXT_CHARS:
@@ -265,32 +255,18 @@ def _tried(request: dict[str, Any], home: str) -> str:
         )
     if "\0" in text:
         raise InvalidRequestError(f"the {_NAMES[kind]} has a character 0 in it; leave it out")
-    command = [sys.executable or "python3", "-I", "-S", grammar_child.__file__, home]
-    command += [str(MAX_SECONDS), str(MAX_BYTES)]
     try:
-        child = subprocess.run(
-            command,
-            input=json.dumps(request).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=os.path.abspath(os.sep),
-            timeout=_MAX_WAIT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise _too_much(kind) from None
-    except OSError as error:
+        # One process for each: it takes no time from others, and no grammar meets another's text.
+        with Child("grammar_child", ("llguidance",), LIMITS) as child:
+            answer = child.ask(encoded(request), grammar=str, ignored=list)
+    except ChildError as error:
+        if error.cause in (Cause.TIME, Cause.MEMORY, Cause.DIED):
+            raise _too_much(kind) from None
         raise HotsetError(
-            f"the process that tries a grammar cannot be started ({command[0]}: {error.strerror})"
+            f"the process that tries a grammar cannot be used: {error.cause.value} ({error.detail})"
         ) from None
-    try:
-        answer: dict[str, Any] = json.loads(child.stdout)
-    except ValueError:
-        answer = {}  # it ran into a limit
     if "error" in answer:
         raise _refused(kind, answer["error"], answer.get("name"))
-    if "grammar" not in answer:
-        raise _too_much(kind)
     if answer["ignored"]:
         parts = clause("; ".join(answer["ignored"][:_MAX_IGNORED]), _MAX_REASON_CHARS)
         log.warning("the grammar leaves these parts of a JSON schema to the model: %s", parts)
@@ -323,8 +299,8 @@ def _refused(kind: str, reason: str, name: str | None = None) -> InvalidRequestE
 
 def _too_much(kind: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the {_NAMES[kind]} does not compile within {MAX_SECONDS} s of computing and {MAX_BYTES >> 20} MB, "
-        "or is nested too deep; simplify it"
+        f"the {_NAMES[kind]} does not compile within {LIMITS.seconds:g} s of computing and "
+        f"{LIMITS.n_bytes >> 20} MB, or is nested too deep; simplify it"
     )
 
 
@@ -357,7 +333,7 @@ def is_marker(tokenizer: Tokenizer, id: int) -> bool:
 
 
 def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
-    _home()
+    _check_installed()
     from llguidance import LLTokenizer, TokenizerWrapper
 
     wrapper = TokenizerWrapper(_Bytes(tokenizer))

@@ -6,8 +6,6 @@ as large as possible, since they are fast. It splits those for which the longest
 one. A grammar without recursion becomes one terminal.
 
     lark_of('root ::= "(" root ")" | [a-z]+')    # "start: r0\\nr0: (T0 r0 T1 | T2)\\n..."
-
-The process that tries grammars loads this file by its path: it imports nothing of hotset.
 """
 
 from __future__ import annotations

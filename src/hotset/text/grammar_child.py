@@ -1,33 +1,27 @@
-"""What runs in the process that tries a grammar before the model's own process takes it.
+"""The program of the process that tries a grammar, so that the model's own process stays safe.
 
-`constraint.py` starts it by its path, with the folder of llguidance and limits as arguments. It reads a
-grammar from stdin, {"kind": ..., "text": ..., "around": ..., "marks": [...]}. It writes llguidance's form,
-{"grammar": ..., "ignored": [...]}, or {"error": ...}. ignored: the parts of JSON schemas that llguidance
-lacks, which are left to the model. Inside llguidance a grammar may take minutes, gigabytes or the whole
-stack: here it takes this process.
-
-The process loads gbnf.py and nothing else of hotset: a request waits for it.
+`constraint.py` starts it (`child_main.py`). It gets a grammar, {"kind": ..., "text": ..., "around": ...,
+"marks": [...]}, and answers with llguidance's form, {"grammar": ..., "ignored": [...]}, or {"error": ...}.
+ignored: the parts of JSON schemas that llguidance lacks, which are left to the model. Inside llguidance a
+grammar may take minutes, gigabytes or the whole stack: here it takes this process.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hotset.text.gbnf import lark_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+STACK_BYTES = 2 << 20  # a quarter of the stack of a thread in the model's process
 MAX_MASK_SECONDS = 0.1  # that finding the allowed tokens once may take: a hundred times what it does
-_STACK_BYTES = 2 << 20  # a quarter of what a thread of the model's process has
 _TRIED_TOKENS = 32  # bytes that are gone along
 
 # Spaces between the parts of JSON are for models to choose, but not without end: a weak one goes on forever.
@@ -50,7 +44,7 @@ def compiled(kind: str, text: str) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if is_gbnf(text):
-        text = _gbnf().lark_of(text)
+        text = lark_of(text)
     elif not re.search(r"(?m)^\s*start\b[^:\n]*:", text):
         raise ValueError(
             "it has neither a rule 'root ::=', as GBNF begins, nor a rule 'start:', as Lark does"
@@ -71,16 +65,6 @@ def _guided(text: str) -> dict[str, Any]:
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
     return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE, "lenient": True}}
-
-
-def _gbnf() -> ModuleType:
-    """The module gbnf.py next to this file."""
-    spec = importlib.util.spec_from_file_location("_hotset_gbnf", Path(__file__).with_name("gbnf.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def surrounded(grammar: str, around: str | None) -> str:
@@ -253,17 +237,19 @@ def tried(grammar: str, marks: list[str]) -> str | None:
     return error or None
 
 
-def _limit(max_seconds: int, max_bytes: int) -> None:
-    with suppress(ImportError):  # Windows: the parent looks at the clock
-        import resource
+def prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that answers requests."""
+    import_module("llguidance")
+    return _answer
 
-        for name, value in (
-            ("RLIMIT_CORE", 0),
-            ("RLIMIT_CPU", max_seconds),
-            ("RLIMIT_AS", max_bytes),
-        ):
-            with suppress(AttributeError, OSError, ValueError):
-                resource.setrlimit(getattr(resource, name), (value, value))
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return answered(request)
+    except RecursionError:
+        return {"error": "it is nested too deep"}
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def answered(request: dict[str, Any]) -> dict[str, Any]:
@@ -295,30 +281,3 @@ def _unenforced(grammar: str, marks: list[str]) -> list[str]:
 
     _, said = LLMatcher.validate_grammar_with_warnings(_own_ids(grammar), _vocabulary(marks))
     return [str(one) for one in said]
-
-
-def main(home: str, max_seconds: str, max_bytes: str) -> None:
-    _limit(int(max_seconds), int(max_bytes))
-    sys.path.append(home)
-    request = json.loads(sys.stdin.buffer.read())
-    answer: dict[str, Any] = {}
-
-    def work() -> None:
-        try:
-            answer.update(answered(request))
-        except MemoryError:
-            pass
-        except RecursionError:
-            answer["error"] = "it is nested too deep"
-        except ValueError as error:
-            answer["error"] = str(error)
-
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    sys.stdout.buffer.write(json.dumps(answer).encode())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,12 +1,8 @@
-"""What runs in the process that renders templates: Jinja, its sandbox, and limits.
+"""The program of the process that renders templates: Jinja and its sandbox.
 
-`renderer.py` starts it. A message is eight bytes of length and that many of JSON. The first one out says that
-the process is ready; then each message in gets one out: {"source": ..., "environment": ...} compiles,
-{"render": {...}} renders, and with "literal" the text is read as a Python literal, whose JSON is the answer;
+`renderer.py` starts it (`child_main.py`). {"source": ..., "environment": ...} compiles, {"render": {...}}
+renders, and with "literal" the text is read as a Python literal, whose JSON is the answer;
 {"renders": [{...}, ...]} renders several, of which those that fail have no text.
-
-Nothing here belongs to the rest of hotset, and nothing heavy is imported: the process must start in the time
-that loading a tokenizer takes, and what a template may use of memory is counted from what is here.
 """
 
 from __future__ import annotations
@@ -14,12 +10,9 @@ from __future__ import annotations
 import ast
 import json
 import re
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes, pass_eval_context
 from jinja2.exceptions import SecurityError
@@ -29,6 +22,9 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
 
+STACK_BYTES = 0  # of the main thread
+MAX_TEXT_CHARS = 16 << 20
+"""The longest text that a template may put out."""
 _MAX_REASON_CHARS = 400
 
 # --- what Hugging Face adds to Jinja
@@ -137,9 +133,17 @@ def _environment(name: str) -> SandboxedEnvironment:
 # --- the answers
 
 
+def prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that answers requests. Jinja's late imports are done before."""
+    renderer = _Renderer()
+    renderer.answer({"source": "{% for a in b %}{{ a | tojson }}{% endfor %}", "environment": "chat"})
+    renderer.answer({"render": {"b": [1]}})
+    _strftime_now("%Y")
+    return renderer.answer
+
+
 class _Renderer:
-    def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
+    def __init__(self) -> None:
         self._template: Template | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -153,15 +157,15 @@ class _Renderer:
             if request.get("literal"):
                 text = json.dumps(ast.literal_eval(text), ensure_ascii=False)
         except MemoryError:
-            return {"error": "memory"}
+            raise
         except TemplateSyntaxError as error:
             return {"error": "syntax", "line": error.lineno, "reason": _shortened(str(error.message))}
         except _RefusedError as error:
             return {"error": "refused", "reason": _shortened(str(error))}
         except Exception as error:  # a template can make Python raise nearly anything
             return {"error": "failed", "reason": _reason(error)}
-        if len(text) > self._max_chars:
-            return {"error": "failed", "reason": f"it puts out more than {self._max_chars} characters"}
+        if len(text) > MAX_TEXT_CHARS:
+            return {"error": "failed", "reason": f"it puts out more than {MAX_TEXT_CHARS} characters"}
         return {"text": text}
 
     def _rendered(self, variables: dict[str, Any]) -> str:
@@ -181,7 +185,7 @@ class _Renderer:
             except Exception:  # as of one text
                 text = None
             n_chars += len(text or "")
-            texts.append(text if n_chars <= self._max_chars else None)
+            texts.append(text if n_chars <= MAX_TEXT_CHARS else None)
         return texts
 
 
@@ -196,71 +200,3 @@ def _reason(error: BaseException) -> str:
 def _shortened(text: str) -> str:
     short = " ".join(text[: 4 * _MAX_REASON_CHARS].split())
     return short if len(short) <= _MAX_REASON_CHARS else short[:_MAX_REASON_CHARS] + "…"
-
-
-# --- the process
-
-
-def _limit(max_bytes: int) -> None:
-    """Bounds the memory that may come on top of what is here, and takes away what rendering never needs.
-
-    Systems without such limits are left to the parent, which looks at the process from outside.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0}
-    with suppress(OSError, ValueError), open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-        limits |= {"RLIMIT_AS": now + max_bytes, "RLIMIT_DATA": now + max_bytes}
-    for name, value in limits.items():
-        with suppress(AttributeError, OSError, ValueError):
-            resource.setrlimit(getattr(resource, name), (value, value))
-
-
-def _alarm(seconds: float) -> None:
-    """Ends the process that late, whatever it does, should the parent have died; 0 calls it off."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def _read(stream: BinaryIO) -> dict[str, Any] | None:
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    data = stream.read(int.from_bytes(head, "big"))
-    request: dict[str, Any] = json.loads(data.decode("utf-8", "surrogatepass"))
-    return request
-
-
-def _write(stream: BinaryIO, message: dict[str, Any]) -> None:
-    data = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    stream.write(len(data).to_bytes(8, "big"))
-    stream.write(data)
-    stream.flush()
-
-
-def main(max_bytes: int, max_chars: int, max_seconds: float) -> None:
-    """Answers until the parent closes the pipe. max_seconds: of one answer, by the clock."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    renderer = _Renderer(max_chars)
-    # Compiles once before the limits stand: it imports what Jinja imports late.
-    renderer.answer({"source": "{% for a in b %}{{ a | tojson }}{% endfor %}", "environment": "chat"})
-    renderer.answer({"render": {"b": [1]}})
-    _strftime_now("%Y")
-    _limit(max_bytes)
-    _write(sys.stdout.buffer, {})
-    while True:
-        try:
-            request = _read(sys.stdin.buffer)
-            if request is None:
-                return
-            _alarm(max_seconds)
-            answer = renderer.answer(request)
-            del request
-            _write(sys.stdout.buffer, answer)
-            _alarm(0)
-        except MemoryError:  # for the request, or to write down the answer
-            answer = {}
-            _write(sys.stdout.buffer, {"error": "memory"})

@@ -1,10 +1,4 @@
-"""Templates are rendered in a process of their own, which can be ended for certain.
-
-A template is a program of the author of a model file, or of a task file of `hotset eval`. Jinja's sandbox
-keeps it from the machine, but nothing inside Python keeps it from time and memory: a comparison, a sort or a
-constant that the compiler folds can take hours in one call that no signal interrupts. So a child
-(`jinja_child.py`) compiles and renders, under the system's limits where there are any, and a thread of the
-parent looks at its clock and memory and kills it.
+"""Templates of chats and task files, each rendered in a process of its own (`child.py`, `jinja_child.py`).
 
 The child is started once and kept, so that a render costs a message. It holds one template, so that no file
 meets the text of another's conversation. It ends with its Renderer, with the process, and with its pipe.
@@ -14,37 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, BinaryIO
-
-import psutil
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hotset.errors import TokenizerError
+from hotset.text.child import Cause, Child, ChildError, Limits, encoded
 
-MAX_SECONDS = 1.0
-"""How long a template may compute, at compiling and at each rendering (a real one takes milliseconds)."""
-MAX_WAIT_SECONDS = 10.0
-"""How long it may take by the clock, where the machine is too busy to give it a core."""
-MAX_BYTES = 256 << 20
-"""How much memory a template may take."""
-MAX_TEXT_CHARS = 16 << 20
-"""The longest text that a template may put out."""
-_LOOK_SECONDS = 0.02  # between two looks at the child
-_START_SECONDS = 60.0  # for Python and Jinja, on the slowest disk
-_MAX_MESSAGE_BYTES = 4 * MAX_TEXT_CHARS + 4096
-
-_KEPT_VARIABLES = (
-    "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_TIME",
-    "LC_CTYPE",
-)  # fmt: skip
+LIMITS = Limits(seconds=1.0, longest=10.0, n_bytes=256 << 20)
+"""Limits of compiling a template, and of each rendering. A real one takes milliseconds."""
 
 
 class RefusedError(TokenizerError):
@@ -72,6 +46,16 @@ TASK = TemplateKind(
 )
 
 
+_SENTENCES = {
+    Cause.NO_PACKAGE: "Templates need the package {detail}, which is not installed.",
+    Cause.NOT_STARTED: "The process that renders {noun}s cannot be started ({detail}): {instead}.",
+    Cause.NOT_READY: "The process that renders {noun}s ended as it started ({detail}): {instead}.",
+    Cause.TIME: "The {noun} runs for more than {detail} and was ended: {remedy}.",
+    Cause.MEMORY: "The {noun} takes more than {detail} of memory and was ended: {remedy}.",
+    Cause.DIED: "The {noun} brought down the process that renders it ({detail}).",
+}  # of the fields of TemplateKind and ChildError
+
+
 class Renderer:
     """Compiles and renders one template in a child process. Several threads may use it, in turn.
 
@@ -83,7 +67,8 @@ class Renderer:
         self._source = ""
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._child: Child | None = None
+        self._compiled_child: Child | None = None  # which has the template
         self._end_child: weakref.finalize[Any, Any] | None = None
 
     def start(self) -> None:
@@ -109,10 +94,10 @@ class Renderer:
 
         Raises TokenizerError if the template takes too much.
         """
-        request = _encoded({"renders": conversations})
+        request = encoded({"renders": conversations})
         self._after_fork()
         with self._lock:
-            answer = self._asked(self._compiled(), request)
+            answer = self._asked(self._compiled(), request, texts=list)
         texts: list[str | None] = answer["texts"]
         return texts
 
@@ -122,10 +107,10 @@ class Renderer:
         return json.loads(self._rendered({"render": variables, "literal": True}))
 
     def _rendered(self, message: dict[str, Any]) -> str:
-        request = _encoded(message)
+        request = encoded(message)
         self._after_fork()
         with self._lock:
-            answer = self._asked(self._compiled(), request)
+            answer = self._asked(self._compiled(), request, text=str)
         error, reason = answer.get("error"), str(answer.get("reason"))
         if error == "refused":
             raise RefusedError(f"The {self._kind.noun} refuses {self._kind.given}: {reason}")
@@ -141,19 +126,22 @@ class Renderer:
 
     # ---- the child; the lock is held ----
 
-    def _start(self) -> _Child:
+    def _start(self) -> Child:
         if self._child is not None and self._child.process.poll() is not None:
             self._drop()  # it was ended between two renderings
         if self._child is None:
-            self._child = _Child(self._kind)
+            try:
+                self._child = Child("jinja_child", ("jinja2", "markupsafe"), LIMITS)
+            except ChildError as error:
+                raise self._error(error) from None
             self._end_child = weakref.finalize(self, self._child.end)  # with this object, and at exit
         return self._child
 
-    def _compiled(self) -> _Child:
+    def _compiled(self) -> Child:
         child = self._start()
-        if child.compiled:
+        if child is self._compiled_child:
             return child
-        answer = self._asked(child, _encoded({"source": self._source, "environment": self._kind.environment}))
+        answer = self._asked(child, encoded({"source": self._source, "environment": self._kind.environment}))
         if answer.get("error") == "syntax":
             raise TokenizerError(
                 f"The {self._kind.noun} is not valid Jinja (line {answer.get('line')}: "
@@ -161,23 +149,24 @@ class Renderer:
             )
         if "error" in answer:
             raise TokenizerError(f"The {self._kind.noun} does not compile ({answer.get('reason')}).")
-        child.compiled = True
+        self._compiled_child = child
         return child
 
-    def _asked(self, child: _Child, request: bytes) -> dict[str, Any]:
-        """The child's answer. Whatever goes wrong ends the child: the next one starts anew."""
+    def _asked(self, child: Child, request: bytes, **expected: type) -> dict[str, Any]:
+        """Return the child's answer. Any exception ends the child; the next request starts another one."""
         try:
-            answer = child.ask(request)
-        except BaseException:  # Ctrl-C too: the answer that is still to come would be taken for the next
+            return child.ask(request, **expected)
+        except BaseException as error:
             self._drop()
+            if isinstance(error, ChildError):
+                raise self._error(error) from None
             raise
-        if answer.get("error") == "memory":
-            self._drop()  # what it has taken does not come back
-            raise _too_large(self._kind)
-        return answer
+
+    def _error(self, error: ChildError) -> TokenizerError:
+        return TokenizerError(_SENTENCES[error.cause].format(detail=error.detail, **asdict(self._kind)))
 
     def _drop(self) -> None:
-        self._child = None
+        self._child = self._compiled_child = None
         if self._end_child is not None:
             self._end_child()
             self._end_child = None
@@ -188,179 +177,3 @@ class Renderer:
             self._owner = os.getpid()
             self._lock = threading.Lock()
             self._drop()
-
-
-class _Child:
-    """The process and the pipes to it. owner: the process that started it, which alone may end it."""
-
-    def __init__(self, kind: TemplateKind) -> None:
-        self._kind = kind
-        self.owner = os.getpid()
-        self.compiled = False
-        self._ready = False
-        paths = [_home("hotset"), _home("jinja2"), _home("markupsafe")]
-        code = "import sys; sys.path += sys.argv[4:]; from hotset.text import jinja_child as child; "
-        code += "child.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))"
-        limits = [str(MAX_BYTES), str(MAX_TEXT_CHARS), str(2 * MAX_WAIT_SECONDS)]
-        options: dict[str, Any] = {"start_new_session": True}  # the terminal's Ctrl-C does not reach it
-        if sys.platform == "win32":
-            options = {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP}
-        try:
-            # Not a fork: the parent has threads. Isolated, without `site`: it starts in half the time.
-            self.process = subprocess.Popen(
-                [sys.executable or "python3", "-I", "-S", "-c", code, *limits, *dict.fromkeys(paths)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-                cwd=os.path.abspath(os.sep),
-                bufsize=0,
-                **options,
-            )
-        except OSError as error:
-            raise TokenizerError(
-                f"The process that renders {kind.noun}s cannot be started "
-                f"({sys.executable or 'python3'}: {error.strerror}): {kind.instead}."
-            ) from None
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._in: BinaryIO = self.process.stdin  # type: ignore[assignment]
-        self._out: BinaryIO = self.process.stdout  # type: ignore[assignment]
-
-    def ask(self, request: bytes) -> dict[str, Any]:
-        """Sends a message and waits for the answer. Raises TokenizerError where the child had to be ended."""
-        if not self._ready:
-            with _Watch(self.process, self._kind, _START_SECONDS, _START_SECONDS):
-                message = self._receive()
-            if message is None:
-                raise TokenizerError(
-                    f"The process that renders {self._kind.noun}s ended as it started "
-                    f"(exit code {self.process.wait()}): {self._kind.instead}."
-                )
-            self._ready = True
-        with _Watch(self.process, self._kind, MAX_SECONDS, MAX_WAIT_SECONDS) as watch:
-            answer = self._receive() if self._send(request) else None
-        if answer is not None:
-            return answer
-        if watch.found is not None:
-            raise watch.found
-        raise TokenizerError(
-            f"The {self._kind.noun} brought down the process that renders it (exit code "
-            f"{self.process.wait()})."
-        )
-
-    def end(self) -> None:
-        """Kills the process and frees the pipes; in a forked process only the pipes."""
-        if self.owner == os.getpid():
-            self.process.kill()
-            self.process.wait()
-        else:
-            self.process.returncode = 0  # Popen would look for a child that is another's
-        self._in.close()
-        self._out.close()
-
-    def _send(self, request: bytes) -> bool:
-        view = memoryview(len(request).to_bytes(8, "big") + request)
-        try:
-            while view:
-                view = view[self._in.write(view) :]
-        except OSError:  # it has ended
-            return False
-        return True
-
-    def _receive(self) -> dict[str, Any] | None:
-        """The next message; None where the child ends first, or sends what it never would of itself."""
-        head = self._read(8)
-        size = int.from_bytes(head, "big") if head else _MAX_MESSAGE_BYTES + 1
-        data = self._read(size) if size <= _MAX_MESSAGE_BYTES else None
-        if data is None:
-            return None
-        try:
-            message = json.loads(data.decode("utf-8", "surrogatepass"))
-        except (ValueError, RecursionError):
-            return None
-        return message if isinstance(message, dict) else None
-
-    def _read(self, n: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < n:
-            piece = self._out.read(min(n - len(data), 1 << 20))
-            if not piece:
-                return None
-            data += piece
-        return bytes(data)
-
-
-class _Watch:
-    """Looks at the child while it answers, and kills it past a limit; `found` then is the sentence.
-
-    seconds: of its own computing. longest: by the clock. Memory counts from what the child had at first.
-    """
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], kind: TemplateKind, seconds: float, longest: float
-    ) -> None:
-        self.found: TokenizerError | None = None
-        self._kind = kind
-        self._process = process
-        self._seconds = seconds
-        self._longest = longest
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hotset-template-watch", daemon=True)
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        start = time.monotonic()
-        if self._done.wait(_LOOK_SECONDS):  # nearly always: nothing more is done then
-            return
-        try:
-            child = psutil.Process(self._process.pid)
-            seconds, n_bytes = _used(child)
-            while not self._done.wait(_LOOK_SECONDS):
-                now_seconds, now_bytes = _used(child)
-                late = time.monotonic() - start > self._longest
-                if late or now_seconds - seconds > self._seconds:
-                    limit = self._longest if late else self._seconds
-                    self.found = TokenizerError(
-                        f"The {self._kind.noun} runs for more than {limit:g} s and was ended: "
-                        f"{self._kind.remedy}."
-                    )
-                elif now_bytes - n_bytes > MAX_BYTES:
-                    self.found = _too_large(self._kind)
-                if self.found is not None:
-                    self._process.kill()
-                    return
-        except psutil.Error:  # it has ended
-            pass
-
-
-def _used(child: psutil.Process) -> tuple[float, int]:
-    """Seconds of computing, and bytes of memory."""
-    times = child.cpu_times()
-    return times.user + times.system, child.memory_info().rss
-
-
-def _too_large(kind: TemplateKind) -> TokenizerError:
-    return TokenizerError(
-        f"The {kind.noun} takes more than {MAX_BYTES >> 20} MB of memory and was ended: {kind.remedy}."
-    )
-
-
-def _encoded(message: Mapping[str, Any]) -> bytes:
-    # Not in ASCII, where JSON's escapes make six bytes of a letter; lone surrogates pass.
-    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _home(package: str) -> str:
-    """The folder from which a package is imported; the package itself is not."""
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise TokenizerError(f"Templates need the package {package}, which is not installed.")
-    return str(Path(spec.origin).resolve().parent.parent)

@@ -1,0 +1,250 @@
+"""Processes of templates and grammars: their limits, their deaths, and replies of one that was taken over."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import wine
+from json_schemas import LONG_TO_COMPILE
+from tiny_tokenizers import bpe_metadata
+from waiting import until
+
+from hotset.errors import HotsetError
+from hotset.text import constraint, renderer
+from hotset.text.chat import ChatTemplate
+from hotset.text.child import Cause, Child, ChildError, Limits, encoded
+from hotset.text.constraint import Grammars
+from hotset.text.tokenizer import load_tokenizer
+
+pytest.importorskip("llguidance")
+posix = pytest.mark.skipif(os.name == "nt", reason="a script stands in for Python")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of children. hello: a request. expected: of its answer. slow, large: requests that take too much
+    time or memory. use: starts a child as the program does. sentences: what the user reads."""
+
+    module: str
+    packages: tuple[str, ...]
+    hello: dict[str, Any]
+    expected: dict[str, type]
+    slow: dict[str, Any]
+    large: dict[str, Any]
+    use: Callable[[], object]
+    sentences: dict[Cause, str]
+
+    def started(self, limits: Limits) -> Child:
+        return Child(self.module, self.packages, limits)
+
+
+def source(text: str) -> dict[str, Any]:
+    return {"source": text, "environment": "chat"}
+
+
+def grammar(kind: str, text: str) -> dict[str, Any]:
+    return {"kind": kind, "text": text, "around": None, "marks": []}
+
+
+def use_a_template() -> object:
+    with ChatTemplate("{{ messages[0].content }}") as template:
+        return template.render([{"role": "user", "content": "hello"}])
+
+
+def use_a_grammar() -> object:
+    return Grammars(load_tokenizer(bpe_metadata())).constraint("regex", "hello")
+
+
+KINDS = {
+    "template": Kind(
+        "jinja_child", ("jinja2", "markupsafe"),
+        source("hello"), {},
+        source("{{ (9 ** 999999) ** 9999 }}"), source("{{ 'a'|center(99999) }}" * 10_000),
+        use_a_template,
+        {
+            Cause.NOT_STARTED: r"that renders chat templates cannot be started \(/no/such/python: \w",
+            Cause.NOT_READY: r"that renders chat templates ended as it started \(exit code 3\)",
+            Cause.TIME: r"chat template runs for more than 0\.1 s and was ended",
+            Cause.MEMORY: "chat template takes more than 256 MB of memory and was ended",
+            Cause.DIED: r"chat template brought down the process that renders it \(exit code ",
+        },
+    ),
+    "grammar": Kind(
+        "grammar_child", ("llguidance",),
+        grammar("regex", "hello"), {"grammar": str, "ignored": list},
+        grammar("json_schema", LONG_TO_COMPILE), grammar("json_schema", LONG_TO_COMPILE),
+        use_a_grammar,
+        {
+            Cause.NOT_STARTED: r"that tries a grammar .* cannot be started \(/no/such/python: \w",
+            Cause.NOT_READY: r"that tries a grammar .* ended as it started \(exit code 3\)",
+            Cause.TIME: r"does not compile within 600 s of computing and 1024 MB",
+            Cause.MEMORY: "does not compile within 3 s of computing and 1024 MB",
+            Cause.DIED: "does not compile within 3 s of computing and 1024 MB",
+        },
+    ),
+}  # fmt: skip
+LIMITS = Limits(seconds=60.0, longest=600.0, n_bytes=1 << 30)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+def fault(child: Child, request: dict[str, Any], expected: dict[str, type]) -> ChildError:
+    with pytest.raises(ChildError) as raised:
+        child.ask(encoded(request), **expected)
+    return raised.value
+
+
+def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: list[str]) -> None:
+    """Start a shell script in place of Python."""
+    path = folder / "python"
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def message(data: bytes) -> str:
+    """Return the line of a script that sends a message."""
+    octal = "".join(f"\\{byte:03o}" for byte in len(data).to_bytes(8, "big") + data)
+    return f"printf {shlex.quote(octal)}"
+
+
+READY = message(b"{}")
+
+
+@wine.lacks("the computing time of other processes")
+def test_computing_time_is_bounded(kind: Kind) -> None:
+    with kind.started(Limits(seconds=0.1, longest=600.0, n_bytes=1 << 30)) as child:
+        error = fault(child, kind.slow, kind.expected)
+        assert (error.cause, error.detail) == (Cause.TIME, "0.1 s")
+        assert child.process.wait() != 0
+
+
+def test_time_by_the_clock_is_bounded(kind: Kind) -> None:
+    with kind.started(Limits(seconds=600.0, longest=0.1, n_bytes=1 << 30)) as child:
+        error = fault(child, kind.slow, kind.expected)
+        assert (error.cause, error.detail) == (Cause.TIME, "0.1 s")
+
+
+def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = subprocess.Popen
+
+    def unlimited(arguments: list[str], **options: Any) -> Any:
+        at = arguments.index(str(16 << 20))
+        return started([*arguments[:at], str(1 << 40), *arguments[at + 1 :]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", unlimited)
+    with kind.started(Limits(seconds=600.0, longest=600.0, n_bytes=16 << 20)) as child:
+        error = fault(child, kind.large, kind.expected)
+        assert (error.cause, error.detail) == (Cause.MEMORY, "16 MB")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc shows the limits")
+def test_the_system_ends_a_child_whose_parent_does_not(kind: Kind) -> None:
+    with kind.started(LIMITS) as child:
+        child.ask(encoded(kind.hello), **kind.expected)
+        process = psutil.Process(child.process.pid)
+        for name in (psutil.RLIMIT_FSIZE, psutil.RLIMIT_NPROC, psutil.RLIMIT_CORE):
+            assert process.rlimit(name) == (0, 0)
+        assert LIMITS.seconds < process.rlimit(psutil.RLIMIT_CPU)[0] <= LIMITS.seconds + 10
+        most = process.memory_info().vms + LIMITS.n_bytes
+        assert LIMITS.n_bytes <= process.rlimit(psutil.RLIMIT_AS)[0] <= most
+
+
+def test_a_child_loads_nothing_heavy_and_knows_no_secrets(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with kind.started(LIMITS) as child:
+        child.ask(encoded(kind.hello), **kind.expected)
+        process = psutil.Process(child.process.pid)
+        assert not any("numpy" in entry.path or "tokenizers" in entry.path for entry in process.memory_maps())
+        assert "HF_TOKEN" not in process.environ()
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"], ids=["exit", "killed"])
+def test_a_child_ends_with_its_parent(kind: Kind, end: str) -> None:
+    code = (
+        "import os; from hotset.text.child import Child, Limits; "
+        f"child = Child({kind.module!r}, {kind.packages!r}, Limits(1, 10, 1 << 30)); "
+        "print(child.process.pid, flush=True); " + end
+    )
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert ended.stderr == ""
+    until(lambda: not psutil.pid_exists(int(ended.stdout)))
+
+
+# ---- what the user reads, and what is left behind ----
+
+
+def check_sentence(kind: Kind, cause: Cause) -> None:
+    before = set(psutil.Process().children())
+    with pytest.raises(HotsetError, match=kind.sentences[cause]) as raised:
+        kind.use()
+    assert "\n" not in str(raised.value)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_no_python_is_a_sentence(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    check_sentence(kind, Cause.NOT_STARTED)
+
+
+@posix
+@pytest.mark.parametrize(
+    ("cause", "lines"),
+    [
+        (Cause.NOT_READY, ["exit 3"]),
+        (Cause.NOT_READY, [message(b"[]"), "exit 3"]),
+        (Cause.TIME, [READY, "exec sleep 600"]),
+        (Cause.MEMORY, [READY, message(b'{"out_of_memory": true}'), "exec sleep 600"]),
+        (Cause.DIED, [READY]),
+        (Cause.DIED, [READY, "kill -SEGV $$"]),
+        (Cause.DIED, [READY, "printf '\\000\\000\\000'"]),  # half a length
+        (Cause.DIED, [READY, "printf '\\000\\000\\000\\000\\000\\000\\000\\011{}'"]),  # half a message
+        (Cause.DIED, [READY, "printf '\\377\\377\\377\\377\\377\\377\\377\\377{}'", "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b"no JSON"), "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b"\xff\xfe"), "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b"[" * 100_000), "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b'"a text"'), "exec sleep 600"]),
+        (Cause.DIED, [READY, READY, message(b'{"text": 5, "grammar": 5}'), "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b'{"error": []}'), "exec sleep 600"]),
+    ],
+)
+def test_a_child_that_was_taken_over_harms_no_one(
+    kind: Kind, cause: Cause, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_python(monkeypatch, tmp_path, lines)
+    if cause is Cause.TIME:
+        for module in (renderer, constraint):
+            monkeypatch.setattr(module, "LIMITS", Limits(seconds=600.0, longest=0.1, n_bytes=1 << 30))
+    check_sentence(kind, cause)
+
+
+@posix
+def test_an_interruption_leaves_no_child_behind(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_python(monkeypatch, tmp_path, [READY, "head -c 8 >&2", "kill -INT $PPID", "exec sleep 600"])
+    before = set(psutil.Process().children())
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            kind.use()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert set(psutil.Process().children()) <= before
