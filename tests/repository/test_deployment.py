@@ -1,11 +1,7 @@
-"""The service of systemd and the image of docker start what is there, with options that it has.
-
-The manifests of Homebrew, winget and conda are filled in from the package.
-"""
+"""The service of systemd and the image of docker start existing commands with existing options."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -159,44 +154,3 @@ def test_compose_starts_the_image_as_it_wants_to_be_started() -> None:
     [port] = service["ports"]
     assert port.startswith("127.0.0.1:")
     assert port.endswith(f":{instruction('EXPOSE')}")
-
-
-@pytest.fixture
-def manifests(tmp_path: Path) -> dict[str, str]:
-    """As a release fills them in: packaging/manifests.py."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    (tmp_path / f"hotset-{version}.tar.gz").write_bytes(b"sources")
-    (tmp_path / f"hotset-{version}-windows-x64.exe").write_bytes(b"a program")
-    words = ("--homepage", "https://forge.example/hotset/", "--publisher", "example", "--files", tmp_path)
-    out = tmp_path / "out"
-    script = PACKAGING / "manifests.py"
-    subprocess.run([sys.executable, script, *words, "-o", out], check=True, capture_output=True)
-    made = {path.relative_to(out).as_posix(): path.read_text() for path in out.rglob("*") if path.is_file()}
-    assert all(f'"{version}"' in text or f"-{version}" in text for text in made.values())
-    assert not [name for name, text in made.items() if re.search(r"@[A-Z_0-9]+@", text)]
-    return made
-
-
-def test_manifests_name_what_a_release_has(manifests: dict[str, str]) -> None:
-    base = "https://forge.example/hotset/releases/download/v"
-    sources, program = (hashlib.sha256(data).hexdigest() for data in (b"sources", b"a program"))
-    recipe = yaml.safe_load(manifests["conda/recipe.yaml"])
-    assert recipe["source"]["url"].startswith(base)
-    assert recipe["source"]["sha256"] == sources
-    assert f'sha256 "{sources}"' in manifests["homebrew/hotset.rb"]
-    installer = yaml.safe_load(manifests["winget/hotset.installer.yaml"])
-    assert installer["Installers"][0]["InstallerSha256"] == program.upper()
-    assert installer["Installers"][0]["InstallerUrl"].startswith(base)
-    kinds = [yaml.safe_load(text)["ManifestType"] for name, text in manifests.items() if "winget/" in name]
-    assert sorted(kinds) == ["defaultLocale", "installer", "version"]
-
-
-def test_the_conda_recipe_needs_what_the_package_needs(manifests: dict[str, str]) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
-    recipe = yaml.safe_load(manifests["conda/recipe.yaml"])
-    run = {re.split("[ >]", need)[0].replace("_", "-") for need in recipe["requirements"]["run"]}
-    assert run == {"python", *(re.split(">", need)[0] for need in needs if ";" not in need)}
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    host = [need.replace(" ", "") for need in recipe["requirements"]["host"]]
-    assert set(build) <= set(host)

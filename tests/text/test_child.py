@@ -33,7 +33,7 @@ posix = pytest.mark.skipif(os.name == "nt", reason="a script stands in for Pytho
 @dataclass(frozen=True)
 class Kind:
     """A kind of children. hello: a request. expected: of its answer. slow, large: requests that take too much
-    time or memory. use: starts a child as the program does. sentences: what the user reads."""
+    time or memory. use: starts a child as the program does. sentences: for the user."""
 
     module: str
     packages: tuple[str, ...]
@@ -188,7 +188,7 @@ def test_a_child_ends_with_its_parent(kind: Kind, end: str) -> None:
     until(lambda: not psutil.pid_exists(int(ended.stdout)))
 
 
-# ---- what the user reads, and what is left behind ----
+# ---- messages, and processes afterwards ----
 
 
 def check_sentence(kind: Kind, cause: Cause) -> None:

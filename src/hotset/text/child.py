@@ -1,8 +1,8 @@
 """Child processes that compute on hostile input and can be ended for certain.
 
 A chat template and a grammar are programs of strangers. Nothing inside Python bounds their time and memory:
-one call that no signal interrupts may take hours. So a child computes (`child_main.py`), under the system's
-limits where there are any. A thread of the parent watches its clock and memory, and kills it.
+one call that no signal interrupts may take hours. So a child computes (`child_main.py`), under the limits
+of the system. A thread of the parent watches its clock and memory, and kills it.
 
 A message is eight bytes of length, then that many bytes of JSON. The child's first message says that it is
 ready. Then each request gets one answer.
@@ -82,13 +82,12 @@ class Child:
         options: dict[str, Any] = {"start_new_session": True}  # the terminal's Ctrl-C does not reach it
         if sys.platform == "win32":
             options = {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP}
-        python = sys.executable or "python3"
         homes = dict.fromkeys(_home(package) for package in ("hotset", *packages))
         arguments = [module, str(limits.n_bytes), str(limits.seconds), *homes]
         try:
             # Not a fork: the parent has threads. Isolated, without `site`: it starts in half the time.
             self.process = subprocess.Popen(
-                [python, "-I", "-S", "-c", _MAIN, *arguments],
+                [sys.executable or "python3", "-I", "-S", "-c", _MAIN, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -98,17 +97,17 @@ class Child:
                 **options,
             )
         except OSError as error:
-            raise ChildError(Cause.NOT_STARTED, f"{python}: {error.strerror}") from None
+            raise ChildError(Cause.NOT_STARTED, f"{sys.executable or 'python3'}: {error.strerror}") from None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._in: BinaryIO = self.process.stdin  # type: ignore[assignment]
         self._out: BinaryIO = self.process.stdout  # type: ignore[assignment]
 
     def ask(self, request: bytes, **expected: type) -> dict[str, Any]:
-        """Send an `encoded` request and return the answer: an `error`, or what is expected (name=type).
+        """Send an `encoded` request and return the answer: an `error`, or the expected values (name=type).
 
-        Raises ChildError if there is none. After any exception, Ctrl-C too, the child must be ended: its
-        answer would be taken for that of the next request.
+        Raises ChildError if the child sends neither. After any exception, Ctrl-C too, end the child:
+        the next request would read this answer.
         """
         if not self._ready:
             with _Watch(self.process, Limits(_START_SECONDS, _START_SECONDS, self._limits.n_bytes)):
@@ -126,7 +125,7 @@ class Child:
             expected = {"error": str}
         if answer is not None and all(isinstance(answer.get(name), of) for name, of in expected.items()):
             return answer
-        self.process.kill()  # it may live, and have sent what is no answer
+        self.process.kill()  # it may live after a wrong answer
         raise ChildError(Cause.DIED, f"exit code {self.process.wait()}")
 
     def end(self) -> None:

@@ -76,7 +76,7 @@ def _limit(max_bytes: int) -> None:
 
 
 def _limit_seconds(seconds: float) -> None:
-    """End the process after so much more computing, even if the parent has died."""
+    """End the process after `seconds` of more computing, even if the parent has died."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
