@@ -22,7 +22,7 @@ from waiting import until
 from hotset.errors import HotsetError
 from hotset.text import constraint, renderer
 from hotset.text.chat import ChatTemplate
-from hotset.text.child import Cause, Child, ChildError, Limits, encoded
+from hotset.text.child import Cause, Child, ChildError, ChildLimits, encoded
 from hotset.text.constraint import Grammars
 from hotset.text.tokenizer import load_tokenizer
 
@@ -44,7 +44,7 @@ class Kind:
     use: Callable[[], object]
     sentences: dict[Cause, str]
 
-    def started(self, limits: Limits) -> Child:
+    def started(self, limits: ChildLimits) -> Child:
         return Child(self.module, self.packages, limits)
 
 
@@ -93,7 +93,7 @@ KINDS = {
         },
     ),
 }  # fmt: skip
-LIMITS = Limits(seconds=60.0, longest=600.0, n_bytes=1 << 30)
+LIMITS = ChildLimits(seconds=60.0, longest=600.0, n_bytes=1 << 30)
 
 
 @pytest.fixture(params=KINDS)
@@ -126,14 +126,14 @@ READY = message(b"{}")
 
 @wine.lacks("the computing time of other processes")
 def test_computing_time_is_bounded(kind: Kind) -> None:
-    with kind.started(Limits(seconds=0.1, longest=600.0, n_bytes=1 << 30)) as child:
+    with kind.started(ChildLimits(seconds=0.1, longest=600.0, n_bytes=1 << 30)) as child:
         error = fault(child, kind.slow, kind.expected)
         assert (error.cause, error.detail) == (Cause.TIME, "0.1 s")
         assert child.process.wait() != 0
 
 
 def test_time_by_the_clock_is_bounded(kind: Kind) -> None:
-    with kind.started(Limits(seconds=600.0, longest=0.1, n_bytes=1 << 30)) as child:
+    with kind.started(ChildLimits(seconds=600.0, longest=0.1, n_bytes=1 << 30)) as child:
         error = fault(child, kind.slow, kind.expected)
         assert (error.cause, error.detail) == (Cause.TIME, "0.1 s")
 
@@ -148,7 +148,7 @@ def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(
         return started([*arguments[:at], str(1 << 40), *arguments[at + 1 :]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", unlimited)
-    with kind.started(Limits(seconds=600.0, longest=600.0, n_bytes=16 << 20)) as child:
+    with kind.started(ChildLimits(seconds=600.0, longest=600.0, n_bytes=16 << 20)) as child:
         error = fault(child, kind.large, kind.expected)
         assert (error.cause, error.detail) == (Cause.MEMORY, "16 MB")
 
@@ -179,8 +179,8 @@ def test_a_child_loads_nothing_heavy_and_knows_no_secrets(
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"], ids=["exit", "killed"])
 def test_a_child_ends_with_its_parent(kind: Kind, end: str) -> None:
     code = (
-        "import os; from hotset.text.child import Child, Limits; "
-        f"child = Child({kind.module!r}, {kind.packages!r}, Limits(1, 10, 1 << 30)); "
+        "import os; from hotset.text.child import Child, ChildLimits; "
+        f"child = Child({kind.module!r}, {kind.packages!r}, ChildLimits(1, 10, 1 << 30)); "
         "print(child.process.pid, flush=True); " + end
     )
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
@@ -231,7 +231,7 @@ def test_a_child_that_was_taken_over_harms_no_one(
     replace_python(monkeypatch, tmp_path, lines)
     if cause is Cause.TIME:
         for module in (renderer, constraint):
-            monkeypatch.setattr(module, "LIMITS", Limits(seconds=600.0, longest=0.1, n_bytes=1 << 30))
+            monkeypatch.setattr(module, "LIMITS", ChildLimits(seconds=600.0, longest=0.1, n_bytes=1 << 30))
     check_sentence(kind, cause)
 
 

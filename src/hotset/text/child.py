@@ -38,8 +38,8 @@ _KEPT_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of one answer.
+class ChildLimits:
+    """ChildLimits of one answer.
 
     seconds: of computing. longest: seconds by the clock, on a machine too busy to give the child a core.
     n_bytes: memory, in addition to the child's own when it is ready.
@@ -75,7 +75,7 @@ class Child:
     module: has `prepare` (`child_main.py`). packages: the installed packages that it imports.
     """
 
-    def __init__(self, module: str, packages: Sequence[str], limits: Limits) -> None:
+    def __init__(self, module: str, packages: Sequence[str], limits: ChildLimits) -> None:
         self._limits = limits
         self._owner = os.getpid()  # which alone may end the process
         self._ready = False
@@ -110,7 +110,7 @@ class Child:
         the next request would read this answer.
         """
         if not self._ready:
-            with _Watch(self.process, Limits(_START_SECONDS, _START_SECONDS, self._limits.n_bytes)):
+            with _Watch(self.process, ChildLimits(_START_SECONDS, _START_SECONDS, self._limits.n_bytes)):
                 message = self._receive()
             if message is None:
                 raise ChildError(Cause.NOT_READY, f"exit code {self.process.wait()}")
@@ -184,7 +184,7 @@ class _Watch:
     Computing time and memory count from the first look.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], limits: Limits) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], limits: ChildLimits) -> None:
         self.found: ChildError | None = None
         self._process, self._limits = process, limits
         self._done = threading.Event()
@@ -241,5 +241,5 @@ def _used(child: psutil.Process) -> tuple[float, int]:
     return times.user + times.system, child.memory_info().rss
 
 
-def _too_large(limits: Limits) -> ChildError:
+def _too_large(limits: ChildLimits) -> ChildError:
     return ChildError(Cause.MEMORY, f"{limits.n_bytes >> 20} MB")

@@ -25,7 +25,7 @@ import numpy as np
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.escaping import clause
 from hotset.text import grammar_child
-from hotset.text.child import Cause, Child, ChildError, Limits, encoded
+from hotset.text.child import Cause, Child, ChildError, ChildLimits, encoded
 from hotset.text.mask import MaskThread, TokenMask
 from hotset.text.tokenizer import Tokenizer
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARS = 1 << 18
 """The longest grammar or schema that is accepted."""
-LIMITS = Limits(seconds=3.0, longest=20.0, n_bytes=1 << 30)
-"""Limits of compiling one and going some bytes along. A real one takes milliseconds."""
+LIMITS = ChildLimits(seconds=3.0, longest=20.0, n_bytes=1 << 30)
+"""ChildLimits of compiling one and going some bytes along. A real one takes milliseconds."""
 _MAX_KEPT = 32  # compiled grammars
 _SLOW_SECONDS = 0.005  # for a mask: most take less than a tenth of a millisecond
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotset.errors import TokenizerError
-from hotset.text.child import Cause, Child, ChildError, Limits, encoded
+from hotset.text.child import Cause, Child, ChildError, ChildLimits, encoded
 
-LIMITS = Limits(seconds=1.0, longest=10.0, n_bytes=256 << 20)
-"""Limits of compiling a template, and of each rendering. A real one takes milliseconds."""
+LIMITS = ChildLimits(seconds=1.0, longest=10.0, n_bytes=256 << 20)
+"""ChildLimits of compiling a template, and of each rendering. A real one takes milliseconds."""
 
 
 class RefusedError(TokenizerError):
