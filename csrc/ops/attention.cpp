@@ -34,6 +34,7 @@ struct AttentionFacts {
     bool causal = true;         // else a token sees all tokens of its sequence, which are in one step
     int rope = -1;              // index of a rope of the plan, -1: none (already rotated)
     Norm q_norm, k_norm;        // per head; empty weight: none
+    std::vector<float> centre;  // [n_head_kv][head_dim], subtracted from keys; empty: nothing is
     std::vector<float> sinks;   // of each query head: a score without a value; empty: none
     std::vector<float> slopes;  // of each query head, by which scores fall with distance; empty: none
 };
@@ -183,6 +184,8 @@ class Attention : public Op {
             float* keys = k + int64_t(i) * heads_kv.count() * dim;
             head_rows(step, t, plan_.buffer(f_.k).row(t) + heads_kv.first * dim, heads_kv.count(), f_.k_norm,
                       scratch, keys);
+            for (int64_t d = 0; d < int64_t(f_.centre.empty() ? 0 : heads_kv.count()) * dim; d++)
+                keys[d] -= f_.centre[heads_kv.first * dim + d];
             if (k_block_) plan_.kernels().hadamard(int64_t(heads_kv.count()) * dim, k_block_, keys);
             if (!v_block_) continue;
             float* values = v + int64_t(i) * v_width;
@@ -513,6 +516,7 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     f.q_norm = facts.norm("q_norm", head_dim);
     f.k_norm = facts.norm("k_norm", head_dim);
     require(!f.q_norm.layer && !f.k_norm.layer, "heads have an RMS norm");
+    f.centre = facts.floats_or_none("key_centre", int64_t(n_head_kv) * head_dim);
     f.sinks = facts.floats_or_none("sinks", f.n_head);
     f.slopes = facts.floats_or_none("slopes", f.n_head);
     f.kv = cache_of(facts, "", n_head_kv, head_dim, head_dim_v);

@@ -66,7 +66,7 @@ from hotset.model.operations import (
     UnitNorm,
     Wkv,
 )
-from hotset.model.rope import cos_sin, position_gain
+from hotset.model.rope import cos_sin, key_centre, position_gain, turn
 
 F32 = np.float32
 
@@ -406,8 +406,10 @@ class ReferenceBackend:
         """Stores the keys and values of a batch, unless another layer has, and its blocks."""
         of_keys, of_values = self._formats
         if op.source is None:
-            k, v = found[op.k.id], found[op.v.id]
-            self._keys[op.layer][own] = stored(k.reshape(-1, op.n_head_kv, op.head_dim), of_keys)
+            k, v = found[op.k.id].reshape(-1, op.n_head_kv, op.head_dim), found[op.v.id]
+            if of_keys.rotated and op.centred and op.key_bias is not None:
+                k = k - key_centre(op, self._weight(op.key_bias.tensor))
+            self._keys[op.layer][own] = stored(k, of_keys)
             self._values[op.layer][own] = stored(v.reshape(-1, op.n_head_kv, op.head_dim_v), of_values)
         if op.blocks is not None:
             blocks = found[op.blocks.id].reshape(-1, op.n_head_kv, op.head_dim)
@@ -627,16 +629,9 @@ def normalised(
 
 def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
     """Rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; angles in float64."""
-    n_rot, half = op.rope.n_rot, op.rope.n_rot // 2
     cos, sin = (values[:, None, :] for values in cos_sin(op.rope, positions))  # [n_tokens, 1, n_rot / 2]
     out = x.reshape(len(x), op.n_head, op.head_dim).copy()
-    pairs = out[..., op.first : op.first + n_rot]
-    first, second = (
-        (pairs[..., 0::2], pairs[..., 1::2])
-        if op.rope.kind == "norm"
-        else (pairs[..., :half], pairs[..., half:])
-    )
-    first[...], second[...] = first * cos - second * sin, first * sin + second * cos
+    turn(out[..., op.first : op.first + op.rope.n_rot], op.rope, cos, sin)
     return out.reshape(x.shape)
 
 

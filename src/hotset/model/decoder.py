@@ -91,6 +91,7 @@ from hotset.model.operations import (
     Ffn,
     GaussianTopK,
     Heads,
+    KeyBias,
     LayerNorm,
     Linear,
     Mask,
@@ -374,12 +375,13 @@ class _Decoder(GraphBuilder):
                     v = self.add(UnitNorm(out, v, config.norm_eps, n_head_kv, **self.where))
                 self._stored[i] = k, v
         attn = self.value(f"{blk}.attn", config.n_head * dim_v)
+        key_bias = self._key_bias(blk, layer)
         self.add(
             Attention(
                 attn, q, k, v, config.n_head, n_head_kv, dim, dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
-                layer.source, config.slopes, config.causal, self.first_seen, **self.where,
+                layer.source, config.slopes, config.causal, self.first_seen, key_bias=key_bias, **self.where,
             )
         )  # fmt: skip
         if gate is not None:
@@ -530,6 +532,13 @@ class _Decoder(GraphBuilder):
             self.scaled(x, config.logit_scale, "logits")
 
     # ---- pieces of attention
+
+    def _key_bias(self, blk: str, layer: LayerConfig) -> KeyBias | None:
+        """Return the bias that all keys of a layer contain; None: there is none, or a norm changes it."""
+        for op in self.graph.ops:
+            if isinstance(op, Linear) and op.out.name == f"{blk}.attn_k" and op.bias is not None:
+                return None if layer.qk_norm else KeyBias(op.bias, op.first_row, layer.rope)
+        return None
 
     def _gated_query(self, both: Value, blk: str) -> tuple[Value, Value]:
         """The queries, and the gates before their sigmoid."""

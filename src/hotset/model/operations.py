@@ -374,6 +374,18 @@ class TransposedHeads(Operation):
 
 
 @dataclass(frozen=True)
+class KeyBias:
+    """The bias that all keys of a layer contain, each rotated to its position.
+
+    tensor: its name. first: its first number there. rope: of the keys; None: they are not rotated.
+    """
+
+    tensor: str
+    first: int
+    rope: Rope | None
+
+
+@dataclass(frozen=True)
 class Attention(Operation):
     """Attention over the paged cache of its layer; stores k and v of the batch first.
 
@@ -388,6 +400,8 @@ class Attention(Operation):
     blocks: as wide as k; a token also sees what this has at the last token of each block of block_size
     tokens from position 0 on that is complete, whatever the window is: one more key, which is its own value.
     They are stored too.
+    key_bias: what all keys contain, or None. If `centred`, a q4_0 cache subtracts its mean from each key
+    (rope.key_centre): this changes all scores of a query by one number, and so no weight of the softmax.
     """
 
     out: Value
@@ -408,8 +422,14 @@ class Attention(Operation):
     first_seen: int = 0
     blocks: Value | None = None
     block_size: int = 0
+    key_bias: KeyBias | None = None
 
     mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def centred(self) -> bool:
+        """Return whether one vector may be subtracted from all keys."""
+        return self.key_bias is not None and self.sinks is None and not self.softcap and self.blocks is None
 
     @property
     def cache_layer(self) -> int:

@@ -19,7 +19,7 @@ from hotset.model.keys import (
     YARN_LOG_MULTIPLIER,
     Keys,
 )
-from hotset.model.operations import PositionGain, Rope
+from hotset.model.operations import Attention, PositionGain, Rope
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -166,6 +166,37 @@ def latent_yarn_scale(keys: Keys) -> float:
 
 def _yarn_magnitude(factor: float, multiplier: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def turn(channels: np.ndarray, rope: Rope, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Rotate channels [..., n_rot] in place by angles whose cosines and sines are [..., n_rot / 2]."""
+    half = rope.n_rot // 2
+    first, second = (
+        (channels[..., 0::2], channels[..., 1::2])
+        if rope.kind == "norm"
+        else (channels[..., :half], channels[..., half:])
+    )
+    first[...], second[...] = first * cos - second * sin, first * sin + second * cos
+
+
+CENTRED = 4096
+"""Positions over which `key_centre` takes its mean."""
+
+
+def key_centre(op: Attention, bias: np.ndarray) -> np.ndarray:
+    """Return the mean of the bias of keys at the positions 0 to 4095, float32 [n_head_kv, head_dim].
+
+    bias: the tensor of op.key_bias. Channels that turn slowly have nearly their bias, fast ones nearly 0.
+    """
+    assert op.key_bias is not None
+    first, rope = op.key_bias.first, op.key_bias.rope
+    centre = bias[first : first + op.k.width].reshape(op.n_head_kv, op.head_dim).astype(np.float64)
+    if rope is not None:
+        mean_cos, mean_sin = (
+            values.mean(axis=0, dtype=np.float64) for values in cos_sin(rope, np.arange(CENTRED))
+        )
+        turn(centre[:, : rope.n_rot], rope, mean_cos, mean_sin)
+    return centre.astype(np.float32)
 
 
 def position_gain(op: PositionGain, positions: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.formats.source import WeightSource
+from hotset.model.cost import kv_formats
 from hotset.model.fusion import Buffers, Fused, fuse
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -66,11 +67,14 @@ from hotset.model.operations import (
     one_matrix,
 )
 from hotset.model.read_order import look_ahead
+from hotset.model.rope import key_centre
 from hotset.offload.streaming import Streamed
 from hotset.offload.weight_store import StoredWeights
 
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type of csrc/types.h
-_NOT_NATIVE = "layer", "part", "site", "input_major", "source", "xielu", "first_weight"  # fields of records
+_NOT_NATIVE = (
+    *("layer", "part", "site", "input_major", "source", "key_bias", "xielu", "first_weight"),
+)  # fields of records
 Facts = dict[str, Any]  # of an operation, by name; what is None is absent
 FetchKind = Literal["all", "selected", "nonzero", "routed", "tokens"]  # rows that operations behind it read
 LEAST = float(np.finfo(np.float32).smallest_subnormal)  # what is not below it fires
@@ -961,8 +965,11 @@ class _Emission:
         more = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, **self._cache(main)}
         if main.source is not None:  # they are stored
             more |= {"k": None, "v": None}
+        centre = None
+        if main.centred and main.key_bias is not None and kv_formats(more["kv_type"])[0].rotated:
+            centre = key_centre(main, decoded_vector(self._weights, main.key_bias.tensor)).ravel()
         slopes = None if main.slopes is None else np.array(main.slopes, np.float32)
-        self._plain(replace(main, q=q, k=k), **more, slopes=slopes)
+        self._plain(replace(main, q=q, k=k), **more, slopes=slopes, key_centre=centre)
 
     # ---- small things
 
