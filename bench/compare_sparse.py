@@ -248,7 +248,7 @@ def main() -> None:
 
     parts = {}
     for m in modes:  # also builds the sidecars that a mode needs
-        with hotset.load(m.file, n_ctx=64, n_threads=args.threads, backend="cpu", **m.settings) as model:
+        with hotset.load(m.file, n_ctx=64, n_threads=args.threads, device="cpu", **m.settings) as model:
             parts[m.name] = anatomy(model)
             made_of = parts[m.name]
             print(

@@ -53,7 +53,7 @@ def main() -> None:
     stats: dict[str, StatsSummary] = {}
     for _ in range(args.rounds):
         for mode in MODES:
-            with hotset.load(args.model, n_ctx=512, sparsity=mode, backend="cpu") as model:
+            with hotset.load(args.model, n_ctx=512, sparsity=mode, device="cpu") as model:
                 answer = model.generate(PROMPT, max_tokens=args.tokens, **SAMPLING)
             speeds[mode].append(answer.timings.predicted_per_second)
             assert answer.stats is not None, "a ReLU model has statistics"

@@ -193,7 +193,7 @@ class Bench:
             "-n",
             str(n),
         ]
-        return [*command, "-r", "1", "-b", "512", "-o", "json", "--no-gpu", *more]
+        return [*command, "-r", "1", "-b", "512", "-o", "json", "--device", "cpu", *more]
 
     def disk(self, model: Path) -> DiskRates:
         """How this disk is read, measured once in this run."""

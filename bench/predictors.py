@@ -134,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     kinds = args.kinds.split(",") if args.kinds else default_kinds(args.model)
     settings = {
-        "backend": "cpu",
+        "device": "cpu",
         "n_ctx": max(args.tokens, 64),
         "n_threads": args.threads,
         "activation": args.activation,

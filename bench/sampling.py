@@ -107,7 +107,7 @@ def main() -> None:
         path = Path(folder) / "large-vocabulary.gguf"
         write_model(path, SHAPE, GGMLType.Q4_0, args.vocab)
         peers.wait_until_quiet(args.force)
-        with hotset.load(path, n_threads=args.threads, backend="cpu") as model:
+        with hotset.load(path, n_threads=args.threads, device="cpu") as model:
 
             def speed(**params: Any) -> float:
                 answer = model.generate(PROMPT, max_tokens=args.tokens, ignore_eos=True, **params)

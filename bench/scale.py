@@ -81,7 +81,7 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
     from hotset.scale.stages import load_staged
     from hotset.settings import LoadSettings
 
-    settings = LoadSettings(n_ctx=2048, n_threads=args.threads, n_seqs=4, backend="cpu")
+    settings = LoadSettings(n_ctx=2048, n_threads=args.threads, n_seqs=4, device="cpu")
     times: dict[str, list[float]] = {}
     computed: dict[str, list[float]] = {}  # by all processes of a model
     with cluster("abc") as address:

@@ -171,12 +171,13 @@ def main() -> None:
     parser.add_argument("--n-ctx", type=int, default=1024)
     parser.add_argument("--kills", type=int, default=0)
     given = parser.parse_args()
-    settings = hotset.LoadSettings(backend="cpu", n_ctx=given.n_ctx, n_seqs=1)
+    settings = hotset.LoadSettings(device="cpu", n_ctx=given.n_ctx, n_seqs=1)
     known = {path.stem: expected(path, settings, given.tokens) for path in given.models}
     sizes = sorted(n_bytes for n_bytes, _ in known.values())
     budget = sum(sizes[1:])
     command = [
-        sys.executable, "-m", "hotset.cli.main", "serve", *map(str, given.models), "--port", "0", "--no-gpu",
+        sys.executable, "-m", "hotset.cli.main", "serve", *map(str, given.models), "--port", "0",
+        "--device", "cpu",
         "--ctx-size", str(given.n_ctx), "--contexts", "1", "--max-memory", str((budget + 4096) / _GIB),
         "--max-queue", str(given.requests),
     ]  # fmt: skip

@@ -154,7 +154,7 @@ def matrix(gguf: GGUFFile, name: str) -> np.ndarray:
 
 def score(path: Path, text: Path, chunks: int) -> float:
     """Perplexity over the beginning of a text."""
-    with hotset.load(path, backend="cpu", n_ctx=ROW) as model:
+    with hotset.load(path, device="cpu", n_ctx=ROW) as model:
         return model.perplexity(text.read_text("utf-8"), n_ctx=ROW, chunks=chunks).ppl
 
 
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8, help="of it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with hotset.load(arguments.model, backend="cpu", n_ctx=ROW) as model:
+    with hotset.load(arguments.model, device="cpu", n_ctx=ROW) as model:
         tokens = model.tokenizer.encode(arguments.text.read_text("utf-8"), add_special=True)
         rows = model.tokenizer.rows(tokens[: arguments.tokens], ROW)
         Splitter(arguments).write(model, rows, arguments.out)

@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, targets: list[Target]) -> tuple[float, lis
     with ExitStack() as opened:
 
         def load(**how: Any) -> hotset.Model:
-            settings = {"backend": "cpu", "n_threads": args.threads, "n_ctx": args.n_ctx} | how
+            settings = {"device": "cpu", "n_threads": args.threads, "n_ctx": args.n_ctx} | how
             return opened.enter_context(hotset.load(args.model, **settings))
 
         models = [load(), *(load(thresholds=target.file) for target in targets)]

@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(path: Path) -> Iterator[hotset.Model]:
-    with hotset.load(path, backend="reference", max_batch=32) as model:
+    with hotset.load(path, device="reference", max_batch=32) as model:
         yield model
 
 
@@ -95,10 +95,10 @@ def test_chunks_and_a_reused_prefix_change_nothing(path: Path, backend: Any):
     def logprobs(answer: hotset.Completion) -> list[float]:
         return [entry.logprob for entry in answer.logprobs]
 
-    with hotset.load(path, backend=backend, kv_type=kv_type, max_batch=512) as whole:
+    with hotset.load(path, device=backend, kv_type=kv_type, max_batch=512) as whole:
         expected = whole.logits(tokens)
         first = whole.generate([*tokens, 1], **params, reuse_prefix=False)
-    with hotset.load(path, backend=backend, kv_type=kv_type, max_batch=32) as model:
+    with hotset.load(path, device=backend, kv_type=kv_type, max_batch=32) as model:
         np.testing.assert_allclose(model.logits(tokens), expected, rtol=tolerance, atol=tolerance)
         again = model.generate([*tokens, 1], **params)
         fresh = model.generate([*tokens, 1], **params, reuse_prefix=False)
@@ -151,7 +151,7 @@ def test_the_number_of_running_answers_is_a_setting(path: Path):
     prompts = [f"prompt {i}" for i in range(5)]
     answers = []
     for max_sequences in (1, 2, 16):
-        with hotset.load(path, backend="reference", n_seqs=5, max_sequences=max_sequences) as model:
+        with hotset.load(path, device="reference", n_seqs=5, max_sequences=max_sequences) as model:
             assert model.engine.max_sequences == max_sequences
             answers.append([a.tokens for a in model.generate_many(prompts, seed=1, max_tokens=10)])
     assert answers[0] == answers[1] == answers[2]
@@ -227,7 +227,7 @@ def test_the_end_of_sequence_token_has_no_text(model: hotset.Model):
 
 def test_an_end_that_the_file_types_as_text_has_none_either(tmp_path: Path):
     path = write_model(tmp_path / "plain.gguf", **{"tokenizer.ggml.eos_token_id": ord("q")})
-    with hotset.load(path, backend="reference") as model:
+    with hotset.load(path, device="reference") as model:
         answer = model.generate("hello", seed=1, logit_bias={ord("q"): 500})
     assert (answer.tokens, answer.text, answer.finish_reason) == ([ord("q")], "", "stop")
 
@@ -262,7 +262,7 @@ def test_chat_calls_functions(tmp_path: Path):
     path = write_model(tmp_path / "calls.gguf", **{"tokenizer.chat_template": THINKS})
     question: list[Any] = [{"role": "user", "content": "weather?"}]
     sampled: dict[str, Any] = {"tools": [WEATHER, CLOCK], "temperature": 0}
-    with hotset.load(path, backend="reference", n_ctx=2048) as model:
+    with hotset.load(path, device="reference", n_ctx=2048) as model:
         written(model, f"hm</think>I look.\n{CALL}\n" + CALL.replace("Rome", "Oslo"))
         message = model.chat(question, **sampled)
         assert (message.reasoning, message.content) == ("hm", "I look.")
@@ -290,7 +290,7 @@ def test_chat_calls_functions(tmp_path: Path):
 def test_a_required_call_follows_a_grammar(tmp_path: Path):
     path = write_model(tmp_path / "calls.gguf", **{"tokenizer.chat_template": HERMES})
     question: list[Any] = [{"role": "user", "content": "weather?"}]
-    with hotset.load(path, backend="reference", n_ctx=2048) as model:
+    with hotset.load(path, device="reference", n_ctx=2048) as model:
         for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
             message = model.chat(
                 question, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, seed=1
@@ -311,27 +311,27 @@ def test_a_required_call_follows_a_grammar(tmp_path: Path):
 def test_another_template_replaces_a_broken_one(tmp_path: Path, given: str):
     path = write_model(tmp_path / "broken.gguf", **{"tokenizer.chat_template": "{% if %}"})
     with (
-        hotset.load(path, backend="reference") as model,
+        hotset.load(path, device="reference") as model,
         pytest.raises(hotset.HotsetError, match="not valid"),
     ):
         _ = model.chat_template
-    with hotset.load(path, backend="reference", chat_template=given) as model:
+    with hotset.load(path, device="reference", chat_template=given) as model:
         assert model.chat_template.source == named(given)
         assert model.encode_chat([{"role": "user", "content": "x"}])
     with pytest.raises(hotset.InvalidRequestError, match="no chat template 'chat'"):
-        hotset.load(path, backend="reference", chat_template="chat")
+        hotset.load(path, device="reference", chat_template="chat")
 
 
 def test_a_template_without_bos_gets_one(tmp_path: Path):
     template = TEMPLATE.replace("{{ bos_token }}", "")
     path = write_model(tmp_path / "plain.gguf", **{"tokenizer.chat_template": template})
-    with hotset.load(path, backend="reference") as model:
+    with hotset.load(path, device="reference") as model:
         tokens = model.encode_chat([{"role": "user", "content": "x"}])
         assert tokens[:2] == [BOS, 258]
     path = write_model(
         tmp_path / "none.gguf", **{"tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": template}
     )
-    with hotset.load(path, backend="reference") as model:
+    with hotset.load(path, device="reference") as model:
         assert model.encode_chat([{"role": "user", "content": "x"}])[0] == 258
 
 
@@ -490,11 +490,11 @@ def test_perplexity_checks_its_parameters(model: hotset.Model, options: dict[str
 @pytest.mark.parametrize("budget", ["8", True, math.nan, math.inf, -2, [1]], ids=str)
 def test_a_memory_budget_that_is_no_number_is_a_sentence(path: Path, budget: Any):
     with pytest.raises(hotset.InvalidRequestError, match="a memory budget is a number of GiB above 0"):
-        hotset.load(path, device="cpu", vram_budget=budget)
+        hotset.load(path, device="simulated", vram_budget=budget)
 
 
 def test_a_closed_model_says_so(path: Path):
-    model = hotset.load(path, backend="reference")
+    model = hotset.load(path, device="reference")
     gate, step = threading.Semaphore(1), model.backend.step
 
     def gated(batch: Any) -> Any:
@@ -518,23 +518,23 @@ def test_a_closed_model_says_so(path: Path):
 
 
 def test_load_chooses_a_context(path: Path):
-    with hotset.load(path, backend="reference") as model:
+    with hotset.load(path, device="reference") as model:
         assert model.n_ctx == model.config.n_ctx_train == 256
         assert model.bytes_per_token > 0
         assert "tiny.gguf" in repr(model)
     with (
         pytest.warns(UserWarning, match="longer than the 256"),
-        hotset.load(path, backend="reference", n_ctx=300) as model,
+        hotset.load(path, device="reference", n_ctx=300) as model,
     ):
         assert len(model.generate([1] * 290, seed=1, ignore_eos=True).tokens) == 10
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "device"])
-def test_the_context_chooses_the_rotation(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize("device", ["reference", "cpu", "simulated"])
+def test_the_context_chooses_the_rotation(tmp_path: Path, device: str) -> None:
     """Of a file with factors for contexts up to the original one, and others for longer ones."""
-    if backend == "device":
+    if device == "simulated":
         pytest.importorskip("torch")
-    settings: dict[str, Any] = {"device": "cpu"} if backend == "device" else {"backend": backend}
+    settings: dict[str, Any] = {"device": device}
     short, long = np.linspace(1, 2, 16).tolist(), np.linspace(1, 8, 16).tolist()
     factors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
     original = {"llama.rope.scaling.original_context_length": 64}
@@ -562,25 +562,25 @@ def test_the_context_chooses_the_rotation(tmp_path: Path, backend: str) -> None:
         ({"n_seqs": 0}, "n_seqs must be at least 1, not 0"),
         ({"max_sequences": "4"}, "max_sequences must be a whole number"),
         ({"kv_type": "q4_1"}, "kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not 'q4_1'"),
-        ({"backend": "gpu"}, "backend must be one of auto, cpu, reference"),
+        ({"device": "gpu"}, "the device 'gpu' is not known; it is one of auto, cpu, "),
         ({"activation": "tanh"}, "activation 'tanh' is not known"),
     ],
     ids=str,
 )
 def test_load_checks_its_parameters(path: Path, options: dict[str, Any], message: str):
     with pytest.raises(hotset.InvalidRequestError, match=message):
-        hotset.load(path, **{"backend": "reference", **options})
+        hotset.load(path, **{"device": "reference", **options})
 
 
 def test_load_refuses_a_context_larger_than_the_memory(path: Path):
     with pytest.raises(hotset.OutOfMemoryError, match=r"needs a cache of .* GB"):
-        hotset.load(path, backend="reference", n_ctx=10**13)
+        hotset.load(path, device="reference", n_ctx=10**13)
 
 
 def test_a_plan_refuses_a_cache_that_does_not_fit(tmp_path: Path):
     model = write_llama(tmp_path / "narrow.gguf", head_dim=24)
     with pytest.raises(hotset.UnsupportedModelError, match="the keys of this model have 24"):
-        hotset.plan(model, backend="cpu", kv_type="q4_0")
+        hotset.plan(model, device="cpu", kv_type="q4_0")
 
 
 def test_load_of_nothing(tmp_path: Path):

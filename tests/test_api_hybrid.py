@@ -54,13 +54,13 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def expected(model: Path) -> Iterator[np.ndarray]:
-    with hotset.load(model, backend="cpu", **SMALL) as loaded:
+    with hotset.load(model, device="cpu", **SMALL) as loaded:
         yield loaded.logits("Hello there").copy()
 
 
 def budget(model: Path, fraction: float) -> float:
     """GiB between the least that holds every layer's fixed part and the whole model."""
-    whole = hotset.plan(model, device="cpu", vram_budget=1.0, **SMALL)
+    whole = hotset.plan(model, device="simulated", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.budget is not None
     planned = whole.budget.devices[0]
@@ -82,7 +82,7 @@ def test_without_a_device_the_cpu_computes_alone(model: Path, monkeypatch: pytes
 
 
 def test_a_model_that_fits_is_wholly_on_the_device(model: Path, expected: np.ndarray) -> None:
-    with hotset.load(model, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+    with hotset.load(model, device="simulated", vram_budget=1.0, **SMALL) as loaded:
         assert loaded.backend.name == "gpu"
         assert loaded.placement is not None
         assert loaded.placement.is_whole
@@ -95,9 +95,9 @@ def test_a_moe_is_on_the_device_but_for_its_experts(tmp_path: Path, n_gpu_layers
         tmp_path / "experts.gguf", experts=(8, 2), n_layer=3, n_ff_shared=64,
         n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
     )  # fmt: skip
-    with hotset.load(path, backend="cpu", **SMALL) as loaded:
+    with hotset.load(path, device="cpu", **SMALL) as loaded:
         expected = loaded.logits("Hello there").copy()
-    settings: dict[str, Any] = {"device": "cpu", "vram_budget": 1.0, "n_gpu_layers": n_gpu_layers}
+    settings: dict[str, Any] = {"device": "simulated", "vram_budget": 1.0, "n_gpu_layers": n_gpu_layers}
     with hotset.load(path, **settings, **SMALL) as loaded:
         assert loaded.backend.name == "hybrid"
         assert loaded.placement is not None
@@ -117,14 +117,14 @@ def moe_layer(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_what_a_budget_leaves_are_slots_for_experts(moe_layer: Path, share: float) -> None:
-    whole = hotset.plan(moe_layer, device="cpu", vram_budget=1.0, **SMALL)
+    whole = hotset.plan(moe_layer, device="simulated", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.expert_slots == (24,)
     assert whole.budget is not None
     planned = whole.budget.devices[0]
     assert planned.experts > 24 * 3 * 128 * 64 * 4
     gib = (planned.total - (1 - share) * planned.experts) / GIB
-    with hotset.load(moe_layer, device="cpu", vram_budget=gib, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="simulated", vram_budget=gib, **SMALL) as loaded:
         placement = loaded.placement
         assert placement is not None
         [n_slots] = placement.expert_slots
@@ -138,7 +138,7 @@ def test_what_a_budget_leaves_are_slots_for_experts(moe_layer: Path, share: floa
         found = [loaded.logits("Hello there").copy() for _ in range(3)]
         [memory] = loaded.device_memory()
         assert memory.used <= memory.planned.total <= gib * GIB
-    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="simulated", vram_budget=1.0, **SMALL) as loaded:
         expected = loaded.logits("Hello there")
         for logits in found:
             np.testing.assert_array_equal(logits, expected)
@@ -146,14 +146,14 @@ def test_what_a_budget_leaves_are_slots_for_experts(moe_layer: Path, share: floa
 
 @pytest.mark.parametrize(("layers", "n_slots"), [((), 24), ((0,), 16), ((1, 7), 16), (range(1024), 0)])
 def test_experts_that_are_left_to_the_cpu(moe_layer: Path, layers: Sequence[int], n_slots: int) -> None:
-    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, cpu_experts=layers, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="simulated", vram_budget=1.0, cpu_experts=layers, **SMALL) as loaded:
         assert loaded.placement is not None
         assert loaded.placement.expert_slots == (n_slots,)
         assert loaded.placement.n_cpu_layers == 0
         found = loaded.logits("Hello there").copy()
         [memory] = loaded.device_memory()
         assert memory.used <= memory.planned.total
-    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="simulated", vram_budget=1.0, **SMALL) as loaded:
         np.testing.assert_array_equal(loaded.logits("Hello there"), found)
 
 
@@ -161,14 +161,14 @@ def test_experts_that_are_left_to_the_cpu(moe_layer: Path, layers: Sequence[int]
 def test_a_plan_says_who_computes_what_is_missing(
     moe_layer: Path, forced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = hotset.plan(moe_layer, device="cpu", vram_budget=1.0, **SMALL)
+    whole = hotset.plan(moe_layer, device="simulated", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.budget is not None
     assert whole.fetching == (None,)  # all experts have a slot
     planned = whole.budget.devices[0]
     gib = (planned.total - 0.4 * planned.experts) / GIB
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", forced)
-    with hotset.load(moe_layer, device="cpu", vram_budget=gib, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="simulated", vram_budget=gib, **SMALL) as loaded:
         placement = loaded.placement
         assert placement is not None
         [n_slots], [fetching] = placement.expert_slots, placement.fetching
@@ -185,13 +185,13 @@ def test_a_plan_says_who_computes_what_is_missing(
             assert counts.streamed == 0
         else:
             assert fetching.n_spare >= 2
-            assert ("cpu fetches 2 of 2 experts" in said) or not forced
+            assert ("simulated fetches 2 of 2 experts" in said) or not forced
             assert counts.streamed > 0  # of a prompt, whatever becomes of single tokens
             # Slots of both kinds are within what was planned for experts, and use it.
             assert memory.planned.experts * 0.8 < memory.measured["experts"] <= memory.planned.experts
         assert counts.on_cpu > 0 or forced != "cpu"
         assert counts.on_cpu == 0 or forced != "fetch"
-    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="simulated", vram_budget=1.0, **SMALL) as loaded:
         expected = loaded.logits("Hello there, and more of a prompt")
     for logits in found:
         np.testing.assert_array_equal(logits, expected)
@@ -201,7 +201,7 @@ def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
     from cli_runs import hotset as outside
     from cli_runs import inside
 
-    device = ("--device", "cpu", "--vram-budget", 1, "-c", 128)
+    device = ("--device", "simulated", "--vram-budget", 1, "-c", 128)
     asked = ("run", moe_layer, "Hello there", "-n", 6, "--temp", 0, *device)
     said = inside(*asked).stderr
     assert "experts were in the cache" in said
@@ -217,7 +217,7 @@ def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
     assert experts["hits"] + experts["read"] > 0  # all that has room may have been read before
     assert experts["on_cpu"] == experts["fetched"] == 0
     assert "experts were in the cache" in outside(*budgeted).stderr
-    alone = inside("run", moe_layer, "Hello there", "-n", 2, "--temp", 0, "--no-gpu")
+    alone = inside("run", moe_layer, "Hello there", "-n", 2, "--temp", 0, "--device", "cpu")
     assert alone.returncode == 0, alone.stderr
     assert "experts were" not in alone.stderr
 
@@ -234,9 +234,7 @@ def test_a_server_counts_experts(moe_layer: Path) -> None:
         plan = (await client.get("/plan")).json()
         assert plan["placement"]["devices"][0]["experts"] > 0
 
-    tiny_server.run(
-        moe_layer, work, load={"n_ctx": 64, "backend": "auto", "device": "cpu", "vram_budget": 1.0}
-    )
+    tiny_server.run(moe_layer, work, load={"n_ctx": 64, "device": "simulated", "vram_budget": 1.0})
 
 
 def test_experts_with_predictors_stay_on_the_cpu(tmp_path: Path) -> None:
@@ -244,7 +242,7 @@ def test_experts_with_predictors_stay_on_the_cpu(tmp_path: Path) -> None:
     recipe = tiny_models.EXPERTS["turbosparse-mixtral"]
     path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
     with pytest.raises(UnsupportedModelError, match="experts with predictors of their own are computed on"):
-        hotset.load(path, device="cpu", vram_budget=1.0, **SMALL)
+        hotset.load(path, device="simulated", vram_budget=1.0, **SMALL)
 
 
 @pytest.mark.parametrize("fraction", [0.2, 0.5])
@@ -253,7 +251,7 @@ def test_within_a_budget_neurons_are_split_and_the_answer_is_the_same(
 ) -> None:
     write_activations(model.parent / "activation", counts(100))
     gib = budget(model, fraction)
-    with hotset.load(model, device="cpu", vram_budget=gib, **SMALL) as loaded:
+    with hotset.load(model, device="simulated", vram_budget=gib, **SMALL) as loaded:
         placement = loaded.placement
         assert placement is not None
         assert loaded.backend.name == "hybrid"
@@ -266,17 +264,17 @@ def test_within_a_budget_neurons_are_split_and_the_answer_is_the_same(
         assert memory.used <= memory.planned.total <= gib * GIB
         assert memory.planned.total >= 0.95 * gib * GIB
         answers = loaded.generate_many(["Hello", "World, hello"], max_tokens=5, temperature=0)
-    with hotset.load(model, backend="cpu", **SMALL) as alone:
+    with hotset.load(model, device="cpu", **SMALL) as alone:
         for prompt, answer in zip(["Hello", "World, hello"], answers, strict=True):
             assert alone.generate(prompt, max_tokens=5, temperature=0).tokens == answer.tokens
 
 
 def test_two_devices_follow_one_another(model: Path, expected: np.ndarray) -> None:
     half = budget(model, 0.0) * 0.75
-    with hotset.load(model, device=["cpu", "cpu"], vram_budget=half, **SMALL) as loaded:
+    with hotset.load(model, device=["simulated", "simulated"], vram_budget=half, **SMALL) as loaded:
         placement = loaded.placement
         assert placement is not None
-        assert placement.devices == ("cpu", "cpu")
+        assert placement.devices == ("simulated", "simulated")
         owners = [place.device for place in placement.layers]
         assert owners == sorted(owners)
         assert {0, 1} <= set(owners)
@@ -288,7 +286,7 @@ def test_two_devices_follow_one_another(model: Path, expected: np.ndarray) -> No
 
 
 def test_as_many_layers_as_are_asked_for(model: Path, expected: np.ndarray) -> None:
-    with hotset.load(model, device="cpu", vram_budget=1.0, n_gpu_layers=2, **SMALL) as loaded:
+    with hotset.load(model, device="simulated", vram_budget=1.0, n_gpu_layers=2, **SMALL) as loaded:
         assert loaded.placement is not None
         assert [place.device for place in loaded.placement.layers] == [CPU] * 4 + [0, 0]
         assert close(loaded.logits("Hello there"), expected)
@@ -298,9 +296,9 @@ def test_as_many_layers_as_are_asked_for(model: Path, expected: np.ndarray) -> N
 
 def test_a_dense_model_goes_by_layers(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "dense.gguf", keys=vocabulary(), n_vocab=101)
-    with hotset.load(path, backend="cpu", **SMALL) as alone:
+    with hotset.load(path, device="cpu", **SMALL) as alone:
         expected = alone.logits([1, 2, 3]).copy()
-    with hotset.load(path, device="cpu", vram_budget=1.0, n_gpu_layers=1, **SMALL) as loaded:
+    with hotset.load(path, device="simulated", vram_budget=1.0, n_gpu_layers=1, **SMALL) as loaded:
         assert loaded.placement is not None
         assert loaded.placement.n_cpu_layers == len(loaded.placement.layers) - 1
         assert loaded.placement.hot_share is None
@@ -311,7 +309,7 @@ def test_neurons_stay_together_where_that_is_asked_or_all_are_computed(model: Pa
     gib = budget(model, 0.5)
     settings: dict[str, Any]
     for settings in ({"split": "layers"}, {"sparsity": "dense"}):
-        found = hotset.plan(model, device="cpu", vram_budget=gib, **settings, **SMALL)
+        found = hotset.plan(model, device="simulated", vram_budget=gib, **settings, **SMALL)
         assert found is not None
         assert not any(place.is_split for place in found.layers)
         assert found.n_cpu_layers > 0
@@ -326,7 +324,7 @@ def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.
     monkeypatch.setattr(gather, "_run_builtin", lambda *a: runs.append(1) or run(*a))
     gib = budget(model, 0.5)
     for _ in range(2):
-        found = hotset.plan(model, device="cpu", vram_budget=gib, **SMALL)
+        found = hotset.plan(model, device="simulated", vram_budget=gib, **SMALL)
         assert found is not None
         assert "a short text that comes with hotset" in " ".join(found.notes)
     assert len(runs) == 1
@@ -340,7 +338,7 @@ def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(mode
     gib = budget(model, 0.5)
 
     def notes() -> list[str]:
-        found = hotset.plan(model, device="cpu", vram_budget=gib, **SMALL)
+        found = hotset.plan(model, device="simulated", vram_budget=gib, **SMALL)
         assert found is not None
         return [note for note in found.notes if note.startswith("hotness")]
 
@@ -361,7 +359,7 @@ def test_counts_are_taken_from_where_they_are(model: Path) -> None:
     gib = budget(model, 0.4)
 
     def hot() -> tuple[list[int], str]:
-        found = hotset.plan(model, device="cpu", vram_budget=gib, **SMALL)
+        found = hotset.plan(model, device="simulated", vram_budget=gib, **SMALL)
         assert found is not None
         masks = [place.hot for place in found.layers if place.hot is not None]
         return [int(np.flatnonzero(mask)[0]) for mask in masks if mask.any()], " ".join(found.notes)
@@ -371,7 +369,7 @@ def test_counts_are_taken_from_where_they_are(model: Path) -> None:
     assert "as published" in notes
     assert first
     assert set(first) <= {0, 100}  # the hottest first; from 0 on where the budget takes more
-    with hotset.load(model, backend="cpu", **SMALL) as loaded:
+    with hotset.load(model, device="cpu", **SMALL) as loaded:
         own = profile.Profile(
             tuple(layer.astype(np.uint64) for layer in counts(200)), 1000, sidecar.fingerprint(loaded.gguf),
             ("x",),
@@ -380,7 +378,7 @@ def test_counts_are_taken_from_where_they_are(model: Path) -> None:
     assert "profile.hotset.gguf, 1000 tokens" in hot()[1]
     given = model.parent / "given.gguf"
     own.save(given)
-    found = hotset.plan(model, device="cpu", vram_budget=gib, profile=given, **SMALL)
+    found = hotset.plan(model, device="simulated", vram_budget=gib, profile=given, **SMALL)
     assert found is not None
     assert "the profile that was given" in " ".join(found.notes)
     for place in found.layers:
@@ -398,7 +396,7 @@ def test_an_index_says_which_neurons_are_on_the_device(model: Path, expected: np
     masks[2][:] = True
     path = model.parent / "model.generated.gpuidx"
     write_gpu_index(path, GPUIndex(1 << 20, masks))
-    with hotset.load(model, device="cpu", vram_budget=1.0, gpu_index=path, **SMALL) as loaded:
+    with hotset.load(model, device="simulated", vram_budget=1.0, gpu_index=path, **SMALL) as loaded:
         assert loaded.placement is not None
         first, second, third = (place.hot for place in loaded.placement.layers[:3])
         assert np.array_equal(first, masks[0])
@@ -407,10 +405,10 @@ def test_an_index_says_which_neurons_are_on_the_device(model: Path, expected: np
         assert third is None
         assert close(loaded.logits("Hello there"), expected)
     with pytest.raises(OutOfMemoryError, match=r"the GPU index needs 0\.\d+ GiB"):
-        hotset.plan(model, device="cpu", vram_budget=0.001, gpu_index=path, **SMALL)
+        hotset.plan(model, device="simulated", vram_budget=0.001, gpu_index=path, **SMALL)
     write_gpu_index(path, GPUIndex(1, [mask[:100] for mask in masks]))
     with pytest.raises(FormatError, match="each of 512 neurons"):
-        hotset.plan(model, device="cpu", vram_budget=1.0, gpu_index=path, **SMALL)
+        hotset.plan(model, device="simulated", vram_budget=1.0, gpu_index=path, **SMALL)
 
 
 # -- what is kept, and what is refused -----------------------------------------------------------
@@ -422,7 +420,7 @@ def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
     gib = budget(model, 0.5)
     solved.clear()
-    settings: dict[str, Any] = {"device": "cpu", "vram_budget": gib, **SMALL}
+    settings: dict[str, Any] = {"device": "simulated", "vram_budget": gib, **SMALL}
     first, again = hotset.plan(model, **settings), hotset.plan(model, **settings)
     assert first is not None
     assert again is not None
@@ -445,7 +443,7 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
     limits = []
     for free in (3 * GIB + 5, 3 * GIB + 12_345_678, 2 * GIB):
         monkeypatch.setattr(planning, "free_bytes", lambda device, free=free: free)
-        found = hotset.plan(model, device="cpu", **SMALL)
+        found = hotset.plan(model, device="simulated", **SMALL)
         assert found is not None
         assert found.budget is not None
         limits += [planned.limit for planned in found.budget.devices]
@@ -456,7 +454,7 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home: Path) -> None:
     """Of another version, or damaged: what was kept is a hint, and the budget is checked again."""
-    settings: dict[str, Any] = {"device": "cpu", "vram_budget": budget(model, 0.5), **SMALL}
+    settings: dict[str, Any] = {"device": "simulated", "vram_budget": budget(model, 0.5), **SMALL}
     for path in (home / "cache" / "placements").glob("*.npz"):
         path.unlink()
     first = hotset.plan(model, **settings)
@@ -481,12 +479,14 @@ def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home:
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"cannot be placed in 0.00 GiB on cpu: the smallest budget"):
-        hotset.load(model, device="cpu", vram_budget=0.0001, **SMALL)
+    with pytest.raises(
+        OutOfMemoryError, match=r"cannot be placed in 0.00 GiB on simulated: the smallest budget"
+    ):
+        hotset.load(model, device="simulated", vram_budget=0.0001, **SMALL)
     with pytest.raises(OutOfMemoryError, match="more than the"):
-        hotset.load(model, device="cpu", vram_budget=1e5, **SMALL)
+        hotset.load(model, device="simulated", vram_budget=1e5, **SMALL)
     with pytest.raises(InvalidRequestError, match="the backend cpu computes on the CPU alone"):
-        hotset.load(model, backend="cpu", vram_budget=1.0)
+        hotset.load(model, device="cpu", vram_budget=1.0)
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
         hotset.load(model, vram_budget=1.0)
@@ -494,9 +494,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(model: Path, monkeypatch: pytes
 
 def test_the_smallest_budget_that_is_named_works(model: Path) -> None:
     with pytest.raises(OutOfMemoryError) as error:
-        hotset.plan(model, device="cpu", vram_budget=0.0001, **SMALL)
+        hotset.plan(model, device="simulated", vram_budget=0.0001, **SMALL)
     named = float(str(error.value).split("works is ")[1].split(" GiB")[0])
-    assert hotset.plan(model, device="cpu", vram_budget=named, **SMALL) is not None
+    assert hotset.plan(model, device="simulated", vram_budget=named, **SMALL) is not None
 
 
 def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
@@ -507,7 +507,7 @@ def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
 
     monkeypatch.setattr(opening, "open_chain", fails)
     with pytest.raises(OutOfMemoryError, match=r"ran out of memory .*--vram-budget 0\.0\d+"):
-        hotset.load(model, device="cpu", vram_budget=budget(model, 0.5), **SMALL)
+        hotset.load(model, device="simulated", vram_budget=budget(model, 0.5), **SMALL)
 
 
 def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads that a q8_0 cache fits
-    monkeypatch.setattr(detect, "wanted_devices", lambda settings: (("cpu",), None))
+    monkeypatch.setattr(detect, "wanted_devices", lambda settings: (("simulated",), None))
     with pytest.warns(UserWarning, match="the GPU is not used: a q8_0 cache runs on the CPU only"):
         loaded = hotset.load(model, kv_type="q8_0", **SMALL)
     assert loaded.backend.name == "cpu"
@@ -537,8 +537,8 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
 def test_a_device_that_was_asked_for_must_take_the_model(tmp_path: Path) -> None:
     model = write_sparse(tmp_path / "wide.gguf", n_embd=128)
     for make in (hotset.load, hotset.plan):
-        with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only: use f16"):
-            make(model, device="cpu", kv_type="q8_0", **SMALL)
+        with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only; use f16"):
+            make(model, device="simulated", kv_type="q8_0", **SMALL)
 
 
 def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
@@ -547,7 +547,7 @@ def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
     def fails(*_: Any) -> None:
         raise OutOfMemoryError("cuda:0 ran out of memory while computing 5 tokens")
 
-    with hotset.load(model, device="cpu", vram_budget=budget(model, 0.5), **SMALL) as loaded:
+    with hotset.load(model, device="simulated", vram_budget=budget(model, 0.5), **SMALL) as loaded:
         with monkeypatch.context() as patch:
             patch.setattr(type(loaded.backend), "step", fails)
             with pytest.raises(OutOfMemoryError, match=r"computing 5 tokens; try --vram-budget 0\.0\d+"):
@@ -564,10 +564,10 @@ def test_every_architecture_is_planned_and_placed(tmp_path: Path, name: str) -> 
 
     path = to_gguf(RECIPES[name], build(RECIPES[name]), tmp_path)
     ids = np.random.default_rng(0).integers(0, 320, 60).tolist()
-    with hotset.load(path, backend="cpu", **SMALL) as loaded:
+    with hotset.load(path, device="cpu", **SMALL) as loaded:
         wanted = loaded.logits(ids)
     for n_gpu_layers in (None, 1):
-        settings = {"device": "cpu", "vram_budget": 1.0, "n_gpu_layers": n_gpu_layers, **SMALL}
+        settings = {"device": "simulated", "vram_budget": 1.0, "n_gpu_layers": n_gpu_layers, **SMALL}
         planned = hotset.plan(path, **settings)
         assert planned is not None
         assert planned.is_whole == (n_gpu_layers is None)

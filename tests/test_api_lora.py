@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(folder: Path) -> Iterator[hotset.Model]:
-    with hotset.load(folder / "tiny.gguf", backend="cpu") as model:
+    with hotset.load(folder / "tiny.gguf", device="cpu") as model:
         yield model
 
 
@@ -63,7 +63,7 @@ def answers(
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_model_with_an_adapter_is_the_merged_one(folder: Path, backend: str) -> None:
     """Greedy answers of random models: logits that far apart are not changed by rounding."""
-    given = {"backend": backend, "max_batch": 256}
+    given = {"device": backend, "max_batch": 256}
     with hotset.load(folder / "merged.gguf", **given) as merged:
         expected = merged.generate(PROMPT, temperature=0, max_tokens=12).tokens
     with hotset.load(folder / "tiny.gguf", lora=folder / "one.gguf", **given) as model:
@@ -81,11 +81,11 @@ def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
         "none": None, "one": ["one.gguf"], "half": ["one.gguf:0.5"], "both": ["one.gguf", "two.gguf:-0.25"],
     }.items():  # fmt: skip
         paths = None if lora is None else [str(folder / one) for one in lora]
-        with hotset.load(folder / "tiny.gguf", lora=paths, backend="cpu") as model:
+        with hotset.load(folder / "tiny.gguf", lora=paths, device="cpu") as model:
             alone[name] = answers(model, {name: None})[name]
     assert len({tuple(tokens) for tokens in alone.values()}) == 4
     given = {"lora": [folder / "two.gguf", (folder / "one.gguf", 1)], "n_seqs": 4, "max_batch": 100}
-    with hotset.load(folder / "tiny.gguf", backend="cpu", **given) as model:
+    with hotset.load(folder / "tiny.gguf", device="cpu", **given) as model:
         choices = {
             "none": NO_ADAPTERS, "one": model.adapters.resolve({"one": 1.0}),
             "half": model.adapters.resolve({1: 0.5}),
@@ -176,7 +176,7 @@ def test_wrong_use_is_one_message(folder: Path, model: hotset.Model, tmp_path: P
 
 def test_a_load_that_fails_leaves_nothing_open(folder: Path) -> None:
     with pytest.raises(HotsetError, match="is not an adapter"):
-        hotset.load(folder / "tiny.gguf", lora=folder / "tiny.gguf", backend="cpu")
+        hotset.load(folder / "tiny.gguf", lora=folder / "tiny.gguf", device="cpu")
     assert not [thread for thread in _threads() if not thread.closed and thread.engine.has_work]
 
 
@@ -187,7 +187,7 @@ def _threads() -> list[EngineThread]:
 
 
 def test_a_cache_on_disk_knows_adapters(folder: Path, tmp_path: Path) -> None:
-    given = {"backend": "cpu", "cache_dir": tmp_path, "lora": folder / "one.gguf", "n_seqs": 4}
+    given = {"device": "cpu", "cache_dir": tmp_path, "lora": folder / "one.gguf", "n_seqs": 4}
     found = []
     for _ in range(2):
         with hotset.load(folder / "tiny.gguf", **given) as model:
@@ -199,10 +199,10 @@ def test_a_cache_on_disk_knows_adapters(folder: Path, tmp_path: Path) -> None:
 
 
 def test_drafts_leave_answers_with_adapters_as_they_are(folder: Path) -> None:
-    with hotset.load(folder / "tiny.gguf", lora=folder / "one.gguf", backend="cpu") as model:
+    with hotset.load(folder / "tiny.gguf", lora=folder / "one.gguf", device="cpu") as model:
         expected = answers(model, {"a": None, "b": NO_ADAPTERS})
     for speculate in ({"speculate": "ngram"}, {"draft": folder / "tiny.gguf"}):
-        given = {"lora": folder / "one.gguf", "backend": "cpu", **speculate}
+        given = {"lora": folder / "one.gguf", "device": "cpu", **speculate}
         with hotset.load(folder / "tiny.gguf", **given) as model:
             assert answers(model, {"a": None, "b": NO_ADAPTERS}) == expected
 
@@ -236,7 +236,7 @@ def test_devices_do_not_compute_adapters() -> None:
 
 def test_adapters_beside_a_budget_of_memory(folder: Path) -> None:
     """What is read from disk as needed, and adapters: the same answers."""
-    given = {"lora": folder / "one.gguf", "backend": "cpu", "n_ctx": 256}
+    given = {"lora": folder / "one.gguf", "device": "cpu", "n_ctx": 256}
     with hotset.load(folder / "tiny.gguf", **given) as model:
         expected = answers(model, {"a": None})
     with hotset.load(folder / "tiny.gguf", ram_budget=4.0, **given) as model:

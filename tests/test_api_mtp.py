@@ -43,7 +43,7 @@ nextn_models = pytest.importorskip("nextn_models")
 __all__ = ["steady"]  # the fixture
 
 N_CTX, N_PAGES = 256, 5
-SMALL: dict[str, Any] = {"backend": "cpu", "n_ctx": N_CTX, "n_threads": 2, "n_seqs": 4}
+SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": N_CTX, "n_threads": 2, "n_seqs": 4}
 SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
 PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # of different lengths, over several pages
 KINDS: list[dict[str, Any]] = [
@@ -290,7 +290,7 @@ def test_what_cannot_draft_says_so(path_of: Callable[[str], Path], tmp_path: Pat
         hotset.load(write_model(tmp_path / "model.gguf"), speculate="mtp", **SMALL)
     path = path_of("glm4moe")
     with pytest.raises(InvalidRequestError, match="NumPy"):
-        hotset.load(path, speculate="mtp", **SMALL | {"backend": "reference"})
+        hotset.load(path, speculate="mtp", **SMALL | {"device": "reference"})
     with hotset.load(path, **SMALL) as model:
         settings = LoadSettings(speculate="mtp")
         divided: Any = object()

@@ -36,7 +36,7 @@ def plain(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def predicted(published: Path, backend: Any) -> Iterator[hotset.Model]:
-    with hotset.load(published, backend=backend, kv_type="f16") as model:
+    with hotset.load(published, device=backend, kv_type="f16") as model:
         yield model
 
 
@@ -51,10 +51,10 @@ def test_the_default_keeps_the_meaning_of_the_file(published: Path, plain: Path,
     dense = write_dense(tmp_path / "dense.gguf")
     expected = {published: ("predicted", "mlp"), plain: ("exact", None), dense: ("dense", None)}
     for path, (mode, predictor) in expected.items():
-        with hotset.load(path, backend="reference") as model:
+        with hotset.load(path, device="reference") as model:
             assert (model.sparsity.mode, model.sparsity.predictor) == (mode, predictor)
             assert model.sparsity.reason.startswith(mode)
-    with hotset.load(dense, backend="reference", activation="relu") as model:
+    with hotset.load(dense, device="reference", activation="relu") as model:
         assert model.sparsity.mode == "exact"
 
 
@@ -70,7 +70,7 @@ def test_exact_is_dense_to_the_bit_and_a_prediction_is_not(plain: Path):
 
 def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
     for predictor in ("mlp", "mlp:q8_0", "svd:16"):
-        with hotset.load(published, backend=backend, predictor=predictor) as model:
+        with hotset.load(published, device=backend, predictor=predictor) as model:
             assert model.sparsity.mode == "predicted"
             assert str(model.sparsity.spec).startswith(predictor)
             stats = model.generate(TOKENS, **ANSWER).stats
@@ -93,14 +93,14 @@ def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
 )
 def test_what_a_model_cannot_do_is_a_sentence(plain: Path, options: dict[str, Any], message: str):
     with pytest.raises(hotset.InvalidRequestError, match=message):
-        hotset.load(plain, backend="reference", **options)
+        hotset.load(plain, device="reference", **options)
 
 
 def test_a_context_longer_than_the_learned_positions_is_refused(tmp_path: Path):
     path = write_sparse(tmp_path / "opt.gguf", architecture="opt", n_ctx=128)
     with pytest.raises(hotset.ContextLengthError, match="longer than the 128 positions"):
-        hotset.load(path, backend="reference", n_ctx=129)
-    with hotset.load(path, backend="reference") as model:
+        hotset.load(path, device="reference", n_ctx=129)
+    with hotset.load(path, device="reference") as model:
         assert model.n_ctx == 128
 
 
@@ -109,13 +109,13 @@ def test_a_context_longer_than_the_learned_positions_is_refused(tmp_path: Path):
 
 def test_what_is_built_is_built_once_and_closed_with_the_model(plain: Path):
     down = plain.with_name("plain.down.hotset.gguf")
-    with hotset.load(plain, backend="reference") as model:
+    with hotset.load(plain, device="reference") as model:
         assert any("built in" in note and str(down) in note for note in model.notes)
         assert model.weights.data("blk.0.ffn_down_t.weight").nbytes == 64 * N_FF * 4
     written = down.stat().st_mtime_ns
     with pytest.raises(hotset.InvalidRequestError, match="has been closed"):
         model.weights.data("blk.0.ffn_down_t.weight")
-    with hotset.load(plain, backend="reference") as model:
+    with hotset.load(plain, device="reference") as model:
         assert any("opened" in note for note in model.notes)
     assert down.stat().st_mtime_ns == written
 
@@ -128,12 +128,12 @@ def test_a_failing_load_closes_what_it_opened(plain: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Overlay, "close", close)
     with pytest.raises(hotset.OutOfMemoryError):
-        hotset.load(plain, backend="reference", n_ctx=10**13)
+        hotset.load(plain, device="reference", n_ctx=10**13)
     assert len(closed) == 1
 
 
 def test_a_profile_serves_the_file_that_it_was_taken_of(published: Path, tmp_path: Path):
-    with hotset.load(published, backend="reference", sparsity="exact") as model:
+    with hotset.load(published, device="reference", sparsity="exact") as model:
         model_id = sidecar.fingerprint(model.gguf)
         profile = profiles.collect(model.tap_steps, model.config, np.array(TOKENS, np.int32), model=model_id)
         counts = [
@@ -142,28 +142,28 @@ def test_a_profile_serves_the_file_that_it_was_taken_of(published: Path, tmp_pat
     for i in (0, 1):
         np.testing.assert_array_equal(profile.counts[i], counts[i])
     profile.save(tmp_path / "a.profile")
-    with hotset.load(published, backend="reference", profile=tmp_path / "a.profile") as model:
+    with hotset.load(published, device="reference", profile=tmp_path / "a.profile") as model:
         assert any("profile" in note for note in model.notes)
     other = write_sparse(tmp_path / "other.gguf", seed=2)
     with pytest.raises(hotset.InvalidRequestError, match="another model file"):
-        hotset.load(other, backend="reference", profile=tmp_path / "a.profile")
+        hotset.load(other, device="reference", profile=tmp_path / "a.profile")
     with pytest.raises(hotset.FormatError, match="not an activation profile"):
-        hotset.load(published, backend="reference", profile=other)
+        hotset.load(published, device="reference", profile=other)
     with pytest.raises(hotset.InvalidRequestError, match="there is no profile"):
-        hotset.load(published, backend="reference", profile=tmp_path / "missing")
+        hotset.load(published, device="reference", profile=tmp_path / "missing")
 
 
 # ---- statistics ----
 
 
 def test_dense_models_have_no_statistics(tmp_path: Path):
-    with hotset.load(write_dense(tmp_path / "dense.gguf"), backend="reference") as model:
+    with hotset.load(write_dense(tmp_path / "dense.gguf"), device="reference") as model:
         assert model.generate("hello", **ANSWER).stats is None
         assert [chunk.stats for chunk in model.stream("hello", **ANSWER)] == [None] * 9
 
 
 def test_statistics_of_an_answer_are_what_its_taps_say(plain: Path, backend: Any):
-    with hotset.load(plain, backend=backend) as model:
+    with hotset.load(plain, device=backend) as model:
         answer = model.generate(TOKENS, **ANSWER)
         stats = answer.stats
         taps = model.taps([*TOKENS, *answer.tokens[:-1]], [f"blk.{i}.ffn_act" for i in range(N_LAYER)])
@@ -204,7 +204,7 @@ def test_a_predictor_is_measured_against_what_fires(predicted: hotset.Model):
     names = [
         f"blk.{i}.{name}" for i in range(N_LAYER) for name in ("ffn_pred", "ffn_norm", "ffn_gate", "ffn_up")
     ]
-    with hotset.load(predicted.gguf.path, backend="reference", n_ctx=64) as oracle:
+    with hotset.load(predicted.gguf.path, device="reference", n_ctx=64) as oracle:
         taps = oracle.taps(TOKENS, names)
     for layer in quality:
         scores, gate, up = (taps[f"blk.{layer.layer}.{name}"] for name in ("ffn_pred", "ffn_gate", "ffn_up"))
@@ -224,7 +224,7 @@ def test_a_predictor_is_measured_against_what_fires(predicted: hotset.Model):
 
 def test_without_a_predictor_there_is_none_to_measure(plain: Path):
     with (
-        hotset.load(plain, backend="reference") as model,
+        hotset.load(plain, device="reference") as model,
         pytest.raises(hotset.InvalidRequestError, match="no predictor to measure in the sparsity mode exact"),
     ):
         model.measure_predictor(TOKENS)
@@ -232,7 +232,7 @@ def test_without_a_predictor_there_is_none_to_measure(plain: Path):
 
 def test_perplexity_counts_the_active_share(plain: Path, backend: Any):
     text = "".join(map(chr, np.random.default_rng(1).integers(33, 127, 300)))
-    with hotset.load(plain, backend=backend) as model:
+    with hotset.load(plain, device=backend) as model:
         result = model.perplexity(text, n_ctx=64, chunks=2)
         ids = model.tokenizer.encode(text)
         shares = [
@@ -241,12 +241,12 @@ def test_perplexity_counts_the_active_share(plain: Path, backend: Any):
             for names in [[f"blk.{i}.ffn_act" for i in range(N_LAYER)]]
         ]
         assert result.active_share == pytest.approx(np.mean(shares), abs=1e-4)
-    with hotset.load(plain, backend=backend, activation="silu") as model:
+    with hotset.load(plain, device=backend, activation="silu") as model:
         assert model.perplexity(text, n_ctx=64, chunks=2).active_share is None
 
 
 def test_a_model_in_a_folder_that_cannot_be_written_runs(plain: Path, tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("os.access", lambda path, mode: "home" in str(path))
-    with hotset.load(plain, backend="reference") as model:
+    with hotset.load(plain, device="reference") as model:
         assert str(tmp_path / "home") in " ".join(model.notes)

@@ -24,7 +24,7 @@ pytest.importorskip("hotset._core", reason="the native module is not built")
 
 __all__ = ["steady"]  # the fixture
 
-SMALL: dict[str, Any] = {"backend": "cpu", "n_ctx": 256, "n_threads": 2, "n_seqs": 4}
+SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": 256, "n_threads": 2, "n_seqs": 4}
 SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
 PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # of different lengths, over several pages
 KINDS: list[dict[str, Any]] = [
@@ -138,7 +138,7 @@ def test_a_model_that_cannot_draft_for_itself_says_so(tmp_path: Path) -> None:
         ({}, "no sparser mode to draft in"),
         ({"sparsity": "exact"}, "names none"),
         ({"ram_budget": 1.0}, "RAM budget"),
-        ({"backend": "reference"}, "the reference computes with NumPy"),
+        ({"device": "reference"}, "the reference computes with NumPy"),
     ):
         with pytest.raises(InvalidRequestError, match=said):
             hotset.load(path, speculate="self", **(SMALL | settings))
@@ -245,7 +245,7 @@ def test_timings_say_how_many_tokens_a_step_gave(tmp_path: Path) -> None:
         ({"draft": "a.gguf", "lookup": "a.txt"}, "serves speculate ngram, not draft"),
         ({"speculate": "off", "lookup": "a.txt"}, "serves speculate ngram"),
         ({"speculate": "ngram", "draft_max": 17}, "draft_max"),
-        ({"speculate": "ngram", "backend": "reference"}, "NumPy"),
+        ({"speculate": "ngram", "device": "reference"}, "NumPy"),
     ],
 )
 def test_settings_that_mean_nothing_are_errors(settings: dict[str, Any], message: str) -> None:
@@ -258,7 +258,7 @@ def test_a_model_on_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     path = write_model(tmp_path / "model.gguf")
     with pytest.raises(InvalidRequestError, match="exact on the CPU alone"):
-        hotset.load(path, device="cpu", n_gpu_layers=1, n_ctx=64, n_threads=1, speculate="ngram")
+        hotset.load(path, device="simulated", n_gpu_layers=1, n_ctx=64, n_threads=1, speculate="ngram")
 
 
 def test_what_is_implied() -> None:

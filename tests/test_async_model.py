@@ -23,7 +23,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 20, "ign
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hotset.Model]:
     path: Path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as loaded:
+    with hotset.load(path, device="cpu", n_threads=1, max_sequences=4) as loaded:
         yield loaded
 
 
@@ -62,7 +62,7 @@ def test_it_loads_a_model_as_load_does(tmp_path: Path):
     path = write_model(tmp_path / "tiny.gguf")
 
     async def work() -> None:
-        async with await AsyncModel.load(path, backend="cpu", n_threads=1, n_ctx=64) as loaded:
+        async with await AsyncModel.load(path, device="cpu", n_threads=1, n_ctx=64) as loaded:
             assert loaded.model.n_ctx == 64
             assert (
                 await loaded.generate("hello", max_tokens=2, seed=1, ignore_eos=True)
@@ -91,7 +91,7 @@ def test_calls_of_functions_are_those_of_the_model(tmp_path: Path):
     path = write_model(tmp_path / "calls.gguf", **{"tokenizer.chat_template": HERMES})
 
     async def work() -> None:
-        async with await AsyncModel.load(path, backend="cpu", n_threads=1, n_ctx=2048) as loaded:
+        async with await AsyncModel.load(path, device="cpu", n_threads=1, n_ctx=2048) as loaded:
             written(loaded.model, CALL)
             message = await loaded.chat(MESSAGES, tools=[WEATHER], temperature=0)
             assert [call.name for call in message.tool_calls] == ["get_weather"]
@@ -152,7 +152,7 @@ def test_errors_are_those_of_the_model(model: hotset.Model):
 def test_it_closes_the_model_with_what_runs(tmp_path: Path):
     async def work() -> None:
         path = write_model(tmp_path / "tiny.gguf")
-        async with await AsyncModel.load(path, backend="cpu", n_threads=1) as many:
+        async with await AsyncModel.load(path, device="cpu", n_threads=1) as many:
             task = asyncio.create_task(many.generate("hello", temperature=0, ignore_eos=True))
             while not many.model.engine.has_work:
                 await asyncio.sleep(0)

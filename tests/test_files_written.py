@@ -279,12 +279,12 @@ def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
         ["convert", "FOLDER", "ODD"],
         ["profile", "MODEL", "-f", "TEXT", "-o", "ODD", *REFERENCE],
         ["profile", "MODEL", "--profile-of", "PROFILE", "--export", "ODD"],
-        ["plan", "MODEL", "--device", "cpu", "-o", "ODD"],
+        ["plan", "MODEL", "--device", "simulated", "-o", "ODD"],
         ["report", "MODEL", "--profile", "PROFILE", "-o", "ODD.html"],
         ["sparsify", "MODEL", "ODD", "--text", "TEXT"],
         ["sparsify", "MODEL", "OUT", "--work", "ODD", "--text", "TEXT"],
         ["train-predictor", "MODEL", "-f", "TEXT", "-o", "ODD"],
-        ["train-predictor", "MODEL", "-f", "TEXT", "-d", "ODD"],
+        ["train-predictor", "MODEL", "-f", "TEXT", "--dir", "ODD"],
     ],
     ids=lambda arguments: "-".join(a.strip("-") for a in arguments if a not in ("MODEL", "TEXT")),
 )
@@ -317,7 +317,9 @@ def test_no_subcommand_replaces_what_is_no_file(tmp_path: Path, arguments: list[
 def test_no_subcommand_replaces_the_model_that_it_reads(tmp_path: Path, subcommand: str) -> None:
     model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
     (tmp_path / "text.txt").write_text(TEXT)
-    more = {"profile": ["-f", tmp_path / "text.txt", *REFERENCE], "plan": ["--device", "cpu"]}[subcommand]
+    more = {"profile": ["-f", tmp_path / "text.txt", *REFERENCE], "plan": ["--device", "simulated"]}[
+        subcommand
+    ]
     data = model.read_bytes()
     done = inside(subcommand, model, "-o", model, *more)
     assert (done.returncode, model.read_bytes() == data) == (1, True)
@@ -330,13 +332,13 @@ def test_a_pipe_in_the_place_of_a_sidecar_sends_it_elsewhere(
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
-    with hotset.load(model, backend="reference", sparsity="predicted", predictor="svd:32"):
+    with hotset.load(model, device="reference", sparsity="predicted", predictor="svd:32"):
         built = [path.name for path in tmp_path.glob("*.hotset.gguf")]
     assert built
     for name in built:
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
-    with hotset.load(model, backend="reference", sparsity="predicted", predictor="svd:32"):
+    with hotset.load(model, device="reference", sparsity="predicted", predictor="svd:32"):
         assert all(stat.S_ISFIFO((tmp_path / name).stat().st_mode) for name in built)
         assert len(list((tmp_path / "home").rglob("*.hotset.gguf"))) == len(built)
 

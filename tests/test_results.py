@@ -27,7 +27,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def completion(tmp_path_factory: pytest.TempPathFactory) -> hotset.Completion:
     path: Path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         return model.generate("hello", logprobs=2, **SAMPLED)
 
 

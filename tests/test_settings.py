@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ def test_what_is_given_becomes_plain() -> None:
     assert LoadSettings(device="cuda:0") == LoadSettings(device=["cuda:0"])
     assert LoadSettings(device=[]) == LoadSettings()
     assert LoadSettings(gpu_index="i") == LoadSettings(gpu_index=Path("i"))
-    assert len({LoadSettings(device=["cpu"]), LoadSettings(device=("cpu",)), LoadSettings(n_ctx=1)}) == 2
+    assert (
+        len({LoadSettings(device=["simulated"]), LoadSettings(device=("simulated",)), LoadSettings(n_ctx=1)})
+        == 2
+    )
     assert LoadSettings(progress=Reporter()) == LoadSettings()
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.n_ctx = 1  # type: ignore[misc]
@@ -57,7 +61,6 @@ def test_what_is_given_becomes_plain() -> None:
         ({"split": 1}, "split must be one of auto, layers, neurons, not 1"),
         ({"reset_gpu_index": "no"}, "reset_gpu_index must be True or False"),
         ({"kv_type": ["f16"]}, r"kv_type must be f16, q8_0, q4_0, or two .*, not \['f16'\]"),
-        ({"backend": None}, "backend must be one of auto, cpu, reference, not None"),
         ({"activation": 1}, "activation must be a text, not 1"),
         ({"activation": "tanh"}, "activation 'tanh' is not known"),
         ({"sparsity": True}, "sparsity must be a text, not True"),
@@ -71,7 +74,13 @@ def test_what_is_given_becomes_plain() -> None:
         ({"device": ["cuda:0", 1]}, "device must be a text, not 1"),
         ({"vram_budget": 0}, "a memory budget is a number of GiB above 0, or -1"),
         ({"gpu_index": "i", "split": "layers"}, "leave out the number of layers"),
-        ({"backend": "cpu", "device": "cuda:0"}, "the backend cpu computes on the CPU alone"),
+        ({"device": "cpu", "vram_budget": 1}, "the device cpu uses no GPU"),
+        ({"device": "cpu,cuda:0"}, "the device cpu cannot be combined with others"),
+        ({"device": "auto,vulkan"}, "the device auto cannot be combined with others"),
+        *(
+            ({"device": name}, re.escape(f"the device '{name}' is not known; it is one of auto, cpu, cuda"))
+            for name in ("gpu", "cuda:", "cuda:x", "cuda[:N]", "cpu:0", "simulated:1", "")
+        ),
     ],
     ids=str,
 )
@@ -95,7 +104,7 @@ def test_load_and_plan_take_the_fields_as_keywords() -> None:
 
 
 def test_keywords_take_the_place_of_what_settings_say(path: Path) -> None:
-    settings = LoadSettings(n_ctx=32, backend="reference", kv_type="f32")
+    settings = LoadSettings(n_ctx=32, device="reference", kv_type="f32")
     with hotset.load(path, settings) as model:
         assert (model.n_ctx, model.kv_type, model.backend.name) == (32, "f32", "reference")
         assert model.decided.settings == settings
@@ -109,17 +118,16 @@ def test_the_options_of_the_command_line_are_load_settings() -> None:
     assert given.settings(n_ctx=8) == LoadSettings(
         n_ctx=8, n_threads=2, kv_type="q8_0", sparsity="exact", device=("cuda:0", "cuda:1")
     )
-    assert options.ModelOptions(no_gpu=True).settings().backend == "cpu"
-    assert options.ModelOptions(no_gpu=True, backend="reference").settings().backend == "reference"
+    assert options.ModelOptions(device="none").settings().device == ("cpu",)
     assert options.PlanOptions(disable_gpu_index=True).settings() == LoadSettings(split="layers")
     assert options.PlanOptions(split="neurons").settings() == LoadSettings(split="neurons")
-    watched = LoadSettings(backend="cpu", sparsity="exact", max_batch=options.OBSERVED)
+    watched = LoadSettings(device="cpu", sparsity="exact", max_batch=options.OBSERVED)
     assert options.ObservationOptions().settings() == watched
 
 
 def test_open_decide_build(tmp_path: Path) -> None:
     file = write_sparse(tmp_path / "m.gguf", dialect="gguf")
-    with open_model(file, LoadSettings(backend="reference")) as opened:
+    with open_model(file, LoadSettings(device="reference")) as opened:
         assert opened.devices == ()
         decided = plan_model(opened.with_settings(n_ctx=70, n_seqs=2))
         assert (decided.n_ctx, decided.n_pages) == (70, 4)
@@ -134,6 +142,6 @@ def test_open_decide_build(tmp_path: Path) -> None:
 def test_a_warning_names_the_line_that_loads(path: Path) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        hotset.load(path, backend="reference", n_ctx=300).close()
-        hotset.plan(path, backend="cpu", n_ctx=300)
+        hotset.load(path, device="reference", n_ctx=300).close()
+        hotset.plan(path, device="cpu", n_ctx=300)
     assert [Path(one.filename).name for one in seen] == ["test_settings.py"] * 2

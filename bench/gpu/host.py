@@ -119,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_model(path, shape, GGMLType.Q4_0, n_vocab=args.n_vocab)
-        with hotset.load(path, device="cpu", n_ctx=1024, max_batch=8, sparsity="dense") as model:
+        with hotset.load(path, device="simulated", n_ctx=1024, max_batch=8, sparsity="dense") as model:
             backend = model.backend
             assert isinstance(backend, ChainBackend)
             (stage,) = backend.stages

@@ -151,7 +151,7 @@ def measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, 
 
     programs: dict[str, Callable[[], dict[str, Any]]] = {
         "hybrid": lambda: _worker(ledger, setup, path, hybrid),
-        "CPU": lambda: _worker(ledger, setup, path, {"backend": "cpu"}),
+        "CPU": lambda: _worker(ledger, setup, path, {"device": "cpu"}),
     }
     if budget is None:
         programs["GPU"] = lambda: _worker(ledger, setup, path, device | {"sparsity": "dense"})

@@ -72,7 +72,7 @@ def _rows(kind: Kind, device: str, small: bool) -> list[list[str]]:
 def _error(path: Path, device: str, place: str) -> tuple[float, str]:
     """Of the logits of a prompt, relative to the CPU engine's, and the share of neurons on the device."""
     settings = {"sparsity": "exact", "n_ctx": 64, "max_batch": 16}
-    with hotset.load(path, backend="cpu", **settings) as model:
+    with hotset.load(path, device="cpu", **settings) as model:
         expected = model.logits(PROMPT)
     options = dict(PLACES[place])
     if "gpu_index" in options:

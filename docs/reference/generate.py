@@ -22,13 +22,13 @@ from unittest import mock
 import typer
 
 import hotset
-from hotset.backends.registry import Capabilities, all_capabilities
+from hotset.backends.registry import DEVICE_BACKENDS, Capabilities, all_capabilities
 from hotset.cli.help import value_word
 from hotset.cli.launch import shown
 from hotset.cli.launch_tools import TOOLS, ServerAddress, with_arguments
 from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import spread
-from hotset.cli.spellings import FILE, MEANT, MODEL, REPOSITORY, WITHOUT_EFFECT
+from hotset.cli.spellings import FILE, FLAGS, MEANT, MODEL, REPOSITORY, WITHOUT_EFFECT
 from hotset.formats import bundle
 from hotset.formats.encode import WRITABLE
 from hotset.formats.quants import TYPES
@@ -114,6 +114,11 @@ def cli_reference() -> str:
 def spellings() -> str:
     rows = [("MODEL", MODEL, ""), ("MODEL, as `hf:NAME`", REPOSITORY, ""), ("the file of that", FILE, "")]
     rows += [(f"`{option}`", names, "") for option, names in MEANT.items()]
+    rows += [
+        (f"`{option} {value}`", (flag,), "")
+        for option, flags in FLAGS.items()
+        for flag, value in flags.items()
+    ]
     rows += [("nothing", one.names, one.why) for one in WITHOUT_EFFECT]
     lines = (
         f"| {', '.join(f'`{name}`' for name in names)} | {meant} | {escaped(why)} |"
@@ -595,6 +600,7 @@ FEATURES = {
 def device_table() -> str:
     """What the CPU and each device backend compute, by their capabilities."""
     backends = all_capabilities()
+    words_of = (("cpu",), *DEVICE_BACKENDS.values())
     everything = [op.__name__ for op in Primitive.__args__]
 
     def row(name: str, cpu: str, of: Callable[[Capabilities], str]) -> str:
@@ -607,7 +613,7 @@ def device_table() -> str:
     return "\n".join([
         row("", "the CPU", lambda one: one.title),
         row("---", "---", lambda _: "---"),
-        row("option", "`--no-gpu`", lambda one: f"`--device {'`, `'.join(one.kinds)}`"),
+        "| " + " | ".join(["option", *(f"`--device {'`, `'.join(words)}`" for words in words_of)]) + " |",
         row("tensor types", "all", lambda one: ", ".join(type_.name for type_ in one.tensor_types)),
         row("KV cache", "all", lambda one: ", ".join(kind for kind in one.kv_types if kind != "f32")),
         row("operations", "all", lambda one: missing(everything, (op.__name__ for op in one.operations))),

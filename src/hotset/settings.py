@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 from hotset.backends.base import SAVED_TOKENS
-from hotset.backends.registry import Capabilities, all_capabilities, capabilities_of
+from hotset.backends.registry import (
+    CPU,
+    REFERENCE,
+    Capabilities,
+    all_capabilities,
+    capabilities_of,
+    check_device,
+)
 from hotset.errors import InvalidRequestError
 from hotset.files import expanded
 from hotset.model.activation import parse_activation
@@ -23,7 +30,6 @@ from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 from hotset.text import turn_formats
 
-BackendName = Literal["auto", "cpu", "reference"]
 Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
 Split = Literal["auto", "layers", "neurons"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
@@ -42,13 +48,12 @@ class LoadSettings:
     n_threads: of the CPU; None takes the physical cores that this process may use.
     kv_type: how keys and values are stored: "f16"; "q8_0" in about half the memory; "q4_0" in about a
     quarter, rotated (docs/guides/kv-cache.md); or "q8_0/q4_0", these of keys and of values.
-    backend: "auto" uses the CPU and, where there is one, an NVIDIA or AMD GPU; "cpu" the CPU alone;
-    "reference" is the slow one in plain NumPy that the others are checked against.
 
-    device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
-    "cpu", which stands in for a GPU and makes nothing faster; or "vulkan", "vulkan:1", which need no torch
-    (docs/guides/vulkan.md); or "auto", the GPU that is found, else a Vulkan device, if its measured rates
-    make it faster than the CPU; None: a GPU that is found.
+    device: "cpu", which uses no GPU; "cuda:0", "rocm:0", "mps", "xpu" through PyTorch; "vulkan", "vulkan:1"
+    without it (docs/guides/vulkan.md); "simulated", a GPU that the CPU simulates, for tests; several as a
+    list or as "cuda:0,cuda:1", in the order of their layers. "auto" uses a device if its measured rates make
+    it faster than the CPU. "reference" is plain NumPy, slow, that the others are checked against. None uses
+    an NVIDIA or AMD GPU if there is one.
     vram_budget: GiB of each device that weights, cache, workspace and context together stay within; None or
     -1: what is free.
     n_gpu_layers: that many of the last layers are on the device; None: the planner decides
@@ -101,7 +106,6 @@ class LoadSettings:
     n_ctx: int | None = None
     n_threads: int | None = None
     kv_type: KVType = "f16"
-    backend: BackendName = "auto"
     device: Sequence[str] | None = None
     vram_budget: float | None = None
     n_gpu_layers: int | None = None
@@ -154,9 +158,6 @@ class LoadSettings:
         if self.split not in get_args(Split):
             known = ", ".join(get_args(Split))
             raise InvalidRequestError(f"split must be one of {known}, not {shown(self.split)}")
-        if self.backend not in get_args(BackendName):
-            known = ", ".join(get_args(BackendName))
-            raise InvalidRequestError(f"backend must be one of {known}, not {shown(self.backend)}")
         if self.chat_template is not None:
             self._check("chat_template", lambda name, value: turn_formats.named(text(name, value)))
         if self.activation is not None:
@@ -171,15 +172,15 @@ class LoadSettings:
                 "a GPU index says which neurons are on the device; leave out the number of layers, --split "
                 "and --disable-gpu-index"
             )
-        if self.backend != "auto" and self.asks_for_a_device:
+        if self.is_on_cpu and self.asks_for_a_device:
             raise InvalidRequestError(
-                f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
-                "leave out what is asked of a device"
+                f"the device {', '.join(self.device or ())} uses no GPU; leave it out, or leave out what is "
+                "asked of a GPU"
             )
         self._check_undivided()
         self._check_speculation()
         self._check_devices()
-        if self.ram_budget is not None and self.backend == "reference":
+        if self.ram_budget is not None and self.is_reference:
             raise InvalidRequestError(
                 "the reference maps its files and keeps no budget of memory; leave it out, or ram_budget"
             )
@@ -195,7 +196,7 @@ class LoadSettings:
         return (f"speculate {self.drafter}", "speculation") if self.drafter in ("self", "mtp") else None
 
     def _check_undivided(self) -> None:
-        if self.cache_dir is not None and self.backend == "reference":
+        if self.cache_dir is not None and self.is_reference:
             raise InvalidRequestError(
                 "cache_dir keeps what the CPU or a device has computed; leave it out, or the reference"
             )
@@ -241,7 +242,7 @@ class LoadSettings:
             )
         if asked == "self":
             self._check_self_drafts()
-        if asked != "off" and self.backend == "reference":
+        if asked != "off" and self.is_reference:
             raise InvalidRequestError(
                 "the reference computes with NumPy, whose results depend on the size of a step, so that "
                 "drafts could change a text; leave it out, or speculate"
@@ -310,9 +311,19 @@ class LoadSettings:
         return self.device == ("auto",)
 
     @property
+    def is_reference(self) -> bool:
+        """Return whether plain NumPy computes."""
+        return self.device == (REFERENCE,)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Return whether the device is the processor, by its name."""
+        return self.device == (CPU,) or self.is_reference
+
+    @property
     def device_capabilities(self) -> Capabilities | None:
         """Return the capabilities of the named devices; None if none is named, or no layer is on them."""
-        if self.device is None or self.is_auto or self.n_gpu_layers == 0:
+        if self.device is None or self.is_auto or self.is_on_cpu or self.n_gpu_layers == 0:
             return None
         return capabilities_of(self.device)
 
@@ -325,7 +336,9 @@ class LoadSettings:
     def asks_for_a_device(self) -> bool:
         """Whether something was asked for that only a device can give."""
         budget = self.vram_budget is not None or self.gpu_index is not None or self.split == "neurons"
-        return budget or bool(self.n_gpu_layers) or not (self.device is None or self.is_auto)
+        return (
+            budget or bool(self.n_gpu_layers) or not (self.device is None or self.is_auto or self.is_on_cpu)
+        )
 
 
 def _path(name: str, value: Any) -> Path:
@@ -414,10 +427,13 @@ def _layers(name: str, value: Any) -> Sequence[int]:
 
 def _devices(name: str, value: Any) -> tuple[str, ...] | None:
     """None for an empty list: nothing is named."""
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (value,)
-    found = tuple(text(name, one) for one in names)
-    if "auto" in found and len(found) > 1:
-        raise InvalidRequestError(f"{name} is auto, or names devices, not both")
+    given = value.split(",") if isinstance(value, str) else value
+    names = tuple(given) if isinstance(given, Sequence) else (given,)
+    found = tuple(text(name, one).strip() for one in names)
+    for one in found:
+        check_device(one)
+    if len(found) > 1 and (alone := {"auto", CPU, REFERENCE}.intersection(found)):
+        raise InvalidRequestError(f"the device {min(alone)} cannot be combined with others")
     return found or None
 
 

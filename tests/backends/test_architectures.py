@@ -76,7 +76,7 @@ def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
     found = {}
     for mode in ("dense", "exact", "svd"):
         how = {"predictor": "svd:96"} if mode == "svd" else {"sparsity": mode}
-        with hotset.load(path, backend="cpu", n_threads=2, n_ctx=128, **how) as model:
+        with hotset.load(path, device="cpu", n_threads=2, n_ctx=128, **how) as model:
             found[mode] = model.logits(ids.tolist())
             stats = model.backend.stats()
             assert stats is not None

@@ -104,7 +104,7 @@ def compute(name: str, folder: Path, isa: str | None = None, file: Path | None =
     environment = {} if isa is None else {"HOTSET_ISA": isa}
     with (
         mock.patch.dict(os.environ, environment),
-        hotset.load(path, n_ctx=128, n_threads=2, backend="cpu", **settings) as model,
+        hotset.load(path, n_ctx=128, n_threads=2, device="cpu", **settings) as model,
     ):
         return bits_of(model, n_vocab)
 
@@ -190,7 +190,7 @@ FEW_WAYS = [Way(5, 3, True)]  # the stored hashes are of Way(64, 3, False)
 
 def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
     settings = {
-        "n_ctx": N_CTX, "backend": "cpu", "max_batch": way.n_tokens, "n_threads": way.n_threads, **settings
+        "n_ctx": N_CTX, "device": "cpu", "max_batch": way.n_tokens, "n_threads": way.n_threads, **settings
     }  # fmt: skip
     ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, N_TOKENS).tolist()
     with (  # what the program itself takes is no part of the budget, which would hold these models many times

@@ -80,7 +80,7 @@ def test_every_operation_is_right(recipe: Any) -> None:
 def test_a_device_refuses_by_name(name: str, run_folder: Path) -> None:
     path = tiny_models.shared_gguf(name, run_folder)
     with pytest.raises(UnsupportedModelError, match="attention of encoders is computed on the CPU"):
-        hotset.load(path, device="cpu")
+        hotset.load(path, device="simulated")
 
 
 # ---- the engine
@@ -89,7 +89,7 @@ def test_a_device_refuses_by_name(name: str, run_folder: Path) -> None:
 @pytest.fixture
 def encoder(run_folder: Path) -> Iterator[hotset.Model]:
     path = tiny_models.shared_gguf("bert", run_folder)
-    with hotset.load(path, backend="cpu", n_threads=2, max_batch=16) as model:
+    with hotset.load(path, device="cpu", n_threads=2, max_batch=16) as model:
         yield model
 
 
@@ -150,11 +150,11 @@ def test_what_learns_from_logits_is_refused(encoder: hotset.Model, tmp_path: Pat
 def test_an_encoder_with_zeros_computes_those_neurons_that_fire(run_folder: Path) -> None:
     path, found = tiny_models.shared_gguf("bert-relu", run_folder), []
     for sparsity in ("dense", "exact"):
-        with hotset.load(path, backend="cpu", n_threads=2, sparsity=sparsity) as model:
+        with hotset.load(path, device="cpu", n_threads=2, sparsity=sparsity) as model:
             found.append(model.embed(texts()))
     assert np.array_equal(*found)
     with pytest.raises(InvalidRequestError, match="no predictor knows the neurons of an embedding model"):
-        hotset.load(path, backend="cpu", predictor="svd")
+        hotset.load(path, device="cpu", predictor="svd")
 
 
 def test_all_layers_share_one_cache(encoder: hotset.Model) -> None:
@@ -166,7 +166,7 @@ def test_a_memory_budget_has_room_for_whole_texts(
 ) -> None:
     monkeypatch.setattr(ram, "own_memory", lambda: 0)  # what the tests take would hold this model many times
     monkeypatch.setattr(ram, "_PROGRAM", 0)
-    path, how = encoder.gguf.path, {"backend": "cpu", "n_threads": 2, "max_batch": 16}
+    path, how = encoder.gguf.path, {"device": "cpu", "n_threads": 2, "max_batch": 16}
     with hotset.load(path, **how, ram_budget=fuzz_reads.least_budget(path, **how)) as model:
         assert model.ram is not None
         assert model.engine.n_ctx == model.backend.max_batch == 256 > STEP

@@ -333,7 +333,7 @@ def test_an_interruption_while_a_step_is_collected_undoes_nothing(gguf: GGUFFile
 
 
 def test_a_loaded_model_counts_its_states(path: Path) -> None:
-    with hotset.load(path, backend="cpu", n_threads=2, n_ctx=N_CTX) as model:
+    with hotset.load(path, device="cpu", n_threads=2, n_ctx=N_CTX) as model:
         per_state = model.cost.state_bytes
         assert per_state == sum(4 * math.prod(op.state_shape) for op in model.graph.recurrent)
         n_states = model.backend.n_states
@@ -365,8 +365,8 @@ def test_show_and_devices_know_of_states(path: Path, capsys: pytest.CaptureFixtu
         config = config_from_gguf(gguf)
         cost = Cost(describe(config, gguf.tensors), gguf.tensors)
     assert facts["recurrent"] == {"layers": config.n_recurrent, "state_bytes": cost.state_bytes}
-    with pytest.raises(UnsupportedModelError, match="computed on the CPU alone; use --no-gpu"):
-        hotset.load(path, device="cpu", vram_budget=1.0, n_ctx=N_CTX)
+    with pytest.raises(UnsupportedModelError, match="computed on the CPU alone; use --device cpu"):
+        hotset.load(path, device="simulated", vram_budget=1.0, n_ctx=N_CTX)
 
 
 def test_states_count_as_the_cache_does(gguf: GGUFFile) -> None:
@@ -386,10 +386,10 @@ def test_states_count_as_the_cache_does(gguf: GGUFFile) -> None:
 def test_a_model_without_attention_has_a_context_for_nothing(run_folder: Path) -> None:
     path = tiny_models.shared_gguf("mamba2", run_folder)
     ids = prompt(100)
-    with hotset.load(path, backend="cpu") as model:
+    with hotset.load(path, device="cpu") as model:
         assert model.cost.kv_bytes_per_token("f16") == 0
         expected, n_ctx = model.logits(ids), model.n_ctx
-    with hotset.load(path, backend="cpu", ram_budget=4.0) as model:
+    with hotset.load(path, device="cpu", ram_budget=4.0) as model:
         assert model.n_ctx == n_ctx
         np.testing.assert_array_equal(model.logits(ids), expected)
 
@@ -401,18 +401,18 @@ def test_too_few_slots_are_a_sentence(gguf: GGUFFile) -> None:
 
 def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: Path) -> None:
     path = tiny_models.shared_gguf("nemotron-h", run_folder)
-    with hotset.load(path, backend="cpu", n_ctx=N_CTX) as model:
+    with hotset.load(path, device="cpu", n_ctx=N_CTX) as model:
         found = model.generate("the", max_tokens=3, temperature=0).stats
         assert [layer.layer for layer in found.layers] == [1, 3]
         assert 0.2 < found.active_share < 0.8
         assert [len(counts) for counts in Counter(model.config).counts] == [0, 160, 0, 160, 0]
     with (
-        hotset.load(tiny_models.shared_gguf("mamba2", run_folder), backend="cpu", n_ctx=N_CTX) as model,
+        hotset.load(tiny_models.shared_gguf("mamba2", run_folder), device="cpu", n_ctx=N_CTX) as model,
         pytest.raises(UnsupportedModelError, match="the model has none"),
     ):
         Counter(model.config)
     with pytest.raises(InvalidRequestError, match="layers without an FFN"):
-        hotset.load(path, backend="cpu", sparsity="predicted")
+        hotset.load(path, device="cpu", sparsity="predicted")
 
 
 # ---- drafted tokens
@@ -451,4 +451,4 @@ def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile, n_states:
 
 def test_a_recurrent_model_cannot_draft(path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="cannot take drafted tokens back"):
-        hotset.load(path, draft=path, n_ctx=64, backend="cpu", n_threads=1)
+        hotset.load(path, draft=path, n_ctx=64, device="cpu", n_threads=1)

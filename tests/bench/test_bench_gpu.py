@@ -108,7 +108,7 @@ def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch:
     assert power[power.index("--vram-budget") + 1] == "1.500"
     assert [command[command.index("-t") + 1] for command in (llama, power)] == ["7", "7"]
     hybrid_options = json.loads(asked[0][-1])["options"]
-    assert hybrid_options == {"n_threads": 7, "device": "cpu", "vram_budget": 2.0}
+    assert hybrid_options == {"n_threads": 7, "device": "simulated", "vram_budget": 2.0}
     asked.clear()
     whole = hybrid.measure(Ledger(tmp_path / "out", 60), setup, "7b-q4_0", hybrid.WHOLE)
     assert {"GPU", "hybrid"} <= set(whole["runs"])
@@ -121,7 +121,7 @@ def test_kernels_are_checked_and_their_keys_differ(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        [sys.executable, str(STAGES), "kernels", "--device", "cpu", "--small", "--out", str(tmp_path)],
+        [sys.executable, str(STAGES), "kernels", "--device", "simulated", "--small", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
     )
@@ -173,7 +173,7 @@ def test_the_first_half_hour_ends_and_goes_on(
     monkeypatch.setattr(first, "SPARE", 0.1)
     names = ("one", "hangs", "fails", "last")
     order = tuple(first.Step(name, (name,), 1.0 if name == "hangs" else 60.0) for name in names)
-    assert first.run(tmp_path, ["--device", "cpu"], 600, steps=order) == 2
+    assert first.run(tmp_path, ["--device", "simulated"], 600, steps=order) == 2
     results = {name: json.loads((tmp_path / "first" / f"{name}.json").read_text()) for name in names}
     assert [results[name]["ended"] for name in names] == [0, None, 1, 0]
     said = capsys.readouterr().out
@@ -203,7 +203,7 @@ def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
 def test_the_first_half_hour_runs_without_a_device(tmp_path: Path) -> None:
     """The command as it is given on a machine with a GPU, on the simulated device: every stage ends well, and
     leaves what it measured."""
-    command = [sys.executable, str(STAGES), "first", "--device", "cpu", "--small", "--seconds", "1e6"]
+    command = [sys.executable, str(STAGES), "first", "--device", "simulated", "--small", "--seconds", "1e6"]
     out, environment = tmp_path / "out", os.environ | {"HOTSET_BENCH_PATIENCE": "100"}
     done = subprocess.run(
         [*command, "--out", str(out), "--models", str(tmp_path / "models")], capture_output=True, text=True,
@@ -298,7 +298,9 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
     path = write_relu(tmp_path / "m.gguf", "bamboo", n_ff=224, n_vocab=n_vocab, keys=vocabulary())
     monkeypatch.setattr(trial, "SETTINGS", trial.SETTINGS | {"n_ctx": 256})
     with pytest.raises(OutOfMemoryError, match=r"the smallest budget that works is 0\.5"):
-        hotset.plan(path, device="cpu", vram_budget=0.5 * path.stat().st_size / hybrid.GIB, **trial.SETTINGS)
+        hotset.plan(
+            path, device="simulated", vram_budget=0.5 * path.stat().st_size / hybrid.GIB, **trial.SETTINGS
+        )
     found = trial.replays("cpu", str(path), 0.5, [1])
     assert (found["different"], found["split"], found["notes"]) == ([], 2, [])
     assert 500 << 20 < found["budget"] * hybrid.GIB < 512 << 20

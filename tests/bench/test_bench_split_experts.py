@@ -22,7 +22,7 @@ ROWS = np.random.default_rng(2).integers(0, 90, (2, 64)).astype(np.int32)
 
 def split(path: Path, target: Path, **options: Any) -> None:
     settings = {"experts": 4, "used": 4, "shared": 32, "steps": 20, "rounds": 3, "seed": 0} | options
-    with hotset.load(path, backend="cpu", n_ctx=64) as model:
+    with hotset.load(path, device="cpu", n_ctx=64) as model:
         Splitter(argparse.Namespace(**settings)).write(model, ROWS, target)
 
 
@@ -32,7 +32,7 @@ def test_with_all_its_experts_the_moe_is_the_dense_model(tmp_path: Path) -> None
     split(path, tmp_path / "some.gguf", used=1, shared=0)
     logits = {}
     for name in ("dense", "all", "some"):
-        with hotset.load(tmp_path / f"{name}.gguf", backend="cpu", n_ctx=64) as model:
+        with hotset.load(tmp_path / f"{name}.gguf", device="cpu", n_ctx=64) as model:
             logits[name] = model.taps(ROWS[0].tolist(), [model.graph.result.name])[model.graph.result.name]
             experts = [layer.experts for layer in model.config.layers]
         assert [one and (one.n, one.n_ff_shared) for one in experts] == {

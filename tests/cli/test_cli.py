@@ -67,7 +67,7 @@ def test_an_answer_has_the_form_that_is_asked_for(model: Path, tmp_path: Path) -
     rules.write_text('root ::= "th" [a-c]{2} "."\n')
     for option, value in (("--grammar-file", rules), ("--grammar", rules.read_text())):
         assert re.fullmatch(r"th[a-c]{2}\.", answer(model, "Hello", option, value, "--seed", 1)["text"])
-    done = inside("run", model, "Hello", "--grammar", "root ::= other", "--backend", "reference")
+    done = inside("run", model, "Hello", "--grammar", "root ::= other", "--device", "reference")
     assert (done.returncode, done.stdout) == (1, "")
     assert "the grammar cannot be used: rule 'root' refers to 'other', which is not defined" in done.stderr
     assert inside("run", model, "Hello", "-j", "{}", "--grammar", "x").returncode == 1
@@ -76,7 +76,7 @@ def test_an_answer_has_the_form_that_is_asked_for(model: Path, tmp_path: Path) -
 
 
 def test_run_prints_the_answer_and_nothing_else(model: Path) -> None:
-    done = hotset("run", model, "Hello", "-n", 6, "--temp", 0, "--backend", "reference")
+    done = hotset("run", model, "Hello", "-n", 6, "--temp", 0, "--device", "reference")
     assert done.returncode == 0
     result = answer(model, "Hello", "-n", 6, "--temp", 0)
     assert done.stdout.rstrip("\n") == result["text"].rstrip("\n")
@@ -103,7 +103,7 @@ def test_run_json_has_what_scripts_rely_on(model: Path) -> None:
 def test_run_agrees_with_the_python_api(model: Path) -> None:
     import hotset as package
 
-    with package.load(model, backend="reference") as loaded:
+    with package.load(model, device="reference") as loaded:
         raw = loaded.generate("Hello", temperature=0.0, max_tokens=7)
         chat = loaded.chat([{"role": "user", "content": "Hello"}], seed=5, max_tokens=7)
     result = answer(model, "Hello", "--raw", "-n", 7, "--temp", 0)
@@ -114,7 +114,7 @@ def test_run_agrees_with_the_python_api(model: Path) -> None:
 def test_special_tokens_of_a_raw_prompt(model: Path) -> None:
     import hotset as package
 
-    with package.load(model, backend="reference") as loaded:
+    with package.load(model, device="reference") as loaded:
         bos = loaded.tokenizer.piece(loaded.tokenizer.bos_id)
         plain = len(loaded.encode(f"a{bos}b"))
         parsed = len(loaded.encode(f"a{bos}b", parse_special=True))
@@ -174,7 +174,7 @@ def test_a_prompt_waits_for_no_terminal_and_no_silent_pipe(model: Path) -> None:
 def test_a_file_without_a_template_continues_the_prompt(bare: Path) -> None:
     result = answer(bare, "Hello", "-n", 3, "--temp", 0)
     assert result["prompt_tokens"] == 5
-    done = inside("run", bare, "Hello", "--system", "x", "--backend", "reference")
+    done = inside("run", bare, "Hello", "--system", "x", "--device", "reference")
     assert done.returncode == 2
     assert "chat template" in done.stderr
 
@@ -188,7 +188,7 @@ def test_a_template_of_the_command_line_replaces_the_files(model: Path, bare: Pa
     assert answer(bare, *fixed, "--chat-template", "vicuna")["prompt_tokens"] > short
     both = "--chat-template", "vicuna", "--chat-template-file", file
     for wrong, problem in ((both, "cannot be combined"), ((*both[:1], "x"), "no chat template 'x'")):
-        done = inside("run", bare, "Hello", *wrong, "--backend", "reference")
+        done = inside("run", bare, "Hello", *wrong, "--device", "reference")
         assert done.returncode != 0
         assert problem in " ".join(done.stderr.split())
 
@@ -219,10 +219,10 @@ def test_stop_ends_the_answer_before_its_text(model: Path) -> None:
 
 
 def test_a_full_context_is_said_and_not_silent(model: Path) -> None:
-    done = inside("run", model, "Hello", "--temp", 0, "-c", 40, "--ignore-eos", "--backend", "reference")
+    done = inside("run", model, "Hello", "--temp", 0, "-c", 40, "--ignore-eos", "--device", "reference")
     assert done.returncode == 0
     assert "the context of 40 tokens is full" in done.stderr
-    done = inside("run", model, "Hello " * 20, "-c", 40, "--backend", "reference")
+    done = inside("run", model, "Hello " * 20, "-c", 40, "--device", "reference")
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1
     assert "context of 40; shorten it or load the model with a larger -c." in done.stderr
@@ -260,7 +260,7 @@ def test_the_option_with_a_wrong_type_is_named(model: Path, options: tuple[str, 
 def test_activation_overrides_the_file(model: Path) -> None:
     greedy = answer(model, "Hello", "-n", 12, "--temp", 0)["tokens"]
     assert answer(model, "Hello", "-n", 12, "--temp", 0, "--activation", "relu")["tokens"] != greedy
-    done = inside("run", model, "Hello", "--activation", "nonsense", "--backend", "reference")
+    done = inside("run", model, "Hello", "--activation", "nonsense", "--device", "reference")
     assert done.returncode == 1
     assert "nonsense" in done.stderr
 
@@ -274,7 +274,7 @@ def test_the_native_backend_is_the_default(model: Path) -> None:
 
 
 def test_a_closed_pipe_is_silent(model: Path) -> None:
-    options = ["-n", "200", "--ignore-eos", "--backend", "reference", "-s", "1"]
+    options = ["-n", "200", "--ignore-eos", "--device", "reference", "-s", "1"]
     command = [*COMMAND, "run", str(model), "Hello", *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
@@ -298,7 +298,7 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["run", "missing.gguf", "hi"], 1, "There is no file missing.gguf"),
         (["run", "turbosparse-mistral-7b", "hi"], 1, "hotset convert FOLDER OUT.gguf"),
         (["run", "MODEL", "hi", "--temp", "-1"], 1, "error: temperature must be at least 0"),
-        (["run", "MODEL", "hi", "--backend", "abacus"], 1, "abacus"),
+        (["run", "MODEL", "hi", "--device", "abacus"], 1, "abacus"),
         (["run", "MODEL", "hi", "--cache-type", "q4"], 2, "'q4' is none of f16, q8_0 and q4_0"),
         (["run", "MODEL", "hi", "--temp", "warm"], 2, "'warm' is not a number."),
         (["run", "MODEL", "hi", "--seed", "1.5"], 2, "'1.5' is not a whole number."),
@@ -337,7 +337,7 @@ def test_a_mistake_is_told_without_a_traceback(
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe")
     places = {"MODEL": str(model)} | {n: str(tmp_path / n) for n in ("EMPTY", "SHORT", "BINARY")}
     if arguments[0] in ("run", "perplexity") and "--backend" not in arguments:
-        arguments = [*arguments, "--backend", "reference"]
+        arguments = [*arguments, "--device", "reference"]
     done = inside(*[places.get(argument, argument) for argument in arguments])
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
@@ -402,7 +402,7 @@ def test_options_are_declared_once_and_shared_by_the_subcommands() -> None:
                 facts = (parameter.name, parameter.help, parameter.default, tuple(parameter.opts))
                 found.setdefault(name, {})[subcommand] = facts
     shared = ["--sparsity", "--predictor", "--device", "--vram-budget", "--n-gpu-layers", "--gpu-index",
-              "--reset-gpu-index", "--disable-gpu-index", "--no-gpu"]  # fmt: skip
+              "--reset-gpu-index", "--disable-gpu-index", "--device", "cpu"]  # fmt: skip
     # The --device of two is torch's, and the --sparsity of one a share to be reached.
     others = ("sparse make", "sparse train", "sparse calibrate")
     for name in shared:
@@ -574,7 +574,7 @@ def test_a_model_named_by_its_repository_is_fetched_when_it_is_run(
     home: Path, hub: FakeHub, model: Path
 ) -> None:
     hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
-    arguments = ("run", "hf:owner/repo", "Hello", "-n", 2, "-s", 1, "--backend", "reference", "--json")
+    arguments = ("run", "hf:owner/repo", "Hello", "-n", 2, "-s", 1, "--device", "reference", "--json")
     assert json.loads(hotset(*arguments, env=reach(hub.url)).stdout)["tokens"]
 
 
@@ -820,12 +820,12 @@ def test_perplexity_agrees_with_the_python_api(model: Path, tmp_path: Path) -> N
     text = "the quick brown fox jumps over the lazy dog\r\n" * 20
     (tmp_path / "text.txt").write_bytes(text.encode())
     arguments = (
-        "perplexity", model, "-f", tmp_path / "text.txt", "-c", 32, "--chunks", 4, "--backend", "reference",
+        "perplexity", model, "-f", tmp_path / "text.txt", "-c", 32, "--chunks", 4, "--device", "reference",
     )  # fmt: skip
     done = inside(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    with package.load(model, n_ctx=32, backend="reference") as loaded:
+    with package.load(model, n_ctx=32, device="reference") as loaded:
         expected = loaded.perplexity(text, n_ctx=32, chunks=4)
     assert result["ppl"] == pytest.approx(expected.ppl)
     assert result["error"] == pytest.approx(expected.error)

@@ -313,7 +313,7 @@ class Talk:
     """A chat with a model whose prompts are kept as texts."""
 
     def __init__(self, model: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> None:
-        self.model = hotset.load(model, backend="reference", n_ctx=256)
+        self.model = hotset.load(model, device="reference", n_ctx=256)
         self.prompts: list[str] = []
         stream = self.model.stream
 

@@ -127,7 +127,7 @@ def test_the_chat_has_statistics(plain: Path, capsys: pytest.CaptureFixture[str]
     import hotset
     from hotset.cli.chat import Chat
 
-    with hotset.load(plain, backend="reference") as model:
+    with hotset.load(plain, device="reference") as model:
         chat = Chat(model, None, False, {"max_tokens": 4, "temperature": 0})
         chat.handle("Hello")
         chat.handle("/stats")
@@ -275,7 +275,7 @@ def test_profile_counts_what_fires(plain: Path, text: Path, tmp_path: Path) -> N
     counted = result("profile", plain, "-f", text, "-c", 64, "-n", 200, *REFERENCE, "--json")
     assert counted["n_tokens"] == 192  # whole sequences of 64
     assert counted["path"] == str(plain.with_name("plain.profile.hotset.gguf"))
-    with hotset.load(plain, backend="reference") as model:
+    with hotset.load(plain, device="reference") as model:
         ids = model.tokenizer.encode(TEXT)[:192]
         names = [f"blk.{i}.ffn_act" for i in range(N_LAYER)]
         taps = [model.taps(ids[i : i + 64], names) for i in range(0, 192, 64)]

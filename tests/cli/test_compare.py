@@ -28,7 +28,7 @@ from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 12
 N_CTX, CHUNKS = 64, 3
-REFERENCE: dict[str, Any] = {"backend": "reference"}
+REFERENCE: dict[str, Any] = {"device": "reference"}
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_two_threads_that_compare_the_same_models_do_not_block_each_other(plain:
 # ---- the command line ----
 
 
-BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
+BASE = hotset.LoadSettings(activation="relu", n_threads=2)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
         ("predicted", "M", {"sparsity": "predicted"}, ()),
         ("cache-type=q8_0", "M", {"kv_type": "q8_0"}, ("cache-type=q8_0",)),
         ("cache-type=q8_0/q4_0", "M", {"kv_type": "q8_0/q4_0"}, ("cache-type=q8_0/q4_0",)),
-        ("dense,backend=reference", "M", {"sparsity": "dense", "backend": "reference"},
-         ("backend=reference",)),
+        ("dense,device=reference", "M", {"sparsity": "dense", "device": "reference"},
+         ("device=reference",)),
         ("other.gguf", "other.gguf", {"activation": None}, ()),
         ("hf:owner/name:f.gguf,exact", "hf:owner/name:f.gguf", {"sparsity": "exact", "activation": None}, ()),
         ("other.gguf,activation=relu", "other.gguf", {}, ("activation=relu",)),
@@ -272,7 +272,7 @@ def test_thresholds_that_the_command_names_are_those_of_the_sides_that_say_so(
     with open_gguf(plain) as gguf:
         layers = tuple([LayerThresholds(down_in=0.3)] * config_from_gguf(gguf).n_layer)
         Thresholds(Calibrated.of(gguf), layers, "exact").save(file)
-    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--backend", "reference")
+    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--device", "reference")
 
     def modes(*more: Any) -> list[str]:
         done = inside(*arguments, *more, "--json")
@@ -294,11 +294,11 @@ def test_thresholds_that_the_command_names_are_those_of_the_sides_that_say_so(
 
 def test_a_side_on_the_cpu_does_not_take_what_is_said_of_the_gpu():
     on_gpu = replace(BASE, device=["cuda:0"], n_gpu_layers=4)
-    sides = sides_of("M", on_gpu, ["backend=cpu", "exact", "other"])
-    assert [side.settings.device for side in sides] == [None, ("cuda:0",), ("cuda:0",)]
+    sides = sides_of("M", on_gpu, ["device=cpu", "exact", "other"])
+    assert [side.settings.device for side in sides] == [("cpu",), ("cuda:0",), ("cuda:0",)]
     assert [side.settings.n_gpu_layers for side in sides] == [None, 4, 4]
     on_gpu = replace(BASE, device=["cuda:0"], gpu_index="i")
-    sides = sides_of("M", on_gpu, ["backend=cpu", "exact", "other"])
+    sides = sides_of("M", on_gpu, ["device=cpu", "exact", "other"])
     assert [side.settings.gpu_index for side in sides] == [None, Path("i"), None]
 
 
@@ -329,7 +329,7 @@ def test_words_that_mean_nothing(plain: Path, text: Path, words: str, fragment: 
 
 
 def test_perplexity_compare(plain: Path, text: Path, tmp_path: Path):
-    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--backend", "reference")
+    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--device", "reference")
     sides = ("--compare", "exact", "--compare", "svd:32", "--compare", "dense")
     done = inside(*arguments, *sides, "--json")
     assert done.returncode == 0, done.stderr
@@ -361,7 +361,7 @@ def test_perplexity_compare(plain: Path, text: Path, tmp_path: Path):
 
 def test_files_are_named_where_there_are_several(plain: Path, text: Path, tmp_path: Path):
     other = write_sparse(tmp_path / "other.gguf", dialect="gguf", seed=9)
-    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--backend", "reference")
+    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--device", "reference")
     done = inside(*arguments, "--compare", f"{other},dense", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

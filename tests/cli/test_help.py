@@ -41,6 +41,19 @@ def test_short_help_has_few_options_and_long_help_all(name: str) -> None:
     assert not missing
 
 
+def test_a_short_option_has_one_meaning() -> None:
+    """It stands for options of one name in all commands that show it."""
+    meanings: dict[str, set[str]] = {}
+    for name in SUBCOMMANDS:
+        for one in command_of(name).params:
+            names = [] if one.param_type_name != "option" or one.hidden else [*one.opts, *one.secondary_opts]
+            for short in names:
+                if not short.startswith("--"):
+                    meanings.setdefault(short, set()).add(next(iter(one.opts)))
+    assert {"-c", "-f", "-n", "-o", "-t"} <= meanings.keys()
+    assert {short: names for short, names in meanings.items() if len(names) > 1} == {}
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

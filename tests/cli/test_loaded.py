@@ -30,7 +30,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         write_model(folder / f"{name}.gguf", n_layer=1)
     catalogue = Catalogue({}, folder=folder, with_store=False)
     catalogue.scan()
-    load = LoadSettings(backend="cpu", n_threads=1)
+    load = LoadSettings(device="cpu", n_threads=1)
     with listening(Models(catalogue, ServerSettings(api_keys=(KEY,)), load=load, budget=1 << 30)) as url:
         yield url
 

@@ -20,7 +20,7 @@ from hotset import load
 from hotset.cli import mcp_server
 from hotset.settings import LoadSettings
 
-PLACED = ("--backend", "reference")
+PLACED = ("--device", "reference")
 HELLO = {
     "jsonrpc": "2.0", "id": "hello", "method": "initialize", "params": {
         "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"},
@@ -59,7 +59,7 @@ def request(id: Any, method: str, **params: Any) -> dict[str, Any]:
 def test_tools_return_the_results_of_the_library(model: Path, mode: str):
     sampled = {"max_tokens": 40, "temperature": 0.7, "seed": 3}
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
-    with load(model, backend="reference") as loaded:
+    with load(model, device="reference") as loaded:
         expected = loaded.chat(messages, **sampled).completion
         vectors = loaded.embed(["one", "two"])
     progress = []
@@ -96,7 +96,7 @@ def test_tools_return_the_results_of_the_library(model: Path, mode: str):
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Any]:
     """A server in this process, whose model no call loads."""
-    models = mcp_server.LocalModels(str(model), model, LoadSettings(backend="reference"))
+    models = mcp_server.LocalModels(str(model), model, LoadSettings(device="reference"))
     yield mcp_server.server_of(models)
     asyncio.run(models.close())
 

@@ -27,7 +27,7 @@ from hotset.placement import detect, machine
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
 SMALL = ("-c", 128, "-t", 1)
-STAND_IN = ("--device", "cpu", "--vram-budget")
+STAND_IN = ("--device", "simulated", "--vram-budget")
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +64,13 @@ def test_a_plan_as_a_table(model: Path) -> None:
     done = inside("plan", model, *SMALL, "-b", 16, *STAND_IN, split_budget(model), "--layers")
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^ *CPU +cold neurons of {N_LAYER} ", done.stdout, re.M)
-    assert re.search(rf"^ *cpu \(stand-in\) +0 to {N_LAYER - 1}, output +\d+ of \d+ ", done.stdout, re.M)
-    assert len(re.findall(r"^ +\d+ +cpu \(stand-in\) +\d+ of 512 ", done.stdout, re.M)) == N_LAYER
+    assert re.search(rf"^ *simulated +0 to {N_LAYER - 1}, output +\d+ of \d+ ", done.stdout, re.M)
+    assert len(re.findall(r"^ +\d+ +simulated +\d+ of 512 ", done.stdout, re.M)) == N_LAYER
     hot = re.search(r"^hot (\d+)% on the GPU serve (\d+)% of activations$", done.stderr, re.M)
     assert hot is not None
     assert int(hot[2]) > int(hot[1])
     assert re.search(r"^predicted [\d.]+ ms per token", done.stderr, re.M)
-    assert "stands in for a GPU" in done.stderr
+    assert "the simulated GPU makes nothing faster" in done.stderr
     assert "as published" in done.stderr
 
 
@@ -105,7 +105,7 @@ def test_a_plan_writes_an_index_that_run_takes(model: Path, tmp_path: Path) -> N
     assert answer["placement"]["layers"][0]["hot_neurons"] == facts["layers"][0]["hot_neurons"]
     [memory] = answer["memory"]
     assert memory["measured"]["total"] <= memory["total"]
-    alone = inside("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL, "--no-gpu", "--json")
+    alone = inside("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL, "--device", "cpu", "--json")
     assert json.loads(alone.stdout)["tokens"] == answer["tokens"]
     assert "placement" not in json.loads(alone.stdout)
 
@@ -122,11 +122,14 @@ def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
     done = inside("bench", model, "-p", 0, "-n", 2, "-r", 1, "-t", 1, *STAND_IN, 1, "-ngl", 2, "--json")
     assert done.returncode == 0, done.stderr
     [entry] = json.loads(done.stdout)
-    assert (entry["backends"], entry["gpu_info"], entry["n_gpu_layers"]) == ("HYBRID", "cpu", 2)
+    assert (entry["backends"], entry["gpu_info"], entry["n_gpu_layers"]) == ("HYBRID", "simulated", 2)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox " * 8)
     ppl = {}
-    for options in (("--no-gpu",), (*STAND_IN, 1)):
+    for options in (
+        ("--device", "cpu"),
+        (*STAND_IN, 1),
+    ):
         done = inside("perplexity", model, "-f", text, "-c", 64, "-t", 1, *options, "--json")
         assert done.returncode == 0, done.stderr
         ppl[options] = json.loads(done.stdout)["ppl"]
@@ -140,7 +143,7 @@ def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
         ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
         (("--device", "gpu"), 1, "the device 'gpu' is not known"),
         ((*STAND_IN, 1, "-ngl", "few"), 2, "'few' is neither a number nor auto"),
-        (("--vram-budget", "-7", "--device", "cpu"), 1, "is a number of GiB above 0"),
+        (("--vram-budget", "-7", "--device", "simulated"), 1, "is a number of GiB above 0"),
         ((*STAND_IN, 1, "--gpu-index", "none.gpuidx"), 2, "does not exist"),
     ],
     ids=str,
@@ -175,9 +178,9 @@ def test_layers_for_a_gpu_that_is_not_there_are_a_warning(model: Path) -> None:
 
 
 def test_options_that_contradict_one_another(model: Path) -> None:
-    done = inside("run", model, "Hello", "--no-gpu", "--vram-budget", 4)
-    assert done.returncode == 2
-    assert "no GPU" in done.stderr
+    done = inside("run", model, "Hello", "--device", "cpu", "--vram-budget", 4)
+    assert done.returncode == 1
+    assert "the device cpu uses no GPU" in done.stderr
 
 
 # -- the index -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import hotset
 pytestmark = needs_core
 
 LONG = "please say something about the following words: " * 3
-OPTIONS = ("--backend", "cpu", "-t", 1, "--temp", 0, "-n", 60, "--ignore-eos")
+OPTIONS = ("--device", "cpu", "-t", 1, "--temp", 0, "-n", 60, "--ignore-eos")
 
 
 def turn(model: Path, session: Path | None, text: str, *more: object) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_an_answer_of_a_session_is_that_of_the_whole_conversation(
         {"role": "user", "content": "go"}, {"role": "assistant", "content": second["text"]},
         {"role": "user", "content": "on"},
     ]  # fmt: skip
-    with hotset.load(model, backend="cpu", n_threads=1) as loaded:
+    with hotset.load(model, device="cpu", n_threads=1) as loaded:
         for n, found in ((4, second), (6, third)):
             expected = loaded.chat(messages[:n], temperature=0, max_tokens=60, ignore_eos=True)
             assert found["tokens"] == expected.completion.tokens
@@ -95,7 +95,7 @@ def test_what_is_no_session_is_not_replaced(model: Path, home: Path, tmp_path: P
 
 
 def test_a_model_that_the_cpu_does_not_compute_is_refused(model: Path, home: Path, tmp_path: Path) -> None:
-    done = inside("run", model, "hello", "--backend", "reference", "--session", tmp_path / "x")
+    done = inside("run", model, "hello", "--device", "reference", "--session", tmp_path / "x")
     assert done.returncode == 1
     assert "--session needs a model that this machine's CPU computes alone" in done.stderr.replace("\n", " ")
 
@@ -115,7 +115,7 @@ def test_a_chat_goes_on(model: Path, home: Path, tmp_path: Path) -> None:
     session = tmp_path / "talk.session"
     for n in range(2):
         chat = Terminal(
-            "run", model, "--backend", "cpu", "--seed", 1, "-n", 2, "--ignore-eos", "--session", session
+            "run", model, "--device", "cpu", "--seed", 1, "-n", 2, "--ignore-eos", "--session", session
         )
         if n:
             chat.wait_for("2 messages")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from cli_runs import answer, command_of, inside, options_of
 
+from hotset.backends.registry import device_words
 from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import ModelOptions
-from hotset.cli.spellings import MEANT, WITHOUT_EFFECT
+from hotset.cli.spellings import FLAGS, MEANT, WITHOUT_EFFECT, device_names
 
 
 def parsed(subcommand: str, *words: object) -> dict[str, Any]:
@@ -37,14 +38,50 @@ def parsed(subcommand: str, *words: object) -> dict[str, Any]:
         ("embed", ("a text", "-m", "m"), ("m", "a text")),
         ("bench", ("-m", "a,b", "-b", "8"), ("a,b", "--batch-size", "8")),
         ("plan", ("-m", "m", "-b", "8"), ("m", "--batch-size", "8")),
+        ("run", ("m", "--no-gpu"), ("m", "--device", "cpu")),
+        ("embed", ("m", "a", "--backend", "reference"), ("m", "a", "--device", "reference")),
+        ("run", ("m", "-dev", "Vulkan0"), ("m", "--device", "Vulkan0")),
     ],
 )
 def test_a_spelling_means_an_option(subcommand: str, words: tuple[str, ...], own: tuple[str, ...]) -> None:
     assert parsed(subcommand, *words) == parsed(subcommand, *own)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("none", "cpu"), ("CUDA0", "cuda:0"), ("CUDA0,CUDA1", "cuda:0,cuda:1"), ("Vulkan1", "vulkan:1"),
+        ("ROCm0", "rocm:0"), ("Metal", "mps"), ("MTL0", "mps"), ("SYCL2", "xpu:2"), ("cuda:1", "cuda:1"),
+        ("cuda:0, vulkan:1", "cuda:0, vulkan:1"), ("CPU", "cpu"), ("simulated", "simulated"),
+    ],
+)  # fmt: skip
+def test_devices_of_other_programs(given: str, meant: str) -> None:
+    assert device_names(given) == meant
+
+
+@pytest.mark.parametrize("words", [("--device", "list"), ("--list-devices",)])
+@pytest.mark.parametrize("subcommand", ["run", "bench", "plan", "imatrix"])
+def test_devices_are_listed_without_a_model(subcommand: str, words: tuple[str, ...]) -> None:
+    done = inside(subcommand, *words)
+    assert done.returncode == 0, done.stderr
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line.split()]
+    assert {"cpu", "simulated"} <= {*listed}
+
+
+def test_every_option_of_a_device_is_one() -> None:
+    """It has one name, one help and the words of the registry in all commands."""
+    found = {}
+    for subcommand in SUBCOMMANDS:
+        for one in command_of(subcommand).params:
+            if "--device" in one.opts:
+                found[subcommand] = one.help
+    assert len(found) > 8
+    assert len({*found.values()}) == 1
+    assert all(word in found["run"] for word in device_words())
+
+
 def test_every_spelling_is_taken_by_a_command_and_shown_by_none() -> None:
-    spelled = {name for names in MEANT.values() for name in names}
+    spelled = {name for table in (MEANT, FLAGS) for names in table.values() for name in names}
     for subcommand in SUBCOMMANDS:
         command = command_of(subcommand)
         own = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
@@ -53,7 +90,7 @@ def test_every_spelling_is_taken_by_a_command_and_shown_by_none() -> None:
         if "--ctx-size" in own or subcommand == "bench":
             assert options_of(subcommand) >= {name for one in WITHOUT_EFFECT for name in one.names}
     taken = [options_of(subcommand) for subcommand in SUBCOMMANDS]
-    for option, names in MEANT.items():
+    for option, names in (*MEANT.items(), *FLAGS.items()):
         for name in names:
             assert any({option, name} <= known for known in taken), name
 
@@ -61,7 +98,7 @@ def test_every_spelling_is_taken_by_a_command_and_shown_by_none() -> None:
 def test_an_option_without_effect_changes_nothing_and_says_so(model: Path) -> None:
     plain = answer(model, "Hello", "--temp", 0, "-n", 4)
     words = ["-fa", "on", "--jinja", "--mlock", "--no-mmap", "-b", 64, "-ub", 32, "-tb", 1, "-cnv"]
-    done = inside("run", "-m", model, "-p", "Hello", "-n", 4, "--temp", 0, *words, "--backend", "reference")
+    done = inside("run", "-m", model, "-p", "Hello", "-n", 4, "--temp", 0, *words, "--device", "reference")
     assert (done.returncode, done.stdout.rstrip("\n")) == (0, plain["text"]), done.stderr
     assert "--mlock has no effect: no memory is locked" in done.stderr
     assert "-ub has no effect" in done.stderr

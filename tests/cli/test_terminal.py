@@ -109,7 +109,7 @@ def hostile(model: Path, tmp_path: Path) -> Path:
     [
         ["show", "MODEL", "--metadata", "--tensors"],
         ["show", "MODEL", "--json", "--tensors"],
-        ["run", "MODEL", "hi", "--backend", "reference"],  # refused: the tensor is not known
+        ["run", "MODEL", "hi", "--device", "reference"],  # refused: the tensor is not known
         ["quantize", "MODEL", "--dry-run", "--type", "q8_0", "--allow-requantize"],
         ["rm", ATTACK],
         ["pull", ATTACK],
@@ -164,7 +164,7 @@ def test_messages_keep_the_case_of_what_they_quote(model: Path, tmp_path: Path, 
     done = inside("show", "empty.gguf")
     assert done.stderr.startswith("error: empty.gguf")
     for option, name in (("--top-p", "--top-p"), ("--min-p", "--min-p"), ("--temp", "temperature")):
-        done = inside("run", model, "hi", option, "-7", "--backend", "reference")
+        done = inside("run", model, "hi", option, "-7", "--device", "reference")
         assert done.stderr.startswith(f"error: {name} must")
         assert len(done.stderr.splitlines()) == 1
 
@@ -386,7 +386,7 @@ def test_an_interrupted_answer_shows_the_word_that_it_stopped_in(model: Path, tm
 
 def test_a_pipe_gets_the_bytes_of_the_answer(model: Path, tmp_path: Path) -> None:
     answer = ATTACK + "word " * 60
-    arguments = ["run", model, "hi", "--backend", "reference", "--ignore-eos", "-n", len(answer) // 3 + 1]
+    arguments = ["run", model, "hi", "--device", "reference", "--ignore-eos", "-n", len(answer) // 3 + 1]
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)],
         stdin=subprocess.DEVNULL, capture_output=True, env=os.environ | talking(tmp_path, answer), check=True,
@@ -411,7 +411,7 @@ def shell(
     )  # fmt: skip
 
 
-ANSWER = ("--backend", "reference", "-n", "5", "--ignore-eos", "--temp", "0")
+ANSWER = ("--device", "reference", "-n", "5", "--ignore-eos", "--temp", "0")
 WRITERS: list[list[str]] = [
     ["run", "MODEL", "hi", *ANSWER], ["run", "MODEL", "hi", *ANSWER, "--json"], ["show", "MODEL"], ["list"],
     ["show", "MODEL", "--json"], ["doctor"], ["--help"], ["run", "--help"], ["--version"],
@@ -474,13 +474,13 @@ def test_messages_that_nobody_can_read_stop_nothing(model: Path, redirection: st
 
 def test_a_closed_input_is_no_prompt(model: Path, home: Path) -> None:
     for redirection in ("<&-", "</dev/null"):
-        done = shell(redirection, "run", model, "--backend", "reference")
+        done = shell(redirection, "run", model, "--device", "reference")
         assert done.returncode == 2
         assert "there is no prompt" in done.stderr
         assert shell(redirection, "run", model, "hi", *ANSWER).returncode == 0
     done = shell("<&- >&- 2>&-", "run", model, "hi", *ANSWER)
     assert done.returncode == 1
-    done = shell(f'<"{model.parent}"', "run", model, "--backend", "reference")
+    done = shell(f'<"{model.parent}"', "run", model, "--device", "reference")
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stderr
 
@@ -542,7 +542,7 @@ def test_homes_that_are_none_are_sentences(home: Path, monkeypatch: Any) -> None
 
 def test_a_long_prompt_is_no_path(model: Path, home: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("hotset.storage.catalogue.DEFAULT", str(model))
-    done = inside("run", "a b " * 100, "-n", 2, "-s", 1, "--backend", "reference")
+    done = inside("run", "a b " * 100, "-n", 2, "-s", 1, "--device", "reference")
     assert done.returncode == 0, done.stderr
 
 

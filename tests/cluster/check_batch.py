@@ -23,7 +23,7 @@ from hotset.reporter import Reporter
 from hotset.scale.batch import batch_on_ray
 from hotset.settings import LoadSettings
 
-SETTINGS = LoadSettings(n_ctx=240, n_threads=1, max_sequences=4, backend="cpu")
+SETTINGS = LoadSettings(n_ctx=240, n_threads=1, max_sequences=4, device="cpu")
 N = 300
 
 

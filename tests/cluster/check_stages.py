@@ -18,7 +18,7 @@ from hotset.scale.links import Address, Line
 from hotset.scale.stages import StagedBackend, load_staged
 from hotset.settings import LoadSettings
 
-SETTINGS = LoadSettings(n_ctx=256, n_threads=1, max_batch=64, max_sequences=16, n_seqs=8, backend="cpu")
+SETTINGS = LoadSettings(n_ctx=256, n_threads=1, max_batch=64, max_sequences=16, n_seqs=8, device="cpu")
 PROMPTS = [f"{i} is a prompt of its own, " * (1 + i % 5) for i in range(16)]
 PARAMS = {"max_tokens": 40, "seed": 7, "ignore_eos": True}
 

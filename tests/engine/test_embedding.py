@@ -48,7 +48,7 @@ def load(path: Path, **settings: Any) -> hotset.Model:
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last", None])
 def test_vectors_are_transformers_hidden_states(model: Any, pooling: str | None) -> None:
     path, texts, states = model
-    with load(path, backend="reference") as loaded:
+    with load(path, device="reference") as loaded:
         vectors = loaded.embed(texts, pooling=pooling)
     assert vectors.dtype == np.float32
     for vector, theirs in zip(vectors, states, strict=True):

@@ -47,7 +47,7 @@ def test_sums_are_those_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         for row in IDS:
             model(torch.tensor(row[None].astype(np.int64)))
-    with hotset.load(path, backend="cpu", sparsity="dense", kv_type="f16") as loaded:
+    with hotset.load(path, device="cpu", sparsity="dense", kv_type="f16") as loaded:
         found = collect(loaded.tap_steps, loaded.graph, IDS, output=True)
         assert "output.weight" not in collect(loaded.tap_steps, loaded.graph, IDS).inputs
     assert set(found.inputs) == {*of_file.values(), "output.weight"}
@@ -60,7 +60,7 @@ def test_sums_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
 def test_experts_have_sums_of_their_tokens(name: str, run_folder: Path) -> None:
     """Each expert's, token by token, from the values inside the graph."""
-    with hotset.load(shared_gguf(name, run_folder), backend="cpu", sparsity="dense") as loaded:
+    with hotset.load(shared_gguf(name, run_folder), device="cpu", sparsity="dense") as loaded:
         found = collect(loaded.tap_steps, loaded.graph, IDS)
         ffn = next(ffn for ffn in loaded.graph.ffns if ffn.route is not None)
         route = ffn.route
@@ -86,7 +86,7 @@ def test_experts_have_sums_of_their_tokens(name: str, run_folder: Path) -> None:
 
 def test_matrices_with_a_row_per_neuron_have_no_sums(tmp_path: Path) -> None:
     path = write_relu(tmp_path / "relu.powerinfer.gguf", "llama")
-    with hotset.load(path, backend="cpu", sparsity="dense") as loaded:
+    with hotset.load(path, device="cpu", sparsity="dense") as loaded:
         found = collect(loaded.tap_steps, loaded.graph, IDS % 60)
     assert "blk.0.ffn_up.weight" in found.inputs
     assert not [name for name in found.inputs if "ffn_down_t" in name]

@@ -301,7 +301,7 @@ def test_a_breaker_of_the_vocabulary_changes_the_text(tmp_path: Any):
     """Of a text that repeats itself, since it has three letters only."""
     path = write_model(tmp_path / "tiny.gguf")
     options: dict[str, Any] = {"seed": 1, "max_tokens": 60, "dry_multiplier": 5.0, "dry_allowed_length": 1}
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         few = {model.tokenizer.encode_inside(letter)[0]: 100.0 for letter in "abc"}
         texts = [
             model.generate("abcab", **options, logit_bias=few, dry_sequence_breakers=breakers).text

@@ -40,7 +40,7 @@ path, backend, n_threads, size, handler = sys.argv[1:]
 if handler == "before":
     import faulthandler
     faulthandler.enable()
-model = hotset.load(path, n_ctx=64, backend=backend, n_threads=int(n_threads))
+model = hotset.load(path, n_ctx=64, device=backend, n_threads=int(n_threads))
 model.generate("hello", seed=1, max_tokens=3)
 if handler == "after":
     import faulthandler

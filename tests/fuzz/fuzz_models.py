@@ -392,7 +392,7 @@ def exercise_model(path: Path, rng: np.random.Generator) -> str:
     """Shows, runs and quantises the file; what went wrong, or ""."""
     more = [[], [], ["--sparsity", "dense"], ["--predictor", "svd:4"], ["--predictor", "mlp:q8_0"]]
     how = more[int(rng.integers(len(more)))]
-    ran = subcommand("run", path, "he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--no-gpu", *how)
+    ran = subcommand("run", path, "he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--device", "cpu", *how)
     if ran.problem:
         return f"run {' '.join(how)}: {ran.problem}"
     for arguments in (
@@ -415,7 +415,7 @@ def exercise_checkpoint(folder: Path, _: np.random.Generator) -> str:
         return f"convert: {done.problem}"
     if done.status == 1:
         return "convert failed and left a file" if out.exists() else ""
-    ran = subcommand("run", out, "he", "-n", 1, "--temp", 0, "-c", 16, "-t", 1, "--no-gpu")
+    ran = subcommand("run", out, "he", "-n", 1, "--temp", 0, "-c", 16, "-t", 1, "--device", "cpu")
     no_tokenizer = "no tokenizer" in ran.text
     return f"convert wrote what does not load: {ran.text}" if ran.status and not no_tokenizer else ran.problem
 

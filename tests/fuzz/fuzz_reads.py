@@ -93,7 +93,7 @@ def attack(
     path: Path, n_tokens: int, share: float, streams: int, seed: int, budget: float, **settings: Any
 ) -> Report:
     """Texts of n_tokens in all, `streams` at a time. budget: in GiB. settings: what else `load` takes."""
-    settings = {"n_ctx": N_CTX, "max_sequences": streams, "backend": "cpu", **settings}
+    settings = {"n_ctx": N_CTX, "max_sequences": streams, "device": "cpu", **settings}
     rng, report, lock = np.random.default_rng(seed), Report(0, 0, []), threading.Lock()
     each = min(N_CTX - PROMPT, -(-n_tokens // streams))
     with hotset.load(path, **settings) as mapped:
@@ -141,7 +141,7 @@ def attack(
 
 def least_budget(path: Path, **settings: Any) -> float:
     """In GiB: the smallest that works."""
-    settings = {"n_ctx": N_CTX, "backend": "cpu", **settings}
+    settings = {"n_ctx": N_CTX, "device": "cpu", **settings}
     with open_model(path, LoadSettings(**settings, ram_budget=1e3)) as opened:
         decided = plan_model(opened)
         decided.weights.close()

@@ -58,7 +58,7 @@ class Question:
 
 def questions(path: Path, draw: random.Random) -> list[Question]:
     found = []
-    with hotset.load(path, backend="cpu", n_threads=1, n_ctx=N_CTX) as model:
+    with hotset.load(path, device="cpu", n_threads=1, n_ctx=N_CTX) as model:
         for i in range(12):
             messages = [
                 {"role": "user", "content": "".join(draw.choices("abc xyz", k=draw.choice([3, 40, 300])))}

@@ -48,7 +48,7 @@ from hotset.sparsity.trace import EVERY, NeuronTrace, RouteTrace, StoredGroup, o
 
 SLOW_S = 10.0
 ROOM = 400 << 20  # beyond what this process has already
-RUN = ("he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--no-gpu")
+RUN = ("he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--device", "cpu")
 SIZES: dict[str, Any] = {"n_vocab": 259, "n_ff": 64}
 PROMPT = "a text of more than two pages of the cache; " * 4
 MODELFILE = """FROM cut.gguf
@@ -130,7 +130,7 @@ def exercise_thresholds(path: Path) -> None:
 
 def answer(path: Path, session: Path | None, *, keep: bool = False) -> list[int]:
     """What a model answers to PROMPT, its cache being that of a session. keep: writes the session."""
-    with hotset.load(path, n_ctx=256, n_threads=1, backend="cpu") as model, redirect_stderr(io.StringIO()):
+    with hotset.load(path, n_ctx=256, n_threads=1, device="cpu") as model, redirect_stderr(io.StringIO()):
         kept = None if session is None else Session(model, session)
         found = model.generate(PROMPT, max_tokens=2, temperature=0).tokens
         if kept is not None and keep:

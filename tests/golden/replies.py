@@ -211,7 +211,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ],
     ("GET", "/tokenizer_info"): [Case()],
     ("GET", "/props"): [Case()],
-    ("GET", "/plan"): [Case(), Case(load={"backend": "auto", "device": "cpu", "vram_budget": 0.25})],
+    ("GET", "/plan"): [Case(), Case(load={"device": "simulated", "vram_budget": 0.25})],
     ("GET", "/metrics"): [Case()],
     ("POST", "/v1/messages"): [
         *_both(_MESSAGE),
@@ -350,7 +350,7 @@ async def _several(folder: Path) -> list[dict[str, Any]]:
         os.utime(other, (_WHEN, _WHEN))
         catalogue = Catalogue({"tiny": tiny, "other": other})
         catalogue.scan()
-        load = LoadSettings(backend="cpu", n_threads=1, max_sequences=4, n_ctx=256)
+        load = LoadSettings(device="cpu", n_threads=1, max_sequences=4, n_ctx=256)
         models = Models(catalogue, load=load, budget=1 << 30, keep_alive=math.inf)
         async with client_to(models) as client:
             found = [await _reply(client, case, method, str(case.path)) for method, case in SEVERAL]

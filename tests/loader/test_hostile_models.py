@@ -37,7 +37,7 @@ def rewritten(path: Path, out: Path, name: str, type_: GGMLType, shape: tuple[in
 
 
 def load(path: Path, **options: Any) -> hotset.Model:
-    return hotset.load(path, n_threads=1, backend="cpu", n_ctx=64, **options)
+    return hotset.load(path, n_threads=1, device="cpu", n_ctx=64, **options)
 
 
 @pytest.mark.parametrize("type_", [T.I32, T.F64, T.Q8_1, T.Q8_K, T(77)])
@@ -97,7 +97,9 @@ def test_odd_facts_are_shown(keys: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_chat_template_that_is_an_array_is_none(tmp_path: Path) -> None:
     path = odd(tmp_path, **{"tokenizer.chat_template": np.array([1.0, 2.0], np.float32)})
-    outcome = fuzz_models.subcommand("run", path, "he", "-n", 1, "-c", 16, "-t", 1, "--no-gpu", "--temp", 0)
+    outcome = fuzz_models.subcommand(
+        "run", path, "he", "-n", 1, "-c", 16, "-t", 1, "--device", "cpu", "--temp", 0
+    )
     assert (outcome.status, outcome.problem) == (0, ""), outcome.text
 
 

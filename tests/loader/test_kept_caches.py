@@ -25,7 +25,7 @@ from hotset.settings import LoadSettings
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
-SMALL: dict[str, Any] = {"backend": "cpu", "n_threads": 1, "n_ctx": 512, "n_seqs": 2, "max_sequences": 4}
+SMALL: dict[str, Any] = {"device": "cpu", "n_threads": 1, "n_ctx": 512, "n_seqs": 2, "max_sequences": 4}
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(32, 96, 200)]
 TURN = [int(token) for token in np.random.default_rng(4).integers(32, 96, 40)]
 
@@ -109,7 +109,7 @@ def kill(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
 hotset.files.os.replace = kill
 tokens = [int(token) for token in sys.argv[3].split()]
-with hotset.load(sys.argv[1], backend="cpu", n_threads=1, n_ctx=512, cache_dir=sys.argv[2]) as model:
+with hotset.load(sys.argv[1], device="cpu", n_threads=1, n_ctx=512, cache_dir=sys.argv[2]) as model:
     model.generate(tokens, temperature=0, max_tokens=3)
 """
     arguments = [str(path), str(tmp_path), " ".join(map(str, PROMPT))]
@@ -153,7 +153,7 @@ from hotset.loader.build import build, open_model, plan_model
 from hotset.placement import ram
 from hotset.loader.prompt_cache import identity_of
 from hotset.settings import LoadSettings
-settings = LoadSettings(backend="cpu", n_threads=1, n_ctx=512, max_sequences=4)
+settings = LoadSettings(device="cpu", n_threads=1, n_ctx=512, max_sequences=4)
 with open_model(sys.argv[1], settings) as opened:
     print(identity_of(plan_model(opened)).digest.hex())
 """
@@ -179,9 +179,9 @@ def test_exact_and_predicted_are_not_mixed_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"backend": "reference"}, "cache_dir keeps what the CPU or a device has computed"),
-        ({"backend": "auto", "device": "vulkan", "n_gpu_layers": 1}, "cache_dir needs a model that the CPU"),
-        ({"backend": "auto", "device": "cpu"}, "cache_dir needs a model that the CPU computes alone"),
+        ({"device": "reference"}, "cache_dir keeps what the CPU or a device has computed"),
+        ({"device": "vulkan", "n_gpu_layers": 1}, "cache_dir needs a model that the CPU"),
+        ({"device": "simulated"}, "cache_dir needs a model that the CPU computes alone"),
     ],
     ids=str,
 )

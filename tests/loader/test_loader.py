@@ -19,7 +19,7 @@ from hotset.sparsity.modes import Prepared, choose
 
 
 def decided(path: Path, free: float, program: int = 0, **settings: Any) -> Decided:
-    with open_model(path, LoadSettings(backend="cpu", **settings)) as opened:
+    with open_model(path, LoadSettings(device="cpu", **settings)) as opened:
         choice = choose(opened.config, opened.gguf.tensors)
         return decide(opened, choice, Prepared(Overlay(opened.gguf)), MachineFacts(free, program))
 

@@ -111,7 +111,7 @@ def test_a_system_message_without_a_template_gets_one_by_name_or_vocabulary(tmp_
 def test_the_template_says_what_the_messages_would(model: Path) -> None:
     asked: list[dict[str, Any]] = [{"role": "user", "content": "Why?"}]
     own = [{"role": "system", "content": "Other."}]
-    with library.load(model, backend="cpu", n_threads=1) as plain:
+    with library.load(model, device="cpu", n_threads=1) as plain:
         expected = [
             plain.encode_chat([{"role": "system", "content": SYSTEM}, *EXAMPLES, *asked]),
             plain.encode_chat([*own, *EXAMPLES, *asked]),
@@ -124,7 +124,7 @@ def test_the_template_says_what_the_messages_would(model: Path) -> None:
     from hotset.loader.build import open_model
     from hotset.settings import LoadSettings
 
-    opened = open_model(model, LoadSettings(backend="cpu", n_threads=1))
+    opened = open_model(model, LoadSettings(device="cpu", n_threads=1))
     opened.gguf.metadata["tokenizer.chat_template"] = template
     with load_opened(opened) as made:
         assert [made.encode_chat(asked), made.encode_chat([*own, *asked])] == expected
@@ -306,23 +306,23 @@ def test_who_is_left_without_a_model_is_named(model: Path) -> None:
 
 def test_the_library_has_the_parameters_and_the_messages(model: Path, brief: str) -> None:
     asked = [{"role": "user", "content": "Why?"}]
-    with library.load(model, backend="reference", n_ctx=96) as plain:
+    with library.load(model, device="reference", n_ctx=96) as plain:
         expected = plain.chat(
             [{"role": "system", "content": "Be brief."}, *asked], temperature=0, max_tokens=7
         )
-    with library.load(brief, backend="reference") as made:
+    with library.load(brief, device="reference") as made:
         assert made.n_ctx == 96
         assert made.chat(asked).content == expected.content
         asynchronous = asyncio.run(library.AsyncModel(made).generate("Why?"))
         assert len(asynchronous.tokens) == len(made.generate("Why?").tokens) == 7
         assert len(made.generate("Why?", max_tokens=3).tokens) == 3
-    with library.load(brief, backend="reference", n_ctx=64) as smaller:
+    with library.load(brief, device="reference", n_ctx=64) as smaller:
         assert smaller.n_ctx == 64
 
 
 def test_another_template_keeps_the_messages_of_a_created_model(brief: str) -> None:
     expected = with_messages(named("gemma"), [("system", "Be brief.")], [])
-    with library.load(brief, backend="reference", chat_template="gemma") as made:
+    with library.load(brief, device="reference", chat_template="gemma") as made:
         assert made.chat_template.source == expected
 
 
@@ -337,7 +337,7 @@ def test_the_models_file_has_a_chat_template(
     base = "" if is_created else f"model = {json.dumps(str(model))}\n"
     file.write_text(f'[models.{name}]\n{base}[models.{name}.load]\nchat_template = "gemma"\n')
     monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: begun.append(host))
-    assert inside("serve", "--models-file", str(file), "--backend", "reference").returncode == 0
+    assert inside("serve", "--models-file", str(file), "--device", "reference").returncode == 0
     (host,) = begun
 
     async def loaded() -> None:
@@ -352,7 +352,7 @@ def test_the_models_file_has_a_chat_template(
 def test_a_server_of_one_created_model(brief: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: begun.append(host))
-    assert inside("serve", "BRIEF", "--backend", "reference").returncode == 0
+    assert inside("serve", "BRIEF", "--device", "reference").returncode == 0
     (service,) = begun
     assert service.name == "brief"
 
@@ -385,7 +385,7 @@ def test_a_batch_of_a_created_model(model: Path, brief: str) -> None:
     }  # fmt: skip
     requests, output = model.parent / "in.jsonl", model.parent / "out.jsonl"
     requests.write_text(json.dumps(line) + "\n")
-    done = inside("batch", requests, "-o", output, "-m", brief, "--backend", "reference")
+    done = inside("batch", requests, "-o", output, "-m", brief, "--device", "reference")
     assert done.returncode == 0, done.stderr
     answer = json.loads(output.read_text())["response"]["body"]
     assert (answer["model"], answer["usage"]["completion_tokens"]) == ("brief", 7)
@@ -408,7 +408,7 @@ def test_tools_of_a_created_model(model: Path, brief: str) -> None:
     ]
     messages.insert(1, {"jsonrpc": "2.0", "method": "notifications/initialized"})
     given = "".join(f"{json.dumps(one)}\n" for one in messages)
-    done = inside("mcp", brief, "--backend", "reference", stdin=given)
+    done = inside("mcp", brief, "--device", "reference", stdin=given)
     replies = {reply["id"]: reply["result"] for reply in map(json.loads, done.stdout.splitlines())}
     chat, models = (replies[i]["structuredContent"] for i in (1, 2))
     assert chat["tokens"] == 7

@@ -43,7 +43,7 @@ def tokens_of(model: hotset.Model) -> list[int]:
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_the_least_budget_gives_the_same_tokens(model: Path, sparsity: str) -> None:
-    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": sparsity, "backend": "cpu"}
+    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": sparsity, "device": "cpu"}
     with hotset.load(model, **settings) as mapped:
         expected = tokens_of(mapped)
     with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as under:
@@ -56,7 +56,7 @@ def test_the_least_budget_gives_the_same_tokens(model: Path, sparsity: str) -> N
 
 def test_steps_are_short_where_weights_have_no_room(model: Path) -> None:
     """The workspace of long ones would take it."""
-    settings: dict[str, Any] = {"n_ctx": 256, "backend": "cpu"}
+    settings: dict[str, Any] = {"n_ctx": 256, "device": "cpu"}
     prompt = [3 + i % 40 for i in range(240)]
     with hotset.load(model, **settings, ram_budget=1) as roomy:
         assert roomy.ram is not None
@@ -84,7 +84,7 @@ def test_what_a_budget_does_not_go_with(model: Path) -> None:
         with pytest.raises(InvalidRequestError, match="ram_budget is a number of GiB above 0"):
             LoadSettings(ram_budget=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="the reference maps its files"):
-        LoadSettings(ram_budget=1, backend="reference")
+        LoadSettings(ram_budget=1, device="reference")
 
 
 def test_a_file_larger_than_what_is_free_is_read_by_itself(
@@ -95,11 +95,11 @@ def test_a_file_larger_than_what_is_free_is_read_by_itself(
     monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
     with (
         pytest.warns(UserWarning, match="more than what is free: what has no room is read as it is needed"),
-        hotset.load(model, n_ctx=64, max_batch=4, backend="cpu") as loaded,
+        hotset.load(model, n_ctx=64, max_batch=4, device="cpu") as loaded,
     ):
         assert loaded.ram is not None
     monkeypatch.setattr("hotset.loader.build.free_memory", lambda: least // 2)
-    with hotset.load(model, n_ctx=64, max_batch=4, backend="cpu") as loaded:
+    with hotset.load(model, n_ctx=64, max_batch=4, device="cpu") as loaded:
         assert loaded.ram is None  # it would not fit: the system does what it can
 
 
@@ -161,7 +161,7 @@ def test_the_server_counts_what_was_read(model: Path) -> None:
         assert counts["hotset_row_misses_total"] > 0
         assert counts["hotset_disk_read_bytes_total"] >= 4096
 
-    settings: dict[str, Any] = {"n_ctx": 64, "backend": "cpu", "n_threads": 1, "max_sequences": 4}
+    settings: dict[str, Any] = {"n_ctx": 64, "device": "cpu", "n_threads": 1, "max_sequences": 4}
     tiny_server.run(model, work, load=settings | {"ram_budget": least_of(model, **settings) / GIB})
 
 
@@ -177,7 +177,7 @@ def test_answers_under_faults_are_right_or_a_sentence(model: Path, sparsity: str
 
 def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> None:
     """By the one beside the model, or one that is named, which is refused where it is of another model."""
-    settings: dict[str, Any] = {"n_ctx": 64, "sparsity": "predicted", "backend": "cpu"}
+    settings: dict[str, Any] = {"n_ctx": 64, "sparsity": "predicted", "device": "cpu"}
     with open_model(model, LoadSettings(**settings)) as opened:
         n_ff, made = opened.config.n_ff, fingerprint(opened.gguf)
     rng = np.random.default_rng(0)
@@ -210,7 +210,7 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
 
 def test_an_error_keeps_no_plan(model: Path) -> None:
     """Nor what that holds: its traceback leads back to the engine, which only the collector would notice."""
-    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": "exact", "backend": "cpu"}
+    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": "exact", "device": "cpu"}
     with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as under:
         assert under.stored is not None
         under.stored.reader.inject_faults(1.0, 7)
@@ -228,7 +228,7 @@ def test_reorder_bundles_from_the_command_line(model: Path, tmp_path: Path) -> N
     written = json.loads(done.stdout)
     assert written["bundled"] is True
     assert written["profile"] is None
-    settings: dict[str, Any] = {"n_ctx": 128, "backend": "cpu"}
+    settings: dict[str, Any] = {"n_ctx": 128, "device": "cpu"}
     with hotset.load(model, **settings) as plain, hotset.load(out, **settings, ram_budget=0.5) as bundled:
         assert tokens_of(plain) == tokens_of(bundled)
     with hotset.load(out, **settings) as mapped, hotset.load(model, **settings) as plain:

@@ -393,7 +393,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def load(path: Path, **options: Any) -> hotset.Model:
-    return hotset.load(path, backend="cpu", n_threads=1, n_ctx=256, **options)
+    return hotset.load(path, device="cpu", n_threads=1, n_ctx=256, **options)
 
 
 def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) -> None:

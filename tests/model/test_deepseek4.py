@@ -71,8 +71,8 @@ def test_contexts_in_which_the_indexer_would_choose_are_refused(gguf: GGUFFile) 
     assert config_from_gguf(stripped).n_ctx_max == 4 * (64 + 1) - 1
     path = gguf.paths[0]
     with pytest.raises(ContextLengthError, match="lower n_ctx to 259"):
-        hotset.load(path, backend="cpu", n_ctx=260)
-    with hotset.load(path, backend="cpu", n_ctx=259, n_threads=1) as model:
+        hotset.load(path, device="cpu", n_ctx=260)
+    with hotset.load(path, device="cpu", n_ctx=259, n_threads=1) as model:
         assert np.isfinite(model.logits(tokens(259).tolist())).all()
 
 
@@ -173,9 +173,9 @@ def test_quantised_files_keep_what_is_small_and_the_tables(tmp_path: Path, gguf:
             elif any(part in name for part in kept):
                 assert info.type == GGMLType.F32, name
         ids = tokens(50).tolist()
-    with hotset.load(gguf.paths[0], backend="cpu", n_ctx=64) as model:
+    with hotset.load(gguf.paths[0], device="cpu", n_ctx=64) as model:
         expected = model.logits(ids)
-    with hotset.load(tmp_path / "q8.gguf", backend="cpu", n_ctx=64) as model:
+    with hotset.load(tmp_path / "q8.gguf", device="cpu", n_ctx=64) as model:
         found = model.logits(ids)
     assert 0 < np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
@@ -221,7 +221,7 @@ def test_a_budget_of_memory_changes_no_bit(gguf: GGUFFile, monkeypatch: pytest.M
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "_PROGRAM", 0)
     path, ids = gguf.paths[0], tokens(70).tolist()
-    settings: dict[str, Any] = {"n_ctx": 128, "backend": "cpu", "n_threads": 2}
+    settings: dict[str, Any] = {"n_ctx": 128, "device": "cpu", "n_threads": 2}
     with hotset.load(path, **settings) as mapped:
         expected = mapped.logits(ids)
     with hotset.load(path, **settings, ram_budget=fuzz_reads.least_budget(path, **settings)) as under:

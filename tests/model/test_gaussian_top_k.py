@@ -117,7 +117,7 @@ def test_weights_under_a_budget_give_the_same_tokens(
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "_PROGRAM", 0)
     path = Path(write(tmp_path).path)
-    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": mode, "backend": "cpu", "n_threads": 2}
+    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": mode, "device": "cpu", "n_threads": 2}
     ids = tokens(20).tolist()
     with hotset.load(path, **settings) as mapped:
         expected = mapped.logits(ids)

@@ -67,12 +67,12 @@ def test_a_prefix_that_was_computed_is_shared(path: Path) -> None:
     """The keys and values that the last layers attend are found again too."""
     ids = tokens(140).tolist()
     asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    with hotset.load(path, backend="cpu", n_threads=2, n_ctx=256) as model:
+    with hotset.load(path, device="cpu", n_threads=2, n_ctx=256) as model:
         first = list(model.generate(ids, **asked).tokens)
         again = model.generate(ids, **asked)
         assert list(again.tokens) == first
         longer = list(model.generate([*ids[:100], 7, 8, 9], **asked).tokens)
-    with hotset.load(path, backend="cpu", n_threads=1, n_ctx=256) as model:
+    with hotset.load(path, device="cpu", n_threads=1, n_ctx=256) as model:
         assert list(model.generate([*ids[:100], 7, 8, 9], **asked).tokens) == longer
 
 

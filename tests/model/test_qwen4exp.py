@@ -66,7 +66,7 @@ def test_rows_are_those_of_transformers(run_folder: Path) -> None:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         (op,) = (op for op in graph.ops if isinstance(op, NgramEmbed))
         assert op.bytes_of(op.weights_read[0], gguf.tensors[op.weight]) == 4 * op.out.width
-    with hotset.load(gguf.path, backend="cpu", n_threads=2, n_ctx=256) as model:
+    with hotset.load(gguf.path, device="cpu", n_threads=2, n_ctx=256) as model:
         found = model.taps(sequence.tolist(), [op.out.name])[op.out.name]
     np.testing.assert_array_equal(found, expected)
 
@@ -74,8 +74,8 @@ def test_rows_are_those_of_transformers(run_folder: Path) -> None:
 def test_contexts_past_the_budget_of_the_indexer_are_refused(run_folder: Path) -> None:
     path = tiny_models.shared_gguf("qwen4exp-pairs", run_folder)
     with pytest.raises(ContextLengthError, match="longer than the 192 positions that this model can be"):
-        hotset.load(path, backend="cpu", n_ctx=193)
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        hotset.load(path, device="cpu", n_ctx=193)
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         assert model.n_ctx == 192
 
 
@@ -89,7 +89,7 @@ def test_a_memory_budget_leaves_the_table_of_ngrams_in_the_file(run_folder: Path
         assert sizes_of(graph, gguf.tensors, sparse=False).all < 0.1 * table
     found = {}
     for budget in (None, 2.0):
-        with hotset.load(path, backend="cpu", n_threads=2, n_ctx=256, ram_budget=budget) as model:
+        with hotset.load(path, device="cpu", n_threads=2, n_ctx=256, ram_budget=budget) as model:
             found[budget] = model.logits(ids)
     np.testing.assert_array_equal(found[None], found[2.0])
 

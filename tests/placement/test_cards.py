@@ -110,7 +110,7 @@ def test_a_faster_card_is_planned_to_be_faster(model: Path) -> None:
         (("--gpu-bandwidth", 0, "--vram-budget", 8), 2, "above 0"),
         (("--gpu-bandwidth", "nan", "--vram-budget", 8), 2, "above 0"),
         (("--gpu-link", 5), 2, "--gpu-bandwidth"),
-        (("--gpu", "4090", "--device", "cpu"), 2, "leave out --device"),
+        (("--gpu", "4090", "--device", "simulated"), 2, "leave out --device"),
         (("--gpu", "4090", "--sparsity", "threshold"), 2, "measured on itself"),
     ],
 )

@@ -162,7 +162,7 @@ def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pyte
     gguf = write(tmp_path, type=T.Q4_0)
     kept = [KEPT, {**KEPT, "attn_out": 0.1}]
     with_kept(gguf, kept, replace(EVERY, gate=0)).save(thresholds_path(gguf.path))
-    with hotset.load(gguf.path, sparsity="threshold", backend="cpu", n_threads=1, n_ctx=128) as model:
+    with hotset.load(gguf.path, sparsity="threshold", device="cpu", n_threads=1, n_ctx=128) as model:
         copies = {name for name in model.weights.tensors if name.endswith("_c.blocks")}
         assert copies == {"blk.1.attn_output_c.blocks"}
         plan = model.decided.channels

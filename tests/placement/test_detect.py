@@ -96,7 +96,7 @@ def test_a_gpus_memory_grows_in_small_pages_unless_a_user_says_otherwise(
     asked = dict.fromkeys(names, "expandable_segments:True") if platform == "linux" else {}
     for users in ({"X": "1"}, *({name: "backend:native"} for name in names)):
         monkeypatch.setattr(os, "environ", environment := dict(users))
-        wanted_devices(LoadSettings(device=("cpu",)))
+        wanted_devices(LoadSettings(device=("simulated",)))
         assert environment == users | (asked if "X" in users else {})
 
 
@@ -119,7 +119,10 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
         wanted_devices(LoadSettings(device=("cuda:0",)))
     with pytest.raises(InvalidRequestError, match="not known"):
         wanted_devices(LoadSettings(device=("gpu",)))
-    assert wanted_devices(LoadSettings(device=("cpu", "cpu"))) == (("cpu", "cpu"), None)
+    assert wanted_devices(LoadSettings(device=("simulated", "simulated"))) == (
+        ("simulated", "simulated"),
+        None,
+    )
     # A GPU with a torch that cannot use it: a line, and an error where it was asked for.
     monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", list)

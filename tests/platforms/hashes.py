@@ -32,7 +32,7 @@ def main() -> None:
     for name, (_, settings) in cases.items():
         with tempfile.TemporaryDirectory() as folder:
             path = write_case(name, Path(folder))
-            with hotset.load(path, n_ctx=128, n_threads=2, backend="cpu", **settings) as model:
+            with hotset.load(path, n_ctx=128, n_threads=2, device="cpu", **settings) as model:
                 if bits_of(model, N_VOCAB) != known[name]:
                     other.append(name)
                     print(f"{name}: other bits than on {platform}")

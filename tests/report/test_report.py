@@ -27,7 +27,7 @@ from hotset.sparsity.profile import HOT_MASS, Profile
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 12
 N_LAYER, N_FF = 2, 96
-REFERENCE = ("--backend", "reference")
+REFERENCE = ("--device", "reference")
 
 
 def profile_of(*counts: Any, n_tokens: int = 100) -> Profile:
@@ -262,7 +262,7 @@ def text(tmp_path: Path) -> Path:
 
 def firing(path: Path, n_tokens: int, n_ctx: int) -> list[list[np.ndarray]]:
     """Per layer, per sequence: which neurons fire, bool [n_ctx, n_ff]."""
-    with hotset.load(path, sparsity="exact", backend="reference") as model:
+    with hotset.load(path, sparsity="exact", device="reference") as model:
         ids = model.tokenizer.encode(TEXT)[:n_tokens]
         names = [f"blk.{i}.ffn_act" for i in range(N_LAYER)]
         taps = [model.taps(ids[i : i + n_ctx], names) for i in range(0, n_tokens, n_ctx)]

@@ -49,7 +49,7 @@ def test_neurons_inside_experts_and_experts_are_counted(tmp_path: Path, keys: di
         config = config_from_gguf(gguf)
     n_experts, k = EXPERTS
     names = [f"blk.{i}.{what}" for i in range(3) for what in ("ffn_route", "ffn_act")]
-    with hotset.load(tmp_path / "m.gguf", backend="cpu", n_ctx=192) as model:
+    with hotset.load(tmp_path / "m.gguf", device="cpu", n_ctx=192) as model:
         taps = model.taps(TOKENS.tolist(), names)
     assert (found.n_tokens, list(found.experts)) == (150, [0, 1, 2])
     for layer in range(3):

@@ -58,7 +58,7 @@ def test_what_fires_is_counted_and_drawn(folder: Path, run_folder: Path, name: s
     assert 0 < found["active_share"] < 1
     counted = Profile.open(profile_path(model))
     assert [i for i, counts in enumerate(counted.counts) if len(counts)] == own
-    with hotset.load(model, sparsity="exact", backend="reference") as loaded:
+    with hotset.load(model, sparsity="exact", device="reference") as loaded:
         ids = loaded.tokenizer.rows(loaded.tokenizer.encode(TEXT, add_special=True), 64)
         names = [f"blk.{i}.ffn_act" for i in own]
         taps = [loaded.taps(row.tolist(), names) for row in ids]
@@ -84,7 +84,7 @@ def test_a_profile_knows_layers_without_an_ffn(folder: Path, run_folder: Path) -
         export_activations(found, folder)
     moved = reorder(model, folder / "moved.gguf", found)
     assert moved.n_always[0] == moved.n_always[2] == 0
-    with hotset.load(model, backend="cpu") as one, hotset.load(folder / "moved.gguf", backend="cpu") as other:
+    with hotset.load(model, device="cpu") as one, hotset.load(folder / "moved.gguf", device="cpu") as other:
         expected = one.logits(list(range(40)))
         np.testing.assert_allclose(
             other.logits(list(range(40))), expected, atol=1e-4 * np.abs(expected).max()

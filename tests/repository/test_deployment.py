@@ -93,7 +93,7 @@ def test_what_they_start_answers_and_ends(room: str, tmp_path: Path) -> None:
         words = json.loads(instruction("ENTRYPOINT"))
         assert words.pop(0) == "hotset"
         words[words.index("/run/secrets/hotset-api-key")] = str(tmp_path / "api-key")
-    command = [*HOTSET, *words, str(model), "--port", "0", "-t", "1", "--backend", "reference"]
+    command = [*HOTSET, *words, str(model), "--port", "0", "-t", "1", "--device", "reference"]
     environment = {**os.environ, "HOTSET_HOME": str(tmp_path / "home"), "HOTSET_API_KEY": ""}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -53,7 +53,7 @@ ADDED = (
     (r"hotset sparse train", QUICK_TRAINING),
     (r"hotset sparse make", QUICK_SPARSIFYING),
     # A machine of the tests has no GPU: PyTorch on the CPU takes its place, with memory that is surely free.
-    (r"hotset run .*--vram-budget", "--device cpu --vram-budget 1"),
+    (r"hotset run .*--vram-budget", "--device simulated --vram-budget 1"),
 )
 NOT_RUN = {  # and why; options and arguments are checked all the same
     r"make ": "minutes to hours",

@@ -197,6 +197,7 @@ SLOW = {
 # ... and modules of hotset, in those that every start loads: what one start does not need must not delay it.
 LOADED_BY_EVERY_START = {
     "api", "cli.answer", "cli.console", "cli.main", "cli.models", "cli.options", "cli.progress", "cli.run",
+    "cli.spellings",
     "loader.build", "loader.decide", "loader.prompt_cache", "placement.detect", "sparsity.modes",
     "sparsity.profile", "sparsity.sidecar", "storage.names",
 }  # fmt: skip

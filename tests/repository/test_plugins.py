@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,9 +47,9 @@ def copy_without(backend: str, folder: Path) -> Path:
     )  # fmt: skip
     shutil.copy(_core.__file__, folder / "hotset")  # an editable installation has it elsewhere
     registry = folder / "hotset" / "backends" / "registry.py"
-    text, line = registry.read_text("utf-8"), f'    "{backend}",\n'
-    assert text.count(line) == 1
-    registry.write_text(text.replace(line, ""), "utf-8")
+    text, n = re.subn(rf'^    "{backend}": .*\n', "", registry.read_text("utf-8"), flags=re.MULTILINE)
+    assert n == 1
+    registry.write_text(text, "utf-8")
     return folder
 
 

@@ -109,7 +109,7 @@ class Replica:
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.service = Service(
-            lambda: hotset.load(path, backend="cpu", n_threads=1, max_sequences=4),
+            lambda: hotset.load(path, device="cpu", n_threads=1, max_sequences=4),
             ServerSettings(port=0, allow_no_api_key=True, allowed_hosts=("*",), **settings),
             name="tiny",
         )

@@ -22,7 +22,7 @@ from hotset.settings import LoadSettings
 from hotset.sparsity.profile import Profile, collect
 from hotset.sparsity.sidecar import fingerprint
 
-SETTINGS = LoadSettings(n_ctx=64, backend="reference", sparsity="exact", max_batch=64)
+SETTINGS = LoadSettings(n_ctx=64, device="reference", sparsity="exact", max_batch=64)
 
 
 class Cluster(FakeCluster):

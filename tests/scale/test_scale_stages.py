@@ -47,7 +47,7 @@ from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
 N_LAYER = 3
-SETTINGS = LoadSettings(n_ctx=128, n_threads=1, max_batch=48, backend="cpu")
+SETTINGS = LoadSettings(n_ctx=128, n_threads=1, max_batch=48, device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -18,5 +18,5 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Iterator[hotset.Model]:
-    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as model:
+    with hotset.load(path, device="cpu", n_threads=1, max_sequences=4) as model:
         yield model

@@ -146,7 +146,7 @@ def test_nothing_is_told_that_is_not_asked_for(sparse: Path) -> None:
 
 
 def test_what_the_cpu_computes_is_told_where_a_device_computes(sparse: Path) -> None:
-    with hotset.load(sparse, backend="cpu", n_threads=1) as model:
+    with hotset.load(sparse, device="cpu", n_threads=1) as model:
         generation = model.prepare(
             [1, 2, 3], hotset.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         )

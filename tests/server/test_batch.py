@@ -57,7 +57,7 @@ class Heard(Reporter):
 def service(path: Path) -> Service:
     settings = ServerSettings(max_queue=1 << 20)
     return Service(
-        lambda: hotset.load(path, backend="cpu", n_threads=1, max_sequences=3), settings, name="tiny"
+        lambda: hotset.load(path, device="cpu", n_threads=1, max_sequences=3), settings, name="tiny"
     )
 
 
@@ -83,7 +83,7 @@ def test_answers_are_the_models_own(path: Path, tmp_path: Path):
     assert heard.steps == [(i, 12) for i in range(13)]
     answers = read(tmp_path / "out.jsonl")
     assert answers.keys() == {line["custom_id"] for line in lines}
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         for line in lines:
             answer = answers[line["custom_id"]]
             assert answer["error"] is None
@@ -347,7 +347,7 @@ def test_a_killed_run_loses_and_doubles_no_line(path: Path, tmp_path: Path):
     assert f"{n} answers" in done.stderr
     answers = read(out)
     assert answers.keys() == {f"request-{i}" for i in range(n)}
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         for i in (0, 7, 31, n - 1):
             messages = [{"role": "user", "content": f"number {i}"}]
             assert (

@@ -103,7 +103,7 @@ def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
     named = keys_of(tmp_path, "[alice]\nkey = 'a'\nmodels = ['Other']\nmanages = false\n[root]\nkey = 'r'\n")
     catalogue = Catalogue({"tiny": path, "other": tmp_path / "other.gguf"})
     catalogue.scan()
-    load = LoadSettings(backend="cpu", n_threads=1, n_ctx=256)
+    load = LoadSettings(device="cpu", n_threads=1, n_ctx=256)
 
     async def work() -> None:
         models = Models(catalogue, ServerSettings(named_keys=named), load=load, budget=1 << 30)

@@ -30,7 +30,7 @@ def test_health_is_503_until_the_model_is_there(path: Path):
 
         def load() -> hotset.Model:
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
-            return hotset.load(path, backend="cpu", n_threads=1)
+            return hotset.load(path, device="cpu", n_threads=1)
 
         heard: list[bool] = []
         service = Service(load, name="tiny", ready=lambda: heard.append(service.is_ready))

@@ -127,7 +127,7 @@ def test_special_tokens_that_messages_spell_are_plain_text(tmp_path: Path):
     tools = [WEATHER | {"function": WEATHER["function"] | {"description": attack}}]
     keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
     path = write_model(tmp_path / "tiny.gguf", **keys)
-    with hotset.load(path, backend="cpu", n_threads=1, n_ctx=2048) as model:
+    with hotset.load(path, device="cpu", n_threads=1, n_ctx=2048) as model:
         for n in (1, 2, 4, 5):
             ids = model.encode_chat(messages[:n], tools)
             assert [id for id in ids if id > 255] == [256, *[258] * n], n  # the template's

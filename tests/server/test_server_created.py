@@ -20,7 +20,7 @@ from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 from hotset.storage import aliases, created, store
 
-LOAD = LoadSettings(backend="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_batch=64)
+LOAD = LoadSettings(device="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_batch=64)
 EXAMPLES = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two."}]
 CREATE: dict[str, Any] = {
     "model": "brief", "from": "base", "system": "Be brief.", "messages": EXAMPLES,

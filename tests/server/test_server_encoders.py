@@ -57,7 +57,7 @@ def test_vectors_are_those_of_the_library(path: Path) -> None:
         reply = await client.post("/v1/embeddings", json={"input": TEXTS})
         rows = [row["embedding"] for row in reply.json()["data"]]
         assert rows[0] == rows[2] != rows[1]
-        with hotset.load(path, backend="cpu", n_threads=1) as model:
+        with hotset.load(path, device="cpu", n_threads=1) as model:
             np.testing.assert_array_equal(np.array(rows, np.float32), model.embed(TEXTS))
         long = await client.post("/v1/embeddings", json={"input": "fox " * 400})
         assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -38,7 +38,7 @@ def test_greedy_text_is_the_models_own(paths: dict[str, Path], mode: str):
     path = paths["dense" if mode == "dense model" else "sparse"]
     load = LOADS[mode] | {"n_threads": 1, "n_ctx": 160, "n_seqs": 4}
     expected: dict[bool, list[str]] = {}
-    with hotset.load(path, backend="cpu", **load) as model:
+    with hotset.load(path, device="cpu", **load) as model:
         for shared in (False, True):
             prompts = prompts_of(16, shared)
             expected[shared] = [model.generate(one, reuse_prefix=False, **GREEDY).text for one in prompts]
@@ -71,7 +71,7 @@ def test_greedy_text_is_the_models_own(paths: dict[str, Path], mode: str):
 
 def test_chats_beside_completions(paths: dict[str, Path]):
     load = {"n_threads": 1, "n_ctx": 160, "n_seqs": 4, "max_sequences": 16}
-    with hotset.load(paths["dense"], backend="cpu", **load) as model:
+    with hotset.load(paths["dense"], device="cpu", **load) as model:
         messages = [[{"role": "user", "content": text}] for text in prompts_of(8, False)]
         chats = [model.chat(one, **GREEDY).content for one in messages]
         texts = [model.generate(one, **GREEDY).text for one in prompts_of(8, True)]

@@ -104,7 +104,7 @@ def test_plan_of_a_device(path: Path):
         assert plan["memory"][0]["measured"]["total"] > 0
 
     pytest.importorskip("torch")
-    run(path, work, load={"backend": "auto", "device": ["cpu"]})
+    run(path, work, load={"device": ["simulated"]})
 
 
 def values_of(text: str) -> dict[str, float]:

@@ -43,7 +43,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> str:
-    with hotset.load(path, backend="cpu", n_threads=1, n_ctx=512) as model:
+    with hotset.load(path, device="cpu", n_threads=1, n_ctx=512) as model:
         return model.chat(MESSAGES, **GREEDY).content
 
 

@@ -33,7 +33,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompt(marked: Path) -> Iterator[tuple[list[int], str]]:
     """What is around the gap in tokens, and the answer to it."""
-    with hotset.load(marked, backend="cpu", n_threads=1) as model:
+    with hotset.load(marked, device="cpu", n_threads=1) as model:
         text = model.tokenizer.encode_inside
         ids = [model.tokenizer.bos_id or 0, PRE, *text("hello"), SUF, *text("there"), MID]
         yield ids, model.generate(ids, max_tokens=9, temperature=0, ignore_eos=True).text

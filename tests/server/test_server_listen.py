@@ -32,7 +32,7 @@ CHAT = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 4
 
 async def answered(path: Path, settings: ServerSettings, client_of: object) -> list[str]:
     """What a server reports, and the last line of a stream; client_of: a client of the bound socket."""
-    service = Service(lambda: hotset.load(path, backend="cpu", n_threads=1), settings, name="tiny")
+    service = Service(lambda: hotset.load(path, device="cpu", n_threads=1), settings, name="tiny")
     reported: list[str] = []
     with listening(settings) as bound:
         server = Server(service, bound, reported.append, create_app(service))

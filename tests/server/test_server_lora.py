@@ -270,7 +270,7 @@ def test_models_of_a_file_have_adapters_of_their_own(folder: Path) -> None:
     async def whole() -> None:
         catalogue = Catalogue({"tiny": folder / "tiny.gguf"}, file=file)
         catalogue.scan()
-        models = Models(catalogue, load=LoadSettings(backend="cpu", n_threads=1), budget=1 << 33)
+        models = Models(catalogue, load=LoadSettings(device="cpu", n_threads=1), budget=1 << 33)
         async with client_to(models) as client:
             plain = await asked(client, model="plain")
             two = await asked(client)
@@ -287,7 +287,7 @@ def test_adapters_are_within_the_memory_of_all_models(folder: Path) -> None:
     """An idle model makes room for one, and none is loaded where those that are in use leave no room."""
     catalogue = Catalogue(dict.fromkeys(("tiny", "other"), folder / "tiny.gguf"))
     catalogue.scan()
-    load = LoadSettings(backend="cpu", n_threads=1, n_ctx=256)
+    load = LoadSettings(device="cpu", n_threads=1, n_ctx=256)
     given = {"lora_name": "first", "lora_path": "one.gguf", "model": "tiny"}
 
     async def whole(room: Callable[[int, int], int]) -> tuple[int, Models]:
@@ -338,7 +338,7 @@ def test_an_adapter_counts_as_it_is_in_memory(folder: Path) -> None:
     with open_gguf(path) as gguf:
         floats = sum(4 * math.prod(info.shape) for info in gguf.tensors.values())
     assert floats > 2 * path.stat().st_size
-    load = LoadSettings(backend="cpu", n_threads=1, n_ctx=256)
+    load = LoadSettings(device="cpu", n_threads=1, n_ctx=256)
     found = {}
 
     async def whole(lora: list[str]) -> None:

@@ -37,7 +37,7 @@ from hotset.storage import aliases, store
 NAMES = ("one", "two", "three")
 PROMPTS = [f"{word} {i}" for i, word in enumerate(("hello", "well", "so", "which"))]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-LOAD = LoadSettings(backend="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_batch=64)
+LOAD = LoadSettings(device="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_batch=64)
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +520,7 @@ def test_a_file_of_models_that_is_wrong(text: str, said: str, folder: Path, tmp_
 
 
 def test_settings_that_do_not_go_together(folder: Path, tmp_path: Path) -> None:
-    path = _written(tmp_path / "m.toml", "[models.one]\nload = { backend = 'reference' }")
+    path = _written(tmp_path / "m.toml", "[models.one]\nload = { device = 'reference' }")
     catalogue = Catalogue({}, folder=folder, file=ModelsFile.read(path))
     with pytest.raises(InvalidRequestError, match="reference"):
         Models(catalogue, load=LoadSettings(ram_budget=1.0), budget=1)

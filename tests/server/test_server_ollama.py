@@ -290,7 +290,7 @@ def test_texts_become_vectors(path: Path, model: hotset.Model):
 def test_a_text_that_is_too_long_is_cut(tmp_path: Path, ends: bool):
     """A token that ends every text stays."""
     path = write_model(tmp_path / "tiny.gguf", **{"tokenizer.ggml.add_eos_token": ends})
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         ids = model.tokenizer.encode("x" * 300)
         expected = model.embed([[*ids[:255], ids[-1]]])
 

@@ -29,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[tuple[int, float]]:
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         return [(one.index, one.score) for one in model.rerank(QUERY, DOCUMENTS)]
 
 
@@ -139,7 +139,7 @@ def test_tokens_of_all_documents_are_bounded(path: Path, monkeypatch: pytest.Mon
 def test_a_batch_ranks(path: Path, expected: list[tuple[int, float]], tmp_path: Path):
     request = {"custom_id": "a", "method": "POST", "url": JINA, "body": BODY}
     (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
-    service = Service(lambda: hotset.load(path, backend="cpu", n_threads=1), name="tiny")
+    service = Service(lambda: hotset.load(path, device="cpu", n_threads=1), name="tiny")
     with BatchRun(tmp_path / "requests.jsonl", tmp_path / "answers.jsonl", 64) as batch:
         asyncio.run(batch.run(service, Reporter()))
     answer = json.loads((tmp_path / "answers.jsonl").read_text())["response"]["body"]

@@ -228,7 +228,7 @@ def test_a_model_that_the_cpu_does_not_compute_alone_says_so(path: Path, tmp_pat
             in reply.json()["error"]["message"]
         )
 
-    run(path, work, slot_save_path=str(tmp_path), load={"backend": "reference"})
+    run(path, work, slot_save_path=str(tmp_path), load={"device": "reference"})
 
 
 def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: Path) -> None:

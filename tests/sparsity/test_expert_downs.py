@@ -101,7 +101,7 @@ def test_every_operation_is_the_references(model_path: Path) -> None:
 
 
 def test_neurons_at_zero_are_left_out(model_path: Path) -> None:
-    with hotset.load(model_path, backend="cpu", n_ctx=128) as model:
+    with hotset.load(model_path, device="cpu", n_ctx=128) as model:
         found = []
         for ids in (IDS[:1], IDS[:40]):
             model.logits(ids.tolist())

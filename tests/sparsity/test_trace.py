@@ -36,7 +36,7 @@ def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> Non
     path = moe_layer(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
     ids = np.random.default_rng(3).integers(0, N_VOCAB, (2, 70)).astype(np.int32)
     told = []
-    with hotset.load(path, backend="cpu", n_ctx=128, max_batch=32) as model:
+    with hotset.load(path, device="cpu", n_ctx=128, max_batch=32) as model:
         found = record(
             model.tap_steps, model.graph, model.weights, ids,
             model="m", name="n", progress=lambda done, total: told.append((done, total)),
@@ -61,7 +61,7 @@ def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> Non
 def test_a_model_without_experts_has_no_routes(tmp_path: Path) -> None:
     path = moe_layer(tmp_path / "m.gguf", experts=None)
     with (
-        hotset.load(path, backend="reference", n_ctx=128) as model,
+        hotset.load(path, device="reference", n_ctx=128) as model,
         pytest.raises(InvalidRequestError, match="there is nothing to trace"),
     ):
         record(model.tap_steps, model.graph, model.weights, np.zeros(4, np.int32), model="m", name="n")

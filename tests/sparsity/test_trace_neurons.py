@@ -292,7 +292,7 @@ def test_a_run_under_a_budget_hits_what_was_said(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "_PROGRAM", 0)
     model = write_sparse(tmp_path / "m.gguf")
-    settings: dict[str, Any] = {"n_ctx": PAGE_SIZE, "backend": "cpu", "max_batch": 1}
+    settings: dict[str, Any] = {"n_ctx": PAGE_SIZE, "device": "cpu", "max_batch": 1}
     with hotset.load(model, **settings, ram_budget=0.5) as roomy:
         assert roomy.ram is not None
         fixed = roomy.ram.total - roomy.ram.neurons

@@ -51,7 +51,7 @@ def test_every_mode_has_the_mask(model: tuple[Path, Any]) -> None:
     found = {}
     for mode in (None, "dense", "exact", "predicted"):
         with hotset.load(
-            folder / "model.gguf", backend="cpu", n_threads=2, n_ctx=128, sparsity=mode
+            folder / "model.gguf", device="cpu", n_threads=2, n_ctx=128, sparsity=mode
         ) as loaded:
             found[mode] = loaded.logits(ids)
             stats = loaded.backend.stats()
@@ -117,10 +117,10 @@ def test_show_tells_of_the_predictors(model: tuple[Path, Any]) -> None:
 def test_no_other_predictor_takes_its_place(model: tuple[Path, Any]) -> None:
     for how in ({"predictor": "svd"}, {"predictor": "svd:32"}, {"predictor": "mlp:q4_0"}):
         with pytest.raises(InvalidRequestError, match="is part of the model"):
-            hotset.load(model[0] / "model.gguf", backend="cpu", **how)
+            hotset.load(model[0] / "model.gguf", device="cpu", **how)
     with pytest.raises(InvalidRequestError, match="it has no others"):
         train_predictors(model[0] / "model.gguf", ["a text"], model[0] / "predictors")
-    with hotset.load(model[0] / "model.gguf", backend="cpu", n_ctx=64, predictor="mlp") as loaded:
+    with hotset.load(model[0] / "model.gguf", device="cpu", n_ctx=64, predictor="mlp") as loaded:
         assert loaded.sparsity.mode == "predicted"
 
 

@@ -86,7 +86,7 @@ def inside(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[s
 
 def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
     """The JSON of `hotset run`, with the reference backend."""
-    done = inside("run", *arguments, "--backend", "reference", "--json", stdin=stdin)
+    done = inside("run", *arguments, "--device", "reference", "--json", stdin=stdin)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -147,7 +147,7 @@ class Terminal:
 needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind")
 
 
-CHAT = ("--backend", "reference", "--temp", "0")
+CHAT = ("--device", "reference", "--temp", "0")
 PROMPT = r"> $"
 ANSWERED = r"\[prompt \d+ tokens.*\]"
 
@@ -158,7 +158,7 @@ def reach(url: str) -> dict[str, str]:
 
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 12
-REFERENCE = ("--backend", "reference")
+REFERENCE = ("--device", "reference")
 PROSE = (
     "The quick brown fox, which jumps over the lazy dog, is not as quick as it was; 42 steps, e.g.\n\nNow."
 )

@@ -36,7 +36,7 @@ def write(path: Path, model: str, type: GGMLType = T.F32, **options: Any) -> GGU
 
 
 def gpu(weights: Any, graph: Any, **options: Any) -> GpuBackend:
-    given = {"device": "cpu", "n_pages": 8, "max_batch": 64, "kv_type": "f32", **options}
+    given = {"device": "simulated", "n_pages": 8, "max_batch": 64, "kv_type": "f32", **options}
     return open_gpu(weights, graph, **given)
 
 
@@ -65,7 +65,14 @@ def split(
     weights: Any, graph: Any, hot: dict[int, np.ndarray], **options: Any
 ) -> tuple[GpuStage, FakeCpuWorker]:
     cold = FakeCpuWorker(weights, graph, hot, max_batch=options.get("max_batch", 64))
-    given = {"device": "cpu", "n_pages": 8, "max_batch": 64, "kv_type": "f32", "stream_from": None, **options}
+    given = {
+        "device": "simulated",
+        "n_pages": 8,
+        "max_batch": 64,
+        "kv_type": "f32",
+        "stream_from": None,
+        **options,
+    }
     return GpuStage(weights, graph, hot=hot, cold=cold, **given), cold
 
 

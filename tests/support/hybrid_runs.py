@@ -51,12 +51,12 @@ def split(
         LayerPlacement(owner, None if owner == CPU else hot_neurons(share, n_ff, i))
         for i, owner in enumerate(owners)
     ]
-    return Placement(("cpu",) * (max(owners) + 1), tuple(layers), owners[-1])
+    return Placement(("simulated",) * (max(owners) + 1), tuple(layers), owners[-1])
 
 
 def whole(owners: Sequence[int], output: int | None = None) -> Placement:
     output = owners[-1] if output is None else output
-    return Placement(("cpu",) * (output + 1), tuple(LayerPlacement(i) for i in owners), output)
+    return Placement(("simulated",) * (output + 1), tuple(LayerPlacement(i) for i in owners), output)
 
 
 ORDERS = [

@@ -39,7 +39,7 @@ def live_server(path: Path, *, name: str = "tiny", **settings: Any) -> Iterator[
     """The address of a server with a model: http://127.0.0.1 and a free port. settings: ServerSettings."""
 
     def load() -> hotset.Model:
-        return hotset.load(path, backend="cpu", n_threads=1, max_sequences=4)
+        return hotset.load(path, device="cpu", n_threads=1, max_sequences=4)
 
     service = Service(load, ServerSettings(port=0, **settings), name=name)
     with listening(service, lambda: service.is_ready) as url:

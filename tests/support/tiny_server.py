@@ -32,7 +32,7 @@ async def client_of(
     path: Path, *, load: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
     """A client of a server that has loaded the model. load: LoadSettings; settings: ServerSettings."""
-    how = {"backend": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
+    how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
     service = Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
     async with client_to(service) as client:
         yield client, service
@@ -65,7 +65,7 @@ class Serving:
     """A server on a port of this machine, in a thread. load: LoadSettings; settings: ServerSettings."""
 
     def __init__(self, path: Path, *, load: dict[str, Any] | None = None, **settings: Any) -> None:
-        how = {"backend": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
+        how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
         self.service = Service(
             lambda: hotset.load(path, **how), ServerSettings(port=0, **settings), name="tiny"
         )

@@ -632,7 +632,7 @@ def test_without_llguidance_the_sentence_says_how_to_get_it(monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hotset.Model]:
     path: Path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-    with hotset.load(path, backend="reference", max_batch=32) as model:
+    with hotset.load(path, device="reference", max_batch=32) as model:
         yield model
 
 

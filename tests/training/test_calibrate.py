@@ -430,7 +430,7 @@ class Told(Reporter):
 
 
 def test_the_place_of_a_window_does_not_depend_on_the_rest(path: Path, text: str) -> None:
-    with hotset.load(path, backend="reference") as model:
+    with hotset.load(path, device="reference") as model:
         learned, held = windows_of(model, text, 32)
         fewer = windows_of(model, text[: len(text) // 2 // 31 * 31], 32)
     assert len(learned) > len(held) > 20

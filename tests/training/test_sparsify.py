@@ -100,7 +100,7 @@ def thread_names() -> list[str]:
 
 
 def logits_of(path: Path, tokens: np.ndarray) -> np.ndarray:
-    with hotset.load(path, backend="reference", kv_type="f32", n_ctx=64) as model:
+    with hotset.load(path, device="reference", kv_type="f32", n_ctx=64) as model:
         return model.logits(tokens.tolist())
 
 
@@ -521,7 +521,7 @@ class TestMerging:
             assert config.has_zeros
             assert config.activation.up == ("relu" if activation == "drelu" else None)
             assert gguf.tensors["token_embd.weight"].type == GGMLType.F32
-        with hotset.load(out, backend="cpu", sparsity="exact", n_ctx=64) as model:
+        with hotset.load(out, device="cpu", sparsity="exact", n_ctx=64) as model:
             taps = model.taps(tokens.tolist(), ["blk.0.ffn_act", "blk.1.ffn_act"])
             sparse = model.logits(tokens.tolist())
         np.testing.assert_allclose(sparse, wanted, atol=0.1 * np.abs(wanted).max())
@@ -797,7 +797,20 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_checkpoint_to_relu_model_and_merge(self, checkpoint: Path, text: Path, tmp_path: Path) -> None:
-        options = ("--lora", 4, "-n", 256, "-c", 16, "-b", 2, "-f", f"{text}:2", "--generate", "200:1")
+        options = (
+            "--lora",
+            4,
+            "-n",
+            256,
+            "-c",
+            16,
+            "--batch",
+            2,
+            "--text",
+            f"{text}:2",
+            "--generate",
+            "200:1",
+        )
         told = self.run(checkpoint, tmp_path / "out.gguf", *options)
         assert told["evaluation"]["tokens"] == 256
         with open_gguf(tmp_path / "out.gguf") as gguf:
@@ -822,12 +835,12 @@ class TestCommand:
         ("options", "message"),
         [
             ((), "no text to train on"),
-            (("--lora", 0, "-f", "TEXT"), "--lora must be at least 1"),
-            (("--activation", "gelu", "-f", "TEXT"), "relu or drelu"),
+            (("--lora", 0, "--text", "TEXT"), "--lora must be at least 1"),
+            (("--activation", "gelu", "--text", "TEXT"), "relu or drelu"),
             (("--on-policy", 100), "--from-adapters"),
-            (("-f", "TEXT", "--idle", 2), "--idle"),
+            (("--text", "TEXT", "--idle", 2), "--idle"),
             (("--adapters", "missing.safetensors"), "there are no adapters"),
-            (("-f", "TEXT", "-c", 4096), "too short|at least"),
+            (("--text", "TEXT", "-c", 4096), "too short|at least"),
         ],
     )
     def test_mistakes_get_a_sentence(
@@ -854,7 +867,7 @@ class TestCommand:
         from hotset.cli.main import app
 
         monkeypatch.chdir(tmp_path)
-        result = CliRunner().invoke(app, ["sparsify", str(converted), "o.gguf", "-f", "missing.txt"])
+        result = CliRunner().invoke(app, ["sparsify", str(converted), "o.gguf", "--text", "missing.txt"])
         assert result.exit_code == 2
         assert "--text: missing.txt cannot be read" in " ".join(result.output.split())
         assert not (tmp_path / "o.gguf").exists()
@@ -868,7 +881,7 @@ class TestCommand:
         from hotset.cli.main import app
 
         before = torch.get_num_threads()
-        options = ["-f", str(text), "-c", "4096", "--threads", str(before + 1)]
+        options = ["--text", str(text), "-c", "4096", "--threads", str(before + 1)]
         result = CliRunner().invoke(app, ["sparsify", str(converted), str(tmp_path / "o.gguf"), *options])
         assert isinstance(result.exception, SystemExit)
         tiny = np.full(8, 1e-20, np.float32)

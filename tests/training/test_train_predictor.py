@@ -264,7 +264,7 @@ def check_merged(path: Path, out: Path, folder: Path, trained: training.Trained)
         assert config.sparse_threshold == json.loads((folder / "config.json").read_text())["sparse_threshold"]
         masked = describe(config, file.tensors, Predictor("mlp", (0.0,) * config.n_layer))
         backend = ReferenceBackend(file, masked, n_pages=4)
-        model = hotset.load(out, n_ctx=N_CTX, backend="reference")
+        model = hotset.load(out, n_ctx=N_CTX, device="reference")
         tokens = model.tokenizer.encode(TEXT[:40], add_special=True)
         names = [name for i in range(2) for name in (f"blk.{i}.ffn_act", f"blk.{i}.ffn_masked")]
         names += predictor_inputs(config, masked)
@@ -513,7 +513,16 @@ def test_the_subcommand(tmp_path: Path) -> None:
 
     path, text = planted(tmp_path / "model.gguf"), tmp_path / "text.txt"
     text.write_text(TEXT)
-    arguments = ["train-predictor", str(path), "-f", str(text), "-o", str(tmp_path / "out.gguf"), "-j", "1"]
+    arguments = [
+        "train-predictor",
+        str(path),
+        "-f",
+        str(text),
+        "-o",
+        str(tmp_path / "out.gguf"),
+        "--jobs",
+        "1",
+    ]
     arguments += [
         "-c", str(N_CTX), "--max-share", "90", "--type", "f16", "--precision", "0.3", "--epochs", "6",
     ]  # fmt: skip

@@ -13,28 +13,35 @@ To delete a backend, delete its folder and its line in DEVICE_BACKENDS.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotset.errors import InvalidRequestError
-from hotset.formats.quants import GGMLType
-from hotset.model.cost import KVType
-from hotset.model.operations import Op
 
-DEVICE_BACKENDS = (
-    "triton",
-    "vulkan",
-)
+if TYPE_CHECKING:
+    from hotset.formats.quants import GGMLType
+    from hotset.model.cost import KVType
+    from hotset.model.operations import Op
+
+# Words for the processor: its kernels, and plain NumPy, slow, that the others are checked against.
+CPU, REFERENCE = "cpu", "reference"
+SIMULATED = "simulated"  # the device of tests, and of people without a GPU
+_NUMBER = "[:N]"
+# Backend → words for its devices.
+DEVICE_BACKENDS: Mapping[str, tuple[str, ...]] = {
+    "triton": ("cuda[:N]", "rocm[:N]", "mps", "xpu[:N]", SIMULATED),
+    "vulkan": ("vulkan[:N]",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """The capabilities of a device backend.
 
-    title: its device in a sentence, such as "a Vulkan device". kinds: names of devices before the colon.
+    title: its device in a sentence, such as "a Vulkan device".
     operations, tensor_types, kv_types: with kernels; tensor_types are the types of plain products.
     adapters, speculation, prompt_cache: LoRA, drafts and a prompt cache on disk, for a model that one device
     has whole. neuron_split, expert_cache: the CPU computes the other neurons, or experts. sparse_ffn: models
@@ -44,7 +51,6 @@ class Capabilities:
     """
 
     title: str
-    kinds: tuple[str, ...]
     operations: tuple[type[Op], ...]
     tensor_types: tuple[GGMLType, ...]
     kv_types: tuple[KVType, ...]
@@ -72,21 +78,34 @@ def all_capabilities() -> list[Capabilities]:
     return [capabilities(backend) for backend in DEVICE_BACKENDS]
 
 
+def device_words() -> tuple[str, ...]:
+    """Return the words that name devices, such as cuda[:N]; auto and cpu come first."""
+    return "auto", CPU, *(word for words in DEVICE_BACKENDS.values() for word in words)
+
+
+def check_device(name: str) -> None:
+    """Raise InvalidRequestError, with the words that exist, for a name that no device can have."""
+    kind, colon, number = name.partition(":")
+    words = device_words()
+    is_plain = not colon and kind in (*words, REFERENCE)
+    is_numbered = bool(colon) == number.isdecimal() and f"{kind}{_NUMBER}" in words
+    if not (is_plain or is_numbered):
+        raise InvalidRequestError(f"the device {name!r} is not known; it is one of {', '.join(words)}")
+
+
 def backend_of(device: object) -> str:
     """Return the backend of a device, by its name or card.
 
-    Raises InvalidRequestError for a device that no backend has.
+    Raises InvalidRequestError for a card that no backend plans for.
     """
     kind = str(device).partition(":")[0]
-    for backend in DEVICE_BACKENDS:
-        if kind in capabilities(backend).kinds:
+    for backend, words in DEVICE_BACKENDS.items():
+        if {kind, f"{kind}{_NUMBER}"}.intersection(words):
             return backend
     for backend in DEVICE_BACKENDS:
-        if capabilities(backend).cards:  # its detector says why a name is wrong
+        if capabilities(backend).cards:
             return backend
-    raise InvalidRequestError(
-        f"no device is named {device}; 'hotset doctor' shows the devices of this machine"
-    )
+    raise InvalidRequestError(f"no backend plans for {device}")
 
 
 def capabilities_of(devices: Iterable[object]) -> Capabilities | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
 import typer
@@ -79,6 +79,7 @@ _TextFile = Annotated[
 _StepTokens = Annotated[
     str | None, typer.Option("--step-tokens", help="Instead: what steps of so many tokens take; 1,2,4,8.")
 ]
+Format = Literal["md", "csv", "json", "jsonl"]
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
 
@@ -139,20 +140,18 @@ class Measurement:
 def bench(  # noqa: PLR0913 - options of a subcommand
     models: _Models = None,
     prompt: Annotated[
-        str, typer.Option("--n-prompt", "-p", help="Prompt sizes: 512 or 128,512; 0 for none.")
+        str, typer.Option("--n-prompt", help="Prompt sizes: 512 or 128,512; 0 for none.")
     ] = "512",
     gen: Annotated[
-        str, typer.Option("--n-gen", "-n", help="Tokens to generate: 128 or 32,128; 0 for none.")
+        str, typer.Option("--n-gen", help="Tokens to generate: 128 or 32,128; 0 for none.")
     ] = "128",
     both: Annotated[
         list[str] | None,
         typer.Option("-pg", help="PP,TG: a prompt of PP tokens, then TG generated ones; repeatable."),
     ] = None,
-    depth: Annotated[
-        str, typer.Option("--n-depth", "--depth", "-d", help="Tokens in the KV cache before the test.")
-    ] = "0",
+    depth: Annotated[str, typer.Option("--n-depth", help="Tokens in the KV cache before the test.")] = "0",
     threads: Annotated[str, typer.Option("--threads", "-t", help="Threads; default: the usable cores.")] = "",
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Runs of each test.")] = 5,
+    repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Runs of each test.")] = 5,
     batch: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
     ] = 2048,
@@ -165,16 +164,14 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         bool,
         typer.Option("--energy", help="Joules per token too, where the processor's counters can be read."),
     ] = False,
-    output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
-    json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    format: Annotated[Format, typer.Option("--format", help="How results are printed.")] = "md",
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     *,
     loading: options.BenchOptions,
 ) -> None:
     """Measure speed with llama-bench's tests; and the share of the memory bandwidth that it reaches."""
-    output = "json" if json else output
-    if output not in _PRINTERS:
-        raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
-    depths, names = _integers(depth, "-d"), _names(models or [catalogue.DEFAULT])
+    format = "json" if json else format
+    depths, names = _integers(depth, "--n-depth"), _names(models or [catalogue.DEFAULT])
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
     kv_types = _kv_types(cache_type)
     if step_tokens is not None:
@@ -185,10 +182,10 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
         loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
         _bench_steps(
-            names[0], loading_one, sizes, depths[0], repetitions, as_json=output in ("json", "jsonl")
+            names[0], loading_one, sizes, depths[0], repetitions, as_json=format in ("json", "jsonl")
         )
         return
-    tests = _tests(depths, _integers(prompt, "-p"), _integers(gen, "-n"), both or [])
+    tests = _tests(depths, _integers(prompt, "--n-prompt"), _integers(gen, "--n-gen"), both or [])
     if loading.asks_for_drafts and file is None:
         raise typer.BadParameter(
             "random tokens say nothing about drafts: give a text with -f.", param_hint="--speculate"
@@ -196,7 +193,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     with ProgressBar() as bar:
         settings = loading.settings(n_ctx=max(test.n_ctx for test in tests), progress=bar)
         paths = [resolve(name, progress=bar) for name in names]
-    printer = _PRINTERS[output]()
+    printer = _PRINTERS[format]()
     printer.shows_sparsity = len(paths) > 1
     counters = _energy_counters() if energy else None
     for i, (path, n, kv_type) in enumerate(product(paths, n_threads, kv_types)):
@@ -239,7 +236,7 @@ def _tests(depths: list[int], prompts: list[int], gens: list[int], both: list[st
     plain = [(p, 0) for p in prompts] + [(0, n) for n in gens]
     pairs = [pair for pair in [*plain, *map(_pair, both)] if any(pair)]
     if not pairs:
-        raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
+        raise typer.BadParameter("there is nothing to measure: give --n-prompt or --n-gen.")
     return [Test(p, n, d) for d in depths for p, n in pairs]
 
 
@@ -509,7 +506,7 @@ def _tokens_of(model: Model, file: Path | None, n: int) -> list[int] | None:
     tokens = model.tokenizer.encode(read_text(file, "-f")[: 64 * max(n, 1)])[: max(n, 1)]
     if len(tokens) < n:
         raise typer.BadParameter(
-            f"it has {len(tokens)} tokens, and {n} are needed for -d and -p.", param_hint="-f"
+            f"it has {len(tokens)} tokens, and {n} are needed for --n-depth and --n-prompt.", param_hint="-f"
         )
     return tokens
 
@@ -719,4 +716,4 @@ class _Csv(_Json):
         pass
 
 
-_PRINTERS: dict[str, Any] = {"md": _Markdown, "csv": _Csv, "json": _Json, "jsonl": _JsonLines}
+_PRINTERS: dict[Format, Any] = {"md": _Markdown, "csv": _Csv, "json": _Json, "jsonl": _JsonLines}

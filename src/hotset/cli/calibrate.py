@@ -55,9 +55,7 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
             "--mode", help="Thresholds in addition to exact or predicted; default: the model's own mode."
         ),
     ] = None,
-    n_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", min=1, help="Tokens to estimate losses from.")
-    ] = 4096,
+    n_tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to estimate losses from.")] = 4096,
     n_measured: Annotated[
         int, typer.Option("--measured", min=1, help="Held-out tokens of each measurement.")
     ] = 16384,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
+from hotset.backends.registry import CPU, REFERENCE
 from hotset.model.predictor import PredictorKind
 from hotset.report.bars import percent
 from hotset.sparsity.modes import SparsityMode
@@ -36,14 +37,13 @@ if TYPE_CHECKING:
 SETTINGS = {
     "cache-type": "kv_type",
     "activation": "activation",
-    "backend": "backend",
     "device": "device",
     "profile": "profile",
     "thresholds": "thresholds",
 }
 _OF_THRESHOLDS = ("thresholds", "sparse_prompts")
 _OF_THE_FILE = ("sparsity", "predictor", "profile", "activation", "gpu_index", *_OF_THRESHOLDS)
-_OF_THE_GPU = ("device", "vram_budget", "n_gpu_layers", "gpu_index")
+_OF_THE_GPU = ("vram_budget", "n_gpu_layers", "gpu_index")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _side(text: str, model: str, settings: LoadSettings, thresholds: Path | None
             changed = {"thresholds": thresholds or settings.thresholds} | changed
         elif not words.names_thresholds:
             unsaid += _OF_THRESHOLDS
-    if "backend" in changed and "device" not in changed:  # what says how to use a GPU was not said of it
+    if changed.get("device") in (CPU, REFERENCE):
         unsaid += _OF_THE_GPU
     plain = type(settings)()
     fields = {name: getattr(plain, name) for name in unsaid} | changed

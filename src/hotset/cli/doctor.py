@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotset.backends.registry import DEVICE_BACKENDS, capabilities
+from hotset.backends.registry import capabilities
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table
-from hotset.errors import HotsetError
-from hotset.placement.detect import INSTALL, Examined, detect_gpu, detector_of, missing_libraries
-from hotset.reporter import Reporter
+from hotset.cli.devices import examined
+from hotset.placement.detect import INSTALL, Examined, detect_gpu, missing_libraries
 from hotset.storage import store
 from hotset.units import human_size
 
@@ -43,7 +42,7 @@ _GPU_PACKAGES = ("torch", "triton")
 
 def doctor(json: options.Json = False) -> None:
     """Show the processor, the kernels chosen and why, memory, libraries and where models are kept."""
-    devices = dict(_examined())
+    devices = dict(examined())
     report = examine(devices)
     if json:
         print_json(report)
@@ -79,7 +78,7 @@ def doctor(json: options.Json = False) -> None:
 
 
 def examine(devices: Mapping[str, tuple[list[Examined], str]]) -> dict[str, Any]:
-    """Everything that doctor shows, as plain values. devices: as of _examined."""
+    """Everything that doctor shows, as plain values. devices: as of examined."""
     import psutil
 
     from hotset.cores import usable_cores
@@ -155,21 +154,9 @@ def _gpu() -> dict[str, Any]:
     elif missing := missing_libraries():
         advice = f"{found} is there; it is used once {' and '.join(missing)} are installed: {INSTALL}"
     else:
-        advice = f"{found} is used ('hotset plan MODEL' shows how; --no-gpu: the CPU alone)"
+        advice = f"{found} is used ('hotset plan MODEL' shows how; --device cpu: without it)"
     name = None if found is None else str(found)
     return {"drivers": drivers, "packages": packages, "found": name, "advice": advice}
-
-
-def _examined() -> Iterator[tuple[str, tuple[list[Examined], str]]]:
-    """Yield the devices of each backend that measures them before a load, or why it has no device."""
-    for backend in DEVICE_BACKENDS:
-        try:
-            devices = detector_of(backend).examine(Reporter())
-        except (ImportError, HotsetError) as error:
-            yield backend, ([], str(error))
-        else:
-            if devices is not None:
-                yield backend, (devices, "")
 
 
 def _device_rows(backend: str, found: list[Examined], why: str) -> Iterator[tuple[str, str]]:

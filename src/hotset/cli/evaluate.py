@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.evaluation import EvaluationResult, ScoredAnswer
 
-OUTPUTS = ("table", "json")
-
 
 Labels = Annotated[
     Path | None,
@@ -81,18 +79,15 @@ def evaluate(  # noqa: PLR0913 - options of a subcommand
     ] = SEED,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", "-n", min=1, help="Only so many questions, the first ones; default: all."),
+        typer.Option("--limit", min=1, help="Only so many questions, the first ones; default: all."),
     ] = None,
     log_samples: LogSamples = None,
-    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
-    json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    json: options.Json = False,
     n_ctx: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
     """Answer multiple-choice questions by log-likelihood: accuracy with its standard error."""
-    if output not in OUTPUTS:
-        raise typer.BadParameter(f"'{output}' is none of {', '.join(OUTPUTS)}.", param_hint="-o")
     if is_task_file(file):
         if labels or examples or example_labels:
             raise InvalidRequestError(
@@ -115,7 +110,7 @@ def evaluate(  # noqa: PLR0913 - options of a subcommand
             print_memory(loaded)
             result = _answered(loaded, task.questions, log_samples, bar)
             bar.clear()
-            if json or output == "json":
+            if json:
                 print_json(_as_json(loaded, result, file) | {"shots": task.n_shots})
             else:
                 _print(loaded, result)

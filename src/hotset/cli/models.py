@@ -66,9 +66,7 @@ def pull(
 
 
 def list_command(
-    everything: Annotated[
-        bool, typer.Option("--all", "-a", help="List the models of the catalogue too.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List the models of the catalogue too.")] = False,
     architectures: Annotated[
         bool,
         typer.Option("--architectures", help="List the architectures that hotset runs, instead of models."),

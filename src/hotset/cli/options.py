@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from hotset.backends.registry import device_words
+from hotset.cli.spellings import device_names
 from hotset.sampling_parameters import FORM, OPTIONS, PARAMETERS
 
 if TYPE_CHECKING:
@@ -122,9 +124,6 @@ ThresholdsFile = Annotated[
 SparsePrompts = Annotated[
     bool, _option("--sparse-prompts", "Apply thresholds to prompts too, not to answers alone.", _ENGINE)
 ]
-BackendName = Annotated[
-    str, _option("--backend", "auto, cpu (no GPU), or reference: slow, plain NumPy.", _ENGINE)
-]
 
 Speculate = Annotated[
     str | None,
@@ -190,7 +189,10 @@ Session = Annotated[
 DeviceNames = Annotated[
     str | None,
     _option(
-        "--device", "auto, cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu: a simulated GPU.", _GPU
+        "--device",
+        f"{', '.join(device_words())}; several: cuda:0,cuda:1; list prints those of this machine.",
+        _GPU,
+        metavar="DEVICE",
     ),
 ]
 VramBudget = Annotated[
@@ -229,7 +231,6 @@ RamBudget = Annotated[
     float | None,
     _option("--ram-budget", "GiB of memory in all; weights beyond it are read from disk as needed.", _ENGINE),
 ]
-NoGpu = Annotated[bool, _option("--no-gpu", "Use the CPU only.", _GPU)]
 
 # llama.cpp's, for what hotset has another option for.
 CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "The CPU computes all experts.", _LLAMA, hidden=True)]
@@ -390,31 +391,13 @@ class PlacementOptions(LoadOptions):
                     f"'{self.n_gpu_layers}' is neither a number nor auto.", param_hint="-ngl"
                 )
         return super().fields() | {
-            "device": [name.strip() for name in self.device.split(",")] if self.device else None,
+            "device": device_names(self.device) if self.device else None,
             "vram_budget": self.vram_budget,
             "n_gpu_layers": layers,
             "gpu_index": self.gpu_index,
             "split": "layers" if self.disable_gpu_index else self.split,
             "reset_gpu_index": self.reset_gpu_index,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPUOptions(PlacementOptions):
-    """Whether GPUs are used, and for what."""
-
-    no_gpu: NoGpu = False
-
-    def fields(self) -> dict[str, Any]:
-        fields = super().fields()
-        if not self.no_gpu:
-            return fields
-        layers = None if self.n_gpu_layers in (None, "0", "auto") else self.n_gpu_layers
-        if any(value is not None for value in (self.device, self.vram_budget, self.gpu_index, layers)):
-            raise typer.BadParameter(
-                "it leaves no GPU for what the other options ask.", param_hint="--no-gpu"
-            )
-        return fields | {"backend": "cpu"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,7 +453,7 @@ class LoraOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(SpeculationOptions, LoraOptions, GPUOptions, SparsityOptions):
+class BenchOptions(SpeculationOptions, LoraOptions, PlacementOptions, SparsityOptions):
     """How a model is loaded, but for what a bench varies."""
 
 
@@ -512,13 +495,12 @@ def _layers_of(override: str) -> set[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
+class ModelOptions(LoraOptions, SparsityOptions, PlacementOptions):
     """How a model is loaded, but for the size of its context."""
 
     threads: Threads = None
     cache_type: CacheType = "f16"
     cache_type_v: ValueType = None
-    backend: BackendName = "auto"
     cpu_moe: CpuMoe = False
     n_cpu_moe: NCpuMoe = None
     override_tensor: OverrideTensor = None
@@ -541,8 +523,6 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
         }
         if layers := self._cpu_experts():
             own["cpu_experts"] = layers
-        if self.backend != "auto":
-            own["backend"] = self.backend
         return super().fields() | own
 
 
@@ -693,11 +673,15 @@ class ObservationOptions(LoadOptions):
     n_ctx: SequenceSize = None
     threads: Threads = None
     activation: Activation = None
-    backend: BackendName = "cpu"
+    device: DeviceNames = "cpu"
 
     def fields(self) -> dict[str, Any]:
         own = {"n_ctx": self.n_ctx, "n_threads": self.threads, "activation": self.activation}
-        return own | {"backend": self.backend, "sparsity": "exact", "max_batch": OBSERVED}
+        return own | {
+            "device": device_names(self.device or "cpu"),
+            "sparsity": "exact",
+            "max_batch": OBSERVED,
+        }
 
 
 def spread(subcommand: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from hotset.backends.registry import DEVICE_BACKENDS, backend_of
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
 from hotset.cli.models import describe
@@ -22,7 +21,7 @@ from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.loader.build import open_model, plan_model
 from hotset.memory import free_memory
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
-from hotset.placement.detect import detect_gpu, detector_of
+from hotset.placement.detect import detect_gpu
 from hotset.placement.table import CPU
 from hotset.report.disk import ram_lines, ram_table
 from hotset.report.experts import cache_sizes, size_table
@@ -42,9 +41,7 @@ _BATCH = 512  # tokens of a step, as `hotset run` has it
 def plan(  # noqa: PLR0913 - options of a subcommand
     model: options.ModelName,
     ctx_size: options.ContextSize = None,
-    parallel: Annotated[
-        int, typer.Option("--parallel", "-np", min=1, help="Contexts of that size in the KV cache.")
-    ] = 1,
+    contexts: options.Contexts = 1,
     batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Most tokens of a step.")] = _BATCH,
     cache_type: options.CacheType = "f16",
     cache_type_v: options.ValueType = None,
@@ -77,15 +74,13 @@ def plan(  # noqa: PLR0913 - options of a subcommand
     """Plan what is stored where within a VRAM or RAM budget; nothing is loaded."""
     with ProgressBar() as bar:
         settings = loading.settings(
-            n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads,
+            n_ctx=ctx_size, n_seqs=contexts, max_batch=batch, n_threads=threads,
             kv_type=options.kv_type(cache_type, cache_type_v), progress=bar,
         )  # fmt: skip
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))
         planned, memory = _decide(path, settings, _card(settings, gpu, bandwidth, link))
-        if settings.device is not None:
-            _say_devices(settings, bar)
     if planned is None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
@@ -101,19 +96,6 @@ def plan(  # noqa: PLR0913 - options of a subcommand
         _print_memory(memory)
     if output is not None:
         say(f"Wrote {output}; use it with --gpu-index.")
-
-
-def _say_devices(settings: LoadSettings, bar: ProgressBar) -> None:
-    """Print the devices of the backends that the settings name; of all backends with --device auto."""
-    named: tuple[str, ...] = DEVICE_BACKENDS
-    if not settings.is_auto:
-        named = tuple({backend_of(name) for name in settings.device or ()})
-    for backend in named:
-        try:
-            for one in detector_of(backend).examine(bar) or ():
-                say(f"{one.name}: {one.line}", dim=True)
-        except DeviceError as error:
-            say(str(error), dim=True)
 
 
 def _card(

@@ -55,7 +55,7 @@ def profile(  # noqa: PLR0913 - options of a subcommand
         Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
     ] = None,
     n_tokens: Annotated[
-        int | None, typer.Option("--tokens", "-n", min=1, help="Most tokens of the text; default: all.")
+        int | None, typer.Option("--tokens", min=1, help="Most tokens of the text; default: all.")
     ] = None,
     ray: options.RayAddress = None,
     json: options.Json = False,

@@ -62,9 +62,7 @@ def report(
     images: Annotated[
         list[str] | None, typer.Option("--images", help="Write the plots as png or svg too; repeatable.")
     ] = None,
-    n_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", min=2, help="Most tokens of the text.")
-    ] = _TOKENS,
+    n_tokens: Annotated[int, typer.Option("--tokens", min=2, help="Most tokens of the text.")] = _TOKENS,
     json: options.Json = False,
     *,
     watching: options.ObservationOptions,

@@ -17,6 +17,7 @@ from hotset.api import load_opened
 from hotset.cli import options
 from hotset.cli.console import print_json, read_text, say
 from hotset.cli.progress import ProgressBar
+from hotset.cli.spellings import device_names
 from hotset.convert.hf import convert_hf
 from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
@@ -65,7 +66,7 @@ class AdapterOptions:
         ),
     ] = None
     tokens: Annotated[
-        int, typer.Option("--tokens", "-n", help="Tokens to train on.", rich_help_panel=_TRAINING)
+        int, typer.Option("--tokens", help="Tokens to train on.", rich_help_panel=_TRAINING)
     ] = 1_000_000
     hours: Annotated[
         float | None,
@@ -76,9 +77,7 @@ class AdapterOptions:
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", help="Tokens of a window.", rich_help_panel=_TRAINING)
     ] = 512
-    batch: Annotated[
-        int, typer.Option("--batch", "-b", help="Windows per step.", rich_help_panel=_TRAINING)
-    ] = 2
+    batch: Annotated[int, typer.Option("--batch", help="Windows per step.", rich_help_panel=_TRAINING)] = 2
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_TRAINING)] = None
     labels: Annotated[
         float,
@@ -130,7 +129,7 @@ class TextOptions:
 
     text: Annotated[
         list[str] | None,
-        typer.Option("--text", "-f", help="FILE[:WEIGHT]; repeatable.", rich_help_panel=_TEXT),
+        typer.Option("--text", help="FILE[:WEIGHT]; repeatable.", rich_help_panel=_TEXT),
     ] = None
     generate: Annotated[
         str | None,
@@ -183,9 +182,7 @@ def sparsify(  # noqa: PLR0913 - options of a subcommand
     save_every: Annotated[
         int, typer.Option("--save-every", min=1, help="Steps between checkpoints.", rich_help_panel=_RUN)
     ] = 25,
-    device: Annotated[
-        str, typer.Option("--device", help="cpu, cuda, or auto.", rich_help_panel=_RUN)
-    ] = "auto",
+    device: options.DeviceNames = "auto",
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -200,7 +197,9 @@ def sparsify(  # noqa: PLR0913 - options of a subcommand
     with contextlib.ExitStack() as stack:
         path = _source(model, folder, stack)
         if adapters is None:
-            run, is_first = _open(path, folder, stack, training, texts, device, threads)
+            run, is_first = _open(
+                path, folder, stack, training, texts, device_names(device or "auto"), threads
+            )
             last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
@@ -255,6 +254,7 @@ def _open(
         )
     torch = _torch()
 
+    from hotset.training.predictor import torch_device
     from hotset.training.processes import torchrun_processes
     from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training, TrainingTexts
     from hotset.training.student import load_base
@@ -265,15 +265,16 @@ def _open(
     torch.set_num_threads(n_threads)
     stack.callback(torch.set_flush_denormal, False)  # which is the thread's: logits after it would differ
     torch.set_flush_denormal(True)  # products of small adapters and small gradients
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    where = torch_device(device)
+    on_gpu = where.startswith("cuda")
     process, n_processes = stack.enter_context(torchrun_processes(on_gpu=on_gpu))
-    where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
+    where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if where == "cuda" else where
     folder.mkdir(parents=True, exist_ok=True)
 
     gguf = stack.enter_context(open_gguf(path))
     base = load_base(gguf, where)
     engine = stack.enter_context(  # the GPU is for training
-        hotset.load(path, n_ctx=training.n_ctx, n_threads=n_threads, backend="cpu")
+        hotset.load(path, n_ctx=training.n_ctx, n_threads=n_threads, device="cpu")
     )
     sources, held = _texts(engine, path, folder, training, texts, n_threads, process, n_processes)
     values = None
@@ -360,7 +361,7 @@ def _write(
             student = Path(place) / "student.gguf"
             _merge(path, adapters, student, "q8_0")
             path = student
-        settings = LoadSettings(n_threads=n_threads, backend="cpu", n_seqs=writing.N_SEQUENCES)
+        settings = LoadSettings(n_threads=n_threads, device="cpu", n_seqs=writing.N_SEQUENCES)
         opened = stack.enter_context(open_model(path, settings))
         opened = opened.with_settings(n_ctx=writing.longest(opened.config))
         engine = stack.enter_context(load_opened(opened))

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import typer
@@ -15,17 +16,29 @@ from hotset.cli.console import say
 
 # Option → its spellings in llama.cpp, Ollama and vLLM, in commands that have it.
 MEANT: Mapping[str, tuple[str, ...]] = {
+    "--device": ("-dev", "--backend"),
+    "--contexts": ("--parallel", "-np"),
     "--ctx-size": ("--n-ctx", "--num-ctx", "--max-model-len"),
     "--draft": ("-md", "--model-draft"),
+    "--format": ("--output", "-o"),
     "--json-schema": ("--schema",),
+    "--n-depth": ("--depth", "-d"),
+    "--n-gen": ("-n",),
     "--n-gpu-layers": ("--ngl", "--num-gpu", "--gpu-layers"),
     "--n-predict": ("--predict", "--max-tokens", "--max-new-tokens", "--num-predict"),
+    "--n-prompt": ("-p",),
     "--raw": ("-no-cnv", "--no-conversation"),
+    "--repetitions": ("-r",),
     "--temp": ("--temperature",),
     "--threads": ("--num-threads",),
+    "--tokens": ("-n",),
     "--top-nsigma": ("--top-n-sigma",),
     "--typical": ("--typical-p",),
 }  # fmt: skip
+
+# Option → flags that stand for one of its values.
+FLAGS: Mapping[str, Mapping[str, str]] = {"--device": {"--no-gpu": "cpu", "--list-devices": "list"}}
+_DEVICES = {"none": "cpu", "metal": "mps", "mtl": "mps", "sycl": "xpu"}  # llama.cpp's words
 
 
 class WithoutEffect(NamedTuple):
@@ -56,11 +69,7 @@ def with_spellings(parser: Any, context: Any, parameters: Sequence[Any]) -> Any:
     options = [one for one in parameters if one.param_type_name == "option"]
     own = {name for one in options for name in (*one.opts, *one.secondary_opts)}
     for option in options:
-        shown = option.opts
-        option.opts = [name for one in shown for name in MEANT.get(one, ()) if name not in own]
-        if option.opts:
-            option.add_to_parser(parser, context)
-        option.opts = shown
+        _add_names(parser, context, option, own)
     argument: Any = next((one for one in parameters if one.param_type_name == "argument"), None)
     takes_model = argument is not None and argument.metavar == "MODEL"
     loads = "--ctx-size" in own or (takes_model and "--threads" in own)
@@ -77,6 +86,11 @@ def with_spellings(parser: Any, context: Any, parameters: Sequence[Any]) -> Any:
         found: tuple[dict[str, Any], list[str], list[Any]] = parse([*args])
         if context.resilient_parsing:
             return found
+        if "--device" in own and found[0].get("device") == "list":
+            from hotset.cli.devices import print_devices
+
+            print_devices()
+            context.exit()
         for one in unused:
             _say_unused(one, found[0])
         if not (models := _models(found[0])):
@@ -88,6 +102,18 @@ def with_spellings(parser: Any, context: Any, parameters: Sequence[Any]) -> Any:
 
     parser.parse_args = parse_args
     return parser
+
+
+def _add_names(parser: Any, context: Any, option: Any, own: Collection[str]) -> None:
+    """Let a parser take other names of an option. own: the names of all options of the command."""
+    shown = option.opts
+    option.opts = [name for one in shown for name in MEANT.get(one, ()) if name not in own]
+    if option.opts:
+        option.add_to_parser(parser, context)
+    option.opts = shown
+    for flags in (FLAGS.get(one, {}) for one in shown):
+        for name, value in flags.items():
+            parser.add_option(option, (name,), dest=option.name, action="store_const", const=value)
 
 
 def _add(parser: Any, names: Sequence[str], key: str, *, has_value: bool) -> None:
@@ -106,6 +132,14 @@ def _models(given: Mapping[str, Any]) -> list[str]:
         wanted = files[-1] or quant
         found.append(f"hf:{name}:{wanted}" if wanted else f"hf:{name}")
     return found
+
+
+def device_names(given: str) -> str:
+    """Return the names of devices, some of which llama.cpp calls CUDA1, Vulkan0, Metal or none."""
+    names = re.sub(r"\b([A-Za-z]+)(\d+)\b", r"\1:\2", given).lower()
+    return re.sub(r"\b(metal|mtl|sycl|none)\b", lambda found: _DEVICES[found[0]], names).replace(
+        "mps:0", "mps"
+    )
 
 
 def _say_unused(option: WithoutEffect, given: Mapping[str, Any]) -> None:

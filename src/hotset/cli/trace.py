@@ -48,7 +48,7 @@ def trace(  # noqa: PLR0913 - options of a subcommand
         typer.Option("--rows", min=0.0, help="With --replay: caches of so many GiB; repeatable."),
     ] = None,
     n_tokens: Annotated[
-        int | None, typer.Option("--tokens", "-n", min=2, help="Most tokens of the text; default: all.")
+        int | None, typer.Option("--tokens", min=2, help="Most tokens of the text; default: all.")
     ] = None,
     json: options.Json = False,
     sparsity: options.Sparsity = None,

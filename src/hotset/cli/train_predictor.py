@@ -11,6 +11,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
+from hotset.cli.spellings import device_names
 from hotset.errors import HotsetError, install_command
 from hotset.formats.quants import GGMLType
 from hotset.report.bars import percent
@@ -53,17 +54,15 @@ class TrainOptions:
     max_bytes: Annotated[str, typer.Option("--max-bytes", help="Disk for the pairs, such as 800M or 4G.")] = (
         "2G"
     )
-    n_tokens: Annotated[
-        int | None, typer.Option("--tokens", "-n", min=2, help="Most tokens of the text.")
-    ] = None
+    n_tokens: Annotated[int | None, typer.Option("--tokens", min=2, help="Most tokens of the text.")] = None
     n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")] = (
         512
     )
     epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 10.0
     learning_rate: Annotated[float, typer.Option("--lr", help="Learning rate of Adam.")] = 1e-2
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu"
+    device: options.DeviceNames = "cpu"
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Layers side by side; default: one per core.")
+        int | None, typer.Option("--jobs", min=1, help="Layers side by side; default: one per core.")
     ] = None
 
     def settings(self) -> PredictorSettings:
@@ -81,7 +80,7 @@ class TrainOptions:
             n_tokens=self.n_tokens,
             n_ctx=self.n_ctx,
             schedule=Schedule(epochs=self.epochs, learning_rate=self.learning_rate),
-            device=self.device,
+            device=device_names(self.device or "cpu"),
             jobs=self.jobs,
         )
 
@@ -98,7 +97,7 @@ def train_predictor(  # noqa: PLR0913 - options of a subcommand
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", "-d", help="Folder for model_<layer>.pt; default: MODEL.predictors beside the model."
+            "--dir", help="Folder for model_<layer>.pt; default: MODEL.predictors beside the model."
         ),
     ] = None,
     format: Annotated[

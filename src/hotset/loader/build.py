@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.registry import plugin_of
+from hotset.backends.registry import CPU, REFERENCE, plugin_of
 from hotset.backends.stage import BackendOptions, WholeModel
 from hotset.errors import (
     DeviceError,
@@ -95,8 +95,7 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
             settings = _with_created(settings, made)
     named = settings.device_capabilities
     takes_lora = settings.lora is None or (named is not None and named.adapters)
-    on_cpu = settings.backend != "auto" or not takes_lora
-    devices, unused = ((), None) if on_cpu else detect.wanted_devices(settings)
+    devices, unused = detect.wanted_devices(settings) if takes_lora else ((), None)
     if unused is not None:
         _warn(unused)
     if not path.is_file():
@@ -222,7 +221,7 @@ def build(
 
             backend = open_placed(placement, source, decided.graph, options, decided.channels)
         else:
-            name = "cpu" if settings.backend == "auto" else settings.backend
+            name = REFERENCE if settings.is_reference else CPU
             backend = open_backend(name, source, decided.graph, options, runtime=runtime)
     except _CANNOT_PLACE as error:
         if placement is None or settings.asks_for_a_device:
@@ -296,8 +295,8 @@ def open_backend(
     *,
     runtime: _core.Runtime | None = None,
 ) -> Backend:
-    """Build a backend without a device: "cpu" or "reference". runtime: as in CpuBackend."""
-    if name == "cpu":
+    """Build a backend without a device: CPU or REFERENCE. runtime: as in CpuBackend."""
+    if name == CPU:
         return CpuBackend.opened(weights, graph, options, runtime=runtime)
     from hotset.backends.reference import ReferenceBackend
 
@@ -311,7 +310,7 @@ def open_measuring(decided: Decided, backend: Backend) -> Backend:
         n_pages=MAX_SEQUENCE // PAGE_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
         n_threads=backend.n_threads,
     )  # fmt: skip
-    name = "reference" if backend.name == "reference" else "cpu"
+    name = REFERENCE if backend.name == REFERENCE else CPU
     return open_backend(name, decided.weights, decided.graph, options)
 
 
@@ -442,7 +441,7 @@ def _thresholds(settings: LoadSettings, gguf: GGUFFile, config: ModelConfig) -> 
 
 def _say_unplaced(error: HotsetError) -> None:
     """A GPU that was not requested and cannot be used costs a line, and the CPU computes alone."""
-    _warn(f"the GPU is not used: {error} (--no-gpu: without this line)")
+    _warn(f"the GPU is not used: {error} (--device cpu: without this line)")
 
 
 def _warn_of_key_bias(decided: Decided) -> None:

@@ -232,7 +232,7 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
                 "model; raise the budget, or choose a smaller draft model"
             )
         return limit
-    if settings.backend == "reference" or n_bytes <= free:
+    if settings.is_reference or n_bytes <= free:
         return None
     return int(free * _SHARE_OF_FREE)
 

@@ -68,8 +68,8 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
         devices = "".join(f", or {one.title}" for one in all_capabilities() if one.prompt_cache)
         raise UnsupportedModelError(
             f"{asked} needs a model that this machine's CPU computes alone{devices}, and parts "
-            f"of this one are elsewhere (backend {backend.name!r}); leave it out, or use --no-gpu "
-            "(backend='cpu') and no --stages"
+            f"of this one are elsewhere (backend {backend.name!r}); leave it out, or use --device cpu "
+            "and no --stages"
         )
     memory: CacheMemory = backend.stage
     drafter = None if speculator is None else speculator.drafter

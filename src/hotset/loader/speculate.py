@@ -54,7 +54,7 @@ def open_speculator(
     if device is not None and not device.speculation:
         raise InvalidRequestError(
             "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
-            "tokens are in its step; leave out speculate, or use --no-gpu (backend='cpu')"
+            "tokens are in its step; leave out speculate, or use --device cpu"
         )
     if settings.drafter == "mtp":
         mtp = _open_mtp(decided, backend)
@@ -94,7 +94,7 @@ def _plan_draft(
     of its own. closing: closes its files. for_device: a device computes it, as plan_model has it.
     """
     same = ("n_ctx", "n_threads", "n_seqs", "max_sequences", "progress")
-    own = LoadSettings(backend="cpu", **{name: getattr(settings, name) for name in same} | changes)
+    own = LoadSettings(device="cpu", **{name: getattr(settings, name) for name in same} | changes)
     opened = open_model(model, own)
     closing.callback(opened.gguf.close)
     if "n_ctx" not in changes and opened.config.n_ctx_train < (own.n_ctx or 0):

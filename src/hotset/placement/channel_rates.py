@@ -1,5 +1,5 @@
 """How fast the CPU, and a device, read matrices by row and input-major: measured once, with the kernels that
-run later, and kept in machine.json. Of the device cpu, which stands in for a GPU, it is decreed.
+run later, and kept in machine.json. A simulated GPU has fixed rates.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ _NO_LAYERS = "no GPU was found: the CPU computes all layers, and --n-gpu-layers 
 
 @dataclass(frozen=True)
 class Examined:
-    """A device for a person: its name in options, a line of text, and the same facts for JSON."""
+    """A device for a person: its name in options, what it is, all facts as a line, and for JSON."""
 
     name: str
+    title: str
     line: str
     facts: dict[str, Any]
 
@@ -53,8 +54,8 @@ class Detector(Protocol):
         """Return the device to try if none is named, or None; and why a device of this machine is unused."""
         ...
 
-    def examine(self, progress: Reporter) -> list[Examined] | None:
-        """Return the devices of this machine, measured; None for a backend that measures at the first load.
+    def examine(self, progress: Reporter) -> list[Examined]:
+        """Return the devices of this machine, measured if that takes no library that may be missing.
 
         Raises DeviceError if the driver is missing.
         """
@@ -74,7 +75,7 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
     the placement. Raises DeviceError if a requested device cannot be used, unless only n_gpu_layers requests
     it.
     """
-    if settings.n_gpu_layers == 0:
+    if settings.n_gpu_layers == 0 or settings.is_on_cpu:
         return (), None
     if settings.device is not None and not settings.is_auto:
         return detector_of(backend_of(settings.device[0])).named_devices(settings.device), None
@@ -95,12 +96,12 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
         none = "no GPU" if settings.is_auto else "no NVIDIA or AMD GPU"
         raise DeviceError(
             "; ".join(problems)
-            or f"{none} was found to place anything on; name a device (--device mps, xpu, vulkan, or cpu as "
-            "a simulated one), or leave the GPU's options out"
+            or f"{none} was found to place anything on; name a device ('--device list' prints "
+            "them), or leave the GPU's options out"
         )
     if problems:
         said = "; ".join(problems)
-        return (), f"{said}. The CPU computes alone (--no-gpu: without this line)."
+        return (), f"{said}. The CPU computes alone (--device cpu: without this line)."
     return (), _NO_LAYERS if settings.n_gpu_layers else None
 
 

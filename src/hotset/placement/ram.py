@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.registry import plugin_of
+from hotset.backends.registry import SIMULATED, plugin_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
@@ -106,7 +106,7 @@ class HostMemory:
         self._weights.let_go()
         program = own_memory() + _PROGRAM + self._whole.result.width * _PER_TOKEN
         devices = () if self._placement is None else self._placement.devices
-        program += _OF_DEVICES if any(name != "cpu" for name in devices) else 0
+        program += _OF_DEVICES if {*devices} - {SIMULATED} else 0
         max_batch = self._settings.max_batch
         step = min(max_batch, self._step)
         workspace = self._workspace(disk, sizes, step, sizes.least_of_all)

@@ -35,7 +35,7 @@ def placement_table(placement: Placement) -> Table:
         total = f"{human_size(planned.total)} ({percent(planned.total / planned.limit)})"
         share = f"{n_hot} of {n_all}" if n_all else "-"
         where_ = _ranges(placement.layers_of(d)) + (", output" if placement.output_device == d else "")
-        rows.append([device_name(planned.device), where_, share, *kinds, total, human_size(planned.limit)])
+        rows.append([planned.device, where_, share, *kinds, total, human_size(planned.limit)])
     columns = ["where", "layers", ">hot neurons", ">weights", ">neurons", ">experts"]
     columns += [">cache", ">workspace", ">context"]
     return [*columns, ">together", ">budget"], rows
@@ -46,7 +46,7 @@ def layer_table(placement: Placement) -> Table:
     rows = []
     times = placement.predicted.layers if placement.predicted else [None] * len(placement.layers)
     for i, (place, time) in enumerate(zip(placement.layers, times, strict=True)):
-        where = "CPU" if place.device == CPU else device_name(placement.devices[place.device])
+        where = "CPU" if place.device == CPU else placement.devices[place.device]
         hot = "all" if place.hot is None else f"{int(place.hot.sum())} of {len(place.hot)}"
         row = [str(i), where, "" if place.device == CPU else hot]
         if time is not None:
@@ -54,11 +54,6 @@ def layer_table(placement: Placement) -> Table:
         rows.append(row)
     columns = [">layer", "where", ">hot neurons", ">attention", ">hot", ">cold", ">round trip", ">µs"]
     return columns, rows
-
-
-def device_name(name: str) -> str:
-    """As a table shows it: a stand-in is no CPU."""
-    return "cpu (stand-in)" if name == "cpu" else name
 
 
 def placement_lines(placement: Placement) -> list[str]:
@@ -86,7 +81,7 @@ def memory_table(memory: Sequence[DeviceMemory]) -> Table:
     """Planned beside measured bytes, a row for each device."""
     rows = []
     for one in memory:
-        row = [device_name(one.planned.device)]
+        row = [one.planned.device]
         for kind, planned, measured in _pairs(one):
             del kind
             row.append(f"{human_size(planned)} / {human_size(measured)}")

@@ -62,7 +62,7 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
     Raises what `hotset.load` raises, InvalidRequestError for stages that the model does not have, and
     DeviceError for machines that are not there.
     """
-    if settings.asks_for_a_device or settings.backend == "reference":
+    if settings.asks_for_a_device or settings.is_reference:
         raise InvalidRequestError(
             "stages on machines compute on their CPUs; leave out what is asked of a GPU"
         )
@@ -72,7 +72,7 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
         raise UnsupportedModelError(
             "the cache of stages lies on their machines and is not kept on a disk; leave out --cache-dir"
         )
-    opened = open_model(model, replace(settings, backend="cpu"))
+    opened = open_model(model, replace(settings, device="cpu"))
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
         decided = plan_model(opened, mapped=True)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hotset.api import Model, load_opened
+from hotset.backends.registry import CPU, check_device
 from hotset.cores import usable_cores
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
@@ -85,7 +86,8 @@ class PredictorSettings:
     Q4_0 where the model is quantised (at half the bytes it selects hardly more than Q8_0), else F16.
     max_bytes: of the pairs on disk. n_tokens: of the texts, at most. n_ctx: tokens of a sequence.
     n_measured: held-out tokens that the perplexity is measured on, at most; half of them are scored.
-    device: torch's. jobs: layers trained side by side; None: one per usable core, one on a GPU.
+    device: a word of LoadSettings for a device of torch. jobs: layers trained side by side; None: one per
+    usable core, one on a GPU.
     """
 
     recall: float = 0.98
@@ -193,9 +195,9 @@ def train_predictors(  # noqa: PLR0913
         check_target(folder / layer)
     if out is not None:
         check_target(out)
-    _check_device(settings.device)
+    settings = replace(settings, device=torch_device(settings.device))
     loading = LoadSettings(
-        n_threads=n_threads, backend="cpu", sparsity="exact", activation=activation, max_batch=256,
+        n_threads=n_threads, device="cpu", sparsity="exact", activation=activation, max_batch=256,
         progress=progress,
     )  # fmt: skip
     with (
@@ -239,14 +241,23 @@ def _dialect(model: Model, asked: Dialect | None) -> Dialect:
     return "powerinfer"
 
 
-def _check_device(device: str) -> None:
+def torch_device(device: str) -> str:
+    """Return torch's name of a device to train on; auto: a CUDA device if there is one.
+
+    Raises InvalidRequestError if torch cannot use the device.
+    """
     import torch
 
+    check_device(device)
+    name = device.replace("rocm", "cuda")  # torch's word
+    if device == "auto":
+        name = "cuda" if torch.cuda.is_available() else CPU
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise InvalidRequestError(f"the device {device!r} cannot be used ({reason}); use cpu") from None
+        raise InvalidRequestError(f"the device {device!r} cannot train ({reason}); use cpu") from None
+    return name
 
 
 def split_texts(

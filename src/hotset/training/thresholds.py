@@ -166,7 +166,7 @@ def calibrate_thresholds(
     """
     settings = settings or ThresholdSettings(max_increase=0.01)
     loading = LoadSettings(
-        n_threads=settings.n_threads, backend="cpu", sparsity=settings.mode, progress=progress
+        n_threads=settings.n_threads, device="cpu", sparsity=settings.mode, progress=progress
     )
     with open_model(model, loading) as opened:
         target = Path(out) if out is not None else thresholds_path(opened.gguf.path)

@@ -183,7 +183,7 @@ def test_exact_is_dense_inside_experts(tmp_path: Path, form: str) -> None:
     ids = tokens(50).tolist()
     found = {}
     for mode in ("dense", "exact"):
-        with hotset.load(path, backend="cpu", n_threads=2, n_ctx=128, sparsity=mode) as loaded:
+        with hotset.load(path, device="cpu", n_threads=2, n_ctx=128, sparsity=mode) as loaded:
             found[mode] = loaded.logits(ids)
     np.testing.assert_array_equal(found["dense"], found["exact"])
     assert found["dense"].shape[-1] == N_VOCAB

@@ -73,7 +73,7 @@ def main(folder: Path, *names: str) -> None:
         gguf = open_gguf(write_relu(folder / f"{name}.gguf", **options))
         ready, graph = prepared(gguf, mode, predictor)
         expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=2), ids, [], [1, 0])
-        given: Any = {"device": "cpu", "n_pages": 2, "max_batch": 16, "kv_type": "f32"}
+        given: Any = {"device": "simulated", "n_pages": 2, "max_batch": 16, "kv_type": "f32"}
         backend: GpuBackend | GpuStage
         if name.endswith(SPLIT):
             hot = {0: np.arange(N_FF) % 3 == 0}
@@ -93,7 +93,7 @@ def thresholded_by_the_kernels(folder: Path) -> float:
     gguf, expected = threshold_models.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
     weights, graph = graph_of(gguf, EVERY)
     backend = GpuBackend(
-        weights, graph, device="cpu", n_pages=8, max_batch=16, kv_type="f32",
+        weights, graph, device="simulated", n_pages=8, max_batch=16, kv_type="f32",
         input_major=[op.weight for op in thresholded_products(graph)],
     )  # fmt: skip
     assert backend.stage.kernels.name == "triton"
@@ -122,7 +122,7 @@ def fused_by_the_kernels(folder: Path) -> float:
         before(kernel, *args, **options)
 
     with patch.object(triton_kernels, "MATVEC_PROGRAMS", 1), patch.object(launch, "launch", note):
-        backend = GpuBackend(gguf, graph, device="cpu", n_pages=2, max_batch=16, kv_type="f32")
+        backend = GpuBackend(gguf, graph, device="simulated", n_pages=2, max_batch=16, kv_type="f32")
         found = run(backend, [9, 11, 12], ids)
     layer = ["_project_heads_kernel", "_attention_kernel", *["_matvec_kernel"] * 3]
     once = ["_norm_kernel", "_angles_kernel"], ["_norm_kernel", "_matvec_kernel"]

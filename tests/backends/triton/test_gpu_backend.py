@@ -373,7 +373,7 @@ def test_an_ffn_that_can_go_first_is_posted_before_attention(
     cold.post = noted("post", cold.post)  # type: ignore[method-assign]
     cold.collect = noted("collect", cold.collect)  # type: ignore[method-assign]
     stage = GpuStage(
-        ready.weights, graph, "cpu", n_pages=8, max_batch=64, kv_type="f32", hot=hot, cold=cold,
+        ready.weights, graph, "simulated", n_pages=8, max_batch=64, kv_type="f32", hot=hot, cold=cold,
         kernels=kernels,
     )  # fmt: skip
     run(stage, tokens(5))
@@ -387,7 +387,7 @@ def test_two_stages_are_one(tmp_path: Path, model: str, predictor: str | None) -
     ready, graph = prepared(write(tmp_path, model), "exact" if predictor is None else "predicted", predictor)
     ids = tokens(20)
     middle = graph.layer_starts[1]
-    options = {"device": "cpu", "n_pages": 8, "max_batch": 64, "kv_type": "f32"}
+    options = {"device": "simulated", "n_pages": 8, "max_batch": 64, "kv_type": "f32"}
     first = GpuStage(ready.weights, graph, last_op=middle, **options)  # type: ignore[arg-type]
     second = GpuStage(ready.weights, graph, first_op=middle, **options)  # type: ignore[arg-type]
     whole = GpuStage(ready.weights, graph, **options)  # type: ignore[arg-type]
@@ -431,7 +431,9 @@ def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"layer 0 .* split"):
         split(dense, describe(config_from_gguf(dense), dense.tensors), masks(0.3, 96))
     with pytest.raises(InvalidRequestError, match="needs a service"):
-        GpuStage(ready.weights, graph, device="cpu", n_pages=1, max_batch=8, kv_type="f32", hot=masks(0.3))
+        GpuStage(
+            ready.weights, graph, device="simulated", n_pages=1, max_batch=8, kv_type="f32", hot=masks(0.3)
+        )
 
 
 def test_a_failure_of_the_cold_half_ends_the_step(tmp_path: Path) -> None:
@@ -452,7 +454,7 @@ def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
     """Weights of every tensor but the embedding, and keys and values, to the byte."""
     gguf = write(tmp_path, "llama", T.Q4_0)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    options = {"device": "cpu", "max_batch": 8, "n_pages": 4, "kv_type": "f16"}
+    options = {"device": "simulated", "max_batch": 8, "n_pages": 4, "kv_type": "f16"}
     whole = GpuStage(gguf, graph, **options)  # type: ignore[arg-type]
     left_out = ("token_embd.weight", "fc1", "fc2")
     expected = sum(info.nbytes for name, info in gguf.tensors.items() if not any(x in name for x in left_out))
@@ -474,7 +476,7 @@ def test_errors_are_sentences(tmp_path: Path) -> None:
 
     gguf = open_gguf(write_llama(tmp_path / "m.gguf"))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    with pytest.raises(InvalidRequestError, match="device 'gpu' is not known"):
+    with pytest.raises(InvalidRequestError, match="gpu is not a device of PyTorch"):
         gpu(gguf, graph, device="gpu")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match=r"cuda:7 .*(install|driver)"):

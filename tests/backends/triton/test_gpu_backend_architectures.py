@@ -42,9 +42,9 @@ def test_logits_match_transformers(recipe: Any, plan: str) -> None:
     def opened() -> Backend:
         given: Any = {"n_pages": PAGES_EACH * len(LENGTHS), "max_batch": 256, "kv_type": "f32"}
         if any(ffn.route is not None for ffn in graph.ffns):
-            placement = Placement(("cpu",), (LayerPlacement(0),) * graph.n_layer, 0)
+            placement = Placement(("simulated",), (LayerPlacement(0),) * graph.n_layer, 0)
             return open_chain(placement, gguf, graph, n_threads=1, expert_slots=7, **given)
-        return open_gpu(gguf, graph, device="cpu", **given)
+        return open_gpu(gguf, graph, device="simulated", **given)
 
     is_masked = any(isinstance(ffn.select, MaskedRoute) for ffn in graph.ffns)
     is_refused = any(

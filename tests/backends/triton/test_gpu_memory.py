@@ -120,9 +120,9 @@ def test_two_parts_are_there_at_a_time_on_one_stream_of_copies(monkeypatch: pyte
 
 
 def test_a_plan_spares_what_torch_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "find_device", torch.device)
+    monkeypatch.setattr(planning, "find_device", lambda name: torch.device(name.replace("simulated", "cpu")))
     monkeypatch.setattr(planning, "free_bytes", lambda device: 8 << 30)
-    on_cuda, stand_in = planning.limit_of("cuda:0", 5 << 20, 2.0), planning.limit_of("cpu", 0, 2.0)
+    on_cuda, stand_in = planning.limit_of("cuda:0", 5 << 20, 2.0), planning.limit_of("simulated", 0, 2.0)
     assert (on_cuda.limit, on_cuda.context) == (2 << 30, 5 << 20)
     assert 64 << 20 <= on_cuda.spare <= 96 << 20
     assert stand_in.spare == 0

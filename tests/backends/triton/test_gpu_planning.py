@@ -88,10 +88,10 @@ def test_a_device_never_holds_more_than_was_planned(
         machine_rates = Rates((machine.STAND_IN,))
         frequencies = [np.full(n_ff, 0.1) for n_ff in config.n_ff]
         problem = PlacementProblem(
-            facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True
+            facts, machine_rates, (Device("simulated", 1 << 40, 0),), frequencies, None, True
         )
         planned = problem.budget_of(list(places), 0)
-        placement = Placement(("cpu",), places, 0, Budget((), 0, facts.stream_bytes))
+        placement = Placement(("simulated",), places, 0, Budget((), 0, facts.stream_bytes))
         how = BackendOptions(n_threads=1, sparse=True, **options)
         backend = open_placed(placement, prepared.weights, graph, how)
         held = backend.device_bytes()[0]
@@ -123,7 +123,7 @@ def test_a_dense_model_is_counted_too(tmp_path: Path) -> None:
         options: dict[str, Any] = {"n_pages": 2, "max_batch": 64, "kv_type": "f16"}
         facts = model_facts(graph, gguf.tensors, mode="dense", **options)
         assert [layer.n_split for layer in facts.layers] == [0] * config.n_layer
-        backend = open_gpu(gguf, graph, device="cpu", sparse=False, **options)
+        backend = open_gpu(gguf, graph, device="simulated", sparse=False, **options)
         (held,) = backend.device_bytes()
         assert sum(held.values()) <= facts.whole_bytes
         assert held["kv"] == sum(layer.kv_bytes for layer in facts.layers)

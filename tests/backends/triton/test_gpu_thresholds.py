@@ -153,7 +153,7 @@ def test_hot_and_cold_are_cut_alike(tmp_path: Path, architecture: str, case: str
     layers = tuple(LayerPlacement(0, hot_neurons(share, 288, i)) for i in range(2))
     for stream_from in (None, 8):
         for splits in ([], [3, 9, 10, 11]):
-            backend = chain(gguf, CASES[case], Placement(("cpu",), layers, 0), stream_from=stream_from)
+            backend = chain(gguf, CASES[case], Placement(("simulated",), layers, 0), stream_from=stream_from)
             assert close_to(backend, expected, splits)
 
 
@@ -162,7 +162,7 @@ def test_layers_are_cut_wherever_they_are(tmp_path: Path, owners: tuple[int, int
     gguf, expected = clearly(tmp_path, EVERY, "llama")
     names = [op.weight for op in thresholded_products(graph_of(gguf, EVERY)[1])]
     layers = tuple(LayerPlacement(owner) for owner in owners)
-    placement = Placement(("cpu",) * (max(owners) + 1), layers, owners[-1])
+    placement = Placement(("simulated",) * (max(owners) + 1), layers, owners[-1])
     backend = chain(gguf, EVERY, placement, input_major=names)
     run(backend, IDS, THRESHOLDED)
     stats = backend.stats()
@@ -288,7 +288,12 @@ def test_a_model_with_thresholds_on_a_device(
         "n_ctx": 64, "max_batch": 16, "n_threads": 1, "kv_type": "f32", "sparsity": "threshold",
     }  # fmt: skip
     with hotset.load(
-        gguf.path, device="cpu", vram_budget=1.0, n_gpu_layers=n_gpu_layers, sparse_prompts=True, **settings
+        gguf.path,
+        device="simulated",
+        vram_budget=1.0,
+        n_gpu_layers=n_gpu_layers,
+        sparse_prompts=True,
+        **settings,
     ) as model:
         assert model.placement is not None
         assert model.placement.n_cpu_layers == (0 if n_gpu_layers is None else 1)
@@ -305,8 +310,8 @@ def test_a_model_with_thresholds_on_a_device(
         assert stats.left_out is not None
         [memory] = model.device_memory()
         assert memory.used <= memory.planned.total
-    with hotset.load(gguf.path, device="cpu", vram_budget=1.0, **settings) as model:
-        with hotset.load(gguf.path, backend="cpu", **settings | {"sparsity": "dense"}) as plain:
+    with hotset.load(gguf.path, device="simulated", vram_budget=1.0, **settings) as model:
+        with hotset.load(gguf.path, device="cpu", **settings | {"sparsity": "dense"}) as plain:
             assert_close(model.logits(IDS), plain.logits(IDS), 1e-3)  # a prompt is not cut
         with model.thread.exclusive() as engine:
             assert np.abs(scores(engine, IDS, as_answer=True) - model.logits(IDS)).max() > 1e-2

@@ -197,7 +197,7 @@ def test_a_placement_is_of_the_model(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama")
     for placement, message in {
         whole([0]): "the placement has 1 layers and the model 2",
-        Placement(("cpu",), whole([1, 1]).layers, 1): "names a device that is not among its 1",
+        Placement(("simulated",), whole([1, 1]).layers, 1): "names a device that is not among its 1",
     }.items():
         with pytest.raises(InvalidRequestError, match=message):
             both(gguf, "exact", placement)
@@ -328,13 +328,13 @@ def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBack
     ("devices", "owners", "options", "message"),
     [
         # The CPU's own layers have their threads when the device refuses its part.
-        (("cpu",), [CPU, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
+        (("simulated",), [CPU, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
         # The service has its threads when the stage that it is for cannot be built.
-        (("cpu",), [0, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
+        (("simulated",), [0, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
         # A whole device, with its service, when the next one is not there.
-        (("cpu", "cuda:0"), [CPU, 0, 1], {}, "cuda"),
+        (("simulated", "cuda:0"), [CPU, 0, 1], {}, "cuda"),
         # The service itself, its threads running, when its way to the device is not there.
-        (("cpu",), [0, 0, 0], {"synchronisation": "memops"}, "memops"),
+        (("simulated",), [0, 0, 0], {"synchronisation": "memops"}, "memops"),
     ],
     ids=["stage", "service", "next", "synchronisation"],
 )

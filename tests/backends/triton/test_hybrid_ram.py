@@ -257,7 +257,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def beside(path: Path, what: str, **more: Any) -> dict[str, Any]:
     """Settings with a device that has whole layers, or some of the neurons of all."""
-    settings = {"device": "cpu", "vram_budget": 1.0, "n_ctx": 256, "max_batch": 96, "n_threads": 1, **more}
+    settings = {
+        "device": "simulated",
+        "vram_budget": 1.0,
+        "n_ctx": 256,
+        "max_batch": 96,
+        "n_threads": 1,
+        **more,
+    }
     if what == "layers":
         return settings | {"n_gpu_layers": 2}
     index = path.parent / "gpu.index"
@@ -336,7 +343,7 @@ def held_within_its_plan(loaded: hotset.Model) -> None:
 
 def test_a_budget_beside_a_device_that_is_too_small_names_the_smallest(model: Path) -> None:
     settings = beside(model, "neurons")
-    with pytest.raises(OutOfMemoryError, match="beside what is on cpu") as raised:
+    with pytest.raises(OutOfMemoryError, match="beside what is on simulated") as raised:
         hotset.load(model, **settings, ram_budget=1e-5)
     named = float(str(raised.value).split("works within ")[1].split(" ")[0])
     with hotset.load(model, **settings, ram_budget=named) as loaded:
@@ -371,7 +378,7 @@ def test_a_context_that_nobody_asked_for_makes_room(model: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
-    settings = {**beside(model, "neurons"), "backend": "auto", "max_sequences": 1}
+    settings = {**beside(model, "neurons"), "max_sequences": 1}
     del settings["n_ctx"]
     budget = fuzz_reads.least_budget(model, **settings)
     report = fuzz_reads.attack(model, 40, 0.03, 1, seed=7, budget=budget, **settings)
@@ -382,7 +389,7 @@ def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
 def test_subcommands_tell_both_budgets(model: Path) -> None:
     settings = beside(model, "neurons", max_batch=512)
     budgets = ("--vram-budget", 1, "--ram-budget", least_of(model, settings) / GIB)
-    device = ("--device", "cpu", "-t", 1, "-c", 256, "--gpu-index", settings["gpu_index"], *budgets)
+    device = ("--device", "simulated", "-t", 1, "-c", 256, "--gpu-index", settings["gpu_index"], *budgets)
     planned = json.loads(inside("plan", model, *device, "--json").stdout)
     assert planned["ram"]["total"] <= planned["ram"]["limit"]
     assert planned["ram"]["rows"] < planned["ram"]["all_rows"]
@@ -415,7 +422,7 @@ def test_a_server_counts_what_was_read_beside_a_device(model: Path) -> None:
 
     settings = beside(model, "neurons", max_sequences=4)
     budget = least_of(model, settings) / GIB
-    tiny_server.run(model, work, load=settings | {"backend": "auto", "ram_budget": budget})
+    tiny_server.run(model, work, load=settings | {"ram_budget": budget})
 
 
 def test_experts_are_told_by_where_they_were(model: Path) -> None:
@@ -423,7 +430,7 @@ def test_experts_are_told_by_where_they_were(model: Path) -> None:
         model.parent / "moe_layer.gguf", experts=(8, 2), n_layer=3, n_ff=128,
         n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
     )  # fmt: skip
-    settings: dict[str, Any] = {"device": "cpu", "n_ctx": 128, "max_batch": 16, "n_threads": 1}
+    settings: dict[str, Any] = {"device": "simulated", "n_ctx": 128, "max_batch": 16, "n_threads": 1}
     whole_ = hotset.plan(path, **settings, vram_budget=1.0)
     assert whole_ is not None
     assert whole_.budget is not None

@@ -150,7 +150,7 @@ def test_blocks_on_disk(
             assert model.generate(prompt, **kind).tokens == expected
             restored.append(model.thread.counters().restored_tokens)
     assert restored == [0, 2 * PAGE_SIZE]
-    on_cpu = {key: value for key, value in how.items() if key != "device"} | {"backend": "cpu"}
+    on_cpu = {key: value for key, value in how.items() if key != "device"} | {"device": "cpu"}
     with hotset.load(path, **on_cpu) as model:
         model.generate(prompt, **kind)
         assert model.thread.counters().restored_tokens == 0

@@ -384,7 +384,7 @@ def test_a_server_counts_experts(tmp_path: Path, slow_cpu: None) -> None:
         assert counts["hotset_experts_on_cpu_total"] > 0
         assert counts["hotset_experts_fetched_total"] > 0
 
-    load = {"backend": "auto", "device": "vulkan", "vram_budget": budget_of(path, 0.5), **SMALL}
+    load = {"device": "vulkan", "vram_budget": budget_of(path, 0.5), **SMALL}
     tiny_server.run(path, work, load=load)
 
 

@@ -169,7 +169,7 @@ def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> No
                 assert one.json()["choices"][0]["message"]["content"] == text
         assert (await ask(client, 9)).json()["choices"][0]["message"]["content"] == text
 
-    load = {"backend": "auto", "device": "vulkan", "n_ctx": 128, "max_batch": 32, "max_sequences": 2}
+    load = {"device": "vulkan", "n_ctx": 128, "max_batch": 32, "max_sequences": 2}
     run(write_model(tmp_path / "model.gguf"), work, load=load)
 
 
@@ -198,7 +198,7 @@ def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert held[-1][1] - held[0][1] < 32 << 20
         print([(device, rss >> 20) for device, rss in held])
 
-    load = {"backend": "auto", "device": "vulkan", "n_ctx": 256, "max_batch": 64}
+    load = {"device": "vulkan", "n_ctx": 256, "max_batch": 64}
     run(write_model(tmp_path / "model.gguf"), work, load=load)
 
 

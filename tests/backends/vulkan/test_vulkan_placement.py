@@ -106,7 +106,7 @@ def test_what_is_planned_is_what_is_taken(tmp_path: Path, kv_type: Any, options:
 def test_a_budget_is_a_promise(tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers whose numbers are float32 the text is the CPU's, wherever they are."""
     path = write_model(tmp_path / "model.gguf", n_layer=8, n_embd=192, n_ff=640)
-    with hotset.load(path, backend="cpu", **SMALL) as model:
+    with hotset.load(path, device="cpu", **SMALL) as model:
         expected = model.generate("Hello", **GREEDY).text
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -147,7 +147,7 @@ def test_two_devices_are_a_pipeline(tmp_path: Path) -> None:
         del first, second
     name = f"vulkan:{find_device('vulkan').index}"
     path = write_model(tmp_path / "model.gguf", n_layer=8, n_embd=192, n_ff=640)
-    with hotset.load(path, backend="cpu", **SMALL) as model:
+    with hotset.load(path, device="cpu", **SMALL) as model:
         text = model.generate("Hello", **GREEDY).text
     with hotset.load(path, device=(name, name), vram_budget=0.015, **SMALL) as model:
         assert model.placement is not None
@@ -164,7 +164,7 @@ def test_thresholds_beside_a_placement(tmp_path: Path, n_layers: int | None) -> 
         kept = [{"gate": 0.5, "attn_in": 0.5}] * 2
         Thresholds(Calibrated.of(gguf), layers, measured={"kept": kept}).save(file)
     texts = []
-    for how in ({"backend": "cpu"}, {"device": "vulkan", "n_gpu_layers": n_layers}):
+    for how in ({"device": "cpu"}, {"device": "vulkan", "n_gpu_layers": n_layers}):
         with hotset.load(path, thresholds=file, sparse_prompts=True, **how, **SMALL) as model:
             texts.append(model.generate("Hello", **GREEDY).text)
     assert texts[0] == texts[1]
@@ -238,7 +238,7 @@ def test_auto_keeps_layers_without_a_kernel_on_the_cpu(tmp_path: Path, card: Any
         return GGMLType.IQ4_NL if name in odd else GGMLType.F32
 
     path = write_model(tmp_path / "model.gguf", n_layer=7, n_embd=64, n_ff=64, type_of=type_of)
-    with hotset.load(path, backend="cpu", **SMALL) as model:
+    with hotset.load(path, device="cpu", **SMALL) as model:
         expected = model.generate("Hello", **GREEDY).text
     with pytest.raises(UnsupportedModelError, match=r"blk\.2: no Vulkan kernel computes the type IQ4_NL"):
         hotset.load(path, device="vulkan", **SMALL)

@@ -197,7 +197,7 @@ def budget_of(model: Path, share: float, mode: str) -> float:
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_a_budget_for_a_share_of_the_ffns(model: Path, slow_cpu: None, mode: str, share: float) -> None:
     """What is planned is what is on the device, and never passed; the neurons that fire most are there."""
-    with hotset.load(model, backend="cpu", sparsity=mode, **SMALL) as loaded:
+    with hotset.load(model, device="cpu", sparsity=mode, **SMALL) as loaded:
         expected = loaded.logits("Hello there").copy()
     gib = budget_of(model, share, mode)
     with hotset.load(model, vram_budget=gib, **settings_of(mode)) as loaded:
@@ -218,7 +218,7 @@ def test_a_gpu_index_says_which_neurons_are_hot(model: Path, slow_cpu: None, tmp
     masks = [hot_neurons(0.3, N_PLANTED, i) for i in range(PLANTED_LAYERS)]
     masks[1][:], masks[2][:] = False, True
     write_gpu_index(tmp_path / "index", GPUIndex(1 << 20, masks))
-    with hotset.load(model, backend="cpu", sparsity="predicted", **SMALL) as loaded:
+    with hotset.load(model, device="cpu", sparsity="predicted", **SMALL) as loaded:
         expected = loaded.logits("Hello there").copy()
     given: dict[str, Any] = {"device": "vulkan", "sparsity": "predicted", "gpu_index": tmp_path / "index"}
     with hotset.load(model, **given, **SMALL) as loaded:

@@ -228,7 +228,7 @@ def write_for_chat(path: Path) -> Path:
 @contextmanager
 def real_server(path: Path, **settings: Any) -> Iterator[str]:
     def load() -> hotset.Model:
-        return hotset.load(path, backend="cpu", n_threads=1, max_sequences=4)
+        return hotset.load(path, device="cpu", n_threads=1, max_sequences=4)
 
     with served(create_app(Service(load, ServerSettings(**settings), name="tiny"))) as url:
         yield url
@@ -243,7 +243,7 @@ def decimal(size: float) -> str:
 
 def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> None:
     path = write_for_chat(tmp_path / "sparse.gguf")
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         chunks = list(model.stream(model.encode_chat(MESSAGES), temperature=0, max_tokens=24))
         stats = chunks[-1].answer_stats
         assert stats is not None
@@ -349,7 +349,7 @@ def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> N
 
 def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> None:
     path = write_model(tmp_path / "tiny.gguf")
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
+    with hotset.load(path, device="cpu", n_threads=1) as model:
         n_prompt = len(model.encode_chat(MESSAGES))
         read = [model.cost.bytes_per_token(n_prompt + i - 1, model.kv_type) for i in range(1, 24)]
     with real_server(path) as url:

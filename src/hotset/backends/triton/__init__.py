@@ -29,17 +29,17 @@ def open_gpu(
 ) -> GpuBackend:
     """The whole of a model on one device.
 
-    device: a name as torch has it (devices.find_device). sparse: leaves out rows of neurons that do not fire.
+    device: a name (devices.find_device). sparse: leaves out rows of neurons that do not fire.
     options: see GpuBackend. Raises DeviceError where the device or PyTorch is missing, OutOfMemoryError where
     the model does not fit, UnsupportedModelError for tensor types without a kernel.
     """
-    found = find_device(device)  # before anything that imports torch
+    find_device(device)  # before anything that imports torch
     from hotset.backends.triton.backend import GpuBackend
 
     return GpuBackend(
         weights,
         graph,
-        device=str(found),
+        device=device,
         n_pages=n_pages,
         max_batch=max_batch,
         kv_type=kv_type,

@@ -16,7 +16,7 @@ for every token. How the stream waits is the *kind*:
     memops    the stream itself writes a flag and waits for one (cuStreamWriteValue32, cuStreamWaitValue32)
     spin      two kernels of one block, of which the second spins on the flag (spin_kernel.py)
     hostfunc  native functions that the driver calls from the stream (cuLaunchHostFunc)
-    direct    the host waits: for devices whose memory or queue it shares ("cpu"), and those without the above
+    direct    the host waits: for a simulated GPU, whose memory it shares, and devices without the above
 
 `choose_kind` tries those that a device offers, each in a process of its own, for a capture that fails or a
 stream that hangs spoils the process that it is in; it takes the quickest. HOTSET_HANDSHAKE forces one.

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hotset.backends.registry import SIMULATED
 from hotset.backends.triton.devices import find_device
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.placement import detect
+from hotset.placement.detect import Examined
 
 if TYPE_CHECKING:
-    from hotset.placement.detect import Examined
     from hotset.reporter import Reporter
 
 
 def named_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """Check names, as Detector.named_devices; "cpu" may be named several times."""
+    """Check names, as Detector.named_devices; a simulated device may be named several times."""
     _pack_memory()
-    named = tuple(str(find_device(name)) for name in names)
-    if len(set(named)) < len(named) and any(name != "cpu" for name in named):
+    found = [find_device(name) for name in names]
+    named = tuple(SIMULATED if one.type == "cpu" else str(one) for one in found)
+    if len({*named} - {SIMULATED}) < len(named) - named.count(SIMULATED):
         raise InvalidRequestError(f"a device is named twice: {', '.join(names)}")
     return named
 
@@ -50,6 +53,15 @@ def _pack_memory() -> None:
         os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
 
 
-def examine(progress: Reporter) -> list[Examined] | None:  # noqa: ARG001
-    """Return None: a GPU is measured at the first load."""
-    return None
+def examine(progress: Reporter) -> list[Examined]:  # noqa: ARG001
+    """Return the GPUs that drivers show without PyTorch, and a simulated one, as Detector.examine."""
+    missing = " and ".join(detect.missing_libraries())
+    needs = f"; needs {missing}: {detect.INSTALL}" if missing else ""
+    found = []
+    if (gpu := detect.detect_gpu()) is not None:
+        kind = "rocm" if gpu.vendor == "AMD" else "cuda"
+        found = [(f"{kind}:{i}", gpu.name) for i in range(gpu.count)]
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        found.append(("mps", "Apple's GPU"))
+    found.append((SIMULATED, "a GPU that the CPU simulates, for tests"))
+    return [Examined(name, title + needs, title + needs, {"name": name}) for name, title in found]

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from hotset.backends.registry import SIMULATED
 from hotset.errors import DeviceError, InvalidRequestError, OutOfMemoryError, install_command
 
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("cuda", "mps", "xpu", "cpu")  # AMD's devices are called cuda too
 LEAST_CAPABILITY = (
     8,
     0,
@@ -23,42 +23,40 @@ LEAST_CAPABILITY = (
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `name` stands for: "cuda", "cuda:1", "mps", "xpu:0", or "cpu", the simulated device of
-    tests.
+    """Return torch's device of a name: "cuda", "rocm:1", "mps", "xpu:0", or "simulated".
 
-    Raises InvalidRequestError for a name that means nothing, DeviceError where the device, its driver or
-    PyTorch is missing, or kernels are not compiled for it; the sentence says what to install or to do.
+    Raises InvalidRequestError for a name without a device of torch, DeviceError if the device, its driver or
+    PyTorch is missing, or if kernels are not compiled for it; the message says what to install or to do.
     """
     try:
         import torch
     except ImportError:
         raise DeviceError(
-            f"a GPU needs PyTorch, which is not installed; run {install_command('gpu')}, or use --no-gpu"
+            f"a GPU needs PyTorch, which is not installed; run {install_command('gpu')}, or use --device cpu"
         ) from None
     kind, _, number = name.partition(":")
-    if kind not in KINDS or (number and not number.isdecimal()):
-        raise InvalidRequestError(
-            f"the device {name!r} is not known; it must be one of {', '.join(KINDS)}, with a number where "
-            "there are several (cuda:1)"
-        )
     index = int(number or 0)
-    if kind == "cpu":
+    if kind == SIMULATED:
         return torch.device("cpu")
     built = {
-        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,  # AMD's devices, too
+        "rocm": torch.version.hip is not None,
         "mps": torch.backends.mps.is_built(),
         "xpu": getattr(torch.version, "xpu", None) is not None,
     }
+    if kind not in built:
+        raise InvalidRequestError(f"{name} is not a device of PyTorch")
     if not built[kind]:
         raise DeviceError(
             f"the device {name} cannot be used: PyTorch {torch.__version__} is built without {kind}; install "
-            "the build for it from pytorch.org/get-started/locally, or use --no-gpu"
+            "the build for it from pytorch.org/get-started/locally, or use --device cpu"
         )
-    count = _count(kind)
+    found = "cuda" if kind == "rocm" else kind  # torch's word
+    count = _count(found)
     if count == 0:
         raise DeviceError(
             f"the device {name} is not there: PyTorch finds no {kind} device; check its driver, or use "
-            "--no-gpu"
+            "--device cpu"
         )
     if index >= count:
         raise DeviceError(f"the device {name} is not there: PyTorch finds {count}, numbered from 0")
@@ -68,9 +66,9 @@ def find_device(name: str) -> torch.device:
             has, least = (".".join(map(str, one)) for one in (capability, LEAST_CAPABILITY))
             raise DeviceError(
                 f"the device {name} has compute capability {has}, and Triton's kernels need {least}; use "
-                "--no-gpu (or set HOTSET_TRITON=0 for the slow path in plain torch)"
+                "--device cpu (or set HOTSET_TRITON=0 for the slow path in plain torch)"
             )
-    return torch.device(kind, index)
+    return torch.device(found, index)
 
 
 def _count(kind: str) -> int:
@@ -84,7 +82,7 @@ def _count(kind: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device; of "cpu", those that the machine has free."""
+    """Bytes that can still be allocated on a device; of a simulated one, those that the machine has free."""
     import torch
 
     if device.type == "cuda":

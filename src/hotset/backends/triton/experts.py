@@ -69,7 +69,7 @@ class GpuExpertCache(ExpertCache):
     ) -> None:
         self._weights, self._sparse, self.device = weights, sparse, weights.device
         self.host = HostExperts(weights, {ffn.layer: parts_of(ffn) for ffn in ffns}, registrar)
-        # Bytes are taken apart and copied beside the steps; a CPU that stands in has no time beside them.
+        # Bytes are taken apart and copied beside the steps; a simulated GPU has no time beside them.
         super().__init__(
             ffns, weights.source.tensors, n_slots, beside=self.device.type != "cpu", empty=n_spare > 0
         )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.cpu.processor import isa
+from hotset.backends.registry import SIMULATED
 from hotset.backends.triton.devices import find_device, free_bytes, synchronize
 from hotset.cores import usable_cores
 from hotset.errors import DeviceError, InvalidRequestError
@@ -104,7 +105,7 @@ def measure(
 ) -> DeviceRates:
     """Return the rates of a device next to this CPU: kept ones, or measured if there are none (or `anew`).
 
-    A card that is not here is estimated. "cpu" simulates a GPU and has the rates of machine.STAND_IN.
+    A card that is not here is estimated. A simulated GPU has the rates of machine.STAND_IN.
     path: the file that keeps the rates. Raises DeviceError for a device that is not there.
     """
     if isinstance(device, Card):
@@ -147,7 +148,7 @@ def measure_now(device: torch.device, n_threads: int) -> DeviceRates:
 def _round_trip(device: torch.device) -> float:
     from hotset.backends.triton.cpu_offload import round_trip_seconds
 
-    chosen = synchronisation(str(device))
+    chosen = synchronisation(SIMULATED if device.type == "cpu" else str(device))
     return chosen.seconds or round_trip_seconds(device, chosen.kind, width=machine.WIDTH)
 
 

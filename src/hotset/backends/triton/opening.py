@@ -16,6 +16,7 @@ from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.worker import TIMEOUT
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.registry import SIMULATED
 from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, BackendOptions, Stage
 from hotset.backends.triton import open_gpu
 from hotset.backends.triton.devices import find_device, limit_memory
@@ -209,7 +210,7 @@ def _cpu_offload(
     if stream_from is not None and not experts:
         most = max(min(most, stream_from - 1), 1)
     return CpuOffload(
-        weights, graph, hot, device, experts=experts,
+        weights, graph, hot, find_device(device), experts=experts,
         sparse=options["sparse"], max_batch=most,
         **cpu_worker_options | {"timeout": cpu_worker_options["timeout"] or TIMEOUT},
     )  # fmt: skip
@@ -261,7 +262,7 @@ def host_workspace(
             total += _exchanged_bytes(graph, n_pages, max_batch)
             if any(_shared(placement, piece, graph)):
                 service = _cpu_offload(
-                    placement, piece, weights, graph, "cpu", given | {"stream_from": STREAM_FROM},
+                    placement, piece, weights, graph, SIMULATED, given | {"stream_from": STREAM_FROM},
                     cpu_worker_options | {"runtime": runtime},
                 )  # fmt: skip
                 total += service.buffer_bytes

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset.backends.registry import SIMULATED
 from hotset.backends.triton.devices import find_device, free_bytes
 from hotset.backends.triton.measuring import device_key, force_misses, measure
 from hotset.backends.triton.plugin import check_cache
@@ -77,15 +78,15 @@ def check_placeable(model: ModelToPlace) -> None:
     check_cache(model.settings.kv_type)
     if config.masked and config.has_experts:
         raise UnsupportedModelError(
-            "experts with predictors of their own are computed on the CPU alone; use --no-gpu"
+            "experts with predictors of their own are computed on the CPU alone; use --device cpu"
         )
     if config.latent is not None:
-        raise UnsupportedModelError("latent attention is computed on the CPU alone; use --no-gpu")
+        raise UnsupportedModelError("latent attention is computed on the CPU alone; use --device cpu")
     if config.altup is not None:
-        raise UnsupportedModelError("AltUp's streams are computed on the CPU alone; use --no-gpu")
+        raise UnsupportedModelError("AltUp's streams are computed on the CPU alone; use --device cpu")
     if model.graph.recurrent:
         raise UnsupportedModelError(
-            "models with recurrent layers are computed on the CPU alone; use --no-gpu"
+            "models with recurrent layers are computed on the CPU alone; use --device cpu"
         )
 
 
@@ -101,7 +102,7 @@ def _with_caches(
         return facts.layers
     from hotset.backends.triton.experts import can_hold
 
-    find_device("cpu")  # which says what to install
+    find_device(SIMULATED)  # which says what to install
     import torch
 
     found = [torch.device("cuda") if isinstance(one, Card) else find_device(one) for one in devices]

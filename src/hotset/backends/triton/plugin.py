@@ -10,7 +10,6 @@ from hotset.model.cost import KVType
 
 CAPABILITIES = Capabilities(
     title="a GPU through PyTorch",
-    kinds=("cuda", "mps", "xpu", "cpu"),
     operations=(
         ops.Embed, ops.RMSNorm, ops.LayerNorm, ops.Linear, ops.Rotate, ops.Attention, ops.Activate,
         ops.Multiply, ops.Add, ops.Scale, ops.SoftCap, ops.Mask, ops.Threshold, ops.Route, ops.ExpertLinear,
@@ -26,6 +25,4 @@ CAPABILITIES = Capabilities(
 def check_cache(kv_type: KVType) -> None:
     """Raise UnsupportedModelError for a cache that the attention kernels do not read."""
     if kv_type not in CAPABILITIES.kv_types:
-        raise UnsupportedModelError(
-            f"a {kv_type} cache runs on the CPU only: use f16, or leave the GPU out (--no-gpu)"
-        )
+        raise UnsupportedModelError(f"a {kv_type} cache runs on the CPU only; use f16, or --device cpu")

@@ -125,7 +125,7 @@ class GpuStage:
         self._seconds = np.zeros((self.n_layer, len(PARTS)))
         self._warming = False
         self._cancelled = False
-        advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
+        advice = "lower the context, max_batch or --vram-budget, or use --device cpu"
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
             self._outputs = StepOutputs(self._counts, self.graph.result.width if self.has_output else 0)

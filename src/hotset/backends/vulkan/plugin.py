@@ -8,7 +8,6 @@ from hotset.model import operations as ops
 
 CAPABILITIES = Capabilities(
     title="a Vulkan device",
-    kinds=("vulkan",),
     operations=(
         ops.Embed, ops.NgramEmbed, ops.PositionGain, ops.RMSNorm, ops.UnitNorm, ops.LayerNorm, ops.Linear,
         ops.Rotate,

@@ -34,7 +34,9 @@ def examined(info: VulkanInfo, rates: VulkanRates | None, unused: str) -> Examin
         "unused": unused,
         "workgroups": {"default": asdict(shapes.default), "tuned": tuned, "untuned": why_untuned(info)},
     }
-    return Examined(f"{NAME}:{info.index}", _line(facts), facts)
+    title = f"{info.name}, {info.kind}, {human_size(info.memory)}"
+    title += f"; not used by --device auto: {unused}" if unused else ""
+    return Examined(f"{NAME}:{info.index}", title, _line(facts), facts)
 
 
 def _shapes_text(shapes: dict[str, Any]) -> str:

@@ -1,0 +1,31 @@
+"""The devices of this machine: the rows of `--device list` and of `hotset doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hotset.backends.registry import CPU, DEVICE_BACKENDS, capabilities
+from hotset.cli.console import say
+from hotset.errors import HotsetError
+from hotset.placement.detect import Examined, detector_of
+from hotset.placement.machine import processor_name
+from hotset.reporter import Reporter
+
+
+def print_devices() -> None:
+    """Print the devices that `--device` can name."""
+    print(f"{CPU:11} {processor_name()}")
+    for backend, (found, why) in examined():
+        for one in found:
+            print(f"{one.name:11} {one.title}")
+        if not found and why:
+            say(f"{capabilities(backend).title}: {why}", dim=True)
+
+
+def examined() -> Iterator[tuple[str, tuple[list[Examined], str]]]:
+    """Yield the devices of each backend, or why it has no device."""
+    for backend in DEVICE_BACKENDS:
+        try:
+            yield backend, (detector_of(backend).examine(Reporter()), "")
+        except (ImportError, HotsetError) as error:
+            yield backend, ([], str(error))
