@@ -1,17 +1,18 @@
-"""What of an agent's prompts is computed again: a growing conversation, small changes early in it, restarts.
+"""How much of an agent's prompts is computed again, with a growing conversation, early changes and restarts?
 
 usage: python bench/agent_traffic.py --model FILE [--model FILE ...] [--llama BIN] [--turns N] [--rounds N]
 
 An agent sends its whole conversation with each request: instructions and tools (--tools tokens), then turns,
-each the server's answer and what a tool has returned (--result tokens). Kinds of requests are told apart:
+each with the server's answer and the result of a tool (--result tokens). Kinds of requests are counted
+separately:
 
-    grows     it begins as the one before
-    changed   one token in the middle of the tools is another one (every fifth turn), such as a date
-    restart   it grows, and the server was ended and started again before (in the middle)
+    grows     it begins like the previous one
+    changed   one token in the middle of the tools is different (every fifth turn), such as a date
+    restart   it grows, and the server was restarted before it (once, in the middle)
 
-hotset serves with --cache-dir; llama-server (--llama) saves its slot before it is ended, and restores it. For
-each kind: the share of prompt tokens that were not computed again, and the time to the first token. Token ids
-are drawn; the same ones for both servers. Prints a Markdown table and one line of JSON.
+hotset serves with --cache-dir; llama-server (--llama) saves its slot before it is stopped, and restores it.
+Measured for each kind: the share of prompt tokens that were not computed again, and the time to the first
+token. Token ids are random, and the same for both servers. Prints a Markdown table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CHANGED_EVERY = 5  # turns
 
 @dataclass
 class Turn:
-    """A request: its tokens, those of them that were not computed again, seconds to the first token."""
+    """A request: its tokens, how many of them were not computed again, and the seconds to the first token."""
 
     n_prompt: int
     n_cached: int
@@ -66,12 +67,12 @@ class Agent:
         self.tokens[self.n_tools // 2] = self._drawn(1)[0]
 
     def go_on(self) -> None:
-        """An answer and what a tool returns: the same for every server."""
+        """Add an answer and a tool's result, the same for every server."""
         self.tokens += self._drawn(_ANSWER + self.n_result)
 
 
 def ask(url: str, tokens: list[int]) -> Turn:
-    """Asks for one token: a random model's may have no text, and then the end of the reply shows its time."""
+    """Request one token. A random token may have no text; then the end of the reply gives its time."""
     body = {
         "model": serve_load.MODEL, "prompt": tokens, "max_tokens": 1, "temperature": 0,
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
@@ -90,11 +91,11 @@ def ask(url: str, tokens: list[int]) -> Turn:
 
 
 def _cached(reply: dict[str, Any]) -> int:
-    """As OpenAI has it, and as llama-server has it."""
+    """Return the number of cached prompt tokens in OpenAI's or llama-server's reply."""
     details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
     found = details.get("cached_tokens", (reply.get("timings") or {}).get("cache_n"))
     if found is None:
-        raise SystemExit("the server does not say how many tokens were in its cache")
+        raise SystemExit("the server does not report how many tokens were in its cache")
     return int(found)
 
 
@@ -110,7 +111,7 @@ def slot(url: str, action: str) -> None:
 def conversation(
     command: Callable[[Path], list[str]], port: int, agent: Agent, n_turns: int, *, by_slot: bool
 ) -> dict[str, list[Turn]]:
-    """The turns of each kind. by_slot: the cache lasts by /slots, and not by itself."""
+    """Return the turns of each kind. by_slot: the cache survives restarts only if saved with /slots."""
     found: dict[str, list[Turn]] = defaultdict(list)
     restart = n_turns // 2
     with tempfile.TemporaryDirectory() as folder:
@@ -176,7 +177,7 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, help="bin folder of a llama.cpp build with llama-server")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--tools", type=int, default=1500, help="tokens of instructions and tools")
-    parser.add_argument("--result", type=int, default=64, help="tokens of what a tool returns")
+    parser.add_argument("--result", type=int, default=64, help="tokens of a tool's result")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--port", type=int, default=18081)

@@ -1,4 +1,4 @@
-"""What a decoded token is made of: bytes that stream, bytes that are gathered, neurons that fire."""
+"""The parts of a decoded token: streamed bytes, gathered bytes, fired neurons."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from hotset import Model
     from hotset.backends.base import StepStats
 
-STREAMS_ABOVE = 0.75  # share of a matrix's rows from which the engine reads all of them
+STREAMS_ABOVE = 0.75  # share of a matrix's rows above which the engine reads all of them
 
 
 @dataclass(frozen=True)
 class Anatomy:
     """Means over tokens and layers. streamed, gathered: bytes per token; selected, active: shares of neurons.
 
-    seconds: of a step, the median; predictor, ffn, attention: seconds within it, means.
+    seconds: median of a step; predictor, ffn, attention: mean seconds within it.
     """
 
     streamed: float
@@ -36,12 +36,12 @@ class Anatomy:
     attention: float
 
     def at_best(self, streaming: float, gathering: float) -> float:
-        """Tokens per second, if nothing but memory at these rates (bytes per second) took time."""
+        """Return tokens per second if only memory at these rates (bytes per second) took time."""
         return 1 / (self.streamed / streaming + self.gathered / gathering)
 
 
 def decode(model: Model, tokens: Sequence[int]) -> tuple[list[float], list[StepStats]]:
-    """Decodes the tokens one by one, straight through the backend: seconds and statistics of each step."""
+    """Decode the tokens one by one, directly with the backend; return seconds and statistics of each step."""
     n = len(tokens)
     pages = np.arange(-(-n // PAGE_SIZE), dtype=np.int32)[None]
     zero = np.zeros(1, np.int32)
@@ -58,12 +58,12 @@ def decode(model: Model, tokens: Sequence[int]) -> tuple[list[float], list[StepS
 
 
 def random_tokens(model: Model, n: int, seed: int = 0) -> list[int]:
-    """Token ids that repeat nothing, as those of a benchmark should."""
+    """Return token ids without repetitions, as a benchmark needs them."""
     return np.random.default_rng(seed).integers(0, model.backend.n_vocab, n).tolist()
 
 
 def anatomy(model: Model, n_tokens: int = 24, n_warm: int = 4) -> Anatomy:
-    """Decodes random tokens, the first `n_warm` uncounted. The model needs a context of n_tokens + n_warm."""
+    """Decode random tokens, the first `n_warm` uncounted. The model needs a context of n_tokens + n_warm."""
     seconds, stats = decode(model, random_tokens(model, n_tokens + n_warm))
     seconds, stats = seconds[n_warm:], stats[n_warm:]
     n_ff = np.array(model.config.n_ff)

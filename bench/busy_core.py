@@ -1,10 +1,10 @@
-"""What decode keeps of its speed while another process keeps one core busy.
+"""How much decode speed remains while another process keeps one core busy?
 
 usage: python bench/busy_core.py --llama BUILD/bin --model SmolLM2.gguf
 
-With as many threads as cores, one of them must share its core. A program that deals its work out in equal
-parts and waits for the slowest falls to a tenth; one whose threads claim work loses that core's share. The
-neighbour is a spinning process: free to move, or pinned to the first or the last core.
+With as many threads as cores, one thread must share its core. A program that splits its work into equal parts
+and waits for the slowest drops to a tenth of its speed; one whose threads claim work loses only that core's
+share. The neighbour is a spinning process, free to move, or pinned to the first or the last core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGET = 0.4  # of the quiet speed
 
 @contextmanager
 def neighbour(core: int | None) -> Iterator[None]:
-    """A process that spins while the block runs, on one core or wherever the system puts it."""
+    """Run a spinning process during the block, on one core or wherever the system puts it."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         if core is not None:
@@ -42,9 +42,9 @@ def decode_speed(program: Program, job: Job) -> float:
 
 
 def neighbours() -> dict[str, int | None]:
-    """Kinds of neighbours: name → core."""
+    """Return the kinds of neighbours: name → core."""
     kinds: dict[str, int | None] = {"free to move": None}
-    if hasattr(psutil.Process, "cpu_affinity"):  # macOS pins nothing
+    if hasattr(psutil.Process, "cpu_affinity"):  # macOS cannot pin processes
         cores = sorted(psutil.Process().cpu_affinity())
         kinds |= {f"pinned to core {core}": core for core in dict.fromkeys([cores[0], cores[-1]])}
     return kinds

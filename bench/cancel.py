@@ -2,7 +2,7 @@
 
 usage: python bench/cancel.py [--threads N] [--trials N] [--tokens N]
 
-Weights are Q4_0 bytes without meaning. Cancelled at random times, by another thread (`cancel`) and by a
+Weights are random Q4_0 bytes. Steps are cancelled at random times, by another thread (`cancel`) and by a
 signal whose handler raises (Ctrl-C). Prints a Markdown table of milliseconds, and one line of JSON.
 """
 
@@ -28,7 +28,7 @@ N_LAYER = 4
 
 
 def layers(runtime: _core.Runtime, n_tokens: int, kind: str) -> Any:
-    """A plan of N_LAYER layers that share their weights. kind: of the down projection."""
+    """Return a plan of N_LAYER layers that share their weights. kind: of the down projection."""
     n_pages = -(-n_tokens // _core.PAGE_SIZE)
     plan = _core.Plan(n_tokens, n_pages, n_pages, runtime)
     rng = np.random.default_rng(0)

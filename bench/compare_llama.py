@@ -1,9 +1,9 @@
-"""hotset against llama.cpp: decode and prompts, on the same file in turn.
+"""hotset compared with llama.cpp: decode and prompts, on the same file in turn.
 
 usage: python bench/compare_llama.py --llama BUILD/bin --model SmolLM2.gguf --model b7.gguf [--isa avx2]
 
-Every round runs both programs on the same test within seconds of each other and yields a ratio; the table
-holds medians. With --isa avx2, give a llama.cpp that was built for AVX2.
+Every round runs both programs on the same test within seconds of each other and gives a ratio; the table has
+medians. With --isa avx2, use a llama.cpp that was built for AVX2.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 import peers
 from peers import Job, Row
 
-LARGE = 1 << 30  # bytes of a file from which a token is bound by memory, and takes long
+LARGE = 1 << 30  # bytes; with a larger file, a token takes long and is limited by memory
 
-# Least ratio to llama.cpp, by size of the model and kind of test
+# Smallest ratio to llama.cpp, by size of the model and kind of test.
 TARGETS = {"small": {"pp": 1.5, "tg": 1.8}, "large": {"pp": 1.0, "tg": 1.3}}
-LARGE_SHARE = 0.95  # of the read bandwidth: where decode reaches it, no ratio is asked for
+LARGE_SHARE = 0.95  # of the read bandwidth: if decode reaches it, the ratio has no target
 FORCED_ISA = 1.0
 
 
 def jobs(model: Path, threads: list[int]) -> list[Job]:
-    """What is measured of a model."""
+    """Return the measurements of a model."""
     if model.stat().st_size >= LARGE:
         most = max(threads)
         return [Job(model, 256, 32, n_threads=n, repetitions=1 if n < most else 2) for n in threads]
@@ -31,7 +31,7 @@ def jobs(model: Path, threads: list[int]) -> list[Job]:
 
 
 def set_target(row: Row, job: Job, kind: str, isa: str | None) -> None:
-    """What this test is expected to show."""
+    """Set the expected results of a test."""
     large = job.model.stat().st_size >= LARGE
     if isa:
         row.target = FORCED_ISA

@@ -1,12 +1,12 @@
-"""The sparse engine against llama.cpp on the dense file and PowerInfer on the sparse one, in turn.
+"""The sparse engine compared with llama.cpp on the dense file and PowerInfer on the sparse one, in turn.
 
 usage: python bench/compare_sparse.py --llama BUILD/bin --powerinfer BUILD/bin/main \\
            --sparse bamboo7.powerinfer.gguf --dense bamboo7.gguf --drelu
 
-Both files hold the same weights (bench/synthetic.py). Every round runs each program on the same test within
-seconds of the others and yields ratios; the table holds medians. A round also measures the rates at which the
-file streams and at which a random tenth of rows is gathered: with the bytes that a token of each mode touches
-they give the step's own roofline.
+Both files have the same weights (bench/synthetic.py). Every round runs each program on the same test within
+seconds of the others and gives ratios; the table has medians. A round also measures the rates at which the
+file streams and at which a random tenth of rows is gathered. With the bytes that a token of each mode reads,
+they give the roofline of the step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hotset.text.tokenizer import load_tokenizer
 
 ROOFLINE_TARGET = 0.85
 PROMPT_TARGET = 2.5  # × PowerInfer
-# Least ratios of decode to llama.cpp and PowerInfer, by mode, with a gate ReLU and with dReLU
+# Smallest ratios of decode to llama.cpp and PowerInfer, by mode, with a ReLU gate and with dReLU.
 TARGETS = {
     "llama": {"predicted": (2.0, 2.0), "exact": (1.7, None)},
     "bamboo": {"predicted": (2.5, 2.5), "exact": (1.8, None)},
@@ -46,14 +46,14 @@ EVAL = re.compile(r"(?<!prompt )eval time =\s*([\d.]+) ms /\s*(\d+) runs")
 
 @dataclass(frozen=True)
 class PowerInfer:
-    """PowerInfer's `main`, which benchmarks itself. It samples, so that tokens vary as elsewhere."""
+    """PowerInfer's `main`, which benchmarks itself. It samples, so that tokens vary as in other programs."""
 
     program: Path
     prompt: str
     name: str = "PowerInfer"
 
     def bench(self, job: Job) -> dict[str, dict[str, Any]]:
-        """As Program.bench; `main` runs a prompt and decodes after it, once per repetition."""
+        """Do the same as Program.bench; `main` runs a prompt and then decodes, once per repetition."""
         samples: dict[str, list[float]] = {"pp": [], "tg": []}
         for seed in range(job.repetitions):
             argv = [str(self.program), "-m", str(job.model), "-t", str(job.n_threads), "-s", str(seed + 1)]
@@ -69,7 +69,7 @@ class PowerInfer:
 
 
 def text_of(path: Path, n: int) -> str:
-    """Random letters and words that are about n tokens to the file's tokenizer."""
+    """Return random letters and words of about n tokens for the file's tokenizer."""
     rng = np.random.default_rng(0)
     text = "a"
     with open_gguf(path) as file:
@@ -81,7 +81,7 @@ def text_of(path: Path, n: int) -> str:
 
 @dataclass(frozen=True)
 class Mode:
-    """One way in which hotset runs: on the sparse file, or on the plain one ("exact@plain")."""
+    """A mode of hotset, on the sparse file or on the plain one ("exact@plain")."""
 
     name: str
     file: Path
@@ -97,7 +97,7 @@ class Mode:
 def mode(text: str, args: argparse.Namespace) -> Mode:
     sparsity, _, file = text.partition("@")
     if sparsity not in ("dense", "exact", "predicted") or file not in ("", "plain"):
-        sys.exit(f"{text} is no mode: give dense, exact or predicted, or these with @plain.")
+        sys.exit(f"{text} is not a mode: give dense, exact or predicted, or these with @plain.")
     settings: dict[str, Any] = {"sparsity": sparsity}
     if sparsity == "predicted" and args.predictor:
         settings["predictor"] = args.predictor
@@ -109,7 +109,7 @@ def mode(text: str, args: argparse.Namespace) -> Mode:
 
 @dataclass
 class Round:
-    """What one round measured: tokens per second by program and kind; rates in bytes per second."""
+    """The results of a round: tokens per second by program and kind; rates in bytes per second."""
 
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     streaming: float = 0.0
@@ -123,7 +123,7 @@ def run_rounds(
     n_rounds: int,
     gather: Callable[[], float],
 ) -> tuple[list[Round], int]:
-    """Runs everyone in turn, backwards in every second round."""
+    """Run all programs in turn, in reverse order in every second round."""
     turns = [(m.program, m.file) for m in modes] + list(rivals)
     read = peers.bandwidth_reader(job.model, job.n_threads)
     read()
@@ -160,7 +160,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether every target is reached, where there are any."""
+        """Return whether every target is reached, or "" without targets."""
         found = {name: statistics.median(ratios) for name, ratios in self.ratios.items()}
         if self.roofline is not None:
             found["roofline"] = statistics.median(self.roofline)
@@ -227,16 +227,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     peers.common_arguments(parser, rounds=5)
-    parser.add_argument("--powerinfer", type=Path, help="PowerInfer's program `main`; left out if not given")
+    parser.add_argument("--powerinfer", type=Path, help="PowerInfer's program `main`; optional")
     parser.add_argument("--sparse", type=Path, required=True, help="PowerInfer GGUF file")
     parser.add_argument("--dense", type=Path, required=True, help="plain GGUF file of the same weights")
     parser.add_argument("--drelu", action="store_true", help="the plain file's activation, and its targets")
     parser.add_argument("--modes", default="dense,exact,predicted", help="also exact@plain, dense@plain")
-    parser.add_argument("--predictor", help="of predicted: mlp:q4_0, svd:128, ...")
+    parser.add_argument("--predictor", help="for predicted: mlp:q4_0, svd:128, ...")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=256, help="tokens; 0: decode only (256)")
     parser.add_argument("--gen", type=int, default=32, help="tokens decoded (32)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the closing line there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
     args = parser.parse_args()
     modes = [mode(text, args) for text in args.modes.split(",")]
 

@@ -1,13 +1,14 @@
-"""Answers of JSON schemas by a real model: all of them parse and validate, and what their masks cost.
+"""Answers of a real model in the form of JSON schemas: are all of them valid, and what do masks cost?
 
     python bench/constrained.py [MODEL] [-n 200] [--seed 0] [--json]
 
-The schemas are those of tests/support/json_schemas.py and some that a program would ask for; half of the
-answers are greedy. An answer that is truncated by the limit of tokens is counted apart: it cannot be whole.
+The schemas are from tests/support/json_schemas.py, with some that a typical program needs; half of the
+answers are greedy. Answers that are truncated by the token limit are counted separately, because they cannot
+be valid.
 
-The cost is what masks take of the engine's thread (having them found, applying them, taking the token), a
-token, against the quickest tenth of the steps of the same run, on one stream: on a busy machine others' work
-is in both, and more of it in a step.
+The cost is the time per token that masks take in the engine's thread (finding them, applying them, accepting
+the token). It is compared with the fastest tenth of the steps of the same run, on one stream: on a busy
+machine other programs lengthen both, but steps more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from json_schemas import SCHEMAS
 WORD = {"type": "string", "minLength": 1, "maxLength": 24}
 ASKED: dict[str, dict[str, Any]] = {
     **SCHEMAS,
-    # A model that writes zeros for ever has no end in a number of any length.
+    # A model that keeps writing zeros never ends a number of unlimited length.
     "number": {"type": "number", "minimum": 0, "maximum": 99.75, "multipleOf": 0.25},
     "person": {
         "type": "object",
@@ -73,7 +74,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 class Clock:
-    """Seconds in some methods, of all objects of their classes. now: the clock."""
+    """A clock of the seconds in some methods, for all objects of their classes. now: the time source."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now

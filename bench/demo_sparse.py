@@ -1,7 +1,7 @@
 """The second half of `make demo`: one prompt through a sparse model, with all neurons and with few.
 
-The model is a synthetic one (synthetic.py), written once: its weights are random and its text means nothing,
-but as in a trained ReLU model some neurons fire for most tokens and most for few, and its speed is real.
+The synthetic model (synthetic.py) is written once. Its weights are random and its text is meaningless, but as
+in a trained ReLU model some neurons fire for most tokens and most for few, and its speed is realistic.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PROMPT = "What is photosynthesis?"
 MODES = {
     "dense": "every neuron",
     "exact": "every gate, then only neurons that fire",
-    "predicted": "only neurons that a predictor names",
+    "predicted": "only neurons that a predictor selects",
 }
-# Drawn by a fixed seed, not the likeliest: those of random weights soon repeat themselves.
+# Drawn with a fixed seed, because the most likely tokens of random weights soon repeat themselves.
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 1, "ignore_eos": True}
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=MODEL, help="written where it is not there")
+    parser.add_argument("--model", type=Path, default=MODEL, help="written if it does not exist")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()

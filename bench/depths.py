@@ -1,10 +1,11 @@
-"""Decode and prefill deep in the context: hotset beside llama.cpp with flash attention and ik_llama.cpp.
+"""Decode and prefill deep in the context: hotset, llama.cpp with flash attention, and ik_llama.cpp.
 
 usage: python bench/depths.py MODEL.gguf --llama BUILD/bin [--ik BUILD/bin] [--depths 4096] [--kv-types f16]
 
-At each depth a prompt of 512 tokens and 32 generated ones are timed, for each type of the KV cache. The
-roofline is printed beside: what a token reads, weights, keys and values, over the rate at which the file is
-read. Most of the time goes into filling the caches, which is not timed: minutes at a depth of 16,384.
+At each depth a prompt of 512 tokens and 32 generated tokens are timed, for each type of the KV cache. The
+table includes the roofline: the bytes that a token reads (weights, keys and values) over the rate at which
+the file is read. Most of the time is needed to fill the caches, which is not timed: minutes at a depth of
+16,384.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import peers
 from peers import Job, Program
 
 N_PROMPT, N_GEN = 512, 32
-TARGETS = {4096: 1.7, 16384: 2.4}  # decode in F16, least ratio to the better peer
+TARGETS = {4096: 1.7, 16384: 2.4}  # decode in F16, smallest ratio to the better peer
 SHARE_TARGET = 0.8  # of the read rate
 
 
@@ -56,7 +57,7 @@ def programs(llama: Path, ik: Path | None) -> list[Program | SweepBench]:
 
 
 def measure(job: Job, all_programs: list[Program | SweepBench], rounds: int) -> dict[str, Any]:
-    """Medians of the rounds; each program's t/s by kind, hotset first, and ratios of pairs."""
+    """Return medians of the rounds: each program's t/s by kind, hotset first, and ratios of pairs."""
     read = peers.bandwidth_reader(job.model, job.n_threads)
     read()
     speeds: dict[str, list[list[float]]] = {"pp": [], "tg": []}

@@ -1,12 +1,12 @@
-"""Makes two models of one vocabulary, whose greedy tokens are the same at a planted share of positions.
+"""Writes two models of one vocabulary whose greedy tokens are the same at a planted share of positions.
 
 usage: python bench/draft_pair.py TARGET.gguf DRAFT.gguf [--shape 7b] [--draft-shape 135m] [--agree 0.7]
        python bench/speculation.py TARGET.gguf --speculate draft --draft DRAFT.gguf --only "free text"
 
-Every matrix is there in its real size and type. But what the layers add to the residual stream is small, and
-row f(t) of the output matrix is the embedding of t, f being one cycle through all words: so f(t) follows t.
-The draft model's rows are in other places for some tokens, so that another word follows these. Acceptance is
-what verification finds: nothing about it is mocked.
+Every matrix has its real size and type. But the layers add little to the residual stream, and row f(t) of the
+output matrix is the embedding of t, where f is one cycle through all words: so f(t) follows t. In the draft
+model some rows are swapped, so that other words follow some tokens. Acceptance is measured by real
+verification.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hotset.formats.quants import GGMLType
 
 N_VOCAB, N_SPECIAL = 32000, 259  # control tokens and bytes
 N_CTX = 8192
-ADDED = 0.02  # root mean square of what a part of a layer adds to the stream, beside 1
+ADDED = 0.02  # root mean square of each addition of a layer to a stream of 1
 
 
 def followers(agree: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The token that follows each one, int64 [N_VOCAB], in the target and in the draft model."""
+    """Return the token that follows each token, int64 [N_VOCAB], in the target and in the draft model."""
     rng = np.random.default_rng(seed)
     target = np.arange(N_VOCAB)
     cycle = rng.permutation(np.arange(N_SPECIAL, N_VOCAB))
@@ -40,14 +40,14 @@ def followers(agree: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write(path: Path, shape: Shape, type: GGMLType, follows: np.ndarray, seed: int) -> None:
-    """follows: of each token. Memory: one matrix at a time."""
+    """Write a model. follows: the token after each token. Memory: one matrix at a time."""
     writer = GGUFWriter(path, "llama")
     add_llama(writer, shape, type, N_VOCAB, None, N_CTX)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         embedding = random_matrix(type, shape.d, N_VOCAB, seed, pool, 1.0)
         output = embedding.copy()
         output[follows[N_SPECIAL:]] = embedding[N_SPECIAL:]
-        embedding[:N_SPECIAL] = embedding[N_SPECIAL : 2 * N_SPECIAL]  # a byte is followed as a word is
+        embedding[:N_SPECIAL] = embedding[N_SPECIAL : 2 * N_SPECIAL]  # bytes are followed like words
         for i, (name, (n_in, n_out)) in enumerate(shape.matrices(N_VOCAB)):
 
             def fill(name: str = name, n_in: int = n_in, n_out: int = n_out, i: int = i) -> np.ndarray:
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--draft-shape", choices=SHAPES, default="135m")
     parser.add_argument("--type", default="q4_0", help="of all matrices (q4_0)")
     parser.add_argument(
-        "--agree", type=float, default=0.7, help="share of tokens that both follow alike (0.7)"
+        "--agree", type=float, default=0.7, help="share of tokens with the same next token in both (0.7)"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,13 +1,13 @@
-"""What a cache of experts hits: real and synthetic routes, beside what was published for real routers.
+"""Hit rates of a cache of experts: real and synthetic routes, compared with published rates of real routers.
 
 usage: python bench/expert_cache.py [--trace FILE.trace.hotset.gguf ...] [--tokens 2048] [--plot FILE.svg]
 
-Traces are those of `hotset sparse trace`; bench/split_experts.py makes a real small MoE model to take one of.
-Synthetic routes (routes.py) have the shapes of the published routers and a locality that was fitted to the
-published hit rates: for them the table says how well the fit has the shape, and nothing new about these
-routers. Printed are the hit rates of each policy by share of experts resident, (published) in brackets, then
-what half-life the credits should have: misses over those of LRU, with slots that all layers share and with
-slots of their own.
+Traces come from `hotset sparse trace`; bench/split_experts.py makes a real small MoE model for one. Synthetic
+routes (routes.py) have the shapes of the published routers, and a locality that was fitted to the published
+hit rates. For them the table shows how well the fit works, but nothing new about these routers. It
+prints the hit rates of each policy by share of experts in the cache, with (published) ones in brackets. A
+second table compares half-lives of the credits: misses relative to LRU's, with slots shared by all layers and
+with slots per layer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CYCLES = (1.6, 2.4, 3.2, 4.8)  # sizes at which half-lives are compared
 
 
 def synthetic_trace(name: str, router: Router, n_tokens: int, seed: int = 0) -> RouteTrace:
-    """Routes as a trace; its experts are of one byte."""
+    """Return routes as a trace with experts of one byte."""
     routes = synthetic_routes(router, n_tokens, seed)
     layers = tuple(range(router.n_layers))
     return RouteTrace(
@@ -38,7 +38,7 @@ def synthetic_trace(name: str, router: Router, n_tokens: int, seed: int = 0) -> 
 
 
 def table(replayed: Replay, published: dict[float, dict[str, float]]) -> list[str]:
-    """Lines of Markdown."""
+    """Return a Markdown table."""
     lines = ["| resident | token cycles | " + " | ".join(POLICIES) + " |", "|---" * (2 + len(POLICIES)) + "|"]
     for point in replayed.points:
         said = published.get(point.share, {})
@@ -50,7 +50,7 @@ def table(replayed: Replay, published: dict[float, dict[str, float]]) -> list[st
 
 
 def half_lives(trace: RouteTrace) -> list[str]:
-    """Lines of Markdown: misses over those of a shared LRU."""
+    """Return a Markdown table of misses relative to a shared LRU's."""
     n_layers, n_experts, first = len(trace.layers), trace.n_experts, trace.n_tokens // 2
     n = (trace.n_tokens - first) * trace.cycle
 
@@ -134,7 +134,7 @@ def main() -> None:
         shape = f"{len(trace.layers)} layers, {trace.n_used} of {trace.n_experts} experts"
         print(f"\n{kind}{trace.name}: {shape}, {trace.n_tokens} tokens\n")
         print("\n".join(table(replayed, published)))
-        print(f"\nmisses over LRU's, by half-life in tokens (hotset's: {HALF_LIFE})\n")
+        print(f"\nmisses relative to LRU's, by half-life in tokens (hotset's: {HALF_LIFE})\n")
         print("\n".join(half_lives(trace)), flush=True)
         title = f"{'synthetic: ' if published else ''}{trace.name.removesuffix('.gguf')}\n{shape}"
         replays.append((title, replayed, published))

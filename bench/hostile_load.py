@@ -1,14 +1,14 @@
-"""What the worst requests of one client cost another: its stream, /health, and the server's memory.
+"""How much do the worst requests of one client affect another: its stream, /health, and the server's memory?
 
 usage: python bench/hostile_load.py --model FILE [--only NAME,NAME] [--seconds N] [--at-once N]
 
-Starts a server with a key for each of four clients. One streams an answer. The others, in a process of their
-own, send requests of one kind, several at once and again as long as the kind lasts: the largest bodies that a
-server takes (4 MB), and those that cost most for each of their bytes, some of them accepted, some refused.
-Meanwhile /health is read every 20 ms. For each kind it prints the longest gap between two pieces of the
-stream, the mean engine step, the slowest /health, the additional memory, and the statuses of the replies. The
-control is the longest gap in the seconds before each kind, without other requests, as the machine alone
-makes it. The first line is the server without the other clients.
+Starts a server with a key for each of four clients. One streams an answer. The others, in a separate process,
+send requests of one kind, several at once, for some seconds: the largest bodies that a server accepts (4 MB),
+and those that cost most per byte, some of them accepted, some refused. Meanwhile /health is read every 20 ms.
+For each kind it prints the longest gap between two pieces of the stream, the mean engine step, the slowest
+/health, the additional memory, and the statuses of the replies. The control is the longest gap in the seconds
+before each kind, which the machine causes without other requests. The first line is the server without the
+other clients.
 
 Limits: a gap stays under 250 ms, or under two engine steps if these take longer; /health answers within
 100 ms. They apply to a quiet machine; the load average is printed. Prints a Markdown table and one line of
@@ -50,11 +50,11 @@ _HEALTH_SECONDS = 0.02  # between two looks at /health
 _REPLY_SECONDS = 20.0  # for which a reply is waited for
 GAP_SECONDS, HEALTH_SECONDS = 0.25, 0.1  # the limits
 
-MODEL = serve_load.MODEL  # what it is called in requests
+MODEL = serve_load.MODEL  # its name in requests
 Request = tuple[str, bytes]  # path, body
 
 
-# -- what is sent ------------------------------------------------------------------------------------
+# -- the requests ------------------------------------------------------------------------------------
 
 
 def _json(path: str, **fields: Any) -> Request:
@@ -62,14 +62,14 @@ def _json(path: str, **fields: Any) -> Request:
 
 
 def _filled(path: str, head: str, piece: str, tail: str, most: int | None = None) -> Request:
-    """A body of JSON with so many of a piece, between commas, or as many as fit."""
+    """Return a JSON body with at most `most` pieces between commas, or as many as fit."""
     head = f'{{"model":"{MODEL}",{head[1:]}'
     n = (BODY_BYTES - 100 - len(head) - len(tail)) // (len(piece.encode()) + 1)
     return path, (head + ",".join([piece] * min(n, most or n)) + tail).encode()
 
 
 def _texts(n_chars: int) -> list[str]:
-    """Texts that tokenizers find hard: one word, spaces, words, digits, signs, letters of many bytes."""
+    """Return texts that are hard for tokenizers: a long word, spaces, digits, signs, multi-byte letters."""
     draw = random.Random(0)
     words = [
         "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(1, 12)))
@@ -82,7 +82,7 @@ def _texts(n_chars: int) -> list[str]:
 
 
 def _tokenize() -> Iterator[Request]:
-    for text in _texts(1 << 20):  # the longest that is taken
+    for text in _texts(1 << 20):  # the longest that is accepted
         yield _json("/tokenize", content=text)
         yield _json("/tokenize", prompt=text, with_pieces=True, return_token_strs=True)
 
@@ -98,7 +98,7 @@ def _long_texts() -> Iterator[Request]:
 
 
 def _prompts() -> Iterator[Request]:
-    """Prompts and answers that fill the context, with as many logprobs as there are."""
+    """Yield prompts and answers that fill the context, with the most logprobs."""
     text = _texts(8000)[2]
     yield _json("/v1/completions", prompt=text, max_tokens=1, echo=True, logprobs=20)
     yield _json("/v1/completions", prompt=text, n=4, max_tokens=64, logprobs=20, cache_prompt=False)
@@ -119,7 +119,7 @@ def _embeddings() -> Iterator[Request]:
 
 
 def _rerank() -> Iterator[Request]:
-    """Each document has the query in front: tokens in all are bounded, not bytes alone."""
+    """Yield documents that each follow the query, so that the tokens are limited, not only the bytes."""
     yield _json("/v1/rerank", query="q" * 1900, documents=["a"] * 2048)
     yield _json("/v1/rerank", query=_texts(1 << 20)[2], documents=["a"] * 2048)
     yield _json("/v2/rerank", query="q", documents=["a" * 1900] * 2048, max_tokens_per_doc=1)
@@ -148,7 +148,7 @@ def _tools() -> Iterator[Request]:
 
 
 def _deep() -> Iterator[Request]:
-    deep, n_lists = "[" * 60 + "]" * 60, 8_000  # the most is 8,192
+    deep, n_lists = "[" * 60 + "]" * 60, 8_000  # the limit is 8,192
     for name in ("chat_template_kwargs", "prediction", "json_schema"):
         head = f'{{"messages":[{{"role":"user","content":"a"}}],"max_tokens":1,"{name}":{{"a":['
         yield _filled("/v1/chat/completions", head, deep, "]}}")
@@ -186,7 +186,7 @@ def _detokenize() -> Iterator[Request]:
 
 
 def _grammars() -> Iterator[Request]:
-    """Those that take long to compile, and those whose masks do; each a new one, so that none is kept."""
+    """Yield grammars that are slow to compile or to mask; each is new, so that none is cached."""
     draw = random.Random(2)
     while True:
         n = draw.randrange(10**9)
@@ -207,7 +207,7 @@ def _answers(**fields: Any) -> Request:
     return _json("/v1/completions", prompt="a", **most | fields)
 
 
-# Samplers that look at the whole vocabulary, for as many sequences as there are.
+# Samplers that read the whole vocabulary, for as many sequences as possible.
 
 
 def _typical() -> Iterator[Request]:
@@ -236,7 +236,7 @@ def _show() -> Iterator[Request]:
 
 
 def _unknown_names() -> Iterator[Request]:
-    """Each is looked for among the created models (`_create`)."""
+    """Yield names that must be searched among the created models (`_create`)."""
     for i in range(100):
         yield "/api/show", json.dumps({"model": f"unknown-{i}"}).encode()
         yield (
@@ -246,7 +246,7 @@ def _unknown_names() -> Iterator[Request]:
 
 
 def _schemas() -> Iterator[Request]:
-    """Objects within objects, 400 properties in all; each schema is a new one."""
+    """Yield nested objects with 400 properties in total; each schema is new."""
     draw = random.Random(3)
     for _ in range(60):
         n = draw.randrange(10**9)
@@ -259,7 +259,7 @@ def _schemas() -> Iterator[Request]:
 
 
 def _connections() -> Iterator[Request]:
-    """Short connections, more than the 938 in 6 s of a report if the machine is quick enough."""
+    """Yield short connections, more than the 938 in 6 s of a report if the machine is fast enough."""
     yield _json("/tokenize", content="a")
     yield "/v1/completions", b"{}"
 
@@ -292,8 +292,7 @@ AT_ONCE = {"connections": 32}  # requests, in place of --at-once
 
 
 def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection) -> None:
-    """Sends requests of a kind for so long, in a process of its own; sends back the statuses of the
-    replies."""
+    """Send requests of a kind for `seconds`, in a separate process; send back the statuses of the replies."""
     requests = KINDS[kind]()
     prepared = [next(requests) for _ in range(100)] if kind == "grammars" else list(requests)
     sent, lock, found = iter(range(10**9)), threading.Lock(), Counter[str]()
@@ -315,7 +314,7 @@ def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection
         thread.start()
     time.sleep(seconds)
     deadline = time.monotonic() + _REPLY_SECONDS
-    for thread in threads:  # what was sent before the end counts
+    for thread in threads:  # requests that were sent before the end count
         thread.join(max(deadline - time.monotonic(), 0.0))
     told.send(dict(found))
 
@@ -328,7 +327,7 @@ def _head(path: str, key: str, n_bytes: int) -> bytes:
 
 
 def _status(port: int, path: str, body: bytes, key: str) -> str:
-    """The status of the reply, or what happened in its place."""
+    """Return the status of the reply, or what happened instead."""
     try:
         with socket.create_connection(("127.0.0.1", port), _REPLY_SECONDS) as connection:
             connection.sendall(_head(path, key, len(body)) + body)
@@ -343,12 +342,12 @@ def _status(port: int, path: str, body: bytes, key: str) -> str:
         return "timeout"
 
 
-# -- what is measured --------------------------------------------------------------------------------
+# -- the measurements --------------------------------------------------------------------------------
 
 
 @dataclass
 class Found:
-    """The figures of one kind of requests: seconds, bytes, and how many of each status.
+    """The results for one kind of requests: seconds, bytes, and the number of each status.
 
     control: the gap before the requests. step: the mean engine step. load: the machine's load average, over a
     minute.
@@ -369,7 +368,7 @@ class Found:
 
 
 class Watch:
-    """The other client's stream, /health and the memory of a server, for as long as this is open."""
+    """A monitor of the other client's stream, /health and the server's memory, while it is open."""
 
     def __init__(self, server: serve_load.Running, port: int) -> None:
         self.found = Found()
@@ -383,7 +382,7 @@ class Watch:
         for thread in self._threads:
             thread.start()
         if not self._streams.wait(_REPLY_SECONDS):
-            sys.exit("the stream does not begin")
+            sys.exit("the stream does not start")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -394,7 +393,7 @@ class Watch:
         self.found.step = seconds / max(n, 1.0)
 
     def _stream(self) -> None:
-        """One answer after the other; a gap is between two pieces of one."""
+        """Request one answer after another; a gap is between two pieces of one answer."""
         asked = {
             "model": MODEL,
             "prompt": "Once",
@@ -424,7 +423,7 @@ class Watch:
             with socket.create_connection(("127.0.0.1", self._port)) as connection:
                 connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 if b" 200 " not in connection.recv(1 << 12):
-                    sys.exit("/health is not well")
+                    sys.exit("/health does not answer 200")
             self.found.health = max(self.found.health, time.perf_counter() - began)
 
     def _weigh(self) -> None:
@@ -432,7 +431,7 @@ class Watch:
             self.found.memory = max(self.found.memory, self._used() - self._memory)
 
     def _counted(self) -> tuple[float, float]:
-        """The engine's steps so far, and their seconds."""
+        """Return the number of the engine's steps so far, and their seconds."""
         head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nx-api-key: {STREAM_KEY}\r\n"
         head += "Connection: close\r\n\r\n"
         data = b""
@@ -448,7 +447,7 @@ class Watch:
         return steps, seconds
 
     def _used(self) -> int:
-        """Of the server and of what it has started."""
+        """Return the memory of the server and of its child processes."""
         used = 0
         for process in (self._process, *self._process.children(recursive=True)):
             with suppress(psutil.Error):  # it has ended
@@ -462,7 +461,7 @@ def measure(server: serve_load.Running, kind: str, args: argparse.Namespace) -> 
     job = args.port, kind, AT_ONCE.get(kind, args.at_once), args.seconds, theirs
     process = spawned.Process(target=hostile, args=job, daemon=True)
     process.start()
-    ours.recv()  # its bodies are made
+    ours.recv()  # its bodies are prepared
     with Watch(server, args.port) as control:
         time.sleep(_CONTROL_SECONDS)
     with Watch(server, args.port) as watch:
@@ -474,7 +473,7 @@ def measure(server: serve_load.Running, kind: str, args: argparse.Namespace) -> 
 
 
 def _create(home: str) -> None:
-    """Fill a store with created models of 50 MB in all."""
+    """Fill a store with created models of 50 MB in total."""
     os.environ["HOTSET_HOME"] = home
     for i in range(64):
         created.add(f"created-{i}", created.Created(base="none", template="x" * 800_000))

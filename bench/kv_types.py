@@ -2,10 +2,10 @@
 
 usage: python bench/kv_types.py MODEL [--depth N] [--tokens N] [--types A,B,...] [--rounds N] [--threads N]
 
-All caches are open at once, over the same weights and threads, and each round runs one step of each in turn,
-so that a busy machine slows all alike: compare the ratios, which are medians over rounds. A step has one
-token (decode), or --tokens of a prompt. The tokens at the depth are copies of one computed page in pages of
-their own; attention reads them as it would read others. Prints a Markdown table and one line of JSON.
+All caches are open at once, with the same weights and threads, and each round runs one step of each in turn,
+so that a busy machine slows all equally: compare the ratios, which are medians over rounds. A step has one
+token (decode), or --tokens of a prompt. The tokens before it are copies of one computed block in separate
+blocks; attention reads them like any others. Prints a Markdown table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hotset.model.decoder import describe
 
 
 def step(n_tokens: int, depth: int) -> Batch:
-    """The tokens from position `depth` on; position p is in page p // PAGE_SIZE."""
+    """Return the tokens from position `depth` on; position p is in block p // PAGE_SIZE."""
     positions = np.arange(depth, depth + n_tokens, dtype=np.int32)
     pages = np.arange(-(-(depth + n_tokens) // PAGE_SIZE), dtype=np.int32)[None]
     ids = (positions * 7919 % 500).astype(np.int32)
@@ -45,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--depth", type=int, default=16384)
-    parser.add_argument("--tokens", type=int, default=1, help="of a step (1)")
+    parser.add_argument("--tokens", type=int, default=1, help="per step (1)")
     parser.add_argument("--types", default="f16,q8_0,q4_0,q8_0/q4_0", help="the first is compared with")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int)

@@ -2,19 +2,19 @@
 
 usage: python bench/memory.py MODEL.gguf[,DENSE.gguf] ... --scratch FOLDER [--shape olmoe] [--llama BIN]
 
-A memory group (a cgroup, version 1 or 2, that this user may make) holds each run, limited to a share of the
-model's size; the file's pages are dropped before. In each group run, one after the other: hotset under a
-budget of the group's limit, with the file as it is and bundled (made in the scratch folder where it is not
-there yet); hotset with the file mapped; with --llama llama-bench, which maps the file, or the DENSE one that
-it can read. --shape: an MoE model with random weights besides, written to the scratch folder.
+Each run is in a memory group (a cgroup, version 1 or 2, that this user may create) with a limit that is a
+share of the model's size; before it, the file's pages are dropped. Each group has these runs: hotset under a
+budget of the group's limit, with the original file and a bundled one (made in the scratch folder if missing);
+hotset with the file mapped; with --llama llama-bench, which maps the file, or the DENSE one if it cannot read
+it. --shape adds an MoE model with random weights, written to the scratch folder.
 
-The roofline is what the disk alone would allow: the bytes of the missing rows over the rate at which this
-disk gives random reads of their mean size, measured at first and after each run, the better of the two. Then,
-by model: with everything in memory, under a budget and mapped; and of the first model --steady tokens in a
-group of twice the budget, whose peak must stay below the budget.
+The roofline is the speed if only the disk took time: the bytes of the missing rows over the rate of random
+reads of their mean size, the better one of those measured at first and after each run. Then each model runs
+with everything in memory, under a budget and mapped. The first model also generates --steady tokens in a
+group of twice the budget, and its peak memory must stay below the budget.
 
-A run that takes longer than --timeout (of a mapped file: --mapped-timeout) counts as slower than its
-tokens in that time; no run begins after --minutes. Runs that others disturbed have a star.
+A run that takes longer than --timeout (with a mapped file: --mapped-timeout) counts as slower than its tokens
+in that time; no run starts after --minutes. Runs that other programs disturbed have a star.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from hotset.formats.quants import GGMLType
 from hotset.placement.disk import DiskRates, measure_disk
 
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-SHARES = (0.5, 0.3, 0.7)  # the promise is about the first: it is measured even if time gets short
-SLOW_TOKENS = 4  # that a mapped file is given: it may take a minute for each
+SHARES = (0.5, 0.3, 0.7)  # the targets are for the first, which is measured first
+SLOW_TOKENS = 4  # for a mapped file, which may need a minute for each
 GAIN, EXPERT_GAIN = 10.0, 2.0  # at half of the size: × our mapped file, × llama.cpp's
-# The least share of the roofline, and of the mapped speed where all is in memory.
+# The smallest share of the roofline, and of the mapped speed with everything in memory.
 OF_ROOFLINE, WHOLE = 0.7, 0.97
 _RATE_SECONDS = 0.25
-SLOW_TOKEN = 0.6  # seconds that one may take where many are asked for
+SLOW_TOKEN = 0.6  # the most seconds per token in long runs
 _LARGEST_READ = 512 << 10
 
 
 class Group:
-    """A memory group of so many bytes."""
+    """A memory group with a limit in bytes."""
 
     def __init__(self, limit: int) -> None:
         self.first = (_V1 / "memory.limit_in_bytes").exists()
@@ -63,18 +63,18 @@ class Group:
             self.path.mkdir()
             (self.path / ("memory.limit_in_bytes" if self.first else "memory.max")).write_text(str(limit))
         except OSError as error:
-            sys.exit(f"A memory group cannot be made here ({error}): run as a user who may write to {root}.")
+            sys.exit(f"A memory group cannot be created ({error}): run as a user who may write to {root}.")
         if not self.first:
             with contextlib.suppress(OSError):
                 (self.path / "memory.swap.max").write_text("0")
 
     def enter(self) -> None:
-        """Puts the calling process into the group."""
+        """Move the calling process into the group."""
         (self.path / ("tasks" if self.first else "cgroup.procs")).write_text(str(os.getpid()))
 
     @property
     def peak(self) -> int:
-        """Bytes that were used at most, pages of files that were read included."""
+        """Return the most bytes in use so far, including pages of files."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.first else "memory.peak")).read_text())
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Group:
             try:
                 self.path.rmdir()
                 return
-            except OSError:  # what was killed is still being taken down
+            except OSError:  # killed processes have not ended yet
                 time.sleep(0.1)
         print(f"warning: {self.path} could not be removed", file=sys.stderr)
 
@@ -97,7 +97,7 @@ def group(limit: int) -> Iterator[Group]:
 
 
 def drop(path: Path) -> None:
-    """Out of the page cache."""
+    """Remove a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
@@ -105,7 +105,7 @@ def drop(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model: its file, the same bundled, and what llama.cpp reads in its place (None: it cannot)."""
+    """A model: its file, its bundled copy, and the file for llama.cpp (None: it has none)."""
 
     path: Path
     bundled: Path
@@ -119,10 +119,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Run:
-    """What one program did in one group. ts: tokens per second, None: none came; at_most: they are fewer.
+    """The results of a program in a group. ts: tokens per second, None without any; at_most: an upper bound.
 
-    streamed_per_token: of the bytes those that each token reads anew. roofline: tokens per second that the
-    disk alone would allow. cores: that others used. note: why nothing came of it.
+    streamed_per_token: bytes that each token must read again. roofline: tokens per second that the disk alone
+    would allow. cores: used by other programs. note: why the result is missing.
     """
 
     model: str
@@ -169,7 +169,7 @@ HEADERS += ["waiting", "roofline t/s", "of it", "peak of budget", ""]
 
 
 class Bench:
-    """Runs programs in groups; says each row as it comes."""
+    """A runner of programs in groups, which prints each row at once."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -196,7 +196,7 @@ class Bench:
         return [*command, "-r", "1", "-b", "512", "-o", "json", "--device", "cpu", *more]
 
     def disk(self, model: Path) -> DiskRates:
-        """How this disk is read, measured once in this run."""
+        """Return the rates of this disk, measured once per run."""
         if self.rates is None:
             self.rates = measure_disk(model, path=self.home / "machine.json")
             rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f}" for size, rate in self.rates.rates)
@@ -204,14 +204,14 @@ class Bench:
         return self.rates
 
     def rate(self, model: Path, size: float) -> float:
-        """Bytes per second of random reads of about this size."""
+        """Return bytes per second of random reads of about this size."""
         pages = max(round(size / 4096), 1) * 4096
         return self.disk(model).reader().rate(str(model), min(pages, _LARGEST_READ), _RATE_SECONDS)
 
     def budget(self, subject: Subject, how: str, share: float, limit: int, n: int, room: float = 1.0) -> Run:
-        """Under a budget of `limit` bytes, in a group of `room` times that."""
+        """Run under a budget of `limit` bytes, in a group of `room` times that."""
         model = subject.bundled if how == "bundled" else subject.path
-        self.disk(model)  # before the first run, which then finds it measured
+        self.disk(model)  # measured before the first run
         command = self.hotset(model, n, "--ram-budget", repr(limit / 2**30))
         return self.run(subject, f"hotset, {how}", share, limit, command, n, model, room=room)
 
@@ -239,7 +239,7 @@ class Bench:
                 entry, error = self._entry(command, held, timeout)
                 peak = held.peak
             facts |= {"peak": peak, "cores": others.cores, "note": error}
-            if entry is None and not error:  # which warms up with as many tokens, at most
+            if entry is None and not error:  # the warm-up has up to as many tokens
                 facts |= {"ts": 2 * n / timeout, "at_most": True, "note": "timed out"}
             made = Run(**facts, **({} if entry is None else self._numbers(entry, model)))
         self.rows.append(made)
@@ -247,7 +247,7 @@ class Bench:
         return made
 
     def _entry(self, command: list[str], held: Group, timeout: float) -> tuple[dict[str, Any] | None, str]:
-        """The entry that llama-bench's JSON has, or what the program said; neither where time ran out."""
+        """Return the entry of llama-bench's JSON, or an error message; neither if the time ran out."""
         environment = os.environ | {"HOTSET_HOME": str(self.home)}
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = subprocess.Popen(
@@ -287,7 +287,7 @@ class Bench:
 
 
 def measure(bench: Bench, subjects: list[Subject]) -> None:
-    """All runs; what is promised of a share, of all models, before the next share."""
+    """Measure everything: a share for all models before the next share."""
     args = bench.args
     for share, subject in itertools.product(args.shares, subjects):
         limit = int(subject.size * share)
@@ -320,13 +320,13 @@ def measure(bench: Bench, subjects: list[Subject]) -> None:
 
 
 def steady(bench: Bench, subject: Subject) -> None:
-    """Many tokens under half of the size, in a group that would let it have twice the budget."""
+    """Generate many tokens under half of the size, in a group with room for twice the budget."""
     limit = int(subject.size * 0.5)
     bench.budget(subject, "bundled", 0.5, limit, bench.args.steady, room=2.0)
 
 
 def verdicts(bench: Bench, subjects: list[Subject]) -> list[list[str]]:
-    """What was promised, and what came of it: rows of model, promise, seen, verdict."""
+    """Return whether the targets are reached: rows of model, target, result, verdict."""
     rows: list[list[str]] = []
 
     def say(model: str, promise: str, seen: str, passed: bool) -> None:
@@ -358,7 +358,7 @@ def verdicts(bench: Bench, subjects: list[Subject]) -> list[list[str]]:
 
 
 def prepare(args: argparse.Namespace) -> list[Subject]:
-    """The models, with what is missing of them written to the scratch folder."""
+    """Return the models, after writing missing files to the scratch folder."""
     subjects = []
     given = [tuple(map(Path, one.split(","))) for one in args.models]
     for name in args.shape:
@@ -395,16 +395,14 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=[], choices=[n for n in SHAPES if SHAPES[n].experts])
     parser.add_argument("--scratch", type=Path, required=True, help="for bundled copies and synthetic models")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
-    parser.add_argument("-n", type=int, default=32, help="tokens that are generated under a budget")
+    parser.add_argument("-n", type=int, default=32, help="tokens per run under a budget")
     parser.add_argument("--steady", type=int, default=500, help="tokens of the run for the peak; 0: none")
     parser.add_argument("--llama", type=Path, help="llama-bench")
     parser.add_argument("--mapped", type=float, nargs="*", default=[0.5], help="shares; hotset, mapped")
-    parser.add_argument("--no-whole", action="store_true", help="nothing with everything in memory")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds of a run")
-    parser.add_argument(
-        "--mapped-timeout", type=float, default=60, help="of one whose file is mapped, and that may never end"
-    )
-    parser.add_argument("--minutes", type=float, default=25, help="after which no run begins")
+    parser.add_argument("--no-whole", action="store_true", help="skip runs with everything in memory")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds per run")
+    parser.add_argument("--mapped-timeout", type=float, default=60, help="seconds per run with a mapped file")
+    parser.add_argument("--minutes", type=float, default=25, help="start no run after this time")
     parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no group is left behind

@@ -1,13 +1,13 @@
-"""What a token of a long answer costs the chat page: milliseconds of the browser's main thread per event.
+"""How much time does a token of a long answer cost the chat page? Milliseconds of the main thread per event.
 
 usage: python bench/page.py [--tokens 10000] [--force]
 
 The page runs in Chromium in front of a server that replays one stream (tests/support/fake_chat_server.py):
 headings, lists, code, tables, quotes and formulas, each token with the activity of 30 layers as
-`hotset serve` sends it. Of the first and the last thousand tokens each one waits until the one before is
-rendered and painted; those between come as fast as they can. Chromium's trace gives the CPU time of the main
-thread from one event to the next: parsing, Markdown, style, layout, the heat map and painting. CPU time, and
-the ratio of two parts of one answer: other programs on the machine hardly change either.
+`hotset serve` sends it. In the first and the last thousand tokens, each token waits until the
+previous one is rendered and painted; the others arrive as fast as possible. Chromium's trace gives the main
+thread's CPU time from one event to the next: parsing, Markdown, style, layout, the heat map and painting.
+Other programs hardly change CPU times, or the ratio of two parts of one answer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ REPLAY = """([part, n, mark]) => {
 
 
 def stream(n_tokens: int) -> list[Any]:
-    """The tokens of the answer, with their activity."""
+    """Return the tokens of the answer, with their activity."""
     text = PROSE * (n_tokens * CHARACTERS // len(PROSE) + 1)
     return [
         token(
@@ -89,11 +89,11 @@ def stream(n_tokens: int) -> list[Any]:
 
 
 def per_event(trace: bytes) -> tuple[list[float], float]:
-    """Milliseconds of CPU time of the main thread from each event to the next one; its longest task."""
+    """Return the main thread's CPU milliseconds from each event to the next, and its longest task."""
     events = json.loads(trace)["traceEvents"]
     marks = [event for event in events if event["name"] == MARK]
     if not marks:
-        sys.exit("The trace of this Chromium holds no marks of the page: the figures cannot be taken.")
+        sys.exit("The trace of this Chromium has no marks of the page, so there are no results.")
     thread = marks[0]["pid"], marks[0]["tid"]
     tasks = [
         event
@@ -103,7 +103,7 @@ def per_event(trace: bytes) -> tuple[list[float], float]:
     times = sorted(event["ts"] for event in marks)
     spent = [0.0] * len(times)
     for task in tasks:
-        # An event is handed over within a task, which is the first one of it.
+        # An event is delivered in a task, as its first part.
         at = bisect.bisect(times, task["ts"] + task["dur"]) - 1
         if at >= 0:
             spent[at] += task["tdur"] / 1000
@@ -112,7 +112,7 @@ def per_event(trace: bytes) -> tuple[list[float], float]:
 
 def part_of_answer(chromium: Any, page: Any, begin: Hold, end: Hold) -> dict[str, Any]:
     begin.reached.wait()
-    page.wait_for_timeout(500)  # what came before is rendered
+    page.wait_for_timeout(500)  # until the previous tokens are rendered
     chromium.start_tracing(page=page, categories=CATEGORIES)
     begin.go_on.set()
     end.reached.wait()
@@ -126,7 +126,7 @@ def part_of_answer(chromium: Any, page: Any, begin: Hold, end: Hold) -> dict[str
 
 
 def heap(session: Any) -> float:
-    """MB of JavaScript's heap, without garbage."""
+    """Return the MB of the JavaScript heap, without garbage."""
     session.send("HeapProfiler.collectGarbage")
     return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 1e6
 
@@ -186,7 +186,7 @@ def main() -> None:
     names = {
         "median": "event, median",
         "p99": "event, 99th percentile",
-        "longest_task": "longest task (holds a frame up)",
+        "longest_task": "longest task (delays a frame)",
     }
     rows = []
     for name, label in names.items():

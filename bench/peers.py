@@ -1,9 +1,9 @@
-"""Two programs on one machine, measured fairly: in turn, in pairs, and with an eye on who else was running.
+"""Two programs on one machine, measured fairly: in turn, in pairs, and with a check for other programs.
 
-A shared machine's memory speed doubles and halves within seconds and a neighbour on one core can cost a
-program nine tenths of its speed. So programs take turns within seconds of each other, each round yields a
-ratio and its median counts; CPU time that went to anybody else disqualifies the round, and the rate at which
-the model's file can be read is measured in between.
+A shared machine's memory speed doubles and halves within seconds, and a neighbour on one core can cost a
+program nine tenths of its speed. So programs take turns within seconds of each other, each round gives a
+ratio, and the median counts. CPU time of other programs disqualifies a round, and the rate at which the
+model's file can be read is measured in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 
-DISTURBED = 0.1  # cores used by others above which a measurement does not count
+DISTURBED = 0.1  # cores that others may use without disqualifying a measurement
 READ_BYTES = 2 << 30  # at most this much of a file is read to measure bandwidth
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def tests(self) -> list[tuple[str, str]]:
-        """Name and kind ("pp" or "tg") of what is measured."""
+        """Return the name and kind ("pp" or "tg") of each test."""
         tail = f" @ d{self.n_depth} {self.kv_type}" if self.n_depth else ""
         sizes = {"pp": self.n_prompt, "tg": self.n_gen}
         return [(f"{kind}{size}{tail}, {self.n_threads}t", kind) for kind, size in sizes.items() if size]
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Program:
-    """A command that takes llama-bench's options. kv_flags: what more it needs for a type of KV cache."""
+    """A command that takes llama-bench's options. kv_flags: additional options for a type of KV cache."""
 
     name: str
     command: tuple[str, ...]
@@ -64,7 +64,7 @@ class Program:
     env: dict[str, str] = field(default_factory=dict)
 
     def bench(self, job: Job) -> dict[str, dict[str, Any]]:
-        """Runs the job: kind of test ("pp", "tg") → llama-bench's entry."""
+        """Run the job: return kind of test ("pp", "tg") → llama-bench's entry."""
         argv = [*self.command, "-m", str(job.model), "-p", str(job.n_prompt), "-n", str(job.n_gen)]
         argv += ["-d", str(job.n_depth), "-t", str(job.n_threads), "-r", str(job.repetitions), "-o", "json"]
         argv += self.kv_flags(job.kv_type)
@@ -75,7 +75,7 @@ class Program:
 
 
 def hotset(isa: str | None = None) -> Program:
-    """This checkout's `hotset bench`, with the kernels of `isa` or those that the processor gets."""
+    """Return this checkout's `hotset bench`, with the kernels of `isa` or those chosen for the processor."""
     return Program(
         "hotset",
         (sys.executable, "-m", "hotset.cli.main", "bench"),
@@ -85,7 +85,7 @@ def hotset(isa: str | None = None) -> Program:
 
 
 def llama_bench(folder: Path) -> Program:
-    """llama-bench in a llama.cpp build's bin folder. A quantised V cache works with flash attention only."""
+    """Return llama-bench of a llama.cpp build. A quantised V cache works only with flash attention."""
     program = folder / "llama-bench"
     if not program.is_file():
         sys.exit(f"There is no llama-bench in {folder}: give the bin folder of a llama.cpp build.")
@@ -100,10 +100,10 @@ def llama_bench(folder: Path) -> Program:
 
 
 class Others:
-    """Measures, around a block, how many cores everyone but this process and its children used.
+    """A measurement of the cores that others use during a block, without this process and its children.
 
-    Time that a hypervisor gave to other machines ("steal") counts: it is missing all the same. Children
-    count as ours once they have been waited for.
+    Time that a hypervisor gave to other machines ("steal") counts too, because it is missing. Children count
+    as ours only once they have been waited for.
     """
 
     cores = 0.0
@@ -119,7 +119,7 @@ class Others:
 
 
 def _busy() -> float:
-    """CPU seconds used on the whole machine since it started."""
+    """Return the CPU seconds used on the whole machine since its start."""
     times = psutil.cpu_times()._asdict()  # guest time is part of user time, iowait is idle
     return sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
@@ -130,7 +130,7 @@ def _own() -> float:
 
 
 def _spin(seconds: float) -> float:
-    """Spins, and returns the share of a core that was really given."""
+    """Spin, and return the share of a core that this process got."""
     start, used = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds:
         pass
@@ -138,9 +138,9 @@ def _spin(seconds: float) -> float:
 
 
 def wait_until_quiet(force: bool = False, patience: float = 120.0) -> None:
-    """Returns when the machine is idle: no process computes, and a spinning process per core gets its core.
+    """Return when the machine is idle: no process computes, and a spinning process per core gets its core.
 
-    After `patience` seconds it gives up with a sentence, or with a warning and a return if `force`.
+    After `patience` seconds, exit with a message, or with `force` print a warning and return.
     """
     n_cores = os.cpu_count() or 1
     deadline = time.monotonic() + patience
@@ -158,12 +158,12 @@ def wait_until_quiet(force: bool = False, patience: float = 120.0) -> None:
             print(f"waiting for a quiet machine: {state}", file=sys.stderr)
             time.sleep(5.0)
     if not force:
-        sys.exit(f"The machine is not quiet ({state}): stop what runs beside this, or measure with --force.")
-    print(f"warning: the machine is not quiet ({state}); only ratios mean anything, and those little.")
+        sys.exit(f"The machine is not quiet ({state}): stop other programs, or measure with --force.")
+    print(f"warning: the machine is not quiet ({state}); only ratios mean anything, and not much.")
 
 
 def bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
-    """A function that reads the mapped file (2 GB of it at most) and returns bytes per second."""
+    """Return a function that reads the mapped file (at most 2 GB) and returns bytes per second."""
     from hotset import _core
 
     mapped = np.memmap(path, np.uint8, mode="r")[:READ_BYTES]
@@ -175,11 +175,11 @@ def bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
 
 @dataclass
 class Row:
-    """One test, compared. Speeds: tokens per second, medians over rounds; ratio: ours / peer, pairwise.
+    """The comparison of a test. Speeds: median tokens per second of the rounds; ratio: ours / peer, pairwise.
 
-    bandwidth: bytes per second of the mapped file, read between the runs. share, peer_share: of that
-    bandwidth, what decode moved (same bytes per token for both). disturbed: rounds that others disturbed and
-    that could not be repeated. target: the least ratio wanted, or None.
+    bandwidth: bytes per second of the mapped file, read between the runs. share, peer_share: the part of that
+    bandwidth that decode used (same bytes per token for both). disturbed: rounds that others disturbed and
+    that could not be repeated. target: the smallest ratio wanted, or None.
     """
 
     test: str
@@ -204,9 +204,9 @@ class Row:
 
 
 def undisturbed(n: int, run: Callable[[int], T], what: str) -> tuple[list[T], int]:
-    """The results of run(0) to run(n - 1), and how many of them others disturbed.
+    """Return the results of run(0) to run(n - 1), and how many of them others disturbed.
 
-    A disturbed call is made again instead, up to n times in all.
+    A disturbed call is repeated, up to n times in total.
     """
     results: list[T] = []
     spare, disturbed = n, 0
@@ -231,9 +231,9 @@ class _Round:
 
 
 def compare(ours: Program, peer: Program, job: Job, rounds: int) -> list[Row]:
-    """Runs the two in turn, `rounds` times, and reads the file in between."""
+    """Run the two programs in turn, `rounds` times, and read the file in between."""
     read = bandwidth_reader(job.model, job.n_threads)
-    read()  # the file is in memory from here on
+    read()  # loads the file into memory
 
     def one(i: int) -> _Round:
         entries, rates = {}, []
@@ -280,7 +280,7 @@ def percent(share: float | None) -> str:
 
 
 def row_cells(row: Row) -> list[str]:
-    """The cells of a row, under HEADERS."""
+    """Return the cells of a row, in the order of HEADERS."""
     target = "" if row.target is None else f"{row.target:.1f}×"
     if row.share_target is not None:
         target += f" or {row.share_target:.0%}"
@@ -302,19 +302,19 @@ HEADERS = ["test", "hotset t/s", "peer t/s", "ratio", "GB/s read", "hotset of it
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table, ready for docs/benchmarks/results.md."""
+    """Print a Markdown table, ready for docs/benchmarks/results.md."""
     widths = [max(len(line[i]) for line in [headers, *rows]) for i in range(len(headers))]
     for line in [headers, ["-" * width for width in widths], *rows]:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
 
 
 def print_json(kind: str, **facts: Any) -> None:
-    """The closing line of every benchmark: one JSON object with the machine, the versions and all numbers."""
+    """Print a benchmark's last line: one JSON object with the machine, the versions and all numbers."""
     print(json.dumps({"bench": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | facts))
 
 
 def machine() -> dict[str, Any]:
-    """What numbers of this run can be compared with."""
+    """Return the facts of the machine that make results comparable."""
     from hotset.placement.machine import processor_name
 
     return {
@@ -328,7 +328,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of this checkout, with "-dirty" where files differ from it."""
+    """Return the commit of this checkout, with "-dirty" if files are changed."""
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
     return done.stdout.strip() or "unknown"
@@ -343,7 +343,7 @@ def as_dicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """Options that the comparing scripts share."""
+    """Add the options that the comparing scripts share."""
     parser.add_argument("--llama", type=Path, required=True, help="bin folder of a llama.cpp build")
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each program ({rounds})")
     parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")

@@ -1,4 +1,4 @@
-"""Perplexity by hotset and by llama.cpp on the same model and text: do fast kernels compute the right thing?
+"""Perplexity of hotset and llama.cpp on the same model and text: do fast kernels compute the right thing?
 
 usage: python bench/perplexity.py --llama BUILD/bin --model SmolLM2.gguf --text wikitext2-test.txt
 
@@ -50,7 +50,7 @@ def main() -> None:
     done = run([str(args.llama / "llama-perplexity"), "-m", str(args.model), *options])
     estimate = ESTIMATE.search(done.stdout + done.stderr)
     if estimate is None:
-        sys.exit("llama-perplexity printed no final estimate: run it by hand to see why.")
+        sys.exit("llama-perplexity printed no final estimate: run it yourself to see why.")
     peer, peer_error = map(float, estimate.groups())
     difference = ours["ppl"] / peer - 1
     print(f"\n{args.model.name}, {args.text.name}, {args.chunks} chunks of {args.ctx} tokens\n")

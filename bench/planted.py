@@ -26,21 +26,21 @@ import numpy as np
 from hotset.formats.quants import TYPES, GGMLType, quantize, row_bytes
 
 BLOCK = 32  # values that share a scale; also the constant channels
-CONSTANT = np.repeat(np.array([1, -1], np.int8), BLOCK // 2)  # what those channels hold
+CONSTANT = np.repeat(np.array([1, -1], np.int8), BLOCK // 2)  # the values of those channels
 TERMS = 7  # directions in a gate row: their sum, -7 to 7, fits in 4 bits
 LARGEST = 7  # magnitude of a whole number; -8 has no negative
 HOTTEST = 0.98  # probability of the hottest neurons of a power law
-HOT_HEAD, COLD_FLOOR = 0.2, 0.02  # of the density: share of neurons at HOTTEST, least probability
-PART = 512  # rows that a thread makes at a time: their temporaries stay in cache
+HOT_HEAD, COLD_FLOOR = 0.2, 0.02  # as parts of the density: share of neurons at HOTTEST, lowest probability
+PART = 512  # rows that a thread makes at a time, so that its temporaries stay in the cache
 TYPES_OF_PLANTED = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0)
 
 Skew = Literal["power", "uniform"]
 
 
 def firing_probabilities(n: int, density: float, skew: Skew) -> np.ndarray:
-    """Probabilities [n] that neurons fire, the hottest first, with mean `density`.
+    """Return the probabilities [n] with which neurons fire, the hottest first, with mean `density`.
 
-    power: constant over a small head, then falling as rank^-s with the s that yields the mean.
+    power: constant over a small head, then falling as rank^-s with the s that gives the mean.
     """
     if not 0 < density < HOTTEST:
         raise ValueError(f"the share of active neurons must be between 0 and {HOTTEST}, not {density}")
@@ -56,13 +56,13 @@ def firing_probabilities(n: int, density: float, skew: Skew) -> np.ndarray:
 
 
 def few_bits(x: np.ndarray | float, bits: int) -> np.ndarray:
-    """Rounded to so many significant bits."""
+    """Return values rounded to `bits` significant bits."""
     mantissa, exponent = np.frexp(x)
     return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits)
 
 
 def encode(codes: np.ndarray, scales: np.ndarray, type: GGMLType) -> np.ndarray:
-    """Rows of whole numbers int8 [n, ne0], times scales [n, ne0 / 32], as stored: uint8 [n, row_bytes]."""
+    """Encode rows of integers int8 [n, ne0], times scales [n, ne0 / 32]: uint8 [n, row_bytes]."""
     n, n_in = codes.shape
     blocks = codes.reshape(n, -1, BLOCK)
     if type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
@@ -85,24 +85,24 @@ def encode(codes: np.ndarray, scales: np.ndarray, type: GGMLType) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Moments:
-    """The residual stream as an FFN finds it: `sigma` over tokens, of every channel that is not constant."""
+    """The residual stream before an FFN: `sigma` over tokens, of every channel that is not constant."""
 
     sigma: float
     d: int
 
     @property
     def mean_square(self) -> float:
-        """Of all channels: what an RMS norm divides by, squared."""
+        """Return the mean square over all channels, whose root an RMS norm divides by."""
         return (BLOCK + (self.d - BLOCK) * self.sigma**2) / self.d
 
 
 class PlantedFFN:
-    """The weights of one FFN of `ff` neurons over `d` channels, made slice by slice on a pool of threads.
+    """The weights of one FFN of `ff` neurons over `d` channels, made in slices on a pool of threads.
 
-    probabilities: float [ff], how often each neuron's gate fires (without a gate: its up projection).
-    rank: directions; the predictor's hidden layer has 2 * rank + 32. margin: in standard deviations, how
-    much sooner the predictor fires than the gate. variance: what the FFN adds to each channel. up: mean and
-    mean square over tokens of what an active gate is multiplied with.
+    probabilities: float [ff], how often each neuron's gate fires (without a gate: its up projection). rank:
+    directions; the predictor's hidden layer has 2 * rank + 32. margin: in standard deviations, how much
+    earlier the predictor fires than the gate. variance: of the FFN's addition to each channel. up: mean and
+    mean square over tokens of the factor of an active gate.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class PlantedFFN:
         rng = np.random.Generator(np.random.SFC64(structure))
         self.d, self.ff, self.rank = d, ff, rank
 
-        # Pairs of neurons fire equally often and add opposite things: their sum has no mean over tokens,
-        # which would otherwise shift the scores of the layers above.
+        # Pairs of neurons fire equally often and add opposite vectors, so that their sum has mean 0 over
+        # tokens and does not shift the scores of the layers above.
         pairs = firing_probabilities(ff // 2, density, skew)
         order = np.arange(ff) if hot_first else rng.permutation(ff)
         self._first, self._second = order[0::2], order[1::2]
@@ -141,22 +141,22 @@ class PlantedFFN:
         self._bias = few_bits(self._of_pairs(quantiles * spread), 8)
         self._predictor_bias = few_bits(self._of_pairs((quantiles + margin) * spread), 8)
 
-        # Each direction has as many +1 as -1: the mean that a layer norm subtracts does not matter.
+        # Each direction has as many +1 as -1, so the mean that a layer norm subtracts has no effect.
         half = (d - BLOCK) // 2
         signs = np.tile(np.repeat(np.array([1, -1], np.int8), half), (rank, 1))
         rows = np.zeros((rank, d), np.int8)
         rows[:, BLOCK:] = rng.permuted(signs, axis=1)
         self._directions = np.concatenate([rows, -rows])
-        # Which directions a gate row is the sum of: [ff, TERMS], + rank for the negative.
+        # The directions in the sum of each gate row: [ff, TERMS], + rank for the negative.
         chosen = rng.random((ff, rank), np.float32).argpartition(TERMS, axis=1)[:, :TERMS]
         self._terms = chosen + rank * rng.integers(0, 2, chosen.shape)
 
-        # Mean and mean square over tokens of relu(score), whose score is N(quantile, 1) before scaling
+        # Mean and mean square over tokens of relu(score), where the score is N(quantile, 1) before scaling.
         density_at = np.array([normal.pdf(q) for q in quantiles])
         means = quantiles * pairs + density_at
         squares = (quantiles**2 + 1) * pairs + quantiles * density_at
         values = 2 * (squares * up[1] - (means * up[0]) ** 2).sum() * spread**2 / stream.mean_square
-        mean_code = LARGEST * (LARGEST + 1) / 3  # mean square of whole numbers from -LARGEST to LARGEST
+        mean_code = LARGEST * (LARGEST + 1) / 3  # mean square of integers from -LARGEST to LARGEST
         wobble = rng.uniform(0.75, 1.25, d // BLOCK)
         self._down_scales = few_bits(math.sqrt(variance / (values * mean_code)) * wobble, 5)  # by outputs
 
@@ -171,7 +171,7 @@ class PlantedFFN:
         return out
 
     def gate(self, type: GGMLType, pool: ThreadPoolExecutor) -> np.ndarray:
-        """[ff, d]: the matrix whose signs say who fires."""
+        """Return [ff, d], the matrix whose signs decide which neurons fire."""
 
         def part(rows: slice) -> np.ndarray:
             terms = self._terms[rows]
@@ -186,7 +186,7 @@ class PlantedFFN:
         return _in_parts(part, self.ff, row_bytes(type, self.d), pool)
 
     def fc1(self, type: GGMLType) -> np.ndarray:
-        """[2 * rank + 32, d]: the directions, their negatives, and 32 rows that yield 1."""
+        """Return [2 * rank + 32, d]: the directions, their negatives, and 32 rows that give 1."""
         codes = np.zeros((2 * self.rank + BLOCK, self.d), np.int8)
         codes[: 2 * self.rank] = self._directions
         codes[2 * self.rank :, :BLOCK] = CONSTANT
@@ -195,7 +195,7 @@ class PlantedFFN:
         return encode(codes, scales, type)
 
     def fc2(self, type: GGMLType) -> np.ndarray:
-        """[ff, 2 * rank + 32]: each gate's directions less their negatives, and its bias."""
+        """Return [ff, 2 * rank + 32]: each gate's directions minus their negatives, and its bias."""
         codes = np.zeros((self.ff, 2 * self.rank + BLOCK), np.int8)
         np.put_along_axis(codes, self._terms, 1, axis=1)
         np.put_along_axis(codes, (self._terms + self.rank) % (2 * self.rank), -1, axis=1)
@@ -205,8 +205,8 @@ class PlantedFFN:
         return encode(codes, scales, type)
 
     def down(self, type: GGMLType, transposed: bool, pool: ThreadPoolExecutor) -> np.ndarray:
-        """[ff, d] if transposed (ffn_down_t), else [d, ff]; nothing for the constant channels."""
-        table = np.resize(np.arange(-LARGEST, LARGEST + 1, dtype=np.int8), 256)  # byte → whole number
+        """Return [ff, d] if transposed (ffn_down_t), otherwise [d, ff]; zero for the constant channels."""
+        table = np.resize(np.arange(-LARGEST, LARGEST + 1, dtype=np.int8), 256)  # byte → integer
         n = self.ff // 2 * self.d
         rng = np.random.Generator(np.random.SFC64(self._down_seed))
         pairs = table[rng.integers(0, 1 << 64, n // 8, np.uint64).view(np.uint8)].reshape(-1, self.d)
@@ -230,7 +230,7 @@ class PlantedFFN:
 def _in_parts(
     part: Callable[[slice], np.ndarray], n: int, row_size: int, pool: ThreadPoolExecutor
 ) -> np.ndarray:
-    """Rows [n, row_size] of which `part` makes any range, made side by side."""
+    """Return rows [n, row_size], where `part` makes any range of them, in parallel."""
     out = np.empty((n, row_size), np.uint8)
 
     def make(start: int) -> None:

@@ -1,11 +1,11 @@
-"""Predictors on one table: what each finds, what it costs, and what its mistakes do to the model.
+"""Predictors in one table: their recall, their cost, and the effect of their errors on the model.
 
 usage: python bench/predictors.py --model MODEL.gguf [--text FILE] [--kinds mlp,mlp:q4_0,svd:128]
 
-Recall and precision are those of neurons, over all layers, against the neurons that fire on the same FFN
-inputs; `of values` is recall with each neuron counted by its magnitude. KL is the mean divergence of the next
-token's distribution from that of the dense model, in nats, where mistakes have added up over the layers.
-Predictors are built anew, in a folder of their own.
+Recall and precision count neurons, over all layers, compared with the neurons that fire for the same FFN
+inputs; `of values` is recall with each neuron weighted by its magnitude. KL is the mean divergence of the
+next token's distribution from the dense model's, in nats, with errors accumulated over the layers. Predictors
+are built again, in a separate folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BUILT = re.compile(r"^predictor .*built in ([\d.]+) s")
 
 @dataclass(frozen=True)
 class Row:
-    """One predictor. Shares are of neurons; seconds of a decoded token, and the predictor's part of them."""
+    """One predictor. Shares are of neurons; seconds per decoded token, and the predictor's part of them."""
 
     kind: str
     recall: float
@@ -46,7 +46,7 @@ class Row:
     seconds: float
     predictor_seconds: float
     kl: float
-    agreement: float  # how often the likeliest token is the dense model's
+    agreement: float  # how often the most likely token is the dense model's
 
 
 def default_kinds(model: Path) -> list[str]:
@@ -58,7 +58,7 @@ def default_kinds(model: Path) -> list[str]:
 
 @contextmanager
 def bare(model: Path) -> Iterator[Path]:
-    """The model under another path, where nothing has been built for it."""
+    """Give the model another path, for which nothing has been built."""
     with tempfile.TemporaryDirectory() as folder:
         link = Path(folder) / model.name
         link.symlink_to(model.resolve())
@@ -71,7 +71,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def divergence(dense: np.ndarray, other: np.ndarray) -> float:
-    """Mean over tokens of KL(dense || other); arguments are logits [n_tokens, n_vocab]."""
+    """Return the mean over tokens of KL(dense || other); arguments are logits [n_tokens, n_vocab]."""
     p, q = log_softmax(dense), log_softmax(other)
     return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
 

@@ -1,10 +1,10 @@
-"""Errors of quantised matrices, weighted by an importance matrix: hotset's encoders against GGML's.
+"""Errors of quantised matrices, weighted by an importance matrix: hotset's encoders compared with GGML's.
 
 usage: python bench/quant_errors.py MODEL.gguf IMATRIX --ggml libggml-base.so [--types q4_k,iq3_s] [--rows 32]
 
-Of each matrix that both files know some rows are quantised by both, with the same importance; the table has
-the root of the weighted mean square errors as ratios, hotset's over GGML's: below 1 ours is less. A model
-that is quantised already lies on a grid, which flatters both: take one in BF16, F16 or Q8_0.
+Both quantise some rows of each matrix that is in both files, with the same importance. The table has ratios
+of the root mean square of weighted errors, hotset's over GGML's: below 1, hotset's is smaller. The weights of
+a quantised model are on a grid, which makes both look better: use a model in BF16, F16 or Q8_0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hotset.formats.quants import TYPES, GGMLType, dequantize, row_bytes
 
 
 def encoded_by_ggml(library: ctypes.CDLL, x: np.ndarray, w: np.ndarray, type: GGMLType) -> np.ndarray:
-    """ggml_quantize_chunk of whole rows."""
+    """Encode whole rows with ggml_quantize_chunk."""
     out = np.empty((len(x), row_bytes(type, x.shape[1])), np.uint8)
     at = ctypes.c_int64
     library.ggml_quantize_chunk(

@@ -1,4 +1,4 @@
-"""Decode of one synthetic model per tensor type, hotset against llama.cpp: no type may be a slow path.
+"""Decode speed of one synthetic model per tensor type, compared with llama.cpp: no type may be slow.
 
 usage: python bench/quant_types.py --llama BUILD/bin [--types q4_k,iq4_xs] [--isa avx2]
 
@@ -25,7 +25,7 @@ N_VOCAB = 8000
 
 
 def shape_of_size(type: GGMLType, n_bytes: float) -> Shape:
-    """The 1B shape with as many layers as make a file of about n_bytes."""
+    """Return the 1B shape with enough layers for a file of about n_bytes."""
     one = dataclasses.replace(SHAPES["1b"], layers=1)
     sizes = {name: row_bytes(type, shape[0]) * math.prod(shape[1:]) for name, shape in one.matrices(N_VOCAB)}
     layer = sum(size for name, size in sizes.items() if name.startswith("blk."))

@@ -1,11 +1,11 @@
-"""Makes models of the real shape of any architecture, from the tests' recipes: random weights, layers cut.
+"""Writes models of the real shape of any architecture, from the tests' recipes: random weights, fewer layers.
 
 usage: python bench/recipes.py OUT.gguf --shape minimax-m2 [--type q4_0] [--layers N]
 
-A recipe (tests/support/tiny_models.py) says which transformers class; SHAPES say how large it is and what
-was cut. The checkpoint is saved and read by `hotset convert`, as a user's would be, so that every tensor is
-there and llama.cpp reads the file too. Vocabularies are cut to 32,768 tokens. Speed depends on shapes,
-types and bytes, not on what a model has learned. Memory: twice the parameters, in BF16; minutes.
+A recipe (tests/support/tiny_models.py) names the transformers class; SHAPES has the sizes and the cuts.
+The checkpoint is saved and read by `hotset convert`, like a user's, so every tensor exists and llama.cpp
+reads the file too. Vocabularies are cut to 32,768 tokens. Speed depends on shapes, types and bytes, not on
+trained values. Memory: twice the parameters, in BF16. Takes minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ N_VOCAB = 32768
 
 
 def sizes(d: int, ff: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    """d: width of the residual stream. ff: neurons of a dense layer. layers: after the cut."""
+    """Return the sizes. d: width of the residual stream. ff: neurons of a dense layer. layers: kept."""
     return {
         "hidden_size": d,
         "intermediate_size": ff,
@@ -71,7 +71,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "ernie4_5-moe",
         sizes(2560, 12288, 4, 20, 4, moe_num_experts=64, moe_k=6, moe_intermediate_size=1536),  # of 28
     ),
-    "minimax-m2": (  # of 62 layers and 256 experts; a token uses eight all the same
+    "minimax-m2": (  # of 62 layers and 256 experts; a token still uses eight
         "minimax-m2",
         sizes(3072, 1536, 3, 48, 8, head_dim=128, rotary_dim=64, num_local_experts=64, num_experts_per_tok=8),
     ),

@@ -1,15 +1,14 @@
-"""Synthetic routes: which experts a router would choose, with Zipf popularity and temporal locality.
+"""Synthetic routes: a router's choices of experts, with Zipf popularity and temporal locality.
 
-An expert's score is the sum of what it always has, what its topic adds and what the token adds:
+An expert's score is the sum of its popularity, its topic's part and the token's part:
 
     score = -zipf * log(rank) + slow * a(t) + fast * b(t) + Gumbel noise
 
 rank is a random order of the layer's experts; a and b are first-order autoregressive processes of variance 1
-that forget half of themselves in `slow_half` and `fast_half` tokens. A token has the experts with the k
-highest scores. With zipf alone tokens are independent draws of a Zipf distribution without replacement; the
-processes bring it about that a token has the experts of those before it. ROUTERS holds what
-was fitted to published replays of real routers (decision 003); that is all that they
-are good for.
+whose half-lives are `slow_half` and `fast_half` tokens. A token uses the experts with the k highest scores.
+With only zipf, tokens are independent draws of a Zipf distribution without replacement; the processes make
+tokens use experts of the previous ones. ROUTERS has parameters that were fitted to published replays of real
+routers (decision 003), and is valid only for them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from scipy.signal import lfilter
 
 @dataclass(frozen=True)
 class Locality:
-    """The spread of each part of the scores, in units of the noise; halves in tokens."""
+    """The spread of each part of the scores, in units of the noise; half-lives in tokens."""
 
     zipf: float
     slow: float
@@ -33,7 +32,7 @@ class Locality:
 
 @dataclass(frozen=True)
 class Router:
-    """The shape of an MoE model, and how its routes hang together."""
+    """The shape of an MoE model, and the locality of its routes."""
 
     n_layers: int
     n_experts: int
@@ -42,7 +41,7 @@ class Router:
 
 
 def synthetic_routes(router: Router, n_tokens: int, seed: int) -> np.ndarray:
-    """int32 [n_tokens, n_layers, n_used], best first."""
+    """Return int32 [n_tokens, n_layers, n_used], best first."""
     rng = np.random.default_rng(seed)
     locality = router.locality
     routes = np.empty((n_tokens, router.n_layers, router.n_used), np.int32)
@@ -58,14 +57,15 @@ def synthetic_routes(router: Router, n_tokens: int, seed: int) -> np.ndarray:
     return routes
 
 
-# Fitted to the hit rates in PUBLISHED, by policies that are replayed no more.
+# Fitted to the hit rates in PUBLISHED, by policies that no longer exist.
 ROUTERS = {
     "gemma-4-26B-A4B": Router(30, 128, 8, Locality(0.35, 2.04, 130, 1.18, 14.7)),
     "Qwen3.5-35B-A3B": Router(40, 256, 8, Locality(0.34, 2.10, 71, 1.09, 14.8)),
     "LFM2.5-8B-A1B": Router(22, 32, 4, Locality(0.45, 1.66, 202, 1.20, 8.7)),
 }
 
-# Replays of real traces (FeSens/openTPU, 4 of 2048 tokens): share of experts resident → hit rate by policy.
+# Replays of real traces (FeSens/openTPU, 4 of 2048 tokens): share of experts in the cache → hit rate by
+# policy.
 # "forever" is the most frequent so far, with counts that never decay.
 PUBLISHED: dict[str, dict[float, dict[str, float]]] = {
     "gemma-4-26B-A4B": {

@@ -1,4 +1,4 @@
-"""What sampling costs: the speed of default sampling relative to greedy, and single draws of each sampler.
+"""The cost of sampling: the speed of default sampling relative to greedy, and single draws of each sampler.
 
 usage: python bench/sampling.py [--vocab 152064] [--only-draws]
 
@@ -30,7 +30,7 @@ from hotset.engine.sampler import Sampler, SamplingParams, draw_tokens
 from hotset.formats.quants import GGMLType
 
 TARGET = 0.9
-DRAW_MS = 1.0  # the limit of a draw
+DRAW_MS = 1.0  # the limit per draw
 DEVIATIONS = (0.2, 1.0, 3.0, 6.0)  # of logits
 _ALL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _XTC: dict[str, Any] = _ALL | {"xtc_probability": 1.0, "xtc_threshold": 0.01}

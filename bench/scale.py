@@ -1,4 +1,4 @@
-"""What several machines cost, on a cluster of Ray nodes on this one: the front, and a stage's boundary.
+"""The cost of several machines, on a cluster of Ray nodes on this one: the front, and a stage's boundary.
 
     python bench/scale.py front [MODEL] [--tokens 200] [--rounds 3]    # one stream, plain and one replica
     python bench/scale.py stages [MODEL] [--tokens 100] [--rounds 5]   # one, two and three stages
@@ -6,8 +6,8 @@
     python bench/scale.py prefixes [MODEL]                             # 8 conversations over 2 replicas
     python bench/scale.py simulate [--hop MS] [--rate GBs] ...         # 70B over 2, 4 and 8 machines
 
-All but the last measure; the last one computes, from their numbers, what would take more machines than are
-here. Each prints one line of JSON at its end.
+All but the last are measurements. The last one computes, from their numbers, results that need more machines.
+Each prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import psutil
 import serve_load
 
 PORT = 18100
-NAME = "bench"  # of the model in requests
+NAME = "bench"  # the model's name in requests
 
 
 @contextmanager
 def cluster(names: str) -> Iterator[str]:
-    """The address of a cluster of this machine whose nodes have these letters for names."""
+    """Start a cluster on this machine, with a node for each letter; yield its address."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -83,7 +83,7 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
 
     settings = LoadSettings(n_ctx=2048, n_threads=args.threads, n_seqs=4, device="cpu")
     times: dict[str, list[float]] = {}
-    computed: dict[str, list[float]] = {}  # by all processes of a model
+    computed: dict[str, list[float]] = {}  # processor seconds of all processes of a model
     with cluster("abc") as address:
         connect(address)
         with hotset.load(args.model, settings) as model:
@@ -109,8 +109,10 @@ _WIDTH = 4096  # of the rows that `hop` sends
 
 
 def hop(args: argparse.Namespace) -> dict[str, Any]:
-    """A piece of a step to another process and back, ms: as a frame, and as stages sent it before, pickled
-    over multiprocessing.connection. The two take turns."""
+    """Measure sending a piece of a step to another process and back, in ms.
+
+    It is sent as a frame, and pickled over multiprocessing.connection as in earlier versions, in turn.
+    """
     import numpy as np
 
     from hotset.backends.base import Batch
@@ -169,7 +171,7 @@ def _hop_bounds() -> Any:
 
 
 def _echo(pipe: Any, key: bytes) -> None:
-    """The other process of `hop`: sends back what arrives, both ways at the same time."""
+    """Run the other process of `hop`: send back what arrives, in both ways at the same time."""
     from hotset.scale.frames import encode
     from hotset.scale.links import LOST, Inlet
 
@@ -195,7 +197,7 @@ def _echo(pipe: Any, key: bytes) -> None:
 
 
 def processor_seconds() -> float:
-    """Of this process and of the stages."""
+    """Return the processor seconds of this process and of the stages."""
     seconds = 0.0
     for process in psutil.process_iter(["name", "pid"]):
         if process.pid == os.getpid() or process.info["name"].startswith("ray::Stage"):
@@ -204,7 +206,7 @@ def processor_seconds() -> float:
 
 
 def conversations(url: str, n_turns: int = 4) -> int:
-    """Cached tokens of 8 conversations that take turns."""
+    """Return the cached tokens of 8 conversations that take turns."""
     import httpx
 
     cached = 0
@@ -240,7 +242,7 @@ def prefixes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _at_random(args: argparse.Namespace, address: str, replicas: Any) -> int:
-    """The same with requests that go anywhere, which no option of the command line asks for."""
+    """Return the same with randomly distributed requests, for which the command line has no option."""
     script = (
         "import sys; from hotset.scale.replicas import *; from hotset.storage import resolve\n"
         f"serve_replicas({args.model!r}, LoadSettings(n_ctx=2048, n_threads={args.threads}, n_seqs=4), "
@@ -251,14 +253,17 @@ def _at_random(args: argparse.Namespace, address: str, replicas: Any) -> int:
 
 
 def simulate(args: argparse.Namespace) -> dict[str, Any]:
-    """One stream: every byte is read once a token, on whichever machine, and each boundary is a hop. Several:
-    pieces of the step follow one another, so that a step takes the time of n + stages - 1 pieces."""
+    """Compute the speeds of one stream and of several.
+
+    One stream: every byte is read once per token, on any machine, and each boundary is a hop. Several: the
+    pieces of a step follow one another, so that a step takes the time of n + stages - 1 pieces.
+    """
     n_bytes, width = args.gigabytes * 1e9, 8192
     latency, row = args.hop / 1e3, width * 4 / (args.network * 1e9 / 8)
     rows, found = [], {}
     for n in (1, 2, 4, 8):
         one = n_bytes / (args.rate * 1e9) + (n - 1) * (latency + row)
-        # A step reads the weights once; every token after the first takes `each` of its time more.
+        # A step reads the weights once; every token after the first takes `each` of its time in addition.
         n_pieces = min(n, 4)
         of_stage = n_bytes / n / (args.rate * 1e9) * (1 + args.each * (16 / n_pieces - 1))
         sixteen = (n_pieces + n - 1) * (of_stage + (latency + row * 16 / n_pieces) * (n > 1))
@@ -290,7 +295,7 @@ def main() -> None:
         "--gigabytes",
         type=float,
         default=39.6,
-        help="simulate: of the model (70B in Q4_K_M: 42.5, Q4_0: 39.6)",
+        help="simulate: GB of the model (70B in Q4_K_M: 42.5, Q4_0: 39.6)",
     )
     parser.add_argument("--memory", type=float, default=24, help="simulate: GB that a machine has for it")
     parser.add_argument(
@@ -299,7 +304,7 @@ def main() -> None:
     parser.add_argument("--hop", type=float, default=1, help="simulate: ms of Ray's latency")
     parser.add_argument("--network", type=float, default=1, help="simulate: Gbit/s")
     parser.add_argument(
-        "--each", type=float, default=0.31, help="simulate: time of a further token in a step"
+        "--each", type=float, default=0.31, help="simulate: time of each additional token in a step"
     )
     args = parser.parse_args()
     kinds = {"front": front, "stages": stages, "hop": hop, "prefixes": prefixes, "simulate": simulate}

@@ -1,15 +1,15 @@
-"""Servers under load: hotset against llama-server, in turn, with the same slots and the same requests.
+"""Servers under load: hotset compared with llama-server, in turn, with the same slots and requests.
 
 usage: python bench/serve_load.py --llama BIN --model FILE [--model FILE ...] [--rounds N] [--tokens N]
        python bench/serve_load.py --model FILE --rounds 0 [--pairs N]         (what HTTP costs, nothing else)
        python bench/serve_load.py --url http://127.0.0.1:8080 [--name NAME]   (any OpenAI-compatible server)
 
-Throughput at 1, 4 and 16 streams; the time to the first token of a short request, quiet and while a prompt of
-4,000 tokens is read; what HTTP costs one stream against the bare engine. Requests are streams of
-/v1/completions with token ids for a prompt, drawn and never the same twice, greedy, all with as many tokens.
-In a round each server is started, warmed, asked and ended. For what HTTP costs a server and a bare engine
-are there together and answer in turn, within a second of each other; beside it stands the processor time of
-the server's event loop. Prints Markdown tables and one line of JSON.
+Measures throughput at 1, 4 and 16 streams; the time to the first token of a short request, alone and during a
+prompt of 4,000 tokens; and the cost of HTTP for one stream compared with the bare engine. Requests are greedy
+streams of /v1/completions with random token ids as prompt, never the same twice, all with equally many
+tokens. In a round each server is started, warmed up, measured and ended. For the cost of HTTP, a server and a
+bare engine answer in turn, within a second of each other, and the processor time of the server's event loop
+is shown too. Prints Markdown tables and one line of JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import peers
 
-MODEL = "bench"  # what it is called in requests
+MODEL = "bench"  # its name in requests
 N_CTX = 4608  # tokens of a conversation
 SHORT = 30  # tokens of a prompt
 VOCABULARY = 30_000  # ids are drawn below it
@@ -47,7 +47,7 @@ _GAP = (0.1, 0.4)  # seconds between short requests while a long prompt is read
 
 @dataclass
 class Reply:
-    """Of one request: when each piece of text came, seconds after it was sent, and tokens by `usage`."""
+    """A reply: the time of each piece of text, in seconds after the request, and tokens by `usage`."""
 
     times: list[float] = field(default_factory=list)
     n_tokens: int = 0
@@ -55,13 +55,13 @@ class Reply:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first."""
+        """Return tokens per second after the first."""
         seconds = self.times[-1] - self.times[0]
         return (self.n_tokens - 1) / seconds if seconds > 0 else 0.0
 
 
 class Client:
-    """Streams of one server. It reads lines and little more: what it computes is missing to the server."""
+    """Streams of one server. It does little but read lines, because its computing slows the server."""
 
     def __init__(self, url: str, seed: int) -> None:
         parts = urlsplit(url)
@@ -91,7 +91,7 @@ class Client:
         if b" 200 " not in status:
             raise SystemExit(f"the server answered {status!r}: {(await reader.read()).decode()[-500:]}")
         last = b""
-        while line := await reader.readline():  # (sizes of HTTP's chunks are lines of their own)
+        while line := await reader.readline():  # (the sizes of HTTP chunks are separate lines)
             if line.startswith(b"data: {"):
                 if b'"choices":[{' in line.replace(b" ", b""):
                     reply.times.append(time.perf_counter() - began)
@@ -130,7 +130,7 @@ class Running(NamedTuple):
 
 @contextmanager
 def running(command: list[str], port: int) -> Iterator[Running]:
-    """A server, once it is ready; it is ended by a signal."""
+    """Start a server, and yield it once it is ready; a signal ends it."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         url = f"http://127.0.0.1:{port}"
@@ -159,11 +159,11 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-# -- what is measured --------------------------------------------------------------------------------
+# -- the measurements --------------------------------------------------------------------------------
 
 
 async def throughput(client: Client, n_streams: int, n_tokens: int) -> dict[str, Any]:
-    """Streams that begin together: tokens per second of all, each one's first token, gaps between pieces."""
+    """Measure concurrent streams: total tokens per second, first token of each, gaps between pieces."""
     began = time.perf_counter()
     replies = await asyncio.gather(*(client.ask(SHORT, n_tokens) for _ in range(n_streams)))
     seconds = time.perf_counter() - began
@@ -176,7 +176,7 @@ async def throughput(client: Client, n_streams: int, n_tokens: int) -> dict[str,
 
 
 async def short_beside_long(client: Client, n_quiet: int, n_long: int) -> dict[str, Any]:
-    """Seconds to first tokens of short requests, quiet and while a long prompt is read; of that one too."""
+    """Measure seconds to the first token: of short requests, alone and during a long prompt, and of that."""
     quiet = []
     for _ in range(n_quiet):
         await asyncio.sleep(0.05)
@@ -189,23 +189,23 @@ async def short_beside_long(client: Client, n_quiet: int, n_long: int) -> dict[s
         if long.done():
             break
         reply = await client.ask(SHORT, 2)
-        loaded.append(reply.times[0])  # that of the last one may end behind the long prompt
+        loaded.append(reply.times[0])  # the last request may end after the long prompt
     return {"quiet": quiet, "loaded": loaded, "long_alone": alone, "long_beside": (await long).times[0]}
 
 
 async def round_of(url: str, seed: int, streams: list[int], n_tokens: int, n_long: int) -> dict[str, Any]:
     client = Client(url, seed)
-    await throughput(client, max(streams), 4)  # warms
+    await throughput(client, max(streams), 4)  # warms up
     found: dict[str, Any] = {"streams": {n: await throughput(client, n, n_tokens) for n in streams}}
     found["ttft"] = await short_beside_long(client, 8, n_long)
     return found
 
 
-# -- what HTTP costs ---------------------------------------------------------------------------------
+# -- the cost of HTTP --------------------------------------------------------------------------------
 
 
 def bare(model: str, n_tokens: int, threads: int) -> None:
-    """The engine without a server: answers once for each line that comes, and prints how long it took."""
+    """Run the engine without a server: answer once per input line, and print how long it took."""
     import hotset
 
     draw = random.Random(0)
@@ -219,7 +219,7 @@ def bare(model: str, n_tokens: int, threads: int) -> None:
 
 
 def loop_seconds(pid: int) -> float:
-    """Processor time of a process's first thread, which runs the event loop; 0.0 where /proc has it not."""
+    """Return the processor time of a process's first thread, which runs the event loop; 0.0 without /proc."""
     try:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
     except OSError:
@@ -227,10 +227,10 @@ def loop_seconds(pid: int) -> float:
 
 
 def overhead(model: Path, port: int, threads: int, n_tokens: int, n_pairs: int) -> dict[str, list[float]]:
-    """One answer of each kind in turn, so often: how much longer than the bare engine it takes over HTTP.
+    """Measure how much longer answers take over HTTP than in the engine, n_pairs times in turn.
 
-    decode: a token of a stream after the first; stream, whole: all of an answer, as shares. loop_stream,
-    loop_whole: seconds of the event loop's thread for each token; bare: tokens per second after the first.
+    decode: per token of a stream after the first; stream, whole: per answer, as shares. loop_stream,
+    loop_whole: seconds of the event loop's thread per token; bare: tokens per second after the first.
     """
     found: dict[str, list[float]] = {
         key: [] for key in ("decode", "stream", "whole", "loop_stream", "loop_whole", "bare")
@@ -253,7 +253,7 @@ def overhead(model: Path, port: int, threads: int, n_tokens: int, n_pairs: int) 
                 before = loop_seconds(server.pid)
                 replies[kind] = asyncio.run(client.ask(SHORT, n_tokens, stream=kind == "stream"))
                 loop[kind] = (loop_seconds(server.pid) - before) / n_tokens
-            if not i:  # the first of each warms
+            if not i:  # the first answers warm up
                 continue
             found["bare"].append(rate)
             found["decode"].append(rate / replies["stream"].decode_rate - 1)
@@ -334,7 +334,7 @@ def report(title: str, results: dict[str, list[dict[str, Any]]], streams: list[i
 
 
 def brief(found: Any) -> Any:
-    """What was found, with percentiles of long lists of seconds in the place of these."""
+    """Replace long lists of seconds in the results by percentiles."""
     if isinstance(found, dict):
         return {key: brief(value) for key, value in found.items()}
     if not isinstance(found, list):
@@ -376,7 +376,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, action="append", default=[])
     parser.add_argument("--llama", type=Path, help="bin folder of a llama.cpp build with llama-server")
-    parser.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")

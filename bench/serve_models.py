@@ -1,18 +1,18 @@
-"""Requests over several models of one server, whose memory has room for all but one of them.
+"""Requests to several models of one server, with a memory budget for all but one of them.
 
 usage: python bench/serve_models.py A.gguf B.gguf C.gguf [--requests 200] [--at-once 24] [--kills 2]
 
-The answers to a few prompts are computed first, by each model alone. Then `hotset serve` gets the models with
-a budget that lacks the smallest one, and requests in a random order, some at once. Every reply must be there,
-and be its model's answer; what models have by /metrics must stay within the budget, and so must the process,
-beside what it has without a model.
+First each model alone computes the answers to a few prompts. Then `hotset serve` serves all models with a
+budget without room for the smallest one, and gets requests in random order, some at once. Every reply must
+arrive and be its model's answer. The models' bytes in /metrics must stay within the budget, and so must the
+process, apart from its memory without models.
 
-With --kills the prompt cache is kept on disk, and the server is killed so many times in the midst of requests
-and started again on the same cache. A request that was lost with it is made again, as clients do; its answer
-must be the same, and prompts must be found on disk.
+With --kills the prompt cache is on disk, and the server is killed this often during requests and started
+again with the same cache. Lost requests are sent again, as clients do; their answers must be the same, and
+prompts must be found on disk.
 
-Prints a Markdown table and one line of JSON; ends with 1 where a reply is missing or wrong, memory goes
-beyond the budget, or nothing came from the cache of a server that was killed.
+Prints a Markdown table and one line of JSON. The exit code is 1 if a reply is missing or wrong, memory
+exceeds the budget, or nothing came from the cache of a killed server.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from hotset.server.slots import bytes_of
 
 _TEXT = (Path(__file__).parents[1] / "docs/guides/serve.md").read_text()
 PROMPTS = tuple(_TEXT[start : start + 600] for start in range(0, 2400, 600))  # some blocks of the cache each
-MARGIN = 256 << 20  # of the program: connections, templates, what the allocator keeps
+MARGIN = 256 << 20  # for the program: connections, templates, freed memory that the allocator keeps
 _GIB = 1 << 30
-Known = dict[str, tuple[int, dict[str, str]]]  # of each model: its bytes, its answer to each prompt
+Known = dict[str, tuple[int, dict[str, str]]]  # for each model: its bytes, its answer to each prompt
 
 
 def expected(path: Path, settings: hotset.LoadSettings, n_tokens: int) -> tuple[int, dict[str, str]]:
-    """The bytes of a model, and its answer to each prompt."""
+    """Return the bytes of a model, and its answer to each prompt."""
     with hotset.load(path, settings) as model:
         made = model.generate_many(PROMPTS, temperature=0, max_tokens=n_tokens)
         return bytes_of(model), {prompt: one.text for prompt, one in zip(PROMPTS, made, strict=True)}
@@ -60,13 +60,13 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 class Server:
-    """A server that may be killed and started again, whose memory and counters are read meanwhile."""
+    """A server that may be killed and restarted, whose memory and counters are recorded."""
 
     def __init__(self, command: list[str]) -> None:
         self._command, self._changes = command, threading.Condition()
         self.n_starts = self.most_resident = 0
         self.most_counted = 0.0
-        self.counted: dict[str, float] = {}  # of all that were started; those that were killed as last read
+        self.counted: dict[str, float] = {}  # sum over all starts; of killed ones, the last values
         self._start()
 
     def _start(self) -> None:
@@ -91,13 +91,13 @@ class Server:
             self.most_resident = max(self.most_resident, resident)
 
     def ask(self, body: dict[str, Any]) -> tuple[Any, int]:
-        """A reply, and how often the request was made: again where the server was killed meanwhile."""
+        """Return a reply, and the number of requests: a killed server needs another one."""
         n_asked = 0
         while True:
             n_starts, n_asked = self.n_starts, n_asked + 1
             try:
                 return ask(f"{self.url}/v1/completions", body), n_asked
-            except (OSError, HTTPException):  # the reply ended in the middle, or did not begin
+            except (OSError, HTTPException):  # the reply was interrupted, or did not start
                 with self._changes:
                     if not self._changes.wait_for(lambda since=n_starts: self.n_starts > since, 60):
                         raise
@@ -123,7 +123,7 @@ def _values(metrics: str, name: str) -> list[float]:
 
 
 def started(command: list[str]) -> tuple[subprocess.Popen[str], str]:
-    """A server, and where it listens."""
+    """Start a server; return it and its address."""
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     for line in server.stderr:
@@ -136,7 +136,7 @@ def started(command: list[str]) -> tuple[subprocess.Popen[str], str]:
 def play(
     server: Server, requests: list[tuple[str, str]], known: Known, given: argparse.Namespace
 ) -> list[str]:
-    """What became of each request."""
+    """Return the result of each request."""
     answered = threading.Semaphore(0)
 
     def one(request: tuple[str, str]) -> str:
@@ -214,7 +214,7 @@ def main() -> None:
     lacking = [result for result in results if not result.startswith("right")]
     within = server.most_counted <= budget + 4096 and server.most_resident <= budget + MARGIN
     if lacking or not within or (given.kills and not restored):
-        raise SystemExit(f"not as it must be: {lacking[:3]}")
+        raise SystemExit(f"missing or wrong: {lacking[:3]}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""The sparse FFN operator alone: what it makes of the memory's speed at 2 to 80% of active neurons.
+"""The sparse FFN operator: how much of the memory's speed it reaches at 2 to 80% of active neurons.
 
 usage: python bench/sparse_ffn.py [--type q4_0] [--d 4096 --ff 11008] [--without-prefetch] [--plot FILE.svg]
 
-FFNs over random weights in a mapped file run one after another in a native plan. Which neurons are active
-is given: a score table stands in for the predictor, and SiLU for ReLU, so that exactly those have a value.
-Speeds are bytes of active rows (gate, up and down) per second, over the rate at which the same file streams
-in the same round. Masks are uniform, or follow the generator's power law with the hot neurons anywhere
-(file order) or in front (hot first).
+FFNs with random weights in a mapped file run one after another in a native plan. The active neurons are
+given: a score table replaces the predictor, and SiLU replaces ReLU, so that exactly these neurons have a
+value. Speeds are bytes of active rows (gate, up and down) per second, over the rate at which the same file
+streams in the same round. Masks are uniform, or follow the generator's power law with the hot neurons
+anywhere (file order) or first (hot first).
 
---without-prefetch compiles the core a second time, with every prefetch instruction left out, and measures it
-in turn with the real one.
+--without-prefetch also compiles the core without prefetch instructions, and measures both in turn.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from synthetic import random_matrix
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 
-# hotset._core is imported late: a process may have been given another build of it.
+# hotset._core is imported late, because a process may use another build of it.
 
 DENSITIES = (0.02, 0.05, 0.10, 0.20, 0.40, 0.80)
-N_MASKS = 12  # per measurement: a step each
-CHUNKS = 32  # of a matrix: where most of one is wanted, the operator reads all of it
+N_MASKS = 12  # per measurement, one per step
+CHUNKS = 32  # per matrix; of a chunk with many active rows, the operator reads all
 STREAMS_ABOVE = 0.75
 GAIN_TOLERANCE, PREFETCH_TARGET = 0.05, 1.7
 ROOT = Path(__file__).parents[1]
@@ -54,7 +53,7 @@ ORDERS: dict[Order, str] = {
 
 
 def masks(ff: int, density: float, order: Order, rng: np.random.Generator) -> np.ndarray:
-    """Which neurons are active, bool [N_MASKS, ff]."""
+    """Return the active neurons, bool [N_MASKS, ff]."""
     p = firing_probabilities(ff, density, "uniform" if order == "uniform" else "power")
     if order == "file":
         p = rng.permutation(p)
@@ -63,7 +62,7 @@ def masks(ff: int, density: float, order: Order, rng: np.random.Generator) -> np
 
 @dataclass(frozen=True)
 class Layer:
-    """Matrices of one FFN as stored, [ff, d] each; gate is None where there is none."""
+    """Matrices of one FFN as stored, [ff, d] each; gate is None for FFNs without one."""
 
     type: GGMLType
     gate: np.ndarray | None
@@ -72,7 +71,7 @@ class Layer:
 
 
 class Operator:
-    """The FFNs of some layers in a native plan, each reading the same input.
+    """The FFNs of some layers in a native plan, all with the same input.
 
     scores: float [n, ff]; step i computes the neurons whose score in row i is not negative. None: the dense
     operator, which computes all.
@@ -103,7 +102,7 @@ class Operator:
         self._plan, self._n = plan, n
 
     def seconds(self) -> float:
-        """Of a step, over all masks: the mean."""
+        """Return the mean seconds of a step over all masks."""
         none, zero, page = np.zeros(0, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
         self._plan.run(zero, zero, zero, page, none)
         start = time.perf_counter()
@@ -116,8 +115,8 @@ class Operator:
 
 
 def gathering_rate(path: Path, n_threads: int, density: float = 0.1) -> Callable[[], float]:
-    """A function that gathers a random tenth of the FFN rows of a PowerInfer file: bytes per second."""
-    file = open_gguf(path)  # stays open with the function
+    """Return a function that gathers random FFN rows of a PowerInfer file, and returns bytes per second."""
+    file = open_gguf(path)  # stays open as long as the function
     layers, row_bytes = [], 0
     for name, info in file.tensors.items():
         if not name.endswith(".ffn_down_t.weight"):
@@ -129,7 +128,7 @@ def gathering_rate(path: Path, n_threads: int, density: float = 0.1) -> Callable
         d, ff = info.shape
         row_bytes += info.nbytes // ff * (3 if gate_data is not None else 2)
     if not layers:
-        sys.exit(f"{path} has no ffn_down_t: it is no PowerInfer file.")
+        sys.exit(f"{path} has no ffn_down_t, so it is not a PowerInfer file.")
     wanted = masks(ff, density, "uniform", np.random.default_rng(0))
     operator = Operator(layers, d, ff, np.where(wanted, 1.0, -1.0), n_threads)
     n_bytes = wanted.sum(axis=1).mean() * row_bytes
@@ -137,12 +136,12 @@ def gathering_rate(path: Path, n_threads: int, density: float = 0.1) -> Callable
     return lambda: float(n_bytes / operator.seconds()) if keep is not None else 0.0
 
 
-# -- measuring in processes of their own ---------------------------------------------------------
+# -- measuring in separate processes -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The weights: random ones in a file, `layers` FFNs of three matrices."""
+    """The weights: a file with random ones, `layers` FFNs of three matrices."""
 
     file: Path
     type: GGMLType
@@ -153,7 +152,7 @@ class Setup:
 
     @property
     def row_bytes(self) -> int:
-        """Of one neuron: its rows of all three matrices."""
+        """Return the bytes of one neuron: its rows of all three matrices."""
         return 3 * self.file.stat().st_size // (3 * self.ff * self.layers)
 
     def write(self) -> None:
@@ -168,7 +167,7 @@ _mapped: np.ndarray
 
 
 def _start(setup: Setup, core: Path | None) -> None:
-    """Builds the operators of every setting; `core`: another build of the native module."""
+    """Build the operators of every setting; `core`: another build of the native module."""
     global _mapped  # noqa: PLW0603 - a process has one
     if core is not None:
         spec = importlib.util.spec_from_file_location("hotset._core", core)
@@ -190,7 +189,7 @@ def _start(setup: Setup, core: Path | None) -> None:
 
 
 def _measure(setting: tuple[float, Order] | None, setup: Setup) -> tuple[float, float]:
-    """Seconds per step, and useful bytes per second."""
+    """Return seconds per step, and useful bytes per second."""
     seconds = _operators[setting].seconds()
     return seconds, _counts[setting] * setup.layers * setup.row_bytes / seconds
 
@@ -202,7 +201,7 @@ def _streaming(n_threads: int) -> float:
 
 
 def core_without_prefetch() -> Path:
-    """Builds the native module with every prefetch left out, and returns it."""
+    """Build the native module without prefetch instructions, and return its path."""
     import nanobind
 
     folder = ROOT / "build" / "no_prefetch"
@@ -221,7 +220,7 @@ def core_without_prefetch() -> Path:
 
 @dataclass
 class Cell:
-    """One setting; lists have an entry per round. rate: useful bytes per second; streaming: of the file."""
+    """The results of a setting, per round. rate: useful bytes per second; streaming: the file's."""
 
     density: float
     order: Order
@@ -249,7 +248,7 @@ def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def predicted_gain(density: float, ff: int, uniform: Sequence[Cell], dense_rate: float) -> float:
-    """Of hot-first over file order, from the rates of this run: chunks of which most is wanted stream."""
+    """Return the predicted gain of hot-first over file order: chunks with many active rows stream."""
     at = np.array([cell.density for cell in uniform])
     rates = np.array([statistics.median(cell.rate) for cell in uniform])
     p = firing_probabilities(ff, density, "power")
@@ -264,7 +263,7 @@ def predicted_gain(density: float, ff: int, uniform: Sequence[Cell], dense_rate:
 
 
 def report(cells: dict[tuple[float, Order], Cell], ff: int, dense_rate: list[float]) -> list[dict[str, Any]]:
-    """Prints the tables; returns what they hold."""
+    """Print the tables; return their contents."""
     dense = statistics.median(dense_rate)
     uniform = [cells[density, "uniform"] for density in DENSITIES]
     rows, facts = [], []
@@ -307,7 +306,7 @@ def report(cells: dict[tuple[float, Order], Cell], ff: int, dense_rate: list[flo
 
 
 def plot(cells: dict[tuple[float, Order], Cell], path: Path, title: str) -> None:
-    """Share of the streaming bandwidth, and time against the dense operator, over the active share."""
+    """Plot the share of the streaming bandwidth, and the speedup over the dense operator, by active share."""
     try:
         import matplotlib
 
@@ -339,7 +338,7 @@ def plot(cells: dict[tuple[float, Order], Cell], path: Path, title: str) -> None
 def run(
     setup: Setup, n_rounds: int, without: Path | None
 ) -> tuple[dict[tuple[float, Order], Cell], list[float], int]:
-    """All settings in turn, n_rounds times; also rates of the dense operator and how many rounds suffered."""
+    """Measure all settings in turn, n_rounds times; also return the dense rates and the disturbed rounds."""
     cells: dict[tuple[float, Order], Cell] = {
         (density, order): Cell(density, order, [], [], [], [], [])
         for density in DENSITIES
@@ -355,7 +354,7 @@ def run(
         real.submit(_streaming, setup.threads).result()
 
         def one(i: int) -> None:
-            for density in DENSITIES:  # a dense step beside each density: the machine's speed drifts
+            for density in DENSITIES:  # with a dense step for each, because the machine's speed drifts
                 dense, dense_rate = real.submit(_measure, None, setup).result()
                 streaming = real.submit(_streaming, setup.threads).result()
                 dense_rates.append(dense_rate)

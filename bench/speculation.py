@@ -1,16 +1,16 @@
-"""What drafts gain: answers with and without them, in turns, on texts that answers repeat and on free text.
+"""The gain of drafts: answers with and without them, in turn, on texts that answers repeat and on free text.
 
     python bench/speculation.py smollm2-135m
     python bench/speculation.py model.gguf --speculate draft --draft smaller.gguf
     python bench/speculation.py model.gguf --llama BUILD/bin
 
-Prompts are made of the repository's own sources: summaries and quotes of its documents, edits of its code,
-questions over a document; and free text that repeats nothing. Each answer is computed without drafts and with
-them, `-r` times in turns, the order swapped every time, so that a machine that becomes slower meanwhile is
-slower for both. The tokens must be the same, or the run fails. Figures are tokens per second of decode.
+Prompts use the repository's own sources: summaries and quotes of its documents, edits of its code, questions
+about a document; and free text that repeats nothing. Each answer is computed with and without drafts, `-r`
+times in turn, in alternating order, so that a machine that becomes slower is slower for both. The tokens must
+be the same, or the run fails. Results are tokens per second of decode.
 
-With --llama the same prompts are continued by llama.cpp's llama-lookup (ngram) or llama-speculative (draft),
-and without drafts by llama-lookup with drafts of no tokens; greedy, with drafts as long as ours.
+With --llama, llama.cpp continues the same prompts: llama-lookup (ngram) or llama-speculative (draft) with
+drafts, llama-lookup with drafts of no tokens without; greedy, with drafts of the same length.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def part(name: str, n_lines: int, first: int = 0) -> str:
 
 
 def prompts() -> dict[str, list[str]]:
-    """By kind of work."""
+    """Return prompts by kind of work."""
     guide, memory = part("docs/get-started/first-run.md", 40), part("docs/guides/larger-than-memory.md", 30)
     units, errors = part("src/hotset/units.py", 40), part("src/hotset/errors.py", 40)
     return {
@@ -68,7 +68,7 @@ def prompts() -> dict[str, list[str]]:
 
 
 def is_chat(model: hotset.Model) -> bool:
-    """A synthetic model has no template."""
+    """Return whether the model has a chat template; a synthetic one has none."""
     return "tokenizer.chat_template" in model.gguf.metadata
 
 
@@ -86,7 +86,7 @@ def answer(model: hotset.Model, prompt: str, args: argparse.Namespace) -> hotset
 def peer_answer(
     model: hotset.Model, prompt: str, args: argparse.Namespace, *, drafts: bool
 ) -> dict[str, float]:
-    """One answer of llama.cpp: its t/s of decode, and the share of drafted tokens that it accepted."""
+    """Return t/s of decode of one answer of llama.cpp, and the share of drafted tokens that it accepted."""
     name = "llama-speculative" if drafts and args.draft else "llama-lookup"
     argv = [str(args.llama / name), "-m", str(model.gguf.path), "-c", str(N_CTX), "-b", str(N_CTX)]
     argv += ["-n", str(args.n_gen), "--temp", "0", "--ignore-eos", "--no-escape"]
@@ -111,7 +111,7 @@ def peer_answer(
 def compare(
     plain: hotset.Model, drafting: hotset.Model, prompt: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One prompt, in turns. The first answer of each reads the prompt into the cache."""
+    """Compare with one prompt, in turn. The first answer of each reads the prompt into the cache."""
     speeds: dict[str, list[float]] = {"plain": [], "drafting": [], "peer": [], "peer_drafting": []}
     tokens_per_step = 0.0
     for i in range(args.repetitions + 1):

@@ -1,19 +1,20 @@
-"""Makes a real small MoE model of a dense model: its FFNs split into experts by co-activation, with a router.
+"""Writes a real small MoE model from a dense one: FFNs split into experts by co-activation, with a router.
 
 usage: python bench/split_experts.py MODEL.gguf TEXT OUT.gguf [--experts 64] [--used 8] [--shared 512]
 
-For the routes that it has on real text (bench/expert_cache.py): no training recovers what the split costs,
-and --score TEXT prints that as perplexity. In each layer, with a neuron's contribution being |value| times
-the norm of its column of down, over --tokens tokens of TEXT:
+Its purpose is its routes on real text (bench/expert_cache.py). No training recovers the loss of the split;
+--score TEXT prints it as perplexity. A neuron's contribution is |value| times the norm of its column of down,
+over --tokens tokens of TEXT. In each layer:
 
-- the neurons that contribute most on average are shared: every token has them;
-- the others become experts of equal size by balanced k-means of their contributions (rows of length 1, by
-  random projections): an assignment problem per round, so that those that are active together are together;
+- the neurons that contribute most on average are shared: every token uses them;
+- the others become experts of equal size, so that neurons that are active together are in one expert: by
+  balanced k-means of their contributions (rows of length 1, random projections), an assignment problem per
+  round;
 - the router is distilled: a linear layer on the FFN's input that is trained by logistic regression to name,
   for each token, the experts that contribute most.
 
-Every chosen expert counts 1, as it did in the dense model: the router scores by sigmoid, with a bias so large
-that it is 1 in float32, and of the scores the highest are chosen before the sigmoid.
+Every chosen expert has the weight 1, as in the dense model: the router's sigmoid has such a large bias that
+it is 1 in float32, and the highest scores are chosen before the sigmoid.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ import hotset
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata
 from hotset.formats.quants import GGMLType, dequantize
 
-WIDTH = 64  # of the random projections in which neurons are compared
+WIDTH = 64  # of the random projections that compare neurons
 CERTAIN = 40.0  # a score at which the sigmoid is 1
-ROW = 512  # tokens of a sequence
+ROW = 512  # tokens per sequence
 
 
 def balanced_kmeans(points: np.ndarray, n_clusters: int, rounds: int, rng: np.random.Generator) -> np.ndarray:
-    """The cluster of each point, all clusters of one size. points: float [n, width], rows of length 1."""
+    """Return each point's cluster; all have equal size. points: float [n, width], rows of length 1."""
     size = len(points) // n_clusters
     assert size * n_clusters == len(points), f"{len(points)} neurons do not make {n_clusters} equal experts"
     centres = points[rng.choice(len(points), n_clusters, replace=False)]
@@ -55,8 +56,10 @@ def balanced_kmeans(points: np.ndarray, n_clusters: int, rounds: int, rng: np.ra
 def distilled_router(
     inputs: np.ndarray, contributions: np.ndarray, n_used: int, steps: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Weights [n_experts, width], bias [n_experts], and recall: of the experts that contribute most to tokens
-    that were held out, the share that is named."""
+    """Train a router; return weights [n_experts, width], bias [n_experts], and recall.
+
+    recall: on held-out tokens, the share of the experts with the largest contributions that it chooses.
+    """
     torch.manual_seed(seed)
     x, y = torch.from_numpy(inputs), torch.from_numpy(contributions)
     wanted = torch.zeros_like(y).scatter_(1, y.topk(n_used, dim=1).indices, 1.0)
@@ -78,7 +81,7 @@ def distilled_router(
 
 
 class Splitter:
-    """Writes the MoE model of a dense, gated model of the llama architecture."""
+    """A writer of the MoE model of a dense, gated model of the llama architecture."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.n_experts, self.n_used, self.n_shared = arguments.experts, arguments.used, arguments.shared
@@ -147,13 +150,13 @@ class Splitter:
 
 
 def matrix(gguf: GGUFFile, name: str) -> np.ndarray:
-    """float32 [rows, columns]."""
+    """Return float32 [rows, columns]."""
     info = gguf.tensors[name]
     return dequantize(gguf.data(name), info.type, info.shape)
 
 
 def score(path: Path, text: Path, chunks: int) -> float:
-    """Perplexity over the beginning of a text."""
+    """Return the perplexity over the beginning of a text."""
     with hotset.load(path, device="cpu", n_ctx=ROW) as model:
         return model.perplexity(text.read_text("utf-8"), n_ctx=ROW, chunks=chunks).ppl
 
@@ -167,12 +170,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--experts", type=int, default=64, help="of a layer")
     parser.add_argument("--used", type=int, default=8, help="of a token")
-    parser.add_argument("--shared", type=int, default=512, help="neurons that every token has")
+    parser.add_argument("--shared", type=int, default=512, help="neurons that every token uses")
     parser.add_argument("--tokens", type=int, default=8 * ROW, help="of the text")
     parser.add_argument("--rounds", type=int, default=8, help="of k-means")
-    parser.add_argument("--steps", type=int, default=300, help="of the router's training")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of the router")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--score", type=Path, help="prints the perplexity of this text, before and after")
+    parser.add_argument("--score", type=Path, help="print the perplexity of this text, before and after")
     parser.add_argument("--chunks", type=int, default=8, help="of it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,11 +1,11 @@
-"""Makes models of the shapes of Nemotron 3 Nano and BitNet 2B4T, of whose neurons a share does not fire.
+"""Writes models of the shapes of Nemotron 3 Nano and BitNet 2B4T, in which some neurons do not fire.
 
 usage: python bench/squared_relu.py OUT.gguf --shape nemotron-3-nano --idle 0.9 [--layers 32]
        python bench/squared_relu.py OUT.gguf --shape bitnet-2b4t --idle 0.6
 
-Each neuron's row has weights on channels that are the same for every token, and they are its bias. Nemotron's
-matrices are Q4_0, BitNet's TQ2_0 and its embedding Q6_K. Random weights otherwise, as those of synthetic.py.
-llama.cpp computes SiLU in files of BitNet's; it reads the same bytes.
+Each neuron's row has weights on channels that are the same for every token, which act as its bias. Nemotron's
+matrices are Q4_0, BitNet's TQ2_0 and its embedding Q6_K. Other weights are random, as in synthetic.py. For
+BitNet's files llama.cpp computes SiLU, but it reads the same bytes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SHAPES = {"nemotron-3-nano": NANO, "bitnet-2b4t": BITNET}
 
 
 def fourth_moment(quantile: float) -> float:
-    """The mean square of a squared ReLU's result, whose input is N(quantile, 1)."""
+    """Return the mean square of a squared ReLU's result for an input that is N(quantile, 1)."""
     x = np.linspace(-8, 8, 1 << 14)
     density = np.exp(-((x - quantile) ** 2) / 2) / math.sqrt(2 * math.pi)
     return float((np.maximum(x, 0) ** 4 * density).sum() * (x[1] - x[0]))
 
 
 class NemotronH(SparseModel):
-    """Adds the layers of Nemotron 3 Nano. Each has one part: a state space, attention or experts."""
+    """A model with Nemotron 3 Nano's layers, each of which is a state space, attention or experts."""
 
     def add_state_space(self, i: int) -> None:
         blk, d, inner = f"blk.{i}", self.shape.d, STATE_HEADS * STATE_HEAD
@@ -60,7 +60,7 @@ class NemotronH(SparseModel):
         add(f"{blk}.ssm_d", np.ones((STATE_HEADS, 1), np.float32), GGMLType.F32, (1, STATE_HEADS))
         ones = np.ones((GROUPS, inner // GROUPS), np.float32)
         add(f"{blk}.ssm_norm.weight", ones, GGMLType.F32, (inner // GROUPS, GROUPS))
-        spread = (ATTENTION_VARIANCE / self.shape.layers / inner) ** 0.5  # behind a norm
+        spread = (ATTENTION_VARIANCE / self.shape.layers / inner) ** 0.5  # after a norm
         self.matrix(f"{blk}.ssm_out", inner, d, spread, silent_rows=len(CONSTANT))
 
     def add_attention(self, i: int) -> None:
@@ -81,9 +81,7 @@ class NemotronH(SparseModel):
         self.writer.add_tensor(f"{blk}.ffn_gate_inp.weight", router, GGMLType.F32, (d, shape.experts))
         zeros = np.zeros(shape.experts, np.float32)
         self.writer.add_tensor(f"{blk}.exp_probs_b.bias", zeros, GGMLType.F32)
-        half = (
-            FFN_VARIANCE / shape.layers / 2 / fourth_moment(quantile)
-        )  # of the experts, and of the shared one
+        half = FFN_VARIANCE / shape.layers / 2 / fourth_moment(quantile)  # experts, and the shared one
         for name, ff, n, weight in (
             ("exps", shape.ff, shape.experts, EXPERT_SCALE / shape.used**0.5),
             ("shexp", SHARED_FF, 0, 1.0),
@@ -95,7 +93,7 @@ class NemotronH(SparseModel):
 
 
 def write_nemotron_h(path: Path, shape: Shape, idle: float, n_vocab: int, seed: int = 0) -> None:
-    """Layers beyond shape.layers are left out. Memory: one matrix of all experts at a time."""
+    """Write the first shape.layers layers. Memory: one matrix of all experts at a time."""
     name, layers = "nemotron_h_moe", NANO_LAYERS[: shape.layers]
     writer = GGUFWriter(path, name)
     of_layers = {
@@ -136,7 +134,7 @@ def write_nemotron_h(path: Path, shape: Shape, idle: float, n_vocab: int, seed: 
         writer.write()
 
 
-N_CONSTANT = 64  # channels of BitNet's that are the same for every token: the first half of a group of codes
+N_CONSTANT = 64  # BitNet's channels that are the same for every token: the first half of a group of codes
 _TERNARY = np.array(
     [sum(c << 2 * i for i, c in enumerate(codes)) for codes in itertools.product(range(3), repeat=4)]
 )
@@ -145,9 +143,9 @@ _TERNARY = np.array(
 def ternary(
     n_in: int, n_out: int, rng: np.random.Generator, n_first: int = 0, silent_rows: int = 0
 ) -> np.ndarray:
-    """Weights -s, 0 and s in TQ2_0, of a root mean square of 1 / sqrt(n_in): uint8 [n_out, bytes of a row].
+    """Return weights -s, 0 and s in TQ2_0, with a root mean square of 1 / sqrt(n_in): uint8 [n_out, bytes].
 
-    n_first: so many constant channels count as -s, and the others of them as 0.
+    n_first: this many constant channels have the weight -s, and the others of them 0.
     """
     layout = TYPES[GGMLType.TQ2_0].block
     assert layout is not None
@@ -173,7 +171,7 @@ def write_bitnet(path: Path, shape: Shape, idle: float, n_vocab: int, seed: int 
         "hidden_activation": "relu2",
     }.items():
         writer.add(f"{name}.{key}", value)
-    # The stream's variance hardly grows: what sub-norms scale to 1 passes a matrix of so small weights.
+    # The stream's variance hardly grows, because the sub-norms' results of 1 pass a matrix of small weights.
     n_first = round(-NormalDist().inv_cdf(1 - idle) * math.sqrt((d - N_CONSTANT) * 2 / 3))
     rng = np.random.default_rng(seed)
 
@@ -215,7 +213,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--idle", type=float, default=0.9, help="share of neurons that do not fire (0.9)")
-    parser.add_argument("--layers", type=int, help="the first so many")
+    parser.add_argument("--layers", type=int, help="write only the first layers")
     parser.add_argument("--n-vocab", type=int, default=32000, help="tokens (32000)")
     args = parser.parse_args()
     shape = SHAPES[args.shape]

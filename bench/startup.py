@@ -2,9 +2,9 @@
 
 usage: python bench/startup.py --model SmolLM2.gguf
 
-Time: `hotset run MODEL PROMPT`, started anew with a warm file cache, until the first byte of the answer is on
-its standard output. Memory: the largest resident set of a run with a long prompt; the mapped file counts,
-since its pages are resident.
+Time: from the start of `hotset run MODEL PROMPT`, with a warm file cache, to the first byte of the answer on
+its standard output. Memory: the largest resident set of a run with a long prompt, including the pages of the
+mapped file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ N_CTX = 4096
 
 
 def first_token_seconds(model: Path) -> float:
-    """Seconds until `hotset run` has written the first byte of an answer."""
+    """Return the seconds until `hotset run` has written the first byte of an answer."""
     start = time.perf_counter()
     process = subprocess.Popen(
         [*RUN, str(model), "What is the capital of France?", "-n", "8", "--temp", "0"],
@@ -45,12 +45,12 @@ def first_token_seconds(model: Path) -> float:
     seconds = time.perf_counter() - start
     process.stdout.read()
     if process.wait() or not first:
-        sys.exit("hotset run failed: run it by hand to see why.")
+        sys.exit("hotset run failed: run it yourself to see why.")
     return seconds
 
 
 def peak_memory(model: Path) -> int:
-    """Largest resident set, in bytes, of a run with a prompt of some 2,000 tokens and an answer of 64."""
+    """Return the largest resident set in bytes, with a prompt of about 2,000 tokens and an answer of 64."""
     with tempfile.TemporaryDirectory() as folder:
         prompt = Path(folder) / "prompt.txt"
         prompt.write_text("The quick brown fox jumps over the lazy dog. " * 200)
@@ -65,12 +65,12 @@ def peak_memory(model: Path) -> int:
                 break
             time.sleep(0.01)
     if process.wait():
-        sys.exit("hotset run failed: run it by hand to see why.")
+        sys.exit("hotset run failed: run it yourself to see why.")
     return peak
 
 
 def unwanted_imports(model: Path) -> list[str]:
-    """Which of the heavy packages an answer imported."""
+    """Return the heavy packages that an answer imported."""
     command = [sys.executable, "-X", "importtime", *RUN[1:], str(model), "Hello", "-n", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if "|" in line}
@@ -78,7 +78,7 @@ def unwanted_imports(model: Path) -> list[str]:
 
 
 def kv_bytes(model: Path) -> int:
-    """Bytes of the cache for N_CTX tokens."""
+    """Return the bytes of the cache for N_CTX tokens."""
     with open_gguf(model) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         return N_CTX * Cost(graph, gguf.tensors).kv_bytes_per_token("f16")

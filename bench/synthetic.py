@@ -1,18 +1,19 @@
-"""Makes synthetic models of any size and type, filled with random weights: dense ones, and sparse ones.
+"""Writes synthetic models of any size and type with random weights, dense and sparse ones.
 
 usage: python bench/synthetic.py OUT.gguf --shape 7b --type q4_0 [--vocab FILE.gguf | --n-vocab 32000]
        python bench/synthetic.py OUT.powerinfer.gguf --kind bamboo --shape bamboo7 [--plain OUT.gguf]
        python bench/synthetic.py OUT.gguf --shape smallthinker-4b --idle 0.6
        python bench/synthetic.py OUT.gguf --shape gemma3n-e2b
 
-With --kind, neurons fire as often as asked for, hot and cold ones by a power law, and the PowerInfer file
-carries predictors that know which (planted.py). The plain file has bitwise the same weights, and keys that
-say its activation; engines that ignore those keys run it at the same speed. With --idle, a shape with experts
-is a plain file of SmallThinker's architecture, of whose experts' neurons so many do not fire.
+With --kind, neurons fire with given probabilities, hot and cold ones by a power law, and the PowerInfer file
+has predictors that know them (planted.py). The plain file has bitwise the same weights, and keys with its
+activation; engines that ignore those keys run it at the same speed. With --idle, a shape with experts is
+written as a plain file of SmallThinker's architecture, in which this share of the experts' neurons does not
+fire.
 
-Speed depends on shapes, types and bytes, not on what a model has learned. The quantised values are random
-bytes; scales are drawn so that weights have the magnitude of trained ones, 1/sqrt(inputs), and activations
-stay finite at any depth. Filling is bound by the random generator: a 7B file in Q4_0 takes seconds.
+Speed depends on shapes, types and bytes, not on trained values. The quantised values are random bytes; scales
+are drawn so that weights have the magnitude of trained ones, 1/sqrt(inputs), and activations stay finite at
+any depth. The random generator limits the speed: a 7B file in Q4_0 takes seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hotset.formats.quants import TYPES, GGMLType, dequantize, row_bytes
 
 EPSILON = 1e-5
 E8M0_ONE = 128  # the exponent of 1 in MXFP4, whose codes are doubled
-SAMPLE_BLOCKS = 256  # blocks from which the scale of a type is found
+SAMPLE_BLOCKS = 256  # blocks that determine the scale of a type
 SLICE_BYTES = 16 << 20  # filled by one thread at a time, from its own stream of random numbers
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 LLAMA_FTYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10}
@@ -51,9 +52,9 @@ LLAMA_FTYPES |= {"IQ2_S": 28, "IQ3_XXS": 23, "IQ3_S": 26}
 
 @dataclass(frozen=True)
 class Shape:
-    """d: width of the residual stream; ff: neurons per layer, or per expert of one.
+    """The sizes of a model. d: width of the residual stream; ff: neurons per layer, or per expert.
 
-    experts: of a layer, 0: none; used: of a token. head: channels of one, 0: the width over the heads.
+    experts: per layer, 0: none; used: per token. head: channels per head, 0: the width over the heads.
     """
 
     d: int
@@ -70,7 +71,7 @@ class Shape:
         return self.head or self.d // self.heads
 
     def matrices(self, n_vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape (inputs, outputs, experts) of every matrix of the file."""
+        """Yield the name and shape (inputs, outputs, experts) of every matrix of the file."""
         d, heads, kv = self.d, self.head_dim * self.heads, self.head_dim * self.kv_heads
         yield "token_embd", (d, n_vocab)
         yield "output", (d, n_vocab)
@@ -90,7 +91,7 @@ class Shape:
 
 
 SHAPES = {
-    "135m": Shape(576, 1536, 30, 9, 3),  # SmolLM2; its rows suit no K-quant
+    "135m": Shape(576, 1536, 30, 9, 3),  # SmolLM2; no K-quant fits its rows
     "1b": Shape(2048, 5632, 22, 32, 4),  # TinyLlama
     "7b": Shape(4096, 11008, 32, 32, 32),  # Llama 2
     "mistral": Shape(4096, 14336, 32, 32, 8),
@@ -107,7 +108,8 @@ SHAPES = {
 GEMMA3N = "gemma3n-e2b"
 N_STREAMS, N_EMBD_LAYER, LAUREL_RANK, N_SHARED_KV, N_TOP_K = 4, 256, 64, 10, 10  # of E2B
 
-# What the layers of a sparse model add to each channel of the residual stream, whose variance is 1 at first.
+# The additions of a sparse model's layers to each channel of the residual stream, whose variance is 1 at
+# first.
 FFN_VARIANCE, ATTENTION_VARIANCE = 0.4, 0.1
 POSITION_SPREAD = 0.3  # standard deviation of learned positions
 LOGIT_SPREAD = 4.0  # of logits: about as decided as a trained model
@@ -117,9 +119,9 @@ Kind = Literal["llama", "bamboo", "opt", "falcon", "falcon40"]
 
 @dataclass(frozen=True)
 class SparseKind:
-    """The facts of a sparse architecture that the file of one shows.
+    """The properties of a sparse architecture that matter for its file.
 
-    plain: what the plain file says it is. norms: of a layer. drelu: the up projection passes a ReLU too.
+    plain: the architecture named in the plain file. norms: per layer. drelu: the up projection passes a ReLU.
     """
 
     architecture: str
@@ -135,7 +137,7 @@ class SparseKind:
 
     @property
     def up_moments(self) -> tuple[float, float]:
-        """Mean and mean square of what a gate is multiplied with: N(0, 1), its ReLU, or without a gate 1."""
+        """Return mean and mean square of the gate's factor: N(0, 1), its ReLU, or 1 without a gate."""
         if not self.gated:
             return 1.0, 1.0
         return ((2 * np.pi) ** -0.5, 0.5) if self.drelu else (0.0, 1.0)
@@ -153,10 +155,10 @@ KINDS: dict[Kind, SparseKind] = {
 
 
 def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
-    """Blocks of random values with a root mean square of about 1: [SAMPLE_BLOCKS], structured.
+    """Return blocks of random values with a root mean square of about 1: [SAMPLE_BLOCKS], structured.
 
-    Fields d, m and dmin are what the rest of a block is multiplied by, or what is added to it; _put_scale
-    knows those that hold such a number in another form.
+    Fields d, m and dmin are factors of the rest of a block, or are added to it; _put_scale handles types that
+    store such a number differently.
     """
     facts = TYPES[type]
     assert facts.block is not None
@@ -165,12 +167,12 @@ def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
     blocks = data.view(facts.block)
     for name in _scale_fields(facts.block):
         _put_scale(blocks, name, np.ones(SAMPLE_BLOCKS))
-    if "m" in facts.block.names:  # x = d * q + m: centre it
+    if "m" in facts.block.names:  # x = d * q + m: center it
         blocks["m"] = 0
         blocks["m"] = -np.median(dequantize(data, type, (facts.block_size, SAMPLE_BLOCKS)))
     values = dequantize(data, type, (facts.block_size, SAMPLE_BLOCKS)).astype(np.float64)
     factor = rng.uniform(0.7, 1.3, SAMPLE_BLOCKS) / np.sqrt(1.03 * np.mean(values**2))
-    factor *= rng.choice([-1.0, 1.0], SAMPLE_BLOCKS)  # K-quants are not centred: half of them the other way
+    factor *= rng.choice([-1.0, 1.0], SAMPLE_BLOCKS)  # K-quants are not centred, so half of them are negated
     unit = np.zeros(SAMPLE_BLOCKS, [(name, np.float64) for name in _scale_fields(facts.block)])
     for name in unit.dtype.names or ():
         unit[name] = blocks["m"] * factor if name == "m" else factor
@@ -195,7 +197,7 @@ def _put_scale(blocks: np.ndarray, name: str, scale: np.ndarray) -> None:
 def _filler(
     type: GGMLType, magnitude: float, rng: np.random.Generator
 ) -> Callable[[np.ndarray, np.random.Generator], None]:
-    """A function that fills bytes (whole blocks) with weights of the given root mean square."""
+    """Return a function that fills bytes (whole blocks) with weights of the given root mean square."""
     if type in FLOATS:
         pool = (rng.standard_normal(1 << 16) * magnitude).astype(np.float32)
         if type == GGMLType.BF16:
@@ -231,10 +233,10 @@ def random_matrix(
     pool: ThreadPoolExecutor,
     magnitude: float | None = None,
 ) -> np.ndarray:
-    """Rows of random weights, as stored: uint8 [n_out, row_bytes(type, n_in)].
+    """Return rows of random weights, as stored: uint8 [n_out, row_bytes(type, n_in)].
 
-    magnitude: their root mean square; 1/sqrt(n_in) if not given. The same seed gives the same bytes on any
-    number of threads.
+    magnitude: their root mean square; 1/sqrt(n_in) by default. A seed gives the same bytes for any number of
+    threads.
     """
     seeds = np.random.SeedSequence(seed)
     fill = _filler(type, magnitude or n_in**-0.5, np.random.default_rng(seeds.spawn(1)[0]))
@@ -249,7 +251,7 @@ def random_matrix(
 
 
 def add_vocabulary(writer: GGUFWriter, n_vocab: int) -> None:
-    """A SentencePiece vocabulary of n_vocab pieces: three control tokens, 256 bytes, and made-up words."""
+    """Add a SentencePiece vocabulary of n_vocab pieces: 3 control tokens, 256 bytes, and invented words."""
     words = ("\u2581" + "".join(letters) for letters in itertools.product("aeioubdgklmnprst", repeat=5))
     control, n_bytes = ["<unk>", "<s>", "</s>"], 256
     tokens = control + [f"<0x{i:02X}>" for i in range(n_bytes)]
@@ -266,7 +268,7 @@ def add_vocabulary(writer: GGUFWriter, n_vocab: int) -> None:
 
 
 def copy_vocabulary(writer: GGUFWriter, path: Path) -> int:
-    """The tokenizer of another GGUF file; returns its number of tokens."""
+    """Add the tokenizer of another GGUF file; return its number of tokens."""
     with open_gguf(path) as source:
         for key, value in source.metadata.items():
             if key.startswith("tokenizer."):
@@ -286,9 +288,10 @@ def add_keys(
     n_ctx: int,
     of_layers: Mapping[str, Sequence[int]] | None = None,
 ) -> int:
-    """What every architecture says of itself, and the tokenizer; returns the number of tokens.
+    """Add the keys of every architecture and the tokenizer; return the number of tokens.
 
-    of_layers: keys whose values differ between layers."""
+    of_layers: keys whose values differ between layers.
+    """
     writer.add("general.name", f"synthetic {writer.path.stem}")
     writer.add("general.file_type", LLAMA_FTYPES[type.name])
     writer.add("general.quantization_version", 2)
@@ -312,7 +315,7 @@ def add_keys(
 def add_llama(
     writer: GGUFWriter, shape: Shape, type: GGMLType, n_vocab: int, vocabulary: Path | None, n_ctx: int
 ) -> int:
-    """Keys, the tokenizer and norms of a llama, or of Mixtral; returns the number of tokens."""
+    """Add the keys, the tokenizer and the norms of a llama or Mixtral; return the number of tokens."""
     n_vocab = add_keys(writer, "llama", shape, type, n_vocab, vocabulary, n_ctx)
     writer.add("llama.rope.freq_base", 10000.0)
     if shape.head:
@@ -338,11 +341,10 @@ def write_model(
     n_ctx: int = 8192,
     seed: int = 0,
 ) -> None:
-    """Writes a dense model, or an MoE model as Mixtral. Every matrix has the given type (norms and
-    routers are F32); memory: one matrix at a time.
+    """Write a dense model, or an MoE model like Mixtral; memory: one matrix at a time.
 
-    vocabulary: a GGUF file whose tokenizer is copied; else one of n_vocab pieces is made up. n_ctx: the
-    context that the file claims, in tokens.
+    Every matrix has the given type (norms and routers are F32). vocabulary: a GGUF file whose tokenizer is
+    copied; otherwise n_vocab pieces are invented. n_ctx: the context in the file's keys, in tokens.
     """
     writer = GGUFWriter(path, "llama")
     n_vocab = add_llama(writer, shape, type, n_vocab, vocabulary, n_ctx)
@@ -359,9 +361,11 @@ def write_gemma3n(
     n_ctx: int = 8192,
     seed: int = 0,
 ) -> None:
-    """As write_model, of Gemma 3n's architecture; what quantisers leave as it is (streams,
-    branches of low rank) is F16, and F32 where it makes few numbers. Random gates are normally distributed:
-    5% lie above the threshold, as the architecture means it."""
+    """Write a model of Gemma 3n's architecture, otherwise like write_model.
+
+    Matrices that quantisers do not quantise (streams, branches of low rank) are F16, or F32 if they are
+    small. Random gates are normally distributed: 5% are above the threshold, as the architecture intends.
+    """
     writer = GGUFWriter(path, "gemma3n")
     n_vocab = add_keys(writer, "gemma3n", shape, type, n_vocab, vocabulary, n_ctx)
     for key, value in {
@@ -411,7 +415,7 @@ def _add_matrices(
     type_of: Callable[[str], GGMLType],
     seed: int,
 ) -> None:
-    """Adds random matrices, by name the inputs, outputs and how many, and writes the file."""
+    """Add random matrices, by name the inputs, outputs and number, and write the file."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for i, (name, of) in enumerate(matrices.items()):
 
@@ -436,8 +440,10 @@ def write_idle_experts(
     n_ctx: int = 8192,
     seed: int = 0,
 ) -> None:
-    """Writes an MoE model of SmallThinker's architecture: of the neurons of each expert the share
-    `idle` does not fire, each as often as the others. Types: planted.TYPES_OF_PLANTED."""
+    """Write an MoE model of SmallThinker's architecture with a share `idle` of idle neurons in each expert.
+
+    All neurons fire equally often. Types: planted.TYPES_OF_PLANTED.
+    """
     if type not in planted.TYPES_OF_PLANTED:
         raise ValueError(f"a sparse model cannot be {type.name}")
     name = SMALLTHINKER.architecture
@@ -462,7 +468,7 @@ def write_idle_experts(
 
 
 class SparseModel:
-    """Adds the tensors of a sparse model to a file. No layer writes to the constant channels."""
+    """A writer of a sparse model's tensors. No layer writes to the constant channels."""
 
     def __init__(
         self,
@@ -477,19 +483,19 @@ class SparseModel:
         self.pool, self.seed = pool, seed
 
     def stream(self, layer: int) -> Moments:
-        """The residual stream as the FFN of a layer finds it; attention averages to next to nothing."""
+        """Return the residual stream before the FFN of a layer; attention averages to almost nothing."""
         embedded = 1 + (POSITION_SPREAD**2 if self.facts.positions else 0.0)
         grown = FFN_VARIANCE * layer / self.shape.layers
         return Moments(np.sqrt(embedded + grown).item(), self.shape.d)
 
     def add_ends(self, n_vocab: int, n_ctx: int) -> None:
-        """Embeddings, and what comes after the last layer."""
+        """Add the embeddings, and the tensors after the last layer."""
         d = self.shape.d
         self.matrix("token_embd", d, n_vocab, 1.0, first_channels=CONSTANT)
         if self.facts.positions:  # row = position + 2
             self.matrix("position_embd", d, n_ctx + 2, POSITION_SPREAD, first_channels=0 * CONSTANT)
         spread = LOGIT_SPREAD * d**-0.5
-        if self.facts.tied:  # signs, or the likeliest token after each were itself
+        if self.facts.tied:  # random signs; otherwise the most likely next token would be the token itself
             self.norm("output_norm", spread * self._rng("output_norm").choice([-1.0, 1.0], d))
         else:
             self.norm("output_norm", np.ones(d))
@@ -521,7 +527,7 @@ class SparseModel:
         down, down_shape = ("ffn_down", (ff, d)) if plain else ("ffn_down_t", (d, ff))
         add(f"{blk}.{down}.weight", lambda: ffn.down(type, not plain, pool), type, down_shape)
         if self.facts.biased:
-            self._bias(f"{blk}.ffn_up", ff, 0.0)  # the predictor has none: it would not know of it
+            self._bias(f"{blk}.ffn_up", ff, 0.0)  # zero, because the predictor has no bias
             self._bias(
                 f"{blk}.{down}", d, 0.1 * (FFN_VARIANCE / self.shape.layers) ** 0.5, silent=len(CONSTANT)
             )
@@ -530,7 +536,7 @@ class SparseModel:
             add(f"{blk}.fc2.weight", lambda: ffn.fc2(type), type, (ffn.hidden, ff))
 
     def add_experts(self, i: int, idle: float) -> None:
-        """Experts of whose neurons `idle` do not fire: the constant channels are a bias of their gates."""
+        """Add experts in which `idle` of the neurons do not fire: constant channels are their gates' bias."""
         shape, blk = self.shape, f"blk.{i}"
         d, ff, n = shape.d, shape.ff, shape.experts
         quantile = NormalDist().inv_cdf(1 - idle)
@@ -564,8 +570,11 @@ class SparseModel:
         first_scale: float = 1.0,
         experts: int = 0,
     ) -> None:
-        """Random weights; first_channels, times first_scale: what each row begins with; silent_rows: how many
-        are zero, of each expert where there are `experts`."""
+        """Add random weights.
+
+        first_channels, times first_scale: the first values of each row; silent_rows: the number of zero rows,
+        per expert if there are `experts`.
+        """
 
         def fill() -> np.ndarray:
             seed = [self.seed, zlib.crc32(name.encode())]
@@ -582,7 +591,7 @@ class SparseModel:
         self.writer.add_tensor(f"{name}.weight", fill, self.type, shape)
 
     def _bias(self, name: str, n: int, magnitude: float, silent: int = 0) -> None:
-        # The transposed matrix has the same bias
+        # The transposed matrix has the same bias.
         values = magnitude * self._rng(name.replace("_t", "")).standard_normal(n, np.float32)
         values[:silent] = 0
         self.writer.add_tensor(f"{name}.bias", values, GGMLType.F32)
@@ -610,12 +619,12 @@ def write_sparse_model(
     n_ctx: int = 2048,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Writes a model whose neurons fire as planted; returns their probabilities, float [ff] per layer.
+    """Write a model whose neurons fire as planted; return their probabilities, float [ff] per layer.
 
-    density: mean probability that a neuron's gate fires (of opt and falcon: its up projection); with dReLU
-    half of those have a value, since up fires half of the time. hot_first: neurons stand in order of
-    probability. rank, margin: see PlantedFFN. plain: a plain GGUF file, which has no predictors, else
-    PowerInfer's; the same seed gives the same weights in both. Types: planted.TYPES_OF_PLANTED.
+    density: mean probability that a neuron's gate fires (for opt and falcon: its up projection). With dReLU
+    half of these have a value, because up fires half of the time. hot_first: neurons are in order of
+    probability. rank, margin: see PlantedFFN. plain: write a plain GGUF file without predictors, otherwise
+    PowerInfer's; a seed gives the same weights in both. Types: planted.TYPES_OF_PLANTED.
     """
     facts = KINDS[kind]
     if type not in planted.TYPES_OF_PLANTED:
@@ -670,20 +679,20 @@ def main() -> None:
     parser.add_argument("--type", choices=types, default="q4_0")
     vocabulary = parser.add_mutually_exclusive_group()
     vocabulary.add_argument("--vocab", type=Path, help="GGUF file to copy the tokenizer from")
-    vocabulary.add_argument("--n-vocab", type=int, default=32000, help="size of a made-up one (32000)")
-    parser.add_argument("--ctx", type=int, default=8192, help="context that the file claims (8192)")
+    vocabulary.add_argument("--n-vocab", type=int, default=32000, help="size of an invented one (32000)")
+    parser.add_argument("--ctx", type=int, default=8192, help="context in the file's keys (8192)")
     parser.add_argument("--seed", type=int, default=0)
     sparse = parser.add_argument_group("sparse models")
     sparse.add_argument("--idle", type=float, help="share of the experts' neurons that do not fire")
     sparse.add_argument("--kind", choices=KINDS, help="OUT is a PowerInfer file of this architecture")
-    sparse.add_argument("--plain", type=Path, metavar="FILE", help="writes a plain GGUF file of it too")
+    sparse.add_argument("--plain", type=Path, metavar="FILE", help="also write it as a plain GGUF file")
     sparse.add_argument("--active", type=float, default=0.1, help="share of neurons that fire (0.1)")
     sparse.add_argument(
         "--skew", choices=get_args(Skew), default="power", help="hot and cold neurons, or not"
     )
     sparse.add_argument("--rank", type=int, default=256, help="of the gate; the predictor's is 2 * it + 32")
     sparse.add_argument(
-        "--margin", type=float, default=0.0, help="standard deviations that a predictor spares"
+        "--margin", type=float, default=0.0, help="standard deviations by which a predictor fires earlier"
     )
     sparse.add_argument("--hot-first", action="store_true", help="neurons in order of hotness")
     args = parser.parse_args()

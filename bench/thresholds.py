@@ -1,16 +1,16 @@
-"""Sparsity against what it costs and gains: thresholds of `hotset sparse calibrate`, judged on another text.
+"""Cost and gain of sparsity: thresholds from `hotset sparse calibrate`, judged on another text.
 
 usage: python bench/thresholds.py --model MODEL.gguf --calibrate TEXT --judge OTHER [--targets 1%,0.25,FILE]
        [--uniform 0.25:inputs,0.5:down_in]
 
-A target is a rise of perplexity (1%), a share of the bytes of the layers' matrices (0.25), or a file of
-thresholds as it stands. SHARE:NAMES of --uniform (thresholds joined by +; inputs: all but the gate) are two
-rows: thresholds of so much of these values in every layer, and what the search finds for the same bytes where
-only these may have thresholds.
+A target is an increase of perplexity (1%), a share of the bytes of the layers' matrices (0.25), or a file of
+thresholds. SHARE:NAMES in --uniform (names joined by +; inputs: all but the gate) gives two rows: thresholds
+with this share of these values in every layer, and the search's result for the same bytes with thresholds
+only of these values.
 
-All are run over the judged text side by side with the model without thresholds, with all tokens thresholded,
-and then write an answer each, in turn, --rounds times: answers of text, since random tokens have other
-activations. Calibrations share their losses in --work, where their files stay.
+All run over the judged text together with the model without thresholds, with thresholds for all tokens. Then
+they write an answer each, in turn, --rounds times; the answers are text, because random tokens have different
+activations. Calibrations share their losses in --work, where their files are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNIFORM = "0.25:inputs,0.4:inputs,0.3:gate,0.5:gate,0.5:down_in,0.6:down_in"
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked of a calibration. form: its series in the plot."""
+    """A target of a calibration. form: its series in the plot."""
 
     name: str
     form: Literal["searched", "uniform", "searched, same kind"]
@@ -44,10 +44,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """saved: share of the bytes of the layers' matrices, as predicted. speed: tokens per second, median; the
-    ratio to the model without thresholds is the median of those of the rounds. increase and its error: of the
-    perplexity.
-    held_out: what the calibration measured."""
+    """The results of a target.
+
+    saved: share of the bytes of the layers' matrices, as predicted. speed: median tokens per second; its
+    ratio to the model without thresholds is the median over the rounds. increase and its error: of the
+    perplexity. held_out: the calibration's own measurement.
+    """
 
     target: str
     form: str
@@ -63,7 +65,7 @@ class Row:
 
 
 def targets_of(args: argparse.Namespace, text: str) -> list[Target]:
-    """Of --targets and --uniform, calibrated where they are no files."""
+    """Return the targets of --targets and --uniform, calibrated unless they are files."""
 
     def found(name: str, form: Any, **reached: Any) -> Target:
         path = args.work / f"{args.model.stem}.{name.replace(' ', '-').replace(':', '-')}.thresholds.json"
@@ -91,7 +93,7 @@ def targets_of(args: argparse.Namespace, text: str) -> list[Target]:
 
 
 def calibrated(path: Path, text: str, args: argparse.Namespace, reached: dict[str, Any]) -> None:
-    """Writes the thresholds that reach what is asked for."""
+    """Write the thresholds that reach a target."""
     from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds
 
     settings = ThresholdSettings(
@@ -101,7 +103,7 @@ def calibrated(path: Path, text: str, args: argparse.Namespace, reached: dict[st
 
 
 def speeds(models: list[hotset.Model], n_tokens: int, rounds: int) -> list[list[float]]:
-    """Tokens per second of each model in each round; they take turns."""
+    """Return the tokens per second of each model in each round; the models take turns."""
     found: list[list[float]] = [[] for _ in models]
     for i in range(rounds + 1):  # the first warms up
         for model, own in zip(models, found, strict=True):
@@ -112,7 +114,7 @@ def speeds(models: list[hotset.Model], n_tokens: int, rounds: int) -> list[list[
 
 
 def measure(args: argparse.Namespace, targets: list[Target]) -> tuple[float, list[Row]]:
-    """The perplexity without thresholds, and a row for each target."""
+    """Return the perplexity without thresholds, and a row for each target."""
     with ExitStack() as opened:
 
         def load(**how: Any) -> hotset.Model:
@@ -140,7 +142,7 @@ def measure(args: argparse.Namespace, targets: list[Target]) -> tuple[float, lis
 
 
 def plot(rows: list[Row], path: Path, name: str) -> None:
-    """Perplexity and KL against the bytes saved; beside them the speed, where it was measured."""
+    """Plot perplexity and KL by saved bytes, and the speed if it was measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -192,11 +194,11 @@ def main() -> None:
     parser.add_argument("--targets", default="1%,5%,0.125,0.25,0.4", help="comma-separated")
     parser.add_argument("--uniform", default=UNIFORM, help="comma-separated; '' for none")
     parser.add_argument("--tokens", type=int, default=4096, help="to estimate losses from")
-    parser.add_argument("--measured", type=int, default=16384, help="held-out tokens of a measurement")
+    parser.add_argument("--measured", type=int, default=16384, help="held-out tokens per measurement")
     parser.add_argument("--chunks", type=int, default=40, help="of the judged text")
-    parser.add_argument("--n-ctx", type=int, default=512, help="tokens of a chunk, and of an answer at most")
-    parser.add_argument("--answer", type=int, default=128, help="tokens of an answer that is timed")
-    parser.add_argument("--rounds", type=int, default=5, help="0: nothing is timed")
+    parser.add_argument("--n-ctx", type=int, default=512, help="tokens of a chunk, and the most of an answer")
+    parser.add_argument("--answer", type=int, default=128, help="tokens of a timed answer")
+    parser.add_argument("--rounds", type=int, default=5, help="0: no timing")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("build/thresholds"))
     parser.add_argument("--plot", type=Path, help="a PNG, SVG or PDF")

@@ -1,16 +1,16 @@
-"""AMD's machine code of our kernels beside that of llama.cpp's for the same job, without the hardware.
+"""AMD's machine code of our kernels compared with llama.cpp's for the same job, without the hardware.
 
 usage: python bench/vulkan_machine_code.py [--llama ggml/src/ggml-vulkan/vulkan-shaders] [--gpu navi21 ...]
 
-Mesa's RADV has a null device: it compiles kernels for any AMD GPU and prints the code and its registers. What
-counts is the outermost loop that multiplies: of the longest way through it, without instructions that only
-wait, how many there are for a product of two numbers (a weight and an input; a query and a key). Loops inside
-it count as often as they run, so that it includes what brings weights into shared memory. With
-llama.cpp's shaders the script ends with an error that names the kernels with more instructions, registers or
-spills than llama.cpp's. Needs Mesa's driver of AMD's GPUs (Debian: mesa-vulkan-drivers), and glslc for
-llama.cpp's shaders, which are compiled as vulkan-shaders-gen does and specialised as ggml-vulkan.cpp does for
-that GPU where it has no cooperative matrices, as with this driver. A glslc that does not know integer dot
-products gets them as an instruction of SPIR-V.
+Mesa's RADV has a null device: it compiles kernels for any AMD GPU and prints the code and its registers. The
+result is the number of instructions, except those that only wait, per product of two numbers (a weight and an
+input; a query and a key) on the longest path through the outermost loop that multiplies. Inner loops count as
+often as they run, so loading weights into shared memory is included. With llama.cpp's shaders, the script
+ends with an error that names the kernels with more instructions, registers or spills than llama.cpp's. It
+needs Mesa's driver for AMD GPUs (Debian: mesa-vulkan-drivers), and glslc for llama.cpp's shaders. These are
+compiled like vulkan-shaders-gen does, and specialised like ggml-vulkan.cpp does for that GPU without
+cooperative matrices, which this driver lacks. If glslc lacks integer dot products, they are SPIR-V
+instructions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ spirv_instruction(extensions = ["SPV_KHR_integer_dot_product"], capabilities = [
 int dot_of_bytes(int a, int b, spirv_literal int packed);
 int dotPacked4x8EXT(int a, int b) { return dot_of_bytes(a, b, 0); }
 """
-# Products of two numbers that an instruction does, by what its name begins with.
+# The number of products of two numbers that an instruction computes, by the beginning of its name.
 PRODUCTS = {"v_dot4": 4, "v_dot2": 2, "v_pk_fma": 2, "v_fma": 1, "v_mac": 1, "v_mad_f": 1, "v_mad_mix": 1}
 COLUMNS = "instructions", "VGPRs", "spills", "subgroups"
 WAITING = ("s_waitcnt", "s_nop", "s_clause", "s_delay", "s_inst_prefetch")
@@ -53,7 +53,7 @@ WAITING = ("s_waitcnt", "s_nop", "s_clause", "s_delay", "s_inst_prefetch")
 
 @dataclass(frozen=True)
 class Code:
-    """What RADV makes of a kernel. per_product: instructions; subgroups: that a SIMD has at a time."""
+    """RADV's code of a kernel. per_product: instructions; subgroups: the number that a SIMD has at a time."""
 
     per_product: float
     vgprs: int
@@ -61,7 +61,7 @@ class Code:
     subgroups: int
 
     def above(self, other: Code) -> list[str]:
-        """What of it is above another kernel's; to have more subgroups is not."""
+        """Return the numbers that are worse than another kernel's; more subgroups are better."""
         pairs = zip(COLUMNS[:3], self.columns(), other.columns(), strict=False)
         return [name for name, own, its in pairs if float(own) > float(its)]
 
@@ -77,7 +77,7 @@ class Loops:
         self._lines = [line for line in lines if line and not line.startswith((*WAITING, ";"))]
         self._kinds = kinds
         self._labels = {line[:-1]: i for i, line in enumerate(self._lines) if re.fullmatch(r"BB\d+:", line)}
-        self.ends: dict[int, int] = {}  # by where they begin
+        self.ends: dict[int, int] = {}  # by their start
         for i in range(len(self._lines)):
             if (to := self._target(i)) is not None and to < i:
                 self.ends[to] = i
@@ -91,7 +91,7 @@ class Loops:
         return [at for at in self.ends if not any(start < at < end for start, end in self.ends.items())]
 
     def inside(self, start: int) -> list[int]:
-        """The loops in a loop, in the order of the code."""
+        """Return the loops in a loop, in the order of the code."""
         return [at for at in sorted(self.ends) if start < at < self.ends[start]]
 
     def products(self, first: int, last: int) -> int:
@@ -101,7 +101,7 @@ class Loops:
         )  # fmt: skip
 
     def longest(self, start: int) -> tuple[int, int]:
-        """Instructions and products of a turn of the loop that begins there."""
+        """Return the instructions and products of one iteration of the loop that starts there."""
         end, reached = self.ends[start], {start: (0, 0)}
 
         def reach(at: int, instructions: int, products: int) -> None:
@@ -124,11 +124,11 @@ class Loops:
                 reach(to, instructions, products)
             if not self._lines[i].startswith("s_branch"):
                 reach(i + 1, instructions, products)
-        raise AssertionError("a loop without a way through it")
+        raise AssertionError("a loop without a path through it")
 
 
 def read_code(text: str, job: Job, side: int) -> Code:
-    """side: 0 for ours, 1 for llama.cpp's."""
+    """Parse the driver's output. side: 0 for ours, 1 for llama.cpp's."""
     trips = job.trips[side]
     loops = Loops(text[text.rindex("disasm") :], job.kinds)
     outer = max(loops.outermost(), key=lambda at: (loops.products(at, loops.ends[at]), at - loops.ends[at]))
@@ -146,7 +146,7 @@ def read_code(text: str, job: Job, side: int) -> Code:
 
 
 def compiled_for(gpu: str, spirv: Path, n_buffers: int, push: int, constants: Sequence[int]) -> str:
-    """What the driver prints; in a process of its own, since drivers read their settings once."""
+    """Return the driver's output, from a separate process, because drivers read their settings only once."""
     settings = {
         "RADV_FORCE_FAMILY": gpu,
         "RADV_DEBUG": "shaders,shaderstats,nocache",
@@ -168,7 +168,7 @@ def compile_here(spirv: str, n_buffers: str, push: str, *constants: str) -> None
     code = np.frombuffer(Path(spirv).read_bytes(), np.uint8)
     device.kernel(code, int(n_buffers), int(push), [*enumerate(map(int, constants)), (99, 1)])
     sys.stdout.flush()
-    os._exit(0)  # the null device is not taken down
+    os._exit(0)  # without destroying the null device
 
 
 class Peer:
@@ -196,10 +196,10 @@ class Peer:
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel of ours, and of llama.cpp's a source with its definitions, both with constants.
+    """A kernel of ours, and llama.cpp's source with its definitions, both with constants.
 
-    trips: how often loops in the outermost one run, in the order of the code; without them once. products: of
-    a turn of that, where the code multiplies other numbers too, or not by instructions of these kinds alone.
+    trips: how often loops in the outermost one run, in the order of the code; without them once. products:
+    per iteration, if the code multiplies other numbers too, or also with other instructions.
     """
 
     name: str
@@ -233,13 +233,13 @@ def products_of_one(gcn: bool) -> Iterator[Job]:
 
 
 def products_of_many(gcn: bool) -> Iterator[Job]:
-    """Tiles of 64 rows and 64 tokens there: m_warptile_mmq_int, _k and m_warptile, subgroups of 64."""
+    """Yield tiles of 64 rows and 64 tokens: m_warptile_mmq_int, _k and m_warptile, subgroups of 64."""
     for type_ in (T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K):
         of_k = type_ in (T.Q4_K, T.Q6_K)
         tile = (256, 64, 64, 32, 16, 16, 2, 2, 2, 1, 16) if gcn and not of_k else (
             128, 64, 64, 32, 64, 32, 1 if of_k else 2, 2, 2, 1, 64
         )  # fmt: skip
-        lanes = 4 if type_ in (T.Q4_0, T.Q4_K) else 8  # that bring a row of a block into shared memory
+        lanes = 4 if type_ in (T.Q4_0, T.Q4_K) else 8  # that load a row of a block into shared memory
         yield Job(
             f"{type_.name}, many tokens", ("rounded_many", (int(type_), 1, 0)), "mul_mmq.comp",
             {**HALVES, **SUMS, f"DATA_A_{type_.name}": "1"}, tile, ((TURN,), (64 * lanes // tile[0], 1, 4)),
@@ -253,7 +253,7 @@ def products_of_many(gcn: bool) -> Iterator[Job]:
 
 
 def attentions(gpu: str, gcn: bool) -> Iterator[Job]:
-    """get_fa_tuning_params_scalar: of 1 and 512 tokens, behind 1,024 positions or more."""
+    """Yield get_fa_tuning_params_scalar's kernels: 1 and 512 tokens, after at least 1,024 positions."""
     defines = {**HALVES, **SUMS, "Q_TYPE": "float", "D_TYPEV4": "vec4", "DATA_A_IQ4_NL": "1"}
     types = (int(T.F16), int(T.F16), 2, 2)
     ours = "attention", (1, HEAD, HEAD, 0, 1, 0, 0)
@@ -287,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--llama", type=Path, help="vulkan-shaders of llama.cpp's source")
     parser.add_argument("--gpu", nargs="+", default=["gfx1100", "navi21", "vega20"], help="RADV's names")
-    parser.add_argument("--only", default="", help="jobs whose names have this in them")
+    parser.add_argument("--only", default="", help="only jobs with this in their names")
     args = parser.parse_args()
     folder, above = Path(kernels.__file__).parent / "spirv", []
     sides = ("ours", "llama.cpp's") if args.llama else ("ours",)

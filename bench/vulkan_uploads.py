@@ -1,12 +1,12 @@
-"""How fast weights get to a Vulkan device, and whether it pays to upload an expert for its step
-(docs/guides/vulkan.md).
+"""The speed of uploads to a Vulkan device, and whether uploading an expert for its step pays.
 
-    python bench/vulkan_uploads.py                    # of each type, to memory that is there
+    python bench/vulkan_uploads.py                    # of each type, to allocated memory
     python bench/vulkan_uploads.py --model model.gguf # and a file, from the disk and from the system's cache
 
-An expert that the device lacks is computed by the CPU, or could be uploaded for its step: from how many
-tokens on would that be quicker? On a software driver nothing crosses a bus, and the device's memory is this
-machine's, which gives new pages about as fast as the last line says. Ends in one line of JSON.
+The CPU computes an expert that the device lacks; it could also be uploaded for its step: from how many tokens
+on would that be faster? On a software driver nothing crosses a bus, and the device's memory is this
+machine's, which provides new pages at the rate in the last line. Prints one line of JSON last. See
+docs/guides/vulkan.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hotset.reporter import Reporter
 SHAPES = {  # columns and rows, of 30B-A3B and of gpt-oss
     GGMLType.MXFP4: (2880, 2880), GGMLType.Q6_K: (768, 2048),
 }  # fmt: skip
-N_BYTES = 64 << 20  # of matrices in a row, more than caches hold
+N_BYTES = 64 << 20  # of matrices in sequence, more than caches have
 N_RUNS = 5
 N_THREADS = usable_cores()
 
@@ -48,7 +48,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def rate_of(device: Any, type_: GGMLType, n_cols: int, n_rows: int, n_threads: int) -> float:
-    """Bytes of the file per second: the median of some runs."""
+    """Return bytes of the file per second: the median of some runs."""
     matrix = n_rows, row_bytes(type_, n_cols)
     n = -(-N_BYTES // math.prod(matrix))
     data = np.random.default_rng(0).integers(0, 256, (n, *matrix), np.uint8)
@@ -73,13 +73,13 @@ def read(path: Path) -> None:
 
 
 def evict(path: Path) -> None:
-    """From the system's cache; no map of it may be there."""
+    """Remove a file from the system's cache; it must not be mapped."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def load(path: Path, device: Any) -> None:
-    """All matrices of a file, as a stage does."""
+    """Load all matrices of a file, like a stage."""
     with open_gguf(path) as gguf:
         weights = VulkanWeights(gguf, device)
         for name, info in gguf.tensors.items():
@@ -88,8 +88,10 @@ def load(path: Path, device: Any) -> None:
 
 
 def rates_of_file(path: Path, device: Any) -> dict[str, float]:
-    """Bytes per second of reading it and of loading it, with an empty cache and with a full one, and of new
-    pages of memory."""
+    """Return bytes per second of reading and loading a file, with an empty and with a full cache.
+
+    The last one is of new pages of memory.
+    """
     size, times = path.stat().st_size, dict[str, float]()
     for what in ("cold", "warm"):
         for name, work in (("read", lambda: read(path)), ("loaded", lambda: load(path, device))):

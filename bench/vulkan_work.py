@@ -1,12 +1,12 @@
-"""What a token takes on a Vulkan device: bytes of weights, dispatches, and the time that follows from both.
+"""The work of a token on a Vulkan device: bytes of weights, dispatches, and the predicted time.
 
 usage: python bench/vulkan_work.py [--launch 4] [--share 0.85]
 
-Models of real sizes are files with a header and a hole: nothing is read of them. Dispatches are those that
-the planner counts (backends/vulkan/budget.py), which a test compares with what is recorded. llama.cpp's are
-counted from its graph and from what its Vulkan backend fuses (LLAMA_CPP below). A prediction is the
-planner's: bytes over a share of the bandwidth of the data sheet, and each dispatch's launch, one after the
-other. Where rows are left out, what a line of memory has is read as soon as one of its rows is.
+Models of real sizes are files with a header and a hole, which is not read. Dispatches are counted by the
+planner (backends/vulkan/budget.py), which a test compares with recorded ones. llama.cpp's are counted from
+its graph and the fusions of its Vulkan backend (LLAMA_CPP below). The predicted time is the planner's: bytes
+over a share of the data sheet's bandwidth, plus the launches of all dispatches in sequence. If rows are
+skipped, a line of memory is still read if any of its rows is.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from header_files import tensors_of, write_header
 
 N_VOCAB, N_CTX = 32000, 4096
 FIRED = 0.1  # of the neurons of b7
-ROW_BYTES = 16  # of a row in a tile, side by side with those of its neighbours (backends/vulkan/weights.py)
-LINES = (32, 64)  # bytes that are read at a time: NVIDIA's sectors, others' lines
-# GB/s by the makers' data sheets, and a line. Radeon 780M: two channels of DDR5-5600.
+ROW_BYTES = 16  # of a row in a tile, next to its neighbours' bytes (backends/vulkan/weights.py)
+LINES = (32, 64)  # bytes that are read at once: NVIDIA's sectors, others' lines
+# GB/s from the makers' data sheets, and bytes of a line. Radeon 780M: two channels of DDR5-5600.
 DEVICES = {
     "RTX 4090": (1008.0, 32), "RX 7900 XTX": (960.0, 64), "Arc B580": (456.0, 64), "Radeon 780M": (89.6, 64),
 }  # fmt: skip
@@ -46,7 +46,7 @@ class LlamaCpp:
 
     A layer, after fusion (ggml_vk_build_graph): RMS_NORM+MUL; three MUL_MAT; ROPE; ROPE+VIEW+SET_ROWS;
     SET_ROWS; FLASH_ATTN_EXT and its split_k_reduce; MUL_MAT+ADD; RMS_NORM+MUL; and of a dense model two
-    MUL_MAT, GLU, MUL_MAT+ADD. Of an MoE model the head norms are in the rotations, and there are MUL_MAT of
+    MUL_MAT, GLU, MUL_MAT+ADD. In an MoE model the head norms are in the rotations, and there are MUL_MAT of
     the router, topk_moe, two MUL_MAT_ID, GLU, MUL_MAT_ID+MUL, and the fused sum of experts and residual.
     quantized: inputs that are rounded to Q8_1 by a dispatch of its own (ggml_vk_should_use_mmvq), by maker.
     Once: two GET_ROWS, the ADD that they part from its MUL_MAT, the last norm and the output, whose input
@@ -67,7 +67,7 @@ LLAMA_CPP = {
 
 
 def write_model(path: Path, architecture: str, shape: Shape, type: GGMLType) -> None:
-    """A file with a hole in place of its tensors."""
+    """Write a file with a hole instead of its tensors."""
     tensors, more = list(tensors_of(architecture, shape, type, N_VOCAB)), {}
     if architecture == "qwen3moe":
         more["expert_feed_forward_length"] = shape.ff
@@ -77,7 +77,7 @@ def write_model(path: Path, architecture: str, shape: Shape, type: GGMLType) -> 
 
 
 def work_of(architecture: str, shape: Shape, type: GGMLType, fired: float) -> tuple[int, int]:
-    """Bytes of weights that a token reads, and its dispatches."""
+    """Return the bytes of weights that a token reads, and its dispatches."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
         write_model(path, architecture, shape, type)
@@ -93,8 +93,10 @@ def work_of(architecture: str, shape: Shape, type: GGMLType, fired: float) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--launch", type=float, default=4.0, help="microseconds of a dispatch (4)")
-    parser.add_argument("--share", type=float, default=0.85, help="of a bandwidth that kernels reach (0.85)")
+    parser.add_argument("--launch", type=float, default=4.0, help="microseconds per dispatch (4)")
+    parser.add_argument(
+        "--share", type=float, default=0.85, help="of the bandwidth that kernels reach (0.85)"
+    )
     args = parser.parse_args()
     models = {
         "7B Q4_0": ("llama", SHAPES["7b"], GGMLType.Q4_0, 1.0),

@@ -397,7 +397,7 @@ def test_taps_leave_running_answers_alone(model: hotset.Model):
             engine.step()
         model.taps([1] * 100, ["blk.0.out"])
         with pytest.raises(
-            hotset.OutOfMemoryError, match=r"need 4 pages of the KV cache, of which 3 are free"
+            hotset.OutOfMemoryError, match=r"need 4 blocks of the KV cache, but only 3 are free"
         ):
             model.taps([1] * 200, ["blk.0.out"])
         while engine.has_work:
@@ -563,7 +563,7 @@ def test_the_context_chooses_the_rotation(tmp_path: Path, device: str) -> None:
         ({"max_sequences": "4"}, "max_sequences must be a whole number"),
         ({"kv_type": "q4_1"}, "kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not 'q4_1'"),
         ({"device": "gpu"}, "the device 'gpu' is not known; it is one of auto, cpu, "),
-        ({"activation": "tanh"}, "activation 'tanh' is not known"),
+        ({"activation": "tanh"}, "activation 'tanh' is unknown"),
     ],
     ids=str,
 )

@@ -164,7 +164,7 @@ def test_wrong_use_is_one_message(folder: Path, model: hotset.Model, tmp_path: P
         (lambda: model.adapters.load(str(folder / "tiny.gguf")), HotsetError, "is not an adapter"),
         (lambda: model.adapters.load(str(tmp_path)), ModelNotFoundError, "adapter_config.json"),
         (lambda: model.adapters.load(str(folder / "two.gguf"), 1e9), InvalidRequestError, "scale"),
-        (lambda: model.adapters.unload("two"), InvalidRequestError, "'two'; loaded are 0"),
+        (lambda: model.adapters.unload("two"), InvalidRequestError, "'two'; the loaded ones are 0"),
         (lambda: model.adapters.unload(7), InvalidRequestError, "no adapter 7"),
         (lambda: model.adapters.resolve({"one": float("nan")}), InvalidRequestError, "scale"),
         (lambda: model.adapters.set_scales({3: 1.0}), InvalidRequestError, "no adapter 3"),
@@ -230,7 +230,7 @@ def test_settings_that_name_none(given: Any) -> None:
 
 def test_devices_do_not_compute_adapters() -> None:
     for device in ({"device": "cuda:0"}, {"device": "vulkan", "n_gpu_layers": 2}, {"n_gpu_layers": 3}):
-        with pytest.raises(InvalidRequestError, match="the CPU computes alone"):
+        with pytest.raises(InvalidRequestError, match="only the CPU computes"):
             LoadSettings(lora="a", **device)
 
 

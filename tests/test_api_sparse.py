@@ -82,9 +82,9 @@ def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsity": "half"}, "the sparsity mode 'half' is not known"),
-        ({"predictor": "oracle"}, "the predictor 'oracle' is not known"),
-        ({"predictor": "mlp"}, "part of a file"),
+        ({"sparsity": "half"}, "the sparsity mode 'half' is unknown"),
+        ({"predictor": "oracle"}, "the predictor 'oracle' is unknown"),
+        ({"predictor": "mlp"}, "must be in the file"),
         ({"sparsity": "exact", "predictor": "svd"}, "leave one of the two out"),
         ({"sparsity": "predicted", "activation": "silu"}, "has no zeros"),
         ({"profile": "any"}, "runs exact; name a predictor too"),
@@ -225,7 +225,9 @@ def test_a_predictor_is_measured_against_what_fires(predicted: hotset.Model):
 def test_without_a_predictor_there_is_none_to_measure(plain: Path):
     with (
         hotset.load(plain, device="reference") as model,
-        pytest.raises(hotset.InvalidRequestError, match="no predictor to measure in the sparsity mode exact"),
+        pytest.raises(
+            hotset.InvalidRequestError, match="the sparsity mode exact has no predictor to measure"
+        ),
     ):
         model.measure_predictor(TOKENS)
 

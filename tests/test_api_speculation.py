@@ -136,7 +136,7 @@ def test_a_model_that_cannot_draft_for_itself_says_so(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
     for settings, said in (
         ({}, "no sparser mode to draft in"),
-        ({"sparsity": "exact"}, "names none"),
+        ({"sparsity": "exact"}, "is not sparser"),
         ({"ram_budget": 1.0}, "RAM budget"),
         ({"device": "reference"}, "the reference computes with NumPy"),
     ):
@@ -240,10 +240,10 @@ def test_timings_say_how_many_tokens_a_step_gave(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"speculate": "often"}, "must be one of off, ngram"),
-        ({"speculate": "draft"}, "name it with draft"),
-        ({"speculate": "ngram", "draft": "a.gguf"}, "serves speculate draft, not ngram"),
-        ({"draft": "a.gguf", "lookup": "a.txt"}, "serves speculate ngram, not draft"),
-        ({"speculate": "off", "lookup": "a.txt"}, "serves speculate ngram"),
+        ({"speculate": "draft"}, "give it with draft"),
+        ({"speculate": "ngram", "draft": "a.gguf"}, "requires speculate draft, not ngram"),
+        ({"draft": "a.gguf", "lookup": "a.txt"}, "requires speculate ngram, not draft"),
+        ({"speculate": "off", "lookup": "a.txt"}, "requires speculate ngram"),
         ({"speculate": "ngram", "draft_max": 17}, "draft_max"),
         ({"speculate": "ngram", "device": "reference"}, "NumPy"),
     ],

@@ -236,13 +236,13 @@ def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: 
 def test_what_does_not_fit_is_told_by_its_line(model: hotset.Model) -> None:
     fits = Question("piqa", "x", ("a", "b"), 0, "f, line 1")
     long = Question("piqa", "y" * model.n_ctx, ("a", "b"), 0, "f, line 7")
-    with pytest.raises(hotset.ContextLengthError, match=r"f, line 7, has .* or take fewer shots"):
+    with pytest.raises(hotset.ContextLengthError, match=r"f, line 7, has .* or use fewer examples"):
         next(evaluate(model, [fits, long]))
 
 
 def test_a_text_that_begins_with_nothing_needs_a_question(tmp_path: Path) -> None:
     plain = write_sparse(tmp_path / "plain.gguf", dialect="gguf")  # no BOS, and "th" is a token
-    nothing = pytest.raises(hotset.FormatError, match="f, line 3, leaves nothing")
+    nothing = pytest.raises(hotset.FormatError, match="f, line 3, has no token before its choices")
     with hotset.load(plain, device="reference") as model, nothing:
         next(evaluate(model, [Question("piqa", "t", ("h", "a"), 0, "f, line 3", delimiter="")]))
 
@@ -358,11 +358,11 @@ def test_a_log_is_whole_or_not_there_and_replaces_nothing_that_is_read(path: Pat
     before = data.read_bytes()
     done = inside("eval", path, data, "--log-samples", data)
     assert (done.returncode, data.read_bytes()) == (1, before)
-    assert "is a file that is read" in done.stderr
+    assert "is one of the files that are read" in done.stderr
     data.write_bytes(lines({**PIQA, "goal": "x" * 9000})[0])
     done = inside("eval", path, data, "--log-samples", log, "--device", "reference")
     assert done.returncode == 1
-    assert "do not fit in the context" in done.stderr.replace("\n", " ")
+    assert "but the context has" in done.stderr.replace("\n", " ")
     assert not log.exists()
 
 
@@ -377,7 +377,7 @@ def test_the_log_is_no_file_of_the_task(path: Path, tmp_path: Path) -> None:
     )
     done = inside("eval", path, task, "--log-samples", data)
     assert (done.returncode, data.read_bytes()) == (1, before)
-    assert "is a file that is read" in done.stderr
+    assert "is one of the files that are read" in done.stderr
 
 
 def test_a_task_file(path: Path, tmp_path: Path) -> None:

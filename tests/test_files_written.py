@@ -30,7 +30,7 @@ from hotset.formats.torch_file import write_torch
 
 @pytest.fixture(params=["pipe", "socket", "folder", "link to a device", "link to a pipe"])
 def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Something at a place `odd` that is no regular file."""
+    """Something at a place `odd` that is not a regular file."""
     if not hasattr(os, "mkfifo"):
         pytest.skip("this system has no named pipes")
     place = tmp_path / "odd"
@@ -64,7 +64,7 @@ def what_is(path: Path) -> tuple[int, int]:
 ])  # fmt: skip
 def test_what_is_no_file_is_not_replaced(odd: Path, write) -> None:
     before, kind = sorted(odd.parent.iterdir()), what_is(odd)
-    with pytest.raises(InvalidRequestError, match=r"odd is a .*; name a file to write"):
+    with pytest.raises(InvalidRequestError, match=r"odd is a .*; choose a file to write"):
         write(odd)
     assert what_is(odd) == kind
     assert sorted(odd.parent.iterdir()) == before
@@ -216,12 +216,12 @@ def test_folders_and_models_are_told_from_targets(tmp_path: Path) -> None:
             check_target(path)
     (tmp_path / "m.gguf").write_bytes(b"")
     (tmp_path / "link").symlink_to("m.gguf")
-    with pytest.raises(InvalidRequestError, match="link is a file that is read"):
+    with pytest.raises(InvalidRequestError, match="link is one of the files that are read"):
         check_target(tmp_path / "link", [tmp_path / "missing", tmp_path / "m.gguf"])
     check_target(tmp_path / "other", [tmp_path / "m.gguf"])
     check_folder(tmp_path)
     check_folder(tmp_path / "missing")
-    with pytest.raises(InvalidRequestError, match=r"m\.gguf is no folder"):
+    with pytest.raises(InvalidRequestError, match=r"m\.gguf is not a folder"):
         check_folder(tmp_path / "m.gguf")
 
 
@@ -323,7 +323,7 @@ def test_no_subcommand_replaces_the_model_that_it_reads(tmp_path: Path, subcomma
     data = model.read_bytes()
     done = inside(subcommand, model, "-o", model, *more)
     assert (done.returncode, model.read_bytes() == data) == (1, True)
-    assert "is a file that is read" in done.stderr
+    assert "is one of the files that are read" in done.stderr
 
 
 @needs_pipes

@@ -1,4 +1,4 @@
-"""llama.cpp and PowerInfer built for CUDA, from sources that are there; CMake goes on where it was."""
+"""Builds llama.cpp and PowerInfer for CUDA from given sources; CMake continues an interrupted build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGETS = {"llama.cpp": "llama-bench", "PowerInfer": "main"}
 
 
 def run(ledger: Ledger, sources: dict[str, Path]) -> None:
-    """Builds what is given, one after the other, within the ledger's time."""
+    """Build the given sources, one after the other, within the ledger's time."""
     rows = []
     for name, source in sources.items():
         found = ledger.unit(name, lambda name=name, source=source: _build(ledger, name, source))  # type: ignore[misc]

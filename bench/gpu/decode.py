@@ -18,10 +18,10 @@ PROMPT = [1, 2, 3]
 
 
 def decode(path: str, options: dict[str, Any], n_gen: int) -> dict[str, Any]:
-    """Speed first, undisturbed; then, on a device, bytes planned and held, and the parts of a token.
+    """Measure the undisturbed speed; then, on a device, planned and allocated bytes, and parts of a token.
 
-    seconds: by part, where each waits for the device, so that their sum is more than a token takes; cold:
-    what the CPU took for its neurons, at the same time as the device for its own.
+    seconds: by part, each waiting for the device, so that their sum exceeds a token's time; cold: the CPU's
+    time for its neurons, in parallel with the device.
     """
     params = {"temperature": 1.0, "seed": 1, "ignore_eos": True}
     with hotset.load(path, n_ctx=1024, **options) as model:

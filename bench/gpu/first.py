@@ -1,8 +1,8 @@
-"""The first half hour on a device, in one command: every stage in turn, each a process with an end.
+"""The first half hour on a device, in one command: every stage in turn, each in a process with a time limit.
 
-What a stage leaves is on the disk before the next begins: its units as JSON (ledger.py), what it printed, and
-how it ended. So a stage that hangs, or a machine that is taken away, costs what was in flight; the same
-command goes on with what is missing.
+The results of a stage are on the disk before the next one begins: its units as JSON (ledger.py), its output,
+and its exit. So if a stage hangs, or the machine is taken away, only the running unit is lost; the same
+command continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ledger import LIMIT, PATIENCE, run_within
 from peers import print_table
 
 STAGES = Path(__file__).with_name("stages.py")
-SPARE = 20.0  # seconds between a stage's own end and the one that is made
+SPARE = 20.0  # seconds between a stage's own limit and its end by force
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call of stages.py: its arguments, and the seconds that it may take."""
+    """A call of stages.py: its arguments, and its limit in seconds."""
 
     name: str
     arguments: tuple[str, ...]
@@ -43,14 +43,13 @@ ORDER = (
     Step("memcheck", ("check", "--part", "memcheck"), 500),
     Step("racecheck", ("check", "--part", "racecheck"), 500),
 )
-SMALL = {"steps", "kernels", "budgets", "models-right", "speed", "hybrid"}  # which have sizes for trials
+SMALL = {"steps", "kernels", "budgets", "models-right", "speed", "hybrid"}  # with sizes for trials
 
 
 def run(
     out: Path, options: Sequence[str], seconds: float, *, small: bool = False, steps: Sequence[Step] = ORDER
 ) -> int:
-    """Runs what is not done yet, for so many seconds in all; prints a table of all. Returns how many stages
-    are not done."""
+    """Run unfinished stages within `seconds`; print a table of all. Returns how many remain unfinished."""
     folder, end = out / "first", time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     left = 0

@@ -1,12 +1,12 @@
-"""What the host does between two tokens of a device, by part in µs: the device itself takes no time.
+"""The host's work between two tokens of a device, by part in µs, without the device's own time.
 
 usage: python bench/gpu/host.py [--tokens 400] [--n-vocab 32000] [--width 4096]
 
 It needs no device. A model of two layers with a real model's vocabulary and width is loaded on the simulated
-device; a token's step is computed once, and a recorded step that is replayed computes nothing, so all that is
-left of a token is the host's: the engine, the check of the batch, what is looked up and copied to the device,
-the logits that come back, and the sampler. Medians of single tokens, and each part without the parts that it
-calls. On a real device launches and copies take their calls beside it.
+device. A token's step is computed once, and replays of the recorded step compute nothing, so only the host's
+work is left: the engine, the check of the batch, lookups and copies to the device, the returned logits, and
+the sampler. The times are medians of single tokens, and each part is without the parts that it calls. On a
+real device the calls for launches and copies take additional time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "defaults": {"temperature": 0.8, "seed": 1},
     "defaults, penalty": {"temperature": 0.8, "seed": 1, "repetition_penalty": 1.1},
 }
-# What is timed: where it is found, its name there, and what the table calls it.
+# The timed functions: module, name, and name in the table.
 PARTS = (
     ("hotset.engine.engine.Engine.step", "engine, the rest"),
     ("hotset.engine.scheduler.Scheduler.schedule", "schedule"),
@@ -57,24 +57,26 @@ PARTS = (
 
 
 class Replayed:
-    """A recorded step that takes no time: its results are those of the step that was recorded."""
+    """A recorded step that takes no time and returns the recorded results."""
 
     def replay(self) -> None:
         pass
 
 
 def record(function: Callable[[], torch.Tensor]) -> tuple[Captured, torch.Tensor]:
-    """In place of capture.Graphs."""
+    """Replace capture.Graphs."""
     return Replayed(), function().clone()
 
 
 class Timer:
-    """Seconds of functions, each without those that are timed inside it, and what lies between two calls of
-    the first of PARTS."""
+    """A timer of functions, each without the timed functions inside it, and of the rest.
+
+    The rest is the time between two calls of the first of PARTS.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self._inside = [0.0]  # of the calls that are open
+        self._inside = [0.0]  # of the current calls
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -92,7 +94,7 @@ class Timer:
 
 @contextmanager
 def timed() -> Iterator[Timer]:
-    """A block in which the parts are timed."""
+    """Time the parts during a block."""
     timer = Timer()
     with ExitStack() as patches:
         for path, name in PARTS:
@@ -134,7 +136,7 @@ def main() -> None:
 
 
 def _measured(model: hotset.Model, given: dict[str, Any], n: int) -> dict[str, list[float]]:
-    """Seconds of each part of n tokens; of a whole token without the clocks of its parts."""
+    """Return the seconds of each part for n tokens, and of whole tokens without the clocks of the parts."""
     given = given | {"ignore_eos": True, "reuse_prefix": False}
     model.generate(PROMPT, max_tokens=4, **given)
     steps: list[float] = []

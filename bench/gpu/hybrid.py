@@ -1,11 +1,11 @@
-"""The hybrid engine against the CPU alone, the GPU alone, llama.cpp and PowerInfer, at three budgets.
+"""The hybrid engine compared with CPU only, GPU only, llama.cpp and PowerInfer, at three budgets.
 
-A unit is one program that decodes a model at one budget, once, in a process of its own; programs take turns,
-several rounds. Models are synthetic, with planted activity (../planted.py), and written where the GPU is: a
-file of 4 GB takes seconds. The budget stands in for a consumer card, and is the same for all: `--vram-budget`
-of hotset counts cache, workspace and context too; what its plan gives to these is taken from the budget of
-PowerInfer, which counts weights alone, and of llama.cpp, which gets as many layers as the rest holds. At 100%
-no engine has a budget: all is on the device.
+A unit is one program that decodes a model at one budget, once, in a separate process; programs take turns,
+for several rounds. Models are synthetic, with planted activity (../planted.py), and written on the GPU's
+machine: a file of 4 GB takes seconds. The budget simulates a consumer card, and is the same for all. hotset's
+`--vram-budget` includes cache, workspace and context; their part in its plan is subtracted from the budget of
+PowerInfer, which counts only weights, and of llama.cpp, which gets as many layers as fit in the rest. At 100%
+no engine has a budget: everything is on the device.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from hotset.formats.quants import GGMLType
 GIB = 1 << 30
 WORKER = Path(__file__).with_name("decode.py")
 FALCON40 = Shape(8192, 32768, 60, 128, 8)
-WHOLE = 1.0  # no budget: a model that is on the device as a whole needs more than its weights there
+WHOLE = 1.0  # no budget, because a whole model needs more than its weights on the device
 SHARES = (0.25, 0.5, WHOLE)  # of the model, in GPU memory
-PROGRAM_SECONDS = 150.0 * PATIENCE  # that one program may take to load and answer
-TARGETS = {"PowerInfer": 2.0, "llama.cpp": 3.0}  # where half of the model or less fits
+PROGRAM_SECONDS = 150.0 * PATIENCE  # limit for one program to load and answer
+TARGETS = {"PowerInfer": 2.0, "llama.cpp": 3.0}  # if half of the model or less fits
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A synthetic model. layers: fewer than the shape's, where the whole would take too long."""
+    """A synthetic model. layers: fewer than the shape's if the whole would take too long."""
 
     kind: Kind
     shape: Shape
@@ -66,7 +66,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What to measure, with what. options: of every load."""
+    """What to measure, and how. options: of every load."""
 
     device: torch.device
     folder: Path
@@ -83,7 +83,7 @@ class Setup:
     def of(cls, args: argparse.Namespace, device: torch.device) -> Setup:
         names = args.model or (["small"] if args.small else [name for name in RECIPES if name != "small"])
         if unknown := set(names) - RECIPES.keys():
-            sys.exit(f"{min(unknown)} is no model; there are {', '.join(RECIPES)}.")
+            sys.exit(f"{min(unknown)} is not a model; there are {', '.join(RECIPES)}.")
         what = (args.models, tuple(names), args.llama, args.powerinfer, args.threads)
         if args.small:
             return cls(device, *what, 8, 1, (0.85, WHOLE), {"max_batch": 16})
@@ -91,7 +91,7 @@ class Setup:
 
 
 def run(ledger: Ledger, setup: Setup) -> None:
-    """Measures what is not measured yet, and prints the tables of all."""
+    """Measure missing units, and print the tables of all results."""
     speeds, parts = [], []
     for name in setup.models:
         for share in setup.shares:
@@ -126,7 +126,7 @@ def run(ledger: Ledger, setup: Setup) -> None:
 
 
 def measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, Any]:
-    """Every program in turn, several rounds; a run of one program is a unit that is kept."""
+    """Measure every program in turn, for several rounds; each run of a program is a stored unit."""
     path = _model(setup.folder, name)
     plain = _model(setup.folder, name, plain=True) if setup.llama else path
     size = path.stat().st_size / GIB
@@ -145,7 +145,7 @@ def measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, 
             runs.setdefault(program, []).append(found)
 
     def beside() -> float:
-        """GiB that hotset's plan gives to all but weights: a peer has no more for its weights than hotset."""
+        """Return the GiB in hotset's plan apart from weights: peers get as much for weights as hotset."""
         planned = next((run["kinds"] for run in runs["hybrid"] if run.get("kinds")), {})
         return sum(planned.get(kind, 0) for kind in ("kv", "workspace", "context")) / GIB
 
@@ -160,7 +160,7 @@ def measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, 
     if setup.powerinfer is not None:
         programs["PowerInfer"] = lambda: _powerinfer(ledger, setup, path, budget, beside())
     for i in range(setup.rounds):
-        # The first round begins with hotset, whose plan says what the others get.
+        # The first round begins with hotset, whose plan determines the peers' budgets.
         for program in list(programs) if i % 2 == 0 else list(reversed(programs)):
             if i or program == "hybrid" or any("error" not in run for run in runs.get("hybrid", [])):
                 unit(program, i, programs[program])
@@ -168,7 +168,7 @@ def measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, 
 
 
 def _model(folder: Path, name: str, *, plain: bool = False) -> Path:
-    """The file of a recipe, written if it is not there."""
+    """Return the file of a recipe, after writing it if it is missing."""
     recipe = RECIPES[name]
     path = folder / (f"{name}.gguf" if plain else f"{name}.powerinfer.gguf")
     if not path.exists():
@@ -186,7 +186,7 @@ def _model(folder: Path, name: str, *, plain: bool = False) -> Path:
 
 
 def _worker(ledger: Ledger, setup: Setup, path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """One load and answer in a process of its own, whose device memory is then its own too."""
+    """Load and answer once in a separate process, so that no other program's memory is on the device."""
     given = {"n_threads": setup.threads} | options | setup.options
     task = json.dumps({"path": str(path), "options": given, "n_gen": setup.n_gen})
     done = _run(ledger, [sys.executable, str(WORKER), task])
@@ -198,7 +198,7 @@ def _worker(ledger: Ledger, setup: Setup, path: Path, options: dict[str, Any]) -
 def _llama(
     ledger: Ledger, setup: Setup, name: str, path: Path, budget: float | None, beside: float
 ) -> dict[str, Any]:
-    """As many layers as the budget holds, less what hotset's plan keeps for other things than weights."""
+    """Run llama.cpp with as many layers as fit in the budget minus hotset's memory apart from weights."""
     assert setup.llama is not None
     layers = RECIPES[name].shape.layers
     if budget is not None:
@@ -216,19 +216,19 @@ def _powerinfer(
 ) -> dict[str, Any]:
     argv = [str(setup.powerinfer), "-m", str(path), "-n", str(setup.n_gen), "--ignore-eos", "--temp", "1.0"]
     argv += ["-p", "a", "-t", str(setup.threads)]
-    if budget is not None:  # which is of weights alone there
+    if budget is not None:  # which there counts only weights
         argv += ["--vram-budget", f"{max(budget - beside, 0):.3f}"]
     done = _run(ledger, argv, cwd=setup.folder)
     if isinstance(done, str):
         return {"error": done}
     found = EVAL.search(done.stderr)
     if found is None:
-        return {"error": "it named no time"}
+        return {"error": "it printed no time"}
     return {"tokens_per_second": int(found[2]) / float(found[1]) * 1e3}
 
 
 def _run(ledger: Ledger, argv: list[str], **options: Any) -> subprocess.CompletedProcess[str] | str:
-    """A command that has ended well, or what it said last."""
+    """Run a command; return it if it succeeded, or else its last output."""
     limit = ledger.timeout(PROGRAM_SECONDS)
     try:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -248,7 +248,7 @@ def _speeds(result: dict[str, Any], program: str) -> list[float]:
 
 
 def speed_rows(name: str, share: float, result: dict[str, Any]) -> list[list[str]]:
-    """A row for each program: tokens per second, and how many times as fast the hybrid is."""
+    """Return a row for each program: tokens per second, and the speedup of the hybrid."""
     ours, rows = _speeds(result, "hybrid"), []
     for program, runs in result["runs"].items():
         speeds = _speeds(result, program)

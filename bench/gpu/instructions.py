@@ -1,10 +1,11 @@
-"""What the compiled kernels of a token's step execute for each weight, and those of a prompt's products for
-each tile: the tables of docs/contributing/internals/gpu.md.
+"""The instructions of compiled kernels: per weight in a decode step, and per tile in a prompt's products.
+
+They are the tables of docs/contributing/internals/gpu.md.
 
 usage: python bench/gpu/instructions.py [sm_80 sm_90 ...]
 
-It needs no device: kernels are compiled for shapes of a 7B model, and the innermost loop is taken apart.
-Barriers and accesses to shared memory are those of the loop; registers are a thread's, spills its bytes.
+It needs no device: kernels are compiled for shapes of a 7B model, and the innermost loop is analysed.
+Barriers and accesses to shared memory are counted in the loop; registers and bytes of spills per thread.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ PRODUCTS = {
         *((GGMLType[name], 2 * FF) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "F16")),
     )
 }
-TENSOR_CORES = {80: 1024, 90: 2048}  # products of halves in a cycle of a multiprocessor: A100, H100
+TENSOR_CORES = {80: 1024, 90: 2048}  # products of halves per cycle of a multiprocessor: A100, H100
 MULTIPROCESSORS = {80: 108, 90: 132}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel, for each weight of its loop the instructions of a thread, and the rest of COLUMNS."""
+    """A kernel: a thread's instructions per weight of its loop, and the rest of COLUMNS."""
 
     kernel: str
     instructions: float
@@ -68,9 +69,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a prompt of 512 tokens, as PRODUCT_COLUMNS. instructions: of a scheduler, for a tile of 64
-    rows, 64 columns and 128 tokens; of_cycles: the share of the time that the tensor cores take for it;
-    n_bytes: of inputs and weights, for as much. loads, copies: see Loop."""
+    """A product of a prompt of 512 tokens, as in PRODUCT_COLUMNS.
+
+    instructions: of a scheduler, for a tile of 64 rows, 64 columns and 128 tokens; of_cycles: their share of
+    the tensor cores' cycles for it; n_bytes: of its inputs and weights. loads, copies: see Loop.
+    """
 
     product: str
     tile: str
@@ -89,7 +92,7 @@ class Product:
 
 
 def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is compiled: a row of the table each, the first kernel that it launches."""
+    """Yield the rows of the table and their calls, of which the first launched kernel is measured."""
     for type_ in (GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.F16):
         yield f"matvec, {type_.name}", lambda type_=type_: kernels.linear(new(1, D), weights(type_, D, D))
     q4_0 = weights(GGMLType.Q4_0, FF, D)
@@ -108,21 +111,21 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
         *(new(1, n, dtype=torch.int32) for n in (64, 1)),
     )
     where = new(2, 1, 64), pages, pages, table, at, at
-    yield "the same behind a norm, Q4_0", lambda: kernels.gated(h, both, activation="silu")
+    yield "the same after a norm, Q4_0", lambda: kernels.gated(h, both, activation="silu")
     yield (
         "matvec before a norm, Q4_0",
         lambda: kernels.linear_normed(new(1, D), weights(GGMLType.Q4_0, D, D), None, new(1, D), new(D), 1e-5),
     )
     for kind in ("neox", "norm"):
         yield (
-            f"heads behind a norm, {kind}, Q4_0",
+            f"heads after a norm, {kind}, Q4_0",
             lambda kind=kind: kernels.project_heads(h, heads, None, *where, n_head=32, kind=kind),
         )
     yield "axpy, Q4_0", lambda: kernels.linear_t(new(1, FF), q4_0)
 
 
 def rows(target: str, wanted: Collection[str] = ()) -> Iterator[Row]:
-    """For a target of compiled_kernels.TARGETS, as sm_90; wanted: of which kernels, or all."""
+    """Yield rows for a target of compiled_kernels.TARGETS, such as sm_90; wanted: some kernels, or all."""
     for name, run in steps():
         if wanted and name not in wanted:
             continue
@@ -132,7 +135,7 @@ def rows(target: str, wanted: Collection[str] = ()) -> Iterator[Row]:
 
 
 def products(target: str, wanted: Collection[str] = ()) -> Iterator[Product]:
-    """For a target that TENSOR_CORES has; wanted: which of PRODUCTS, or all."""
+    """Yield products for a target in TENSOR_CORES; wanted: some of PRODUCTS, or all."""
     arch = TARGETS[target].arch
     for name, (type_, n_rows) in PRODUCTS.items():
         if wanted and name not in wanted:

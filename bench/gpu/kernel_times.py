@@ -1,10 +1,10 @@
-"""Where the time of a token goes on a CUDA device: a table of its kernels, from torch's profiler.
+"""The time of a token on a CUDA device by kernel, from torch's profiler.
 
 usage: python bench/gpu/kernel_times.py MODEL [--device cuda:0] [--option NAME=JSON ...] [--prompt 512]
 
-Captured steps are replayed as without the profiler; copies count as kernels. --option: of hotset.load.
-A pause between kernels that is longer than GAP is the host's. A prompt of --prompt tokens has a table of
-its own.
+Captured steps are replayed as without the profiler; copies count as kernels. --option: of hotset.load. A
+pause between kernels that is longer than GAP counts for the host. A prompt of --prompt tokens has a separate
+table.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def table(call: Callable[[], object], what: str, n: int) -> None:
-    """Of the kernels of `call`, which does something n times, sorted by the time that they take."""
+    """Print the kernels of `call`, which does something n times, sorted by time."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
@@ -68,7 +68,7 @@ def table(call: Callable[[], object], what: str, n: int) -> None:
             found[event.name].append(event.time_range.elapsed_us())
             spans.append((event.time_range.start, event.time_range.end))
     if not spans:
-        sys.exit("the profiler saw no kernel on the device")
+        sys.exit("the profiler recorded no kernel on the device")
     spans.sort()
     start = end = spans[0][0]
     gaps = []

@@ -1,8 +1,8 @@
-"""The kernels one by one: how near each comes to the rate at which this device reads its memory.
+"""Single kernels: their speed relative to the rate at which this device reads its memory.
 
-A unit is one kernel on one shape and type. It is checked against the fallback kernel on the same inputs: a
-fast kernel that is wrong has no speed. Shares are of the read rate measured in this run; the launches are in
-CUDA graphs, as in a step.
+A unit is one kernel with one shape and type. It is compared with the fallback kernel on the same inputs: a
+wrong kernel has no speed. Shares are of the read rate measured in this run; launches are in CUDA graphs, as
+in a step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TARGET = 0.85  # of the read rate, for decoding
 PROMPTS = {
     GGMLType.Q4_0: 0.4,
     GGMLType.F16: 0.5,
-}  # of the tensor cores' rate, as torch reaches it with halves
+}  # of the tensor cores' rate that torch reaches with halves
 TOLERANCE = 1e-3  # ‖out − fallback‖ / ‖fallback‖: float32 sums in another order stay far below
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model's matrices. The small ones are for trying the scripts out without a GPU."""
+    """The sizes of a model's matrices. The small ones are for trying the scripts without a GPU."""
 
     d: int = 4096
     ff: int = 11008
@@ -54,8 +54,11 @@ SMALL = Sizes(d=256, ff=512, vocab=768, n_head=4, n_head_kv=2, depths=(128,), pr
 
 @dataclass(frozen=True)
 class Unit:
-    """bytes, operations: what the kernel must move and do at least. make: a call on inputs of its own, and
-    what it must yield. target: of the read rate; product_target: of that of half-precision products."""
+    """A kernel to measure. bytes, operations: the least that it must move and compute.
+
+    make: a call with new inputs, and its expected result. target: of the read rate; product_target: of the
+    rate of half-precision products.
+    """
 
     key: str
     bytes: float
@@ -66,7 +69,7 @@ class Unit:
 
 
 def run(ledger: Ledger, device: torch.device, sizes: Sizes) -> None:
-    """Measures what is not measured yet, and prints the table of all."""
+    """Measure missing units, and print the table of all results."""
     kernels = Kernels(device)
     rates = ledger.unit("rates", lambda: _rates(device, sizes))
     if rates is None:
@@ -99,7 +102,7 @@ def _measure(unit: Unit, device: torch.device, kernels: Kernels) -> dict[str, An
     call, fallback = unit.make()
     found, expected = call().double(), fallback().double()
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-    if not error <= TOLERANCE:  # NaN too
+    if not error <= TOLERANCE:  # also for NaN
         return {"seconds": None, "error": error, "kernels": kernels.name}
     calls = ruler.copies(lambda: unit.make()[0], int(unit.bytes), device)
     return {
@@ -110,7 +113,7 @@ def _measure(unit: Unit, device: torch.device, kernels: Kernels) -> dict[str, An
 
 
 def cells(unit: Unit, result: dict[str, Any], rates: dict[str, Any]) -> list[str]:
-    """The row of a unit: its speed beside what the device reads or multiplies, and whether it is enough."""
+    """Return the row of a unit: its speed, the device's rate, and whether it is enough."""
     if result["seconds"] is None:
         return [unit.key, "", "", "", "", f"{result['error']:.1e}", "WRONG"]
     speed = unit.bytes / result["seconds"]
@@ -158,7 +161,7 @@ def _matrix(type: GGMLType, n_rows: int, n_cols: int, device: torch.device) -> D
 def _linear(
     kernels: Kernels, type: GGMLType, n_rows: int, n_cols: int, n_tokens: int, *, transposed: bool = False
 ) -> Unit:
-    """A product with a matrix, or with one that has a row for each of the inputs."""
+    """Return a product with a matrix, or with one that has a row for each of the inputs."""
     first = _Once(lambda: _matrix(type, n_rows, n_cols, kernels.device))
 
     def make() -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
@@ -175,7 +178,7 @@ def _linear(
 
 
 def _ffn(kernels: Kernels, type: GGMLType, s: Sizes, active: float) -> Unit:
-    """A random share of neurons is selected; of these about half fire (ReLU of a symmetric product)."""
+    """Return an FFN with randomly selected neurons, half of which fire (ReLU of symmetric products)."""
     first = _Once(lambda: tuple(_matrix(type, s.ff, s.d, kernels.device) for _ in range(3)))
     rng = np.random.default_rng(0)
 
@@ -186,7 +189,7 @@ def _ffn(kernels: Kernels, type: GGMLType, s: Sizes, active: float) -> Unit:
         h, residual = (torch.randn(1, s.d, device=kernels.device) for _ in range(2))
         counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64, device=kernels.device)
 
-        def by(who: Any) -> Callable[[], Tensor]:  # all that a step hands over (gpu/program.py)
+        def by(who: Any) -> Callable[[], Tensor]:  # all arguments as in a step (gpu/program.py)
             return lambda: who.sparse_ffn(
                 h, gate, up, down, activation="relu", threshold=0.0, selected=selected, residual=residual,
                 counts=counts,
@@ -223,7 +226,7 @@ def _attention(kernels: Kernels, s: Sizes, depth: int) -> Unit:
 
 
 class _Once:
-    """Weights made once on the host's clock; further copies are made on the device."""
+    """Weights made once with the host's generator; further copies are made on the device."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._first = make, None

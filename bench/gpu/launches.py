@@ -3,8 +3,8 @@
 usage: python bench/gpu/launches.py
 
 It needs no device: a stage of a model's shape is built over tensors without memory (torch's meta device), one
-step of it runs, and what it would launch is counted: kernels of Triton, operations of torch, and what the
-host-device synchronisation puts on the stream. A captured step has as many nodes. Bytes are those of the plan
+step of it runs, and its launches are counted: kernels of Triton, operations of torch, and the host-device
+synchronisation's operations on the stream. A captured step has as many nodes. Bytes are from the plan
 (placement/budget.py), at a context of 4,096 tokens that is half full.
 """
 
@@ -40,9 +40,9 @@ from hotset.model.thresholds import LayerThresholds
 from hotset.placement.budget import FFNMode, LayerFacts, model_facts
 
 D, FF, N_HEAD, RANK, N_VOCAB, N_PAGES = 4096, 11008, 32, 1024, 32000, 64  # 7B: Llama 2
-N_LAYER = 2  # the first has what is computed once for all
-ACTIVE, HOT = 0.1, 0.5  # of the neurons: those that fire, those on the device where a layer is split
-KEPT = 0.5  # of the inputs of every matrix, where small ones are zeroed
+N_LAYER = 2  # the first includes launches for all layers
+ACTIVE, HOT = 0.1, 0.5  # shares of neurons: those that fire, those on the device if a layer is split
+KEPT = 0.5  # of the inputs of every matrix, if small ones are zeroed
 N_EXPERT, N_USED, EXPERT_FF = 64, 8, 1408  # of a layer with experts, all of them on the CPU
 TYPE = GGMLType.Q4_0
 META = torch.device("meta")
@@ -50,8 +50,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Row:
-    """A mode: launches of a layer, and of a token beside its layers; bytes that a layer reads, and sends to
-    the CPU and back."""
+    """A mode: its launches per layer, and per token outside the layers; bytes read per layer, and exchanged.
+
+    Exchanged bytes go to the CPU and back.
+    """
 
     mode: str
     layer: int
@@ -60,7 +62,7 @@ class Row:
     sent: int
 
     def cells(self, n_layer: int) -> list[str]:
-        """Of a table; n_layer: of the whole model."""
+        """Return the cells of a table row; n_layer: of the whole model."""
         numbers = self.layer, self.once, self.once + n_layer * self.layer
         return [self.mode, *map(str, numbers), f"{self.read / 1e6:.1f}", f"{self.sent / 1e3:.1f}"]
 
@@ -71,7 +73,7 @@ COLUMNS = [
 
 
 def rows() -> Iterator[Row]:
-    """Every mode of a whole stage, and a split layer by each host-device synchronisation that is captured."""
+    """Yield every mode of a whole stage, and a split layer with each captured host-device synchronisation."""
     for mode in ("dense", "exact", "predicted"):
         yield _row(mode, mode, None)
     for kind in ("memops", "spin"):
@@ -116,7 +118,7 @@ def _read(layer: LayerFacts, hot: float) -> int:
 def _launches(
     source: Source, graph: Graph, *, sparse: bool, kind: str | None, has_experts: bool
 ) -> dict[int, int]:
-    """Of one token, by layer; -1: outside of the layers."""
+    """Count the launches of one token, by layer; -1: outside the layers."""
     log: list[object] = []
     counted: dict[int, int] = {}
 
@@ -140,12 +142,12 @@ def _launches(
         patches.enter_context(patch.object(GpuStage, "_call", call))
         patches.enter_context(Operations(log))
         stage._compute(stage._program(frozenset()), 1, 1, {})
-    counted[-1] = counted.get(-1, 0) + len(log) - sum(counted.values())  # what no call does
+    counted[-1] = counted.get(-1, 0) + len(log) - sum(counted.values())  # outside of any call
     return counted
 
 
 def _is_inside(graph: Graph, call: Any) -> bool:
-    """Whether a call belongs to a layer; those before and behind all have the number 0, too."""
+    """Return whether a call belongs to a layer; calls before and after all layers have the number 0, too."""
     names = {op.layer for op in graph.primitives if op.out in call.outs}
     return names != {-1} and not {value.id for value in call.outs} & {graph.result.id}
 
@@ -154,7 +156,7 @@ def without_memory(
     data: np.ndarray, type: GGMLType, n_rows: int, n_cols: int, device: torch.device,
     rows: np.ndarray | None = None, arena: object = None,
 ) -> DeviceMatrix:  # fmt: skip
-    """DeviceMatrix.from_bytes that looks at no byte."""
+    """Do the same as from_bytes, without reading any byte."""
     row = matrix._taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
     n = n_rows if rows is None else len(rows)
     parts = {name: torch.empty((n, p.shape[1]), dtype=p.dtype, device=device) for name, p in row.items()}
@@ -162,7 +164,7 @@ def without_memory(
 
 
 class Operations(TorchDispatchMode):
-    """Notes torch's operations that compute something: views and empty tensors launch nothing."""
+    """A counter of torch's operations that compute something: views and empty tensors launch nothing."""
 
     def __init__(self, log: list[object]) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class Operations(TorchDispatchMode):
 
 
 class Cold:
-    """The host-device synchronisation as a kind puts it on the stream, without a CPU behind it."""
+    """The host-device synchronisation of a kind on the stream, without a CPU worker."""
 
     max_batch, capturable = 1, True
 
@@ -203,7 +205,7 @@ class Cold:
 
 
 class Driver:
-    """cpu_offload.Driver that notes what it is asked for."""
+    """A cpu_offload.Driver that records its calls."""
 
     def __init__(self, log: list[object]) -> None:
         self._log = log
@@ -213,7 +215,7 @@ class Driver:
 
 
 class Source:
-    """The weights of a sparse model, or of one with SiLU, as a file would have them, all zero."""
+    """The weights of a sparse model, or of one with SiLU, as in a file, all zero."""
 
     def __init__(self, mode: FFNMode, *, silu: bool, has_experts: bool) -> None:
         self.metadata = {
@@ -250,7 +252,7 @@ class Source:
 
 
 def _matrices(mode: FFNMode, *, silu: bool, has_experts: bool) -> Iterator[tuple[str, int, int]]:
-    """Name, inputs, outputs."""
+    """Yield names, inputs and outputs."""
     yield "token_embd.weight", D, N_VOCAB
     yield "output.weight", D, N_VOCAB
     for i in range(N_LAYER):

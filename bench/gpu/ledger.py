@@ -1,7 +1,7 @@
-"""Units of work whose results are kept, so that a stage can be stopped anywhere and goes on where it was.
+"""Units of work with stored results, so that a stage can be stopped at any time and continued.
 
-A device may be there for ten minutes at a time. So a stage is split into units of seconds; each leaves one
-JSON file, written at once and whole, and a unit whose file is there is not measured again.
+A device may be available for only ten minutes at a time. So a stage is split into units of seconds. Each
+writes one JSON file, atomically, and a unit with a file is not measured again.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PATIENCE = float(os.environ.get("HOTSET_BENCH_PATIENCE", "1"))  # by which every limit is multiplied
-# Seconds: what lends a device may end a command after ten minutes, and keep nothing of it.
+PATIENCE = float(os.environ.get("HOTSET_BENCH_PATIENCE", "1"))  # a factor of every limit
+# Seconds: a lender of devices may end a command after ten minutes, and keep none of its results.
 LIMIT = 530.0 * PATIENCE
 
 
 class Ledger:
     """The results of one stage, in `folder`.
 
-    seconds: no unit is begun after that long. again: measure what is there already, too. limit: seconds in
+    seconds: no unit starts after this time. again: measure units with results again. limit: seconds after
     which the stage has ended, whatever its commands do.
     """
 
     def __init__(self, folder: Path, seconds: float, *, again: bool = False, limit: float = LIMIT) -> None:
         self.folder, self.again = folder, again
         self._limit = time.monotonic() + limit
-        self.left: list[str] = []  # units that were not begun
+        self.left: list[str] = []  # units that were not started
         self._end = time.monotonic() + seconds
         folder.mkdir(parents=True, exist_ok=True)
 
     def timeout(self, most: float) -> float:
-        """Seconds that a command may take: at most so many, and no more than are left of the stage."""
+        """Return the seconds for a command: at most `most`, and at most the rest of the stage."""
         return max(min(most, self._limit - time.monotonic()), 1.0)
 
     def unit(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """The result of a unit: from its file, or measured now; None where the time is up.
+        """Return the result of a unit, from its file or measured now; None if the time is over.
 
-        One that says "failed" is handed out and not kept.
+        A result with "failed" is returned but not stored.
         """
         path = self.folder / f"{key}.json"
         if path.exists() and not self.again:
@@ -59,14 +59,14 @@ class Ledger:
         return result
 
     def closing(self) -> str:
-        """One line: whether the stage is complete."""
+        """Return one line that says whether the stage is complete."""
         if not self.left:
             return f"Complete; raw results in {self.folder}."
         return f"{len(self.left)} units left ({self.left[0]} is next): run the same command again to go on."
 
 
 def run_within(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """A command and all that it starts: what runs longer is ended, and TimeoutExpired raised.
+    """Run a command; end it and all its children after `seconds`, and raise TimeoutExpired.
 
     options: of subprocess.Popen.
     """

@@ -1,7 +1,7 @@
-"""Whole models on a device and split with the CPU, against the CPU engine: are the logits the same?
+"""Whole models on a device and split with the CPU, compared with the CPU engine: are the logits the same?
 
 The CPU's kernels round their inputs to 8 bits, so quantised models differ by that. Their tolerance is from
-tests/backends/triton/test_hybrid.py. Models of floats must agree to a float's rounding with any split.
+tests/backends/triton/test_hybrid.py. Float models must agree to a float's rounding with any split.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PROMPT = list(range(3, 40))
 
 
 def agree(device: str, *, small: bool = False) -> bool:
-    """Prints a table; whether every model agrees. small: one that is split, for trying the script out."""
+    """Print a table; return whether every model agrees. small: only a split model, for trying the script."""
     kinds = KINDS[1:2] if small else KINDS
-    measuring.measure(device)  # here, where nothing disturbs it, and kept for the processes
+    measuring.measure(device)  # now, undisturbed, and stored for the processes
     measuring.synchronisation(device)
-    # Most of the time is Triton's compiler's: a process for each kind.
+    # Triton's compiler takes most of the time: use a process for each kind.
     with ProcessPoolExecutor(len(kinds), mp_context=multiprocessing.get_context("spawn")) as pool:
         found = [(kind, pool.submit(_rows, kind, device, small)) for kind in kinds]
     rows = []
@@ -52,7 +52,7 @@ def agree(device: str, *, small: bool = False) -> bool:
 
 
 def _rows(kind: Kind, device: str, small: bool) -> list[list[str]]:
-    """A kind's part of the table."""
+    """Return a kind's part of the table."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def _rows(kind: Kind, device: str, small: bool) -> list[list[str]]:
 
 
 def _error(path: Path, device: str, place: str) -> tuple[float, str]:
-    """Of the logits of a prompt, relative to the CPU engine's, and the share of neurons on the device."""
+    """Return a prompt's logits' error relative to the CPU engine, and the share of neurons on the device."""
     settings = {"sparsity": "exact", "n_ctx": 64, "max_batch": 16}
     with hotset.load(path, device="cpu", **settings) as model:
         expected = model.logits(PROMPT)

@@ -1,8 +1,8 @@
-"""Times on a device, and the rates that they are compared with.
+"""Times on a device, and the rates to compare them with.
 
-A GPU works while the host goes on, so calls are timed by the device's own events; launches of short calls
-would be measured too, so calls are captured in a CUDA graph where that can be. A kernel that reads the same
-megabytes again reads the device's cache: `copies` makes as many as no cache holds, and a turn reads all.
+A GPU works while the host continues, so calls are timed by the device's own events. To exclude the launches
+of short calls, calls are captured in a CUDA graph if possible. A kernel that reads the same megabytes again
+reads the device's cache: `copies` makes more than a cache holds, and each round reads all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_SECONDS = 0.02  # of one round
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What a device is, for the record."""
+    """Return the facts of a device, for the record."""
     if device.type != "cuda":
         return {"name": str(device), "torch": torch.__version__}
     p = torch.cuda.get_device_properties(device)
@@ -41,7 +41,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def copies(make: Callable[[], T], n_bytes: int, device: torch.device) -> list[T]:
-    """So many, of which a call reads n_bytes each, that the caches hold a third of what all of them read."""
+    """Return enough copies, of n_bytes per call, that the caches hold at most a third of them."""
     if device.type != "cuda":
         return [make()]
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
@@ -55,8 +55,10 @@ def copies(make: Callable[[], T], n_bytes: int, device: torch.device) -> list[T]
 
 
 def seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Seconds of one of the calls, the median of several rounds through all of them: a captured graph holds
-    each of them, for what is captured reads at every replay what it read then."""
+    """Return the median seconds of a call over several rounds of all calls.
+
+    A captured graph contains all calls, because each replay reads the same memory.
+    """
 
     def once() -> None:
         for call in calls:
@@ -74,34 +76,34 @@ def seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> floa
 
 
 def read_bandwidth(device: torch.device, n_bytes: int = 2 << 30) -> float:
-    """Bytes per second at which a device reads its memory: a sum over an array that no cache holds."""
+    """Return the bytes per second at which a device reads its memory: a sum over an array beyond caches."""
     x = torch.ones(n_bytes // 4, device=device)
     return n_bytes / seconds([x.sum], device)
 
 
 def copy_bandwidth(device: torch.device, n_bytes: int = 1 << 30) -> float:
-    """Bytes per second of a copy within a device, read and written bytes together."""
+    """Return the bytes per second of a copy within a device, read and written bytes together."""
     x = torch.ones(n_bytes // 4, device=device)
     y = torch.empty_like(x)
     return 2 * n_bytes / seconds([lambda: y.copy_(x)], device)
 
 
 def matmul_rate(device: torch.device, n: int = 4096) -> float:
-    """Operations per second of a large half-precision matrix product."""
+    """Return the operations per second of a large half-precision matrix product."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / seconds([lambda: a @ b], device)
 
 
 def median_of(values: Sequence[float]) -> str:
-    """A median with its range, for a table."""
+    """Return a median with its range, for a table."""
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def _captured(once: Callable[[], object], device: torch.device) -> Captured | None:
     try:
         return Graphs(device)(once)[0]
-    except RuntimeError:  # a call that reads back, such as a fallback kernel's, is timed with its launches
+    except RuntimeError:  # calls that read back, such as fallback kernels, are timed with their launches
         return None
 
 

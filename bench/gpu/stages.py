@@ -1,4 +1,4 @@
-"""What a machine with a GPU is asked, in stages that can be stopped and resumed.
+"""Tests and measurements on a machine with a GPU, in stages that can be stopped and resumed.
 
 usage: python bench/gpu/stages.py first   --out RESULTS --models FOLDER [--llama BUILD/bin] [--real FILE ...]
        python bench/gpu/stages.py check  [--device cuda:0] [--part kernels|models|memcheck|racecheck ...]
@@ -7,19 +7,19 @@ usage: python bench/gpu/stages.py first   --out RESULTS --models FOLDER [--llama
                                           [--llama BUILD/bin] [--powerinfer BUILD/bin/main]
        python bench/gpu/stages.py steps | budgets | speed | build   (options as of hybrid)
 
-first    all of the others in turn, what matters most first; a stage that fails stops none after it
-check    kernels on the device against the fallback and the CPU, then under the memory and race checkers
-steps    every host-device synchronisation, captured steps against those that are not, a long prompt; each
+first    all others in turn, the most important first; a failing stage does not stop the others
+check    kernels on the device compared with the fallback and the CPU, then under the memory and race checkers
+steps    every host-device synchronisation, captured and uncaptured steps, a long prompt; each
 in its own process
-kernels  each kernel against its fallback, and its share of the measured read rate
-budgets  bytes held against bytes planned and given
+kernels  each kernel compared with its fallback, and its share of the measured read rate
+budgets  allocated bytes compared with the plan and the budget
 build    llama.cpp and PowerInfer for CUDA, from --llama-source and --powerinfer-source
-speed    prompts and answers of a synthetic 7B and of --real files, dense, against llama.cpp
-hybrid   tokens per second at 25, 50 and 100% of a model in GPU memory: hybrid, CPU alone, GPU alone, peers
+speed    prompts and answers of a synthetic 7B and of --real files, dense, and llama.cpp's
+hybrid   tokens per second at 25, 50 and 100% of a model in GPU memory: hybrid, CPU only, GPU only, peers
 
-A stage begins no new unit of work after --seconds, ends within nine minutes whatever its programs do, and
-goes on where it was when it is called again with the same --out. It prints a table last and keeps raw
-results. Without a GPU, --device cpu --small runs every line of it on sizes that mean nothing.
+A stage starts no unit of work after --seconds, ends within nine minutes whatever its programs do, and
+continues when it is called again with the same --out. It prints a table last and keeps raw results. Without
+a GPU, --device cpu --small runs every line of it with meaningless sizes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PROCESSES = 12  # each with a context on the device
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = "tests/backends/triton/interpreted_gpu_kernels.py"
 PARTS = {
-    "kernels": "each compiled kernel against its fallback",
-    "models": "logits of whole models against the CPU engine's",
+    "kernels": "each compiled kernel compared with its fallback",
+    "models": "logits of whole models compared with the CPU engine's",
     "memcheck": "out-of-bounds and misaligned accesses of the kernels",
     "racecheck": "races in shared memory",
 }
@@ -60,12 +60,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of raw results")
     parser.add_argument(
-        "--seconds", type=float, help="begin no unit after so long (480); of first: what all may take (1800)"
+        "--seconds", type=float, help="start no unit after this time (480); of first: limit for all (1800)"
     )
     parser.add_argument("--part", action="append", choices=list(PARTS), help="of check; repeatable; all")
-    # One core is left to the thread that waits for the device.
-    parser.add_argument("--threads", type=int, default=max(usable_cores() - 1, 1), help="of the CPU, of all")
-    parser.add_argument("--again", action="store_true", help="measure what is there already, too")
+    # One core is left for the thread that waits for the device.
+    parser.add_argument(
+        "--threads", type=int, default=max(usable_cores() - 1, 1), help="of the CPU, for all programs"
+    )
+    parser.add_argument("--again", action="store_true", help="measure units with results again")
     parser.add_argument("--small", action="store_true", help="sizes for trying the scripts out")
     parser.add_argument("--models", type=Path, default=Path("gpu-models"), help="folder for synthetic models")
     parser.add_argument("--model", action="append", help="of hybrid; repeatable; all, the smallest first")
@@ -132,7 +134,7 @@ def main() -> None:
 
 
 def _handed_on(args: argparse.Namespace) -> list[str]:
-    """What `first` was given, for its stages."""
+    """Return the arguments of `first` for its stages."""
     options = ["--device", args.device, "--models", str(args.models), "--threads", str(args.threads)]
     for name in ("llama", "powerinfer", "llama_source", "powerinfer_source"):
         if (value := getattr(args, name)) is not None:
@@ -141,9 +143,9 @@ def _handed_on(args: argparse.Namespace) -> list[str]:
 
 
 def check(device: str, parts: list[str], seconds: float, *, small: bool = False) -> int:
-    """The kernels' tests on the device, under compute-sanitizer too where it is installed; whole models.
+    """Run the kernels' tests on the device, also under compute-sanitizer if installed, and whole models.
 
-    All parts end within so many seconds; one that has not is a failure.
+    A part that has not ended after `seconds` is a failure.
     """
     end, code = time.monotonic() + seconds, 0
     for part in parts:
@@ -153,7 +155,7 @@ def check(device: str, parts: list[str], seconds: float, *, small: bool = False)
             return 1
         print(f"\n{part}: {PARTS[part]}", flush=True)
         if device == "cpu" and part != "models":
-            print("the kernels are compiled for GPUs alone; `make test` runs them in Triton's interpreter")
+            print("the kernels are compiled only for GPUs; `make test` runs them in Triton's interpreter")
             continue
         code |= _part(part, device, left, small)
     return code
@@ -166,14 +168,14 @@ def _part(part: str, device: str, seconds: float, small: bool) -> int:
         command = [sys.executable, str(Path(__file__).with_name("models.py")), device]
         command += ["--small"] if small else []
     elif part == "kernels":
-        if importlib.util.find_spec("xdist") is not None:  # most of the time is Triton's compiler's
+        if importlib.util.find_spec("xdist") is not None:  # Triton's compiler takes most of the time
             command += ["-n", str(min(usable_cores(), PROCESSES))]
     else:
         if (sanitizer := shutil.which("compute-sanitizer")) is None:
             print("compute-sanitizer is not installed: this was not checked")
             return 0
-        # The allocator keeps what is freed, and hands out one piece for many tensors: reads past their ends
-        # would be reads of its own memory.
+        # The allocator keeps freed memory, and divides one piece among many tensors: out-of-bounds reads
+        # would be within its memory.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         command = [sanitizer, "--tool", part, "--error-exitcode", "1", *command]
     try:

@@ -1,9 +1,8 @@
-"""Whether steps are right on a device before anybody asks how fast: synchronisation, captures, a long prompt,
-experts that are cached, fetched or computed by the CPU.
+"""Correct steps on a device, before any speed: synchronisation, captures, a long prompt, and experts.
 
-And whether a budget is kept and used, and how quickly a whole model answers beside llama.cpp. A unit is a
-process of its own (trial.py, decode.py, `hotset bench`, llama-bench) with a time-out: one that hangs or
-spoils its device takes nothing with it.
+Experts are cached, fetched or computed by the CPU. It also measures whether a budget is kept and used, and
+the speed of whole models compared with llama.cpp. A unit is a separate process (trial.py, decode.py, `hotset
+bench`, llama-bench) with a time limit, so that one that hangs or breaks its device does not affect others.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from hotset.formats.quants import GGMLType
 
 TRIAL = Path(__file__).with_name("trial.py")
 SHARES = (0.25, 0.5, 0.75)  # of the model, as budgets
-USED = 0.95  # of a budget at least, where the model is larger
+USED = 0.95  # of a budget at least, if the model is larger
 PROMPT_TOKENS, PROMPT, ANSWER = 1800, 512, 64
 EXPERTS = Shape(512, 256, 4, 8, 4, experts=32, used=4)
 RATIOS = {"pp": 0.8, "tg": 1.0}  # of llama.cpp's, with everything on the device
 
 
 def run(ledger: Ledger, setup: Setup) -> None:
-    """Synchronisation, captured steps, a prompt of several chunks with and without launches that wait, and
-    experts."""
+    """Run synchronisation, captured steps, long prompts with and without waiting launches, and experts."""
     path, device = hybrid._model(setup.folder, setup.models[0]), str(setup.device)
     n_tokens = 48 if setup.options else PROMPT_TOKENS
     rows = []
-    for kind in get_args(Kind) if setup.device.type != "cpu" else ("direct",):  # what it has
+    for kind in get_args(Kind) if setup.device.type != "cpu" else ("direct",):  # the device's kinds
         found = _trial(ledger, f"synchronisation-{kind}", what="synchronisation", device=device, kind=kind)
         if found is not None:
             rows.append(
@@ -70,7 +68,7 @@ def run(ledger: Ledger, setup: Setup) -> None:
 
 
 def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
-    """An MoE model's answer, by who computes the experts that the device lacks: always the same."""
+    """Return rows on an MoE model's answers, which must not depend on who computes missing experts."""
     path = setup.folder / "experts.gguf"
     if not path.exists():
         setup.folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +82,7 @@ def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
         if found is not None:
             answers.append(found.get("answer"))
             good = answers[0] is not None and answers[0] == answers[-1] and not found.get("notes")
-            if share is not None:  # somebody had something to do
+            if share is not None:  # some experts were not on the device
                 good &= found.get("found", {}).get("on the CPU" if misses == "cpu" else "fetched", 0) > 0
             where = "all in the cache" if share is None else f"{share:.0%} in the cache, others by {misses}"
             rows.append([f"experts, {where}", _said(found), verdict(good)])
@@ -92,7 +90,7 @@ def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
 
 
 def budgets(ledger: Ledger, setup: Setup) -> None:
-    """What is held against what was planned and given."""
+    """Compare the allocated bytes with the plan and the budget."""
     rows = []
     for name in setup.models:
         path = hybrid._model(setup.folder, name)
@@ -118,7 +116,7 @@ def budgets(ledger: Ledger, setup: Setup) -> None:
 
 
 def speed(ledger: Ledger, setup: Setup, files: list[Path]) -> None:
-    """Prompts and answers of whole models on the device, dense, beside llama.cpp where it is given."""
+    """Measure prompts and answers of whole dense models on the device, and llama.cpp's if it is given."""
     own = [hybrid._model(setup.folder, name, plain=True) for name in setup.models]
     n_prompt, n_gen = (16, 4) if setup.options else (PROMPT, ANSWER)
     rows = []
@@ -163,7 +161,7 @@ def _rate(found: dict[str, Any], test: str) -> str:
 
 
 def _trial(ledger: Ledger, key: str, env: dict[str, str] | None = None, **task: Any) -> dict[str, Any] | None:
-    """What a process of its own found, or {"error": ...}, which is not kept: the next call asks again."""
+    """Return the result of a separate process, or {"error": ...}, which is not stored, so it is run again."""
 
     def measure() -> dict[str, Any]:
         done = hybrid._run(

@@ -1,4 +1,4 @@
-"""One question about a device, answered as JSON by a process of its own: what hangs there spoils no other.
+"""One question about a device, answered as JSON by a separate process, so that a hang affects no other.
 
 Its argument is JSON: {"what": synchronisation | replays | prompt | experts, "device": DEVICE, ...}.
 """
@@ -25,24 +25,23 @@ from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.placement.table import Placement
 
 SETTINGS: dict[str, Any] = {"sparsity": "exact", "n_ctx": 2048, "max_batch": 512}
-GRAIN = 1 << 20  # bytes, to which a budget is rounded up
+GRAIN = 1 << 20  # bytes; a budget is a multiple
 
 
 def synchronisation(device: str, kind: Any) -> dict[str, Any]:
-    """Seconds of a round trip with one kind, in a captured graph."""
+    """Measure the seconds of a round trip with one kind, in a captured graph."""
     return {"seconds": round_trip_seconds(device, kind)}
 
 
 def replays(
     device: str, path: str, share: float | None, sizes: Sequence[int] = range(1, MAX_CAPTURED + 1)
 ) -> dict[str, Any]:
-    """Steps of sizes that are captured: the first runs as it is, the second is recorded and replayed, the
-    third replayed. All must have the same bits.
+    """Compare the bits of three equal steps for each captured size: run, recorded and replayed, replayed.
 
-    share: of each layer's neurons that the device has, under a budget of what that takes (`shared_out`);
-    None: it has all, and there is no budget.
-    different: sizes whose bits differ; captured: how many steps are recorded; split: layers whose neurons
-    CPU and device share, which synchronise within a captured step; notes: what stages say.
+    share: of each layer's neurons on the device, under a budget of their size (`shared_out`); None: all,
+    without a budget. different: sizes whose bits differ; captured: the number of recorded steps; split:
+    layers whose neurons CPU and device share, with a synchronisation within a captured step; notes: of the
+    stages.
     """
     given = {} if share is None else shared_out(path, device, share)
     different, rng = [], np.random.default_rng(0)
@@ -63,15 +62,15 @@ def replays(
 
 
 def shared_out(path: str, device: str, share: float) -> dict[str, Any]:
-    """Options of `hotset.load` that leave a part of each layer's neurons to the CPU: an index of those that
-    the device has, beside the model, and a budget in GiB of what they take there.
+    """Return options of `hotset.load` that leave a part of each layer's neurons to the CPU.
 
-    The plan says what that is, its context and cache included. A share of the file's size would not do: the
-    context of a CUDA device alone is larger than a small model, and of a small model a plan leaves whole
+    They are an index of the neurons on the device, written next to the model, and a budget in GiB of their
+    size. The budget is from a plan, with context and cache. A share of the file's size would not work: the
+    context of a CUDA device alone is larger than a small model, and the plan of a small model leaves whole
     layers to the CPU, so that nothing is synchronised within a step.
     """
     index = Path(path).with_suffix(f".{share:g}.gpu_index")
-    # The capacity in it is PowerInfer's to read.
+    # The capacity in it is only for PowerInfer.
     whole = hotset.plan(Path(path), device=device, **SETTINGS)
     assert whole is not None
     write_gpu_index(index, GPUIndex(0, [np.arange(n) < share * n for n in whole.n_ff]))
@@ -83,13 +82,12 @@ def shared_out(path: str, device: str, share: float) -> dict[str, Any]:
 
 
 def n_split(placement: Placement | None) -> int:
-    """Layers whose neurons are shared."""
+    """Return the number of layers whose neurons are shared."""
     return 0 if placement is None else sum(layer.is_split for layer in placement.layers)
 
 
 def prompt(device: str, path: str, n_tokens: int) -> dict[str, Any]:
-    """A dense prompt of several chunks: what its logits are, so that two runs can be compared, and how long
-    the second took."""
+    """Run a dense prompt of several chunks; return its logits for comparison, and a second run's time."""
     ids = np.random.default_rng(1).integers(3, 500, n_tokens).tolist()
     settings = SETTINGS | {"sparsity": "dense"}
     with hotset.load(Path(path), device=device, **settings) as model:
@@ -102,11 +100,11 @@ def prompt(device: str, path: str, n_tokens: int) -> dict[str, Any]:
 
 
 def experts(device: str, path: str, share: float | None, n_tokens: int) -> dict[str, Any]:
-    """An answer of an MoE model, sampled with a seed, most of whose steps are replays: the tokens and their
-    probabilities, which do not depend on where an expert is.
+    """Return an MoE model's answer, sampled with a seed: tokens and probabilities; most steps are replays.
 
-    share: of the experts' bytes that a budget leaves to their cache; None: all of them, without a budget.
-    HOTSET_EXPERT_MISSES decides who computes the others. found: where the experts of the answer were.
+    They must not depend on where an expert is. share: of the experts' bytes in their cache's budget; None:
+    all of them, without a budget. HOTSET_EXPERT_MISSES selects who computes the others. found: where the
+    experts of the answer were.
     """
     settings = {"device": device, "n_ctx": 1024, "max_batch": 64}
     if share is not None:

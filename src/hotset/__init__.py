@@ -4,7 +4,7 @@
     with hotset.load("smollm2-135m") as model:
         print(model.generate("The sky is", max_tokens=32).text)
 
-Importing this costs nothing: what is named here is loaded when it is first used.
+Importing it is cheap: each name here is loaded when it is first used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The Python API: `hotset.load(...)` gives a Model that generates, chats and scores.
+"""The Python API: `hotset.load(...)` returns a Model that generates, chats and scores.
 
-Several threads may use one Model: the engine is driven by a thread of its own, whose steps serve everyone.
+Several threads may use one Model: its engine runs in its own thread, whose steps serve all of them.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ if TYPE_CHECKING:
 
 @taking(LoadSettings)
 def load(model: ModelPath, settings: LoadSettings) -> Model:
-    """Opens a model: a GGUF file, a name (stored, created, catalogue), or "hf:owner/repository[:file]".
+    """Load a model: a GGUF file, a name (stored, created, catalogue), or "hf:owner/repository[:file]".
 
-    How is said by LoadSettings, or by keywords, which are its fields; it describes them. Raises
-    ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError (with the smallest
-    budget that works, where a budget is too small), DeviceError for a device that is asked for and not there,
-    and InvalidRequestError for a setting that means nothing, or a mode that the model does not have.
+    The options are a LoadSettings, or its fields as keywords. Raises ModelNotFoundError, DownloadError,
+    FormatError, UnsupportedModelError, OutOfMemoryError (with the smallest sufficient budget, if one is too
+    small), DeviceError for a missing device, and InvalidRequestError for an invalid setting, or a mode that
+    the model does not have.
     """
     return load_opened(open_model(model, settings))
 
 
 def load_opened(opened: Opened) -> Model:
-    """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
+    """Load a model that `open_model` opened. Its `close`, or a failure here, closes the file too."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
         decided = plan_model(opened, reserved=reserved_for(opened))
@@ -85,9 +85,9 @@ def load_opened(opened: Opened) -> Model:
 
 @taking(LoadSettings)
 def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
-    """What `load` would put where with these settings, which are its own; None where the CPU computes alone.
+    """Return where `load` would place a model with its settings; None if only the CPU computes.
 
-    Nothing is loaded on a device. What the model lacks is built as in `load`, whose errors these are.
+    Nothing is loaded on a device. Missing files of the model are built as in `load`; the errors are the same.
     """
     with open_model(model, settings) as opened:
         decided = plan_model(opened, reserved=reserved_for(opened))
@@ -96,16 +96,16 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
 
 
 class Model:
-    """A loaded model; made by `load`. Use it as a context manager, or call `close`.
+    """A loaded model, from `load`. Use it as a context manager, or call `close`.
 
-    decided: how it was loaded, with its settings. config: facts of the architecture. backend, engine, thread:
-    what runs it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation. kv_type: how keys
-    and values are stored. adapters: those (LoRA) that it has.
-    sparsity: which neurons are computed, and why. notes: what was built or opened for it, a message each.
-    placement: what is on which device; None where the CPU computes alone. ram, stored: what of memory is for
-    what under a budget, and the weights that are read under it; None where files are mapped.
+    decided: how it was loaded, with its settings. config: the architecture's parameters. backend, engine,
+    thread: the parts that run it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation.
+    kv_type: the type of the KV cache. adapters: its LoRA adapters.
+    sparsity: which neurons are computed, and why. notes: messages about files that were built or opened for
+    it. placement: the contents of each device; None if only the CPU computes. ram, stored: the split of a
+    memory budget, and the weights that are read under it; None if files are mapped.
 
-    Sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
+    The sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
     """
 
     def __init__(self, decided: Decided, backend: Backend) -> None:
@@ -132,14 +132,14 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the file. Raises TokenizerError where it cannot be used."""
+        """The tokenizer of the file. Raises TokenizerError if it is unusable."""
         from hotset.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self.gguf.metadata)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The chat template of the file. Raises TokenizerError where it cannot be used."""
+        """The chat template of the file. Raises TokenizerError if it is unusable."""
         from hotset.text.chat import chat_template
         from hotset.text.renderer import Renderer
 
@@ -154,14 +154,14 @@ class Model:
 
     @cached_property
     def output_form(self) -> OutputForm:
-        """How the model writes reasoning and calls of functions, by its chat template."""
+        """The form of reasoning and function calls in the model's output, from its chat template."""
         from hotset.text.output import OutputForm
 
         return OutputForm.of(self.chat_template.source, self.tokenizer)
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What answers may have to follow. Its vocabulary is made with the first."""
+        """The grammars that answers can be constrained to. Their vocabulary is built with the first one."""
         from hotset.text.constraint import Grammars
 
         return Grammars(self.tokenizer)
@@ -175,10 +175,10 @@ class Model:
         continue_final_message: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation up to where the answer begins, by the template of the file.
+        """Return the token ids of a conversation up to the start of the answer, by the file's template.
 
-        add_generation_prompt, continue_final_message: text/messages.py, Opening. variables: whatever else the
-        template knows, such as enable_thinking; InvalidRequestError for its own. Raises as `encode`.
+        add_generation_prompt, continue_final_message: text/messages.py, Opening. variables: other variables
+        of the template, such as enable_thinking; InvalidRequestError for its own. Raises as `encode`.
         """
         from hotset.text.messages import Opening, encoded
 
@@ -188,7 +188,7 @@ class Model:
         return encoded(self.chat_template, self.tokenizer, self.n_ctx, checked, tools, opening, **more)
 
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
+        """Return the token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt, parse_special, most=self.n_ctx)
         return self.engine.checked(list(prompt) if isinstance(prompt, Iterator) else prompt)
@@ -199,9 +199,9 @@ class Model:
     def generate(
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> Completion:
-        """The answer to a prompt: text (special tokens in it are plain text), or token ids taken as they are.
+        """Return the answer to a prompt: a text (in which special tokens are plain text), or token ids.
 
-        reuse_prefix: False computes the prompt even where its beginning is in the cache.
+        reuse_prefix: False computes the whole prompt even if its beginning is in the cache.
         The other keywords are the fields of SamplingParams, which `help(hotset.SamplingParams)` explains.
         Raises InvalidRequestError for a bad parameter, ContextLengthError for a prompt that does not fit.
         """
@@ -211,7 +211,7 @@ class Model:
     def generate_many(
         self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> list[Completion]:
-        """Answers several prompts side by side; each answer is the same as from `generate`."""
+        """Answer several prompts in one batch; each answer is the same as from `generate`."""
         checked = sampling_params(params, self.decided.sampling)
         generations = [self.prepare(self.encode(prompt), checked, reuse_prefix) for prompt in prompts]
         with self._explained(), ExitStack() as running:
@@ -223,9 +223,9 @@ class Model:
     def stream(
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> Iterator[Chunk]:
-        """The answer piece by piece, a chunk per token; leaving the loop cancels the rest.
+        """Yield the answer in pieces, a chunk per token; leaving the loop cancels the rest.
 
-        Prompt and parameters are checked at the call, as in `generate`; the work begins with the first chunk.
+        The call checks the prompt and the parameters, as in `generate`; the work starts with the first chunk.
         """
         checked = sampling_params(params, self.decided.sampling)
         return self._stream(self.prepare(self.encode(prompt), checked, reuse_prefix))
@@ -254,11 +254,11 @@ class Model:
     ) -> ChatMessage | Iterator[Chunk]:
         """Return the next message of a conversation; a last message of the assistant is continued.
 
-        messages: as OpenAI's clients write them, [{"role": "user", "content": "Hello"}, ...].
-        stream: chunks instead of the whole message. tools: functions that the model may call, in OpenAI's
-        shape; its calls are the message's `tool_calls`. tool_choice: "auto", "none", "required", or one
-        function, {"name": ...}. parallel_tool_calls: False ends an answer with its first call.
-        variables: for the chat template, such as enable_thinking. Sampling: as of `generate`.
+        messages: in OpenAI's form, [{"role": "user", "content": "Hello"}, ...].
+        stream: return chunks instead of the whole message. tools: functions that the model may call, in
+        OpenAI's form; its calls are the message's `tool_calls`. tool_choice: "auto", "none", "required", or
+        one function, {"name": ...}. parallel_tool_calls: False ends an answer with its first call.
+        variables: for the chat template, such as enable_thinking. Sampling: as in `generate`.
         """
         use = ToolUse(tools or (), tool_choice, parallel_tool_calls)
         generation = self.prepare_chat(messages, use, variables, **params)
@@ -275,7 +275,7 @@ class Model:
         variables: Mapping[str, Any] | None = None,
         **params: Unpack[Sampling],
     ) -> Generation:
-        """Return an answer to a conversation that has not begun. Raises as `encode_chat` and `prepare` do."""
+        """Return an answer to a conversation that has not started. Raises as `encode_chat` and `prepare`."""
         checked = checked_messages(messages)
         sampling = sampling_params(params, self.decided.sampling)
         output = output_of(self.output_form, sampling, checked, BY_LAST_ROLE, use, variables or {})
@@ -292,12 +292,12 @@ class Model:
         owner: Owner | None = None,
         adapters: AdapterScales | None = None,
     ) -> Generation:
-        """Return an answer that has not begun, for a caller that submits its sequence and takes the events.
+        """Return an answer that has not started; the caller submits its sequence and takes the events.
 
-        reading: how its text is read (outputs.py); None: as text. owner: for whom it runs. adapters: of
-        `adapters.resolve`; None: the default adapters.
-        Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
-        for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
+        reading: how its text is parsed (outputs.py); None: as plain text. owner: the client that it runs for.
+        adapters: from `adapters.resolve`; None: the default adapters. Raises ContextLengthError;
+        InvalidRequestError for a token or a bias outside the vocabulary, and for an unusable schema or
+        grammar; HotsetError if a needed package is not installed.
         """
         self._check_open()
         if reading is None:
@@ -317,7 +317,7 @@ class Model:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Where a device runs out of memory the message offers a smaller plan."""
+        """Add a smaller plan to the message if a device runs out of memory."""
         try:
             yield
         except OutOfMemoryError as error:
@@ -330,7 +330,7 @@ class Model:
     # ---- scores ----
 
     def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
-        """The logits after each token: float32 [n_tokens, n_vocab]. Text is encoded as a prompt is."""
+        """Return the logits after each token: float32 [n_tokens, n_vocab]. Text is encoded like a prompt."""
         ids = self.engine.fitting(self.encode(tokens))
         rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
 
@@ -351,7 +351,7 @@ class Model:
 
     @cached_property
     def embedder(self) -> Embedder:
-        """What makes vectors and scores of texts; `embed` and `rerank` use it."""
+        """The source of vectors and scores of texts, which `embed` and `rerank` use."""
         from hotset.engine.embedding import Embedder
 
         return Embedder(self.engine, self.graph, self.weights, self.gguf.metadata)
@@ -359,18 +359,18 @@ class Model:
     def embed(
         self, texts: Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
     ) -> np.ndarray:
-        """Each text, or list of token ids, as a vector of length 1: float32 [n_texts, width].
+        """Return a vector of length 1 for each text or list of token ids: float32 [n_texts, width].
 
         pooling: "mean" of the hidden states, "cls" (the first token's), "last", or "rank": a classifier's
-        number for each label. By default what the file says, else the mean.
-        dimensions: the first values alone. Raises ContextLengthError for a text that does not fit.
+        score for each label. The default is the file's pooling, or the mean.
+        dimensions: keep only the first values. Raises ContextLengthError for a text that does not fit.
         """
         if pooling == "none":
             raise InvalidRequestError("without pooling a text has a vector for each token; use embed_tokens")
         return self._embedded(texts, pooling, dimensions).vectors()
 
     def embed_tokens(self, texts: Sequence[Prompt], *, dimensions: int | None = None) -> list[np.ndarray]:
-        """A vector for each token, as it is: float32 [n_tokens, width] of each text. Otherwise as `embed`."""
+        """Return unnormalised vectors per token: float32 [n_tokens, width] for each text. Else as `embed`."""
         return self._embedded(texts, "none", dimensions).tokens()
 
     def _embedded(self, texts: Sequence[Prompt], *how: Any) -> TextVectors:
@@ -384,10 +384,10 @@ class Model:
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None
     ) -> list[RankedDocument]:
-        """Documents by how well they answer a query, the best first (top_n: only so many), with a score each.
+        """Return documents by how well they answer a query, best first, with scores. top_n: only the best.
 
-        Scores are as the model gives them: probabilities of Qwen3's, any numbers of others'. Raises
-        UnsupportedModelError for a model that is no reranker, and as `embed`.
+        Scores are the model's own: probabilities for Qwen3, any numbers for others. Raises
+        UnsupportedModelError for a model that is not a reranker, and the errors of `embed`.
         """
         from hotset.engine.reranking import ranked, reranking_tokens
 
@@ -400,35 +400,35 @@ class Model:
         return ranked(scores, documents, most)
 
     def perplexity(self, text: str, *, n_ctx: int = 512, chunks: int | None = None) -> PerplexityResult:
-        """Perplexity of a text by the protocol of llama-perplexity (see engine/perplexity.py)."""
+        """Return the perplexity of a text, measured like llama-perplexity (see engine/perplexity.py)."""
         *_, result = self.perplexity_chunks(text, n_ctx=n_ctx, chunks=chunks)
         return result
 
     def perplexity_chunks(
         self, text: str, *, n_ctx: int = 512, chunks: int | None = None
     ) -> Iterator[PerplexityResult]:
-        """As `perplexity`, yielding the running result after each chunk."""
+        """Yield the running result of `perplexity` after each chunk."""
         for (result,) in compare_chunks([self], text, n_ctx=n_ctx, chunks=chunks):
             yield result
 
-    # ---- what happens inside ----
+    # ---- inspection ----
 
     def taps(self, tokens: Prompt, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Intermediate values of a text, by name: float32 [n_tokens, width].
+        """Return intermediate values of a text, by name: float32 [n_tokens, width].
 
-        names: of values of the graph (model/decoder.py lists them), such as "blk.0.ffn_act", one per neuron.
-        Raises InvalidRequestError for a name that the graph lacks, ContextLengthError and OutOfMemoryError
-        where the text does not fit in the context or beside what runs.
+        names: values of the graph (model/decoder.py lists them), such as "blk.0.ffn_act", one per neuron.
+        Raises InvalidRequestError for an unknown name, and ContextLengthError or OutOfMemoryError if the text
+        does not fit in the context or in the remaining memory.
         """
         return whole(self.tap_steps, self.encode(tokens), names)
 
     def tap_steps(self, tokens: Prompt, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-        """As `taps`, a step at a time: what a long text yields need not be in memory at once."""
+        """Yield the result of `taps` step by step, so that a long text's values need not fit in memory."""
         ids = np.array(self.engine.fitting(self.encode(tokens)), np.int32)
         return engine_taps.steps(self.thread, self.graph, ids, names)
 
     def summary(self, steps: Sequence[StepStats]) -> StatsSummary | None:
-        """What these steps of the backend did, mean per token; None without any."""
+        """Return statistics of these steps of the backend, mean per token; None without any step."""
         return self._step_costs.summary(steps) if steps else None
 
     @cached_property
@@ -438,15 +438,15 @@ class Model:
         return StepCosts(self.graph, self.weights.tensors)
 
     def measure_predictor(self, tokens: Prompt) -> list[PredictorQuality]:
-        """Recall and precision of the predictor, layer by layer, against the neurons that fire on a text.
+        """Return recall and precision of the predictor, by layer, for the neurons that fire on a text.
 
-        The text runs once more, with all neurons. Raises InvalidRequestError where no predictor is in use.
+        The text runs once more, with all neurons. Raises InvalidRequestError without a predictor.
         """
         from hotset.sparsity.stats import measure_predictor
 
         if self.sparsity.mode != "predicted":
             raise InvalidRequestError(
-                f"there is no predictor to measure in the sparsity mode {self.sparsity.mode}; load the model "
+                f"the sparsity mode {self.sparsity.mode} has no predictor to measure; load the model "
                 'with sparsity="predicted"'
             )
         ids = np.array(self.encode(tokens), np.int32)
@@ -460,7 +460,7 @@ class Model:
     # ---- the rest ----
 
     def device_memory(self) -> list[DeviceMemory]:
-        """What was planned of each device, and what is really used there now."""
+        """Return the planned memory of each device, and the memory in use there now."""
         if self.placement is None:
             return []
         from hotset.placement.build import device_memory
@@ -469,11 +469,11 @@ class Model:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that decoding the first token reads; `cost` says how many at a depth."""
+        """Bytes that decoding the first token reads; `cost` gives the bytes at any depth."""
         return self.cost.bytes_per_token(0, self.kv_type)
 
     def close(self) -> None:
-        """Ends what still runs and frees threads, processes, cache and file; safe to call twice."""
+        """End what still runs, and free threads, processes, cache and file; safe to call twice."""
         self._closed = True
         self.thread.close()
         if "chat_template" in self.__dict__:  # (a cached property)

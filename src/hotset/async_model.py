@@ -1,7 +1,7 @@
-"""A loaded model for programs that run on asyncio: nothing waits in the event loop, and no thread per answer.
+"""A loaded model for asyncio programs: no call blocks the event loop, and answers need no threads.
 
-What takes a moment (encoding, templates, vectors) is done in a thread. An answer is a sequence of the engine,
-whose events come to the loop as they are made; a task that is cancelled cancels its answer.
+Slow calls (encoding, templates, vectors) run in a thread. An answer is a sequence of the engine, whose events
+are sent to the loop as they occur. Cancelling a task cancels its answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Prepare = Callable[[], Generation]
 
 @taking(LoadSettings)
 async def _load(model: ModelPath, settings: LoadSettings) -> AsyncModel:
-    """Load a model as `hotset.load` does, in a thread. A cancelled task leaves no model behind."""
+    """Load a model like `hotset.load`, in a thread. A cancelled task leaves no model behind."""
     loading = asyncio.create_task(asyncio.to_thread(load, model, settings))
     try:
         return AsyncModel(await asyncio.shield(loading))
@@ -44,12 +44,12 @@ def _close(loading: asyncio.Task[Model]) -> None:
 
 
 class AsyncModel:
-    """The methods of a Model as coroutines. Use it with `async with`, or call `close`: the model is closed.
+    """A Model with coroutines as methods. Use it with `async with`, or call `close`, to close the model.
 
-    `await AsyncModel.load("name")` has the parameters of `hotset.load`. model: a loaded Model; it is kept as
-    `model`, with its attributes and further methods.
-    Answers that run at the same time are computed together, as many as the model's max_sequences; each is
-    the same as from the Model. Errors are the Model's.
+    `await AsyncModel.load("name")` has the parameters of `hotset.load`. model: a loaded Model; it stays
+    available as `model`, with its attributes and other methods.
+    Answers that run at the same time are computed together, up to the model's max_sequences; each is the same
+    as from the Model. Errors are the Model's.
     """
 
     load = staticmethod(_load)
@@ -78,8 +78,10 @@ class AsyncModel:
     async def stream(
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> AsyncGenerator[Chunk, None]:
-        """Do as Model.stream. Leaving the loop early cancels the rest when the generator is closed, which
-        `contextlib.aclosing` does at once."""
+        """Do as Model.stream. Leaving the loop cancels the rest once the generator is closed.
+
+        Use `contextlib.aclosing` to close it at once.
+        """
         async with aclosing(self._chunks(self._prompted(prompt, reuse_prefix, params))) as chunks:
             async for chunk, _ in chunks:
                 yield chunk
@@ -155,7 +157,7 @@ class AsyncModel:
         return await asyncio.to_thread(self.model.rerank, query, documents, top_n=top_n)
 
     async def close(self) -> None:
-        """Ends what runs, and frees the model; safe to call twice."""
+        """Cancel running answers, and free the model; safe to call twice."""
         await asyncio.to_thread(self.model.close)
 
     async def __aenter__(self) -> AsyncModel:
@@ -167,7 +169,7 @@ class AsyncModel:
         await self.close()
 
     def _prompted(self, prompt: Prompt, reuse_prefix: bool, params: Mapping[str, Any]) -> _Prepare:
-        """Return what prepares the answer to a prompt. Raises InvalidRequestError for bad parameters."""
+        """Return a function that prepares the answer. Raises InvalidRequestError for bad parameters."""
         checked = sampling_params(params, self.model.decided.sampling)
         return lambda: self.model.prepare(self.model.encode(prompt), checked, reuse_prefix)
 
@@ -179,7 +181,7 @@ class AsyncModel:
         raise AssertionError("an answer has an end")
 
     async def _chunks(self, prepare: _Prepare) -> AsyncGenerator[tuple[Chunk, Generation], None]:
-        """Yield the pieces of an answer, each with the generation that it is of."""
+        """Yield the pieces of an answer, each with its generation."""
         generation = await asyncio.to_thread(prepare)
         mailbox = _Mailbox(asyncio.get_running_loop())
         try:
@@ -188,16 +190,16 @@ class AsyncModel:
                 chunk = generation.take(await mailbox.events.get())
                 yield chunk, generation
         finally:
-            generation.cancel_soon()  # (of one that has ended nothing is left to cancel)
+            generation.cancel_soon()  # (does nothing if it has ended)
 
 
 class _Mailbox:
-    """Brings the events of a sequence from the engine's thread into the loop."""
+    """A mailbox that sends the events of a sequence from the engine's thread to the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = loop
 
     def put(self, event: Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed: no task waits for it
+        with suppress(RuntimeError):  # the loop is closed: no task waits
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)

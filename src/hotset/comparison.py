@@ -1,4 +1,4 @@
-"""Perplexity of loaded models, one or several next to each other."""
+"""Perplexity of one or more loaded models."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class MeasurableModel(Protocol):
 def compare(
     models: Sequence[MeasurableModel], text: str, *, n_ctx: int = 512, chunks: int | None = None
 ) -> tuple[PerplexityResult, ...]:
-    """Perplexity of several models side by side, and how far each is from the first (`divergence`).
+    """Return the perplexity of several models, and how far each is from the first (`divergence`).
 
-    The models are loaded by the caller, one file in several modes or several files, and must share their
-    tokens; the first one's tokenizer encodes the text. Raises InvalidRequestError for different vocabularies.
+    The caller loads the models, one file in several modes or several files. They must share their vocabulary;
+    the first one's tokenizer encodes the text. Raises InvalidRequestError for different vocabularies.
     """
     *_, results = compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks)
     return results
@@ -45,9 +45,9 @@ def compare(
 def compare_chunks(
     models: Sequence[MeasurableModel], text: str, *, n_ctx: int = 512, chunks: int | None = None
 ) -> Iterator[tuple[PerplexityResult, ...]]:
-    """Compare as `compare` does, and yield the running results after each chunk."""
+    """Yield the running results of `compare` after each chunk."""
     if not models:
-        raise InvalidRequestError("there is no model to compare; give at least one")
+        raise InvalidRequestError("the list of models is empty; give at least one")
     engine_perplexity.check_same_tokens([model.gguf for model in models])
     if not isinstance(text, str):
         raise InvalidRequestError(f"perplexity is measured over a text, not {shown(text)}")

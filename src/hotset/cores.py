@@ -1,4 +1,4 @@
-"""How many cores this process may really use."""
+"""The number of cores that this process may use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import psutil
 
 
 def usable_cores() -> int:
-    """Physical cores within the affinity mask and the container's CPU quota; at least 1.
+    """Return the number of physical cores in the affinity mask and the container's CPU quota; at least 1.
 
-    Two threads on the two halves of a core share its vector units: a matrix product gains nothing from the
-    second one, and loses at every barrier.
+    The two threads of a core share its vector units: a matrix product gains nothing from the second thread,
+    and loses time at every barrier.
     """
     try:
         allowed = sorted(os.sched_getaffinity(0))
@@ -25,7 +25,7 @@ def usable_cores() -> int:
 
 
 def _siblings(cpu: int) -> str:
-    """Names the physical core of a logical processor."""
+    """Return a name for the physical core of a logical processor."""
     path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     try:
         return path.read_text().strip()
@@ -34,7 +34,7 @@ def _siblings(cpu: int) -> str:
 
 
 def _quota() -> float:
-    """Processors' worth of time that the control group grants; infinite where there is no limit."""
+    """Return the quota of the control group in processors; infinite without a limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return math.inf if limit == "max" else float(limit) / float(period)

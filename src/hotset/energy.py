@@ -1,4 +1,4 @@
-"""What the processor counts of the energy that it takes: RAPL of Intel and AMD, as Linux shows it."""
+"""The energy use of the processor: the RAPL counters of Intel and AMD, on Linux."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True)
 class _Zone:
-    """A counter of microjoules, which begins again at 0 behind `largest`."""
+    """A counter of microjoules, which wraps around to 0 after `largest`."""
 
     counter: Path
     largest: int
@@ -20,19 +20,18 @@ class _Zone:
 
 
 class EnergyCounters:
-    """The counters of this machine's processors, and of their memory where it has some.
+    """The energy counters of this machine's processors, and of their memory if it has any.
 
-    They count what all programs take. Fewer than two turns of a counter may lie between two reads: at 200 W
-    one takes 20 minutes.
+    They include all programs. A counter must be read at least once per wrap: at 200 W, every 20 minutes.
 
-    Raises OSError, with what to do in its text, where there are none or they may not be read.
+    Raises OSError, with a remedy in its text, if they do not exist or are not readable.
     """
 
     def __init__(self) -> None:
         zones = [zone for zone in sorted(POWERCAP.glob("intel-rapl:*")) if _counts(zone)]
         if not zones:
             raise OSError(
-                "this machine shows no counters of energy (RAPL in /sys/class/powercap, on Linux); "
+                "this machine has no energy counters (RAPL in /sys/class/powercap, on Linux); "
                 "virtual machines have none"
             )
         try:
@@ -40,11 +39,11 @@ class EnergyCounters:
             self._last = [zone.read() for zone in self._zones]
         except PermissionError:
             raise OSError(
-                f"the counters of energy may not be read: sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj"
+                f"the energy counters are not readable: sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj"
             ) from None
 
     def joules(self) -> float:
-        """Since the last call, or since this was made."""
+        """Return the joules since the last call, or since the counters were created."""
         now = [zone.read() for zone in self._zones]
         counted = zip(self._zones, now, self._last, strict=True)
         total = sum(n - last if n >= last else n - last + zone.largest for zone, n, last in counted)
@@ -53,7 +52,7 @@ class EnergyCounters:
 
 
 def _counts(zone: Path) -> bool:
-    """Whether it is a processor's or the memory's: cores are within the one, psys is around both."""
+    """Return whether a zone is a processor or memory; core zones are inside these, psys includes both."""
     try:
         name = (zone / "name").read_text().strip()
     except OSError:

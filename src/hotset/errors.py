@@ -1,22 +1,22 @@
-"""Every error that a user can cause, as one sentence: what is wrong, where, what to do.
+"""Every error that a user can cause, with a one-sentence message: the problem, its place and a remedy.
 
-The command line prints the sentence and nothing else; the Python API raises the type, so that
-a program can distinguish a broken file from a full context. All derive from HotsetError.
+The command line prints only the sentence. The Python API raises the type, so that a program can distinguish a
+damaged file from a full context. All derive from HotsetError.
 """
 
 from collections.abc import Mapping
 
 
 class HotsetError(Exception):
-    """Base of every error that hotset raises on purpose."""
+    """Base of all errors that hotset raises intentionally."""
 
 
 class FormatError(HotsetError):
-    """A file is damaged, hostile, or of a kind that is not understood."""
+    """A file that is damaged, hostile, or of an unknown kind."""
 
 
 class ReadError(HotsetError):
-    """A model file could not be read while it was in use: the disk failed, or the file was changed."""
+    """A model file that could not be read during use: the disk failed, or the file was changed."""
 
 
 class UnsupportedModelError(HotsetError):
@@ -24,13 +24,14 @@ class UnsupportedModelError(HotsetError):
 
 
 class TokenizerError(HotsetError):
-    """The tokenizer or the chat template of a file cannot be used."""
+    """A tokenizer or chat template of a file that cannot be used."""
 
 
 class ContextLengthError(HotsetError):
-    """A prompt or an answer does not fit in the context, which truncates nothing in silence.
+    """A prompt or an answer that does not fit in the context; nothing is truncated silently.
 
-    n_tokens: of the text, or a lower bound; None if it was not counted. n_ctx: tokens of the context.
+    n_tokens: tokens of the text, or a lower bound; None if they were not counted. n_ctx: tokens of the
+    context.
     """
 
     def __init__(self, message: str, *, n_tokens: int | None = None, n_ctx: int | None = None) -> None:
@@ -39,25 +40,25 @@ class ContextLengthError(HotsetError):
 
 
 class ModelNotFoundError(HotsetError):
-    """A model name that no store, catalogue or path resolves."""
+    """A model name that is not in the store or the catalogue, and not a path."""
 
 
 class DownloadError(HotsetError):
-    """A model could not be fetched, or what came does not match its checksum."""
+    """A model that could not be fetched, or does not match its checksum."""
 
 
 class OutOfMemoryError(HotsetError):
-    """A model, cache or batch does not fit in the memory that is there."""
+    """A model, cache or batch that does not fit in the available memory."""
 
 
 class DeviceError(HotsetError):
-    """A device that was named is not there, what drives it is not installed, or it failed while it ran."""
+    """A device that does not exist, whose software is not installed, or that failed during a run."""
 
 
 class InvalidRequestError(HotsetError, ValueError):
-    """A parameter out of its range (temperature, top_p, number of threads, ...).
+    """A parameter outside its range (temperature, top_p, number of threads, ...).
 
-    param: the name of the parameter, if one is to blame and a program may want to know which.
+    param: the name of the parameter, if programs may need it.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -66,42 +67,42 @@ class InvalidRequestError(HotsetError, ValueError):
 
 
 class QueueFullError(HotsetError):
-    """As many requests wait as may; seconds: after which it is worth while to ask again, about."""
+    """A full queue. seconds: about how long to wait before the next attempt."""
 
     def __init__(self, n_waiting: int, seconds: float) -> None:
         super().__init__(
-            f"{n_waiting} requests are waiting already, which is as many as may; "
-            f"ask again in {max(round(seconds), 1)} s"
+            f"{n_waiting} requests are already waiting, which is the limit; "
+            f"try again in {max(round(seconds), 1)} s"
         )
         self.seconds = seconds
 
 
 class StepCancelledError(HotsetError):
-    """A step was ended by `cancel` before it was done."""
+    """A step that `cancel` ended before it was complete."""
 
     def __init__(self) -> None:
-        super().__init__("the step was cancelled; what it had to compute can be computed again")
+        super().__init__("the step was cancelled; its results can be computed again")
 
 
 class CacheLostError(HotsetError):
-    """What a backend kept of keys and values is gone, and it works again: all is to be computed anew."""
+    """The loss of a backend's KV cache. The backend works again, but must compute everything again."""
 
 
 def did_you_mean(name: str, known: Mapping[str, str], least: float = 0.5) -> str:
-    """A part of a sentence with the nearest of the known names, such as "did you mean pull or rm?", or "".
+    """Return a clause with the most similar known names, such as "did you mean pull or rm?", or "".
 
-    name: in lower case. known: a spelling in lower case -> the name that it stands for. least: how near, as
-    difflib's ratio; short names need more.
+    name: in lower case. known: spelling in lower case → name to suggest. least: the smallest difflib ratio;
+    short names need more.
     """
-    import difflib  # slow to import, and most runs have no error
+    import difflib  # slow to import, and rarely needed
 
     near = difflib.get_close_matches(name, known, cutoff=least)
     return f"did you mean {' or '.join(dict.fromkeys(known[one] for one in near))}?" if near else ""
 
 
 def install_command(extra: str) -> str:
-    """How to install an extra of pyproject.toml, or several with commas between.
+    """Return how to install an extra of pyproject.toml, or several separated by commas.
 
-    From the sources: hotset is not on PyPI, where its name may be anything.
+    It installs from the sources: hotset is not on PyPI, where its name may belong to another project.
     """
     return f"pip install '.[{extra}]' in the folder of hotset's sources"

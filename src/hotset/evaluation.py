@@ -1,12 +1,12 @@
-"""How well a model answers multiple-choice questions, by the log-likelihood of the choices.
+"""Evaluation of a model on multiple-choice questions, by the log-likelihood of the choices.
 
-A choice is as good as the model finds it likely after the question: the sum of the log-probabilities of its
-tokens. `accuracy` takes the largest sum; `accuracy_norm` the largest sum per character of the choice, since
-long ones lose otherwise. Both are those of EleutherAI's evaluation harness (acc, acc_norm).
+The score of a choice is the sum of its tokens' log-probabilities after the question. `accuracy` takes the
+largest sum; `accuracy_norm` the largest sum per character of the choice, because otherwise long choices lose.
+Both are defined as in EleutherAI's evaluation harness (acc, acc_norm).
 
 All choices of a question are scored from the same token on: the first in which any of them, tokenised with
-the question, differs from the question alone, without spaces at its end. So a token that grew across the
-border counts for every choice.
+the question, differs from the question alone (without trailing spaces). So a token that spans question and
+choice counts for every choice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hotset.parameters import data_frame
 from hotset.text.multiple_choice import Question
 from hotset.text.tokenizer import Tokenizer
 
-_QUESTIONS_AT_ONCE = 8  # so that steps are full
+_QUESTIONS_AT_ONCE = 8  # to fill the steps
 
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """doc_id: the question's number, from 0. log_likelihoods: of each choice, Σ ln p of its tokens."""
+    """An answered question. doc_id: its number, from 0. log_likelihoods: Σ ln p of each choice's tokens."""
 
     doc_id: int
     question: Question
@@ -42,7 +42,7 @@ class ScoredAnswer:
 
     @cached_property
     def chosen(self) -> int:
-        """The choice with the largest sum, the first of equal ones."""
+        """The choice with the largest sum, or the first of them."""
         return int(np.argmax(self.log_likelihoods))
 
     @cached_property
@@ -52,8 +52,10 @@ class ScoredAnswer:
         return int(np.argmax(np.divide(self.log_likelihoods, lengths)))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what was asked (`choices` follow `context` after `delimiter`), the sums, the choices that
-        have the largest, and whether these are right."""
+        """Return for JSON the question (`choices` follow `context` after `delimiter`), the sums and results.
+
+        The results are the choices with the largest sums, and whether they are right.
+        """
         question = self.question
         return {
             "doc_id": self.doc_id,
@@ -72,9 +74,9 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, repr=False)
 class EvaluationResult:
-    """After some of n_questions: shares of right answers with their standard errors. A notebook shows both.
+    """The shares of right answers after some of n_questions, with standard errors. Notebooks show both.
 
-    accuracy_norm: by sums per character. answers: of the questions so far, in their order.
+    accuracy_norm: by sums per character. answers: to the questions so far, in order.
     """
 
     task: str
@@ -87,12 +89,14 @@ class EvaluationResult:
 
     @property
     def n_done(self) -> int:
-        """How many questions were answered."""
+        """The number of answered questions."""
         return len(self.answers)
 
     def to_pandas(self) -> Any:
-        """Return a DataFrame with a row for each question and the columns of `ScoredAnswer.as_dict`. Raises
-        HotsetError if pandas is not installed."""
+        """Return a DataFrame with a row per question and the columns of `ScoredAnswer.as_dict`.
+
+        Raises HotsetError if pandas is not installed.
+        """
         rows = [answer.as_dict() for answer in self.answers]
         return data_frame({name: [row[name] for row in rows] for name in rows[0]})
 
@@ -122,11 +126,11 @@ class _Encoded:
 
 
 def evaluate(model: Model, questions: Sequence[Question]) -> Iterator[EvaluationResult]:
-    """Answers some questions at a time and yields the result so far; the last one is the answer.
+    """Answer some questions at a time and yield the result so far; the last one is the answer.
 
-    questions: at least one, of one task, with examples in their contexts (text/few_shot.py) if there are any.
-    Raises, before anything is computed, ContextLengthError for a question that does not fit in the context
-    and FormatError for one that leaves nothing to condition on; both name its line.
+    questions: at least one, of one task, with any examples in their contexts (text/few_shot.py). Before any
+    computation, raises ContextLengthError for a question that does not fit in the context and FormatError for
+    one without a token before its choices; both name its line.
     """
     encoded = [_encoded(model, question) for question in questions]
     answers: list[ScoredAnswer] = []
@@ -154,27 +158,27 @@ def _encoded(model: Model, question: Question) -> _Encoded:
     first = min(_n_common(context, tokens) for tokens in whole)
     if first == 0:
         raise FormatError(
-            f"{question.where}, leaves nothing that its choices could follow: the model's texts begin "
-            "without a token of their own, and the question is part of the choices' first token"
+            f"{question.where}, has no token before its choices: the model's texts have no start token, and "
+            "the question is part of the choices' first token"
         )
     longest = max(map(len, whole)) - 1
     if longest > model.n_ctx:
         raise ContextLengthError(
-            f"{question.where}, has {longest} tokens with its longest choice and its examples, which do not "
-            f"fit in the context of {model.n_ctx}; load the model with a larger n_ctx, or take fewer shots"
+            f"{question.where}, has {longest} tokens with its longest choice and its examples, but the "
+            f"context has {model.n_ctx}; load the model with a larger n_ctx, or use fewer examples"
         )
-    # In 4 bytes a token: examples make texts long, and all of them wait here.
+    # 4 bytes per token: examples make texts long, and all questions are kept here.
     return _Encoded(question, tuple(Continuation(array("i", tokens), first) for tokens in whole))
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As a text begins, and without what may stand at its end."""
+    """Return tokens with the start token, if the model has one, and without an end token."""
     begin = [] if tokenizer.text_bos_id is None else [tokenizer.text_bos_id]
     return begin + tokenizer.encode(text, add_special=False)
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Leading tokens that two texts share."""
+    """Return the number of leading tokens that two texts share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,12 +1,12 @@
-"""The doors through which files are read whole and written.
+"""Reading of whole files, and safe writing.
 
-Reading: a path from a person or a download may be a pipe without a writer, a device without an end, or a
-file of a terabyte. The caller says how large a file that is read whole may be.
+Reading: a path from a user or a download may be a pipe without a writer, an endless device, or a file of a
+terabyte. So the caller limits the size of a file that is read whole.
 
-Writing: whole or not at all, and never in the place of what is no file. A file grows beside its place,
-without a name where the system has such files (Linux), else under a temporary one; it goes to the disk and
-then takes its name. So a reader meets the old file or the new one, an error leaves nothing, and on Linux a
-killed process leaves nothing either.
+Writing: files are written completely or not at all, and only regular files are replaced. A new file is
+written next to its target, without a name if the system allows it (Linux), otherwise with a temporary one. It
+is synchronised to the disk and then renamed. So a reader gets the old file or the new one, an error leaves
+nothing behind, and on Linux neither does a killed process.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ except ImportError:  # Windows
 
 _in_process = threading.Lock()
 
-# Above the largest of published tokenizers and listings of tensors by a factor of ten.
+# Ten times the largest published tokenizers and tensor listings.
 SMALL_FILE = 256 << 20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, open for reading bytes. Raises FileNotFoundError, and FormatError for what is none.
+    """Open a regular file for reading bytes. Raises FileNotFoundError, or FormatError for anything else.
 
-    The file that was opened is looked at, not its name: what stands there may change between the two.
+    This checks the opened file, not its name, because the name may be given to another file in between.
     """
-    # A pipe is opened without waiting for its writer; for a regular file O_NONBLOCK means nothing.
+    # Do not wait for the writer of a pipe; for a regular file O_NONBLOCK has no effect.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # no permission, a socket; a name with a zero byte
-        if isinstance(error, PermissionError) and os.path.isdir(path):  # Windows opens no folder
+        if isinstance(error, PermissionError) and os.path.isdir(path):  # Windows cannot open a folder
             raise _is_no_file(path, stat.S_IFDIR) from None
         raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     mode = os.fstat(descriptor).st_mode
@@ -59,32 +59,34 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 def _is_no_file(path: str | os.PathLike[str], mode: int) -> FormatError:
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    return FormatError(f"{path} is not a regular file but {kind}: name a file.")
+    return FormatError(f"{path} is not a regular file but {kind}: choose a file.")
 
 
 def read_small_file(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> bytes:
-    """The bytes of a regular file. Errors as `open_regular`; FormatError too above `limit` bytes."""
+    """Return the bytes of a regular file. Raises as `open_regular`, and FormatError above `limit` bytes."""
     with open_regular(path) as file:
         return read_bounded(file, Path(path), limit)
 
 
 def read_bounded(file: BinaryIO, name: Path | str, limit: int) -> bytes:
-    """What is left in an open file, pipe or device. Raises FormatError above `limit` bytes, and where
-    reading fails."""
+    """Return the rest of an open file, pipe or device.
+
+    Raises FormatError above `limit` bytes, and if reading fails.
+    """
     data = bytearray()
     try:
-        # Piece by piece: memory is taken for what comes, not for what a size says (files of /proc say 0).
+        # In pieces: memory is allocated for received bytes, not for a claimed size (0 for files of /proc).
         while len(data) <= limit and (piece := file.read(min(1 << 20, limit + 1 - len(data)))):
             data += piece
     except OSError as error:
         raise FormatError(f"{name} cannot be read: {error.strerror or error}.") from None
     if len(data) > limit:
-        raise FormatError(f"{name} is larger than {human_size(limit)}, the most that is read of such a file.")
+        raise FormatError(f"{name} is larger than {human_size(limit)}, the limit for such a file.")
     return bytes(data)
 
 
 def read_small_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
-    """UTF-8 text with every newline as "\\n". Errors as `read_small_file`; FormatError too for other text."""
+    """Return UTF-8 text with newlines as "\\n". Raises as `read_small_file`, and FormatError if not UTF-8."""
     data = read_small_file(path, limit)
     try:
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
@@ -102,36 +104,36 @@ _KINDS = {
 
 
 def check_target(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> None:
-    """Raises InvalidRequestError where something that is no regular file stands in the way of a new file.
+    """Raise InvalidRequestError if the path of a new file is already something other than a regular file.
 
-    A rename would replace a device, a pipe or a socket without a word. A link to a file may be replaced, as
-    the file may, but not one that the system keeps (/dev/stdout). Subcommands ask before their work, and
-    every writer asks again. reads: files of the model that is read, which are no targets either.
+    A rename would silently replace a device, a pipe or a socket. A link to a file may be replaced, like the
+    file, but not a link of the system (/dev/stdout). Subcommands check before their work, and every writer
+    checks again. reads: the model's files, which must not be replaced either.
     """
     path = Path(path)
     if any(_same(path, read) for read in reads):
-        raise InvalidRequestError(f"{path} is a file that is read; write to another file")
+        raise InvalidRequestError(f"{path} is one of the files that are read; write to another file")
     if path.name in ("", ".."):
-        raise InvalidRequestError(f"{path} is a folder; name a file to write")
+        raise InvalidRequestError(f"{path} is a folder; choose a file to write")
     try:
         mode = path.stat().st_mode
         link = os.readlink(path) if path.is_symlink() else ""
-    except OSError:  # nothing there, or nothing that can be seen: writing will show it
+    except OSError:  # missing or not accessible: writing will show it
         return
     if link.startswith("/proc/"):
-        raise InvalidRequestError(f"{path} is a link of the system; name a file to write")
+        raise InvalidRequestError(f"{path} is a link of the system; choose a file to write")
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise InvalidRequestError(f"{path} is {kind}, which is not replaced; name a file to write")
+        kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+        raise InvalidRequestError(f"{path} is {kind}, which is not replaced; choose a file to write")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path with ~ and ~user written out. Raises InvalidRequestError for a user without a home."""
+    """Return a path with ~ and ~user expanded. Raises InvalidRequestError for a user without a home."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise InvalidRequestError(
-            f"{path} begins with a user who has no home here; write it in full"
+            f"{path} begins with a user who has no home folder here; write it in full"
         ) from None
 
 
@@ -139,22 +141,22 @@ def _same(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
     except OSError:
-        return False  # one of them is not there
+        return False  # one of them does not exist
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Raises InvalidRequestError where something that is no folder stands in the way of one."""
+    """Raise InvalidRequestError if the path is something other than a folder."""
     path = Path(path)
     try:
         is_other = not stat.S_ISDIR(path.stat().st_mode)
     except OSError:
         return
     if is_other:
-        raise InvalidRequestError(f"{path} is no folder; name one")
+        raise InvalidRequestError(f"{path} is not a folder; choose one")
 
 
 def entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing where it cannot be read."""
+    """Return the entries of a folder; none if it cannot be read."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -166,10 +168,10 @@ def entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 def replacing(
     path: str | os.PathLike[str], remedy: str = "choose another folder", *, mode: int = 0o666
 ) -> Iterator[BinaryIO]:
-    """A new file, open for writing bytes, which takes the place of `path` if the block ends without an error.
+    """Open a new file for writing bytes, which replaces `path` if the block ends without an error.
 
-    mode: its permissions, less the umask. Raises InvalidRequestError where what stands there is no file, and
-    HotsetError, which ends with `remedy`, where the system refuses.
+    mode: its permissions, before the umask. Raises InvalidRequestError if `path` is not a regular file, and
+    HotsetError, whose message ends with `remedy`, if the system refuses.
     """
     with _replacing_all([Path(path)], remedy, mode=mode) as files:
         yield files[0]
@@ -182,10 +184,10 @@ def write_whole(
     sync: bool = True,
     mode: int = 0o666,
 ) -> None:
-    """Writes files (text as UTF-8), and gives them their names when all are written. Errors as `replacing`.
+    """Write files (text as UTF-8), and rename them to their names once all are written.
 
-    sync: False for what can be made again, such as a cache: a power cut may leave it empty. mode: the
-    permissions of the files, less the umask.
+    sync: False for files that can be created again, such as a cache: a power cut may leave them empty. mode:
+    the permissions of the files, before the umask. Raises as `replacing`.
     """
     with _replacing_all(list(contents), remedy, sync=sync, mode=mode) as files:
         for file, (path, data) in zip(files, contents.items(), strict=True):
@@ -195,7 +197,7 @@ def write_whole(
 
 @contextlib.contextmanager
 def appending(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file, open for writing bytes behind its end. Errors as `replacing`."""
+    """Open a file for appending bytes. Raises as `replacing`."""
     path = Path(path)
     check_target(path)
     with _file_errors(path, "choose another folder"), _closing(path.open("ab")) as file:
@@ -203,8 +205,11 @@ def appending(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def lock(file: BinaryIO, *, wait: bool) -> bool:
-    """Keeps every other process from this lock until the file is closed: POSIX, and file systems that have
-    locks; elsewhere nothing is kept. wait: for one that has it; False: returns False where one has."""
+    """Keep other processes from this lock until the file is closed; return whether this process has it.
+
+    wait: wait for another process that has it. On Windows, and on file systems without locks, nothing is
+    locked, and the result is True.
+    """
     if fcntl is not None:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -217,8 +222,11 @@ def lock(file: BinaryIO, *, wait: bool) -> bool:
 
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """For a file that is read, changed and written whole: no other thread or process that asks so too changes
-    it meanwhile. The lock is a file beside it, for it is not the same file afterwards."""
+    """Keep other threads and processes that call this from changing a file in the block.
+
+    It is for a file that is read, changed and replaced. The lock is a separate file next to it, because
+    replacing gives the name to another file.
+    """
     beside = path.with_name(f".{path.name}.lock")
     with _file_errors(path.parent, "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +260,7 @@ def _replacing_all(
                     _name(file, place)
                     file.close()
         for path, place in zip(paths, temporary, strict=True):
-            check_target(path)  # what came meanwhile is not replaced either
+            check_target(path)  # something may have been created there since
             with _file_errors(path, remedy):
                 os.replace(place, path)
     except BaseException:
@@ -262,13 +270,13 @@ def _replacing_all(
         raise
     if sync:
         for folder in {path.parent for path in paths}:
-            with contextlib.suppress(OSError):  # the files are there, whatever a power cut would do
+            with contextlib.suppress(OSError):  # the files exist, even if a power cut could still lose them
                 _sync_folder(folder)
 
 
 @contextlib.contextmanager
 def _file_errors(path: Path | None, remedy: str) -> Iterator[None]:
-    """A system error in the block as one error message."""
+    """Raise a system error in the block as one error message."""
     try:
         yield
     except OSError as error:
@@ -279,8 +287,11 @@ def _file_errors(path: Path | None, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
-    """Close a file after the block. The error of the block is the one to report: on a full disk closing
-    writes the rest of the buffer, and fails again."""
+    """Close a file after the block.
+
+    An error of the block is the one to report: on a full disk, closing writes the rest of the buffer, and
+    fails again.
+    """
     try:
         yield file
     except BaseException:
@@ -291,26 +302,26 @@ def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _create(temporary: Path, mode: int) -> BinaryIO:
-    """A new file without a name, gone with the process; where there are none, one named `temporary`."""
+    """Create a file without a name, which ends with the process; if unsupported, one named `temporary`."""
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
-        with contextlib.suppress(OSError):  # not every file system has them
+        with contextlib.suppress(OSError):  # not every file system supports them
             return open(os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, mode), "wb")
     return open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode))
 
 
 def _name(file: BinaryIO, temporary: Path) -> None:
-    """Gives a file of `_create` its temporary name, if it has none yet."""
+    """Give a file from `_create` its temporary name, unless it has one."""
     if os.fstat(file.fileno()).st_nlink:
         return
     folder = os.open(temporary.parent, os.O_RDONLY)
-    try:  # with a folder given, Python follows the link in /proc to the file
+    try:  # given a folder, Python follows the link in /proc to the file
         os.link(f"/proc/self/fd/{file.fileno()}", temporary.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
         os.close(folder)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable (POSIX; elsewhere a folder cannot be opened)."""
+    """Make a rename durable (only on POSIX, because elsewhere a folder cannot be opened)."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
-"""Answers as they are generated: text, timings and statistics made of the engine's events.
+"""Answers during generation: text, timings and statistics from the engine's events.
 
-Text and token ids meet here: the engine knows ids only.
+This module converts between text and token ids; the engine knows only ids.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Summary = Callable[[Sequence[StepStats]], "StatsSummary | None"]
 
 
 class Timings(NamedTuple):
-    """How long an answer took. Reused prompt tokens were found in the cache and cost no time."""
+    """The speed of an answer. Reused prompt tokens were found in the cache and cost no time."""
 
     prompt_tokens: int
     reused_tokens: int
     predicted_tokens: int
-    prompt_per_second: float  # computed prompt tokens until the first generated one
+    prompt_per_second: float  # computed prompt tokens per second, until the first generated token
     predicted_per_second: float  # generated tokens after the first
-    tokens_per_step: float = 1.0  # of those after the first; more than 1 with speculative decoding
-    drafted_tokens: int = 0  # that were verified
-    accepted_tokens: int = 0  # of these, those that were right
+    tokens_per_step: float = 1.0  # of the generated tokens after the first; > 1 with speculative decoding
+    drafted_tokens: int = 0  # drafted tokens that were verified
+    accepted_tokens: int = 0  # drafted tokens that were right
 
 
 @dataclass(frozen=True)
 class _Counted:
-    """Steps [start, end) of an answer, added up on request: while tokens arrive that costs nothing."""
+    """Steps [start, end) of an answer, summed only on request, so that they cost nothing during decoding."""
 
     summary: Summary
     steps: list[StepStats]
@@ -63,14 +63,14 @@ class _Counted:
         return self.summary(self.steps[1 : self.end] or self.steps[: self.end])
 
 
-@dataclass(slots=True)  # (a frozen one takes five times as long to make, and one is made for each token)
+@dataclass(slots=True)  # (a frozen one takes five times as long to create, and every token needs one)
 class Chunk:
-    """A piece of an answer while it is generated.
+    """A piece of an answer during generation.
 
-    text may be empty: half a character, or the possible beginning of a stop string or call, is held back.
-    tokens: the ids generated since the last chunk. logprobs: one per token, if they were requested.
-    finish_reason: set in the last chunk, see Completion. parts: of `chat`, the piece as text, reasoning and
-    calls of functions, in order. tool_calls: of `chat`, the calls that are complete with this chunk.
+    text: may be empty, because half a character, or the possible beginning of a stop string or call, is held
+    back. tokens: the ids generated since the last chunk. logprobs: one per token, if requested.
+    finish_reason: set in the last chunk, see Completion. parts: in a `chat`, the piece as text, reasoning and
+    function calls, in order. tool_calls: in a `chat`, the calls that are complete with this chunk.
     """
 
     text: str
@@ -89,24 +89,26 @@ class Chunk:
 
     @property
     def stats(self) -> StatsSummary | None:
-        """What the step of this token did, mean per token (of the first: of the prompt and it); None where no
-        neuron can be skipped. Added up at the call, in some milliseconds."""
+        """Statistics of this token's step, mean per token (the first step includes the prompt).
+
+        None if no neuron can be skipped. They are computed on request, in a few milliseconds.
+        """
         return self._counted.chunk() if self._counted else None
 
     @property
     def answer_stats(self) -> StatsSummary | None:
-        """As Completion.stats, of the answer so far."""
+        """Return the same as Completion.stats, for the answer so far."""
         return self._counted.answer() if self._counted else None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Completion:
-    """A finished answer. A notebook shows its text and speed.
+    """A finished answer. Notebooks show its text and speed.
 
-    tokens: all generated ids, with the end-of-sequence token if there was one (it has no text).
-    prompt_tokens: how many tokens the prompt had. seed: draws the same answer again.
-    finish_reason: "stop" (the model ended it, or a stop string came), "length" (max_tokens or the end of the
-    context), "cancelled" (the model was closed), "timeout" (the time that it was given is over).
+    tokens: all generated ids, including the end-of-sequence token if there was one (without text).
+    prompt_tokens: the number of tokens in the prompt. seed: draws the same answer again. finish_reason:
+    "stop" (the model ended it, or a stop string occurred), "length" (max_tokens or the end of the context),
+    "cancelled" (the model was closed), "timeout" (its time limit was reached).
     """
 
     text: str
@@ -120,8 +122,10 @@ class Completion:
 
     @property
     def stats(self) -> StatsSummary | None:
-        """What a generated token touched, mean over those after the first; None where no neuron can be
-        skipped. Added up at the call: 0.1 ms per token."""
+        """Statistics of a generated token, mean over those after the first.
+
+        None if no neuron can be skipped. They are computed on request: 0.1 ms per token.
+        """
         return self._counted.answer() if self._counted else None
 
     def __repr__(self) -> str:
@@ -136,8 +140,11 @@ class Completion:
         return f"{len(self.tokens)} tokens, finish_reason={self.finish_reason!r}, {speed}"
 
     def to_pandas(self) -> Any:
-        """Return a DataFrame with a row for each token: its id and, if they were requested, its `text`, its
-        `logprob` and `top`, a dictionary of the likeliest tokens. Raises HotsetError without pandas."""
+        """Return a DataFrame with a row per token.
+
+        The columns are its id and, if requested, its `text`, its `logprob` and `top`, a dictionary of the
+        most likely tokens. Raises HotsetError without pandas.
+        """
         columns: dict[str, list[Any]] = {"token": self.tokens}
         if self.logprobs:
             columns["text"] = [one.text for one in self.logprobs]
@@ -148,10 +155,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ChatMessage:
-    """An answer in a conversation: append it to the messages to continue. A notebook shows it.
+    """An answer in a conversation; append it to the messages to continue. Notebooks show it.
 
     content: the text for the reader. tool_calls: the functions that the model calls; their results are
-    messages of the role "tool". reasoning: the thoughts before it. completion: all that the model wrote.
+    messages with the role "tool". reasoning: the thoughts before the content. completion: the whole output.
     """
 
     content: str
@@ -161,7 +168,7 @@ class ChatMessage:
     reasoning: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the message as OpenAI's clients write it."""
+        """Return the message in OpenAI's form."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -190,11 +197,11 @@ Messages = Sequence[Mapping[str, Any] | ChatMessage]
 
 
 class Generation:
-    """A sequence on its way through the engine, and the text that it has become so far.
+    """A sequence in the engine, and its text so far.
 
-    thread: computes it. summary: adds up statistics of steps. reading: how its text is read; its parser is
-    this answer's own. Use it as a context manager: leaving it cancels what still runs. token_times: when each
-    token came that was taken, time.perf_counter() seconds.
+    thread: computes it. summary: computes statistics from steps. reading: how its text is parsed, with a
+    parser only for this answer. Use it as a context manager: leaving it cancels what still runs. token_times:
+    the time at which each taken token was generated, time.perf_counter() seconds.
     """
 
     def __init__(
@@ -224,12 +231,12 @@ class Generation:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the answer, if one did."""
+        """The stop string that ended the answer, or None."""
         return self._matcher.matched
 
     @property
     def n_calls(self) -> int:
-        """Calls of functions so far."""
+        """The number of function calls so far."""
         return len(self._gathered.calls)
 
     @property
@@ -244,7 +251,7 @@ class Generation:
         )
 
     def cancel_soon(self) -> None:
-        """Ends what still runs, and does not wait for it."""
+        """Cancel what still runs, without waiting."""
         self.thread.cancel_soon([self.sequence])
 
     def __enter__(self) -> Generation:
@@ -255,16 +262,16 @@ class Generation:
         self.thread.cancel([self.sequence])
 
     def chunks(self) -> Iterator[Chunk]:
-        """The answer piece by piece; sets `completion` with the last chunk. Raises a step's failure."""
+        """Yield the answer in pieces; set `completion` with the last one. Raises a step's error."""
         while self.completion is None:
             chunk = self.take(self.thread.next_event(self.sequence))
-            if self.completion is not None:  # by a stop string: its pages are free before more is asked for
+            if self.completion is not None:  # by a stop string: free its pages before the next request
                 self.thread.cancel([self.sequence])
             yield chunk
 
     def finish(self) -> Completion:
-        """The whole answer."""
-        if not self._matcher.stops:  # a stop string must end it when it comes
+        """Return the whole answer."""
+        if not self._matcher.stops:  # with stop strings, every token must be checked
             self.thread.wait_for_end(self.sequence)
         for _ in self.chunks():
             pass
@@ -272,10 +279,10 @@ class Generation:
         return self.completion
 
     def take(self, event: Event) -> Chunk:
-        """Add an event to the answer and return its chunk; the last sets `completion`. Raises what failed.
+        """Add an event to the answer and return its chunk; the last one sets `completion`.
 
         A stop string, or a second call if only one is allowed, ends the answer while the sequence still runs:
-        the caller then cancels it.
+        then the caller cancels it. Raises the error of a failed step.
         """
         if event.error is not None:
             raise event.error
@@ -326,7 +333,7 @@ class Generation:
         return Chunk(text, tokens, logprobs, finish_reason, timings, parts, calls, counted)
 
     def _completed(self, *, ends: bool) -> list[ToolCall]:
-        """Return the calls that nothing is added to any more, once each."""
+        """Return the calls that have become complete, each once."""
         begin = self._n_complete
         self._n_complete = max(begin, self.n_calls - (0 if ends else 1))
         return self._gathered.calls[begin : self._n_complete]
@@ -336,7 +343,7 @@ class Generation:
         return one._replace(text=self._tokenizer.token_text(one.token), top_texts=tops)
 
     def _timings(self) -> Timings:
-        """Up to the latest token that was taken; the engine may be further."""
+        """Return the timings up to the latest taken token, though the engine may be further."""
         sequence, n, times = self.sequence, len(self._tokens), self.token_times
         first, last = (times[0], times[-1]) if times else (0.0, 0.0)
         before, after = first - sequence.started, last - first
@@ -353,7 +360,7 @@ class Generation:
 
 
 def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return SamplingParams of the given names. defaults: of the model, for parameters that are missing."""
+    """Return SamplingParams from names and values. defaults: the model's, for missing parameters."""
     known = [field.name for field in fields(SamplingParams)]
     for name in params:
         if name not in known:
@@ -367,9 +374,9 @@ def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> S
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> list[dict[str, Any]]:
-    """OpenAI-shaped messages as plain dictionaries whose content is a string.
+    """Return OpenAI's messages as plain dictionaries whose content is a string.
 
-    Calls of functions may stand in place of a content, and are checked too.
+    Function calls, which may replace a content, are checked too. Raises InvalidRequestError.
     """
     if isinstance(messages, str | Mapping) or not messages:
         raise InvalidRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
@@ -385,17 +392,17 @@ def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> lis
             content = "".join(_text_part(part, i) for part in content)
         if not isinstance(content, str):
             raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
-        given = {name: value for name, value in message.items() if value is not None}  # null is absent
+        given = {name: value for name, value in message.items() if value is not None}  # null means absent
         checked.append({**given, "content": content})
     return checked
 
 
 def template_variables(variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Variables of a chat template beside its own. Raises InvalidRequestError for those that are its own."""
+    """Return additional variables of a chat template. Raises InvalidRequestError for the template's own."""
     own = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
     for name in variables:
         if name in own or not name.isidentifier():
-            raise InvalidRequestError(f"{clause(shown(name))} is no variable to give to a chat template")
+            raise InvalidRequestError(f"{clause(shown(name))} cannot be a variable of a chat template")
     return variables
 
 

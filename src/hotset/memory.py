@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""The memory that this process may still use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-_LIMITS = (  # of a control group, what it uses, and what of that the system takes back by itself
+_LIMITS = (  # of a control group: its limit, its use, and the part of its use that the system can reclaim
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "file"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -19,7 +19,7 @@ _LIMITS = (  # of a control group, what it uses, and what of that the system tak
 
 
 def free_memory() -> int:
-    """Bytes that are free in the machine, and in the container that this process may be in."""
+    """Return the bytes that are free in the machine and in this process's container, if it has one."""
     free = int(psutil.virtual_memory().available)
     for limit, used, stat, cache in _LIMITS:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -30,5 +30,5 @@ def free_memory() -> int:
 
 
 def own_memory() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     return int(psutil.Process().memory_info().rss)

@@ -1,7 +1,7 @@
-"""How an answer is written and read: reasoning, calls of functions, and the form that it must have.
+"""The form of an answer and its parsing: reasoning, function calls, and a required form.
 
-A model's chat template says how the model writes these (text/output.py). A required call (`tool_choice`) is
-not left to the model: a grammar of the model's own form constrains it.
+A model's chat template defines how the model writes these (text/output.py). A required call (`tool_choice`)
+is enforced: a grammar of the model's own form constrains the answer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _END = 32  # tokens of a prompt that show whether an answer begins inside reason
 class ToolUse:
     """The functions that an answer may call.
 
-    tools: JSON schemas in OpenAI's shape. choice: "none", "auto", "required", or one function, which is
-    {"name": ...} or OpenAI's {"type": "function", "function": {"name": ...}}. parallel: False ends an answer
-    with its first call.
+    tools: JSON schemas in OpenAI's form. choice: "none", "auto", "required", or one function, as {"name":
+    ...} or OpenAI's {"type": "function", "function": {"name": ...}}. parallel: False ends an answer with its
+    first call.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -38,18 +38,17 @@ class ToolUse:
 
     @property
     def is_forced(self) -> bool:
-        """True if an answer must call a function."""
+        """Return whether an answer must call a function."""
         return self.choice not in ("auto", "none")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How one answer to a prompt is read, and what surrounds the form that it must have.
+    """The parsing of one answer to a prompt, and the text around a required form.
 
-    parser: None if all of the answer is text. marks: special tokens that the parser must see as text.
-    around: as of text/output_grammar.py. begun: the beginning of the form, which the prompt has already.
-    parallel: whether the answer may call several functions. thinking: the budget of its reasoning; None for
-    no limit.
+    parser: None if the whole answer is text. marks: special tokens that the parser must see as text. around:
+    see text/output_grammar.py. begun: the beginning of the form, if the prompt ends inside it. parallel:
+    whether the answer may call several functions. thinking: its reasoning budget; None: no limit.
     """
 
     parser: Parser | None = None
@@ -61,19 +60,19 @@ class Reading:
 
     @classmethod
     def of_text(cls, form: OutputForm, params: SamplingParams, tokens: Sequence[int]) -> Reading:
-        """Return how the answer to a prompt is read that is no conversation: as text."""
+        """Return the parsing of an answer outside conversations: as plain text."""
         budget, message = params.reasoning_budget, params.reasoning_budget_message
         return cls(thinking=form.thinking(budget, message, form.tokenizer.decode(list(tokens[-_END:]))))
 
 
 @dataclass(frozen=True)
 class Output:
-    """How the answers to one request are written, and read.
+    """The form and the parsing of the answers to one request.
 
-    form: the model's. tools, variables: given to the template. params: with the budget of reasoning and the
-    grammar that the answers must follow. names: of functions that may be called. calls: whether
-    `params.grammar` is one of calls. begun: the text of the message that the answers continue; None if they
-    begin a message. parallel: as of ToolUse.
+    form: the model's. tools, variables: for the template. params: with the reasoning budget and the grammar
+    of the answers. names: of functions that may be called. calls: whether `params.grammar` is a grammar of
+    calls. begun: the text of the message that the answers continue; None if they start a message. parallel:
+    see ToolUse.
     """
 
     form: OutputForm
@@ -86,7 +85,7 @@ class Output:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def reading(self, tokens: Sequence[int]) -> Reading:
-        """Return how one answer to a prompt of these tokens is read."""
+        """Return the parsing of one answer to a prompt of these tokens."""
         form, params, begun, text = self.form, self.params, self._begun_reasoning, self._begun_text
         end = form.tokenizer.decode(list(tokens[-_END:]))
         if self.begun is not None:
@@ -109,7 +108,7 @@ class Output:
         return Reading(parser, form.shown_ids, around, answer, self.parallel, thinking)
 
     def _is_plain(self, prompt: str) -> bool:
-        """Return whether the answer has its form from the first token on, because thinking is off."""
+        """Return whether the answer has its form from the first token on, because reasoning is off."""
         marks, params = self.form.thinks, self.params
         if marks is None or params.form is None or params.reasoning_budget != 0:
             return False
@@ -130,11 +129,11 @@ class Output:
 
     @property
     def _begun_text(self) -> str:
-        """The continued message, if its answer has begun or its reasoning is closed."""
+        """The continued message, if its answer has started or its reasoning is closed; otherwise ""."""
         return "" if self._begun_reasoning is not None else (self.begun or "").lstrip()
 
     def _answer_in(self, text: str) -> str:
-        """Return what a continued message has after its reasoning."""
+        """Return the part of a continued message after its reasoning."""
         marks = self.form.thinks
         return text if marks is None else text.rpartition(marks[1])[2].lstrip()
 
@@ -147,11 +146,11 @@ def output_of(
     use: ToolUse,
     variables: Mapping[str, Any],
 ) -> Output:
-    """Return how the answers to a conversation are written and read.
+    """Return the form and the parsing of the answers to a conversation.
 
-    variables: for the chat template; `enable_thinking` and `reasoning_effort` count as of effort_of. Raises
-    InvalidRequestError for invalid tools, for a combination that this model cannot do, and for a message that
-    cannot be continued.
+    variables: for the chat template; `enable_thinking` and `reasoning_effort` have the meaning of
+    OutputForm.effort. Raises InvalidRequestError for invalid tools, for a combination that this model does
+    not support, and for a message that cannot be continued.
     """
     effort = form.effort(variables, params.reasoning_budget)
     params = replace(params, reasoning_budget=effort.budget)
@@ -166,7 +165,7 @@ def output_of(
 
 
 def _begun(messages: Sequence[Mapping[str, Any]], opening: Opening) -> str | None:
-    """Return the text of the message that the answers continue, if they do."""
+    """Return the text of the message that the answers continue; None if they start a message."""
     if not opening.continues(messages):
         return None
     content = messages[-1].get("content")
@@ -181,7 +180,7 @@ def _of_tools(form: OutputForm, params: SamplingParams, use: ToolUse) -> Output:
     if use.choice == "none" or not tools:
         if use.is_forced:
             raise InvalidRequestError(
-                "tool_choice requires a call, and the request has no tools", param="tool_choice"
+                "tool_choice requires a call, but the request has no tools", param="tool_choice"
             )
         return Output(form, params)
     if use.is_forced:
@@ -191,7 +190,7 @@ def _of_tools(form: OutputForm, params: SamplingParams, use: ToolUse) -> Output:
                 f"tool_choice names {clause(shown(name))}, which is not among the tools", param="tool_choice"
             )
         grammar = form.calls_grammar(tools, name=name, parallel=use.parallel)
-        # A call is the whole answer. It replaces a form that the request gives as well.
+        # The whole answer is a call, which replaces any form in the request.
         required = replace(params, json_schema=None, json_object=False, regex=None, grammar=grammar)
         return Output(form, required, tools, names, calls=True, parallel=use.parallel)
     is_strict = any(tool["function"].get("strict") for tool in tools)
@@ -202,7 +201,7 @@ def _of_tools(form: OutputForm, params: SamplingParams, use: ToolUse) -> Output:
 
 
 def _chosen(choice: str | Mapping[str, Any]) -> Any:
-    """Return the name of the function that a choice names; None if any will do."""
+    """Return the name of the function that a choice names; None if any function is allowed."""
     if choice == "required":
         return None
     named = choice.get("function", choice) if isinstance(choice, Mapping) else None

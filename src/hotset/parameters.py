@@ -1,4 +1,4 @@
-"""What a caller gives, of whatever type it comes in: checked once, and plain afterwards."""
+"""Checks of parameters of any type, which return plain Python values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SHOWN = 80
 
 
 def real_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """`value` as a finite float in [low, high]; InvalidRequestError where it is none (a bool is none)."""
+    """Return `value` as a finite float in [low, high]. Raises InvalidRequestError, also for a bool."""
     number = _float(value)
     if not math.isfinite(number):
         raise InvalidRequestError(f"{name} must be a finite number, not {shown(value)}")
@@ -25,7 +25,7 @@ def real_number(name: str, value: Any, low: float = -math.inf, high: float = mat
 
 
 def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int in [low, high]; InvalidRequestError where it is none (a bool is none)."""
+    """Return `value` as an int in [low, high]. Raises InvalidRequestError, also for a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise InvalidRequestError(f"{name} must be a whole number, not {shown(value)}")
     if value < low or (high is not None and value > high):
@@ -35,21 +35,21 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None) -> in
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a bool; InvalidRequestError where it is none: "no" would count as yes."""
+    """Return `value`, which must be a bool, since "no" would count as true. Raises InvalidRequestError."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidRequestError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
 def text(name: str, value: Any) -> str:
-    """`value`, a text; InvalidRequestError where it is none."""
+    """Return `value`, which must be a text. Raises InvalidRequestError."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{name} must be a text, not {shown(value)}")
     return value
 
 
 def below_infinity(name: str, value: Any) -> float:
-    """`value` as a float that is finite or -inf; InvalidRequestError where it is none."""
+    """Return `value` as a float that is finite or -inf. Raises InvalidRequestError."""
     number = _float(value)
     if not number < math.inf:
         raise InvalidRequestError(f"{name} must be a number below infinity, not {shown(value)}")
@@ -57,7 +57,7 @@ def below_infinity(name: str, value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """`value` as a message quotes it. (Python refuses to write an int of more than 4300 digits.)"""
+    """Return `value` as shown in a message. Python cannot write an int of more than 4300 digits."""
     try:
         text = repr(value)
     except Exception:
@@ -66,18 +66,18 @@ def shown(value: Any) -> str:
 
 
 def data_frame(columns: Mapping[str, Any]) -> Any:
-    """A pandas.DataFrame; HotsetError where pandas is not installed."""
+    """Return a pandas.DataFrame. Raises HotsetError if pandas is not installed."""
     try:
         import pandas
     except ImportError:
         raise HotsetError(
-            f"tables are pandas' DataFrames: {install_command('pandas')} (or pip install pandas)"
+            f"tables are pandas DataFrames: {install_command('pandas')} (or pip install pandas)"
         ) from None
     return pandas.DataFrame(columns)
 
 
 def _float(value: Any) -> float:
-    """NaN for what is no number, infinity for one that no float can hold."""
+    """Return `value` as a float: NaN if it is not a number, infinity if it is too large."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return math.nan
     try:

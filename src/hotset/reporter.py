@@ -1,18 +1,18 @@
-"""What takes long reports to a Reporter."""
+"""A receiver of reports from long operations."""
 
 
 class Reporter:
-    """Receives what a download, a build or a calculation reports; this one is silent."""
+    """A receiver of the reports of a download, a build or a calculation. This one ignores them."""
 
     def say(self, text: str) -> None:
-        """One line for a person: what is chosen and why, where it comes from."""
+        """Report one line for the user, such as a choice and its reason, or a source."""
 
     def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
-        """`done` of `total` bytes, or other units, of `label` are done (total 0: not known).
+        """Report that `done` of `total` bytes or other units of `label` are done (total 0: unknown).
 
-        The first call comes before the work, with what an earlier run left done: the time left follows from
-        how long the rest takes.
+        The first call is before the work, and counts earlier runs' progress: the remaining time is estimated
+        from the rest.
         """
 
     def planned(self, placement: object) -> None:
-        """What goes on which device (placement.table.Placement), before it is loaded there."""
+        """Report the placement (placement.table.Placement), before anything is loaded on a device."""

@@ -1,8 +1,8 @@
-"""The sampling parameters, one record each, from which every interface derives.
+"""The sampling parameters, one record each, from which every interface is derived.
 
-`SamplingParams` has defaults and ranges from here; the options of the command line, the fields of requests
-and the lines of Modelfiles have their names and sentences from here. The module imports nothing that is slow,
-since the command line reads it for its help.
+`SamplingParams` takes defaults and ranges from here; the options of the command line, the fields of requests
+and the lines of Modelfiles take names and sentences. The module must import fast, because the command line
+reads it for its help.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Parameter:
     """A sampling parameter.
 
     name: in Python and in requests. summary: one sentence of documentation.
-    kind: float or int, whose values lie in [low, high] (None: no bound); None for other types, which
+    kind: float or int, with values in [low, high] (None: no bound); None for other types, which
         engine/sampler.py checks. A number whose default is None may be None.
-    minus_one: the value that -1 stands for, as in other programs; -1 if it stands for itself.
-    default: where neither the caller nor the model sets a value.
-    option: of the command line; further names follow, separated by a space. panel: of its help.
-    also: further names in requests, from other programs.
-    modelfile: in a Modelfile and in Ollama's `options`; "" if Ollama does not know the parameter.
-    label: on the server's page; "" if the page does not offer the parameter.
-    slider: ends of its slider on the page; None: no slider.
+    minus_one: the meaning of -1, as in other programs; -1 if it is an ordinary value.
+    default: used if neither the caller nor the model sets a value.
+    option: on the command line; more names follow, separated by a space. panel: of its help.
+    also: more names in requests, from other programs.
+    modelfile: the name in a Modelfile and in Ollama's `options`; "" if Ollama does not know the parameter.
+    label: on the server's page; "" if it is not there.
+    slider: the ends of its slider on the page; None: no slider.
     """
 
     name: str
@@ -44,21 +44,21 @@ class Parameter:
 
     @property
     def flag(self) -> str:
-        """The option in messages, or ""."""
+        """The option for messages, or ""."""
         return self.option.partition(" ")[0]
 
     @property
     def least(self) -> int | None:
-        """The smallest number that is accepted; None: any."""
+        """The smallest accepted number; None: any."""
         return self.low if self.minus_one == -1 else -1
 
     def meant(self, value: Any) -> Any:
-        """Return the value that a number stands for."""
+        """Return the meaning of a given value, which differs for -1."""
         return self.minus_one if isinstance(value, Real) and value == -1 else value
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the name with all others, in the spelling of Python."""
+        """The name with all others, in the spelling of Python."""
         others = (*self.also, self.modelfile, *self.option.split())
         spelled = (one.lstrip("-").replace("-", "_") for one in others)
         return (self.name, *(one for one in spelled if one not in ("", self.name)))
@@ -102,19 +102,19 @@ RULES = (
         slider=(-2, 2)),
     _real("top_n_sigma", -1.0, "Keep logits at most this many standard deviations below the largest; "
         "0 and less keep all.", panel=_MORE, option="--top-nsigma"),
-    _real("typical_p", 1.0, "Keep the tokens of about the expected surprise; 1 keeps all.", low=0, high=1,
+    _real("typical_p", 1.0, "Keep tokens of about the expected surprisal; 1 keeps all.", low=0, high=1,
         panel=_MORE, option="--typical", also=("typ_p",), modelfile="typical_p"),
     _real("xtc_probability", 0.0, "How often XTC removes the most likely tokens.", low=0, high=1,
         panel=_MORE, option="--xtc-probability"),
-    _real("xtc_threshold", 0.1, "Probability from which on XTC removes tokens.", low=0, high=1,
+    _real("xtc_threshold", 0.1, "Lowest probability of tokens that XTC removes.", low=0, high=1,
         panel=_MORE, option="--xtc-threshold"),
-    _real("dynatemp_range", 0.0, "How far the temperature moves up and down with the entropy.", low=0,
+    _real("dynatemp_range", 0.0, "How far the temperature varies with the entropy.", low=0,
         panel=_MORE, option="--dynatemp-range"),
     _real("dynatemp_exponent", 1.0, "How the temperature follows the entropy.", low=0,
         panel=_MORE, option="--dynatemp-exp"),
     _whole("mirostat", 0, "Version of mirostat that replaces the other filters; 0 is off.", low=0, high=2,
         panel=_MORE, option="--mirostat", modelfile="mirostat"),
-    _real("mirostat_tau", 5.0, "Surprise in bits that mirostat aims at.", low=0, high=100,
+    _real("mirostat_tau", 5.0, "Target surprisal of mirostat in bits.", low=0, high=100,
         panel=_MORE, option="--mirostat-ent", modelfile="mirostat_tau"),
     _real("mirostat_eta", 0.1, "How fast mirostat adapts.", low=0, high=1, panel=_MORE,
         option="--mirostat-lr", modelfile="mirostat_eta"),
@@ -124,10 +124,10 @@ RULES = (
         panel=_DRY, option="--dry-base"),
     _whole("dry_allowed_length", 2, "Length of repetitions that DRY allows.", low=0,
         panel=_DRY, option="--dry-allowed-length"),
-    _whole("dry_penalty_last_n", -1, "How many tokens DRY looks at; -1: all, 0: none.", low=-1,
+    _whole("dry_penalty_last_n", -1, "How many tokens DRY searches; -1: all, 0: none.", low=-1,
         panel=_DRY, option="--dry-penalty-last-n"),
 )  # fmt: skip
-"""Numbers that say how a token is drawn (csrc/draw.h)."""
+"""Numbers that determine how a token is drawn (csrc/draw.h)."""
 
 _OTHERS = (
     _other("dry_sequence_breakers", ("\n", ":", '"', "*"), "Texts that end a repetition.",
@@ -135,7 +135,7 @@ _OTHERS = (
     _other("logit_bias", None, "Numbers added to logits, by token id.", option="--logit-bias"),
     _whole("seed", None, "Seed of the draws; -1: any.", low=0, high=2**64 - 1, minus_one=None,
         option="--seed -s", modelfile="seed", label="Seed"),
-    _whole("logprobs", None, "How many of the most likely tokens come with their logarithms.", low=0,
+    _whole("logprobs", None, "How many of the most likely tokens to return, with logarithms.", low=0,
         also=("n_probs", "top_logprobs")),
     _whole("max_tokens", None, "Most tokens of the answer; -1: as many as fit.", low=1, minus_one=None,
         option="--n-predict -n", panel=None, modelfile="num_predict", label="Maximum answer length",
@@ -156,7 +156,7 @@ _OTHERS = (
 )  # fmt: skip
 
 PARAMETERS = {one.name: one for one in (*RULES, *_OTHERS)}
-"""Name → record, of all parameters."""
+"""Name → record, for all parameters."""
 
 OPTIONS = {one.name: one.flag for one in PARAMETERS.values() if one.option}
 """Name → option of the command line."""

@@ -1,4 +1,4 @@
-"""How a model is loaded: what `hotset.load`, `hotset.plan` and every subcommand of the command line take."""
+"""The options for loading a model, of `hotset.load`, `hotset.plan` and every subcommand."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from hotset.text import turn_formats
 
 Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
 Split = Literal["auto", "layers", "neurons"]
-ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
-Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]  # of an adapter, with its scale
+ModelPath = str | os.PathLike[str]  # a file, or the name of a model
+Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]  # an adapter, or (adapter, scale)
 _MAX_SEQUENCES = 4096  # each has a row of the page table
 MOST_DRAFTED = SAVED_TOKENS - 1  # tokens of a draft
 LARGEST_SCALE = 1e6  # of an adapter
@@ -41,66 +41,64 @@ LARGEST_SCALE = 1e6  # of an adapter
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSettings:
-    """How a model is loaded. Checked when it is made: InvalidRequestError says which field is wrong, and how.
+    """How a model is loaded. Checked on creation: InvalidRequestError says which field is wrong, and why.
 
-    n_ctx: tokens of one conversation, prompt and answers; by default what the model was trained for, 4096 at
-    most, and less (down to 512) where file and cache would not fit in the memory that is free.
-    n_threads: of the CPU; None takes the physical cores that this process may use.
-    kv_type: how keys and values are stored: "f16"; "q8_0" in about half the memory; "q4_0" in about a
-    quarter, rotated (docs/guides/kv-cache.md); or "q8_0/q4_0", these of keys and of values.
+    n_ctx: tokens of one conversation, prompt and answers. The default is the model's trained context, at most
+    4096, and less (down to 512) if file and cache would not fit in free memory.
+    n_threads: threads of the CPU; None: the physical cores that this process may use.
+    kv_type: type of keys and values: "f16"; "q8_0" in about half the memory; "q4_0" in about a quarter,
+    rotated (docs/guides/kv-cache.md); or "q8_0/q4_0", for keys and for values.
 
     device: "cpu", which uses no GPU; "cuda:0", "rocm:0", "mps", "xpu" through PyTorch; "vulkan", "vulkan:1"
     without it (docs/guides/vulkan.md); "simulated", a GPU that the CPU simulates, for tests; several as a
     list or as "cuda:0,cuda:1", in the order of their layers. "auto" uses a device if its measured rates make
     it faster than the CPU. "reference" is plain NumPy, slow, that the others are checked against. None uses
     an NVIDIA or AMD GPU if there is one.
-    vram_budget: GiB of each device that weights, cache, workspace and context together stay within; None or
-    -1: what is free.
-    n_gpu_layers: that many of the last layers are on the device; None: the planner decides
-    (placement/solver.py).
-    gpu_index: a file in PowerInfer's format that says which neurons are.
-    split: "layers" keeps the neurons of a layer together, on Vulkan its experts too; "neurons" puts all
-    layers on devices, and of those that have no room as a whole the neurons that fire most, or experts;
-    "auto": what is predicted to be faster.
-    cpu_experts: numbers of layers. The device keeps at most as many experts as the other layers have: those
-    of any layer that are used most. The CPU computes the others.
-    reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
+    vram_budget: GiB of each device for weights, cache, workspace and context together; None or -1: all that
+    is free.
+    n_gpu_layers: the number of last layers on the device; None: the planner decides (placement/solver.py).
+    gpu_index: a file in PowerInfer's format with the neurons on the device.
+    split: "layers" keeps the neurons of a layer together, and on Vulkan its experts too; "neurons" puts all
+    layers on devices, and of layers that do not fit the most active neurons, or experts; "auto": the faster
+    of these by prediction.
+    cpu_experts: numbers of layers. The device keeps only as many experts as the other layers have: the most
+    used ones of any layer. The CPU computes the others.
+    reset_gpu_index: solve the placement again even if it is known. Model.placement has the result.
 
-    ram_budget: GiB of this machine's memory that program, weights, cache and workspace together stay within:
-    what has no room is read from the file as it is needed (offload/weight_store.py). What is on a device does
-    not count. None: the file is mapped, or, where it is larger than what is free, what is free.
+    ram_budget: GiB of this machine's memory for program, weights, cache and workspace together. Weights that
+    do not fit are read from the file when needed (offload/weight_store.py). Memory of devices does not count.
+    None: the file is mapped, or if it is larger than the free memory, the budget is the free memory.
 
-    activation: overrides the FFN activation that the file names.
-    sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by
-    default the fastest that keeps the file's meaning.
+    activation: overrides the FFN activation in the file.
+    sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py).
+    The default is the fastest mode that keeps the file's meaning.
     predictor: "mlp" or "svd", with their settings (sparsity/predictors.py); implies "predicted".
-    profile: a file of `hotset sparse profile`, whose neurons that nearly always fire are computed without
-    prediction. What these need and the file lacks is built once, in files beside the model.
-    thresholds: a file of `hotset sparse calibrate`, by default the one beside the model; implies "threshold".
-    sparse_prompts: prompts are thresholded too, not only answers.
+    profile: a file of `hotset sparse profile`; neurons that fire almost always are computed without
+    prediction. Files that these settings need are built once, next to the model.
+    thresholds: a file of `hotset sparse calibrate`, by default the one next to the model; implies
+    "threshold". sparse_prompts: apply thresholds to prompts too, not only to answers.
 
-    speculate: which tokens are drafted, to be verified several in a step (speculative decoding; the text
-    stays the same): "off"; "ngram", those that followed the latest ones earlier in prompt or answer;
-    "draft", those that a smaller model draws; "self", those that the model draws in a sparser mode, which
-    sparsity, predictor and thresholds then name, while it verifies them with all of its neurons that count;
-    "mtp", those that the file's layer for multi-token prediction draws.
-    draft: that model, as `load` takes one; implies "draft". draft_max: how many tokens at a time at most, up
-    to 16. lookup: a file of text in which n-grams are looked up too; implies "ngram".
+    speculate: the source of draft tokens, several of which are verified per step (speculative decoding; the
+    text stays the same): "off"; "ngram": the tokens that followed the latest ones earlier in prompt or
+    answer; "draft": a smaller model; "self": the model in a sparser mode, which sparsity, predictor and
+    thresholds then set for drafts only; "mtp": the file's layer for multi-token prediction.
+    draft: the smaller model, as for `load`; implies "draft". draft_max: the most tokens per draft, up to 16.
+    lookup: a text file in which n-grams are looked up too; implies "ngram".
 
-    lora: adapters (LoRA) for the model, one or several: GGUF files or folders of PEFT's, each with ":SCALE"
-    behind it where that is not 1, or as (path, scale); Model.adapters loads and unloads others
+    lora: LoRA adapters for the model, one or several: GGUF files or PEFT folders, with ":SCALE" appended if
+    the scale is not 1, or as (path, scale). Model.adapters loads and unloads others
     (docs/guides/adapters.md).
 
     chat_template: replaces the file's template: a name such as "chatml" (text/turn_formats.py), or Jinja.
 
-    cache_dir: a directory in which the cache of finished answers is kept, and found again after a restart
-    (docs/guides/prompt-cache.md); None: nowhere. cache_disk: GiB that it may have for all models, or a text
-    such as "500M" or "20G"; as much may be in the folder of a server's saved slots.
+    cache_dir: a directory for the cache of finished answers, which is used again after a restart
+    (docs/guides/prompt-cache.md); None: no such cache. cache_disk: its limit in GiB for all models, or a text
+    such as "500M" or "20G"; a server's folder of saved slots has the same limit.
 
-    max_batch: tokens computed in one step at most.
-    n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
-    max_sequences: how many at most.
-    progress: gets reports of what takes long; it does not count when settings are compared.
+    max_batch: the most tokens computed in one step.
+    n_seqs: full contexts that the cache can hold at once; more sequences can run while they are shorter.
+    max_sequences: the most sequences that run at once.
+    progress: receives reports of long operations; it is ignored when settings are compared.
     """
 
     n_ctx: int | None = None
@@ -165,30 +163,32 @@ class LoadSettings:
         asked_mode(self.sparsity, self.predictor, self.thresholds)
         if self.sparse_prompts and not self.asks_for_thresholds:
             raise InvalidRequestError(
-                "sparse prompts serve the sparsity mode threshold; ask for it, or leave them out"
+                "sparse prompts require the sparsity mode threshold; select it, or leave them out"
             )
         if self.gpu_index is not None and (self.n_gpu_layers is not None or self.split != "auto"):
             raise InvalidRequestError(
-                "a GPU index says which neurons are on the device; leave out the number of layers, --split "
+                "a GPU index sets the neurons on the device; leave out the number of layers, --split "
                 "and --disable-gpu-index"
             )
         if self.is_on_cpu and self.asks_for_a_device:
             raise InvalidRequestError(
-                f"the device {', '.join(self.device or ())} uses no GPU; leave it out, or leave out what is "
-                "asked of a GPU"
+                f"the device {', '.join(self.device or ())} uses no GPU; leave it out, or leave out the "
+                "settings of GPUs"
             )
         self._check_undivided()
         self._check_speculation()
         self._check_devices()
         if self.ram_budget is not None and self.is_reference:
             raise InvalidRequestError(
-                "the reference maps its files and keeps no budget of memory; leave it out, or ram_budget"
+                "the reference maps its files and keeps no memory budget; leave it out, or ram_budget"
             )
 
     @property
     def undivided(self) -> tuple[str, str] | None:
-        """The setting that needs a model that one processor computes, and the capability that a device needs
-        for it; None: no setting does."""
+        """The setting that needs one processor for the whole model, and the capability that a device needs.
+
+        None if no setting does.
+        """
         if self.lora:
             return "lora", "adapters"
         if self.cache_dir is not None:
@@ -198,7 +198,7 @@ class LoadSettings:
     def _check_undivided(self) -> None:
         if self.cache_dir is not None and self.is_reference:
             raise InvalidRequestError(
-                "cache_dir keeps what the CPU or a device has computed; leave it out, or the reference"
+                "cache_dir keeps results of the CPU or a device, not of the reference; leave one of them out"
             )
         device = self.device_capabilities
         on_one = self.n_gpu_layers is None and self.split != "neurons" and device is not None
@@ -209,12 +209,12 @@ class LoadSettings:
             titles = " or ".join(one.title for one in all_capabilities() if getattr(one, capability))
             others = f", or {titles} that has the whole model" if titles else ""
             raise InvalidRequestError(
-                f"{what} needs a model that the CPU computes alone{others}; leave it out, or what is asked "
-                "of a device"
+                f"{what} needs a model that only the CPU computes{others}; leave it out, or the settings "
+                "of devices"
             )
 
     def _check(self, name: str, checked: Callable[..., Any], *bounds: int) -> None:
-        """Puts the plain value in place of the one that was given; None stays where it is the default."""
+        """Replace a given value by its checked plain value; None stays if it is the default."""
         value = getattr(self, name)
         if value is not None or type(self).__dataclass_fields__[name].default is not None:
             object.__setattr__(self, name, checked(name, value, *bounds))
@@ -222,7 +222,7 @@ class LoadSettings:
     @property
     def loras(self) -> tuple[tuple[Path, float], ...]:
         """The adapters, each with its scale."""
-        return self.lora or ()  # type: ignore[return-value]  # made so when it was checked
+        return self.lora or ()  # type: ignore[return-value]  # converted when it was checked
 
     def _check_speculation(self) -> None:
         asked = self.drafter
@@ -232,37 +232,40 @@ class LoadSettings:
             )
         if self.lookup is not None and asked != "ngram":
             raise InvalidRequestError(
-                f"a text to look up serves speculate ngram, not {asked}; leave one of them out"
+                f"a text to look up requires speculate ngram, not {asked}; leave one of the two out"
             )
         if (self.draft is not None) != (asked == "draft"):
             raise InvalidRequestError(
-                "speculate draft needs a model that drafts: name it with draft"
+                "speculate draft needs a draft model; give it with draft"
                 if self.draft is None
-                else f"a draft model serves speculate draft, not {asked}; leave one of them out"
+                else f"a draft model requires speculate draft, not {asked}; leave one of the two out"
             )
         if asked == "self":
             self._check_self_drafts()
         if asked != "off" and self.is_reference:
             raise InvalidRequestError(
-                "the reference computes with NumPy, whose results depend on the size of a step, so that "
+                "the reference computes with NumPy, whose results depend on the size of a step, so "
                 "drafts could change a text; leave it out, or speculate"
             )
 
     def _check_self_drafts(self) -> None:
         if self.sparsity in ("dense", "exact"):
             raise InvalidRequestError(
-                f"speculate self drafts in a sparser mode, and verifies without one; {self.sparsity} names "
-                "none: leave it out, or name predicted or threshold"
+                f"speculate self drafts in a sparser mode and verifies without it, and {self.sparsity} is "
+                "not sparser: leave it out, or choose predicted or threshold"
             )
         if self.ram_budget is not None:
             raise InvalidRequestError(
-                "speculate self reads the weights in two modes, for which a RAM budget has no room; leave "
-                "one of them out"
+                "speculate self reads the weights in two modes, which a RAM budget does not support; leave "
+                "one of the two out"
             )
 
     def verifying(self, has_zeros: bool) -> LoadSettings:
-        """With `self`, those of the model that verifies: the mode that they name is of the drafts. With other
-        drafters they stay as they are. has_zeros: whether neurons of the model can be zero."""
+        """Return the settings of the verifying model.
+
+        With `self`, the sparsity settings are only for drafts; otherwise nothing changes. has_zeros: whether
+        neurons of the model can be zero.
+        """
         if self.drafter != "self":
             return self
         mode = "exact" if has_zeros else "dense"
@@ -278,7 +281,7 @@ class LoadSettings:
 
     @property
     def drafter(self) -> Speculate:
-        """What drafts tokens: as asked, or as implied."""
+        """The source of draft tokens, as set or implied."""
         implied: Speculate = "ngram" if self.lookup is not None else "off"
         return self.speculate or ("draft" if self.draft is not None else implied)
 
@@ -294,11 +297,11 @@ class LoadSettings:
             )
         if self.ram_budget is not None and not device.ram_budget:
             raise InvalidRequestError(
-                f"{device.title} takes no budget of this machine's memory; leave ram_budget out"
+                f"{device.title} does not support a memory budget; leave ram_budget out"
             )
 
     def layers_on_devices(self, n_layer: int) -> int | None:
-        """Of n_layer layers how many must be on devices; None: the planner decides."""
+        """Return how many of n_layer layers must be on devices; None: the planner decides."""
         return n_layer if self.split == "neurons" and self.n_gpu_layers is None else self.n_gpu_layers
 
     @property
@@ -329,12 +332,12 @@ class LoadSettings:
 
     @property
     def asks_for_thresholds(self) -> bool:
-        """Whether the mode threshold is asked for, by name or by a file of thresholds."""
+        """Return whether the mode threshold is requested, by name or by a file of thresholds."""
         return self.sparsity == "threshold" or self.thresholds is not None
 
     @property
     def asks_for_a_device(self) -> bool:
-        """Whether something was asked for that only a device can give."""
+        """Return whether a setting requires a device."""
         budget = self.vram_budget is not None or self.gpu_index is not None or self.split == "neurons"
         return (
             budget or bool(self.n_gpu_layers) or not (self.device is None or self.is_auto or self.is_on_cpu)
@@ -355,7 +358,7 @@ def _budget(name: str, value: Any) -> float:
         budget = 0
     if budget != -1 and not budget > 0:
         raise InvalidRequestError(
-            f"a memory budget is a number of GiB above 0, or -1 for what is free, not {shown(value)}"
+            f"a memory budget is a number of GiB above 0, or -1 for all free memory, not {shown(value)}"
         )
     return budget
 
@@ -371,7 +374,7 @@ def _ram_budget(name: str, value: Any) -> float:
 
 
 def _loras(name: str, value: Any) -> tuple[tuple[Path, float], ...] | None:
-    """None for an empty list: nothing is named."""
+    """Return paths with scales; None for an empty list."""
     is_one = isinstance(value, str | os.PathLike) or (isinstance(value, tuple) and _is_scaled(value))
     each = (value,) if is_one else tuple(value) if isinstance(value, Sequence) else (value,)
     return tuple(_lora(name, one) for one in each) or None
@@ -401,7 +404,7 @@ _SIZE_UNITS = {"": 2.0**-30, "K": 2.0**-20, "M": 2.0**-10, "G": 1.0, "T": 2.0**1
 
 
 def _disk_size(name: str, value: Any) -> float:
-    """GiB, of a number of them or a text with a unit; a text without one is GiB, too."""
+    """Return GiB, from a number of GiB or a text with a unit (GiB by default)."""
     size: Any = value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
         unit = "G" if match[0] == match[1] else match[2].upper()
@@ -426,7 +429,7 @@ def _layers(name: str, value: Any) -> Sequence[int]:
 
 
 def _devices(name: str, value: Any) -> tuple[str, ...] | None:
-    """None for an empty list: nothing is named."""
+    """Return the names of devices; None for an empty list."""
     given = value.split(",") if isinstance(value, str) else value
     names = tuple(given) if isinstance(given, Sequence) else (given,)
     found = tuple(text(name, one).strip() for one in names)
@@ -455,10 +458,10 @@ class TakesSettings(Protocol[_Options, _Returned]):
 def taking(
     made: Callable[_Options, LoadSettings],
 ) -> Callable[[Callable[[ModelPath, LoadSettings], _Result]], TakesSettings[_Options, _Result]]:
-    """Lets f(model, settings) take the fields of `made`, which is LoadSettings, as keywords too.
+    """Let f(model, settings) also take the fields of `made`, which is LoadSettings, as keywords.
 
-    So they are spelled out nowhere else, and editors and type checkers know them all the same. Keywords
-    beside settings take the place of what these say.
+    So the fields are listed only once, and editors and type checkers know them. Keywords override the fields
+    of given settings.
     """
 
     def decorate(function: Callable[[ModelPath, LoadSettings], _Result]) -> TakesSettings[_Options, _Result]:

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers in a readable form."""
 
 from __future__ import annotations
 
 
 def human_size(size: float) -> str:
-    """Decimal, as disks and the hub count: 98.4 MB, 4.3 GB."""
+    """Return a size in decimal units, as disks and the hub use: 98.4 MB, 4.3 GB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
@@ -12,7 +12,7 @@ def human_size(size: float) -> str:
 
 
 def size_of(part: float, whole: float) -> str:
-    """1.3 of 4.1 GB; the unit once where both have it."""
+    """Return "1.3 of 4.1 GB", with the unit only once if both have the same."""
     first, second = human_size(part), human_size(whole)
     if first == second:
         return second
@@ -21,7 +21,7 @@ def size_of(part: float, whole: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """134.52 M, 7.24 B: numbers of parameters."""
+    """Return a number of parameters, such as 134.52 M or 7.24 B."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"

@@ -153,7 +153,7 @@ def test_an_encoder_with_zeros_computes_those_neurons_that_fire(run_folder: Path
         with hotset.load(path, device="cpu", n_threads=2, sparsity=sparsity) as model:
             found.append(model.embed(texts()))
     assert np.array_equal(*found)
-    with pytest.raises(InvalidRequestError, match="no predictor knows the neurons of an embedding model"):
+    with pytest.raises(InvalidRequestError, match="predictors for embedding models are not supported"):
         hotset.load(path, device="cpu", predictor="svd")
 
 

@@ -307,7 +307,7 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["run", "MODEL", "hi", "there"], 2, "put a text of several words in quotes"),
         (["profile", "MODEL"], 1, "to show: make one with"),
         (["pull", "https://huggingface.co/owner/repo"], 1, "write hf:owner/repo."),
-        (["pull", "hf:owner"], 1, "'hf:owner' names no repository"),
+        (["pull", "hf:owner"], 1, "'hf:owner' is not a repository"),
         (["run", "MODEL", "hi", "-n", "0"], 2, "at least one token"),
         (["run", "MODEL", "hi", "-p", "ho"], 2, "given twice"),
         (["run", "MODEL", "hi", "--logit-bias", "x"], 2, "ID+BIAS"),

@@ -57,7 +57,7 @@ def test_run_says_its_mode_and_why_and_what_was_read(published: Path, plain: Pat
     done = inside("run", published, "Hello", *FIXED, *REFERENCE)
     assert done.stderr.startswith("sparsity predicted: the file carries predictors (fc1, fc2)\n[prompt ")
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE, "--sparsity", "dense")
-    assert done.stderr.startswith("sparsity dense: all neurons, as asked\n")
+    assert done.stderr.startswith("sparsity dense: all neurons, as requested\n")
     assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ kB read per token \|", done.stderr)
 
 
@@ -146,8 +146,8 @@ def test_run_takes_a_profile(published: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "fragment"),
     [
-        (["run", "PLAIN", "hi", "--sparsity", "half"], 1, "mode 'half' is not known"),
-        (["run", "PLAIN", "hi", "--predictor", "oracle"], 1, "predictor 'oracle' is not known"),
+        (["run", "PLAIN", "hi", "--sparsity", "half"], 1, "mode 'half' is unknown"),
+        (["run", "PLAIN", "hi", "--predictor", "oracle"], 1, "predictor 'oracle' is unknown"),
         (["run", "PLAIN", "hi", "--predictor", "sign"], 1, "the predictor sign was removed; use svd"),
         (["run", "PLAIN", "hi", "--predictor", "mlp"], 1, "choose svd, or train"),
         (["run", "PLAIN", "hi", "--sparsity", "exact", "--predictor", "svd"], 1, "leave one of the two out"),
@@ -162,7 +162,7 @@ def test_run_takes_a_profile(published: Path, text: Path) -> None:
         (["profile", "PLAIN", "-f", "BINARY"], 2, "not UTF-8"),
         (["profile", "PLAIN", "-f", "EMPTY"], 1, "give some to profile"),
         (["profile", "PLAIN", "--merge", "TEXT"], 1, "TEXT"),
-        (["profile", "PLAIN", "--import", "FOLDER"], 1, "holds no activation_<layer>.pt"),
+        (["profile", "PLAIN", "--import", "FOLDER"], 1, "has no activation_<layer>.pt"),
         (["reorder", "PLAIN", "out.gguf"], 2, "hotset sparse profile"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -315,7 +315,7 @@ def test_profiles_merge_and_are_not_overwritten(plain: Path, text: Path, tmp_pat
         "profile", plain, "--merge", first["path"], "--merge", tmp_path / "b", "-o", tmp_path / "d"
     )
     assert twice.returncode == 1
-    assert "counted this text already" in twice.stderr
+    assert "already contains this text" in twice.stderr
     assert not (tmp_path / "d").exists()
 
 

@@ -183,7 +183,7 @@ def test_what_cannot_be_compared_is_a_sentence(plain: Path, tmp_path: Path):
     with hotset.load(plain, **REFERENCE) as first:
         with pytest.raises(hotset.InvalidRequestError, match="with itself; load it a second time"):
             hotset.compare([first, first], TEXT, n_ctx=N_CTX)
-        with pytest.raises(hotset.InvalidRequestError, match="no model to compare"):
+        with pytest.raises(hotset.InvalidRequestError, match="the list of models is empty"):
             hotset.compare([], TEXT)
         with (
             hotset.load(write_dense(tmp_path / "other.gguf"), **REFERENCE) as other,
@@ -261,7 +261,7 @@ def test_thresholds_of_a_side_replace_the_mode_of_the_command(asked: dict[str, A
     )]  # fmt: skip
     f = Path("f")
     assert cut == [(None, None, f), ("threshold", None, f), (None, "svd:64", f)]
-    with pytest.raises(InvalidRequestError, match="serve the sparsity mode threshold, not dense"):
+    with pytest.raises(InvalidRequestError, match="require the sparsity mode threshold, not dense"):
         sides_of("M", settings, ["dense,thresholds=f"])
 
 
@@ -289,7 +289,7 @@ def test_thresholds_that_the_command_names_are_those_of_the_sides_that_say_so(
     assert modes(*stated, "--sparsity", "threshold", "--compare", "threshold") == ["threshold", "threshold"]
     done = inside(*arguments, "--sparsity", "exact", *stated, "--compare", "dense")
     assert done.returncode == 1
-    assert "thresholds serve the sparsity mode threshold, not exact" in done.stderr
+    assert "thresholds require the sparsity mode threshold, not exact" in done.stderr
 
 
 def test_a_side_on_the_cpu_does_not_take_what_is_said_of_the_gpu():

@@ -108,7 +108,7 @@ def test_documents_are_ranked(reranker: Path, tmp_path: Path) -> None:
         (["rerank", "MODEL", "a", "b"], 1, "no rank head"),
         (["rerank", "MODEL", "a"], 2, "give at least one, or --file"),
         (["rerank", "RERANKER", "a", "b", "--top-n", "0"], 2, "--top-n"),
-        (["rerank", "RERANKER", "", "b"], 1, "must be a text that is not empty"),
+        (["rerank", "RERANKER", "", "b"], 1, "must be a non-empty text"),
         (["embed", "RERANKER", "a"], 1, "the model is a reranker"),
     ],
 )

@@ -91,7 +91,7 @@ def test_what_is_no_session_is_not_replaced(model: Path, home: Path, tmp_path: P
     assert file.read_bytes() == contents
     refused = inside("run", model, "hello", *OPTIONS, "--session", model)
     assert refused.returncode == 1
-    assert "is a file that is read" in refused.stderr.replace("\n", " ")
+    assert "is one of the files that are read" in refused.stderr.replace("\n", " ")
 
 
 def test_a_model_that_the_cpu_does_not_compute_is_refused(model: Path, home: Path, tmp_path: Path) -> None:

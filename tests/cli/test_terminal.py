@@ -537,7 +537,7 @@ def test_homes_that_are_none_are_sentences(home: Path, monkeypatch: Any) -> None
     monkeypatch.setenv("HOTSET_HOME", "")
     monkeypatch.setattr(Path, "home", lambda: Path("~nouser").expanduser())
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert "name one for models in HOTSET_HOME" in inside("list").stderr
+    assert "set HOTSET_HOME to a folder for models" in inside("list").stderr
 
 
 def test_a_long_prompt_is_no_path(model: Path, home: Path, monkeypatch: Any) -> None:
@@ -553,7 +553,7 @@ def test_the_chat_saves_where_it_may_and_says_where_not(model: Path, tmp_path: P
     chat = Terminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
     for typed, told in [
         (f"/save {tmp_path}/pipe", "error: .*pipe is a pipe"),
-        (f"/save {model}", "is a file that is read"),
+        (f"/save {model}", "is one of the files that are read"),
         ("/save ~nouser/x", "begins with a user who has no home"),
         ("/save /dev/null", "/dev/null is a device"),
         (f"/save {tmp_path}/missing/x", "cannot be written"),

@@ -139,7 +139,12 @@ def test_factors(tmp_path: Path, config: dict[str, Any], factor: float) -> None:
         ),
         ({}, {f"{HEAD}.lora_A.weight": np.ones(4, np.float32)}, FormatError, "no matrix of floats"),
         ({}, {f"{HEAD}.lora_B.weight": np.ones((100, 4), np.float32)}, FormatError, "no whole heads of 32"),
-        ({}, {f"{HEAD}.lora_B.weight": np.ones((128, 5), np.float32)}, FormatError, "with a rank below"),
+        (
+            {},
+            {f"{HEAD}.lora_B.weight": np.ones((128, 5), np.float32)},
+            FormatError,
+            "with a rank that does not exceed the matrix",
+        ),
         (
             {},
             {f"{HEAD}.lora_A.default.weight": np.ones((4, 64), np.float32)},

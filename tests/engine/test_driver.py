@@ -1,4 +1,4 @@
-"""The thread that drives the engine: when others cancel, fork, fail or leave, the tokens are the same."""
+"""The thread that drives the engine: cancelled, forked or failing requests do not change others' tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hotset.backends.base import Batch, StepResult
 from hotset.engine import driver
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
-from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
+from hotset.engine.pacing import PrefillBudget, PrefillChunk, divide, weigher
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Event, Owner, Sequence
 from hotset.errors import (
@@ -47,7 +47,7 @@ def expected(tokens: list[int], **params: Any) -> list[int]:
 
 
 class Gated(FakeBackend):
-    """Begins a step only with a permit, and stops in its middle until there is one."""
+    """A backend that starts a step only with a permit, and stops in its middle until there is another."""
 
     def __init__(self, can_cancel: bool = True, **options: Any) -> None:
         super().__init__(**options)
@@ -195,7 +195,7 @@ def test_cancelling_ends_one_and_disturbs_nobody(can_cancel: bool) -> None:
     for sequence in (kept, dropped):
         thread.next_event(sequence)
     assert backend.is_inside.wait(WATCHDOG)
-    if not can_cancel:  # then the step must come to its end
+    if not can_cancel:  # then the step runs to its end
         when(backend.asked, lambda: backend.permits.release(1000))
     thread.cancel([dropped])
     assert dropped.finish_reason == "cancelled"
@@ -213,7 +213,7 @@ def test_a_request_can_be_cancelled_before_it_has_begun(gated: tuple[Gated, Engi
     first = ask(thread, prompt(5), seed=1, max_tokens=5)
     assert backend.is_inside.wait(WATCHDOG)
     second = ask(thread, prompt(6), seed=1)
-    threading.Timer(0.05, backend.permits.release).start()  # it is in no step: one of others is not ended
+    threading.Timer(0.05, backend.permits.release).start()  # it is not in the step, which goes on for others
     thread.cancel([second])
     assert [event.finish_reason for event in events(thread, second)] == ["cancelled"]
     never = thread.engine.prepare(prompt(6), SamplingParams(seed=1))
@@ -262,11 +262,11 @@ def test_more_than_may_wait_are_refused(gated: tuple[Gated, EngineThread]) -> No
     sequences = [ask(thread, prompt(5, i), seed=i, max_tokens=4) for i in range(5)]
     assert backend.is_inside.wait(WATCHDOG)
     refused = thread.engine.prepare(prompt(6), SamplingParams(seed=9, max_tokens=2))
-    with pytest.raises(QueueFullError, match=r"requests are waiting already.* ask again in 1 s") as full:
+    with pytest.raises(QueueFullError, match=r"requests are already waiting.* try again in 1 s") as full:
         thread.submit(refused)
     assert 0.0 <= full.value.seconds < WATCHDOG
     thread.check_room(0)
-    threading.Timer(0.05, backend.permits.release).start()  # the step is not ended for one that waits
+    threading.Timer(0.05, backend.permits.release).start()  # a waiting request does not end the step
     thread.cancel([sequences[3]])
     with pytest.raises(QueueFullError):
         thread.check_room(2)
@@ -291,7 +291,7 @@ def test_counters_say_what_was_done_while_a_step_runs() -> None:
     waiting = ask(thread, prompt(5), seed=1)
     with pytest.raises(QueueFullError):
         ask(thread, prompt(5), seed=1)
-    now = thread.counters()  # in the middle of a step
+    now = thread.counters()  # during a step
     assert (now.running + now.waiting, now.steps, now.refused) == (3, 0, 1)
     threading.Timer(0.05, backend.permits.release, (1000,)).start()
     thread.cancel([waiting])
@@ -327,7 +327,7 @@ def test_how_long_to_wait_is_learned_from_those_that_ended(monkeypatch: pytest.M
     ]
     for _ in range(4):
         engine.step()
-    assert engine.seconds_to_wait() == pytest.approx(backend.now / 4)  # none has ended yet
+    assert engine.seconds_to_wait() == pytest.approx(backend.now / 4)  # no request has ended yet
     while engine.has_work:
         engine.step()
     seconds = backend.now
@@ -415,7 +415,7 @@ def test_the_engine_is_ones_own_between_two_steps(gated: tuple[Gated, EngineThre
         while score.finish_reason is None:
             engine.step()
     assert sum(rows) == 40
-    # What runs got its tokens from the guest's steps too.
+    # Running requests got their tokens from the guest's steps too.
     assert tokens_of(thread, sequence) == expected(prompt(9), seed=2, max_tokens=12)[1:]
 
 
@@ -425,7 +425,7 @@ def test_a_guest_is_let_in_while_answers_run(thread: EngineThread) -> None:
     for _ in range(20):
         with thread.exclusive():
             n.append(len(running[0].tokens))
-    assert n[-1] < 512  # the thread did not run to the end before it let anybody in
+    assert n[-1] < 512  # the thread lets others in before it is finished
     thread.cancel(running)
 
 
@@ -433,7 +433,7 @@ def test_a_guest_is_let_in_while_answers_run(thread: EngineThread) -> None:
 def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
     thread: EngineThread, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A garbage collection may close another stream anywhere, also in the middle of a step."""
+    """Check that a garbage collection may close another stream anywhere, also during a step."""
     other = thread.engine.prepare(prompt(9), SamplingParams(seed=1))
 
     def stream() -> Iterator[Event]:
@@ -447,8 +447,7 @@ def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
     step, n_steps = thread.engine.backend.step, itertools.count()
 
     def stepped(batch: Batch) -> StepResult:
-        """The thread takes two steps, and goes on when another thread has asked for the engine: or the stream
-        might end before."""
+        """Take two steps, and wait for another thread to request the engine, so the stream cannot end."""
         if threading.current_thread() is not threading.main_thread() and next(n_steps) >= 2:
             until(lambda: thread._guests > 0)
         return step(batch)
@@ -514,7 +513,7 @@ def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None
     backend.permits.release()
     thread.next_event(sequence)
     assert backend.is_inside.wait(WATCHDOG)
-    thread._wake.acquire()  # as if another thread had it at that moment
+    thread._wake.acquire()  # as if held by another thread
     pid = os.fork()
     if pid == 0:
         try:
@@ -528,7 +527,7 @@ def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None
                 thread.next_event(sequence)
                 ok = False
             except HotsetError as error:
-                ok = ok and "belongs to the process that asked for it" in str(error)
+                ok = ok and "belongs to the process that requested it" in str(error)
             thread.cancel([sequence])
             thread.close()
             os._exit(0 if ok else 1)
@@ -572,14 +571,14 @@ def test_closing_ends_a_step_of_a_guest() -> None:
     guest = threading.Thread(target=score)
     guest.start()
     assert backend.is_inside.wait(WATCHDOG)
-    thread.engine._in_flight = frozenset()  # as in a step that the guest takes of the backend itself
+    thread.engine._in_flight = frozenset()  # as in a step in which the guest uses the backend directly
     thread.close()
     guest.join(WATCHDOG)
     assert ended == ["cancelled"]
 
 
 def test_leaving_the_interpreter_while_it_computes_is_clean() -> None:
-    """The thread is ended before the interpreter is."""
+    """Check that the thread ends before the interpreter."""
     code = (
         "import atexit, sys; atexit.register(lambda: print(thread.closed, sequence.finish_reason));"
         "sys.path.insert(0, sys.argv[1]); from test_driver import *;"
@@ -593,11 +592,11 @@ def test_leaving_the_interpreter_while_it_computes_is_clean() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\nTrue cancelled\n", "")
 
 
-# ---- how much of a prompt a step takes ----
+# ---- the prefill token budget ----
 
 
 class Clocked(FakeBackend):
-    """Every token of a step takes a millisecond, and a step ten more."""
+    """A backend with a clock: a step takes 10 ms and another 1 ms per token."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -624,8 +623,8 @@ def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.Monkey
     backend.seconds.clear()
     while not long.generated:
         engine.step()
-    assert len(running.generated) - n_before == len(backend.batches)  # a token with every step
-    assert backend.batches[0] == 17  # until it is known what a token takes
+    assert len(running.generated) - n_before == len(backend.batches)  # a token in every step
+    assert backend.batches[0] == 17  # before the time of a token is known
     assert max(backend.seconds) < 0.08
     assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(50, abs=3)
     while engine.has_work:
@@ -634,14 +633,14 @@ def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.Monkey
 
 
 def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading rows of logits takes time too, which is no part of the backend's step."""
+    """Check the budget when reading rows of logits, which is outside the backend's step, takes time too."""
     backend = Clocked(n_pages=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
     running = engine.enqueue(engine.prepare(prompt(10), SamplingParams(seed=1, max_tokens=400)))
     engine.enqueue(
         engine.prepare(prompt(200, 5), SamplingParams(seed=2, max_tokens=1))
-    )  # one without scores comes first
+    )  # the first has no scores
     for _ in range(10):
         engine.step()
     positions: list[int] = []
@@ -659,41 +658,41 @@ def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytes
         seconds.append(backend.now - begun)
         assert len(running.generated) == n_before + 1
     assert positions == list(range(2000))
-    assert max(seconds[1:]) < 0.08  # the first shows what a row takes
+    assert max(seconds[1:]) < 0.08  # the first step measures the time of a row
     assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(12, abs=2)
     after = engine.enqueue(engine.prepare(prompt(300, 4), SamplingParams(seed=2, max_tokens=1)))
     backend.batches.clear()
     while not after.finish_reason:
         engine.step()
-    assert backend.batches[0] == pytest.approx(40, abs=3)  # what scores take is not another prompt's
+    assert backend.batches[0] == pytest.approx(40, abs=3)  # the time of scores is not another prompt's
     while engine.has_work:
         engine.step()
     assert running.generated == expected(prompt(10), seed=1, max_tokens=400)
 
 
 def test_what_rows_of_logits_take_is_told_from_what_tokens_take() -> None:
-    share = PromptShare(0.1)
-    share.note(10, 0, 0.03, n_rows=10)  # nothing else was seen: it is in the units
+    share = PrefillBudget(0.1)
+    share.note(10, 0, 0.03, n_rows=10)  # without other measurements, all time counts for the units
     assert share.of_row(1) == 0
     share.note(64, 0, 0.064)
-    fitting = share.beside
+    fitting = share.mixed
     share.note(20, 0, 0.06, n_rows=20)
     assert share.of_row(1) == pytest.approx(2)
-    assert share.beside == fitting
-    share.note(20, 0, 60.0, n_rows=20)  # whatever it took, a step has room for a few
-    assert share.beside / (1 + share.of_row(1)) == pytest.approx(4)
-    assert share.alone / (1 + share.of_row(0)) == pytest.approx(64)  # and no request waits for this one
-    share.note(64, 0, 0.032, n_rows=4)  # quicker than its units alone: these are of prompts again
+    assert share.mixed == fitting
+    share.note(20, 0, 60.0, n_rows=20)  # however slow, a step has room for a few rows
+    assert share.mixed / (1 + share.of_row(1)) == pytest.approx(4)
+    assert share.pure / (1 + share.of_row(0)) == pytest.approx(64)  # and no request waits for this one
+    share.note(64, 0, 0.032, n_rows=4)  # faster than the estimate of its units alone: the rows cost nothing
     assert share.of_row(1) == 0
     assert share.seconds_of(64, 0) == pytest.approx(0.032)
 
 
 def test_a_prompt_alone_takes_steps_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50 ms, or as long as sixteen steps of an answer: what every step costs is then little."""
+    """Check steps of 50 ms, or 16 times as long as a decode step, so that fixed costs are small."""
     backend = Clocked(n_pages=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
-    for n_alone in (64, 165):  # before an answer's step of 11 ms is known, and after it
+    for n_alone in (64, 165):  # before and after the decode step's 11 ms are known
         backend.batches.clear()
         long = engine.enqueue(engine.prepare(prompt(3000, n_alone), SamplingParams(seed=2, max_tokens=3)))
         while not long.generated:
@@ -709,45 +708,45 @@ def test_a_prompt_alone_takes_steps_that_are_worth_it(monkeypatch: pytest.Monkey
 
 
 def test_the_share_of_a_prompt_follows_what_steps_take() -> None:
-    share = PromptShare(0.1)
-    assert (share.beside, share.alone) == (16, 64)
-    for n in (32, 64, 128, 256, 512):  # a quick machine: it doubles
-        share.note(share.beside, 1, 0.001)
-        assert (share.beside, share.alone) == (n, max(n, 64))
-    share.note(512, 1, 0.4)  # too slow: at once what fits
-    assert share.beside == 128
-    share.note(5, 1, 0.01)  # the end of a prompt, which says nothing
-    assert share.beside == 128
+    share = PrefillBudget(0.1)
+    assert (share.mixed, share.pure) == (16, 64)
+    for n in (32, 64, 128, 256, 512):  # a fast machine: it doubles
+        share.note(share.mixed, 1, 0.001)
+        assert (share.mixed, share.pure) == (n, max(n, 64))
+    share.note(512, 1, 0.4)  # too slow: it shrinks at once
+    assert share.mixed == 128
+    share.note(5, 1, 0.01)  # the small end of a prompt changes nothing
+    assert share.mixed == 128
     share.note(128, 1, 12.8)
-    assert share.beside == 16  # as few as there are
-    assert share.alone == 64  # while it is unknown what a step costs without a prompt
-    share.note(0, 3, 0.8)  # where answers alone take longer, that long
+    assert share.mixed == 16  # the minimum
+    assert share.pure == 64  # before the time of a step without a prompt is known
+    share.note(0, 3, 0.8)  # if decode steps take longer than the limit, they set it
     share.note(16, 3, 1.0)
-    assert share.beside == 32
+    assert share.mixed == 32
     share.note(32, 3, 2.4)
-    assert share.beside == pytest.approx(16)
-    share.note(64, 0, 6.4)  # sixteen answers
-    assert share.alone == pytest.approx(128)
+    assert share.mixed == pytest.approx(16)
+    share.note(64, 0, 6.4)  # 16 decode steps
+    assert share.pure == pytest.approx(128)
     assert share.seconds_of(10, 0) == pytest.approx(1.0)
     assert share.seconds_of(10, 1) == pytest.approx(1.8)
-    whole = PromptShare(math.inf)
+    whole = PrefillBudget(math.inf)
     whole.note(8, 0, 50.0)
-    assert (whole.beside, whole.alone) == (math.inf, math.inf)
+    assert (whole.mixed, whole.pure) == (math.inf, math.inf)
 
 
 def test_where_no_answer_runs_steps_grow_as_long_as_that_pays() -> None:
     def grown(step_cost: float) -> list[float]:
-        share = PromptShare(0.05)
-        share.note(0, 1, 0.04)  # an answer's step: sixteen of it are 0.64 s
+        share = PrefillBudget(0.05)
+        share.note(0, 1, 0.04)  # a decode step; 16 of these are 0.64 s
         sizes = []
         for _ in range(8):
-            units = min(share.alone, 512)
+            units = min(share.pure, 512)
             share.note(units, 0, step_cost + 0.02 * units)
-            sizes.append(share.alone)
+            sizes.append(share.pure)
         return sizes
 
-    assert grown(0.04)[-1] == pytest.approx(30)  # dense: what a step costs is nothing beside 30 tokens
-    assert grown(0.4)[-1] == 256  # sparse: a prompt reads all neurons, ten times what an answer reads
+    assert grown(0.04)[-1] == pytest.approx(30)  # dense: fixed costs are small for 30 tokens
+    assert grown(0.4)[-1] == 256  # sparse: a prompt reads all neurons, ten times as many as a decode step
 
 
 @pytest.mark.parametrize(
@@ -755,14 +754,14 @@ def test_where_no_answer_runs_steps_grow_as_long_as_that_pays() -> None:
     [
         ([4000], 128, 512, [128]),
         ([4000], 128, 100, [100]),
-        ([160], 128, 512, [160]),  # no step for a few tokens that are left
+        ([160], 128, 512, [160]),  # no extra step for the few remaining tokens
         ([160], 128, 150, [128]),
         ([161], 128, 512, [128]),
-        ([4000, 30], 128, 512, [16, 30]),  # a step that ends a prompt is a short one
+        ([4000, 30], 128, 512, [16, 30]),  # a step that finishes a prompt is short
         ([30, 4000], 128, 512, [30, 16]),
         ([4000, 90], 128, 512, [16, 90]),
         ([4000, 120], 128, 512, [64, 64]),
-        ([4000, 3000, 2000], 128, 512, [64, 0, 64]),  # the oldest, and the one that misses the least
+        ([4000, 3000, 2000], 128, 512, [64, 0, 64]),  # the oldest, and the one with the fewest missing tokens
         ([4000, 20, 20, 20, 20], 128, 512, [16, 20, 20, 20, 20]),
         ([100, 100, 100], 128, 512, [100, 16, 0]),
         ([5], 0.5, 512, [1]),
@@ -788,11 +787,11 @@ def test_a_token_far_behind_in_a_prompt_weighs_more() -> None:
     assert weigher(None)(4000) == 1.0
 
 
-# ---- a step that reads long prompts is ended for a short one ----
+# ---- a step with long prompts is ended for a short one ----
 
 
 class Cancellable(Gated):
-    """Is in the middle of a step for as long as the test likes."""
+    """A backend that stays in a step until the test ends it."""
 
     def __init__(self) -> None:
         super().__init__(n_pages=200, max_batch=512)
@@ -824,10 +823,10 @@ def test_a_short_prompt_ends_a_step_that_has_just_begun(
         assert backend.is_inside.wait(WATCHDOG)
 
     step(0.64)
-    step(1.0)  # 10 ms a token
+    step(1.0)  # 10 ms per token
     now[0] += elapsed
     n_computed = long.n_computed
-    for ends in (not why, False):  # once: the step that is taken again is not ended
+    for ends in (not why, False):  # only once: the repeated step is not ended
         backend.is_inside.clear()
         short = ask(thread, prompt(n_new), seed=2, max_tokens=3)
         assert backend.n_cancelled == int(not why)

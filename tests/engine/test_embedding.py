@@ -1,4 +1,4 @@
-"""Vectors of texts: those of transformers' hidden states, and the same bits whatever runs beside them."""
+"""Vectors of texts: compared with transformers' hidden states, and bitwise independent of other requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = (150, 1, 37, 64)
 
 @pytest.fixture(scope="module", params=["llama", "opt", "gemma2", "olmo"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(file, texts of token ids, their hidden states by transformers)."""
+    """Return a file, texts as token ids, and their hidden states from transformers."""
     recipe = tiny_models.RECIPES[request.param]
     theirs = tiny_models.build(recipe)
     path = tiny_models.to_gguf(recipe, theirs, tmp_path_factory.mktemp("checkpoint"))
@@ -53,7 +53,7 @@ def test_vectors_are_transformers_hidden_states(model: Any, pooling: str | None)
     assert vectors.dtype == np.float32
     for vector, theirs in zip(vectors, states, strict=True):
         assert vector @ vector == pytest.approx(1.0, abs=1e-6)
-        # The cache holds halves.
+        # The cache is in F16.
         np.testing.assert_allclose(vector, pooled(theirs, pooling or "mean"), atol=1e-3)
 
 
@@ -82,7 +82,7 @@ def test_no_page_of_a_text_is_kept_for_others(model: Any) -> None:
         assert loaded.thread.counters().pages_cached == 0
         completion = loaded.generate(texts[0], temperature=0, max_tokens=1)
         assert completion.timings.reused_tokens == 0
-        assert (loaded.embed(texts) == vectors).all()  # nor are those of others read
+        assert (loaded.embed(texts) == vectors).all()  # other requests' prefixes are not used
 
 
 def test_what_cannot_be_embedded_is_a_sentence(model: Any) -> None:
@@ -127,5 +127,7 @@ def test_the_file_says_how_it_pools(number: int | None, pooling: str) -> None:
 @pytest.mark.parametrize("number", [5, -1, "mean", [1]])
 def test_a_pooling_that_is_not_known_is_a_sentence(number: Any) -> None:
     metadata = {"general.architecture": "llama", "llama.pooling_type": number}
-    with pytest.raises(UnsupportedModelError, match="say which of none, mean, cls, last and rank"):
+    with pytest.raises(
+        UnsupportedModelError, match="choose a pooling: one of none, mean, cls, last and rank"
+    ):
         pooling_of(metadata, None)

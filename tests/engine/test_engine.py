@@ -1,4 +1,4 @@
-"""The step loop on a backend without a model: whatever is scheduled how, the tokens are the same."""
+"""The step loop on a backend without a model: the tokens do not depend on the schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fake_backend import FakeBackend, fake_logits
 
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult
 from hotset.engine.engine import Engine
-from hotset.engine.pacing import PromptShare
+from hotset.engine.pacing import PrefillBudget
 from hotset.engine.perplexity import perplexity_chunks
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Owner, Sequence
@@ -69,7 +69,7 @@ def test_chunks_of_a_prompt_do_not_change_the_answer(max_batch: int):
 def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
     max_batch: int, n_pages: int, max_sequences: int
 ):
-    """With few pages, sequences are preempted and computed again; with few slots, they wait."""
+    """Check that sequences are preempted and computed again if pages are few, and wait if slots are few."""
     options = [
         {"seed": i, "max_tokens": 30 + 25 * i, "repetition_penalty": 1.0 + 0.1 * (i % 2)} for i in range(6)
     ]
@@ -121,7 +121,7 @@ def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
     tight.cancel(old)
     seen = tight.backend.n_tokens_seen
     tight.step()
-    assert tight.backend.n_tokens_seen - seen == 1  # its two full pages were still there
+    assert tight.backend.n_tokens_seen - seen == 1  # its two full pages were still in the cache
     assert len(new.generated) == n_generated + 1
     drain(tight)
     assert new.tokens == alone[1]
@@ -190,12 +190,14 @@ def test_decoding_comes_before_prompts_and_shares_their_batch():
 def test_a_short_prompt_comes_through_while_long_ones_are_read(
     n_answers: int, n_long: int, monkeypatch: pytest.MonkeyPatch
 ):
-    note = PromptShare.note  # steps take as long as on a steady machine: chunks do not depend on this one
+    note = PrefillBudget.note  # with constant times, so that chunks do not depend on the machine
 
-    def note_steady(self: PromptShare, units: float, n_answers: int, seconds: float, n_rows: int = 0) -> None:
+    def note_steady(
+        self: PrefillBudget, units: float, n_answers: int, seconds: float, n_rows: int = 0
+    ) -> None:
         note(self, units, n_answers, 1e-3 * (1 + units), n_rows)
 
-    monkeypatch.setattr(PromptShare, "note", note_steady)
+    monkeypatch.setattr(PrefillBudget, "note", note_steady)
     shared = engine(1024, n_pages=200)
     asked = [(prompt(9, seed=i), {"seed": i, "max_tokens": 60}) for i in range(n_answers)]
     asked += [(prompt(900, seed=i), {"seed": i, "max_tokens": 3}) for i in range(n_long)]
@@ -209,7 +211,7 @@ def test_a_short_prompt_comes_through_while_long_ones_are_read(
         sequences.append(shared.enqueue(shared.prepare(asked[-1][0], SamplingParams(**asked[-1][1]))))
         shared.step()
         assert len(sequences[-1].generated) == 1
-        assert long.n_computed > n_computed  # and no sequence is left behind for ever
+        assert long.n_computed > n_computed  # and no sequence waits forever
     drain(shared)
     for (tokens, params), sequence in zip(asked, sequences, strict=True):
         assert sequence.tokens == generate(engine(1024), tokens, **params).tokens
@@ -253,7 +255,7 @@ def test_an_answer_is_reused_as_the_prefix_of_the_next_turn():
 
 
 def test_a_running_sequence_shares_its_pages():
-    shared = engine(n_pages=6, n_ctx=256)  # 4 + 4 would not fit
+    shared = engine(n_pages=6, n_ctx=256)  # too few for 4 + 4
     long = shared.enqueue(shared.prepare(prompt(200), SamplingParams(seed=1, max_tokens=30)))
     shared.step()
     shared.step()
@@ -271,7 +273,7 @@ def test_a_running_sequence_shares_its_pages():
 def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
     n_pages: int, n_running: int, at_once: bool
 ):
-    """Of one page each: the third needs one for itself, and two for those before it to grow into."""
+    """Check sequences of one page each: the third needs a page, and the two before it one each to grow."""
     shared = engine(128, n_pages=n_pages)
     for i in range(5):
         shared.enqueue(shared.prepare(prompt(40, seed=i), SamplingParams(seed=i, max_tokens=30)))
@@ -295,7 +297,7 @@ def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page()
     n_free = shared.scheduler.pool.n_available
     shared.step()
     assert (len(shared.scheduler.running), len(shared.scheduler.waiting)) == (1, 2)
-    assert shared.scheduler.pool.n_available == n_free  # the prefix that it found was given back
+    assert shared.scheduler.pool.n_available == n_free  # the prefix that it found was released
     assert shared.scheduler.pool.references.count(2) == 0
 
 
@@ -346,7 +348,7 @@ def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over(
     shared.step()
     shared.cancel(leading)
     shared.backend.cancelled = True
-    shared.step()  # its pages are there, and nothing in them
+    shared.step()  # its pages are allocated, but empty
     third = shared.enqueue(shared.prepare(prompt(150), SamplingParams(seed=3, max_tokens=4)))
     drain(shared)
     assert third.n_reused == 2 * PAGE_SIZE
@@ -397,7 +399,7 @@ def test_a_sequence_whose_time_is_over_ends(waits: bool, monkeypatch: pytest.Mon
 
 
 def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
-    """A second passes in every step: the speed of a prompt counts what was computed in it, and no more."""
+    """Check that the speed of a prompt counts only its computed tokens; every step takes a second here."""
     now = [100.0]
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: now[0])
 
@@ -519,7 +521,7 @@ def test_an_error_of_one_sequence_leaves_the_others_alone():
 
 
 class Interrupted(FakeBackend):
-    """Is interrupted after the work of the second step, as by Ctrl-C."""
+    """A backend that is interrupted after the second step's work, as by Ctrl-C."""
 
     def step(self, batch: Batch) -> StepResult:
         result = super().step(batch)
@@ -553,7 +555,7 @@ def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch:
     scoring = engine(max_batch=max_batch)
     other = scoring.enqueue(scoring.prepare(prompt(20, seed=3), SamplingParams(seed=3, max_tokens=40)))
     rows: dict[int, np.ndarray] = {}
-    for _ in range(2):  # the second time with a reused prefix, where `first` allows it
+    for _ in range(2):  # the second time with a reused prefix, if `first` allows it
         rows.clear()
         sequence = scoring.enqueue(
             scoring.prepare_score(
@@ -606,7 +608,7 @@ def test_every_token_has_the_statistics_of_its_step():
         1,
         1,
         1,
-    ]  # the first came of the prompt
+    ]  # the prompt gave the first
     assert [stats.active.tolist() for stats in sequence.step_stats] == [
         [80, 24], [10, 4], [10, 5], [10, 6], [10, 7],
     ]  # fmt: skip
@@ -629,7 +631,7 @@ def test_sequences_side_by_side_each_have_the_steps_that_they_were_in():
 
 
 def plain_perplexity(tokens: list[int], n_ctx: int, chunks: int, bos_id: int | None) -> tuple[float, float]:
-    """llama-perplexity's arithmetic, written down one token after the other."""
+    """Compute the perplexity with llama-perplexity's arithmetic, token by token."""
     losses = []
     for i in range(chunks):
         chunk = tokens[i * n_ctx : (i + 1) * n_ctx]
@@ -660,7 +662,7 @@ def test_perplexity_is_llama_perplexitys(n_ctx: int, max_batch: int, bos_id: int
 
 def test_perplexity_refuses_what_it_cannot_measure():
     scoring = engine(n_ctx=128)
-    with pytest.raises(InvalidRequestError, match="at least 128 tokens, and the text has 127"):
+    with pytest.raises(InvalidRequestError, match="at least 128 tokens, but the text has 127"):
         next(perplexity_chunks(scoring, prompt(127), n_ctx=64))
     with pytest.raises(ContextLengthError, match="does not fit in the context of 128"):
         next(perplexity_chunks(scoring, prompt(1000), n_ctx=256))
@@ -674,7 +676,7 @@ def test_perplexity_refuses_what_it_cannot_measure():
 
 
 class Instant(FakeBackend):
-    """Takes no time: the logits are there already."""
+    """A backend that takes no time: its logits are prepared."""
 
     def step(self, batch: Batch) -> StepResult:
         if not hasattr(self, "_ready"):
@@ -683,7 +685,7 @@ class Instant(FakeBackend):
 
 
 def test_a_decode_step_costs_little_python():
-    """A step of one sequence makes few calls, and as many at any depth: 5 to 10 µs of Python."""
+    """Check that a step of one sequence makes few calls, equally many at any depth: 5 to 10 µs of Python."""
     quick = Engine(Instant(n_vocab=1000, n_pages=64), 4096)
     quick.enqueue(quick.prepare([1, 2, 3], SamplingParams(temperature=0)))
     quick.step()
@@ -703,4 +705,4 @@ def test_a_decode_step_costs_little_python():
         return n
 
     calls = [calls_of_a_step() for _ in range(1500)]
-    assert max(calls) <= 120  # 90 with Python 3.11
+    assert max(calls) <= 120  # Python 3.11 makes 90

@@ -1,4 +1,4 @@
-"""A thousand requests that come, leave, fail and run out of pages at any moment: no other one notices."""
+"""A thousand requests that start, leave, fail and run out of pages at any time without affecting others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASES = [np.random.default_rng(i).integers(0, 97, 300).tolist() for i in range(4
 
 
 def drawn_prompt(draw: random.Random) -> tuple[int, ...]:
-    """Some of one of a few texts, often whole pages of it, and often an end of its own."""
+    """Return a part of one of a few texts, often whole pages of it, and often with its own end."""
     n = draw.choice([draw.randint(1, 300), PAGE_SIZE * draw.randint(1, 4), 200])
     own = [draw.randrange(97) for _ in range(draw.choice([0, 1, 30]))]
     return (*draw.choice(BASES)[:n], *own)
@@ -39,7 +39,7 @@ def expected(tokens: tuple[int, ...], seed: int, n: int) -> list[int]:
 
 
 def check_pages(engine: Engine) -> None:
-    """Every page is held as often as running sequences have it, and every running sequence has a slot."""
+    """Check that running sequences hold every page as often as it counts, and that each has a slot."""
     pool = engine.scheduler.pool
     held = Counter(page for sequence in engine.scheduler.running for page in sequence.pages)
     assert [held[page] for page in range(pool.n_pages)] == pool.references
@@ -76,10 +76,10 @@ def check_pages(engine: Engine) -> None:
 def test_a_thousand_requests_come_and_go(
     monkeypatch: pytest.MonkeyPatch, n: int, n_pages: int, max_sequences: int, max_batch: int, n_states: int
 ) -> None:
-    """Also of a model with recurrent states, with slots for all prefixes or hardly any."""
-    draw = random.Random(n_pages + 1)  # by which all happens that is looked for at the end
+    """Check models with and without recurrent states, with slots for all prefixes or for very few."""
+    draw = random.Random(n_pages + 1)  # a seed with which everything checked at the end occurs
     backend = FakeBackend(n_pages=n_pages, max_batch=max_batch, n_states=n_states)
-    ticks = itertools.count()  # how long steps take decides about chunks, and chance shall not
+    ticks = itertools.count()  # chunks depend on the time of steps, which must not be random
     monkeypatch.setattr(
         "hotset.engine.engine.time.perf_counter", lambda: 1e-4 * next(ticks) + 1e-3 * backend.n_tokens_seen
     )
@@ -152,7 +152,7 @@ def test_a_thousand_requests_come_and_go(
 
 
 def test_threads_that_ask_and_leave_at_any_moment_get_their_own() -> None:
-    """What happens when is the machine's choice here, what is asked is not."""
+    """Check requests at random times: only their order depends on the machine."""
     backend = FakeBackend(n_pages=12, max_batch=64)
     thread = EngineThread(Engine(backend, N_CTX, 6))
     wrong: list[str] = []

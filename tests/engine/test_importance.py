@@ -59,7 +59,7 @@ def test_sums_are_those_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
 def test_experts_have_sums_of_their_tokens(name: str, run_folder: Path) -> None:
-    """Each expert's, token by token, from the values inside the graph."""
+    """Compare each expert's sums, token by token, with the values inside the graph."""
     with hotset.load(shared_gguf(name, run_folder), device="cpu", sparsity="dense") as loaded:
         found = collect(loaded.tap_steps, loaded.graph, IDS)
         ffn = next(ffn for ffn in loaded.graph.ffns if ffn.route is not None)

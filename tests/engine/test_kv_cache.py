@@ -16,7 +16,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 def fill(pool: PagePool, tokens: list[int]) -> list[int]:
-    """Allocates and registers the full pages of `tokens`, as a sequence that computes all of them does."""
+    """Allocate and register the full pages of `tokens`, like a sequence that computes all of them."""
     pages, chain = [], ROOT
     for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
         page = pool.allocate()
@@ -90,7 +90,7 @@ def test_a_prefix_computed_twice_is_found_once():
     pool.release(first)
     pool.release(second)
     assert pool.n_available == 8
-    # The duplicate pages hold nothing that can be found and are given away first.
+    # The duplicate pages cannot be found by any prefix, so they are allocated first.
     assert {pool.allocate() for _ in range(6)}.isdisjoint(first)
 
 
@@ -156,5 +156,5 @@ def test_random_use_never_loses_or_doubles_a_page():
 
 
 def test_a_pool_needs_a_page():
-    with pytest.raises(InvalidRequestError, match="at least one page"):
+    with pytest.raises(InvalidRequestError, match="at least one block"):
         PagePool(0)

@@ -68,7 +68,7 @@ class Allowed:
 
 
 def some_options(rng: np.random.Generator, n_vocab: int) -> dict[str, Any]:
-    """Each parameter keeps its default or is one of its choices, so that all of them meet."""
+    """Return parameters, each with its default or one of its choices, so that different choices meet."""
     share = rng.choice([0.15, 0.4, 0.8])
     options = {
         name: values[rng.integers(len(values))] for name, values in CHOICES.items() if rng.random() < share
@@ -82,7 +82,7 @@ def some_options(rng: np.random.Generator, n_vocab: int) -> dict[str, Any]:
 
 
 def some_logits(rng: np.random.Generator, n_vocab: int) -> np.ndarray:
-    """Rows of all kinds: flat and peaked, ties, what is not finite, the largest numbers."""
+    """Return rows of all kinds: flat, peaked, with ties, with values that are not finite, and huge ones."""
     row = rng.standard_normal(n_vocab).astype(np.float32) * np.float32(rng.choice([1e-4, 0.3, 1.0, 3.0, 8.0]))
     match rng.integers(12):
         case 0:
@@ -98,7 +98,7 @@ def some_logits(rng: np.random.Generator, n_vocab: int) -> np.ndarray:
             row[rng.integers(n_vocab, size=2)] = 1.0
         case 5:
             row *= np.float32(1e37)
-        case 6:  # a few likely ones, as of a model that is nearly certain
+        case 6:  # a few likely tokens, as from a model that is nearly certain
             row[rng.integers(n_vocab, size=3)] += np.float32(20)
         case 7:
             row = (row.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -110,7 +110,7 @@ def some_logits(rng: np.random.Generator, n_vocab: int) -> np.ndarray:
 
 
 def tokens_of(sampler: Any, rows: list[np.ndarray]) -> list[int | str]:
-    """The tokens of an answer; an error in place of one that cannot be drawn."""
+    """Return the tokens of an answer, with an error for each that cannot be drawn."""
     found: list[int | str] = []
     for row in rows:
         try:
@@ -170,7 +170,7 @@ def test_tokens_of_a_large_vocabulary(options: dict[str, Any], scale: float) -> 
 
 
 def test_sequences_draw_the_same_tokens_together_and_alone() -> None:
-    """On all threads of a pool, quick draws and slow ones mixed, some of them with logprobs."""
+    """Check draws on all threads of a pool, fast and slow ones mixed, some with logprobs."""
     n_vocab, n_rows = 6400, 10
     rng = np.random.default_rng(3)
     n_tops = [None, 0, 3, None]

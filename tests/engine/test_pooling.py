@@ -1,4 +1,4 @@
-"""What a file has behind its last norm: projections of vectors, and the classifier of a reranker."""
+"""The parts after a model's last norm: projections of vectors, and the classifier of a reranker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_of(path: Path, vectors: dict[str, np.ndarray], **keys: Any) -> Path:
 
 
 def states_of(model: hotset.Model, text: str) -> np.ndarray:
-    """float32 [n_tokens, width] behind the last norm."""
+    """Return the hidden states after the last norm, float32 [n_tokens, width]."""
     found = model.taps(text, ["output_norm"])["output_norm"]
     assert found.shape == (len(model.encode(text)), D)
     return found
@@ -90,7 +90,7 @@ def test_scores_are_those_of_a_classifier(tmp_path: Path) -> None:
         hidden = torch.tanh(torch.nn.functional.linear(states, head["cls.weight"], head["cls.bias"]))
         expected = torch.nn.functional.linear(hidden, head["cls.output.weight"], head["cls.output.bias"])
         np.testing.assert_allclose(model.embed(TEXTS, pooling="rank"), expected.numpy(), atol=1e-4)
-        with pytest.raises(InvalidRequestError, match="rank gives scores"):
+        with pytest.raises(InvalidRequestError, match="pooling rank returns scores"):
             model.embed(TEXTS, pooling="rank", dimensions=2)
 
 
@@ -115,7 +115,7 @@ def test_a_head_is_that_of_its_architecture(tmp_path: Path) -> None:
     assert (head.labels, head.n_labels, head.ranked_state) == (("yes", "no"), 2, "last")
     assert head_of(path, "bert", output, causal=False).ranked_state == "cls"
     assert head_of(path, "bert", output, **{"classifier.pooling_type": 1}).ranked_state == "mean"
-    # ModernBERT: GELU and a norm behind the first layer.
+    # ModernBERT: GELU and a norm after the first layer.
     modern = CLASSIFIER | {"cls.norm.weight": normal(D) + 1}
     head = head_of(path, "modern-bert", modern, **{"attention.layer_norm_epsilon": 1e-3})
     assert head.ranked_state == "mean"
@@ -124,7 +124,7 @@ def test_a_head_is_that_of_its_architecture(tmp_path: Path) -> None:
     hidden = torch.nn.functional.layer_norm(hidden, (D,), tensors["cls.norm.weight"], eps=1e-3)
     expected = tensors["cls.output.weight"] @ hidden + tensors["cls.output.bias"]
     np.testing.assert_allclose(head.scores(state), expected.numpy(), atol=1e-4)
-    # A classifier of one layer.
+    # A classifier with one layer.
     alone = head_of(path, "bert", {"cls.weight": normal(1, D)})
     assert (alone.ranks, alone.n_labels, alone.scores(state).shape) == (True, 1, (1,))
     assert not head_of(path, "bert", DENSE).ranks
@@ -144,8 +144,8 @@ def test_a_head_is_that_of_its_architecture(tmp_path: Path) -> None:
 def test_tensors_that_do_not_fit_are_a_sentence(tmp_path: Path, name: str, values: np.ndarray) -> None:
     vectors = DENSE | CLASSIFIER | {name: values}
     with hotset.load(model_of(tmp_path, vectors), n_threads=1) as model:
-        assert model.generate("hello", max_tokens=1, temperature=0).tokens  # which reads none of it
-        with pytest.raises(FormatError, match=f"the tensor {name} is"):
+        assert model.generate("hello", max_tokens=1, temperature=0).tokens  # does not read them
+        with pytest.raises(FormatError, match=f"the tensor {name} has the shape"):
             model.embed(TEXTS)
 
 
@@ -168,9 +168,9 @@ def test_documents_are_ranked(tmp_path: Path) -> None:
         assert model.rerank("hello", DOCUMENTS, top_n=9) == found
         assert model.rerank("hello", []) == []
         for query, documents, n, said in (
-            ("", ["a"], None, "not empty"),
-            ("a", [""], None, "not empty"),
-            ("a", [3], None, "must be a text"),
+            ("", ["a"], None, "non-empty"),
+            ("a", [""], None, "non-empty"),
+            ("a", [3], None, "must be a non-empty text"),
             ("a", "abc", None, "a list of texts"),
             ("a", ["b"], 0, "top_n must be at least 1"),
             ("a", ["b"], True, "top_n must be a whole number"),
@@ -211,7 +211,7 @@ def test_a_model_without_a_classifier_ranks_nothing(tmp_path: Path) -> None:
 def test_the_same_bits_in_any_chunks_and_company(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str
 ) -> None:
-    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # other tests of this process have loaded much
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # other tests in this process have loaded much
     path = model_of(tmp_path, DENSE | CLASSIFIER)
     with hotset.load(path, n_threads=1) as model:
         alone = np.concatenate([model.embed([text], pooling=pooling) for text in TEXTS])

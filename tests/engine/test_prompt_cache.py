@@ -1,4 +1,4 @@
-"""The prompt cache on disk, on a backend without a model: an answer after a restart is that of before."""
+"""The prompt cache on disk, with a backend without a model: a restart does not change answers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_answer_after_a_restart_is_the_same_and_computes_less(tmp_path: Path,
         assert sequence.n_reused == second.counters().restored_tokens == reused
         assert second.backend.n_tokens_seen == n + 39 - reused
         assert counts(second).blocks_damaged == 0
-    with engine(tmp_path, n_states=n_states) as third:  # a conversation goes on behind its answer
+    with engine(tmp_path, n_states=n_states) as third:  # the conversation continues after its answer
         going_on = [*expected, *prompt(20, seed=9)]
         found = generate(third, going_on)
         assert found.n_reused == (n + 39) // PAGE_SIZE * PAGE_SIZE
@@ -85,7 +85,7 @@ def test_a_prompt_that_changes_early_reuses_what_comes_before(tmp_path: Path, n_
 def test_batches_with_too_little_room_are_the_same_after_restarts(
     tmp_path: Path, n_pages: int, n_states: int
 ):
-    """Sequences are preempted and wait; half of a prefix is in memory, the other half on the disk."""
+    """Check preempted and waiting sequences, with half of a prefix in memory and half on the disk."""
     options: dict[str, Any] = {"n_ctx": 8 * PAGE_SIZE, "n_pages": n_pages, "n_states": n_states}
     prompts = [[*prompt(130), *prompt(40 + 30 * i, seed=i)] for i in range(7)]
     with engine(None, **options) as plain:
@@ -122,10 +122,10 @@ def test_a_damaged_block_is_a_miss_and_is_written_again(tmp_path: Path, damage: 
     with engine(tmp_path) as first:
         expected = generate(first, prompt(300)).tokens
     whole = {path: path.read_bytes() for path in stored(tmp_path)}
-    last = max(whole, key=lambda path: -path.stat().st_mtime_ns)  # which no prompt of these asks for
+    last = max(whole, key=lambda path: -path.stat().st_mtime_ns)  # no prompt here uses this one
     for path, data in whole.items():
         path.write_bytes(damage(data))
-    for n_healed in range(5):  # each restart meets the first damaged one
+    for n_healed in range(5):  # each restart finds the first damaged one
         with engine(tmp_path) as again:
             found = generate(again, prompt(300))
             assert (found.tokens, found.n_reused) == (expected, n_healed * PAGE_SIZE)
@@ -145,7 +145,7 @@ def test_a_damaged_state_is_a_miss(tmp_path: Path):
 
 
 def test_blocks_of_others_are_none(tmp_path: Path):
-    """Of another model, also under this one's name, and of this model under another block's name."""
+    """Check blocks of another model, also under this one's name, and of this model under a wrong name."""
     with engine(tmp_path, OTHER) as first:
         generate(first, prompt(300))
     with engine(tmp_path) as second:
@@ -170,11 +170,11 @@ def test_blocks_of_others_are_none(tmp_path: Path):
 
 
 def test_thresholded_tokens_are_other_blocks(tmp_path: Path):
-    """An answer's pages were computed without small values, a prompt of the same tokens with them."""
+    """Check thresholds: an answer's pages are computed without small values, a prompt's with them."""
     with engine(tmp_path, thresholded="answers") as first:
         whole = generate(first, prompt(100), max_tokens=200).tokens
     with engine(tmp_path, thresholded="answers") as second:
-        assert generate(second, whole).n_reused == PAGE_SIZE  # the page that is of the prompt alone
+        assert generate(second, whole).n_reused == PAGE_SIZE  # the page with only prompt tokens
 
 
 def test_what_is_not_to_be_reused_is_not_stored(tmp_path: Path):
@@ -221,7 +221,7 @@ def test_a_sequence_larger_than_the_limit_keeps_its_beginning(tmp_path: Path):
 
 def test_blocks_that_are_cheaper_to_compute_are_deleted_first(tmp_path: Path):
     cheap = Identity(b"c" * 16, "small", "f16", 1.0)
-    for identity in (MODEL, cheap):  # the large model's are older
+    for identity in (MODEL, cheap):  # the large model's blocks are older
         with engine(tmp_path, identity, limit=40 * BLOCK) as made:
             generate(made, prompt(300))
     ages = {MODEL: 1000.0, cheap: 900.0}
@@ -260,11 +260,11 @@ def test_the_end_of_a_prefix_is_deleted_before_its_beginning(tmp_path: Path):
 
 
 def test_a_limit_below_a_block_is_refused(tmp_path: Path):
-    with pytest.raises(InvalidRequestError, match="has no room for a block of this model, which takes 616 B"):
+    with pytest.raises(InvalidRequestError, match="cannot hold one block of this model, which takes 616 B"):
         PromptCache(tmp_path, MODEL, FakeBackend(), BLOCK - 1)
 
 
-# ---- what the system refuses ----
+# ---- errors of the system ----
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path):
@@ -331,7 +331,7 @@ with engine(Path(sys.argv[1])) as made:
         assert (found.tokens, found.n_reused) == (expected, n_whole * PAGE_SIZE)
         assert counts(again).blocks_damaged == 0
     assert len(stored(tmp_path)) == 5
-    for path in tmp_path.glob("*/.*.tmp"):  # what it left goes an hour later
+    for path in tmp_path.glob("*/.*.tmp"):  # its remains are deleted an hour later
         os.utime(path, (0, 0))
     with engine(tmp_path):
         assert list(tmp_path.glob("*/.*.tmp")) == []
@@ -378,7 +378,7 @@ def test_what_runs_goes_on_while_blocks_are_read(tmp_path: Path, monkeypatch: py
         while len(running.tokens) < 60:
             made.step()
         assert waiting.slot < 0
-        assert waiting.reading is twice.reading  # both have one copy in memory
+        assert waiting.reading is twice.reading  # both use one copy in memory
         made.cancel(dropped)
         drain_until(made, running)
         assert waiting.slot < 0
@@ -414,7 +414,7 @@ def test_a_page_that_is_used_again_while_it_is_copied_is_not_stored(
 
 
 def test_two_processes_share_a_directory(tmp_path: Path):
-    """Here two engines: each finds what the other has written since, and may delete it."""
+    """Check two engines, each of which finds the other's blocks, and may delete them."""
     with engine(None) as plain:
         expected = [generate(plain, prompt(300, seed)).tokens for seed in range(6)]
     with engine(tmp_path, limit=14 * BLOCK) as one, engine(tmp_path, limit=14 * BLOCK) as other:
@@ -446,7 +446,7 @@ def test_a_forked_process_has_threads_of_its_own(tmp_path: Path):
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path):
-    """They hold what people wrote."""
+    """Check the permissions, because blocks contain users' texts."""
     if os.name != "posix":
         pytest.skip("permissions are POSIX's")
     with engine(tmp_path) as made:

@@ -1,4 +1,4 @@
-"""The sampler against a plain dense reference, and the matching of stop strings."""
+"""The sampler compared with a plain dense reference, and the matching of stop strings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hotset.engine.stop import StopMatcher
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.text.mask import TokenMask
 
-N_VOCAB = 3000  # more than k groups, so that top_k selects before it sorts
+N_VOCAB = 3000  # more than k groups, so that top_k selects groups before it sorts
 
 
 def some_logits(seed: int = 0, n: int = N_VOCAB, scale: float = 2.0) -> np.ndarray:
@@ -32,7 +32,7 @@ def some_logits(seed: int = 0, n: int = N_VOCAB, scale: float = 2.0) -> np.ndarr
 
 
 def plain_distribution(logits: np.ndarray, params: SamplingParams, tokens: list[int]) -> np.ndarray:
-    """The probabilities that `params` ask for, over the whole vocabulary and with no shortcut: float64."""
+    """Return the probabilities of `params` over the whole vocabulary, computed directly: float64."""
     values = logits.astype(np.float64)
     for token, bias in params.logit_bias.items():
         values[token] += bias
@@ -80,7 +80,7 @@ PARAMS: list[dict[str, Any]] = [
     {"logit_bias": {7: 11.5}, "repetition_penalty": 1.4, "temperature": 0},
 ]
 
-# Beside other filters (their definitions: test_samplers.py)
+# Together with other filters (defined in test_samplers.py).
 MORE: list[dict[str, Any]] = [
     {"top_n_sigma": 1.5},
     {"top_n_sigma": 1.5, "top_k": 0},
@@ -106,8 +106,9 @@ def test_draws_follow_the_plain_distribution(options: dict[str, Any]):
     n = 4000
     counts = np.bincount([sampler.sample(logits) for _ in range(n)], minlength=N_VOCAB)
     assert not counts[expected == 0].any(), "drew a token that the filters exclude"
-    # Pearson's statistic over tokens expected at least 5 times, the others together in one cell. For c cells
-    # its mean is c - 1 and its standard deviation sqrt(2 (c - 1)); seven of these never happen by chance.
+    # Pearson's statistic over tokens that are expected at least 5 times, with the others in one cell. For c
+    # cells its mean is c - 1 and its standard deviation sqrt(2 (c - 1)); seven of these never occur by
+    # chance.
     common = expected * n >= 5
     observed = np.append(counts[common], counts[~common].sum())
     wanted = np.append(expected[common] * n, expected[~common].sum() * n)
@@ -120,7 +121,7 @@ def test_draws_follow_the_plain_distribution(options: dict[str, Any]):
 @pytest.mark.parametrize("options", PARAMS, ids=str)
 @pytest.mark.parametrize("seed", quick_are((0,), range(3)))
 def test_candidates_are_those_of_the_plain_distribution(options: dict[str, Any], seed: int):
-    """Exactly the allowed tokens can be drawn, and with exactly their probabilities (to float64 rounding)."""
+    """Check that exactly the allowed tokens can be drawn, with exact probabilities (to float64 rounding)."""
     params = SamplingParams(seed=0, **options)
     logits = some_logits(seed)
     history = (
@@ -133,13 +134,13 @@ def test_candidates_are_those_of_the_plain_distribution(options: dict[str, Any],
         sampler._generator = Fixed(float(u))
         got[sampler.sample(logits)] += 1 / 400
     assert not got[expected == 0].any()
-    # Evenly spaced numbers hit each interval of the cumulative distribution to within one of them.
+    # Evenly spaced numbers hit each interval of the cumulative distribution in proportion, to within one.
     assert np.abs(got - expected).max() <= 1.01 / 400
 
 
 @dataclass
 class Fixed:
-    """A generator of one number."""
+    """A generator that returns one number."""
 
     number: float
 
@@ -174,7 +175,7 @@ N_GROUPED = LOGIT_GROUP * 200  # enough groups for the 40 of the default
 
 
 def grouped(logits: np.ndarray) -> np.ndarray:
-    """The largest of each group, as a backend finds them."""
+    """Return the largest logit of each group, as backends do."""
     return np.asarray(logits.reshape(-1, LOGIT_GROUP).max(axis=1))
 
 
@@ -209,7 +210,7 @@ def test_the_largest_of_groups_change_no_token(options: dict[str, Any], kind: st
 
 
 def sampled(sampler: Sampler, logits: np.ndarray, **more: Any) -> int | str:
-    """A token, or the error."""
+    """Return a token, or the error."""
     try:
         return sampler.sample(logits, **more)
     except HotsetError as error:
@@ -230,8 +231,11 @@ LOWERING: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "recent", "nan", "few"])
 @pytest.mark.filterwarnings("error")
 def test_the_largest_logits_decide_where_they_are_said_to(options: dict[str, Any], kind: str):
-    """recent: the likeliest tokens are those that penalties lower, as far as they are counted. nan: one logit
-    is no number. few: only some, or none, are finite."""
+    """Check rows of several kinds.
+
+    recent: penalties lower the most likely tokens, as far as they count. nan: one logit is NaN. few: only
+    some, or none, are finite.
+    """
     params = SamplingParams(seed=3, **options)
     history = np.random.default_rng(1).integers(0, N_VOCAB, 30).tolist()
     by_candidates, plain = (Sampler(params, N_VOCAB, history, [2, 70]) for _ in range(2))
@@ -275,7 +279,7 @@ def test_what_all_logits_are_needed_for():
     assert not Sampler(SamplingParams(seed=1), N_VOCAB, constraint=constraint).takes_candidates(1)
     penalised = Sampler(SamplingParams(seed=1, top_k=120, presence_penalty=1), N_VOCAB, range(7))
     assert penalised.takes_candidates(2)
-    assert not penalised.takes_candidates(3)  # each token that is drawn may be lowered for the next row
+    assert not penalised.takes_candidates(3)  # each drawn token may have a lower logit in the next row
     assert Sampler(SamplingParams(seed=1, top_k=128), N_VOCAB).takes_candidates(17)
     sampler = Sampler(SamplingParams(temperature=0), N_VOCAB)
     logits = np.full(N_CANDIDATES, np.nan, np.float32)
@@ -295,7 +299,7 @@ def test_what_all_logits_are_needed_for():
     ids=str,
 )
 def test_groups_that_cannot_matter_are_not_read(options: dict[str, Any]):
-    """They are poisoned here: one look at them would be an error or another token."""
+    """Check that they are not read: here they would cause an error or another token."""
     sampler, plain = (Sampler(SamplingParams(seed=4, **options), N_GROUPED, [5, 400]) for _ in range(2))
     for i in range(5):
         logits = some_logits(i, N_GROUPED)
@@ -339,7 +343,7 @@ class Allowed:
 def test_what_a_constraint_allows_is_drawn_as_if_all_else_were_forbidden(
     n_allowed: int, options: dict[str, Any]
 ):
-    """Few tokens and many take different ways; a mask may be shorter than the vocabulary, and longer."""
+    """Check few and many allowed tokens, which are handled differently, and masks of other lengths."""
     rng = np.random.default_rng(n_allowed)
     ids = sorted(rng.choice(N_VOCAB - 8, n_allowed, replace=False).tolist())
     others = sorted({*range(N_VOCAB)} - {*ids})
@@ -361,7 +365,7 @@ def test_what_a_constraint_allows_is_drawn_as_if_all_else_were_forbidden(
 def test_a_constraint_that_allows_nothing_is_told_of():
     for options in ({}, {"temperature": 0}, {"top_k": 0}):
         sampler = Sampler(SamplingParams(seed=0, **options), N_VOCAB, constraint=Allowed([], N_VOCAB))
-        with pytest.raises(InvalidRequestError, match="no token is left to continue with"):
+        with pytest.raises(InvalidRequestError, match="the answer cannot continue"):
             sampler.sample(some_logits())
 
 
@@ -405,7 +409,7 @@ def test_penalties_forget_tokens_that_left_the_window():
 @pytest.mark.parametrize("logits", [[-1.0, -1.2], [1.2, 1.0], [0.1, -0.1]], ids=str)
 def test_a_repetition_penalty_lowers_logits_of_either_sign(logits: list[float]):
     params = SamplingParams(temperature=0, repetition_penalty=2)
-    expected = 1 if logits[0] != 0.1 else 0  # 0.1 / 2 still exceeds -0.1
+    expected = 1 if logits[0] != 0.1 else 0  # 0.1 / 2 is still above -0.1
     assert Sampler(params, 2, [0]).sample(np.array(logits, np.float32)) == expected
     assert Sampler(params, 2, [0, 1]).sample(np.array(logits, np.float32)) == 0
 
@@ -644,7 +648,7 @@ def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
 
 
 def plain_stop(stops: list[str], text: str) -> tuple[str, bool]:
-    """Character by character: the text before the stop string that is complete first."""
+    """Return, character by character, the text before the first stop string that is complete."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

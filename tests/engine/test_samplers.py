@@ -1,4 +1,4 @@
-"""DRY, top-n-sigma, typical, XTC, dynamic temperature and mirostat against their definitions, written out."""
+"""DRY, top-n-sigma, typical, XTC, dynamic temperature and mirostat compared with their definitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def some_logits(seed: int, scale: float = 2.5) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(N_VOCAB) * scale).astype(np.float32)
 
 
-# ---- the definitions, without a shortcut: over lists of (token, logit), as llama.cpp orders them ----
+# ---- the definitions, computed directly from lists of (token, logit) in llama.cpp's order ----
 
 Candidates = list[tuple[int, float]]
 
@@ -33,10 +33,13 @@ def softmax(candidates: Candidates) -> list[float]:
 
 
 def plain_dry(tokens: list[int], params: SamplingParams, breakers: list[tuple[int, ...]]) -> dict[int, float]:
-    """What each token loses: by the longest end of the window that occurred before it, up to a breaker."""
+    """Return each token's penalty, from the longest end of the window that occurred before it in the window.
+
+    A breaker ends the search.
+    """
     window = tokens if params.dry_penalty_last_n < 0 else tokens[-params.dry_penalty_last_n :]
     limit = len(window)
-    for start in reversed(range(len(window))):  # the breaker that begins last
+    for start in reversed(range(len(window))):  # the last breaker
         fitting = [len(one) for one in breakers if tuple(window[start : start + len(one)]) == one]
         if fitting:
             limit = len(window) - start - max(fitting)
@@ -55,7 +58,7 @@ def plain_dry(tokens: list[int], params: SamplingParams, breakers: list[tuple[in
 
 
 def plain_filters(candidates: Candidates, params: SamplingParams, applies_xtc: bool) -> Candidates:
-    """From top-n-sigma to XTC, in the order of the list."""
+    """Apply the filters from top-n-sigma to XTC, in the order of the list."""
     if params.top_n_sigma > 0:
         values = np.array([value for _, value in candidates])
         least = values.max() - params.top_n_sigma * math.sqrt(((values - values.mean()) ** 2).mean())
@@ -97,7 +100,7 @@ def plain_temperature(candidates: Candidates, params: SamplingParams) -> float:
 
 
 def plain_mirostat(candidates: Candidates, params: SamplingParams, mu: float) -> Candidates:
-    """Of candidates behind the temperature."""
+    """Filter candidates after the temperature."""
     p = softmax(candidates)
     if params.mirostat == 2:
         return [one for one, x in zip(candidates, p, strict=True) if -math.log2(x) <= mu] or candidates[:1]
@@ -110,7 +113,7 @@ def plain_mirostat(candidates: Candidates, params: SamplingParams, mu: float) ->
 
 
 def plain_draw(candidates: Candidates, u: float) -> tuple[int, float]:
-    """A token and its probability."""
+    """Return a token and its probability."""
     cumulative = 0.0
     p = softmax(candidates)
     for (token, _), x in zip(candidates, p, strict=True):
@@ -127,7 +130,7 @@ def plain_tokens(
     rows: list[np.ndarray],
     draws: tuple[list[float], list[float]],
 ) -> list[int]:
-    """What is drawn from rows of logits. draws: a number for each token, and one for XTC's chance."""
+    """Draw tokens from rows of logits. draws: a number for each token, and one for XTC's chance."""
     tokens, mu = list(prompt), 2 * params.mirostat_tau
     for row, u, chance in zip(rows, *draws, strict=True):
         values = row.astype(np.float64)
@@ -190,14 +193,14 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("seed", quick_are((0,), range(2)))
 def test_tokens_are_those_of_the_definitions(options: dict[str, Any], seed: int):
-    """Token by token, with the state of mirostat and DRY. A few logits recur, so that texts repeat."""
+    """Compare token by token, with the state of mirostat and DRY. Recurring logits make texts repeat."""
     params = SamplingParams(seed=seed, **options)
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, 6, 40).tolist()
     breakers = [(5,), (3, 4), (3, 4, 2), (7, 7)]
     rows = [some_logits(int(i)) for i in rng.integers(0, 7, 60)]
     for row in rows:
-        row[:8] += 7  # what was in the prompt
+        row[:8] += 7  # the tokens of the prompt
     sampler, plain = (Sampler(params, N_VOCAB, prompt, breakers=breakers) for _ in range(2))
     draws = [plain._generator.random() for _ in rows], [plain._xtc_generator.random() for _ in rows]
     found = []
@@ -208,7 +211,7 @@ def test_tokens_are_those_of_the_definitions(options: dict[str, Any], seed: int)
 
 
 def test_each_changes_what_is_drawn():
-    """So that the comparison above is one of different things."""
+    """Check that every case draws other tokens, so that the comparison above is meaningful."""
     drawn = set()
     for options in ({}, *CASES):
         sampler = Sampler(SamplingParams(seed=1, **options), N_VOCAB, [1, 2, 3, 1, 2, 3] * 4)
@@ -219,14 +222,14 @@ def test_each_changes_what_is_drawn():
             tokens.append(sampler.sample(row))
             sampler.accept(tokens[-1])
         drawn.add(tuple(tokens))
-    without_effect = 3  # sigmas of 30 and 1e300 keep all; no token has a probability of 0.6
+    without_effect = 3  # sigmas of 30 and 1e300 keep all tokens; no token has a probability of 0.6
     assert len(drawn) >= len(CASES) + 1 - without_effect
 
 
 @pytest.mark.parametrize("last_n", [-1, 1, 2, 7, 50])
 @pytest.mark.parametrize("n_prompt", [0, 1, 30])
 def test_repetitions_found_one_by_one_are_those_of_the_whole(last_n: int, n_prompt: int):
-    """However many of the tokens were the prompt, and with a window that moves."""
+    """Check DRY for any number of prompt tokens, and with a moving window."""
     params = SamplingParams(
         seed=1, dry_multiplier=1, dry_base=2, dry_allowed_length=0, dry_penalty_last_n=last_n
     )
@@ -243,7 +246,7 @@ def test_repetitions_found_one_by_one_are_those_of_the_whole(last_n: int, n_prom
 
 def test_a_prompt_of_one_token_over_and_over_costs_no_square_of_its_length():
     params = SamplingParams(seed=1, dry_multiplier=1, dry_base=1 + 1e-5)
-    sampler = Sampler(params, N_VOCAB, [7] * 300_000, breakers=[(8,)])  # minutes, if it did
+    sampler = Sampler(params, N_VOCAB, [7] * 300_000, breakers=[(8,)])  # otherwise it would take minutes
     lost = -sampler.adjusted(np.zeros(N_VOCAB, np.float32))
     assert {int(id): lost[id] for id in np.flatnonzero(lost)} == {7: pytest.approx(params.dry_base**299_997)}
 
@@ -256,7 +259,7 @@ def test_xtc_leaves_the_other_draws_as_they_are():
 
 
 def test_mirostat_of_equal_and_single_logits():
-    """Where Zipf's law cannot be estimated."""
+    """Check logits with which Zipf's law cannot be estimated."""
     for version in (1, 2):
         sampler = Sampler(SamplingParams(seed=5, mirostat=version), N_VOCAB)
         for row in (np.zeros(N_VOCAB, np.float32), np.full(N_VOCAB, -math.inf, np.float32)):
@@ -265,11 +268,11 @@ def test_mirostat_of_equal_and_single_logits():
             assert tokens <= {*range(N_VOCAB)} if row[0] == 0 else tokens == {9}
 
 
-# ---- how a vocabulary spells a breaker ----
+# ---- breakers as tokens of a vocabulary ----
 
 
 def test_every_way_that_tokens_spell_a_text_is_found(tmp_path: Any):
-    """Against a search of all pairs and triples of tokens."""
+    """Compare with a search of all pairs and triples of tokens."""
     pieces = ["a", "b", "c", "ab", "xab", "abx", "xa", "bc", "bcx", "x", "aa", "é", "xé"]
     tokenizer = load_tokenizer(
         {
@@ -298,7 +301,7 @@ def test_every_way_that_tokens_spell_a_text_is_found(tmp_path: Any):
 
 
 def test_a_breaker_of_the_vocabulary_changes_the_text(tmp_path: Any):
-    """Of a text that repeats itself, since it has three letters only."""
+    """Check a text with only three letters, which repeats itself."""
     path = write_model(tmp_path / "tiny.gguf")
     options: dict[str, Any] = {"seed": 1, "max_tokens": 60, "dry_multiplier": 5.0, "dry_allowed_length": 1}
     with hotset.load(path, device="cpu", n_threads=1) as model:

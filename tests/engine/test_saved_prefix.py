@@ -43,7 +43,7 @@ def test_a_session_goes_on_where_it_ended(tmp_path: Path, n_states: int):
         assert found.prefix.tokens == tokens[:320]
         assert found.n_bytes == path.stat().st_size
         assert files.restore(found) == 320
-        assert files.restore(found) == 320  # it is there already
+        assert files.restore(found) == 320  # it is in memory already
         again = generate(second, going_on)
         assert (again.tokens, again.n_reused) == (expected.tokens, 320)
         pool = second.scheduler.pool
@@ -143,7 +143,7 @@ def test_a_session_of_another_model_keeps_what_was_said(tmp_path: Path):
 
 
 def test_without_what_was_said_the_beginning_is_short(tmp_path: Path):
-    """A file whose first record would take long to parse is refused first, and so is another model's."""
+    """Check that files with a slow first record, or of another model, are refused quickly."""
     path = tmp_path / "session"
     with engine(None) as made:
         files = files_of(made)

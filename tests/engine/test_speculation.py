@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is drafted, tokens and logprobs are bitwise those without drafts."""
+"""Speculative decoding: tokens and logprobs are bitwise the same with any drafts as without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS: list[dict[str, Any]] = [
     {"logit_bias": {3: 4.0, 5: -math.inf}, "frequency_penalty": 0.7, "logprobs": 0},
 ]
 
-# A draw takes two random numbers, or changes the state that the next one begins with.
+# A draw takes two random numbers, or changes the state for the next one.
 STATES: list[dict[str, Any]] = [
     {}, {"xtc_probability": 0.5},
     *({"mirostat": version, "mirostat_tau": 1.5, "mirostat_eta": 0.5} for version in (1, 2)),
@@ -68,7 +68,7 @@ def prepared(
     budget: int | None = None,
     **params: Any,
 ) -> Sequence:
-    """budget: tokens of reasoning, behind which CLOSING is forced."""
+    """Return a prepared sequence. budget: tokens of reasoning, after which CLOSING is forced."""
     sequence = engine.prepare(tokens, SamplingParams(**params), stop_ids=stop_ids)
     if budget is not None:
         assert sequence.sampler is not None
@@ -111,7 +111,7 @@ def eight_alone() -> list[Sequence]:
     ],
 )  # fmt: skip
 def test_any_draft_gives_the_same_tokens_and_logprobs(right: float, options: dict[str, Any]) -> None:
-    """Eight side by side, of each kind greedy and sampled; with few pages they are preempted."""
+    """Check eight sequences at once, greedy and sampled of each kind; few pages cause preemptions."""
     asked, expected = eight(), eight_alone()
     answers = {tuple(e.tokens[: e.n_prompt]): e.generated for e in expected}
     engine, guesser = speculating(answers, right, **options)
@@ -171,7 +171,7 @@ def test_what_ends_an_answer_ends_it_inside_a_draft_too(seed: int) -> None:
 
 
 def test_pages_of_rejected_tokens_hold_no_prefix() -> None:
-    """What an answer leaves in the cache is found again, and is what was generated."""
+    """Check that an answer's part of the cache is found again, and consists of the generated tokens."""
     tokens = prompt(PAGE_SIZE - 5)
     expected = alone(tokens, seed=4, max_tokens=150)
     engine, _ = speculating({tuple(tokens): expected.generated}, 0.8)
@@ -190,7 +190,7 @@ def test_pages_of_rejected_tokens_hold_no_prefix() -> None:
 
 @pytest.mark.parametrize("kind", STATES, ids=str)
 def test_forced_tokens_are_not_drawn(kind: dict[str, Any]) -> None:
-    """Tokens after them are drawn with the random numbers and the state of mirostat from before them."""
+    """Check that later tokens use the random numbers and the mirostat state from before the drafts."""
     sequence = alone(prompt(9), seed=3, max_tokens=40, budget=5, **kind)
     assert tuple(sequence.generated[5:8]) == CLOSING
     sampler = Sampler(SamplingParams(seed=3, **kind), 97, prompt(9))
@@ -204,7 +204,7 @@ def test_forced_tokens_are_not_drawn(kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize("n_states", [0, 40])
 @pytest.mark.parametrize("kind", STATES, ids=str)
 def test_cancelled_and_interrupted_steps_can_be_taken_again(n_states: int, kind: dict[str, Any]) -> None:
-    """A draw is repeated with the same random numbers, and moves the state of mirostat once."""
+    """Check that a repeated draw uses the same random numbers, and changes the mirostat state once."""
     asked = [(prompt(30 + i, seed=i), i) for i in range(3)]
     expected = [alone(tokens, seed=i, max_tokens=90, **kind) for tokens, i in asked]
     answers = {tuple(e.tokens[: e.n_prompt]): e.generated for e in expected}
@@ -235,7 +235,7 @@ def test_cancelled_and_interrupted_steps_can_be_taken_again(n_states: int, kind:
 
 
 class Even:
-    """A constraint of even tokens, whose mask is sometimes not there in time; 10 tokens complete it."""
+    """A constraint of even tokens, whose mask is sometimes late; 10 tokens complete it."""
 
     is_slow = False
 
@@ -335,11 +335,11 @@ def test_a_failed_step_ends_what_was_in_it() -> None:
     assert StepCancelledError is not RuntimeError
 
 
-# ---- lookup
+# ---- lookup ----
 
 
 def naive(tokens: list[int], text: list[int] | None = None) -> int:
-    """The longest earlier match of the end of `tokens`, up to 16."""
+    """Return the longest earlier match of the end of `tokens`, up to 16 tokens."""
     best = 0
     for source, last, shortest in ((tokens, len(tokens) - 1, 2), (text or [], len(text or []) - 1, 3)):
         for end in range(last):
@@ -415,12 +415,14 @@ def test_a_draft_model_that_is_damaged_drafts_nothing(temperature: float, value:
     assert len(draft.tokens) == len(draft.classes) == 1
 
 
-# ---- the policy
+# ---- the policy ----
 
 
 def run_policy(monkeypatch: pytest.MonkeyPatch, right: float, cost: float, n: int = 400) -> tuple[float, int]:
-    """Tokens per second of a sequence whose drafts are right so often, where a step takes 1 second and `cost`
-    more for each further token; and how many were drafted."""
+    """Return tokens per second and the number of drafted tokens, for drafts that are right this often.
+
+    A step takes 1 second, and `cost` more for each further token.
+    """
     draw = random.Random(1)
     sequence = sequence_of([1, 2, 3])
     monkeypatch.undo()
@@ -486,7 +488,7 @@ def test_times_of_steps_are_learned_and_follow_the_machine(monkeypatch: pytest.M
     draw = random.Random(2)
     for i in range(3000):
         n = draw.choice([1, 2, 4, 8])
-        slow = 3.0 if i > 1500 else 1.0  # from then on other work runs too
+        slow = 3.0 if i > 1500 else 1.0  # then other work runs too
         times.note(n, slow * (2 + 0.5 * n) * math.exp(draw.gauss(0, 0.05)))
     one = times.seconds(1)
     assert one == pytest.approx(3 * 2.5, rel=0.1)

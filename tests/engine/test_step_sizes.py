@@ -1,4 +1,4 @@
-"""What steps of several tokens take."""
+"""The measured time of steps with several tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hotset.errors import InvalidRequestError
 def test_the_median_of_steps_that_take_turns(
     monkeypatch: pytest.MonkeyPatch, n_states: int, depth: int
 ) -> None:
-    """A step takes a millisecond a token and ten more, but for one that something else delayed."""
+    """Check steps of 10 ms and 1 ms per token, except for one that is delayed."""
     now = [0.0]
     monkeypatch.setattr("hotset.engine.step_sizes.time.perf_counter", lambda: now[0])
     first: list[int] = []
@@ -39,5 +39,5 @@ def test_the_median_of_steps_that_take_turns(
 
 @pytest.mark.parametrize(("sizes", "depth"), [([1, 41], 0), ([0], 0), ([1, 30], 170)])
 def test_a_size_that_does_not_fit_is_an_error(sizes: list[int], depth: int) -> None:
-    with pytest.raises(InvalidRequestError, match="is not among the 1 to"):
+    with pytest.raises(InvalidRequestError, match="a step must have 1 to"):
         measure_steps(FakeBackend(n_pages=3, max_batch=40), sizes, depth=depth)

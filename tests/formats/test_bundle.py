@@ -41,7 +41,7 @@ def bundled(gguf: GGUFFile, name: str = "bundled.gguf") -> GGUFFile:
 def test_the_bits_are_those_of_the_original(
     tmp_path: Path, model: str, type_: GGMLType, dialect: str
 ) -> None:
-    """In memory and under a budget; without a gate and with down by output there is nothing to bundle."""
+    """Check models in RAM and under a budget. Nothing is bundled without a gate or with down by output."""
     gguf = write(tmp_path, model, type_, dialect=dialect)
     if dialect == "gguf" and model != "llama":
         with pytest.raises(InvalidRequestError, match="nothing to bundle"):
@@ -60,7 +60,7 @@ def test_the_bits_are_those_of_the_original(
         assert weights.counts().misses > 0
 
 
-SHARED = {**FORMS["shared"], **FORMS["relu"]}  # neurons beside experts, which could be left out too
+SHARED = {**FORMS["shared"], **FORMS["relu"]}  # experts and neurons, which could be skipped too
 
 
 @pytest.mark.parametrize("form", ["mixed", "biased", "neuron-major", "many", "shared relu"])
@@ -75,7 +75,7 @@ def test_experts_are_one_read(tmp_path: Path, form: str) -> None:
 
 
 def reads_of_a_neuron(gguf: GGUFFile) -> float:
-    """Reads for each row that was not there, of single tokens."""
+    """Count the reads per missing row, for single tokens."""
     backend, weights = stored(gguf, "predicted", 0.0, predictor="mlp", gap=0)
     for i in range(6):
         backend.step(batch([(tokens(8)[i : i + 1], i, [2])]))
@@ -116,11 +116,11 @@ def test_a_model_without_either_is_refused(tmp_path: Path) -> None:
 
 HOSTILE: dict[str, tuple[str, Any]] = {
     "of version 2": ("hotset.bundle.version", 2),
-    "does not say what is in its bundles": ("hotset.bundle.names", ["blk.0.ffn_gate.weight"]),
-    "says of a bundle what cannot be": ("hotset.bundle.columns", [-1] * 6),
-    "smaller than what is said": ("hotset.bundle.columns", [1 << 20] * 6),
+    "does not describe its bundles": ("hotset.bundle.names", ["blk.0.ffn_gate.weight"]),
+    "describes a bundle incorrectly": ("hotset.bundle.columns", [-1] * 6),
+    "smaller than its described contents": ("hotset.bundle.columns", [1 << 20] * 6),
     "not whole blocks": ("hotset.bundle.columns", [33] * 6),
-    "stands twice": ("hotset.bundle.names", [f"blk.{i}.output" for i in (0, 1) for _ in range(3)]),
+    "occurs twice": ("hotset.bundle.names", [f"blk.{i}.output" for i in (0, 1) for _ in range(3)]),
     "lacks it": ("hotset.bundle.names", [f"blk.9.{i}" for i in range(6)]),
     "of version array": ("hotset.bundle.version", [1, 1]),
     "of version '1'": ("hotset.bundle.version", "1"),

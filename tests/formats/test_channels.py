@@ -1,4 +1,4 @@
-"""Input-major matrices: the numbers of the file, in another order."""
+"""Input-major matrices: the numbers of the file in another order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 
 T = GGMLType
-N_OUT = 4288  # tiles of which the last is narrower
+N_OUT = 4288  # several tiles, of which the last is narrower
 PLAIN = (T.Q4_0, T.Q4_1, T.Q8_0)
 K_QUANTS = (T.Q4_K, T.Q5_K, T.Q6_K)
 
@@ -43,7 +43,7 @@ def input_major(folder: Path, gguf: GGUFFile) -> GGUFFile:
 
 
 class Reader:
-    """Takes bytes from the front."""
+    """A reader that takes bytes from the front."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.at = data, 0
@@ -55,7 +55,7 @@ class Reader:
 
 
 def codes_of(reader: Reader, type_: GGMLType, width: int) -> np.ndarray:
-    """Of one channel, [width]."""
+    """Return the values of one channel, [width]."""
     if type_ == T.Q8_0:
         return reader.take(width, np.int8).astype(np.int32)
     nibbles = reader.take(width // 2).reshape(-1, 16)
@@ -71,7 +71,7 @@ def codes_of(reader: Reader, type_: GGMLType, width: int) -> np.ndarray:
 
 
 def values_of(data: np.ndarray, type_: GGMLType) -> np.ndarray:
-    """What a copy's bytes say, float32 [n_in, n_out], number by number."""
+    """Decode a copy number by number, float32 [n_in, n_out]."""
     out = np.empty((n_in(type_), N_OUT), np.float32)
     step, reader = tile_of(N_OUT), Reader(data)
     of_all = np.ones((2, 1), np.float32)

@@ -1,4 +1,4 @@
-"""GGUF: round trips, the `gguf` package as oracle in both directions, shards, and files that lie."""
+"""GGUF: round trips, the `gguf` package as oracle in both directions, shards, and hostile files."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ from hotset.formats.quants import ENCODABLE, TYPES, GGMLType, dequantize, quanti
 RNG = np.random.default_rng(0)
 
 
-# ---- files written by hand ------------------------------------------------------------------------------
+# ---- files written byte by byte -------------------------------------------------------------------------
 
 
 def u32(value: int) -> bytes:
@@ -77,7 +77,7 @@ def save(folder: Path, data: bytes, name: str = "model.gguf") -> Path:
     return path
 
 
-# ---- what can be read -----------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------------------
 
 
 def test_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_nested_arrays_and_odd_booleans(tmp_path: Path) -> None:
 
 
 def write_shards(folder: Path, n_shards: int = 3, **overrides: object) -> list[Path]:
-    """A model of one tensor per shard; overrides replace split.* values of the last shard."""
+    """Write a model with one tensor per shard; overrides replace split.* values of the last shard."""
     paths = [folder / f"big-{i + 1:05d}-of-{n_shards:05d}.gguf" for i in range(n_shards)]
     for i, path in enumerate(paths):
         facts = {"count": n_shards, "no": i, "tensors.count": n_shards}
@@ -313,7 +313,7 @@ def test_any_shard_opens_the_whole_model(tmp_path: Path, opened: int) -> None:
         ({"no": 1}, "is not shard 3 of 3"),
         ({"count": 4}, "is not shard 3 of 3"),
         ({"dialect": "powerinfer"}, "is not shard 3 of 3"),
-        ({"name": "t0"}, "'t0' stands twice"),
+        ({"name": "t0"}, "'t0' occurs twice"),
     ],
 )
 def test_shards_that_disagree(tmp_path: Path, overrides: dict[str, object], message: str) -> None:
@@ -339,7 +339,7 @@ def test_a_missing_or_renamed_shard(tmp_path: Path) -> None:
     paths[1].rename(tmp_path / "other.gguf")
     with pytest.raises(ModelNotFoundError, match=r"big-00002-of-00003.gguf is missing"):
         open_gguf(paths[0])
-    with pytest.raises(FormatError, match="one of 3 shards but is not named so"):
+    with pytest.raises(FormatError, match="one of 3 shards, but its name is not"):
         open_gguf(tmp_path / "other.gguf")
 
 
@@ -354,9 +354,9 @@ def test_a_wrong_total_of_tensors(tmp_path: Path) -> None:
     second.add("split.count", 2, ValueType.UINT16)
     second.add("split.no", 1, ValueType.UINT16)
     second.write()
-    with pytest.raises(FormatError, match="hold 0 tensors, not 5"):
+    with pytest.raises(FormatError, match="have 0 tensors, not 5"):
         open_gguf(writer.path)
-    with open_gguf(path) as file:  # a split of one is a whole model
+    with open_gguf(path) as file:  # a single shard is a whole model
         assert list(file.tensors) == ["t0"]
 
 
@@ -382,7 +382,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "version 1": (model_bytes(version=1), "GGUF version 1, only 2 and 3"),
     "version 4": (model_bytes(version=4), "GGUF version 4"),
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "duplicate key": (model_bytes([ARCH, ARCH]), "'general.architecture' stands twice"),
+    "duplicate key": (model_bytes([ARCH, ARCH]), "'general.architecture' occurs twice"),
     "unknown value type": (model_bytes([key_value("k", 13, bytes(8))]), "unknown value type 13"),
     "unknown element type": (model_bytes([array_value(77, 0)]), "unknown value type 77"),
     "deep arrays": (model_bytes([nested_arrays(500)]), "nests arrays"),
@@ -397,7 +397,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "alignment text": (model_bytes([key_value("general.alignment", 8, string("x"))]), "'x', not a power"),
     "duplicate tensor": (
         model_bytes(infos=[info("a", [8], F32, 0), info("a", [8], F32, 32)], data=bytes(64)),
-        "'a' stands twice",
+        "'a' occurs twice",
     ),
     "overlap": (
         model_bytes(infos=[info("a", [16], F32, 0), info("b", [8], F32, 32)], data=bytes(64)),
@@ -459,7 +459,7 @@ def test_every_truncation_of_a_small_file(tmp_path: Path) -> None:
 def test_things_that_are_not_files(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="does not exist"):
         open_gguf(tmp_path / "absent.gguf")
-    with pytest.raises(FormatError, match="is not a regular file but a folder: name a file"):
+    with pytest.raises(FormatError, match="is not a regular file but a folder: choose a file"):
         open_gguf(tmp_path)
     with pytest.raises(FormatError, match="cannot be read"):
         open_gguf("a\0b")
@@ -473,7 +473,7 @@ def test_things_that_are_not_files(tmp_path: Path) -> None:
 def test_what_is_opened_is_looked_at_and_not_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name may have been a file's a moment ago."""
+    """Check the opened file, whose name may have been another file's just before."""
     file = save(tmp_path, b"GGUF").stat()
     monkeypatch.setattr(Path, "stat", lambda self, **options: file)
     with pytest.raises(FormatError, match="is not a regular file but a device"):
@@ -493,7 +493,7 @@ def test_a_file_without_architecture_still_opens(tmp_path: Path) -> None:
 
 
 def test_mutated_files_open_or_get_a_sentence(tmp_path: Path) -> None:
-    """A few thousand deterministic mutations; `tests/fuzz/fuzz_gguf.py` runs as many as there is time for."""
+    """Check a few thousand deterministic mutations; `tests/fuzz/fuzz_gguf.py` runs as many as time allows."""
     rng = np.random.default_rng(2026)
     models = seed_models(tmp_path)
     assert all(exercise(model, tmp_path) for model in models)
@@ -530,7 +530,7 @@ def test_values_that_the_format_cannot_hold(tmp_path: Path, value: object, type:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     with pytest.raises(InvalidRequestError):
         writer.add("k", value, type)
-    writer.add("k", 1)  # the refused value has left nothing behind
+    writer.add("k", 1)  # the refused value was not added
     with pytest.raises(InvalidRequestError, match="added already"):
         writer.add("k", 1)
 
@@ -556,7 +556,7 @@ def test_a_tensor_is_added_once(tmp_path: Path) -> None:
         (np.zeros(255, np.float32), GGMLType.IQ4_XS, None, "cannot be stored as IQ4_XS"),
         (np.zeros(8, np.int64), GGMLType.I32, None, "int64 values cannot be stored as I32"),
         (np.zeros(8, np.int32), F32, None, "int32 values cannot be stored as F32"),
-        (np.zeros(8, np.float32), 99, None, "has type 99"),
+        (np.zeros(8, np.float32), 99, None, "has the unknown type 99"),
         (lambda: np.zeros(8), F32, None, "give its shape"),
     ],
 )
@@ -575,7 +575,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
     def produce() -> np.ndarray:
         if problem is None:
-            return np.zeros(9, np.float32)  # of another shape than promised
+            return np.zeros(9, np.float32)  # not the promised shape
         raise problem
 
     writer = GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""Importance matrices: both forms of llama.cpp's files, and the weights that they give."""
+"""Importance matrices: both formats of llama.cpp's files, and the weights from them."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_weights_are_means(tmp_path: Path) -> None:
     assert np.array_equal(weights[2], inputs.sums[2] / np.float32(11))
     assert np.array_equal(weights[1], np.ones(8))  # no token chose it
     assert found.weights("blk.1.attn_q.weight", (4, 4)) is None
-    # One row for all matrices of a tensor with three dimensions.
+    # One row for all matrices of a three-dimensional tensor.
     shared = found.weights(DENSE, (4, 2, 5))
     assert shared is not None
     assert shared.shape == (5, 4)
-    with pytest.raises(InvalidRequestError, match="of another model"):
+    with pytest.raises(InvalidRequestError, match="to another model"):
         found.weights(DENSE, (5, 4))
 
 
@@ -89,10 +89,10 @@ def test_the_old_form(tmp_path: Path) -> None:
         path.write_bytes(dat((DENSE, 4, 4 * means), (EXPERTS, 0, means), end=end))
         found = ImportanceMatrix.open(path)
         assert (found.datasets, found.n_chunks) == facts
-        weights = found.weights(DENSE, (3, 9, 2))  # experts side by side
+        weights = found.weights(DENSE, (3, 9, 2))  # experts as one row
         assert weights is not None
         assert np.array_equal(weights, means.reshape(2, 3))
-    with pytest.raises(InvalidRequestError, match="old form"):
+    with pytest.raises(InvalidRequestError, match="older format"):
         found.merged(example())
 
 

@@ -1,4 +1,4 @@
-"""Files of adapters: what is read, and what is refused, whatever is in them."""
+"""Adapter files: valid ones, refused ones, and any damaged bytes."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_one_for_the_model_is_taken(
 @pytest.mark.parametrize(
     ("changed", "architecture", "message"),
     [
-        ({}, "qwen2", "for llama models, and this is qwen2"),
-        ({"token_embd.weight": Q}, "llama", "token_embd.weight, which is no matrix"),
-        ({"blk.7.attn_q.weight": Q}, "llama", "blk.7.attn_q.weight, which is no matrix"),
+        ({}, "qwen2", "for llama models, but this model is qwen2"),
+        ({"token_embd.weight": Q}, "llama", "token_embd.weight, which adapters cannot change"),
+        ({"blk.7.attn_q.weight": Q}, "llama", "blk.7.attn_q.weight, which adapters cannot change"),
         ({"blk.0.attn_k.weight": Q}, "llama", r"of \[128, 64\].* the model's is \[64, 64\]"),
     ],
 )
@@ -128,14 +128,14 @@ NAN = np.where(np.arange(4 * 64).reshape(4, 64) == 7, np.nan, 1).astype(np.float
         ({}, {f"{Q}.lora_a": None}, FormatError, "lora_b without its partner"),
         ({}, {f"{Q}.lora_a": NAN}, FormatError, "not finite"),
         ({}, {f"{Q}.lora_a": np.ones((5, 64), np.float32)}, FormatError, r"\[5, 64\] and \[128, 4\]"),
-        ({}, {f"{Q}.lora_a": np.ones((2, 4, 64), np.float32)}, UnsupportedModelError, "those of experts"),
+        ({}, {f"{Q}.lora_a": np.ones((2, 4, 64), np.float32)}, UnsupportedModelError, "not of experts"),
         ({}, {"blk.0.attn_norm.weight": np.ones(64, np.float32)}, UnsupportedModelError, "attn_norm"),
         ({}, dict.fromkeys(ONES), FormatError, "no matrices"),
         (
             {},
             {f"{Q}.lora_a": np.ones((999, 64), np.float32), f"{Q}.lora_b": np.ones((128, 999), np.float32)},
             FormatError,
-            "rank below these",
+            "rank that does not exceed the matrix",
         ),
     ],
 )
@@ -150,12 +150,12 @@ def test_what_is_no_adapter_is_refused(
 def test_damaged_files_are_one_message(
     tmp_path: Path, pairs: dict[str, LowRankPair], matrices: dict[str, tuple[int, int]]
 ) -> None:
-    """Whatever bytes change, an adapter is read, or refused by a message."""
+    """Check that an adapter with any changed bytes is read, or refused with a message."""
     whole = bytearray(write_adapter(tmp_path / "a.gguf", {Q: pairs[Q], GATE: pairs[GATE]}).read_bytes())
     rng, path, refused = np.random.default_rng(0), tmp_path / "damaged.gguf", []
     for _ in range(400):
         damaged = whole.copy()
-        for at in rng.integers(0, 600, rng.integers(1, 4)):  # of what describes the tensors
+        for at in rng.integers(0, 600, rng.integers(1, 4)):  # in the description of the tensors
             damaged[at] = rng.integers(256)
         path.write_bytes(damaged[: rng.integers(1, len(whole))] if rng.random() < 0.1 else damaged)
         try:

@@ -1,4 +1,4 @@
-"""A model file that is cut short while it is in use: a message, not the end of the process.
+"""A model file that is truncated while it is in use: an error message, not the end of the process.
 
 Each case runs in a process of its own, which ends without a word (SIGBUS) where the guard fails.
 """
@@ -61,7 +61,7 @@ model.close()
         ("cpu", 1, 50, "before"),
         ("cpu", 4, 50, "after"),
         ("cpu", 2, 0, "none"),
-        ("cpu", 1, -1, "none"),  # no page is gone
+        ("cpu", 1, -1, "none"),  # no page is missing
         ("reference", 1, 50, "none"),
     ],
 )
@@ -124,7 +124,7 @@ def test_subcommands_say_so(path: Path, tmp_path: Path, where: str, at: int, sub
 
 
 def test_nothing_is_written_from_a_file_that_was_cut(tmp_path: Path) -> None:
-    """Neither where the bytes are encoded, nor where the system is to copy them from where they lie."""
+    """Check encoded bytes, and bytes that the system copies directly."""
     source, out = tmp_path / "source.gguf", tmp_path / "out.gguf"
     values = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
     for type_ in (GGMLType.F32, GGMLType.Q8_0):
@@ -243,7 +243,7 @@ with open(sys.argv[1], "rb") as file:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what its cache has and maps it")
 def test_what_is_cached_is_mapped_and_the_rest_not_read(tmp_path: Path) -> None:
-    """Pages that are locked in memory stay in the cache; a hole that was never read is not in it."""
+    """Check that locked pages stay in the page cache, and that a hole that was never read is not in it."""
     path = tmp_path / "file"
     path.write_bytes(bytes(N_CACHED * PAGE))
     os.truncate(path, N_PAGES * PAGE)

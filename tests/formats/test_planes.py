@@ -1,4 +1,4 @@
-"""The neuron-major down matrix: every value is bitwise that of the file."""
+"""The neuron-major down matrix: every value is bitwise the same as in the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_planes_hold_the_values_of_the_matrix(type_: GGMLType, shape: tuple[int,
 
 
 def test_a_neuron_is_packed_as_a_q4_0_row() -> None:
-    """The codes of neuron i are nibble for nibble what a Q4_0 row of its outputs would hold."""
+    """Check that the codes of neuron i are, nibble for nibble, the same as in a Q4_0 row of its outputs."""
     n_ff, n_embd = 64, 96
     data = random_blocks(GGMLType.Q4_0, n_embd, n_ff, np.random.default_rng(3)).reshape(-1).view(np.uint8)
     codes = planes.codes_of(data, GGMLType.Q4_0, (n_ff, n_embd)).view(np.uint8)

@@ -1,4 +1,4 @@
-"""PowerInfer's dialect: its models against a masked forward pass written here, and the files beside them."""
+"""PowerInfer's dialect: its models compared with a masked forward pass in NumPy, and its other files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor
 
-# Of tiny_gguf.write_relu.
+# The sizes of tiny_gguf.write_relu.
 N_LAYER, D, N_FF, N_HEAD, N_VOCAB, HEAD_DIM = 2, 64, 96, 4, 96, 16
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama"}, "bamboo": {"architecture": "bamboo"},
@@ -49,7 +49,7 @@ def write(path: Path, model: str, **options: Any) -> Path:
 
 
 def run(gguf: GGUFFile, mode: str, *taps: str, **options: Any) -> tuple[StepResult, StepStats]:
-    """The whole prompt in one step, by the predictor in the file (mode "predicted") or without."""
+    """Run the whole prompt in one step, with the predictor in the file (mode "predicted") or without."""
     config = config_from_gguf(gguf)
     predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer) if mode == "predicted" else None
     backend = ReferenceBackend(gguf, describe(config, gguf.tensors, predictor), n_pages=2, **options)
@@ -62,7 +62,7 @@ def run(gguf: GGUFFile, mode: str, *taps: str, **options: Any) -> tuple[StepResu
 
 
 class Masked:
-    """A forward pass of PowerInfer's models in float64, from its source; knows nothing of Graph."""
+    """A forward pass of PowerInfer's models in float64, written from its source, without Graph."""
 
     def __init__(self, gguf: GGUFFile) -> None:
         self.architecture, self.tensors = gguf.architecture, gguf.tensors
@@ -86,7 +86,7 @@ class Masked:
         return x * self.weights[f"{name}.weight"] + self.weights.get(f"{name}.bias", 0)
 
     def rotated(self, x: np.ndarray) -> np.ndarray:
-        """x [n_tokens, n_head, HEAD_DIM] as complex numbers, turned."""
+        """Return x [n_tokens, n_head, HEAD_DIM] as complex numbers, rotated."""
         angles = np.arange(len(x))[:, None] * 10000.0 ** (-np.arange(HEAD_DIM // 2) * 2 / HEAD_DIM)
         turn = np.exp(1j * angles)[:, None]
         half = HEAD_DIM // 2
@@ -153,7 +153,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("model", MODELS)
 def test_predicted_is_the_masked_forward_pass(tmp_path: Path, model: str, type_: GGMLType) -> None:
     def type_of(name: str) -> GGMLType:
-        """As the original quantiser writes a Q4_0 file, but for output.weight (Q6_K is not encoded here)."""
+        """Write a Q4_0 file like the original quantiser, except for output.weight, which is not Q6_K here."""
         return GGMLType.Q8_0 if type_ == GGMLType.Q4_0 and name == "output" else type_
 
     with open_gguf(write(tmp_path, model, type_of=type_of)) as gguf:
@@ -172,7 +172,7 @@ def test_predicted_is_the_masked_forward_pass(tmp_path: Path, model: str, type_:
         assert stats.gate_rows[i] == (mask.any(0).sum() if model in ("llama", "bamboo") else 0)
     assert relative_error(found.logits, logits) < 1e-4
     dense, stats = run(gguf := open_gguf(gguf.path), "dense")
-    assert relative_error(dense.logits, logits) > 1e-2  # another function than without the predictor
+    assert relative_error(dense.logits, logits) > 1e-2  # not the same function as without the predictor
     assert (stats.selected == len(TOKENS) * N_FF).all()
     assert (stats.up_rows == N_FF).all()
     gguf.close()
@@ -195,7 +195,7 @@ def test_a_predictor_that_says_all_and_one_that_says_none(tmp_path: Path, model:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_dense_is_the_plain_file(tmp_path: Path, model: str) -> None:
-    """Transposed or not, the same function; and a plain file may carry the transposed matrix as well."""
+    """Check that a transposed matrix computes the same; a plain file may have one too."""
     with (
         open_gguf(write(tmp_path / "sparse", model)) as sparse,
         open_gguf(write(tmp_path / "plain", model, dialect="gguf")) as plain,
@@ -220,7 +220,7 @@ def test_nan_scores_select() -> None:
 
 
 def test_neurons_that_are_always_computed_have_no_score(tmp_path: Path) -> None:
-    """`first` neurons before the scored ones, and the bias that lets single neurons through."""
+    """Check `first` neurons before the scored ones, and the bias that always selects single neurons."""
     first, rank = 32, 64
     with open_gguf(write(tmp_path, "llama", ranks=(32, 64))) as gguf:
         path = tmp_path / "first.gguf"
@@ -257,7 +257,7 @@ def test_neurons_that_are_always_computed_have_no_score(tmp_path: Path) -> None:
 def test_opt_refuses_positions_that_it_has_not_learned(tmp_path: Path) -> None:
     with open_gguf(write(tmp_path, "opt", n_ctx=60)) as gguf:
         config = config_from_gguf(gguf)
-        assert config.n_ctx_train == config.n_ctx_max == 60  # not what the key says, not the 62 rows
+        assert config.n_ctx_train == config.n_ctx_max == 60  # neither the key's number nor the 62 rows
         with pytest.raises(InvalidRequestError, match="position 74 lies past 59"):
             run(gguf, "dense")
 
@@ -290,13 +290,13 @@ def test_integers_have_the_type_ids_of_an_older_ggml(tmp_path: Path) -> None:
             assert np.array_equal(gguf.data("numbers").view(values.dtype), values)
 
 
-# ---- the files beside a model ----------------------------------------------------------------------------
+# ---- the files next to a model --------------------------------------------------------------------------
 
 
 def test_activation_counts_are_in_the_order_of_layer_numbers(tmp_path: Path) -> None:
     model = tmp_path / "model.powerinfer.gguf"
     assert activation_files(model) is None
-    counts = [np.arange(6) * 10**i for i in range(12)]  # activation_10 sorts before activation_2 as text
+    counts = [np.arange(6) * 10**i for i in range(12)]  # as text, activation_10 sorts before activation_2
     write_activations(tmp_path / "activation", counts)
     folder = activation_files(model)
     assert folder == tmp_path / "activation"
@@ -362,7 +362,7 @@ def test_anything_but_tensors_is_refused_and_nothing_is_called(tmp_path: Path, z
         torch.nn.ReLU(),
     ):
         torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
-        with pytest.raises(FormatError, match="holds something else"):
+        with pytest.raises(FormatError, match="has contents other than "):
             read_torch(tmp_path / "x.pt")
     assert not (tmp_path / "called").exists()
 
@@ -423,9 +423,9 @@ def zipped_pickle(path: Path, pickle: bytes, n_bytes: int = 32) -> Path:
     return path
 
 
-HALVES = b")" + b"q\0h\0\x86" * 60  # a tuple of two of the one before it, and so on: 2^60 to hash
+HALVES = b")" + b"q\0h\0\x86" * 60  # nested tuples, each with the previous one twice: 2^60 items to hash
 DEEP = b")" + b"\x85" * 1_000_000
-N_NAMES, N_SHARED = 20_000, 1 << 17  # a megabyte, and 20 GB where each name has a copy
+N_NAMES, N_SHARED = 20_000, 1 << 17  # a megabyte, or 20 GB if each name had a copy
 
 
 def shared_storage() -> bytes:
@@ -448,7 +448,7 @@ def shared_storage() -> bytes:
     ids=["hash", "repr", "arguments", "deep", "wide", "unhashable", "long", "shared"],
 )
 def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: int, message: str) -> None:
-    """In a process of its own: what this is about took for ever, 20 GB, or the whole stack."""
+    """Check in a separate process, because these files once took forever, 20 GB, or the whole stack."""
     path = zipped_pickle(tmp_path / "x.pt", pickle, n_bytes)
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
@@ -469,7 +469,7 @@ def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: in
 @pytest.mark.parametrize("zipped", [True, False])
 def test_tensors_may_share_a_storage(tmp_path: Path, zipped: bool) -> None:
     torch = pytest.importorskip("torch")
-    base = torch.arange(1 << 19, dtype=torch.float64)  # what all take is looked at above a megabyte
+    base = torch.arange(1 << 19, dtype=torch.float64)  # sums of sizes are checked above a megabyte
     state = {"a": base, "b": base, "c": base[7:], "d": base.reshape(2, -1)}
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     found = read_torch(tmp_path / "x.pt")
@@ -504,7 +504,7 @@ def test_entries_of_an_archive_do_not_overlap(tmp_path: Path) -> None:
         archive.writestr("x/data.pkl", b"\x80\x02" + tensor([0, 4, 1], storage()) + b".")
         for i in range(50):
             archive.writestr(f"x/data/{i}", bytes(32))
-        for info in archive.infolist()[1:]:  # each is said to go on through the next ten
+        for info in archive.infolist()[1:]:  # each claims to extend over the next ten
             info.file_size = info.compress_size = 1000
     with pytest.raises(FormatError, match="compressed or damaged"):
         read_torch(path)
@@ -552,7 +552,7 @@ def test_mutated_tensor_files_are_read_or_cost_a_sentence(tmp_path: Path) -> Non
 
 
 def write_gpu_index(path: Path, masks: list[list[int]], **replaced: Any) -> Path:
-    """As powerinfer-py's export_split writes it: integers of type 18, the bucket of a layer may be empty."""
+    """Write a file like powerinfer-py's export_split: integers of type 18, and perhaps an empty bucket."""
 
     def text(s: str) -> bytes:
         return struct.pack("<Q", len(s)) + s.encode()
@@ -580,7 +580,7 @@ def test_a_gpu_index_is_read(tmp_path: Path) -> None:
     path = write_gpu_index(tmp_path / "other.generated.gpuidx", [[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     assert gpu_index_file(model) == path
     (tmp_path / "a.generated.gpuidx").touch()
-    assert gpu_index_file(model) is None  # two, and neither is named after the model: not the first of them
+    assert gpu_index_file(model) is None  # there are two, and neither is named after the model
     path = path.rename(tmp_path / "model.gguf.generated.gpuidx")
     (tmp_path / "b.generated.gpuidx").touch()
     assert gpu_index_file(model) == path

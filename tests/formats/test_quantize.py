@@ -1,4 +1,4 @@
-"""`hotset quantize`: native encoders against their NumPy references, and whole files of both dialects."""
+"""`hotset quantize`: native encoders compared with NumPy references, and whole files of both dialects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hotset.formats.quants import DECODABLE, ENCODABLE, TYPES, GGMLType, dequant
 
 T = GGMLType
 K_TYPES = [T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K]
-AROUND_NEAREST = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]  # fitted with an importance matrix only
+AROUND_NEAREST = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]  # fitted only with an importance matrix
 IQ_TYPES = [type for type in WRITABLE if type.name.startswith("IQ")]
 named = pytest.mark.parametrize("type", WRITABLE, ids=lambda type: type.name)
 round_to_nearest = pytest.mark.parametrize("type", sorted(ENCODABLE), ids=lambda type: type.name)
@@ -44,7 +44,7 @@ fitted = pytest.mark.parametrize("type", K_TYPES + IQ_TYPES + AROUND_NEAREST, id
 
 
 def weights(n_rows: int, ne0: int, seed: int = 0) -> np.ndarray:
-    """Heavy-tailed, as weights are."""
+    """Return heavy-tailed values, like weights."""
     return np.random.default_rng(seed).standard_t(5, (n_rows, ne0)).astype(np.float32)
 
 
@@ -93,7 +93,7 @@ def weighted(values: np.ndarray, type: GGMLType, importance: Importance, n_threa
 def test_importance_is_of_each_matrix_whatever_threads_and_instruction_set(
     type: GGMLType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of three matrices, from the second row of the first one on."""
+    """Return rows of three matrices, from the second row of the first one on."""
     values = weights(10, 256)
     of = np.random.default_rng(5).lognormal(0, 1.5, (3, 256)).astype(np.float32)
     expected = np.concatenate(
@@ -102,7 +102,8 @@ def test_importance_is_of_each_matrix_whatever_threads_and_instruction_set(
             for i, rows in enumerate((values[:3], values[3:7], values[7:]))
         ]
     )
-    # The mean of all is 1 in the one case, that of each in the other: a power of two changes no code.
+    # The mean of all weights is 1 in one case, and each matrix's in the other: a power of two changes no
+    # code.
     scale = (of.mean(dtype=np.float64) / of.mean(axis=1, dtype=np.float64)).astype(np.float32)
     everywhere = Importance(of, 4, first_row=1)
     got = weighted(values, type, everywhere, 1)
@@ -127,7 +128,7 @@ def test_importance_lowers_the_error_that_it_weighs(type: GGMLType) -> None:
 
 @pytest.mark.parametrize("type", AROUND_NEAREST, ids=lambda type: type.name)
 def test_no_block_is_worse_than_rounded_to_nearest(type: GGMLType) -> None:
-    """One trial is the block of nearest values. The bound allows for the rounding of the sums."""
+    """Compare with the block of nearest values, which is one trial; the bound allows for rounding of sums."""
     values = weights(40, 576)
     values[:4] = np.round(values[:4] * 2) / 2  # ties
     values[4:8] *= np.random.default_rng(1).random((4, 576)) < 0.1  # zeros, and blocks of them
@@ -144,7 +145,7 @@ def test_no_block_is_worse_than_rounded_to_nearest(type: GGMLType) -> None:
 
 @fitted
 def test_columns_without_importance(type: GGMLType) -> None:
-    """An input that was always zero decides nothing beside others, and is not lost where all are such."""
+    """Check that an input that was always zero counts little, but is not lost if all were zero."""
     values = weights(8, 512)
     importance = np.ones((1, 512), np.float32)
     importance[0, :256] = 0
@@ -162,7 +163,7 @@ def test_columns_without_importance(type: GGMLType) -> None:
 
 @pytest.mark.parametrize("type", IQ_TYPES, ids=lambda type: type.name)
 def test_iq_types_decode_to_nearly_the_values(type: GGMLType) -> None:
-    """Within twice the error of the best possible code of as many bits for a normal distribution."""
+    """Check that the error is at most twice the best code's with as many bits, for normal values."""
     values = np.random.default_rng(0).standard_normal((32, 1024)).astype(np.float32)
     found = oracle_dequantize(encode(values, type), gguf.GGMLQuantizationType(int(type)))
     error = float(np.sqrt(np.mean((found - values) ** 2)) / np.sqrt(np.mean(values**2)))
@@ -171,7 +172,7 @@ def test_iq_types_decode_to_nearly_the_values(type: GGMLType) -> None:
 
 @k_types
 def test_k_types_decode_with_the_gguf_package_to_nearly_the_values(type: GGMLType) -> None:
-    """Error against a round-to-nearest type of as many bits or more."""
+    """Compare the error with a round-to-nearest type of as many bits or more."""
     values = weights(64, 1024)
     bound = {T.Q2_K: 0.42, T.Q3_K: 0.24, T.Q4_K: 0.12, T.Q5_K: 0.06, T.Q6_K: 0.031}[type]
     stored = encode(values, type)
@@ -188,7 +189,7 @@ def test_k_types_decode_with_the_gguf_package_to_nearly_the_values(type: GGMLTyp
 def test_fitted_types_of_odd_blocks(type: GGMLType) -> None:
     rng = np.random.default_rng(3)
     rows = np.zeros((7, 256), np.float32)
-    rows[1] = 3.25  # all alike
+    rows[1] = 3.25  # all equal
     rows[2] = -3.25
     rows[3, 17] = 100.0  # one outlier
     rows[4] = rng.random(256) + 5  # far from zero
@@ -197,7 +198,7 @@ def test_fitted_types_of_odd_blocks(type: GGMLType) -> None:
     found = dequantize(encode(rows, type), type, (256, 7))
     assert np.isfinite(found).all()
     assert not found[0].any()
-    if type in K_TYPES or "IQ4" in type.name:  # the points of the other codebooks are not zero
+    if type in K_TYPES or "IQ4" in type.name:  # the other codebooks have no zero
         assert not found[6].reshape(8, 32)[::2].any()
     steps = {T.Q2_K: 1 / 3, T.Q3_K: 1 / 4, T.Q4_K: 1 / 15, T.Q5_K: 1 / 31, T.Q6_K: 1 / 32}
     step = steps.get(type, 0.15 if "IQ4" in type.name else 0.75)
@@ -218,7 +219,7 @@ def test_recoding_is_decoding_and_encoding(source: GGMLType) -> None:
 def test_values_that_cannot_be_stored(type: GGMLType, value: float) -> None:
     values = weights(300, 512)
     values[277, 450] = value
-    if type == T.MXFP4 and np.isfinite(value):  # it has a power of two for every finite value
+    if type == T.MXFP4 and np.isfinite(value):  # its powers of two cover all finite values
         assert np.array_equal(encode(values, type), quants.quantize(values, type))
         return
     with pytest.raises(InvalidRequestError, match=type.name):
@@ -244,7 +245,7 @@ def test_mistakes_of_a_caller() -> None:
 
 @pytest.fixture
 def f16(tmp_path: Path) -> Path:
-    """A llama of 2 layers with rows of 256 values, but for n_ff = 96, and with a few special keys."""
+    """Write a llama of 2 layers with rows of 256 values, except n_ff = 96, and with a few special keys."""
     return write_llama(
         tmp_path / "f16.gguf", n_embd=256, n_head=8, n_ff=96, type_of=lambda name: T.F16,
         keys={"tokenizer.ggml.tokens": ["a", "b\udcff"], "hotset.test": [1, 2, 3], "general.file_type": 1},
@@ -287,7 +288,7 @@ def test_rows_that_blocks_do_not_divide(f16: Path) -> None:
 def test_rows_of_odd_length_stay_f16(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "odd.gguf", n_ff=72, type_of=lambda name: T.F32)
     assert planned(path, "q4_0")["blk.1.ffn_down.weight"][0] == "F16"
-    assert planned(path, "q6_k")["blk.1.ffn_down.weight"][0] == "F16"  # by way of Q8_0
+    assert planned(path, "q6_k")["blk.1.ffn_down.weight"][0] == "F16"  # because Q8_0 does not fit either
     assert planned(path, "q4_0")["output.weight"] == ("Q8_0", "output")  # 64 is not a multiple of 256
     tied = write_llama(tmp_path / "tied.gguf", tied=True, n_embd=256, type_of=lambda name: T.F32)
     assert planned(tied, "q4_1")["token_embd.weight"] == ("Q6_K", "output")
@@ -328,10 +329,10 @@ def test_powerinfer_files_get_what_its_quantiser_writes(tmp_path: Path, arch: st
 
 def test_rules_for_some_tensors(f16: Path, tmp_path: Path) -> None:
     types = planned(f16, "q4_0", r"blk\.1\..*attn=q5_1", "attn_v=Q8_0", "^output=f16")
-    assert types["blk.1.attn_v.weight"][0] == "Q5_1"  # the first that matches
+    assert types["blk.1.attn_v.weight"][0] == "Q5_1"  # the first match
     assert types["blk.0.attn_v.weight"][0] == "Q8_0"
     assert types["output.weight"][0] == "F16"
-    assert types["blk.1.attn_norm.weight"][0] == "F32"  # vectors stay
+    assert types["blk.1.attn_norm.weight"][0] == "F32"  # vectors are unchanged
     alone = planned(f16, None, "ffn_up=q8_0")
     assert {name for name, (type, _) in alone.items() if type == "Q8_0"} == {
         "blk.0.ffn_up.weight",
@@ -354,7 +355,7 @@ def test_rules_for_some_tensors(f16: Path, tmp_path: Path) -> None:
         ("iq3_xxs", [], "importance matrix"),
         ("q2_k_s", [], "importance matrix"),
         ("q4_0", ["*up=q8_0"], "not a regular expression"),
-        (None, [], "nothing is to be done"),
+        (None, [], "there is nothing to do"),
     ],
 )
 def test_nonsense_is_refused(
@@ -369,7 +370,7 @@ def test_nonsense_is_refused(
 def test_the_model_that_is_read_is_not_written(f16: Path, tmp_path: Path) -> None:
     (tmp_path / "link.gguf").symlink_to(f16)
     before = f16.read_bytes()
-    with pytest.raises(InvalidRequestError, match="is a file that is read"):
+    with pytest.raises(InvalidRequestError, match="is one of the files that are read"):
         requantize.quantize(f16, tmp_path / "link.gguf", "q4_0")
     assert f16.read_bytes() == before
 
@@ -383,7 +384,7 @@ def test_what_is_quantised_is_not_quantised_again(f16: Path, tmp_path: Path) -> 
     with open_gguf(q8_0) as old, open_gguf(tmp_path / "q4_0.gguf") as new:
         name = "blk.1.ffn_gate.weight"
         assert np.array_equal(new.data(name), quants.quantize(decoded(old, name), T.Q4_0).reshape(-1))
-    # To floats, nothing is lost.
+    # A type of floats loses nothing.
     requantize.quantize(q8_0, tmp_path / "f32.gguf", "f32")
     with open_gguf(q8_0) as old, open_gguf(tmp_path / "f32.gguf") as new:
         assert np.array_equal(decoded(new, name), decoded(old, name))
@@ -391,7 +392,7 @@ def test_what_is_quantised_is_not_quantised_again(f16: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("names", [["blk.0.fc1.weight", "blk.0.fc2.weight"], []])
 def test_an_empty_predictor_and_a_file_without_tensors(names: list[str], tmp_path: Path) -> None:
-    """PowerInfer's dialect has empty vectors, and nothing says that they are not called so."""
+    """Check empty vectors, which PowerInfer's dialect has, and which may have these names."""
     path, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
     writer = GGUFWriter(path, "llama", dialect="powerinfer")
     for name in names:
@@ -434,7 +435,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
             writer.add(key, value)
         writer.add_tensor(f"blk.{i}.ffn_up.weight", weights(8, 64, seed=i), T.F32)
         writer.write()
-    with pytest.raises(InvalidRequestError, match="is a file that is read"):
+    with pytest.raises(InvalidRequestError, match="is one of the files that are read"):
         requantize.quantize(tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf", "q4_0")
     requantize.quantize(tmp_path / "m-00002-of-00002.gguf", tmp_path / "out.gguf", "q5_0")
     with open_gguf(tmp_path / "out.gguf") as new:
@@ -447,7 +448,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
 def test_large_matrices_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requantize, "_PIECE_BYTES", 50_000)
     writer = GGUFWriter(tmp_path / "in.gguf", "llama")
-    stacked = weights(3 * 70, 256).reshape(3, 70, 256)  # as experts are
+    stacked = weights(3 * 70, 256).reshape(3, 70, 256)  # like experts
     writer.add_tensor("blk.0.ffn_up_exps.weight", stacked, T.F16)
     writer.add_tensor("blk.0.ffn_gate_inp.weight", stacked[0], T.F32)
     writer.write()
@@ -456,7 +457,7 @@ def test_large_matrices_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert new.tensors["blk.0.ffn_up_exps.weight"].shape == (256, 70, 3)
         expected = quants.quantize(decoded(old, "blk.0.ffn_up_exps.weight"), T.Q8_0).reshape(-1)
         assert np.array_equal(new.data("blk.0.ffn_up_exps.weight"), expected)
-        assert new.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32  # a router decides
+        assert new.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32  # a router must be exact
 
 
 # ---- the process ---------------------------------------------------------------------------------------
@@ -474,7 +475,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file whose one matrix is 512 MB of zeros (a hole in the file)."""
+    """Write a file whose only matrix is 512 MB of zeros (a hole in the file)."""
     path = tmp_path_factory.mktemp("big") / "big.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_tensor("token_embd.weight", lambda: np.zeros((1, BIG[1]), np.float32), T.F32, (BIG[1], 1))
@@ -491,7 +492,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
 def test_memory_does_not_grow_with_the_model(big: Path, tmp_path: Path) -> None:
-    """Peak resident memory, mapped pages of the model included."""
+    """Return the peak resident memory, including mapped pages of the model."""
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(big), str(tmp_path / "out.gguf")],
         capture_output=True, text=True, check=True,
@@ -556,7 +557,7 @@ def test_command_mistakes(f16: Path) -> None:
     assert run(f16, f16.with_name("out.gguf"), "--type", "q9")[0] == 2
     code, _, err = run(f16, f16)
     assert code == 1
-    assert "is a file that is read" in err.replace("\n", " ")
+    assert "is one of the files that are read" in err.replace("\n", " ")
 
 
 def test_a_full_disk_is_told_before_anything_is_written(
@@ -566,7 +567,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(HotsetError, match=r"takes .* kB, and .* has 1\.0 kB left"):
+    with pytest.raises(HotsetError, match=r"takes .* kB, but .* has only 1\.0 kB left"):
         requantize.quantize(f16, tmp_path / "out.gguf", "q4_0")
 
 
@@ -592,7 +593,7 @@ def importance_of(path: Path, *, without: str = "-") -> ImportanceMatrix:
 
 
 def mix_of(path: Path, type: str, **how: Any) -> dict[str, set[str]]:
-    """The types of each kind of matrix, in any layer."""
+    """Return the types of each kind of matrix, in any layer."""
     found: dict[str, set[str]] = {}
     with open_gguf(path) as file:
         for p in requantize.types_of(file, type, **how):
@@ -601,7 +602,7 @@ def mix_of(path: Path, type: str, **how: Any) -> dict[str, set[str]]:
 
 
 def test_mixes_are_llama_cpps(tmp_path: Path) -> None:
-    """What llama_model_quantize of llama.cpp (0.3.36 of its Python bindings) writes for these models."""
+    """Return the types that llama.cpp's llama_model_quantize writes (0.3.36 of its Python bindings)."""
     shape = {"n_layer": 16, "n_embd": 256, "n_ff": 256, "n_head": 8, "type_of": lambda name: T.F16}
     path = write_llama(tmp_path / "grouped.gguf", n_head_kv=2, **shape)
     mix = mix_of(path, "iq2_xs", importance=importance_of(path))
@@ -649,7 +650,7 @@ def test_a_file_with_an_importance_matrix(tmp_path: Path) -> None:
 
 
 def test_a_fallback_is_fitted_by_the_importance_matrix(tmp_path: Path) -> None:
-    """Blocks of Q2_K do not divide rows of 96, so that their matrices become Q4_0."""
+    """Check rows of 96, which blocks of Q2_K do not divide, so that their matrices become Q4_0."""
     path = write_llama(tmp_path / "f16.gguf", n_embd=96, n_head=3, n_ff=96, type_of=lambda name: T.F16)
     importance = importance_of(path)
     importance.save(tmp_path / "i.gguf")
@@ -666,13 +667,13 @@ def test_a_fallback_is_fitted_by_the_importance_matrix(tmp_path: Path) -> None:
 
 def test_importance_that_is_missing_or_of_another_model(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "f16.gguf", n_embd=256, n_head=8, n_ff=256, type_of=lambda name: T.F16)
-    with pytest.raises(InvalidRequestError, match=r"that of blk\.0\.ffn_up\.weight is not in the file"):
+    with pytest.raises(InvalidRequestError, match=r"the file lacks that of blk\.0\.ffn_up\.weight"):
         mix_of(path, "iq3_xxs", importance=importance_of(path, without="ffn_up"))
     assert mix_of(
         path, "iq3_xxs", importance=importance_of(path, without="token_embd")
     )  # rows are not summed
     other = write_llama(tmp_path / "other.gguf", type_of=lambda name: T.F16)
-    with pytest.raises(InvalidRequestError, match="of another model"):
+    with pytest.raises(InvalidRequestError, match="to another model"):
         mix_of(path, "q4_k_m", importance=importance_of(other))
-    with pytest.raises(InvalidRequestError, match="of another model"):
+    with pytest.raises(InvalidRequestError, match="to another model"):
         mix_of(path, "q4_k_m", importance=ImportanceMatrix({"v.weight": Inputs(np.ones((1, 4)), np.ones(1))}))

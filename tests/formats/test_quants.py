@@ -1,4 +1,4 @@
-"""Block formats against the codecs of the `gguf` package, bit for bit, and against arithmetic."""
+"""Block formats compared with the codecs of the `gguf` package, bit for bit, and with arithmetic."""
 
 import gguf
 import numpy as np
@@ -38,7 +38,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def any_blocks(type: GGMLType, n_rows: int, ne0: int, seed: int) -> np.ndarray:
-    """Rows of every bit pattern; only float16 values that are not finite are replaced."""
+    """Return rows of every bit pattern, except that float16 values that are not finite are replaced."""
     data = np.random.default_rng(seed).integers(0, 256, (n_rows, row_bytes(type, ne0)), dtype=np.uint8)
     blocks = data.reshape(-1).view(TYPES[type].block)
     floats = [blocks] if blocks.dtype.names is None else [blocks[n] for n in blocks.dtype.names]
@@ -82,7 +82,7 @@ def test_sizes_equal_the_gguf_package(type: GGMLType) -> None:
     assert oracle(type).name == facts.name == type.name
     if (
         type == GGMLType.Q8_1
-    ):  # the package counts float32 scale and sum; block_q8_1 has had float16 since 2023
+    ):  # in the package, scale and sum are float32; in block_q8_1 they have been float16 since 2023
         assert facts.block_bytes == 2 + 2 + 32
     else:
         assert gguf.GGML_QUANT_SIZES[oracle(type)] == (facts.block_size, facts.block_bytes)
@@ -92,7 +92,7 @@ def test_sizes_equal_the_gguf_package(type: GGMLType) -> None:
 
 
 def test_known_blocks() -> None:
-    """Values worked out by hand from the bit diagrams, not by another decoder."""
+    """Check values computed manually from the bit diagrams, independently of any decoder."""
     half = np.array([0.5], "<f2").view(np.uint8)
     nibbles = np.arange(16, dtype=np.uint8) | np.uint8(0xF0)
     values = dequantize(np.concatenate([half, nibbles]), GGMLType.Q4_0, (32,))
@@ -101,7 +101,7 @@ def test_known_blocks() -> None:
     values = dequantize(np.concatenate([half, half, fifth, nibbles]), GGMLType.Q5_1, (32,))
     q = [i + 16 for i in range(8)] + list(range(8, 16)) + [15] * 8 + [31] * 8
     assert values.tolist() == [0.5 * i + 0.5 for i in q]
-    k_block = np.zeros(144, np.uint8)  # Q4_K: group 5 alone has a scale, 0b11_0010, and a minimum, 0b01_0011
+    k_block = np.zeros(144, np.uint8)  # Q4_K: only group 5 has a scale, 0b11_0010, and a minimum, 0b01_0011
     k_block[0:2], k_block[2:4] = half, half
     k_block[4 + 1], k_block[4 + 5], k_block[4 + 9] = 0b11_000000, 0b01_000000, 0b0011_0010
     k_block[16 + 64 : 16 + 96] = 0x70  # high nibbles of pair 2: group 5
@@ -138,7 +138,7 @@ def test_encoder_equals_the_gguf_package_on_any_values(values: np.ndarray, type:
 
 @pytest.mark.parametrize("type", LINEAR_TYPES, ids=lambda type: type.name)
 def test_encoding_error_is_within_a_step(type: GGMLType) -> None:
-    """Half a step d (one at the short end of the symmetric codes), and the rounding of float16."""
+    """Check half a step d (one at the short end of the symmetric codes), and the rounding of float16."""
     values = np.random.default_rng(3).standard_normal((50, 1280)).astype(np.float32)
     encoded = quantize(values, type)
     size = TYPES[type].block_size

@@ -127,7 +127,7 @@ def test_nothing_is_built_of_a_file_that_does_not_fit_its_keys(
 ) -> None:
     plain = write_llama(tmp_path / "m.gguf", n_head=2, head_dim=32, n_head_kv=1, keys=RELU)
     path = rewritten(plain, tmp_path / "odd.gguf", name, T.F32, shape)
-    with pytest.raises(UnsupportedModelError, match=f"{name} is"):
+    with pytest.raises(UnsupportedModelError, match=f"{name} has the shape"):
         load(path, predictor=predictor)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "odd.gguf"]
 

@@ -179,9 +179,9 @@ def test_exact_and_predicted_are_not_mixed_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"device": "reference"}, "cache_dir keeps what the CPU or a device has computed"),
-        ({"device": "vulkan", "n_gpu_layers": 1}, "cache_dir needs a model that the CPU"),
-        ({"device": "simulated"}, "cache_dir needs a model that the CPU computes alone"),
+        ({"device": "reference"}, "cache_dir keeps results of the CPU or a device"),
+        ({"device": "vulkan", "n_gpu_layers": 1}, "cache_dir needs a model that only the CPU"),
+        ({"device": "simulated"}, "cache_dir needs a model that only the CPU computes"),
     ],
     ids=str,
 )

@@ -204,7 +204,7 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
         assert loaded.stored is not None
         assert tokens_of(loaded) == with_profile
         assert loaded.stored.counts().misses != n_missed
-    with pytest.raises(InvalidRequestError, match="of another model file"):
+    with pytest.raises(InvalidRequestError, match="belongs to another model file"):
         hotset.load(model, **settings, ram_budget=budget, profile=tmp_path / "other.hotset.gguf")
 
 

@@ -1,4 +1,4 @@
-"""Small values that are cut: what the graph says, and that it is the same however it is computed."""
+"""Activation thresholds, which set small values to zero: the graph, and equal results everywhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelRates
 from hotset.sparsity.thresholds import BaseMode, thresholds_path
 
-ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read however many there are
+ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read whatever their number
 
 
 # ---- the graph
@@ -59,7 +59,7 @@ def test_without_cutoffs_the_graph_is_that_of_dense(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "opt", "falcon"])
 @pytest.mark.parametrize("case", [name for name in CASES if name != "nothing"])
 def test_what_is_cut(tmp_path: Path, architecture: str, case: str) -> None:
-    """Where a value's threshold stands, it has zeros where it was small, and is as it was elsewhere."""
+    """Check that a value's entries below the threshold become zero, and the others are unchanged."""
     options = {"n_head_kv": 1} if architecture == "falcon" else {}
     gguf = write(tmp_path, architecture, **options)
     weights, graph = graph_of(gguf, CASES[case])
@@ -79,7 +79,7 @@ def test_what_is_cut(tmp_path: Path, architecture: str, case: str) -> None:
 def test_of_experts_gates_alone_are_cut(tmp_path: Path) -> None:
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", experts=(4, 2)))
     for layer_thresholds in (LayerThresholds(ffn_in=1), LayerThresholds(down_in=1)):
-        with pytest.raises(UnsupportedModelError, match="experts have thresholds of activated gates"):
+        with pytest.raises(UnsupportedModelError, match="experts support thresholds of activated gates only"):
             graph_of(gguf, layer_thresholds)
     weights, graph = graph_of(gguf, LayerThresholds(gate=0.1))
     op = next(op for op in graph.primitives if isinstance(op, Threshold))
@@ -173,7 +173,7 @@ def test_a_token_is_the_same_in_every_step(tmp_path: Path, architecture: str, ty
 def test_channels_give_the_bits_of_rows_on_every_instruction_set(
     tmp_path: Path, type_: GGMLType, isa: str
 ) -> None:
-    """With more than one tile of outputs, and a rate at which channels are read however many there are."""
+    """Check several tiles of outputs, with a rate at which channels are read whatever their number."""
     sizes = {"n_ff": 544, "n_embd": 288, "n_head": 9, "n_head_kv": 3}
     if type_.name.endswith("_K"):
         sizes = {"n_ff": 768, "n_embd": 256, "n_head": 8, "n_head_kv": 2}
@@ -187,7 +187,7 @@ def test_channels_give_the_bits_of_rows_on_every_instruction_set(
 
 @pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_1], ids=lambda t: t.name)
 def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType) -> None:
-    """It has room for rows, and none for their input-major copies."""
+    """Check a budget that has room for rows, but not for their input-major copies."""
     gguf = write(tmp_path, type=type_)
     weights, graph = graph_of(gguf, EVERY)
     ids, thresholded = tokens(24), np.arange(24) % 5 > 1
@@ -202,14 +202,14 @@ def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType)
 
 @pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
 def test_tokens_that_are_not_cut_are_dense(tmp_path: Path, type_: GGMLType) -> None:
-    """Of a SiLU model whose down projection is as in `dense`."""
+    """Check a SiLU model whose down projection has the layout of `dense`."""
     gguf, ids = write(tmp_path, type=type_), tokens(24)
     expected = run(cpu(gguf, LayerThresholds(), "dense", sparse=False), ids, np.zeros(24, np.bool_))
     found = cpu(gguf, EVERY)
     np.testing.assert_array_equal(run(found, ids, np.zeros(24, np.bool_), [9, 10, 11]), expected)
     np.testing.assert_array_equal(
         found.step(batch([(ids, 0, [0])])).logits, expected
-    )  # without flags of tokens
+    )  # without per-token flags
 
 
 def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["gate", "down_in", "every"])
 def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> None:
-    """The thresholds are in the pass of gate and up then, and neither bits nor counts of neurons differ."""
+    """Check that thresholds in the pass of gate and up change neither bits nor counts of neurons."""
     gguf = write(tmp_path, type=T.Q4_0)
     layer_thresholds, ids, thresholded = CASES[case], tokens(24), np.arange(24) % 5 > 1
     ups = [f"blk.{i}.ffn_up.weight" for i in range(2)]
@@ -243,8 +243,10 @@ def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> N
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q8_0, T.Q6_K], ids=lambda t: t.name)
 def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType) -> None:
-    """Of these a phase multiplies some lanes of a tile each, and another adds them up, gate and up too; by
-    row where too many channels are left."""
+    """Check matrices that two phases compute: one multiplies lanes of each tile, the other adds them up.
+
+    Gate and up are included. Rows with too many remaining channels are computed directly.
+    """
     n_ff = 4352 if type_ == T.Q6_K else 4224
     gguf = write(tmp_path, type=type_, n_embd=512, n_ff=n_ff, ranks=(32,))
     ids, thresholded = tokens(4), np.ones(4, np.bool_)
@@ -264,7 +266,7 @@ def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -
     for case, layer_thresholds in CASES.items():
         layer_thresholds = LayerThresholds(
             **{name: 5 * value for name, value in layer_thresholds.items()}
-        )  # enough to pay
+        )  # enough for channels to be faster
         found, ids = cpu(gguf, layer_thresholds), tokens(9)
         found.step(replace(batch([(ids[:8], 0, [0])]), thresholded=np.ones(8, np.bool_)))
         found.step(replace(batch([(ids[8:], 8, [0])]), thresholded=np.ones(1, np.bool_)))
@@ -275,11 +277,11 @@ def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -
         assert stats is not None
         assert stats.left_out is not None
         assert (stats.left_out > 0).all(), case
-        found.step(batch([(ids[8:], 8, [0])]))  # the same token as it is
+        found.step(batch([(ids[8:], 8, [0])]))  # the same token without thresholds
         rest = found.stats()
         assert rest is not None
         assert rest.left_out is not None
-        assert (rest.left_out < 0.5 * stats.left_out).all()  # but for codes that are zero by rounding
+        assert (rest.left_out < 0.5 * stats.left_out).all()  # except codes that are rounded to zero
 
 
 def test_which_tokens_are_cut_is_checked(tmp_path: Path) -> None:
@@ -291,11 +293,11 @@ def test_which_tokens_are_cut_is_checked(tmp_path: Path) -> None:
                 backend.step(replace(batch([(ids, 0, [0])]), thresholded=thresholded))
 
 
-# ---- the engine: which tokens are
+# ---- the engine: which tokens have thresholds
 
 
 class Watched(CpuBackend):
-    """Notes of every token that was computed whether it was cut: (sequence's row, position, cut)."""
+    """A backend that records for every computed token: (sequence's row, position, thresholded)."""
 
     seen: list[tuple[int, bool]]
 
@@ -334,7 +336,7 @@ def test_which_tokens_the_engine_cuts(tmp_path: Path, thresholded: ThresholdedTo
 def test_a_prefix_is_reused_only_where_it_was_computed_so(
     tmp_path: Path, thresholded: ThresholdedTokens
 ) -> None:
-    """An answer that comes back in the next prompt is computed anew, unless prompts are cut as well."""
+    """Check that an answer in the next prompt is computed again, unless prompts have thresholds too."""
     backend, prompt = watched(write(tmp_path)), tokens(50)
     engine = Engine(backend, 256, thresholded=thresholded)
     longer = [*prompt, *answer(engine, prompt, 100)]
@@ -387,7 +389,7 @@ def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine that reads channels as quickly as rows, and nothing is kept of it."""
+    """A machine that reads channels as fast as rows, without storing the measurement."""
     monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
@@ -437,7 +439,7 @@ def test_it_combines_with_the_modes_of_relu_models(tmp_path: Path, mode: BaseMod
     with load(gguf.path, sparsity="threshold") as model, load(gguf.path, sparsity=mode) as plain:
         assert (model.sparsity.predictor, model.graph.has_thresholds) == (plain.sparsity.predictor, True)
         ids = tokens(20)
-        np.testing.assert_array_equal(model.logits(ids), plain.logits(ids))  # a prompt is not cut
+        np.testing.assert_array_equal(model.logits(ids), plain.logits(ids))  # a prompt has no thresholds
         with model.thread.exclusive() as engine:
             assert (scores(engine, ids, as_answer=True) != plain.logits(ids)).any()
 
@@ -450,7 +452,7 @@ def test_thresholds_of_zero_are_dense(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="thresholds serve the sparsity mode threshold"):
+    with pytest.raises(InvalidRequestError, match="thresholds require the sparsity mode threshold"):
         hotset.LoadSettings(sparsity="dense", thresholds="x.json")
-    with pytest.raises(InvalidRequestError, match="sparse prompts serve"):
+    with pytest.raises(InvalidRequestError, match="sparse prompts require"):
         hotset.LoadSettings(sparse_prompts=True)

@@ -1,4 +1,4 @@
-"""What is done ahead of its place so that reads and computing overlap: the order, and the same bits."""
+"""Operations that start early so that reading and computing overlap: their order, and the same bits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def tiny(name: str, folder: Path) -> GGUFFile:
 
 
 def places(graph: Graph) -> tuple[list[int], list[int], list[int]]:
-    """In the new order: where attention is, where reads begin, and where experts or neurons are computed. The
-    order must be one: everything is there once, and made before it is read."""
+    """Return the positions of attention, of the first reads, and of experts or neurons in the new order.
+
+    Check that the order has every operation once, and each after its inputs.
+    """
     groups = fuse(graph, ())
     ahead = look_ahead(groups, lambda _: True)
     made = {graph.ops[0].out}
@@ -98,7 +100,7 @@ def test_a_predictor_before_attention_begins_the_reads(
 
 
 def test_what_needs_attention_stays_behind_it(tmp_path: Path) -> None:
-    """Predictors of what attention has yielded begin their reads where they stand: nothing is gained."""
+    """Check that predictors that depend on attention start their reads in place: nothing is gained."""
     _, graph = prepared(write(tmp_path, "llama", GGMLType.Q4_0), "predicted", "svd")
     _, begin, neurons = places(graph)
     assert not begin

@@ -1,4 +1,4 @@
-"""Scores that fall with the distance between tokens, in place of a rotation or learned positions."""
+"""Scores that decrease with the distance between tokens (ALiBi), without rotations or learned positions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def test_torch_computes_it_and_a_device_refuses_it(alibi: GGUFFile) -> None:
 
 
 def test_slopes(run_folder: Path) -> None:
-    """Of three heads those of two, and the first of four; bloom's files need no key, mpt's do."""
+    """Check the slopes: for three heads the two for two heads, then the first for four.
+
+    Files of bloom need no key, files of mpt do.
+    """
     mpt = open_gguf(tiny_models.shared_gguf("mpt-heads", run_folder))
     assert config_from_gguf(mpt).slopes == (2**-4, 2**-8, 2**-2)
     mpt.metadata["mpt.attention.max_alibi_bias"] = 4.0
@@ -71,7 +74,7 @@ def test_the_entries_of_mpts_attention_count() -> None:
 
 
 def test_which_models_of_baichuan_have_a_rotation(run_folder: Path) -> None:
-    """13B has 40 layers and no key in llama.cpp's files; its config.json has no max_position_embeddings."""
+    """Check 13B, which has 40 layers and no key in llama.cpp's files or config.json for its context."""
     rotated = open_gguf(tiny_models.shared_gguf("baichuan", run_folder))
     assert config_from_gguf(rotated).slopes is None
     assert all(layer.rope is not None for layer in config_from_gguf(rotated).layers)
@@ -84,7 +87,7 @@ def test_which_models_of_baichuan_have_a_rotation(run_folder: Path) -> None:
 
 
 def test_files_of_refact_have_the_epsilon_of_rms_norms(run_folder: Path) -> None:
-    """As llama.cpp writes it, which has no other."""
+    """Check a file from llama.cpp, which writes no other key."""
     refact = open_gguf(tiny_models.shared_gguf("refact", run_folder))
     assert config_from_gguf(refact).norm_eps == pytest.approx(1e-2)
     del refact.metadata["refact.attention.layer_norm_epsilon"]
@@ -95,7 +98,7 @@ def test_files_of_refact_have_the_epsilon_of_rms_norms(run_folder: Path) -> None
 
 
 def test_rows_of_baichuan_2s_output_have_length_1(tmp_path: Path) -> None:
-    """Its class divides them when it is loaded; its vocabulary is what it is known by."""
+    """Check that the rows are normalised; the size of the vocabulary identifies the model."""
     recipe = tiny_models.RECIPES["baichuan"]
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     for n_vocab in (125696, 320):

@@ -1,4 +1,4 @@
-"""xIELU, an activation with numbers of its own in each layer."""
+"""xIELU, an activation with different parameters in each layer."""
 
 from __future__ import annotations
 

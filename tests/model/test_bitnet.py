@@ -1,4 +1,4 @@
-"""BitNet's FFN, whose neurons pass a norm before down: which rows are left out, and its files."""
+"""BitNet's FFN, whose neurons pass a norm before down: its skipped rows, and its files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hotset.sparsity.sidecar import fingerprint
 
 torch = pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
-# Matrices become ternary when they are loaded.
+# Matrices become ternary on loading.
 ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 
 
@@ -38,7 +38,7 @@ def bitnet(run_folder: Path, tmp_path: Path) -> GGUFFile:
 
 
 def written(gguf: GGUFFile, path: Path, *without: str, **more: Any) -> GGUFFile:
-    """The file without some keys, and with more tensors of one number; a name's dots are written __."""
+    """Return the file without some keys, and with more tensors of one number. Dots in names: __."""
     writer = GGUFWriter(path, gguf.architecture)
     copy_metadata(gguf, writer, without)
     for info in gguf.tensors.values():
@@ -86,7 +86,7 @@ def test_a_device_computes_it(bitnet: GGUFFile, sparse: bool) -> None:
 
 
 def test_the_activation_of_a_file_that_names_none(bitnet: GGUFFile, tmp_path: Path) -> None:
-    """llama.cpp's converter names none: 30 layers are 2B-4T, others the models before it."""
+    """Check that 30 layers mean 2B-4T and others earlier models, because llama.cpp's files lack names."""
     key = "bitnet.hidden_activation"
     assert config_from_gguf(bitnet).activation.gate == "relu2"
     config = config_from_gguf(written(bitnet, tmp_path / "3.gguf", key))
@@ -98,7 +98,7 @@ def test_the_activation_of_a_file_that_names_none(bitnet: GGUFFile, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["bitnet-25", "bitnet-b1.58"])
 def test_files_of_bitnet_cpp(bitnet: GGUFFile, tmp_path: Path, name: str) -> None:
-    """The same model under other names, which say its activation; its own type is refused by name."""
+    """Check other names of the model, which imply its activation, and the refusal of bitnet.cpp's type."""
     writer = GGUFWriter(tmp_path / "other.gguf", name)
     for key, value in bitnet.metadata.items():
         if key.startswith("bitnet.") and key != "bitnet.hidden_activation":
@@ -112,7 +112,9 @@ def test_files_of_bitnet_cpp(bitnet: GGUFFile, tmp_path: Path, name: str) -> Non
         tensors = dict(other.tensors)
         matrix = "blk.0.ffn_up.weight"
         tensors[matrix] = replace(tensors[matrix], type=GGMLType(36))
-        with pytest.raises(UnsupportedModelError, match=f"{matrix} has the type I2_S, which is bitnet.cpp's"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"{matrix} has the type I2_S, which only bitnet.cpp uses"
+        ):
             describe(config_from_gguf(other), tensors)
 
 

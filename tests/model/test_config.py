@@ -1,4 +1,4 @@
-"""The configuration of a file: facts that stand in keys, and keys that make no sense."""
+"""The configuration in a file: parameters in keys, and invalid keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOUND = {
 
 
 def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **keys: Any) -> Any:
-    """What config_from_gguf reads of a file. Keys: dots written as __, None removes one."""
+    """Return a stand-in for a file for config_from_gguf. Keys: dots are written __, None removes one."""
     keys = SOUND | {key.replace("__", "."): value for key, value in keys.items()}
     metadata = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
     shapes = {"token_embd.weight": (64, 300), **(tensors or {})}
@@ -43,7 +43,7 @@ def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **k
 
 
 def complete(**replaced: tuple[int, ...] | None) -> dict[str, Any]:
-    """The tensors of a two-layer llama of SOUND; a shape of None drops one of them.
+    """Return the tensors of a two-layer llama of SOUND; a shape of None drops one of them.
 
     Planes have the types that hotset builds them with, the others are F32.
     """
@@ -114,7 +114,7 @@ def test_rope_freqs_divide_and_linear_scaling_slows() -> None:
 def test_long_contexts_have_factors_of_their_own() -> None:
     tensors = {"rope_factors_short.weight": (8,), "rope_factors_long.weight": (8,)}
     original = {"rope__scaling__original_context_length": 32, "rope__scaling__attn_factor": 1.5}
-    gguf = file(tensors=tensors, **original)  # all its numbers are 2
+    gguf = file(tensors=tensors, **original)  # all numbers are 2
     filled = gguf.data
     gguf.data = lambda name: (filled(name).view(np.float32) * (4 if "long" in name else 1)).view(np.uint8)
     plain = config_from_gguf(file()).layers[0].rope.freq
@@ -124,7 +124,7 @@ def test_long_contexts_have_factors_of_their_own() -> None:
             assert layer.rope.freq == pytest.approx([f / divisor for f in plain])
             assert layer.rope.magnitude == 1.5
     assert config_from_gguf(file(tensors=tensors)).for_context(128).layers[0].rope.freq == pytest.approx(
-        [f / 2 for f in plain]  # without the key, the original context is the whole
+        [f / 2 for f in plain]  # without the key, the original context is the whole context
     )
 
 
@@ -147,10 +147,10 @@ def test_yarn_keeps_fast_channels_and_slows_slow_ones() -> None:
 
 
 def test_the_ramp_of_yarn_is_clamped_and_of_whole_channels() -> None:
-    """Where the ramp would begin before the first channel or end behind the last two, it is cut there."""
+    """Check that a ramp beginning before the first channel or ending after the last two is clipped."""
 
     def kept(base: float, original: int, fast: float, slow: float) -> np.ndarray:
-        """How much of each channel's own speed remains, 0 to 1."""
+        """Return the part of each channel's own speed that remains, 0 to 1."""
         keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__freq_base": base}
         keys |= {"rope__scaling__yarn_beta_fast": fast, "rope__scaling__yarn_beta_slow": slow}
         keys |= {"rope__scaling__original_context_length": original}
@@ -210,7 +210,7 @@ def test_an_unknown_architecture_is_named() -> None:
         ("imatrix", "quantize --imatrix"),
         ("mmproj", "language model"),
     ):
-        with pytest.raises(UnsupportedModelError, match=f"no model but .*{hint}"):
+        with pytest.raises(UnsupportedModelError, match=f"not a model but .*{hint}"):
             config_from_gguf(SimpleNamespace(metadata={"general.type": kind}, tensors={}))
 
 
@@ -281,13 +281,13 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
     ("keys", "message"),
     [
         ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
-        ({"expert_count": 1025}, "1025 experts, and at most 1024"),
-        ({"expert_count": 200, "expert_used_count": 129}, "129 experts for a token, and at most 128"),
+        ({"expert_count": 1025}, "1025 experts, but at most 1024"),
+        ({"expert_count": 200, "expert_used_count": 129}, "129 experts for a token, but at most 128"),
         ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 5}, "expert_gating_func is 5"),
-        ({"attention__key_length": 513}, "heads of 513 channels, and at most 512"),
-        ({"attention__value_length": 513}, "heads of 513 channels, and at most 512"),
+        ({"attention__key_length": 513}, "heads of 513 channels, but at most 512"),
+        ({"attention__value_length": 513}, "heads of 513 channels, but at most 512"),
         ({"attention__head_count": 257, "attention__head_count_kv": 1, "attention__key_length": 8},
-         "257 query heads for each KV head, and at most 256"),
+         "257 query heads for each KV head, but at most 256"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused(keys: dict[str, Any], message: str) -> None:
@@ -303,7 +303,7 @@ def test_a_file_that_is_not_causal_is_an_encoder() -> None:
     assert (graph.is_encoder, graph.result.name, graph.result.width) == (True, "result", config.n_embd)
     assert graph.n_vocab(complete()) == config.n_vocab
     recurrent = {"attention__head_count_kv": [0, 2], "shortconv__l_cache": 3, "attention__causal": False}
-    with pytest.raises(UnsupportedModelError, match=r"an encoder .* with layers that look back alone"):
+    with pytest.raises(UnsupportedModelError, match=r"an encoder .* with layers that look back only"):
         config_from_gguf(file("lfm2", **recurrent))
     with pytest.raises(FormatError, match=r"llama\.attention\.causal must be true or false"):
         config_from_gguf(file(attention__causal=0))
@@ -344,7 +344,7 @@ def test_layers_of_one_part() -> None:
     assert all(layer.rope is None and not layer.gated for layer in config.layers)
     rms, layer = "attention__layer_norm_rms_epsilon", "attention__layer_norm_epsilon"
     assert config_from_gguf(file("nemotron_h", **keys, **{rms: None, layer: 0.25})).norm_eps == 0.25
-    # Keys may have an entry for layers that are left out.
+    # Keys may have an entry for skipped layers.
     extra = {"block_count": 5, "nextn_predict_layers": 1, "attention__head_count_kv": [0, 0, 2, 0, 2]}
     assert config_from_gguf(file("nemotron_h", **keys | extra)).n_ff == (0, 96, 0, 0)
     with pytest.raises(FormatError, match=r"head_count_kv has 5 entries for 4 layers"):
@@ -388,7 +388,7 @@ def test_layers_with_a_gated_delta_net() -> None:
     assert all(layer.attention_gate for layer in config.layers)
     config = config_from_gguf(file("qwen35", **DELTA, full_attention_interval=2))
     assert [layer.mixer for layer in config.layers] == [mixer, None] * 4
-    # Of the layers that predict more than one token none has a state.
+    # No layer for multi-token prediction has a state.
     named = {"attention__recurrent_layers": [False, True, True] + [False] * 5, "nextn_predict_layers": 3}
     config = config_from_gguf(file("qwen35", **DELTA | named))
     assert [layer.mixer for layer in config.layers] == [None, mixer, mixer, None, None]
@@ -527,7 +527,7 @@ def test_any_keys_give_a_sentence(architecture: str, dialect: str, keys: dict[st
         assert config.layers[0].rope is None or all(math.isfinite(f) for f in config.layers[0].rope.freq)
         describe(config, gguf.tensors)
 
-    with pytest.raises(HotsetError) as error:  # the file has one tensor: it is refused, whatever its keys say
+    with pytest.raises(HotsetError) as error:  # the file has only one tensor, so any keys are refused
         load()
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
@@ -541,8 +541,9 @@ def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
     for name, replaced, message in [
         ("blk.1.ffn_up.weight", None, r"lacks the tensor blk.1.ffn_up.weight \[64, 96\]"),
         ("blk.1.ffn_gate.weight", None, r"lacks the tensor blk.1.ffn_gate.weight \[64, 96\]"),
-        ("blk.0.attn_k.weight", (64, 64), r"attn_k.weight is \[64, 64\], but the file's keys say \[64, 32\]"),
-        ("blk.0.attn_q.bias", (32,), r"attn_q.bias is \[32\]"),
+        ("blk.0.attn_k.weight", (64, 64),
+            r"attn_k.weight has the shape \[64, 64\], but the file's keys say \[64, 32\]"),
+        ("blk.0.attn_q.bias", (32,), r"attn_q.bias has the shape \[32\]"),
         ("blk.0.ffn_gate_inp.weight", (64, 8),
          "1 tensors that no llama model uses, such as blk.0.ffn_gate_inp"),
     ]:  # fmt: skip
@@ -600,14 +601,14 @@ def test_olmo_has_norms_without_weights_and_clamps_nothing() -> None:
     keys = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
     config = config_from_gguf(file("olmo", **keys))
     assert (config.norm, config.norm_weights) == ("layer", False)
-    with pytest.raises(UnsupportedModelError, match=r"output_norm.weight"):  # such a file is another model
+    with pytest.raises(UnsupportedModelError, match=r"output_norm.weight"):  # the file is another model
         describe(config, complete())
     with pytest.raises(UnsupportedModelError, match=r"olmo\.attention\.clamp_kqv"):
         config_from_gguf(file("olmo", attention__clamp_kqv=8.0, **keys))
     config_from_gguf(file("olmo", attention__clamp_kqv=0.0, **keys))
 
 
-# ---- architectures without a gate, with LayerNorm, learned positions -------------------------------------
+# ---- architectures without a gate, with LayerNorm, learned positions ---------------------------------
 
 FALCON = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
 
@@ -621,7 +622,7 @@ def test_what_an_architecture_says_reaches_the_config() -> None:
     opt = config_from_gguf(file("opt", {"position_embd.weight": (64, 50)}))
     assert (opt.first_position, opt.norm_eps, opt.predictor_input) == (2, 1e-5, "ffn_inp")
     assert all(layer.rope is None for layer in opt.layers)
-    assert opt.n_ctx_train == opt.n_ctx_max == 48  # the key says 128
+    assert opt.n_ctx_train == opt.n_ctx_max == 48  # though the key is 128
     assert config_from_gguf(file("opt", attention__layer_norm_epsilon=1e-3)).norm_eps == pytest.approx(1e-3)
     llama = config_from_gguf(file())
     assert (llama.norm, llama.n_ctx_max, llama.sparse_threshold) == ("rms", None, 0.0)
@@ -679,7 +680,7 @@ def test_what_newer_architectures_say_reaches_the_layers() -> None:
         found = config_from_gguf(file(name, **{**window, "block_count": 4}, **bases, **experts)).layers
         assert found[0].rope.freq == pytest.approx([500 ** (-i / 8) for i in range(8)])
         assert found[3].rope.freq == pytest.approx(slowed)
-    for name, n_layer in (("gemma2", 46), ("gemma3", 62)):  # scores by the width over the heads, 64 / 4
+    for name, n_layer in (("gemma2", 46), ("gemma3", 62)):  # scores are scaled by width / heads, 64 / 4
         wide = {"attention__key_length": 64, "attention__value_length": 64}
         for n in (n_layer, n_layer - 1):
             scale = config_from_gguf(file(name, **wide, block_count=n)).layers[0].attention_scale
@@ -700,7 +701,7 @@ def test_scales_and_caps_reach_the_config() -> None:
     assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.5, 0.125)
     assert config.logit_softcap == 30.0
     assert {(one.attention_scale, one.attention_softcap) for one in config.layers} == {(0.01, 50.0)}
-    gemma = config_from_gguf(file("gemma3", attention__key_length=16, **caps))  # as llama.cpp reads it
+    gemma = config_from_gguf(file("gemma3", attention__key_length=16, **caps))  # the same as in llama.cpp
     assert (gemma.logit_softcap, gemma.layers[0].attention_softcap) == (30.0, 0.0)
     none = config_from_gguf(file("granite", **dict.fromkeys([*keys, *caps], 0.0)))
     assert none == config_from_gguf(file("granite"))
@@ -739,9 +740,9 @@ def test_a_threshold_must_be_a_number(value: Any) -> None:
     [
         ("mlp", {}, r"lacks the tensor blk\.0\.fc1\.weight of its predictor"),
         ("mlp", {"fc1": (64, 8)}, r"lacks the tensor blk\.0\.fc2\.weight \[8, 96\]"),
-        ("mlp", {"fc1": (32, 8), "fc2": (8, 96)}, r"fc1\.weight is \[32, 8\], .* \[64, 8\]"),
-        ("mlp", {"fc1": (64, 8), "fc2": (8, 95)}, r"fc2\.weight is \[8, 95\], .* \[8, 96\]"),
-        ("svd", {"svd_a": (64, 8), "svd_b": (9, 96)}, r"svd_b\.weight is \[9, 96\], .* \[8, 96\]"),
+        ("mlp", {"fc1": (32, 8), "fc2": (8, 96)}, r"fc1\.weight has the shape \[32, 8\], .* \[64, 8\]"),
+        ("mlp", {"fc1": (64, 8), "fc2": (8, 95)}, r"fc2\.weight has the shape \[8, 95\], .* \[8, 96\]"),
+        ("svd", {"svd_a": (64, 8), "svd_b": (9, 96)}, r"svd_b\.weight has the shape \[9, 96\], .* \[8, 96\]"),
     ],
 )
 def test_a_predictor_that_does_not_fit_is_refused(
@@ -754,7 +755,7 @@ def test_a_predictor_that_does_not_fit_is_refused(
 
 
 def test_where_predictors_stand_in_the_graph() -> None:
-    """mlp reads the residual stream, so that it can run before the FFN's norm; svd reads the norm."""
+    """Check that mlp reads the residual stream, so it can run before the FFN's norm; svd reads the norm."""
     config = config_from_gguf(file(), activation="relu")
     shapes = {"fc1": (64, 8), "fc2": (8, 96), "svd_a": (64, 4), "svd_b": (4, 96)}
     tensors = complete(**{f"blk.{i}.{n}.weight": shape for i in range(2) for n, shape in shapes.items()})
@@ -790,14 +791,14 @@ def test_the_down_projection_takes_the_form_that_the_file_has() -> None:
     assert read(**rows, **planes, **{"ffn_down.weight": None}) == {"ffn_down_t.weight"}
     assert read(**planes, **{"ffn_down.bias": (64,)}) == {*planes, "ffn_down.bias"}
     assert read(**rows, **{"ffn_down_t.bias": (64,)}) == {*rows, "ffn_down_t.bias"}
-    with pytest.raises(UnsupportedModelError, match=r"ffn_down_t\.codes is \[33, 96\]"):
+    with pytest.raises(UnsupportedModelError, match=r"ffn_down_t\.codes has the shape \[33, 96\]"):
         read(**planes | {"ffn_down_t.codes": (33, 96)})
-    with pytest.raises(UnsupportedModelError, match=r"ffn_down_t\.scales is \[64, 2\]"):
+    with pytest.raises(UnsupportedModelError, match=r"ffn_down_t\.scales has the shape \[64, 2\]"):
         read(**planes | {"ffn_down_t.scales": (64, 2)})
 
 
 def test_minicpm_without_its_scales_is_refused() -> None:
-    """The first converters wrote none, and took them for granted."""
+    """Check files of the first converters, which wrote no such keys."""
     scales = {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 9.0}
     config = config_from_gguf(file("minicpm", **scales))
     assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.25, 1 / 9)
@@ -811,14 +812,14 @@ def test_feed_forward_length_of_qwen_is_twice_the_width() -> None:
 
 
 def test_layers_of_hy_v3_with_a_router_have_experts() -> None:
-    """Whatever leading_dense_block_count says, which llama.cpp does not write."""
+    """Check that leading_dense_block_count is ignored, because llama.cpp does not write it."""
     keys = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
     layers = config_from_gguf(file("hy_v3", {"blk.1.ffn_gate_inp.weight": (64, 8)}, **keys)).layers
     assert [(layer.experts is not None, layer.n_ff) for layer in layers] == [(False, 96), (True, 32)]
 
 
 def test_a_window_of_deepseek2_ocr_is_refused() -> None:
-    """Its window is one behind a prompt that all tokens see, and not over the last tokens."""
+    """Check a window that starts after a prompt, which all tokens attend to, and so is not supported."""
     experts = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
     assert config_from_gguf(file("deepseek2-ocr", **experts)).layers[0].window == 0
     with pytest.raises(UnsupportedModelError, match=r"deepseek2-ocr\.attention\.sliding_window is 16"):

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs per token against sums done by hand for a small llama with one windowed layer."""
+"""Bytes and FLOPs per token, compared with manual sums for a small llama with one windowed layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
 
 
 def tensors() -> dict[str, TensorInfo]:
-    """Q4_0 matrices, a Q8_0 embedding that is the output too, F32 norms and one bias."""
+    """Return a file with Q4_0 matrices, a Q8_0 embedding that is also the output, F32 norms and one bias."""
     infos: dict[str, TensorInfo] = {}
 
     def add(name: str, type: GGMLType, *shape: int) -> None:
@@ -70,7 +70,7 @@ def test_kv_bytes(cost: Cost) -> None:
     assert cost.kv_bytes_per_token("q8_0") == channels * 34 // 32
     assert cost.kv_bytes_per_token("q4_0") == channels * 18 // 32
     assert cost.kv_bytes_per_token("q8_0/q4_0") == channels // 2 * (34 + 18) // 32
-    # At depth 99 the first layer sees 100 tokens, the second its window.
+    # At depth 99 the first layer attends to 100 tokens, the second to its window.
     assert cost.kv_bytes_read(99, "f16") == (100 + 16) * channels
     assert cost.kv_bytes_read(0, "f16") == 2 * channels
 
@@ -89,7 +89,7 @@ def test_flops(cost: Cost) -> None:
 
 
 def test_fused_and_transposed_products(tmp_path: Path) -> None:
-    """Falcon with predictors: the rows of a fused tensor are counted once, and so is every other tensor."""
+    """Check Falcon with predictors: rows of a fused tensor, and all other tensors, are counted once."""
     with open_gguf(write_relu(tmp_path / "m.gguf", "falcon", type_of=lambda _: GGMLType.Q8_0)) as gguf:
         config = config_from_gguf(gguf)
         plain, embedding = describe(config, gguf.tensors), gguf.tensors["token_embd.weight"]
@@ -103,7 +103,7 @@ def test_fused_and_transposed_products(tmp_path: Path) -> None:
         assert Cost(predicted, gguf.tensors).bytes_per_token(-1, "f16") == expected
         assert Cost(plain, gguf.tensors).bytes_per_token(-1, "f16") == expected - sum(fc.values())
         dense_flops = Cost(plain, gguf.tensors).flops_per_token(9)
-        of_predictors = 2 * (64 + 96) * (32 + 64)  # n_embd and n_ff, the ranks of both layers
+        of_predictors = 2 * (64 + 96) * (32 + 64)  # n_embd and n_ff, times the ranks of both layers
         assert Cost(predicted, gguf.tensors).flops_per_token(9) == dense_flops + of_predictors
 
 

@@ -1,6 +1,7 @@
-"""DeepSeek V4: what its files must say, contexts that its indexer would shorten, caches, tables of experts.
+"""DeepSeek V4: required keys, contexts that its indexer would shorten, caches, and tables of experts.
 
-Its logits beside transformers': tests/backends/test_architectures.py; its states: test_recurrent.py.
+Its logits are compared with transformers' in tests/backends/test_architectures.py, its states in
+test_recurrent.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def gguf(run_folder: Path) -> GGUFFile:
 
 
 def changed(gguf: GGUFFile, **keys: Any) -> Any:
-    """The file with other keys; None: without the key."""
+    """Return the file with other keys; None removes a key."""
     metadata = gguf.metadata | {f"deepseek4.{key.replace('__', '.')}": v for key, v in keys.items()}
     return SimpleNamespace(
         metadata={k: v for k, v in metadata.items() if v is not None}, tensors=gguf.tensors, dialect="gguf",
@@ -121,7 +122,7 @@ def test_a_table_names_experts_that_there_are_each_once(gguf: GGUFFile, ids: lis
 
 @pytest.mark.parametrize("expert", [8, -1, (1 << 32) + 5])
 def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path, expert: int) -> None:
-    """Also where 32 bits of the number would name one."""
+    """Check also numbers whose low 32 bits are a valid id."""
     model, source = tiny_models.build(tiny_models.EXPERTS[NAME]), tmp_path / "hf"
     table = next(values for name, values in model.named_buffers() if name.endswith("tid2eid"))
     table[7, 0] = expert
@@ -133,7 +134,7 @@ def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path,
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "q8_0/q4_0", "q4_0/f16"])
 def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
-    """Each operation is the reference's, with taps and without the same bits, however a step is cut."""
+    """Compare each operation with the reference; taps and chunks of any size do not change results."""
     graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(140)
     backend = CpuBackend(gguf, graph, n_pages=4, n_states=2, max_batch=140, n_threads=2, kv_type=kv_type)
     oracle = Oracle(gguf, graph, n_pages=4, kv_type=kv_type, n_states=2)
@@ -229,7 +230,7 @@ def test_a_budget_of_memory_changes_no_bit(gguf: GGUFFile, monkeypatch: pytest.M
 
 
 def test_changing_one_token_changes_the_blocks_behind_it_alone(gguf: GGUFFile) -> None:
-    """A block's key is there from its last token on, and no earlier token sees it."""
+    """Check that a block's key exists from its last token on, and that no earlier token attends to it."""
     graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(80)
     other = ids.copy()
     other[50] = (other[50] + 1) % 90
@@ -240,7 +241,7 @@ def test_changing_one_token_changes_the_blocks_behind_it_alone(gguf: GGUFFile) -
 
 
 def test_blocks_are_seen_beyond_the_window(gguf: GGUFFile) -> None:
-    """Without them nothing is left of tokens that no layer's window reaches."""
+    """Check that without blocks, tokens beyond every layer's window have no effect."""
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     blind = replace(graph, ops=[replace(op, blocks=None, block_size=0) if isinstance(op, Attention) else op
                                 for op in graph.ops])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Models that must compute the same although their files differ: facts that no other library vouches for."""
+"""Models that must compute the same although their files differ, for cases that no other library covers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits(gguf: GGUFFile, backend: Callable[[GGUFFile], Backend]) -> np.ndarray
 
 
 def matrices(path: Path) -> dict[str, np.ndarray]:
-    """Of a file of F32: name → values, outermost dimension first."""
+    """Return the tensors of an F32 file: name → values, outermost dimension first."""
     with open_gguf(path) as gguf:
         return {
             t.name: gguf.data(t.name).view(np.float32).reshape(t.shape[::-1]).copy()
@@ -55,7 +55,7 @@ def rewritten(source: Path, out: Path, tensors: dict[str, np.ndarray], **keys: i
 
 @backends
 def test_a_value_head_of_another_width(backend: Callable[[GGUFFile], Backend], tmp_path: Path) -> None:
-    """Channels of v that are zero change nothing, whatever attn_output would make of them."""
+    """Check that zero channels of v change nothing, whatever attn_output has for them."""
     path = write_llama(tmp_path / "m.gguf", n_head=4, n_head_kv=2, head_dim=16)
     expected = logits(open_gguf(path), backend)
     wide = matrices(path)
@@ -96,7 +96,7 @@ def test_the_bias_of_a_fused_qkv_goes_to_its_parts(
 def test_positions_of_opt_begin_at_its_third_row(
     backend: Callable[[GGUFFile], Backend], tmp_path: Path
 ) -> None:
-    """The two rows before are never read, and each position has its own row."""
+    """Check that the first two rows are never read, and that each position has its own row."""
     path = write_relu(tmp_path / "m.gguf", "opt", dialect="gguf", n_ctx=64)
     model = matrices(path)
     expected = logits(open_gguf(path), backend)

@@ -1,7 +1,7 @@
-"""FFNs whose neurons fire where their gate is far above the token's others: gates first, then what is left.
+"""FFNs whose neurons fire if their gate is far above the token's others: first all gates, then the rest.
 
-A model of the llama family whose first layer has it and whose second has not. The operation by itself:
-test_numerics.py, interpreted_gpu_kernels.py, csrc/tests/kernel_test.cpp.
+The tested llama has it only in its first layer. Tests of the operation alone: test_numerics.py,
+interpreted_gpu_kernels.py, csrc/tests/kernel_test.cpp.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write(path: Path, type_: GGMLType = T.F32, **keys: Any) -> GGUFFile:
 
 @pytest.mark.parametrize("type_", [T.F32, T.BF16, T.Q8_0, T.Q4_0, T.Q5_0], ids=lambda t: t.name)
 def test_exact_is_dense(tmp_path: Path, type_: GGMLType) -> None:
-    """Alone, in batches, chunk by chunk, on any number of threads and any instruction set."""
+    """Check single tokens, batches and chunks, any number of threads and any instruction set."""
     gguf, ids, pages = write(tmp_path, type_), tokens(40), [2, 0]
     expected = logits_of(cpu(gguf, "dense", n_threads=1, isa="scalar"), ids, [], pages)
     for isa in _core.available_isas():
@@ -87,7 +87,7 @@ def test_a_device_computes_it(tmp_path: Path, sparse: bool) -> None:
     found = gpu(ready.weights, graph, sparse=sparse).step(batch([(ids, 0, [0])], (tap,)))
     assert_close(found.logits, expected)
     assert (found.taps[tap] == 0).mean() > 0.8
-    assert not split_ffns(graph)  # its neurons are not shared with the CPU: all gates belong together
+    assert not split_ffns(graph)  # its neurons are not shared with the CPU, because all gates are needed
 
 
 def test_torch_computes_it(tmp_path: Path) -> None:
@@ -100,11 +100,9 @@ def test_the_mode(tmp_path: Path) -> None:
     assert [layer.activation.has_zeros for layer in config.layers] == [True, False]
     choice = choose(config, gguf.tensors)
     assert choice.mode == "exact"
-    assert "gelu_tanh behind a Gaussian top-k" in choice.reason
+    assert "gelu_tanh with a Gaussian top-k" in choice.reason
     ready, _ = prepared(gguf, "exact")
-    assert (
-        "blk.0.ffn_down_t.weight" in ready.weights.tensors
-    )  # its rows are skipped, those of layer 1 are not
+    assert "blk.0.ffn_down_t.weight" in ready.weights.tensors  # skips its rows, but not those in layer 1
     assert "blk.1.ffn_down_t.weight" not in ready.weights.tensors
     with pytest.raises(InvalidRequestError, match="a predictor saves nothing"):
         choose(config, gguf.tensors, predictor="svd")

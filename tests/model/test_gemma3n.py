@@ -1,4 +1,4 @@
-"""Gemma 3n beyond what is tested of every architecture: streams, shared keys and values, refused keys."""
+"""Gemma 3n, in addition to the tests of every architecture: streams, shared keys and values, refused keys."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_shared_keys_and_values_take_no_memory(path: Path) -> None:
 
 
 def test_a_prefix_that_was_computed_is_shared(path: Path) -> None:
-    """The keys and values that the last layers attend are found again too."""
+    """Check that the keys and values that the last layers attend to are in the prefix cache too."""
     ids = tokens(140).tolist()
     asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with hotset.load(path, device="cpu", n_threads=2, n_ctx=256) as model:
@@ -84,7 +84,7 @@ def test_what_is_shown(run_folder: Path) -> None:
 
 
 def changed(path: Path, **keys: Any) -> GGUFFile:
-    """The file with other keys; None: without."""
+    """Return the file with other keys; None removes a key."""
     given = {key.replace("__", "."): value for key, value in keys.items()}
     return with_other_keys(path, path.with_name("changed.gguf"), given)
 
@@ -110,7 +110,7 @@ def test_keys_that_are_refused(
 def test_layers_without_an_own_kind_are_refused(run_folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model.gguf"
     copy.write_bytes(tiny_models.shared_gguf("gemma3n", run_folder).read_bytes())
-    # Of seven layers the fifth alone has no window: with six that share, it has nobody to share with.
+    # Only the fifth of seven layers has no window; if six share, it has no other to share with.
     message = "leaves no layer whose keys and values are shared"
     with changed(copy, attention__shared_kv_layers=6) as gguf, pytest.raises(FormatError, match=message):
         config_from_gguf(gguf)
@@ -126,7 +126,7 @@ def test_multipliers_are_those_of_the_shares(run_folder: Path) -> None:
 
 
 def test_a_token_without_an_own_embedding_has_the_first(run_folder: Path) -> None:
-    """As transformers takes it; llama.cpp's converter fills with zeros, and such files run as well."""
+    """Check sizes as in transformers; files of llama.cpp's converter, padded with zeros, run too."""
     with open_gguf(tiny_models.shared_gguf("gemma3n-widths", run_folder)) as gguf:
         info = gguf.tensors["per_layer_token_embd.weight"]
         assert info.type == GGMLType.F32
@@ -136,7 +136,7 @@ def test_a_token_without_an_own_embedding_has_the_first(run_folder: Path) -> Non
 
 
 def test_tensors_of_layers_that_share_may_be_there(run_folder: Path, tmp_path: Path) -> None:
-    """llama.cpp needs them in every file, and reads none of them."""
+    """Check tensors that llama.cpp requires in every file but never reads."""
     with open_gguf(tiny_models.shared_gguf("gemma3n", run_folder)) as gguf:
         config = config_from_gguf(gguf)
         more = {

@@ -1,5 +1,7 @@
-"""Residual streams that a part of a layer reads, writes and mixes (mHC): against transformers' module of
-DeepSeek V4, kernel by kernel, and in torch."""
+"""Residual streams that each part of a layer reads, writes and mixes (mHC).
+
+They are compared with transformers' module of DeepSeek V4, by kernel, and with torch.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def written(path: Path, n: int, d: int) -> GGUFFile:
 
 
 def graph_of(n: int, d: int, iterations: int) -> Graph:
-    """Two parts of a layer around the same matrix, and the sum of the streams at the end."""
+    """Return a graph of two parts of a layer around one matrix, and the sum of the streams at the end."""
     graph, eps = Graph(), 1e-4
     x = graph.add(Embed(graph.value("embedding", d), "x"))
     x = graph.add(AddStreams(graph.value("streams", n * d), None, x, None, n, 1.0))

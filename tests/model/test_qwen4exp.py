@@ -1,5 +1,8 @@
-"""Qwen4-Exp beyond what is tested of every architecture: texts that end inside, refused keys and checkpoints,
-contexts past what the indexer chooses, tables of n-grams under a memory budget."""
+"""Qwen4-Exp, in addition to the tests of every architecture.
+
+Texts that end inside a sequence, refused keys and checkpoints, contexts longer than the indexer's choice, and
+tables of n-grams under a memory budget.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from hotset.offload.weight_store import sizes_of
 
 torch = pytest.importorskip("torch")
 
-NAMES = {"qwen4exp": 301, "qwen4exp-pairs": 7, "qwen4exp-sees": 301}  # and the token that ends a text
+NAMES = {"qwen4exp": 301, "qwen4exp-pairs": 7, "qwen4exp-sees": 301}  # with the token that ends a text
 RECIPES = tiny_models.EXPERTS
 
 
 def texts(eos: int) -> list[np.ndarray]:
-    """Of few tokens, so that n-grams come again, and many ends: several in a row, and one of a page."""
+    """Return few different tokens, so that n-grams recur, and many ends, some in a row, one ending a page."""
     rng = np.random.default_rng(1)
     found = [rng.choice([eos, 1, 2, 3, 4], n) for n in (150, 90, 37)]
     found[0][[0, 62, 63, 64]] = eos
@@ -57,7 +60,7 @@ def test_ngrams_begin_anew_behind_the_end_of_a_text(name: str, run_folder: Path)
 
 
 def test_rows_are_those_of_transformers(run_folder: Path) -> None:
-    """Also where an n-gram has more tokens than a text."""
+    """Check also n-grams with more tokens than a text."""
     model = tiny_models.build(RECIPES["qwen4exp"])
     theirs, sequence = model.model.layers[1].ple.ple_embedding, texts(301)[0]
     with torch.no_grad():
@@ -80,7 +83,7 @@ def test_contexts_past_the_budget_of_the_indexer_are_refused(run_folder: Path) -
 
 
 def test_a_memory_budget_leaves_the_table_of_ngrams_in_the_file(run_folder: Path) -> None:
-    """It is far larger than all else, and a token reads a few of its rows."""
+    """Check the largest tensor, of which a token reads only a few rows."""
     path = tiny_models.shared_gguf("qwen4exp", run_folder, ngram_vocab_size_base=200_000)
     ids = texts(301)[0].tolist()
     with open_gguf(path) as gguf:
@@ -95,7 +98,7 @@ def test_a_memory_budget_leaves_the_table_of_ngrams_in_the_file(run_folder: Path
 
 
 def changed(path: Path, out: Path, keys: dict[str, Any]) -> GGUFFile:
-    """The file with other keys, whole numbers of 64 bits where they are arrays; None: without."""
+    """Return the file with other keys, integers of 64 bits in arrays; None removes a key."""
     return with_other_keys(path, out, keys, ValueType.UINT64)
 
 
@@ -110,8 +113,8 @@ def changed(path: Path, out: Path, keys: dict[str, Any]) -> GGUFFile:
         ({"ple.layers": [4]}, FormatError, "ple.layers is 4, outside 0 to 3"),
         ({"ple.layers": 1}, FormatError, "must be an array of integers"),
         ({"ple.ngram_size": 1}, FormatError, "outside 2 to 16"),
-        ({"ple.ngram_size": 4}, FormatError, "layer_multipliers has 3 entries, and should have 4"),
-        ({"ple.heads_per_ngram": 3}, FormatError, "head_vocab_sizes has 4 entries, and should have 6"),
+        ({"ple.ngram_size": 4}, FormatError, "layer_multipliers has 3 entries, but should have 4"),
+        ({"ple.heads_per_ngram": 3}, FormatError, "head_vocab_sizes has 4 entries, but should have 6"),
         ({"ple.layer_multipliers": [1, 2, 1 << 60]}, FormatError, "layer_multipliers is 1152921504606846976"),
         ({"ple.head_vocab_sizes": [53, 0, 61, 67]}, FormatError, "head_vocab_sizes is 0"),
         ({"ple.head_offsets": [0, 53, 112, 1000]}, UnsupportedModelError, "per_layer_token_embd"),
@@ -170,7 +173,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_constants_of_hashes_are_as_they_were(checkpoint: Path, tmp_path: Path) -> None:
-    """Numbers that no float holds, from tensors to keys of the types that llama.cpp reads."""
+    """Check integers that no float can hold, from tensors to keys of llama.cpp's types."""
     from safetensors.torch import load_file
 
     path = tmp_path / "m.gguf"
@@ -191,7 +194,7 @@ def test_constants_of_hashes_are_as_they_were(checkpoint: Path, tmp_path: Path) 
         info = gguf.tensors["per_layer_token_embd.weight"]
         assert info.shape == (12, sum(map(len, table)))
         assert gguf.tensors["blk.1.ple_conv1d.weight"].type == GGMLType.F32
-        assert gguf.tensors["blk.1.ple_key.weight"].type == GGMLType.F16  # rows of 48 are no whole blocks
+        assert gguf.tensors["blk.1.ple_key.weight"].type == GGMLType.F16  # blocks do not divide rows of 48
         assert gguf.tensors["blk.0.hc_attn_down.weight"].type == GGMLType.Q8_0
         np.testing.assert_array_equal(gguf.metadata["qwen4exp.attention.compress_ratios"], [0, 0, 4, 0])
 

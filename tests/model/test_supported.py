@@ -1,4 +1,4 @@
-"""The table of supported architectures, and what is said of a file of another."""
+"""The table of supported architectures, and the error for any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ tiny_models = pytest.importorskip("tiny_models")
 
 
 def copied(source: GGUFFile, path: Path, name: str, tensors: dict[str, str], **keys: Any) -> Path:
-    """The file with its architecture called `name`, some tensors under other names, and further keys."""
+    """Return the file with another architecture, some renamed tensors, and additional keys."""
     own = f"{source.metadata['general.architecture']}."
     writer = GGUFWriter(path, name)
     for key, value in source.metadata.items():

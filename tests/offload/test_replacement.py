@@ -220,7 +220,7 @@ def test_numbers_that_make_no_cache_are_sentences() -> None:
         ((1, 2), 3, 4, 0), ((-1,), 3, 4, 0), ((1,), 0, 4, 0), ((1,), 1 << 16, 1 << 16, 0), ((1,), 3, 4, 3),
         ((2**31 - 1, 1), 2, 4, 0), ((2**40,), 2, 4, 0),
     ):  # fmt: skip
-        with pytest.raises(InvalidRequestError, match="there is no such cache"):
+        with pytest.raises(InvalidRequestError, match="numbers are invalid"):
             Replacement(slots, n_layers, n_ids, half_life)
     with pytest.raises(InvalidRequestError):
         arrange(-1, 3, 2)

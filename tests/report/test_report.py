@@ -222,12 +222,14 @@ def test_the_words_of_a_plot_have_its_numbers():
     always = np.zeros((20, 8), bool)
     always[:, :3] = True
     plot = plots_of(curves_of(profile_of(always.sum(axis=0), n_tokens=20)), observed(always).result())[2]
-    assert "in the median layer 100% of a token's active neurons were active for the token before" in plot.alt
-    assert "; 100% would be if tokens were independent" in plot.alt
+    assert (
+        "in the median layer, 100% of a token's firing neurons also fired for the previous token" in plot.alt
+    )
+    assert "; 100% would if tokens were independent" in plot.alt
     by_turns = np.zeros((20, 8), bool)
     by_turns[::2, :4] = by_turns[1::2, 4:] = True
     plot = plots_of(curves_of(profile_of(by_turns.sum(axis=0), n_tokens=20)), observed(by_turns).result())[2]
-    assert "in the median layer 0% of" in plot.alt
+    assert "in the median layer, 0% of" in plot.alt
     assert "; 50% would be" in plot.alt
 
 
@@ -340,7 +342,7 @@ def test_what_cannot_be_drawn_is_a_sentence(plain: Path, text: Path, tmp_path: P
     mistakes = [
         (("report", dense, "-f", text), 1, "no zeros: every neuron fires for every token"),
         (("report", plain, "--profile", tmp_path / "other.profile.hotset.gguf"), 1,
-         "profile was taken of another"),
+         "profile belongs to another"),
         (("report", plain, "--profile", tmp_path / "none.gguf", "-f", text), 1, "there is no profile"),
         (("report", plain, "--profile", plain), 1, "is not an activation profile"),
         (("report", plain, "-f", tmp_path / "empty.txt"), 1, "is empty"),

@@ -81,7 +81,7 @@ def test_a_profile_with_experts_survives_its_file_and_adds_up(tmp_path: Path) ->
     for layer in range(3):
         np.testing.assert_array_equal(found.experts[layer], one.experts[layer])
         np.testing.assert_array_equal(both.experts[layer], one.experts[layer] + other.experts[layer])
-    with pytest.raises(InvalidRequestError, match="counts no experts"):
+    with pytest.raises(InvalidRequestError, match="has no counts of experts"):
         found.merge(replace(other, experts={}))
     with pytest.raises(UnsupportedModelError, match="inside experts cannot be reordered"):
         reorder(tmp_path / "m.gguf", tmp_path / "out.gguf", found)
@@ -148,7 +148,7 @@ def test_experts_that_change_are_seen_to_drift() -> None:
         replace(hotness, layers=(0, 1, 2), hotness=hotness.hotness.repeat(3, 0)), found
     )
     assert "in the median layer 50% of the experts get 80% of the choices" in one.alt
-    assert "get 100% of the choices there, and 0% at the end" in other.alt
+    assert "get 100% of the choices there, but 0% at the end" in other.alt
     for plot in (one, other):
         assert len(plot.table[1]) == 3
         assert {len(row) for row in plot.table[1]} == {len(plot.table[0])}

@@ -85,7 +85,7 @@ def test_no_more_wait_than_may():
         tasks = [asyncio.create_task(turns.run("a", gate.wait, WATCHDOG)) for _ in range(3)]
         while turns.n_waiting < 2:
             await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="2 requests are waiting"):
+        with pytest.raises(QueueFullError, match="2 requests are already waiting"):
             await turns.run("b", gate.wait)
         gate.set()
         await asyncio.gather(*tasks)

@@ -21,7 +21,7 @@ from hotset.server.service import Service
 tiny_models = pytest.importorskip("tiny_models")
 
 MESSAGE = (
-    "this is an embedding model, which generates no text and scores none; use hotset embed or /v1/embeddings"
+    "this is an embedding model, which neither generates nor scores text; use hotset embed or /v1/embeddings"
 )
 TEXTS = ["The quick brown fox", "jumps over the lazy dog", "The quick brown fox"]
 GENERATING: list[tuple[str, dict[str, Any]]] = [

@@ -107,7 +107,7 @@ def test_requests_choose_adapters(folder: Path) -> None:
 
 def test_adapters_that_are_not_there(folder: Path) -> None:
     wrong: list[tuple[str, dict[str, Any], int, str]] = [
-        ("/v1/completions", {"lora": [{"id": 7}]}, 400, "no adapter 7; loaded are 0"),
+        ("/v1/completions", {"lora": [{"id": 7}]}, 400, "no adapter 7; the loaded ones are 0"),
         ("/v1/completions", {"lora": [{"id": "none"}]}, 400, "no adapter 'none'"),
         ("/v1/completions", {"lora": [{"id": 0, "scale": 1e9}]}, 400, "scale of an adapter"),
         ("/v1/completions", {"lora": {"id": 0}}, 400, "lora"),

@@ -131,7 +131,7 @@ def test_tokens_of_all_documents_are_bounded(path: Path, monkeypatch: pytest.Mon
         assert (await client.post(JINA, json=asked)).status_code == 200
         reply = await client.post(JINA, json=asked | {"documents": ["x"] * 5})
         assert reply.status_code == 400
-        assert "more than 500 tokens in all" in reply.json()["error"]["message"]
+        assert "more than 500 tokens in total" in reply.json()["error"]["message"]
 
     run(path, work)
 

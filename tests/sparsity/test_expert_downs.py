@@ -1,4 +1,4 @@
-"""Input-major copies of experts' down projections, of which a token reads the neurons that fire."""
+"""Input-major copies of experts' down projections, of which a token reads only the neurons that fire."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_bits_are_those_of_the_file_alone(model_path: Path) -> None:
-    """One by one and in a batch, by every set of kernels, with copies and without."""
+    """Check single tokens and a batch, with every set of kernels, with and without copies."""
     with open_gguf(model_path) as gguf:
         config = config_from_gguf(gguf)
         ready = prepare(gguf, config, choose(config, gguf.tensors))
@@ -72,7 +72,7 @@ def test_bits_are_those_of_the_file_alone(model_path: Path) -> None:
 
 
 def decoded(backend: CpuBackend) -> np.ndarray:
-    """Logits of a prompt and of tokens behind it, one by one."""
+    """Return the logits of a prompt and of the tokens after it, one by one."""
     from hotset.backends.base import Batch
 
     rows, steps = [], [IDS[:40], *IDS[40:, None]]
@@ -111,7 +111,7 @@ def test_neurons_at_zero_are_left_out(model_path: Path) -> None:
         one, many = found
         layers = [ffn.layer for ffn in model.graph.ffns if ffn.route is not None]
         active, down = one.active[layers], one.down_rows[layers]
-        assert 0 < down.sum() <= active.sum() < one.selected[layers].sum()  # int8 makes more of them zeros
+        assert 0 < down.sum() <= active.sum() < one.selected[layers].sum()  # int8 rounds more of them to zero
         assert (many.down_rows[layers] >= many.active[layers] / 40).all()  # whole matrices
 
 

@@ -86,12 +86,12 @@ def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (("sparse",), "'sparse' is not known; it must be one of dense, exact, predicted"),
+        (("sparse",), "'sparse' is unknown; it must be one of dense, exact, predicted"),
         (("exact",), "silu, which has no zeros"),
         (("predicted",), "silu, which has no zeros"),
         ((None, "svd"), "silu, which has no zeros"),
         (("dense", "svd"), "leave one of the two out"),
-        (("predicted", "tree"), "'tree' is not known"),
+        (("predicted", "tree"), "'tree' is unknown"),
     ],
 )
 def test_what_cannot_be_costs_a_sentence(asked: tuple[str | None, ...], message: str, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_down_matrix_by_neuron_computes_the_same(type_: GGMLType, mode: str, t
     graph = describe(config_from_gguf(gguf), ready.weights.tensors)
     assert [type(op) for op in graph.primitives if op.out.name.endswith("ffn_down")] == [TransposedLinear] * 2
     assert ready.predictor is None
-    # One sums over neurons, one over outputs.
+    # One adds over neurons, the other over outputs.
     np.testing.assert_allclose(logits(ready.weights, gguf), logits(gguf, gguf), rtol=1e-4, atol=1e-5)
     assert "built in" in ready.notes[0]
     assert str(tmp_path / "model.down.hotset.gguf") in ready.notes[0]
@@ -124,14 +124,14 @@ def test_what_cannot_be_laid_out_by_neuron_stays_dense(tmp_path: Path) -> None:
     gguf = relu(tmp_path / "model.gguf", GGMLType.Q5_0)
     ready = prepared(gguf)
     assert len(ready.notes) == 1
-    assert ready.notes[0].startswith("2 down projections stay dense: Q5_0 cannot be laid out by neuron")
+    assert ready.notes[0].startswith("2 down projections stay dense: Q5_0 cannot be stored neuron-major")
     graph = describe(config_from_gguf(gguf), ready.weights.tensors)
     assert [type(op) for op in graph.primitives if op.out.name.endswith("ffn_down")] == [Linear] * 2
     assert list(tmp_path.glob("*hotset*")) == []
 
 
 def test_a_type_without_planes_is_copied_by_input(tmp_path: Path) -> None:
-    """Its bits are those of the file alone, whatever the mode."""
+    """Check that every mode gives the same bits with the sidecar as with only the file."""
     gguf = relu(tmp_path / "model.gguf", GGMLType.Q4_1)
     ready = prepared(gguf)
     assert "blk.0.ffn_down_c.blocks" in ready.weights.tensors
@@ -192,7 +192,7 @@ def test_a_sidecar_of_another_version_is_built_again(tmp_path: Path, monkeypatch
 def resaved(
     path: Path, keys: dict[str, Any], tensors: dict[str, tuple[GGMLType, tuple[int, ...]] | None]
 ) -> None:
-    """The sidecar with other keys, and with tensors that are zeros of another type and shape, or gone."""
+    """Write the sidecar with other keys, and with some tensors removed or replaced by zeros."""
     with open_gguf(path) as gguf:
         writer = GGUFWriter(path, "hotset")
         for key, value in keys.items():
@@ -227,7 +227,7 @@ ODD_SIDECARS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_a_sidecar_of_wrong_types_is_built_again(
     keys: dict[str, Any], tensors: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Its model and settings may be right all the same, and its tensors not what they should be."""
+    """Check a sidecar of the right model and settings, but with wrong tensors."""
     gguf = relu(tmp_path / "model.gguf", GGMLType.Q8_0)
     prepared(gguf).weights.close()
     built = tmp_path / "model.down.hotset.gguf"

@@ -1,4 +1,4 @@
-"""Predictors that hotset builds or requantises: what they score, what they keep, what they are bound to."""
+"""Predictors that hotset builds or requantises: their scores, their recall, and their binding to a model."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_predictors_keep_what_they_are_calibrated_to(
     gguf = model(tmp_path / "model.gguf", architecture)
     ready = prepared(gguf, "svd:16", calibration)
     layers = quality(gguf, ready)
-    # The first layer reads what calibration saw; what others read has passed through a predicted layer.
-    # Tokens that calibration did not see are like those that it saw, and no more.
+    # The first layer reads the same inputs as in calibration; the inputs of other layers have passed through
+    # a predicted layer. Tokens outside the calibration are similar to those in it, but not equal.
     tolerance = 1e-3 if calibration is GIVEN else 0.02
     assert layers[0].of_magnitude >= 0.99 - tolerance
     assert all(layer.of_magnitude > 0.95 for layer in layers)
@@ -136,13 +136,13 @@ def test_a_gate_of_low_rank_is_predicted_all_but_exactly(tmp_path: Path) -> None
         error = np.linalg.norm(b @ a - low[f"blk.{i}.ffn_gate"]) / np.linalg.norm(low[f"blk.{i}.ffn_gate"])
         assert error < 2e-3  # of float16
     for layer in quality(gguf, ready):
-        assert layer.recall > 0.85  # of neurons; it was asked to keep 0.99 of their magnitude
+        assert layer.recall > 0.85  # of neurons; the target was 0.99 of their magnitude
         assert layer.precision > 0.99
 
 
 @pytest.mark.parametrize("spectrum", ["falling", "outlier", "low"])
 def test_a_decomposition_is_nearly_the_best_of_its_rank(spectrum: str) -> None:
-    """An outlier a hundred times the rest is what norm weights of trained models do."""
+    """Check an outlier of a hundred times the rest, as in the norm weights of trained models."""
     rng = np.random.default_rng(0)
     n, d, rank = 700, 300, 40
     values = (1 + np.arange(d)) ** -0.5
@@ -184,7 +184,7 @@ def test_more_rank_selects_fewer_neurons(tmp_path: Path) -> None:
 
 
 def test_a_bias_counts_in_a_score(tmp_path: Path) -> None:
-    """opt's up projection has a bias: with a large one, a neuron fires whatever its row says."""
+    """Check a large bias in opt's up projection: with it, a neuron fires whatever its row is."""
     gguf = model(tmp_path / "model.gguf", "opt")
     bias = np.asarray(gguf.data("blk.0.ffn_up.bias")).view(np.float32)
     ready = prepared(gguf, "svd:64:f16")
@@ -235,7 +235,7 @@ def test_a_published_predictor_in_fewer_bits(type_: str, width: int, most: float
         name: ready.weights.tensors[f"blk.{name}.weight"].type
         for name in ("0.fc1", "0.fc2", "1.fc1", "1.fc2")
     }
-    assert types.pop("0.fc2") == GGMLType.F32  # rows of 33 are no blocks
+    assert types.pop("0.fc2") == GGMLType.F32  # blocks do not divide rows of 33
     assert set(types.values()) == {asked}
     assert ready.predictor is not None
     assert ready.predictor.thresholds == (pytest.approx(0.1),) * 2
@@ -256,7 +256,7 @@ def test_blocks_that_do_not_divide_rows_give_way_to_smaller_ones(tmp_path: Path)
 
 def test_rows_that_no_blocks_divide_cost_a_sentence(tmp_path: Path) -> None:
     gguf = model(tmp_path / "model.gguf", dialect="powerinfer", ranks=(33, 17), n_embd=48)
-    with pytest.raises(InvalidRequestError, match="rows of 48 values cannot be Q8_0; use mlp"):
+    with pytest.raises(InvalidRequestError, match="rows of 48 values cannot be stored as Q8_0; use mlp"):
         prepared(gguf, "mlp:q8_0")
 
 
@@ -276,7 +276,7 @@ def test_leading_neurons_that_a_file_names_need_no_score(predictor: str, tmp_pat
     assert np.array_equal(masked[:, :5], neurons[:, :5])
     assert (masked[:, 5:] != neurons[:, 5:]).any()
     of_all = tapped(opened(whole, prepared(whole, predictor))[0], TOKENS[0], names[:1])["blk.0.ffn_pred"]
-    if predictor != "svd:32":  # whose decomposition is of the other rows
+    if predictor != "svd:32":  # its decomposition is of the other rows
         np.testing.assert_allclose(scores, of_all[:, 5:], rtol=1e-5, atol=1e-5)
 
 
@@ -314,10 +314,10 @@ def test_neurons_that_a_profile_saw_always_fire_are_selected(
 def test_drawn_inputs_are_spread_as_the_norm_makes_them(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Around the bias of a layer norm and as wide as its weights, within five standard errors."""
+    """Check that inputs have a layer norm's bias as mean and its weights as width (to 5 standard errors)."""
     monkeypatch.setattr(
         "hotset.sparsity.calibration._N_DRAWN", 20_000
-    )  # so that chance is small beside a bias
+    )  # so that the error is small compared with a bias
     gguf = model(tmp_path / "model.gguf", architecture, dialect="powerinfer")
     config = config_from_gguf(gguf)
     for i, sample in enumerate(samples(gguf, config, gguf, DRAWN)):
@@ -335,7 +335,7 @@ def test_drawn_inputs_are_spread_as_the_norm_makes_them(
 
 
 def test_a_profile_adds_to_the_bias_that_a_predictor_has(tmp_path: Path) -> None:
-    """OPT's neurons have biases, and a predictor that is built takes them into its scores."""
+    """Check that a built predictor adds the biases of OPT's neurons to its scores."""
     gguf = model(tmp_path / "model.gguf", "opt", dialect="powerinfer")
     counts = np.zeros((2, N_FF), np.uint64)
     counts[:, 7] = 100
@@ -359,7 +359,7 @@ def test_texts_that_a_model_writes(tmp_path: Path) -> None:
     assert one.shape == (3, 70)
     assert (one[:, 0] == 5).all()
     assert len({tuple(row) for row in one.tolist()}) == 3
-    # Sampled at temperature 1, a token's mean log probability is minus the entropy: recompute both.
+    # For samples at temperature 1, the mean log-probability is minus the entropy: compute both.
     from hotset.backends.base import Batch
 
     pages, steps = np.arange(2, dtype=np.int32)[None], np.arange(70, dtype=np.int32)
@@ -377,7 +377,7 @@ def test_texts_that_a_model_writes(tmp_path: Path) -> None:
 
 
 def test_the_native_backend_calibrates_and_profiles(tmp_path: Path) -> None:
-    """What prepare does by default: the CPU backend writes a text and taps it."""
+    """Check the default of prepare: the CPU backend writes a text and records its inputs."""
     pytest.importorskip("hotset._core")
     gguf = model(tmp_path / "model.gguf", "bamboo", n_head=2, n_head_kv=1)
     config = config_from_gguf(gguf)

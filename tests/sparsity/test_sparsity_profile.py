@@ -55,7 +55,7 @@ def profile_of(
 def test_a_fingerprint_is_the_same_where_reads_give_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """POSIX allows it, and some network file systems do it."""
+    """Check short reads, which POSIX allows and some network file systems return."""
     gguf = open_gguf(write_relu(tmp_path / "m.gguf"))
     expected = sidecar.fingerprint(gguf)
 
@@ -94,7 +94,7 @@ def test_counts_are_those_of_neurons_that_are_not_zero(architecture: str, tmp_pa
 
 def test_a_text_longer_than_the_cache_runs_in_parts(tmp_path: Path) -> None:
     gguf = open_gguf(write_relu(tmp_path / "model.gguf"))
-    long = np.concatenate([TOKENS, TOKENS, TOKENS])[:400]  # the cache holds 192
+    long = np.concatenate([TOKENS, TOKENS, TOKENS])[:400]  # more than the 192 of the cache
     parts = [profiled(gguf, long[i : i + 192]).counts[1] for i in range(0, 400, 192)]
     profile = profiled(gguf, long)
     assert profile.n_tokens == 400
@@ -148,7 +148,7 @@ def test_a_profile_that_makes_no_sense_costs_a_sentence(
 def test_a_profile_with_the_name_of_a_model_and_not_its_neurons(
     counts: list[list[int]], tmp_path: Path
 ) -> None:
-    """The fingerprint in a profile is only what was written there."""
+    """Check that the fingerprint alone does not identify a profile, because any file could contain it."""
     path = write_relu(tmp_path / "model.gguf")
     with open_gguf(path) as gguf:
         config, forged = config_from_gguf(gguf), profile_of(*counts, model=sidecar.fingerprint(gguf))
@@ -164,7 +164,7 @@ def test_runs_merge_unless_they_count_a_text_twice() -> None:
     both = profile_of([1, 2], [3]).merge(profile_of([10, 0], [5], n_tokens=50, data=("e",)))
     assert [c.tolist() for c in both.counts] == [[11, 2], [8]]
     assert (both.n_tokens, both.data) == (150, ("d", "e"))
-    with pytest.raises(InvalidRequestError, match="counted this text already"):
+    with pytest.raises(InvalidRequestError, match="already contains this text"):
         both.merge(profile_of([1, 2], [3], data=("f", "e")))
     with pytest.raises(InvalidRequestError, match="another model file"):
         both.merge(profile_of([1, 2], [3], model="n", data=("f",)))
@@ -185,9 +185,9 @@ def test_published_counts_come_in_and_go_out(tmp_path: Path) -> None:
     export_activations(Profile(counts, 500, "m", ("d",)), tmp_path / "activation")
     found = import_activations(tmp_path / "activation", config, "m")
     assert all(map(np.array_equal, found.counts, counts))
-    assert found.n_tokens == max(c.max() for c in counts)  # the files do not say
+    assert found.n_tokens == max(c.max() for c in counts)  # an estimate: the files have no number
     found.merge(Profile(counts, 500, "m", ("d",)))
-    with pytest.raises(InvalidRequestError, match="counted this text already"):
+    with pytest.raises(InvalidRequestError, match="already contains this text"):
         found.merge(import_activations(tmp_path / "activation", config, "m"))
 
 
@@ -225,7 +225,7 @@ def test_a_reordered_file_is_the_same_model(architecture: str, dialect: Any, tmp
         new = set(hot.metadata) - set(gguf.metadata)
         assert new == {"hotset.n_always", "hotset.neuron_order"}
 
-        # The same values from neurons that stand elsewhere: only sums over neurons change their order.
+        # The same values from reordered neurons: only sums over neurons change their order.
         names = ("blk.0.ffn_act", "blk.1.ffn_act", "output_norm", "blk.1.out")
         old_values, new_values = (tapped(reference(f, f), TOKENS, names[:2] + names[3:]) for f in (gguf, hot))
         for i, order in enumerate(orders_of(profile)):
@@ -247,7 +247,7 @@ def test_a_reordered_file_is_the_same_model(architecture: str, dialect: Any, tmp
 
 @pytest.mark.parametrize("always", [0.0, 0.5, 2.0])
 def test_a_reordered_file_predicts_the_same_neurons(always: float, tmp_path: Path) -> None:
-    """With fc2 moved along, the mask moves along; leading neurons are let through without a score."""
+    """Check that the mask moves along with fc2, and that leading neurons need no score."""
     path = write_relu(tmp_path / "model.gguf", ranks=(32, 32))
     with open_gguf(path) as gguf:
         profile = profiled(gguf)

@@ -1,4 +1,4 @@
-"""Statistics: shares, bytes and parameters from the counts of steps; a predictor compared with what fires."""
+"""Statistics: shares, bytes and parameters from the counts of steps; recall and precision of predictors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def dense_step(n_tokens: int = 1, gated: bool = True) -> StepStats:
 
 
 def test_every_row_is_what_the_model_costs(tmp_path: Path) -> None:
-    """A dense step reads what Cost counts, and is multiplied with every parameter of the matrices."""
+    """Check that a dense step reads as much as Cost says, and multiplies every parameter of the matrices."""
     gguf = opened(tmp_path / "model.gguf", dialect="gguf", ranks=(32, 32))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     costs = StepCosts(graph, gguf.tensors)
@@ -112,7 +112,7 @@ def test_tokens_of_a_step_share_its_bytes(tmp_path: Path) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     costs = StepCosts(graph, gguf.tensors)
     one, four = (costs.summary([dense_step(n, gated=False)]) for n in (1, 4))
-    embedded = 2 * D * 4  # a token's own rows: of the embedding and of the positions
+    embedded = 2 * D * 4  # a token's rows of the embedding and of the positions
     alone, shared = one.bytes_touched_per_token, four.bytes_touched_per_token
     assert shared - embedded == pytest.approx((alone - embedded) / 4)
     assert one.active_parameters == four.active_parameters

@@ -1,4 +1,4 @@
-"""Files of thresholds: what is written is read, and what is not one, or another model's, is refused."""
+"""Files of thresholds: round trips, and the refusal of other files and of other models' thresholds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model(folder: Path, **options: Any) -> GGUFFile:
 
 
 def written(folder: Path, **changes: Any) -> Path:
-    """A good file with some of its entries changed; ... leaves one out."""
+    """Return a valid file with some entries changed; ... omits one."""
     path = folder / "some.json"
     Thresholds(Calibrated("model.gguf", 1, "0" * 32), LAYERS, text={"hash": "1"}).save(path)
     content = json.loads(path.read_text()) | changes
@@ -53,7 +53,7 @@ def test_what_is_absent_is_zero(tmp_path: Path) -> None:
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "another format": ({"format": "x"}, "format must be"),
     "no format": ({"format": ...}, "format must be"),
-    "a later version": ({"version": 2}, "version 2 is not known"),
+    "a later version": ({"version": 2}, "version 2 is unknown"),
     "a version that is none": ({"version": "1"}, "version must be a whole number"),
     "a model that is a text": ({"model": "m"}, "model must be an object"),
     "a size below zero": ({"model": {"name": "m", "size": -1, "hash": ""}}, "size must be at least 0"),
@@ -100,7 +100,7 @@ def test_thresholds_of_another_model_are_refused(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     with pytest.raises(InvalidRequestError, match="another model file"):
         Thresholds.open(written(tmp_path)).check_model(gguf, 2)
-    with pytest.raises(InvalidRequestError, match="of 2 layers, and the model has 3"):
+    with pytest.raises(InvalidRequestError, match="of 2 layers, but the model has 3"):
         Thresholds(Calibrated.of(gguf), LAYERS).check_model(gguf, 3)
 
 

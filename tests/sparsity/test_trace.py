@@ -1,4 +1,4 @@
-"""Traces of routes, and what caches of experts would have hit over them."""
+"""Traces of routes, and the hits of caches of experts that replay them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
 
 
 def damaged() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a hostile file may say instead: keys, and the routes of its layers."""
+    """Return changes of a hostile file: keys, and the routes of its layers."""
     routes = random_trace().routes
     layer = routes[:, 0].astype("<i2")
     negative, large, twice = layer.copy(), layer.copy(), layer.copy()
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: d
 
 
 def test_the_file_that_is_damaged_was_a_trace(tmp_path: Path) -> None:
-    """Else the test before would pass for another reason."""
+    """Check that the undamaged file is valid, so that the test before passes for the right reason."""
     test_a_file_that_is_no_trace_is_refused(tmp_path, "nothing", {})
 
 
@@ -168,7 +168,7 @@ def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
         cache = Replacement(arrange(point.n_slots, 3, 2), 3, 8)
         hits = cache.replay(trace.routes, 30).sum()
         assert point.hit_rates["hotset"] == hits / 180
-        if point.n_slots >= 3:  # below a token cycle too
+        if point.n_slots >= 3:  # also below a token cycle
             assert point.hit_rates["hotset"] > 0
 
 
@@ -178,11 +178,11 @@ def test_a_trace_of_one_token_cannot_be_replayed() -> None:
 
 
 def test_routes_are_synthetic_as_asked() -> None:
-    """Popularity and locality do what their names say; the same seed gives the same routes."""
+    """Check that popularity and locality have their effects, and that a seed gives the same routes."""
     flat = replace(ROUTERS["gemma-4-26B-A4B"].locality, zipf=0.0, slow=0.0, fast=0.0)
 
     def overlap(router: Router) -> tuple[float, float]:
-        """Share of the experts that the token before had, and of the choices of the busiest eighth."""
+        """Return the share of experts from the previous token, and of choices of the busiest eighth."""
         routes = synthetic_routes(router, 400, seed=1)
         assert (np.diff(np.sort(routes)) > 0).all()
         same = (routes[1:, :, :, None] == routes[:-1, :, None, :]).any(axis=3).mean()
@@ -202,8 +202,11 @@ def test_routes_are_synthetic_as_asked() -> None:
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_policies_have_the_shape_of_published_replays(name: str) -> None:
-    """On synthetic routes that were fitted to them (bench/routes.py): a cliff at the token cycle, own slots
-    below it, far more than a fixed choice hits there, and some points to the optimum."""
+    """Check synthetic routes that were fitted to published replays (bench/routes.py).
+
+    They have a cliff at the token cycle; below it separate slots hit far more than a fixed choice, with some
+    points missing to the optimum.
+    """
     router = replace(ROUTERS[name], n_layers=5)
     trace = traced(synthetic_routes(router, 1024, seed=0), router.n_experts)
     published = PUBLISHED[name]

@@ -1,4 +1,4 @@
-"""Traces of neurons, and that a replay says what a store under a budget then does."""
+"""Traces of neurons, and their replays compared with a real store under a budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ N_TOKENS = 24
 
 
 def random_trace(n_tokens: int = 60, seed: int = 0) -> NeuronTrace:
-    """Of three layers, two of which have neurons that fill no byte; like the token before."""
+    """Return a trace of three layers, two without whole bytes of neurons. Tokens resemble those before."""
     rng = np.random.default_rng(seed)
     sizes = (16, 21, 13)
     fires = [np.cumsum(rng.standard_normal((n_tokens, n)), axis=0) > 1.5 for n in sizes]
@@ -51,7 +51,7 @@ def random_trace(n_tokens: int = 60, seed: int = 0) -> NeuronTrace:
 
 
 def traced(gguf: GGUFFile, mode: str, predictor: str | None = None) -> NeuronTrace | RouteTrace:
-    """Of test_cpu_backend's tokens."""
+    """Return some of test_cpu_backend's tokens."""
     ready, graph = prepared(gguf, mode, predictor)
     backend = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=mode != "dense")
 
@@ -104,12 +104,12 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     for mine, theirs in zip(found.bits, trace.bits, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert replace(found, bits=trace.bits) == trace
-    with pytest.raises(FormatError, match="one of experts is needed"):
+    with pytest.raises(FormatError, match="a trace of experts is needed"):
         RouteTrace.open(tmp_path / "t.gguf")
 
 
 def damaged() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a hostile file may say instead."""
+    """Return changes of a hostile file."""
     beyond = random_trace().bits[1].copy()
     beyond[3, -1] |= 1 << 6
     stored = np.array([0, 16, 128, 1, 1, 1, 21, 128, 1, 1, 2, 13, 128, 1, 1])
@@ -176,7 +176,7 @@ def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
-    """The same as of experts, with lookups of any length."""
+    """Compare with a plain simulation, as for experts, with lookups of any length."""
     trace = random_trace(seed=seed)
     replayed = replay(trace)
     assert list(policies(trace)) == [name for name in POLICIES if name != "hotset"]
@@ -190,12 +190,12 @@ def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
 
 
 def of_rows(weights: Any) -> CacheStats:
-    """Without the embedding's."""
+    """Return a store's counters, without the embedding."""
     return CacheStats(*weights.store.counts())
 
 
 def counted(backend: CpuBackend, weights: Any) -> tuple[float, float, int]:
-    """cache_hit_rate and disk_bytes_per_token of the second half, token by token, and reads."""
+    """Return cache_hit_rate and disk_bytes_per_token of the second half, token by token, and the reads."""
     before = None
     for i, id in enumerate(tokens(N_TOKENS)):
         if i == N_TOKENS // 2:
@@ -210,7 +210,7 @@ def counted(backend: CpuBackend, weights: Any) -> tuple[float, float, int]:
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("model", ["llama", "opt"])
 def test_a_replay_says_what_a_store_does(tmp_path: Path, model: str, mode: str, bundled: bool) -> None:
-    """To the hit: at any size the rows that a store had, and at most the bytes that it read for others."""
+    """Check that hits are exactly a store's at any size, and that it reads no more bytes for missing rows."""
     gguf = write(tmp_path, model, GGMLType.Q8_0)
     if bundled:
         reorder(gguf.path, tmp_path / "bundled.gguf", None, bundle=True)
@@ -228,7 +228,7 @@ def test_a_replay_says_what_a_store_does(tmp_path: Path, model: str, mode: str, 
 
 
 def test_records_of_whole_pages_are_read_as_was_said(tmp_path: Path) -> None:
-    """To the byte, as those of all but the smallest models are."""
+    """Check that bytes are exact for records of whole pages, as in all but the smallest models."""
     wide = write(tmp_path, "bamboo", GGMLType.F32, n_embd=512, n_ff=96)
     reorder(wide.path, tmp_path / "bundled.gguf", None, bundle=True)
     gguf = open_gguf(tmp_path / "bundled.gguf")
@@ -286,7 +286,7 @@ def test_trace_and_replay(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_run_under_a_budget_hits_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the name to the answer: the prompt and the tokens of an answer, one by one."""
+    """Check a run from a model's name to its answer: the prompt, then the answer's tokens one by one."""
     from hotset.placement import ram
 
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
@@ -296,18 +296,18 @@ def test_a_run_under_a_budget_hits_what_was_said(tmp_path: Path, monkeypatch: py
     with hotset.load(model, **settings, ram_budget=0.5) as roomy:
         assert roomy.ram is not None
         fixed = roomy.ram.total - roomy.ram.neurons
-        room = roomy.ram.all_rows * 4 // 5  # half of it is room for the larger layer
+        room = roomy.ram.all_rows * 4 // 5  # half of it is for the larger layer
     with hotset.load(model, **settings, ram_budget=(fixed + room) / 2**30) as under:
         assert under.ram is not None
         assert under.stored is not None
         prompt = list(range(3, 13))
         answer = under.generate(prompt, max_tokens=9, temperature=0, ignore_eos=True)
-        ids = [*prompt, *answer.tokens][: 10 + 8]  # the last token is never computed
+        ids = [*prompt, *answer.tokens][: 10 + 8]  # the last token is not computed
         rows, counts = under.ram.neurons, under.stored.counts()
     with hotset.load(model, **settings) as mapped:
         trace = record(mapped.tap_steps, mapped.graph, mapped.weights, np.array(ids), model="m", name="n")
     assert isinstance(trace, NeuronTrace)
-    # Behind as many tokens that need nothing: then all of its own are counted.
+    # After equally many tokens that need nothing, so that all of its own are counted.
     behind = tuple(np.concatenate([np.zeros_like(bits), bits]) for bits in trace.bits)
     replayed = replay(replace(trace, bits=behind), (), sizes=[rows])
     assert counts.hits + counts.misses == replayed.n_counted

@@ -31,7 +31,7 @@ RECIPES = {n: r for n, r in (tiny_models.RECIPES | tiny_models.EXPERTS).items() 
 
 @pytest.fixture(scope="module", params=RECIPES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """(checkpoint with a file in F32, the model of which it is)"""
+    """Return a checkpoint with a file in F32, and the model that both contain."""
     recipe, folder = RECIPES[request.param], tmp_path_factory.mktemp("turbosparse")
     theirs = tiny_models.build(recipe)
     tiny_models.to_gguf(recipe, theirs, folder)
@@ -64,11 +64,11 @@ def test_every_mode_has_the_mask(model: tuple[Path, Any]) -> None:
 
 
 def test_a_model_without_its_mask_would_be_another(model: tuple[Path, Any], tmp_path: Path) -> None:
-    """So the comparison with the published model says something."""
+    """Check that the mask matters, so that the comparison with the published model is meaningful."""
     path = tmp_path / "unmasked.gguf"
     data = (model[0] / "model.gguf").read_bytes()
     key = PREDICTOR_MASKS_KEY.encode()
-    at = data.index(key) + len(key) + 4  # the type of the value lies between
+    at = data.index(key) + len(key) + 4  # the type of the value is between them
     assert data[at] == 1
     path.write_bytes(data[:at] + b"\0" + data[at + 1 :])
     ids, pages = tokens(40), [0]
@@ -98,7 +98,7 @@ def test_what_is_counted_is_what_the_reference_counts(model: tuple[Path, Any]) -
             np.testing.assert_allclose(ours.selected, theirs.selected, rtol=0.02)
             np.testing.assert_allclose(ours.active, theirs.active, rtol=0.03)
             assert (ours.gate_rows >= theirs.gate_rows * 0.98).all()
-            if sparse and len(step.tokens) == 1:  # many rows of a chunk: all of it is read
+            if sparse and len(step.tokens) == 1:  # a chunk needs many rows, and reads the whole matrix
                 assert (ours.gate_rows < sum(config_from_gguf(gguf).n_ff)).all()
             steps.append(ours)
         summary = StepCosts(graph, gguf.tensors).summary(steps)
@@ -118,14 +118,14 @@ def test_no_other_predictor_takes_its_place(model: tuple[Path, Any]) -> None:
     for how in ({"predictor": "svd"}, {"predictor": "svd:32"}, {"predictor": "mlp:q4_0"}):
         with pytest.raises(InvalidRequestError, match="is part of the model"):
             hotset.load(model[0] / "model.gguf", device="cpu", **how)
-    with pytest.raises(InvalidRequestError, match="it has no others"):
+    with pytest.raises(InvalidRequestError, match="it cannot have others"):
         train_predictors(model[0] / "model.gguf", ["a text"], model[0] / "predictors")
     with hotset.load(model[0] / "model.gguf", device="cpu", n_ctx=64, predictor="mlp") as loaded:
         assert loaded.sparsity.mode == "predicted"
 
 
 def test_a_score_of_zero_is_no_neuron(model: tuple[Path, Any]) -> None:
-    """round(sigmoid(0)) is round(0.5), which is 0: as where no unit of fc1 fires."""
+    """Check that a score of 0 selects nothing: round(sigmoid(0)) is round(0.5), which is 0."""
     with open_gguf(model[0] / "model.gguf") as gguf:
         threshold = np.float32(config_from_gguf(gguf).sparse_threshold)
     assert 0 < threshold < 1e-37

@@ -1,5 +1,4 @@
-"""The file of the catalogue: its entries, their names, what is fetched for them, and the script that checks
-it."""
+"""The catalogue file: its entries, their names, their downloads, and the script that checks it."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def test_find_knows_aliases_and_quantisations() -> None:
     for name in ("qwen3-8b", "Qwen3:8B", "qwen3-8b:q6_k", "qwen3:8b:UD-Q4_K_XL"):
         assert catalogue.find(name) is entry
     assert catalogue.find("qwen3-8b:nonsense") is None
-    assert catalogue.find_repository(entry.repo) is None  # it is one file of several there
+    assert catalogue.find_repository(entry.repo) is None  # it is one of several files there
 
 
 def test_a_pull_takes_the_quantisation_that_is_listed_or_named(served: FakeHub) -> None:
@@ -103,7 +102,7 @@ def test_a_pull_takes_the_quantisation_that_is_listed_or_named(served: FakeHub) 
     assert resolve("qwen3-8b:Q8_0", download=False) == larger
     with pytest.raises(ModelNotFoundError, match="has no file Q5_K_M"):
         resolve("qwen3-8b:Q5_K_M")
-    # By the repository's own name it is a model of its own.
+    # Under its repository's name it is a separate model.
     assert resolve(f"hf.co/{entry.repo}:Q8_0").parent.name == entry.repo.replace("/", "--")
 
 

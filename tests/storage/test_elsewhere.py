@@ -25,7 +25,7 @@ SMALL = b"GGUF and no more"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home folder of a user, with nothing in it."""
+    """An empty home folder of a user."""
     for name in ("HOTSET_ELSEWHERE", "OLLAMA_MODELS", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "USERPROFILE"):
@@ -41,7 +41,7 @@ def put(path: Path, data: bytes = SMALL) -> Path:
 
 
 def ollama(root: Path, name: str, *layers: tuple[str, bytes]) -> list[Path]:
-    """A model as Ollama has it; the files of its layers."""
+    """Create a model in Ollama's layout; return the files of its layers."""
     blobs = [put(root / "blobs" / f"sha256-{sha256(data).hexdigest()}", data) for _, data in layers]
     written = [
         {"mediaType": kind, "digest": blob.name.replace("-", ":"), "size": len(data)}
@@ -73,7 +73,7 @@ def test_models_of_ollama_have_the_names_that_ollama_gives_them(home: Path):
 @needs_links
 @pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="needs a file that cannot be read")
 def test_an_entry_that_cannot_be_read_hides_no_other(home: Path) -> None:
-    """A broken link, links in a circle, and a file whose bytes cannot be read, in each program's folder."""
+    """Create a broken link, circular links and an unreadable file in each program's folder."""
     root = home / ".ollama" / "models"
     for name in ("a", "b", "z"):
         ollama(root, f"registry.ollama.ai/library/{name}/latest", (WEIGHTS, SMALL + name.encode()))
@@ -125,7 +125,7 @@ def test_a_model_with_an_adapter_is_not_run_without_it(home: Path):
     ],
 )  # fmt: skip
 def test_a_hostile_manifest_is_no_model(home: Path, manifest: str):
-    """And leaves the others as they are."""
+    """Check that the other models are not affected."""
     root = home / ".ollama" / "models"
     ollama(root, "registry.ollama.ai/library/good/latest", (WEIGHTS, SMALL))
     put(home / "secret.gguf")
@@ -142,7 +142,7 @@ def test_hostile_names_and_blobs_are_no_models(home: Path):
     ollama(root, "registry.ollama.ai/library/zip/latest", (WEIGHTS, b"PK\x03\x04"))
     (blob,) = ollama(root, "registry.ollama.ai/library/pipe/latest", (WEIGHTS, b"GGUF pipe"))
     blob.unlink()
-    os.mkfifo(blob)  # reading it would wait for ever
+    os.mkfifo(blob)  # reading it would wait forever
     (blob,) = ollama(root, "registry.ollama.ai/library/folder/latest", (WEIGHTS, b"GGUF folder"))
     blob.unlink()
     blob.mkdir()
@@ -167,7 +167,7 @@ def test_models_of_lm_studio_and_the_hugging_face_cache(home: Path):
     gone = hub / "models--owner--Gone" / "snapshots" / "r" / "gone.gguf"
     gone.parent.mkdir(parents=True)
     gone.symlink_to(home / "nowhere")
-    put(hub / "models--owner--Parts" / "snapshots" / "r" / "m-00001-of-00002.gguf")  # and not the second
+    put(hub / "models--owner--Parts" / "snapshots" / "r" / "m-00001-of-00002.gguf")  # without the second part
     assert names() == {
         "older/Three": "LM Studio", "publisher/One-GGUF": "LM Studio",
         "publisher/Two-GGUF:two-q4.gguf": "LM Studio", "publisher/Two-GGUF:two-q8.gguf": "LM Studio",
@@ -217,5 +217,5 @@ def test_one_of_ollama_is_listed_shown_run_and_left_alone(home: Path):
     assert done.returncode == 1
     assert "is a model of Ollama: delete it there" in done.stderr
     assert sorted(root.rglob("*")) == before
-    with open_gguf(blob) as gguf:  # what hotset builds of it is kept in its own folder
+    with open_gguf(blob) as gguf:  # what hotset builds from it is kept in hotset's own folder
         assert sidecar.places(gguf, "down", "f") == [store.home() / "cache" / "f" / "down.hotset.gguf"]

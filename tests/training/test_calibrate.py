@@ -595,7 +595,7 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
     settings = ThresholdSettings(max_increase=0.01, **QUICK)
     with pytest.raises(InvalidRequestError, match="the text is too short: it has"):
         calibrate_thresholds(path, "a b c", tmp_path / "o.json", settings)
-    with pytest.raises(InvalidRequestError, match="is a file that is read"):
+    with pytest.raises(InvalidRequestError, match="is one of the files that are read"):
         calibrate_thresholds(path, text, path, settings)
     with pytest.raises(HotsetError, match="stays below 0"):
         calibrate_thresholds(path, text, tmp_path / "o.json", ThresholdSettings(max_increase=1e-9, **QUICK))
@@ -621,8 +621,8 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
         ({"share": 0.5, "uniform": 0.1}, "one target"),
         ({"uniform": 1.0}, "between 0 and 1"),
         ({"share": 0.5, "only": ()}, "some of gate, attn_in"),
-        ({"share": 0.5, "only": ("down",)}, "and not 'down'"),
-        ({"share": 0.5, "mode": "threshold"}, "in addition to one of dense, exact, predicted"),
+        ({"share": 0.5, "only": ("down",)}, "not 'down'"),
+        ({"share": 0.5, "mode": "threshold"}, "thresholds are added to one of dense, exact, predicted"),
     ],
 )
 def test_targets_that_mean_nothing(settings: dict[str, Any], said: str) -> None:
@@ -683,4 +683,4 @@ def test_the_subcommand(path: Path, text: str, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert inside("calibrate", path, "-f", file, *wrong, *quick).returncode == 2
     done = inside("calibrate", path, "-f", file, "--sparsity", "0.5", "--max-ppl-increase", "1", *quick)
-    assert "has one target" in done.stderr
+    assert "needs one target" in done.stderr

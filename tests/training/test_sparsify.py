@@ -147,13 +147,13 @@ class TestNetwork:
         ("recipe", "reason"),
         [
             ("gemma2", "scales or caps its logits"),
-            ("gemma3", "has norms behind its FFNs"),
+            ("gemma3", "has norms after its FFNs"),
             ("granite", "scales or caps its logits"),
             ("lfm2", r"has the matrix blk\.0\.shortconv"),
             ("mixtral", r"has the matrix blk\.0\.ffn_"),
             ("nemotron", "has layer norms"),
             ("phi3", r"has the matrix blk\.0\.attn_qkv\.weight"),
-            ("phi3-short", "has a rotation for long contexts"),
+            ("phi3-short", "has a separate rotation for long contexts"),
         ],
     )
     def test_other_layers_are_refused(self, run_folder: Path, recipe: str, reason: str) -> None:
@@ -536,7 +536,7 @@ class TestMerging:
         adapters = TrainedAdapters.open(tmp_path / "run" / "adapters.safetensors")
         with open_gguf(silu) as gguf:
             merge(gguf, adapters, tmp_path / "q8.gguf", GGMLType.Q8_0)
-            with pytest.raises(InvalidRequestError, match="a file that is read"):
+            with pytest.raises(InvalidRequestError, match="one of the files that are read"):
                 merge(gguf, adapters, silu)
         with open_gguf(tmp_path / "q8.gguf") as gguf:
             assert gguf.tensors["blk.0.ffn_up.weight"].type == GGMLType.Q8_0
@@ -555,7 +555,7 @@ class TestMerging:
         assert not (tmp_path / "out.gguf").exists()
 
     def test_what_is_no_adapter_file_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(InvalidRequestError, match="there are no adapters"):
+        with pytest.raises(InvalidRequestError, match="does not exist; train some"):
             TrainedAdapters.open(tmp_path / "missing")
         (tmp_path / "bad").write_bytes(b"\xff" * 100)
         with pytest.raises(FormatError, match="safetensors"):
@@ -564,7 +564,7 @@ class TestMerging:
         from safetensors.numpy import save
 
         (tmp_path / "plain").write_bytes(save({"a": np.ones(1)}))
-        with pytest.raises(FormatError, match="does not hold adapters"):
+        with pytest.raises(FormatError, match="does not contain adapters"):
             TrainedAdapters.open(tmp_path / "plain")
 
     @pytest.mark.parametrize(
@@ -606,7 +606,7 @@ class TestMerging:
             ("relu", {"blk.0.ffn_linear.a": (2, 64)}, r"lack blk\.0\.ffn_linear\.b, \[64, 2\]"),
             ("relu", {"blk.2.attn_norm": (64,)}, r"blk\.2\.attn_norm, which no such model has"),
             ("relu", {"output_norm": (1,)}, r"have \[1\] for output_norm, \[64\]"),
-            ("drelu", {}, r"lack blk\.0\.ffn_up\.bias, \[96\]: they are damaged, or for another model"),
+            ("drelu", {}, r"lack blk\.0\.ffn_up\.bias, \[96\]: they are damaged, or belong to another model"),
             ("relu", {"blk.0.ffn_up.bias": (96,)}, r"ffn_up\.bias, which no such model has"),
         ],
     )
@@ -839,7 +839,7 @@ class TestCommand:
             (("--activation", "gelu", "--text", "TEXT"), "relu or drelu"),
             (("--on-policy", 100), "--from-adapters"),
             (("--text", "TEXT", "--idle", 2), "--idle"),
-            (("--adapters", "missing.safetensors"), "there are no adapters"),
+            (("--adapters", "missing.safetensors"), "does not exist; train some"),
             (("--text", "TEXT", "-c", 4096), "too short|at least"),
         ],
     )

@@ -337,7 +337,9 @@ def test_a_fatrelu_model_stays_plain(tmp_path: Path) -> None:
     path = write_relu(tmp_path / "m.gguf", dialect="gguf")
     with open_gguf(path) as file:
         config = config_from_gguf(file, activation="fatrelu:0.125")
-        with pytest.raises(InvalidRequestError, match="has no llama model with the activation fatrelu"):
+        with pytest.raises(
+            InvalidRequestError, match="does not support llama models with the activation fatrelu"
+        ):
             training.predictor_files.powerinfer_architecture(file, config)
         rank = np.ones((32, 64), np.float32), np.ones((96, 32), np.float32)
         training.predictor_files.write_merged(
@@ -387,7 +389,7 @@ def test_predictors_stay_within_their_share(tmp_path: Path) -> None:
     trained = train_predictors(path, [TEXT], tmp_path / "c", None, settings)
     assert trained.share <= settings.max_share
     assert {layer.stopped for layer in trained.layers} == {"room"}
-    assert any("there is no room in" in problem for problem in trained.problems)
+    assert any("of the model is not enough" in problem for problem in trained.problems)
 
 
 def test_recall_rises_until_the_perplexity_is_met(tmp_path: Path) -> None:
@@ -468,9 +470,9 @@ def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"recall": 1.5}, "recall must lie between 0 and 1"),
-        ({"precision": 0.0}, "precision must lie between 0 and 1"),
-        ({"max_share": 2.0}, "max_share must lie between 0 and 1"),
+        ({"recall": 1.5}, "recall must be between 0 and 1"),
+        ({"precision": 0.0}, "precision must be between 0 and 1"),
+        ({"max_share": 2.0}, "max_share must be between 0 and 1"),
         ({"max_increase": 0.0}, "max_increase must be above 0"),
         ({"schedule": Schedule(epochs=0)}, "epochs, batch and learning rate must be above 0"),
     ],
@@ -484,7 +486,7 @@ def test_mistakes_cost_a_sentence(tmp_path: Path) -> None:
     path = planted(tmp_path / "model.gguf")
     with pytest.raises(InvalidRequestError, match="the text is too short"):
         train_predictors(path, ["abc"], tmp_path / "p", None, QUICK)
-    with pytest.raises(InvalidRequestError, match="is a file that is read"):
+    with pytest.raises(InvalidRequestError, match="is one of the files that are read"):
         train_predictors(path, [TEXT], tmp_path / "p", path, QUICK)
     with pytest.raises(InvalidRequestError, match="which has no zeros"):
         train_predictors(path, [TEXT], tmp_path / "p", None, QUICK, activation="silu")

@@ -1,8 +1,8 @@
-"""The adapters (LoRA) of a loaded model: loaded, unloaded and chosen while it answers.
+"""The adapters (LoRA) of a loaded model, which can be loaded, unloaded and chosen while it generates.
 
-An adapter has a number, as llama-server's have, and a name. Its scale counts for sequences that choose none;
-one that does choose gets what it names, and nothing else. An adapter that is unloaded while a sequence has it
-stays in memory until adapters change again after that.
+An adapter has a name and a number, as in llama-server. Its scale applies to sequences that choose no
+adapters. A sequence that chooses adapters gets exactly these. If a sequence still uses an adapter when it is
+unloaded, the adapter stays in memory until the next change of adapters after the sequence finishes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """id: never used twice. scale: of sequences that choose no adapters."""
+    """An adapter that a model has loaded.
+
+    id: never reused. scale: for sequences that choose no adapters.
+    """
 
     id: int
     name: str
@@ -39,11 +42,11 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """Those of one model. Every method may be called from any thread.
+    """The adapters of one model. Every method may be called from any thread.
 
-    thread: that drives the engine. architecture: of the model. open_file: the file of an adapter, by its
-    path; it calls what it is given beside the path again and again. change_memory: is given the bytes that
-    an adapter is about to take, or, negative, has left; by default any. It raises OutOfMemoryError.
+    thread: runs the engine. architecture: of the model. open_file: opens the adapter at a path; it calls its
+    second argument repeatedly while it reads. change_memory: receives the bytes that an adapter is about to
+    take or, as a negative number, has freed. It raises OutOfMemoryError; the default does nothing.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that they take."""
+        """Return the bytes of memory that the loaded adapters take."""
         return sum(each.adapter.nbytes for each in self.loaded)
 
     def load(
@@ -70,12 +73,12 @@ class Adapters:
         *,
         check: Callable[[], object] = lambda: None,
     ) -> LoadedAdapter:
-        """Reads an adapter, a GGUF file or a folder of PEFT's, and has it from the next step on.
+        """Load an adapter, a GGUF file or a PEFT folder, and apply it from the next step on.
 
-        name: by default that of the file or folder. check: is called again and again before the adapter is
-        there; what it raises ends the load. Raises ModelNotFoundError, FormatError, UnsupportedModelError for
-        a kind of adapter, or a backend, that is not supported, OutOfMemoryError, and InvalidRequestError for
-        one of another model, and one that is loaded already.
+        name: by default the name of the file or folder. check: called repeatedly during the load; an
+        exception from it ends the load. Raises ModelNotFoundError, FormatError, OutOfMemoryError,
+        UnsupportedModelError if the adapter's kind or the backend is not supported, and InvalidRequestError
+        if the adapter belongs to another model or is already loaded.
         """
         backend = taking_adapters(self._thread.engine.backend)
         scale = checked_scale(scale)
@@ -99,8 +102,10 @@ class Adapters:
         return made
 
     def unload(self, which: int | str) -> LoadedAdapter:
-        """Forgets an adapter, by its number or name; sequences that have it go on. Raises
-        InvalidRequestError for one that is not loaded."""
+        """Unload an adapter, by its number or name, and return it. Sequences that use it continue.
+
+        Raises InvalidRequestError if it is not loaded.
+        """
         with self._thread.exclusive():
             gone = self.find(which)
             grown = self._set(each for each in self.loaded if each is not gone)
@@ -108,28 +113,30 @@ class Adapters:
         return gone
 
     def set_scales(self, scales: Mapping[int | str, float]) -> None:
-        """Of sequences that choose no adapters and come from now on; those that are not named get 0. Raises
-        InvalidRequestError."""
+        """Set the scales for future sequences that choose no adapters; adapters not in `scales` get 0.
+
+        Raises InvalidRequestError.
+        """
         with self._thread.exclusive():
             chosen = {self.find(which).id: checked_scale(scale) for which, scale in scales.items()}
             grown = self._set(replace(each, scale=chosen.get(each.id, 0.0)) for each in self.loaded)
         self.change_memory(grown)
 
     def find(self, which: int | str) -> LoadedAdapter:
-        """By number or name. Raises InvalidRequestError."""
+        """Return the adapter with this number or name. Raises InvalidRequestError."""
         for each in self.loaded:
             if which == (each.id if isinstance(which, int) else each.name):
                 return each
         names = ", ".join(f"{each.id} ({each.name!r})" for each in self.loaded) or "none"
-        raise InvalidRequestError(f"there is no adapter {clause(shown(which))}; loaded are {names}")
+        raise InvalidRequestError(f"there is no adapter {clause(shown(which))}; the loaded ones are {names}")
 
     def resolve(self, scales: Mapping[int | str, float]) -> AdapterScales:
-        """What a sequence has that chooses these. Raises InvalidRequestError."""
+        """Return the adapters of a sequence that chooses `scales`. Raises InvalidRequestError."""
         chosen = [(self.find(which), checked_scale(scale)) for which, scale in scales.items()]
         return _nonzero((each.adapter.digest, scale) for each, scale in chosen)
 
     def _check_new(self, digest: str | None, name: str | None) -> None:
-        """digest: None where the adapter was not read."""
+        """Raise InvalidRequestError if the digest (None: unknown) or the name is already in use."""
         for each in self.loaded:
             if each.adapter.digest == digest:
                 raise InvalidRequestError(f"the adapter {each.name!r} is loaded already, as {each.id}")
@@ -137,7 +144,7 @@ class Adapters:
                 raise InvalidRequestError(f"an adapter is called {name!r} already; choose another name")
 
     def _set(self, loaded: Iterable[LoadedAdapter]) -> int:
-        """Between two steps. Returns by how many bytes the adapters in memory have grown."""
+        """Replace the adapters, between two steps, and return by how many bytes those in memory grew."""
         engine = self._thread.engine
         backend = taking_adapters(engine.backend)
         loaded = tuple(loaded)
@@ -158,17 +165,16 @@ class Adapters:
 
 
 def _name_of(path: Path) -> str:
-    """That of a file or folder, as requests can name it."""
+    """Return the name of a file or folder, in characters that requests can use."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", path.name if path.is_dir() else path.stem)
 
 
 def _nonzero(chosen: Iterable[tuple[str, float]]) -> AdapterScales:
-    """One form for all that is the same: those that add something, by digest, with their scales as they are
-    computed with."""
+    """Return adapters with a nonzero scale in canonical form: sorted by digest, scales in float32."""
     scales = {digest: float(np.float32(scale)) for digest, scale in chosen}
     return tuple(sorted((digest, scale) for digest, scale in scales.items() if scale))
 
 
 def checked_scale(scale: float) -> float:
-    """Raises InvalidRequestError."""
+    """Return `scale`. Raises InvalidRequestError if it is not a number in the allowed range."""
     return real_number("the scale of an adapter", scale, -LARGEST_SCALE, LARGEST_SCALE)

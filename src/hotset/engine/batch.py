@@ -9,10 +9,10 @@ from hotset.engine.scheduler import Chunks
 
 
 class BatchBuilder:
-    """Fills arrays that live as long as it does; a Batch is a view of them, valid until the next one.
+    """A builder of batches. A Batch is a view of its arrays and valid until the next `build`.
 
     max_batch: tokens. max_sequences: rows of the page table. has_thresholds: whether the graph has activation
-    thresholds. has_states: whether it has recurrent layers. taps: values that are wanted of every step.
+    thresholds. has_states: whether the graph has recurrent layers. taps: values that every step returns.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class BatchBuilder:
     ) -> None:
         self._taps = frozenset(taps)
         self._has_thresholds, self._has_states = has_thresholds, has_states
-        self.has_adapters = False  # whether sequences may have some
+        self.has_adapters = False  # whether sequences may have adapters
         self._max_sequences = max_sequences
         self._tokens = np.zeros(max_batch, np.int32)
         self._positions = np.zeros(max_batch, np.int32)
@@ -37,8 +37,7 @@ class BatchBuilder:
         self._saves = np.full(max_batch, -1, np.int32)
 
     def build(self, chunks: Chunks, page_tables: np.ndarray) -> Batch:
-        """The batch of some sequences and so many tokens of each. page_tables: int32 [max_sequences,
-        max_pages], by slot."""
+        """Return the batch of `chunks`. page_tables: int32 [max_sequences, max_pages], a row per slot."""
         tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
         n_tokens = n_outputs = 0
         wants_candidates = True

@@ -1,19 +1,19 @@
-"""Blocks: what outlives a process of the cache of one model, and how it is found and checked.
+"""Cache blocks on disk: how a block of one model's KV cache is named, stored and checked.
 
-A block is a page of keys and values, or the recurrent states behind one. Its key is a hash of everything that
-its contents depend on: the model and how it is computed (Identity), the adapters of the sequence, all tokens
-up to the end of the page, and which of them are thresholded. So it is found again by content alone, whoever
-wrote it, and a block of another model, of another type of keys and values or of another version of hotset is
-none.
+A stored block contains the keys and values of 64 tokens (a page of the cache), or the recurrent states after
+them. Its key is a hash of everything that the contents depend on: the model and how it is computed
+(Identity), the adapters of the sequence, all tokens up to the end of the block, and which of them are
+thresholded. So any process finds a block by its contents, and never one of another model, KV type or version
+of hotset.
 
-Stored, a block is a record:
+On disk, a block is a record:
 
     byte    0  "hotsetKV"
             8  identity, 16 bytes
            24  key, 32 bytes
-           56  kind: 0 of a session's beginning, 1 of a page, 2 of states
+           56  kind: 0 start of a session, 1 keys and values, 2 recurrent states
            64  bytes of contents, uint64, little-endian
-           72  BLAKE2b of all of the record but this, 32 bytes
+           72  BLAKE2b of the rest of the record, 32 bytes
           104  contents
 """
 
@@ -37,11 +37,11 @@ from hotset.errors import FormatError
 VERSION = 2  # of the record and of keys; part of each identity
 _MAGIC = b"hotsetKV"
 _HEAD = struct.Struct("<8s16s32sB7xQ32s")
-_STATES_ALONE = 16  # pages between two stored states, where a page has no keys and values
+_STATES_ALONE = 16  # blocks between two stored states, in models without keys and values
 
 
 class Kind(IntEnum):
-    """Of a record. Its name is the ending of a block's file."""
+    """The kind of a record. Its name is the suffix of a block's file."""
 
     session = 0
     kv = 1
@@ -50,10 +50,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Identity:
-    """What contents of a cache depend on beside tokens.
+    """Everything that the contents of a cache depend on, other than tokens.
 
-    digest: 16 bytes. model: a name for people. kv_type: likewise. flops_per_byte: what it takes to compute a
-    block again, by its size: which models' blocks are worth more.
+    digest: 16 bytes. model, kv_type: names for people. flops_per_byte: operations that recompute a block,
+    divided by its size; models with larger values keep more blocks.
     """
 
     digest: bytes
@@ -63,8 +63,11 @@ class Identity:
 
 
 class Prefix(NamedTuple):
-    """Tokens whose pages are sought. first_thresholded_token, adapter_scales: as of a sequence. n_prompt:
-    of the tokens."""
+    """Tokens whose blocks are sought.
+
+    first_thresholded_token, adapter_scales: as in a sequence. n_prompt: how many of the tokens are the
+    prompt.
+    """
 
     tokens: Sequence[int]
     first_thresholded_token: int = NONE_THRESHOLDED
@@ -73,22 +76,21 @@ class Prefix(NamedTuple):
 
     @property
     def n_pages(self) -> int:
-        """Full ones."""
+        """Return the number of full blocks."""
         return len(self.tokens) // PAGE_SIZE
 
     def cut(self, n_pages: int) -> Prefix:
-        """The first pages of it."""
+        """Return the first `n_pages` blocks of this prefix."""
         return self._replace(tokens=self.tokens[: n_pages * PAGE_SIZE])
 
     def page(self, index: int) -> tuple[Sequence[int], int]:
-        """Tokens of a page, and how many of them come before the first thresholded one."""
+        """Return the tokens of a block, and how many of them precede the first thresholded token."""
         tokens = self.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
         return tokens, n_unthresholded_in_page(self.first_thresholded_token, index)
 
 
 class Blocks(NamedTuple):
-    """Contents of the pages of a prefix, from the page `first` on, and the states behind the last of them,
-    where the model has any."""
+    """The contents of a prefix's blocks from index `first` on, and the recurrent states after the last."""
 
     first: int = 0
     pages: tuple[bytes, ...] = ()
@@ -100,8 +102,11 @@ NOTHING = Blocks()
 
 @dataclass(eq=False)
 class BlockReading:
-    """Blocks that are read from the disk. n_pages: how many there may be. found: once it is done. done: None:
-    there was nothing to read."""
+    """Blocks that are being read from disk.
+
+    n_pages: the most blocks it can find. found: valid once it is done. done: None if there is nothing to
+    read.
+    """
 
     n_pages: int = 0
     found: Blocks = NOTHING
@@ -112,13 +117,13 @@ class BlockReading:
         return self.done is None or self.done.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Until it is done, or so long."""
+        """Wait until it is done, at most `seconds`."""
         if self.done is not None:
             self.done.wait(seconds)
 
 
 def keys_of(identity: Identity, prefix: Prefix) -> list[bytes]:
-    """The keys of the full pages of a prefix, 32 bytes each."""
+    """Return the keys of a prefix's full blocks, 32 bytes each."""
     keys, key = [], identity.digest
     if prefix.adapter_scales:
         key = hashlib.blake2b(key + repr(prefix.adapter_scales).encode(), digest_size=32).digest()
@@ -144,13 +149,13 @@ HEAD_BYTES = _HEAD.size
 
 
 def encoded(identity: bytes, kind: Kind, key: bytes, contents: bytes) -> bytes:
-    """A record."""
+    """Return a record."""
     head = _HEAD.pack(_MAGIC, identity, key, kind, len(contents), bytes(_CHECKSUM_BYTES))
     return head[:-_CHECKSUM_BYTES] + _checksum(head, contents) + contents
 
 
 class Record(NamedTuple):
-    """A record whose checksum is right."""
+    """A record whose checksum is correct."""
 
     identity: bytes
     kind: int
@@ -159,20 +164,22 @@ class Record(NamedTuple):
 
 
 def is_of_blocks(file: BinaryIO) -> bool:
-    """Whether a file begins as one of records does, or is empty."""
+    """Return whether a file begins with a record or is empty."""
     return file.read(len(_MAGIC)) in (b"", _MAGIC)
 
 
 def identity_at_start(file: BinaryIO) -> bytes | None:
-    """What the first record says whose it is, before anything is checked; the file is at its start again."""
+    """Return the identity in a file's first record, unchecked, and seek back to the start."""
     head = file.read(HEAD_BYTES)
     file.seek(0)
     return _HEAD.unpack(head)[1] if len(head) == HEAD_BYTES and head.startswith(_MAGIC) else None
 
 
 def read_record(file: BinaryIO, name: Path, most: int) -> Record:
-    """The next record of a file. most: bytes of contents at most. Raises FormatError for what is none, and
-    for one that is damaged or cut short; EOFError at the end."""
+    """Return the next record of a file. most: the largest allowed contents, in bytes.
+
+    Raises EOFError at the end of the file, and FormatError if the record is invalid, damaged or truncated.
+    """
     head = file.read(HEAD_BYTES)
     if not head:
         raise EOFError
@@ -187,12 +194,12 @@ def read_record(file: BinaryIO, name: Path, most: int) -> Record:
     return Record(identity, kind, key, contents)
 
 
-# ---- copies of what is in memory ----
+# ---- copies from memory ----
 
 
 @dataclass
 class Copied:
-    """A block of a prefix that is in memory. index: of its page."""
+    """A block of a prefix in memory. index: its position in the prefix."""
 
     index: int
     kind: Kind
@@ -202,7 +209,7 @@ class Copied:
     _place: tuple[int, int]
 
     def contents(self) -> bytes | None:
-        """A copy, from any thread; None where the memory was used for something else meanwhile."""
+        """Return a copy, from any thread; None if the memory has been reused since."""
         at, since = self._place
         if self.kind is Kind.kv:
             data = self._memory.read_page(at)
@@ -213,8 +220,10 @@ class Copied:
 
 
 def in_memory(pool: PagePool, memory: CacheMemory, prefix: Prefix, keys: Sequence[bytes]) -> Iterator[Copied]:
-    """The blocks of a prefix that the cache holds, from the first page on without a gap; behind a page its
-    state, where that is one to store. From any thread."""
+    """Yield the blocks of a prefix that the cache holds, up to the first gap. May run in any thread.
+
+    A block's recurrent state, if it is worth storing, follows the block.
+    """
     pages: list[tuple[int, int]] = []
     serial = root_of(prefix.adapter_scales)
     for i in range(len(keys)):
@@ -227,7 +236,7 @@ def in_memory(pool: PagePool, memory: CacheMemory, prefix: Prefix, keys: Sequenc
     if pool.states is not None:
         kept = {i: pool.states.find(serial) for i, (_, serial) in enumerate(pages)}
         states = {i: found for i, found in kept.items() if found is not None}
-        del pages[max(states, default=-1) + 1 :]  # from which no sequence could go on
+        del pages[max(states, default=-1) + 1 :]  # without a state, no sequence can continue from these
     stored = _states_to_store(list(states), prefix.n_prompt // PAGE_SIZE - 1, memory)
     for i, found in enumerate(pages):
         yield Copied(i, Kind.kv, keys[i], pool, memory, found)
@@ -236,9 +245,11 @@ def in_memory(pool: PagePool, memory: CacheMemory, prefix: Prefix, keys: Sequenc
 
 
 def _states_to_store(kept: Sequence[int], end_of_prompt: int, memory: CacheMemory) -> set[int]:
-    """Of the pages behind which a state was kept, those whose states are worth their room: the last one, the
-    last one of the prompt, from which another question goes on, and so many that states take as much room as
-    the keys and values between them."""
+    """Return the blocks in `kept`, which have a saved state, whose states are worth storing.
+
+    These are the last block, the last block of the prompt (another question continues there), and as many
+    others as keep the states no larger than the keys and values between them.
+    """
     if not kept:
         return set()
     apart = -(-memory.state_nbytes // memory.page_nbytes) if memory.page_nbytes else _STATES_ALONE

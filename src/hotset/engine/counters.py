@@ -1,4 +1,4 @@
-"""What an engine has done since it was made, and how full it is: numbers for monitoring."""
+"""The counters of an engine and its current load, for monitoring."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Counts, which only grow, and below them the state of the moment.
+    """Counts, which only grow, followed by the current state.
 
-    steps, step_seconds: batches that a backend computed. cancelled_steps: those that were ended before.
-    prompt_tokens: computed of prompts (again, where a sequence had lost its pages). reused_tokens: of prompts
-    that were in the cache; restored_tokens: those of them that were read from the disk before.
-    generated_tokens. answer_steps: in which a sequence got tokens, summed over sequences. drafted_tokens:
-    that were verified; accepted_tokens: that were right. preemptions: sequences that lost their pages to
-    others.
-    finished: came to their end ("stop", "length"). cancelled, timed_out, failed: did not. refused: found the
-    queue full.
+    steps, step_seconds: completed steps. cancelled_steps: steps that ended early. prompt_tokens: computed
+    prompt tokens, counted again after a preemption. reused_tokens: prompt tokens found in the cache;
+    restored_tokens: the part of them that was read from disk. answer_steps: sequences that got tokens, summed
+    over all steps. drafted_tokens: drafted tokens that were verified; accepted_tokens: those that were right.
+    preemptions: sequences that lost their blocks to others. finished: sequences that ended with "stop" or
+    "length"; cancelled, timed_out, failed: other ends. refused: sequences rejected because the queue was
+    full.
 
-    running, waiting: sequences. pages: of the cache; pages_used: by running sequences; pages_cached: by none,
-    with a prefix that can be found.
+    running, waiting: sequences. pages: blocks of the KV cache; pages_used: blocks of running sequences;
+    pages_cached: unused blocks that prefix caching can still find.
     """
 
     steps: int = 0

@@ -1,7 +1,7 @@
-"""Drafts by models: by a smaller one with the same vocabulary, or by the model itself in a sparser mode.
+"""Drafts by a model: a smaller one with the same vocabulary, or the model itself in a sparser mode.
 
-Tokens are drawn as the sequence will draw them, with the same random numbers, so that a model that thinks
-alike drafts sampled tokens as well as greedy ones.
+Draft tokens are sampled with the sequence's own random numbers. So a similar model drafts sampled tokens as
+well as greedy ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft
 from hotset.errors import HotsetError, StepCancelledError
 
-_CATCH_UP = 128  # tokens of prompts that a call reads, so that answers beside them go on
-_CLASSES = 10  # of how sure a draft is: tenths of the probability that the model gives it
-_LEARNED = 0.1  # of a step's time, in what is known of them
+_CATCH_UP = 128  # prompt tokens that a call computes at most, so that it delays decoding sequences little
+_CLASSES = 10  # classes of confidence: tenths of the probability that the draft model gives a token
+_LEARNED = 0.1  # weight of the latest step in the moving average of step times
 
 
 class OfModel:
-    """What drafters by a model share. close: frees it."""
+    """The common part of drafters that use a model. close: frees the model."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close: Callable[[], None] | None = close
@@ -35,7 +35,7 @@ class OfModel:
 
     @property
     def seconds_per_token(self) -> float:
-        return self._seconds or 1e-6  # before the first, drafting is tried
+        return self._seconds or 1e-6  # small before the first step, so that drafting is tried
 
     def close(self) -> None:
         close, self._close = self._close, None
@@ -43,14 +43,14 @@ class OfModel:
             close()
 
     def _note_step(self, seconds: float) -> None:
-        """Takes in a step that drafted one token for each sequence."""
+        """Update the average with a step that drafted one token per sequence."""
         self._seconds += (seconds - self._seconds) * (_LEARNED if self._seconds else 1.0)
 
 
 def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | None = None) -> bool:
-    """Appends the next token to a draft; False where none can be drawn, or a logit is NaN.
+    """Append the next token to a draft; return False if none can be drawn or a logit is NaN.
 
-    row: float32 [n_vocab]; largest: as StepResult has it of a row.
+    row: float32 [n_vocab]; largest: this row's entry of StepResult.largest.
     """
     try:
         token = sampler.sample(row, largest)
@@ -58,7 +58,7 @@ def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | 
         return False
     [(log_total, _)] = row_logprobs(row[None], 0)
     chance = math.exp(float(row[token]) - log_total)
-    if math.isnan(chance) or row[token] == -math.inf:  # a damaged model, or a token that it does not have
+    if math.isnan(chance) or row[token] == -math.inf:  # a damaged model, or a token outside its vocabulary
         return False
     sampler.accept(token)
     draft.tokens.append(token)
@@ -68,7 +68,10 @@ def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | 
 
 @dataclass(slots=True)
 class _Followed:
-    """tokens: those that the cache holds, in `pages`. n_checked: of them, those that are the sequence's."""
+    """A sequence's state in the draft model.
+
+    tokens: computed tokens, cached in `pages`. n_checked: how many of them are known to match the sequence.
+    """
 
     slot: int
     tokens: list[int] = field(default_factory=list)
@@ -78,7 +81,7 @@ class _Followed:
 
 @dataclass(slots=True)
 class _Round:
-    """A sequence of this call: what it still misses, and what was drafted for it."""
+    """A sequence of one call: the tokens still to compute, and the tokens drafted for it."""
 
     sequence: Sequence
     own: _Followed
@@ -89,14 +92,14 @@ class _Round:
 
 
 class ModelDrafter(OfModel):
-    """Drafts with a model that has a KV cache of its own.
+    """A drafter that uses a model with its own KV cache.
 
-    It follows each sequence: what the sequence got since is computed first, and what it drafted wrongly is
-    overwritten.
+    It follows each sequence: before it drafts, it computes the sequence's new tokens, and overwrites the
+    draft tokens that were rejected.
 
-    backend: of the draft model, for this alone; without recurrent states. n_ctx: tokens of a sequence that it
-    follows. max_sequences: at a time. n_vocab: tokens that both models have, and those of the model that is
-    drafted for. close: frees the model.
+    backend: of the draft model, used only here; without recurrent states. n_ctx: tokens per sequence.
+    max_sequences: sequences at a time. n_vocab: tokens that both models share, and the vocabulary of the
+    target model. close: frees the draft model.
     """
 
     name = "draft"
@@ -118,12 +121,12 @@ class ModelDrafter(OfModel):
 
     @property
     def n_pages(self) -> int:
-        """Of its cache."""
+        """Return the number of blocks in its cache."""
         return self._pool.n_pages
 
     @property
     def n_pages_free(self) -> int:
-        """Those that no sequence has."""
+        """Return the number of blocks that no sequence uses."""
         return self._pool.n_available
 
     def reset(self) -> None:
@@ -145,7 +148,7 @@ class ModelDrafter(OfModel):
             for each in rounds:
                 if each is None:
                     continue
-                if len(each.missing) > left:  # a long prompt: some of it now, and drafts later
+                if len(each.missing) > left:  # a long prompt: compute a part now, draft in a later call
                     if left:
                         self._step([(each, left)], draws=False)
                     left = 0
@@ -156,11 +159,11 @@ class ModelDrafter(OfModel):
                 self._step([(each, len(each.missing)) for each in active], draws=True)
                 active = [each for each in active if len(each.draft.tokens) < each.n]
         except StepCancelledError:
-            pass  # what was drafted until then
+            pass  # keep the tokens drafted so far
         return [Draft([], []) if each is None else each.draft for each in rounds]
 
     def _begin(self, sequence: Sequence, n: int) -> _Round | None:
-        """What there is to do for a sequence; None where the cache has no room for it."""
+        """Return the work to do for a sequence; None if it does not fit in the cache."""
         own = self._followed.get(sequence)
         if own is None:
             if not self._slots:
@@ -169,7 +172,7 @@ class ModelDrafter(OfModel):
         same = own.n_checked
         while same < min(len(own.tokens), len(sequence.tokens)) and own.tokens[same] == sequence.tokens[same]:
             same += 1
-        same = min(same, len(sequence.tokens) - 1)  # the last one's logits are wanted
+        same = min(same, len(sequence.tokens) - 1)  # recompute the last token: its logits are needed
         del own.tokens[same:]
         own.n_checked = same
         n = min(n, self._n_ctx - len(sequence.tokens))
@@ -182,7 +185,7 @@ class ModelDrafter(OfModel):
         return _Round(sequence, own, n, missing, sequence.sampler.clone(), Draft([], []))
 
     def _grow(self, own: _Followed, n: int) -> bool:
-        """Pages for n tokens; False where there are none left."""
+        """Allocate blocks for n tokens; return False if there are not enough."""
         while len(own.pages) * PAGE_SIZE < n:
             page = self._pool.allocate()
             if page is None:
@@ -193,7 +196,7 @@ class ModelDrafter(OfModel):
         return True
 
     def _step(self, parts: list[tuple[_Round, int]], *, draws: bool) -> None:
-        """Computes tokens of some sequences, and draws the next of each."""
+        """Compute n tokens of each part and, if `draws`, draft the next token of each."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -222,13 +225,13 @@ class ModelDrafter(OfModel):
 
 
 class SelfDrafter(OfModel):
-    """Drafts with the model itself in a sparser mode, and with its KV cache.
+    """A drafter that runs the model itself in a sparser mode, on the model's own KV cache.
 
-    What its steps write there is of tokens that are not verified yet: the step that verifies them computes
-    keys and values of all of them again. So no prompt is read twice, and nothing is taken back.
+    Its steps write keys and values of unverified tokens, which the verifying step overwrites. So prompts are
+    not computed twice, and nothing has to be undone.
 
-    backend: of the mode, with the cache of the backend that verifies. thresholded: whether its graph has
-    thresholds. close: frees what the mode needs.
+    backend: in the sparser mode, on the cache of the verifying backend. thresholded: whether its graph has
+    thresholds. close: frees the memory of the mode.
     """
 
     name = "self"
@@ -239,14 +242,14 @@ class SelfDrafter(OfModel):
         self._thresholded = thresholded
 
     def reset(self) -> None:
-        """It keeps nothing of sequences."""
+        """Do nothing: this drafter keeps no state of sequences."""
 
     def forget(self, sequence: Sequence) -> None:
-        """It keeps nothing of sequences."""
+        """Do nothing: this drafter keeps no state of sequences."""
 
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
         drafts = [Draft([], []) for _ in wanted]
-        # No draft takes a page: those of a sequence have room for what it drafts, or the draft is shorter.
+        # A draft allocates no block: it ends where the sequence's last block ends.
         room = [min(n, len(sequence.pages) * PAGE_SIZE - len(sequence.tokens) + 1) for sequence, n in wanted]
         table = np.full((len(wanted), max(len(sequence.pages) for sequence, _ in wanted)), -1, np.int32)
         for row, (sequence, _) in zip(table, wanted, strict=True):
@@ -262,13 +265,13 @@ class SelfDrafter(OfModel):
                         room[i] = 0
                 active = [i for i in active if len(drafts[i].tokens) < room[i]]
         except StepCancelledError:
-            pass  # what was drafted until then
+            pass  # keep the tokens drafted so far
         return drafts
 
     def _step(
         self, active: list[int], wanted: Many[tuple[Sequence, int]], drafts: list[Draft], table: np.ndarray
     ) -> StepResult:
-        """The logits after the latest token of each active sequence."""
+        """Return the logits after the latest token of each active sequence."""
         tokens = [(drafts[i].tokens or wanted[i][0].tokens)[-1] for i in active]
         positions = [len(wanted[i][0].tokens) - 1 + len(drafts[i].tokens) for i in active]
         ids, at, rows = (np.array(values, np.int32) for values in (tokens, positions, active))

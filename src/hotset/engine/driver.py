@@ -1,9 +1,8 @@
-"""The thread that drives an engine, so that no consumer of an answer has to.
+"""The thread that runs an engine's steps, independently of the threads that consume the answers.
 
-A caller submits a sequence and takes its events; the thread computes whether they are taken or
-not. It lives while there is work and a moment longer. Others may have the engine to themselves between two
-steps (`exclusive`): scores, taps and comparisons drive it in their own thread then, and what runs goes on
-with their steps.
+A caller submits a sequence and reads its events; the thread computes whether or not they are read. It ends
+soon after it runs out of work. Another thread can take the engine between two steps (`exclusive`) and run the
+steps itself, for scores, taps and comparisons; running sequences continue in these steps.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from hotset.errors import InvalidRequestError, OutOfMemoryError, QueueFullError
 
 _T = TypeVar("_T")
 
-_LINGER_SECONDS = 1.0  # that the thread waits for more work before it ends
-_AGAIN_SECONDS = 0.01  # between two attempts to end a step: one that is just about to begin does not hear
-_LOOK_SECONDS = 0.25  # between two looks whether a consumer waits for something that cannot come any more
+_LINGER_SECONDS = 1.0  # how long the thread waits for more work before it ends
+_AGAIN_SECONDS = 0.01  # between two attempts to cancel a step: one that has not begun yet misses the first
+_LOOK_SECONDS = 0.25  # between two checks whether a waiting consumer was forked away from its engine
 
 
 class EngineThread:
-    """Drives `engine` in a thread of its own. Every method may be called from any thread.
+    """A thread that runs the steps of `engine`. Every method may be called from any thread.
 
-    max_waiting: how many sequences may wait beside as many as run at once (`Engine.max_sequences`); None: any
+    max_waiting: how many sequences may wait in addition to the `Engine.max_sequences` that run; None: any
     number. Servers set it.
 
-    In a forked process, where the thread is not, a new one takes over an engine without sequences; what the
-    parent asked for stays with the parent.
+    A forked process does not have its parent's thread. There, a new thread starts with an empty engine; the
+    parent's sequences stay with the parent.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -50,11 +49,11 @@ class EngineThread:
 
     def _begin(self) -> None:
         self.process = os.getpid()
-        self._wake = threading.Condition()  # guards what follows
+        self._wake = threading.Condition()  # guards the attributes below
         self._inbox: deque[Sequence] = deque()
-        self._guests = 0  # who want the engine between two steps, or have it
+        self._guests = 0  # threads in `exclusive` or waiting to enter it
         self._thread: threading.Thread | None = None
-        self._turn = threading.Lock()  # held by the thread that drives the engine
+        self._turn = threading.Lock()  # held by the thread that runs the engine
         self._driver: int | None = None  # the id of that thread
 
     @property
@@ -64,10 +63,11 @@ class EngineThread:
     # ---- requests ----
 
     def submit(self, sequence: Sequence, events: EventSink | None = None) -> None:
-        """Queues a sequence of `Engine.prepare`; its events come from `next_event`, or go to `events`.
+        """Queue a sequence from `Engine.prepare`. Its events go to `events`, or are read with `next_event`.
 
-        events: called by the thread that computes, which must not wait there. Raises InvalidRequestError once
-        it was closed, QueueFullError where too many wait, OutOfMemoryError where no thread can be started.
+        events: called by the thread that runs the steps, so it must not block. Raises InvalidRequestError
+        after `close`, QueueFullError if too many sequences wait, and OutOfMemoryError if no thread can be
+        started.
         """
         self._after_fork()
         with self._wake:
@@ -87,11 +87,11 @@ class EngineThread:
                     ) from None
             self._wake.notify_all()
             drives = self._thread.ident == self._driver and not self._guests
-        if drives:  # a guest's steps do not take it in
+        if drives:  # the steps of an exclusive caller do not take in new sequences
             self.engine.preempt_step(sequence)
 
     def check_room(self, n: int = 1) -> None:
-        """Raises QueueFullError where so many sequences more are too many (`max_waiting`)."""
+        """Raise QueueFullError if `n` more sequences would exceed `max_waiting`."""
         if self.max_waiting is None:
             return
         n_there = len(self._inbox) + self.engine.scheduler.n_unfinished
@@ -101,29 +101,29 @@ class EngineThread:
             raise QueueFullError(n_waiting, self.engine.seconds_to_wait())
 
     def next_event(self, sequence: Sequence) -> Event:
-        """Waits for the next event of a submitted sequence; the one with a finish_reason is the last."""
-        queue = cast("SimpleQueue[Event]", sequence.events)  # no sink of the caller's
+        """Wait for the next event of a submitted sequence. The last event has a finish_reason."""
+        queue = cast("SimpleQueue[Event]", sequence.events)  # not a caller's sink
         while True:
             _check_process(sequence)
             try:
-                # Ctrl-C ends the wait; on Windows it does so when the time is over.
+                # Ctrl-C interrupts this wait; on Windows only once the timeout has passed.
                 return queue.get(timeout=_LOOK_SECONDS)
             except Empty:
                 continue
 
     def wait_for_end(self, sequence: Sequence) -> None:
-        """Waits until every event of a submitted sequence is there.
+        """Wait until a submitted sequence has all its events.
 
-        For callers without use for a token before the last: to be woken for each takes a core from the step
-        that computes the next one, a twentieth of the speed of a small model on two cores.
+        For callers that need no token early: waking a thread for each token takes a core from the next step,
+        which costs 5% of the speed of a small model on two cores.
         """
         while not sequence.all_notified.wait(timeout=_LOOK_SECONDS):
             _check_process(sequence)
 
     def cancel(self, sequences: Iterable[Sequence]) -> None:
-        """Ends what of these still runs, with the step in flight that computes it, and waits for it.
+        """Cancel the unfinished sequences among these, with the step that computes them, and wait.
 
-        A thread that drives the engine (a garbage collection may cancel anywhere) does not wait: its next
+        A thread that runs the engine does not wait (a garbage collection may call this anywhere): its next
         step ends them.
         """
         left = [sequence for sequence in sequences if sequence.process == os.getpid()]
@@ -137,16 +137,16 @@ class EngineThread:
             self._take_turn(_AGAIN_SECONDS)
 
     def cancel_soon(self, sequences: Iterable[Sequence]) -> None:
-        """Ends what of these still runs, and does not wait: for a thread that must not.
+        """Cancel the unfinished sequences among these without waiting.
 
-        The next step goes without them. One in flight goes on where others are in it.
+        The next step runs without them. A step in flight continues if it also computes other sequences.
         """
         for sequence in sequences:
             if sequence.process == os.getpid() and sequence.finish_reason is None:
                 self.engine.interrupt(sequence, spare_others=True)
 
     def counters(self) -> Counters:
-        """The engine's counters, with those whom it has not taken in yet; no step waits for it."""
+        """Return the engine's counters, including sequences in the inbox, without waiting for a step."""
         counters = self.engine.counters()
         counters.waiting += len(self._inbox)
         counters.refused = self._n_refused
@@ -156,9 +156,9 @@ class EngineThread:
 
     @contextmanager
     def exclusive(self) -> Iterator[Engine]:
-        """The engine, between two steps of the thread, which waits until it is given back."""
+        """Yield the engine between two steps; the thread waits until the block ends."""
         self._after_fork()
-        if self._driver == threading.get_ident():  # it has it already
+        if self._driver == threading.get_ident():  # this thread already has the engine
             yield self.engine
             return
         with self._guest(), self._turn:
@@ -171,19 +171,19 @@ class EngineThread:
                 self._driver = None
 
     def close(self) -> None:
-        """Ends every sequence as cancelled, the step in flight too, and the thread; safe to call twice."""
+        """Cancel every sequence and the step in flight, and end the thread; safe to call twice."""
         self._after_fork()
         with self._wake:
             self._closed = True
             thread = self._thread
             self._wake.notify_all()
-        if self._driver == threading.get_ident():  # a guest closes it
+        if self._driver == threading.get_ident():  # called inside `exclusive`
             self.engine.interrupt(None)
             self._take_in()
             return
         while not self._take_turn(_AGAIN_SECONDS):
             self.engine.interrupt(None)
-            self.engine.cancel_step()  # of a guest, too
+            self.engine.cancel_step()  # also ends the step of an exclusive caller
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         _living.discard(self)
@@ -199,19 +199,19 @@ class EngineThread:
                     if not self._closed and self.engine.has_work:
                         self.engine.step()
                 except BaseException as error:
-                    if error is not self.engine.latest_error:  # else those whom it concerns have it
+                    if error is not self.engine.latest_error:  # otherwise its sequences already have it
                         self.engine.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
                     self.engine.latest_error = None
                 finally:
                     self._driver = None
 
     def _wait_for_work(self) -> bool:
-        """Whether there is any; without it for a while the thread ends."""
+        """Return True as soon as there is work, or False after a while without any: the thread must end."""
         with self._wake:
             while not self._closed:
                 if self._inbox or (self.engine.has_work and not self._guests):
                     return True
-                # A guest wakes this thread when it leaves; what it leaves is not for us to forget.
+                # An exclusive caller wakes this thread when it leaves, perhaps with work.
                 timeout = None if self._guests else _LINGER_SECONDS
                 if not self._wake.wait(timeout) and not (self._inbox or self._guests or self.engine.has_work):
                     break
@@ -219,14 +219,17 @@ class EngineThread:
             return False
 
     def _take_in(self) -> None:
-        """Hands the inbox to the engine; the thread that has the turn does it."""
+        """Hand the inbox to the engine; only for the thread that holds the turn."""
         while self._inbox:
-            self.engine.enqueue(self._inbox[0])  # it is in both for a moment: never in neither
+            self.engine.enqueue(self._inbox[0])  # briefly in both: `counters` must never miss it
             self._inbox.popleft()
         self.engine.end_interrupted()
 
     def _take_turn(self, seconds: float) -> bool:
-        """Waits that long for the turn, and ends what was interrupted; all, where this is closed."""
+        """Wait at most `seconds` for the turn, then end interrupted sequences (all, if closed).
+
+        Returns whether it got the turn.
+        """
         with self._guest():
             if not self._turn.acquire(timeout=seconds):
                 return False
@@ -246,7 +249,7 @@ class EngineThread:
         try:
             yield
         finally:
-            if wake is self._wake:  # else the guest forked: its child begins without any
+            if wake is self._wake:  # otherwise this is a forked child, whose count starts at zero
                 with wake:
                     self._guests -= 1
                     wake.notify_all()
@@ -256,7 +259,7 @@ class EngineThread:
             raise InvalidRequestError("the model has been closed; load it again")
 
     def _after_fork(self) -> None:
-        """In a forked process: begins anew, since thread and locks are as the parent's threads left them."""
+        """Start again in a forked process: the parent's thread is gone and its locks may be held."""
         if self.process != os.getpid():
             self._begin()
             self.engine.reset()
@@ -265,7 +268,7 @@ class EngineThread:
 def _check_process(sequence: Sequence) -> None:
     if sequence.process != os.getpid():
         raise InvalidRequestError(
-            "the answer belongs to the process that asked for it; ask again in this one"
+            "the answer belongs to the process that requested it; send the request again in this process"
         )
 
 
@@ -274,17 +277,17 @@ _living: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends the threads before the interpreter does: back from native code, one would find no Python."""
+    """End the threads before the interpreter exits: native code must not return to a finalised Python."""
     for thread in list(_living):
         if thread.process == os.getpid():
             thread.close()
 
 
 def in_turns(threads: Collection[EngineThread], results: Iterator[_T]) -> Iterator[_T]:
-    """The results, each computed while no thread takes a step; between two of them whatever else runs."""
+    """Yield the results, computing each while no thread runs a step; steps run between two of them."""
     while True:
         with ExitStack() as turns:
-            for thread in sorted(threads, key=id):  # one order for all callers: no two wait for each other
+            for thread in sorted(threads, key=id):  # the same order in all callers avoids deadlock
                 turns.enter_context(thread.exclusive())
             now = next(results, None)
         if now is None:

@@ -1,4 +1,4 @@
-"""Texts as vectors and scores: hidden states behind the last norm, pooled, beside whatever else runs."""
+"""Embeddings and reranking scores: pooled hidden states after the last norm."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hotset.parameters import shown
 
 
 class Embedder:
-    """What makes vectors and scores of texts with one model: its last norm, and what the file has behind it.
+    """A maker of vectors and scores from texts: the model's last norm, pooling, and the file's head.
 
-    head: that. Raises FormatError where its tensors do not fit together.
+    Raises FormatError if the tensors of the head do not fit together.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Embedder:
         at = next(i for i, op in enumerate(graph.ops) if isinstance(op, SelectOutputs))
         states = graph.ops[at].inputs[0]
         norm = graph.ops[at + 1] if at + 1 < len(graph.ops) else None
-        assert norm is None or isinstance(norm, RMSNorm | LayerNorm)  # so every decoder ends
+        assert norm is None or isinstance(norm, RMSNorm | LayerNorm)  # every decoder ends this way
         self.engine, self.states, self._norm, self._metadata = engine, states.name, norm, metadata
         bias = norm.bias if isinstance(norm, LayerNorm) else None
         weight = None if norm is None else norm.weight
@@ -44,7 +44,7 @@ class Embedder:
         self.head = Head(weights, metadata, states.width, causal=not graph.is_encoder)
 
     def normalised(self, rows: np.ndarray) -> np.ndarray:
-        """Hidden states, float32 [n, width], behind the last norm, if they have one to pass."""
+        """Return hidden states, float32 [n, width], after the last norm, if there is one."""
         return rows if self._norm is None else normalised(self._norm, rows, self._scale, self._shift)
 
     def vectors(
@@ -54,15 +54,15 @@ class Embedder:
         dimensions: int | None = None,
         owner: Owner | None = None,
     ) -> TextVectors:
-        """Texts of token ids on their way to vectors.
+        """Return texts of token ids, to be computed as vectors.
 
-        dimensions: only so many values of each, the first. Raises ContextLengthError for a text that does not
-        fit, InvalidRequestError for more dimensions than there are, and as `pooling_of`.
+        dimensions: keep only this many leading values of each vector. Raises ContextLengthError if a text
+        does not fit, InvalidRequestError if `dimensions` is invalid, and the errors of `pooling_of`.
         """
         chosen, width = pooling_of(self._metadata, pooling), self.head.out_width
         if chosen == "rank":
             if dimensions is not None:
-                raise InvalidRequestError("dimensions are those of a vector, and rank gives scores")
+                raise InvalidRequestError("dimensions applies to vectors; pooling rank returns scores")
             return self.scores(texts, owner)
         if dimensions is not None and not (type(dimensions) is int and 1 <= dimensions <= width):
             raise InvalidRequestError(
@@ -72,24 +72,24 @@ class Embedder:
         return TextVectors(self, texts, chosen, dimensions or width, owner)
 
     def check_ranks(self) -> None:
-        """Raises UnsupportedModelError unless the model is a reranker."""
+        """Raise UnsupportedModelError unless the model is a reranker."""
         if not self.head.ranks:
             raise UnsupportedModelError(
-                "the model is no reranker: its file has no rank head (cls.weight or cls.output.weight); use "
-                "one that has, such as Qwen3-Reranker or bge-reranker"
+                "the model is not a reranker: its file has no rank head (cls.weight or cls.output.weight); "
+                "use a reranker such as Qwen3-Reranker or bge-reranker"
             )
 
     def scores(self, texts: Iterable[Sequence[int]], owner: Owner | None = None) -> TextVectors:
-        """As `vectors`, of texts that a reranker scores. Raises as `check_ranks`."""
+        """Return texts of token ids, to be scored by a reranker. Raises the errors of `check_ranks`."""
         self.check_ranks()
         return TextVectors(self, texts, "rank", self.head.n_labels, owner)
 
 
 class TextVectors:
-    """Texts of token ids on their way to vectors of length 1, or to scores; made by Embedder.
+    """Texts of token ids that become vectors of length 1, or scores; made by Embedder.
 
-    The caller has the `sequence` of each computed, in any order. A vector has the same bits whatever ran
-    beside it. width: values of a vector.
+    The caller runs the `sequence` of each text, in any order. A vector does not depend on the other sequences
+    of a batch. width: values of a vector.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class TextVectors:
         width: int,
         owner: Owner | None,
     ) -> None:
-        """Raises ContextLengthError for a text that does not fit."""
+        """Check the texts. Raises ContextLengthError if one does not fit."""
         self._embedder, self._pooling, self.width, self._owner = embedder, pooling, width, owner
         self._state = embedder.head.ranked_state if pooling == "rank" else pooling
         self._texts = [array("i", embedder.engine.fitting(tokens)) for tokens in texts]
-        self._sums: dict[int, np.ndarray] = {}  # of texts that are being computed
+        self._sums: dict[int, np.ndarray] = {}  # of unfinished texts
         self._found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(self._texts)
 
     def __len__(self) -> int:
@@ -112,12 +112,14 @@ class TextVectors:
 
     @property
     def n_tokens(self) -> int:
-        """Of all texts."""
+        """Return the number of tokens of all texts."""
         return sum(map(len, self._texts))
 
     def sequence(self, i: int) -> EngineSequence:
-        """What computes a text, of Engine.prepare_tap. It is many times as large as a short text: to be made
-        when that is its turn."""
+        """Return a sequence that computes text `i`, from Engine.prepare_tap.
+
+        It needs much more memory than a short text: make it only when it can run.
+        """
         tokens = self._texts[i]
         add = partial(self._add, i, len(tokens))
         if self._pooling == "none":
@@ -126,7 +128,7 @@ class TextVectors:
         return self._embedder.engine.prepare_tap(tokens, self._embedder.states, add, owner=self._owner)
 
     def _add(self, i: int, n_tokens: int, position: int, rows: np.ndarray) -> None:
-        """Takes the rows of tokens from `position` on."""
+        """Add the rows of the tokens from `position` on."""
         end = position + len(rows)
         if self._state == "cls":
             rows = rows[: max(1 - position, 0)]
@@ -134,7 +136,7 @@ class TextVectors:
             rows = rows[max(n_tokens - 1 - position, 0) :]
         total, head = self._sums[i], self._embedder.head
         states = self._embedder.normalised(rows)
-        for at, state in enumerate(states):  # one by one: the sum must not depend on the steps
+        for at, state in enumerate(states):  # one by one: the sum must not depend on chunk sizes
             if self._pooling == "none":
                 self._found[i][position + at] = head.vector(state)[: self.width]
             else:
@@ -152,8 +154,10 @@ class TextVectors:
             self._found[i] = (vector / (length or 1.0)).astype(np.float32)
 
     def computed(self, thread: EngineThread) -> TextVectors:
-        """These, once all sequences have finished. They run in the engine's thread, as many at once as others
-        leave room for, and the caller waits."""
+        """Run all sequences in the engine's thread, wait, and return self.
+
+        As many run at once as other sequences leave room for.
+        """
         left, running = deque(range(len(self))), deque[EngineSequence]()
         try:
             while left or running:
@@ -167,17 +171,17 @@ class TextVectors:
         return self
 
     def vectors(self) -> np.ndarray:
-        """float32 [n_texts, width], once all sequences have finished."""
+        """Return float32 [n_texts, width], once all sequences have finished."""
         return np.array(self._found, np.float32).reshape(-1, self.width)
 
     def tokens(self) -> list[np.ndarray]:
-        """Of the pooling "none", a vector of each token as it is: float32 [n_tokens, width] of each text."""
+        """Return the vectors of each text's tokens, float32 [n_tokens, width], for pooling "none"."""
         return self._found
 
 
 class _Nowhere:
     def put(self, event: object) -> None:
-        """The events of a text are not taken: its vector is wanted."""
+        """Discard an event: only the vector is needed."""
 
 
 def _check(sequence: EngineSequence) -> None:

@@ -1,11 +1,11 @@
 """The step loop: schedule, run, collect.
 
 `Engine.step()` is the whole loop: the scheduler chooses tokens (scheduler.py), the batch is built (batch.py),
-the backend computes it, and logits become tokens and events. Since the logits of a token never depend on its
-neighbours and each sequence draws from its own generator, no schedule changes the text.
+the backend computes it, and logits become tokens and events. The logits of a token never depend on the rest
+of the batch, and each sequence has its own random generator. So no schedule changes the text.
 
-The engine knows token ids only. It is driven by one thread at a time, in general by that of driver.py;
-`interrupt` may come from any.
+The engine handles token ids only. One thread at a time runs it, usually the thread of driver.py; `interrupt`
+may be called from any thread.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ if TYPE_CHECKING:
 
 ThresholdedTokens = Literal["none", "answers", "all"]
 
-# How long a step waits for masks of constraints: for all of them together, where one sequence is alone, and
-# where all sequences wait.
+# How long a step waits for the masks of constraints: in total; if there is only one sequence; if all
+# sequences wait for masks.
 _MASK_SECONDS, _ALONE_SECONDS, _ALL_SECONDS = 0.1, 1.0, 0.01
 
-_BLOCK_SECONDS = 0.01  # for which a step waits for blocks from the disk, where there is nothing else to do
+_BLOCK_SECONDS = 0.01  # how long a step without other work waits for blocks from disk
 
 
 class _Flight(NamedTuple):
-    """A step that the backend runs: when it began, how long it will take, both in seconds; what it does of
-    prompts, in units (engine/pacing.py)."""
+    """A step in flight: its start and estimated duration in seconds, and its prefill cost (pacing.py)."""
 
     begun: float
     seconds: float
@@ -75,8 +74,8 @@ Draws = Generator[Any, tuple[int, RowLogprobs | None], None]
 class _Answer:
     """A sequence that draws tokens in a step.
 
-    start: its n_computed before the step. draws: `Engine._append_tokens`. drawn: the latest drawn token with
-    its logprobs, which `draws` is sent next; None before the first.
+    start: its n_computed before the step. draws: from `Engine._append_tokens`. drawn: the latest drawn token
+    and its logprobs, to be sent to `draws`; None before the first.
     """
 
     sequence: Sequence
@@ -86,22 +85,20 @@ class _Answer:
 
 
 class Engine:
-    """Runs sequences on a backend, several at once.
+    """An engine that runs several sequences at once on a backend.
 
-    n_ctx: tokens that one sequence may have, prompt and answer together.
-    max_sequences: how many run at once (fewer, where the backend has too few slots for their states); the
-    others wait for their turn. max_batch: tokens of a step, where it is to take fewer than the backend could.
-    prompt_seconds: how much longer than without them the prompts in a step may make it, where that is not
-    less than a step of answers takes; inf: as long as they like, as where one sequence runs at once
-    (engine/pacing.py). flops: of a token, by the number of tokens before it; None: the same for all.
-    thresholded: whose small values are zero where the graph has thresholds (operations.Threshold): those of
-    generated tokens, or of prompts too. It is a fact of a token, whatever step it is in.
-    speculator: drafts tokens (engine/speculation.py); None: steps give each sequence one token.
-    prompt_cache: where blocks are stored and found again; None: nowhere.
-    is_encoder: texts are computed for what is inside them (`prepare_tap`), each in one step, and nothing is
-    generated.
-    collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
-    Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
+    n_ctx: the longest sequence in tokens, prompt and answer together. max_sequences: how many run at once, or
+    fewer if the backend lacks slots for recurrent states. max_batch: tokens per step, at most the backend's.
+    prompt_seconds: by how much prompts may lengthen a step, but at least by the time of a decode step; inf:
+    no limit, as for a single sequence (engine/pacing.py). flops: operations of a token by the number of
+    tokens before it; None: the same for all. thresholded: for which tokens small values are set to zero in
+    graphs with thresholds (operations.Threshold): generated tokens, or also prompts; it does not depend on
+    the step. speculator: drafts tokens (engine/speculation.py); None: one token per sequence and step.
+    prompt_cache: stores and finds blocks on disk; None: off. is_encoder: texts are computed only for a tap
+    (`prepare_tap`), each in one step. collect_stats: collect the backend's statistics of every step in
+    step_stats.
+
+    Raises OutOfMemoryError if the backend's cache cannot hold one whole context.
     """
 
     def __init__(  # noqa: PLR0913
@@ -124,7 +121,7 @@ class Engine:
         max_pages = -(-n_ctx // PAGE_SIZE)
         if backend.n_pages < max_pages:
             raise OutOfMemoryError(
-                f"a context of {n_ctx} tokens needs {max_pages} pages of the KV cache, "
+                f"a context of {n_ctx} tokens needs {max_pages} blocks of the KV cache, "
                 f"which has {backend.n_pages}; lower n_ctx to {backend.n_pages * PAGE_SIZE}"
             )
         self.backend = backend
@@ -132,10 +129,10 @@ class Engine:
         max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self.n_ctx = min(n_ctx, max_batch) if is_encoder else n_ctx
         self.collect_stats = collect_stats
-        if backend.n_states:  # each needs one to go on from and one to write, and so does `take_states`
+        if backend.n_states:  # each sequence reads one and writes another, and `take_states` needs two
             if backend.n_states < 4:
                 raise OutOfMemoryError(
-                    f"a cache of {backend.n_states} recurrent states is too small; 4 will do"
+                    f"a cache of {backend.n_states} recurrent states is too small; at least 4 are needed"
                 )
             max_sequences = min(max_sequences, backend.n_states // 2 - 1)
         self.max_sequences = max_sequences
@@ -149,7 +146,7 @@ class Engine:
         )  # fmt: skip
         self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache
         self.slots: dict[int, Prefix] | None = None  # see `keep_slots`
-        self.default_adapters = NO_ADAPTERS  # of sequences that name none
+        self.default_adapters = NO_ADAPTERS  # of sequences that choose none
         reader = None if speculator is None else speculator.reader
         self._batches = BatchBuilder(
             max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states),
@@ -158,41 +155,45 @@ class Engine:
         self._forget_requests()
 
     def reset(self) -> None:
-        """Forgets every sequence and every prefix, as they are: a forked process has none of them."""
+        """Drop every sequence and cached prefix without ending them: a forked process has none of them."""
         self.scheduler.reset()
         if self.speculator is not None:
             self.speculator.reset()
         self._forget_requests()
 
     def close(self) -> None:
-        """Stores what waits for the disk, and frees what drafts tokens; safe to call twice."""
+        """Write pending blocks to disk and free the drafter; safe to call twice."""
         if self.scheduler.prompt_cache is not None:
             self.scheduler.prompt_cache.close()
         if self.speculator is not None:
             self.speculator.close()
 
     def set_adapters(self, adapters: AdapterSet) -> None:
-        """Between two steps: the adapters that sequences may have from now on, and those of all that name
-        none. What unfinished sequences have must be among them. Raises UnsupportedModelError for a backend
-        that takes none."""
+        """Set the adapters that sequences may use from now on; call it between two steps.
+
+        Adapters of unfinished sequences must be among them. Raises UnsupportedModelError if the backend does
+        not support adapters.
+        """
         taking_adapters(self.backend).adapters = adapters
         self.default_adapters = adapters.default
         self._batches.has_adapters = bool(adapters.adapters)
 
     def keep_slots(self) -> dict[int, Prefix]:
-        """From now on, the tokens of the latest answer of each slot that came to its end, as far as its full
-        pages go: for those who store them (engine/saved_prefix.py). By `Sequence.id_slot`."""
+        """Return the latest answer's tokens by `Sequence.id_slot`, in full blocks; recorded from now on.
+
+        engine/saved_prefix.py stores them.
+        """
         if self.slots is None:
             self.slots = {}
         return self.slots
 
     def _forget_requests(self) -> None:
-        self._interrupted: set[Sequence | None] = set()  # by other threads; None: all sequences
-        self._in_flight: frozenset[Sequence] = frozenset()  # of the step that the backend runs
-        self._flight: _Flight | None = None  # the same step, if it may be ended for a new sequence
-        self._was_preempted = False  # a step was ended so
-        self._next_deadline = math.inf  # of those that run or wait, or earlier
-        self._seconds_each = 0.0  # that sequences run, those that came to their end lately
+        self._interrupted: set[Sequence | None] = set()  # to be cancelled; None: all sequences
+        self._in_flight: frozenset[Sequence] = frozenset()  # sequences of the step that the backend runs
+        self._flight: _Flight | None = None  # the same step, if a new sequence may cancel it
+        self._was_preempted = False  # a new sequence cancelled the latest step
+        self._next_deadline = math.inf  # the earliest deadline, or an earlier time
+        self._seconds_each = 0.0  # average run time of recently finished sequences
 
     # ---- requests ----
 
@@ -208,13 +209,12 @@ class Engine:
         owner: Owner | None = None,
         adapters: AdapterScales | None = None,
     ) -> Sequence:
-        """A checked sequence that generates after `prompt` once it is given to `enqueue`.
+        """Return a checked sequence that generates after `prompt` once it is passed to `enqueue`.
 
-        stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
-        constraint: what the answer must follow; it ends with "stop" where nothing can follow. breakers: as of
-        `Sampler`. owner: for whom it runs. adapters: None: those of all that name none. Raises
-        ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
-        outside the vocabulary.
+        stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again. constraint:
+        the form of the answer, which ends with "stop" when nothing may follow. breakers: see `Sampler`.
+        owner: the client. adapters: None: the default ones. Raises ContextLengthError if the prompt and one
+        token do not fit, and InvalidRequestError if a token id is outside the vocabulary.
         """
         self.require_logits()
         params = params or SamplingParams()
@@ -248,12 +248,12 @@ class Engine:
         as_answer: bool = False,
         owner: Owner | None = None,
     ) -> Sequence:
-        """A checked sequence of tokens whose logits are wanted and after which nothing is generated.
+        """Return a checked sequence that computes the logits of `tokens` and generates nothing.
 
-        on_logits(position, rows) is called in order with float32 rows [n, n_vocab] of positions position,
-        position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes
-        with "length". as_answer: all tokens are computed as generated ones would be, not as a prompt.
-        Raises ContextLengthError when the tokens do not fit.
+        on_logits(position, rows): called in order with float32 rows [n, n_vocab] of the positions position,
+        position + 1, ..., beginning at `first`; the rows are valid during the call. as_answer: compute all
+        tokens like generated ones, not like a prompt. The sequence finishes with "length". Raises
+        ContextLengthError if the tokens do not fit.
         """
         self.require_logits()
         checked = self.fitting(tokens)
@@ -273,12 +273,12 @@ class Engine:
         *,
         owner: Owner | None = None,
     ) -> Sequence:
-        """A sequence of which a value inside is wanted, and after which nothing is generated.
+        """Return a sequence that computes a tap of `tokens` and generates nothing.
 
-        name: of a value of the graph with a row for each token. on_tap(position, rows) is called in order, in
-        the thread that computes, with float32 rows [n, width] of positions position, position + 1, ...
-        All tokens are computed, and no page of them is left to others. The sequence finishes with "length".
-        Raises ContextLengthError when the tokens do not fit.
+        name: a value of the graph with a row for each token. on_tap(position, rows): called in order, in the
+        engine's thread, with float32 rows [n, width] of the positions position, position + 1, ... The
+        sequence neither reuses cached blocks nor leaves any. It finishes with "length". Raises
+        ContextLengthError if the tokens do not fit.
         """
         sequence = self._new(self.fitting(tokens), owner, reuse_prefix=False)
         sequence.tap, sequence.on_tap = name, on_tap
@@ -293,7 +293,7 @@ class Engine:
         n_tokens_max: int | None = None,
         as_answer: bool = False,
     ) -> Sequence:
-        """A sequence of checked tokens; every one is made here. n_tokens_max: with what is generated."""
+        """Return a sequence of checked tokens. n_tokens_max: prompt and answer together."""
         sequence = Sequence(tokens, n_tokens_max or len(tokens), owner or Owner())
         sequence.reuse_prefix = reuse_prefix
         match self.thresholded:
@@ -308,9 +308,9 @@ class Engine:
         return sequence
 
     def enqueue(self, sequence: Sequence) -> Sequence:
-        """Queues a new sequence and returns it; call `step` until its `finish_reason` is set."""
-        if sequence.finish_reason is None:  # it may have been cancelled before it came here
-            if sequence.has_default_adapters:  # those of now: they may have changed since it was prepared
+        """Queue a new sequence and return it; call `step` until its `finish_reason` is set."""
+        if sequence.finish_reason is None:  # it may already be cancelled
+            if sequence.has_default_adapters:  # they may have changed since it was prepared
                 sequence.adapter_scales = self.default_adapters
             scales = sequence.adapter_scales
             if scales and not taking_adapters(self.backend).adapters.has(scales):
@@ -321,15 +321,15 @@ class Engine:
         return sequence
 
     def require_logits(self) -> None:
-        """Raises InvalidRequestError for an encoder, which has none."""
+        """Raise InvalidRequestError if the model is an encoder, which computes no logits."""
         if self.is_encoder:
             raise InvalidRequestError(
-                "this is an embedding model, which generates no text and scores none; use hotset embed or "
+                "this is an embedding model, which neither generates nor scores text; use hotset embed or "
                 "/v1/embeddings"
             )
 
     def fitting(self, tokens: Tokens[int] | np.ndarray) -> list[int]:
-        """As `checked`; ContextLengthError where they do not fit."""
+        """Return checked tokens. Raises ContextLengthError if they do not fit; see also `checked`."""
         checked = self.checked(tokens)
         if len(checked) > self.n_ctx:
             raise ContextLengthError(
@@ -341,16 +341,16 @@ class Engine:
         return checked
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a queued sequence between two steps and frees its pages; a finished one stays as it is."""
+        """End a queued sequence between two steps and free its blocks; do nothing if it has finished."""
         if sequence.finish_reason is None:
             self._finish(sequence, "cancelled")
 
     def interrupt(self, sequence: Sequence | None, *, spare_others: bool = False) -> None:
-        """Cancels a sequence (None: all) from any thread, and ends the step in flight if it is in there.
+        """Cancel a sequence (None: all) from any thread, and cancel the step in flight if it computes it.
 
-        spare_others: only if no other sequence is left in it, whose work would be undone. The sequence is
-        over when the driving thread comes to its next step, or calls `end_interrupted`. A step that was just
-        about to begin is not ended: until the sequence's finish_reason is set, call again.
+        spare_others: cancel the step only if it computes no other sequence. The sequence ends when the
+        engine's thread begins its next step or calls `end_interrupted`. A step that is just about to begin is
+        not cancelled: call again until finish_reason is set.
         """
         self._interrupted.add(sequence)
         in_flight = self._in_flight
@@ -360,11 +360,11 @@ class Engine:
             self.cancel_step()
 
     def preempt_step(self, sequence: Sequence) -> None:
-        """Ends the step in flight, from any thread, for a new sequence that would have to wait for it long.
+        """Cancel the step in flight, from any thread, if a new sequence would wait for it for long.
 
-        That is where it reads prompts, more than the new one has to read and none to its end, and is less
-        than half done: what is lost is never more than what would have been waited. The next step computes it
-        again, with the new one in it, and is not ended so.
+        This applies to a step that prefills more tokens than the new sequence has, completes no prompt, and
+        is less than half done. So the lost work never exceeds the wait that it saves. The next step computes
+        it again together with the new sequence, and is not cancelled this way.
         """
         flight = self._flight
         if flight is None or self.scheduler.waiting or not self.scheduler.free_slots:
@@ -375,18 +375,18 @@ class Engine:
             self.cancel_step()
 
     def cancel_step(self) -> None:
-        """Ends the step in flight, from any thread, where the backend can."""
+        """Cancel the step in flight, from any thread, if the backend can."""
         self.backend.cancel()
 
     def end_interrupted(self) -> None:
-        """Cancels what `interrupt` asked for; for the thread that drives the engine."""
+        """Cancel the sequences passed to `interrupt`; for the thread that runs the engine."""
         while self._interrupted:
             sequence = self._interrupted.pop()
             for each in self.scheduler.unfinished if sequence is None else [sequence]:
                 self.cancel(each)
 
     def end_overdue(self) -> None:
-        """Ends those whose time is over."""
+        """End the sequences whose deadline has passed."""
         now = time.perf_counter()
         if now < self._next_deadline:
             return
@@ -399,18 +399,18 @@ class Engine:
         self._next_deadline = left
 
     def fail(self, error: Exception) -> None:
-        """Ends every sequence with an error."""
+        """End every sequence with an error."""
         for sequence in self.scheduler.unfinished:
             self._fail(sequence, error)
 
     def seconds_to_wait(self) -> float:
-        """About how long it is until one of those that run comes to its end; from any thread."""
+        """Estimate the seconds until the next running sequence finishes; from any thread."""
         running = list(self.scheduler.running)
         oldest = max((time.perf_counter() - each.started for each in running), default=0.0)
         return (self._seconds_each or oldest) / max(len(running), 1)
 
     def counters(self) -> Counters:
-        """The counters as they are, from any thread: of a step that is being collected perhaps a part."""
+        """Return a copy of the counters, from any thread; a step may be counted only in part."""
         pool = self.scheduler.pool
         return replace(
             self._counted,
@@ -423,17 +423,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Return whether there is any unfinished sequence."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     # ---- the loop ----
 
     def step(self) -> list[Sequence]:
-        """Runs one batch; returns the sequences that got a token, got logits, or ended.
+        """Run one batch; return the sequences that got a token or logits, or that ended.
 
-        When the backend fails, the sequences of the batch end with "error" and its exception is raised; the
-        others, and the engine, go on. After an interruption (Ctrl-C) every sequence can go on. A step that
-        was cancelled returns nothing; what was in it is computed by the next, but for interrupted sequences.
+        If the backend fails, the sequences of the batch end with "error" and the exception is raised; other
+        sequences continue. After an interruption (Ctrl-C) every sequence can continue. A cancelled step
+        returns nothing; the next step computes its work again, except for interrupted sequences.
         """
         self.end_interrupted()
         self.end_overdue()
@@ -448,9 +448,9 @@ class Engine:
         n_answers, units = self._load_of(chunks)
         n_rows = sum(sequence.n_rows(n) for sequence, n in chunks if sequence.on_logits)
         if not self._was_preempted and not any(1 < n == sequence.n_missing for sequence, n in chunks):
-            load = units + n_rows * self.scheduler.prompt_share.of_row(n_answers)
-            self._flight = _Flight(begun, self.scheduler.prompt_share.seconds_of(load, n_answers), load)
-        # Last of all: it wakes another thread, for which this one would have to wait while it runs Python.
+            load = units + n_rows * self.scheduler.prefill_budget.of_row(n_answers)
+            self._flight = _Flight(begun, self.scheduler.prefill_budget.seconds_of(load, n_answers), load)
+        # Last, because it wakes another thread, which would delay this one while it runs Python.
         for sequence, n in chunks:
             if sequence.sampler and n >= sequence.n_missing:
                 sequence.sampler.look_ahead()
@@ -482,13 +482,13 @@ class Engine:
         if self.collect_stats:
             self.step_stats = self.backend.stats()
         changed = self._collect(chunks, result, now)
-        # Rows of logits are read in here, and all other sequences wait for it.
+        # Consumers read rows of logits in `_collect`, and all other sequences wait for them.
         seconds = (time.perf_counter() if n_rows else now) - begun
-        self.scheduler.prompt_share.note(units, n_answers, seconds, n_rows)
+        self.scheduler.prefill_budget.note(units, n_answers, seconds, n_rows)
         return changed
 
     def _load_of(self, chunks: Chunks) -> tuple[int, float]:
-        """How many answers a step goes on with, and what it does of prompts, in units (engine/pacing.py)."""
+        """Return how many sequences a step decodes, and its prefill cost (engine/pacing.py)."""
         n_answers, units = 0, 0.0
         for sequence, n in chunks:
             if n - len(sequence.draft) == 1:
@@ -498,7 +498,7 @@ class Engine:
         return n_answers, units
 
     def _collect(self, chunks: Chunks, result: StepResult, now: float) -> list[Sequence]:
-        """Hand out rows, draw tokens, make full pages findable, end finished sequences, and report them."""
+        """Hand out rows, draw tokens, register full blocks, end finished sequences, and report them."""
         changed: set[Sequence] = set()
         answers: list[_Answer] = []
         row = token = 0
@@ -511,10 +511,10 @@ class Engine:
             is_last = end == len(sequence.tokens)
             if is_last and self._lacks_mask(sequence, until):
                 sequence.waits_for_mask = True
-                continue  # n_computed stays behind: the chunk runs again, to the same bits
+                continue  # n_computed is unchanged: the chunk runs again, with the same bits
             if n_rows or is_last:
                 changed.add(sequence)
-            # An interruption in here leaves n_computed behind: the chunk runs again, to the same bits.
+            # An interruption here leaves n_computed unchanged: the chunk runs again, with the same bits.
             try:
                 self._hand_out(sequence, result, rows, range(first, token), end)
             except Exception as error:
@@ -529,7 +529,7 @@ class Engine:
                 if is_last:
                     self._end(sequence)
         self._draw(answers)
-        # Last of all: a report may wake another thread, for which this one would have to wait.
+        # Last, because a report may wake another thread, which would delay this one.
         reported = [sequence for sequence, _ in chunks if sequence in changed]
         for sequence in reported:
             if sequence.finish_reason is None:
@@ -538,18 +538,18 @@ class Engine:
 
     @staticmethod
     def _hand_out(sequence: Sequence, result: StepResult, rows: range, tokens: range, end: int) -> None:
-        """Give a sequence its rows of logits and of taps. tokens: of the batch; end: of the chunk."""
+        """Pass a sequence its rows of logits and taps. tokens: range in the batch; end: of the chunk."""
         start = sequence.n_computed
         if sequence.on_logits and sequence.first_output < min(end, sequence.n_prompt):
             sequence.on_logits(end - len(rows), result.logits[rows.start : rows.stop])
-            sequence.first_output = end  # not again, should the sequence lose its pages
+            sequence.first_output = end  # do not report them again after a preemption
         if sequence.on_tap and sequence.tap and end > sequence.first_output:
             new = max(sequence.first_output - start, 0)
             sequence.on_tap(start + new, result.taps[sequence.tap][tokens.start + new : tokens.stop])
             sequence.first_output = end
 
     def _draw(self, answers: list[_Answer]) -> None:
-        """Draw the next tokens of all answers at once, until each has its own."""
+        """Draw the next tokens of all answers together, until every answer is complete."""
         while answers:
             going, jobs = [], []
             for answer in answers:
@@ -567,7 +567,7 @@ class Engine:
             answers = going
 
     def _advance(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that the tokens of a sequence from start to end were computed."""
+        """Record that the tokens of a sequence from `start` to `end` are computed."""
         sequence.n_computed = end
         self._counted.prompt_tokens += max(min(end, sequence.n_prompt) - start, 0)
         if end // PAGE_SIZE > sequence.n_registered and not sequence.tap:
@@ -580,9 +580,9 @@ class Engine:
             self._finish(sequence, reason)
 
     def _lacks_mask(self, sequence: Sequence, until: float) -> bool:
-        """Whether a sequence cannot have its token now, since its constraint is still looking for the mask.
+        """Return whether a sequence must wait because its constraint still computes the next mask.
 
-        What is slow is not waited for, unless nothing else runs.
+        A slow constraint is waited for only if nothing else runs.
         """
         constraint = sequence.sampler.constraint if sequence.sampler else None
         if constraint is None:
@@ -591,7 +591,7 @@ class Engine:
         return constraint.is_busy(_ALONE_SECONDS if self.scheduler.n_unfinished == 1 else seconds)
 
     def _take_masks(self) -> None:
-        """Lets those take part again whose mask has been found; where all wait, for the first of them."""
+        """Resume sequences whose mask is ready; if all wait, wait briefly for the first one."""
         running = self.scheduler.running
         all_wait = bool(running) and all(sequence.waits_for_mask for sequence in running)
         for sequence in running:
@@ -603,11 +603,13 @@ class Engine:
     def _append_tokens(
         self, sequence: Sequence, result: StepResult, rows: range, now: float, until: float
     ) -> Draws:
-        """Append the token that is forced or drawn after the first of some rows of logits, and after each
-        further one while the token before it is the drafted one. Yields draws, and is sent tokens."""
+        """Append the token that follows the first row, and one per further row while the draft is right.
+
+        Yields jobs of `draw_tokens`, and is sent their tokens; forced tokens need no draw.
+        """
         draft, sequence.draft = sequence.draft, []
         if len(sequence.tokens) > sequence.n_prompt and _end_of(sequence) is not None:
-            return  # an interruption came between its last token and its end
+            return  # it was interrupted after its last token
         sequence.n_steps += 1
         self._counted.answer_steps += 1
         n_verified = n_right = 0
@@ -637,7 +639,7 @@ class Engine:
             self.scheduler.trim_pages(sequence)
 
     def _lacks_next_mask(self, sequence: Sequence, until: float) -> bool:
-        """As _lacks_mask, of a further token of the same step."""
+        """Return the result of `_lacks_mask` for a further token of the same step."""
         if sequence.sampler:
             sequence.sampler.look_ahead()
         return self._lacks_mask(sequence, until)
@@ -679,7 +681,7 @@ class Engine:
         sequence.notify()
 
     def _store(self, sequence: Sequence) -> None:
-        """Has the pages of an answer at its end stored, and its tokens kept, where that is asked for."""
+        """Write the blocks of a finished answer to disk and keep its tokens, if these are enabled."""
         prompt_cache = self.scheduler.prompt_cache
         wanted = prompt_cache is not None or self.slots is not None
         if not wanted or sequence.sampler is None or not sequence.n_registered:
@@ -704,14 +706,14 @@ class Engine:
                 assert_never(reason)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        # What its traceback's frames hold, a plan and the weights behind it, would live until the collector
-        # comes, since they lead back to the sequence: at a process's end too late for the native core.
+        # The traceback's frames refer to this sequence. That cycle would keep the plan and its weights alive
+        # until a garbage collection; at the end of the process that is too late for the native core.
         traceback.clear_frames(error.__traceback__)
         self.latest_error = sequence.error = error
         self._finish(sequence, "error")
 
     def checked(self, tokens: Tokens[int] | np.ndarray) -> list[int]:
-        """Token ids as a list of int; InvalidRequestError where one is not in the vocabulary."""
+        """Return token ids as a list of int. Raises InvalidRequestError if one is not in the vocabulary."""
         try:
             checked = np.asarray(tokens)
         except ValueError:  # lists of different lengths
@@ -730,7 +732,7 @@ class Engine:
 
 
 def _end_of(sequence: Sequence) -> FinishReason | None:
-    """Whether its latest token ends an answer, and how."""
+    """Return why the latest token ends the answer; None if it does not."""
     sampler = sequence.sampler
     if sampler is not None:
         constraint = sampler.constraint

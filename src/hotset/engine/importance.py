@@ -1,4 +1,4 @@
-"""Collects an importance matrix: squares of what each weight matrix is multiplied with, over a text."""
+"""Collects an importance matrix: sums of squares of each weight matrix's inputs over a text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Source:
-    """A value of the graph that matrices are multiplied with.
+    """A value of the graph that is the input of matrices.
 
-    route: the value that names the experts of a token; None: the matrices are every token's. n_parts: of the
-    value, one for each expert of the token; 1: all experts have the whole value.
+    route: the value that holds a token's expert ids; None: the matrices apply to every token. n_parts: parts
+    of the value, one for each expert of the token; 1: every expert reads the whole value.
     """
 
     name: str
@@ -35,7 +35,7 @@ class _Source:
 
 @dataclass
 class _Sums:
-    """Squares of a source's values so far, and the tensors they are for (in old files one an expert)."""
+    """The sums of squares of a source, and the tensors that they are for; old files have one per expert."""
 
     squares: np.ndarray
     counts: np.ndarray
@@ -51,11 +51,11 @@ def collect(
     output: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImportanceMatrix:
-    """Of every matrix of the layers; with `output` also of the output matrix. A matrix with a row per neuron
-    (ffn_down_t) counts by the name of the one by output, of which it is a copy.
+    """Return the importance matrix of all layers' matrices; with `output`, also of the output matrix.
 
-    tap_steps: Model.tap_steps. tokens: int32 [n_chunks, n_tokens], each row a text of its own. progress:
-    called with (tokens done, tokens of all).
+    A neuron-major copy of a matrix (ffn_down_t) is listed under the original's name. tap_steps:
+    Model.tap_steps. tokens: int32 [n_chunks, n_tokens], each row a separate text. progress: called with
+    (tokens done, total tokens).
     """
     sums = _sources(graph, output)
     names = sorted({source.name for source in sums} | {s.route for s in sums if s.route is not None})

@@ -1,4 +1,4 @@
-"""How likely a model finds given continuations: sums of log-probabilities, several sequences in each step."""
+"""Log-likelihoods of continuations: sums of log-probabilities, with several sequences in each step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hotset.errors import StepCancelledError
 
 @dataclass(frozen=True)
 class Continuation:
-    """tokens: of a whole text. first: the first of them that is scored, at least 1."""
+    """A text of token ids. first: index of the first scored token, at least 1."""
 
     tokens: Sequence[int]
     first: int
 
 
 def log_likelihoods(engine: Engine, continuations: Sequence[Continuation]) -> np.ndarray:
-    """float64 [n]: of each, Σ ln p(token i | the tokens before it) over its tokens from `first` on.
+    """Return float64 [n]: for each, the sum of ln p(token i | tokens before it) from index `first` on.
 
-    They run side by side, and what they have in common is computed once where it fills pages; no number
-    depends on the others. Where generated tokens are thresholded (operations.Threshold) all of them are.
-    Raises ContextLengthError for one that does not fit, before any is computed.
+    All run concurrently and share the blocks of common prefixes; no result depends on the others. If
+    generated tokens are thresholded (operations.Threshold), all tokens are. Raises ContextLengthError before
+    any is computed if one does not fit.
     """
     sums = np.zeros(len(continuations))
 
@@ -38,7 +38,7 @@ def log_likelihoods(engine: Engine, continuations: Sequence[Continuation]) -> np
 
         return add
 
-    sequences = [  # (nothing follows the last token)
+    sequences = [  # without the last token, after which nothing is scored
         engine.prepare_score(one.tokens[:-1], adder(index), first=one.first - 1, as_answer=True)
         for index, one in enumerate(continuations)
     ]

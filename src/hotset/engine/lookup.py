@@ -1,8 +1,8 @@
-"""Drafts by n-gram lookup: what followed the latest tokens where they occurred before.
+"""Drafts by n-gram lookup: the tokens that followed the latest tokens where they occurred before.
 
-They are looked for in the sequence, prompt and answer, and in a text. Summaries, edited code and answers over
-a given text repeat long pieces of it. Looking them up takes microseconds, so that a draft costs nothing but
-its verification.
+Earlier occurrences are sought in the sequence itself, prompt and answer, and optionally in a text. Summaries,
+edited code and answers about a given text repeat long parts of it. A lookup takes microseconds, so a draft
+costs only its verification.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft
 from hotset.errors import InvalidRequestError
 
-_SHORTEST = 2  # tokens of a match
-_LONGEST = 16  # of them that are compared
-_MOST_CANDIDATES = 24  # of a sequence's places, the latest first
-_CLASSES = 8  # of how sure a draft is: by the length of the match, and of what was drafted since
-_TEXT_GRAM = 3  # tokens by which places of a text are found
-_TEXT_CANDIDATES = 4096
+_SHORTEST = 2  # tokens that must match
+_LONGEST = 16  # tokens that are compared at most
+_MOST_CANDIDATES = 24  # places in a sequence that are compared at most, the latest first
+_CLASSES = 8  # classes of confidence: the length of the match plus the tokens drafted since, at most this
+_TEXT_GRAM = 3  # tokens that index the places of a text
+_TEXT_CANDIDATES = 4096  # places in a text that are compared at most
 MAX_TEXT_TOKENS = 1 << 22
-"""Of a text that is looked up: each takes 16 bytes of memory."""
+"""The longest text to look up; each token takes 16 bytes of memory."""
 
 
 class _Places:
-    """Where pairs of tokens end in a growing list of tokens: the latest place by pair, and before each place
-    the one with the same pair before it. Memory: an entry of a dictionary and of a list for each token."""
+    """An index of a growing list of tokens by pairs of neighbouring tokens.
+
+    It stores the latest place of each pair, and for each place the previous one of the same pair. Memory: an
+    entry of a dictionary and one of a list per token.
+    """
 
     __slots__ = ("_before", "_latest", "n_seen")
 
@@ -37,7 +40,7 @@ class _Places:
         self.n_seen = 0
 
     def take_in(self, tokens: list[int]) -> None:
-        """Notes the places of all but the last pair, which is what is looked for."""
+        """Add the places of all new pairs except the last pair, which is the one to search for."""
         latest, before = self._latest, self._before
         for i in range(self.n_seen, len(tokens) - 1):
             if i:
@@ -49,8 +52,10 @@ class _Places:
         self.n_seen = max(self.n_seen, len(tokens) - 1)
 
     def longest(self, tokens: list[int]) -> tuple[int, int]:
-        """The place behind the longest earlier match of the end of `tokens`, the latest of them, and how many
-        tokens match; 0 where none does."""
+        """Return the place after the longest earlier match of the end of `tokens`, and the match's length.
+
+        Among equally long matches the latest one wins. Without a match both are 0.
+        """
         n = len(tokens)
         if n < _SHORTEST:
             return 0, 0
@@ -72,21 +77,21 @@ class _Places:
 
 
 class LookupText:
-    """A text whose n-grams are looked up by every sequence: sorted once, and only read from then on.
+    """A text whose n-grams all sequences look up. Its index is sorted once and never changes.
 
-    tokens: int [n], at most MAX_TEXT_TOKENS. n_vocab: of the model. Raises InvalidRequestError for a text
-    that is too long, or too short to find anything.
+    tokens: int [n], at most MAX_TEXT_TOKENS. n_vocab: of the model. Raises InvalidRequestError if the text is
+    too long or too short.
     """
 
     def __init__(self, tokens: Many[int] | np.ndarray, n_vocab: int) -> None:
         self._tokens = np.asarray(tokens, np.int64)
         if not _TEXT_GRAM < len(self._tokens) <= MAX_TEXT_TOKENS:
             raise InvalidRequestError(
-                f"the text to look up has {len(self._tokens)} tokens, and {_TEXT_GRAM + 1} to "
-                f"{MAX_TEXT_TOKENS} are taken; give a longer text, or a part of this one"
+                f"the text to look up has {len(self._tokens)} tokens, but must have {_TEXT_GRAM + 1} to "
+                f"{MAX_TEXT_TOKENS}; give a longer text, or a part of this one"
             )
         self._n_vocab = n_vocab
-        grams = np.zeros(len(self._tokens) - _TEXT_GRAM, np.int64)  # nothing follows the last
+        grams = np.zeros(len(self._tokens) - _TEXT_GRAM, np.int64)  # without the last: no token follows it
         for i in range(_TEXT_GRAM):
             grams = grams * n_vocab + self._tokens[i : len(grams) + i]
         self._order = np.argsort(grams, kind="stable").astype(np.int32)
@@ -94,7 +99,7 @@ class LookupText:
         self._tokens = self._tokens.astype(np.int32)
 
     def longest(self, tokens: list[int]) -> tuple[int, int]:
-        """As _Places.longest, of a place in the text."""
+        """Return the result of _Places.longest for a place in the text."""
         if len(tokens) < _TEXT_GRAM:
             return 0, 0
         gram = 0
@@ -114,14 +119,17 @@ class LookupText:
         return int(starts[-1]) + _TEXT_GRAM, length
 
     def after(self, place: int, n: int) -> list[int]:
-        """At most n tokens from a place on."""
+        """Return at most n tokens from `place` on."""
         found: list[int] = self._tokens[place : place + n].tolist()
         return found
 
 
 class LookupDrafter:
-    """Drafts what followed the longest match of a sequence's end: in itself, or, where it is longer there, in
-    a text. A class is the number of tokens that match, with those drafted before."""
+    """A drafter that proposes the tokens after the longest match of a sequence's end.
+
+    It searches the sequence, and the text, which wins if its match is longer. A draft token's class is the
+    length of the match plus the number of tokens drafted before it.
+    """
 
     name = "ngram"
     seconds_per_token = 0.0
@@ -157,7 +165,7 @@ class LookupDrafter:
             return Draft([], [])
         found = tokens[place : place + n]
         period = len(tokens) - place
-        while len(found) < n:  # what repeats itself goes on
+        while len(found) < n:  # the match overlaps the end: continue the repetition
             found.append(found[-period])
         return _classed(found, length)
 

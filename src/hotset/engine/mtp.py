@@ -1,10 +1,10 @@
 """Drafts by a model's own layer for multi-token prediction (MTP, `nextn`).
 
-Such a layer reads a token's embedding and the model's hidden state before that token, and predicts the token
-behind it; with its own hidden state it goes on. Its keys and values are in pages of the model's numbers, so
-they are there wherever the model's are: shared with a prefix, lost with a sequence that is preempted. What
-the layer holds of a token depends on nothing but the tokens up to it. The hidden state behind a page, which
-the first token after it needs, is kept with the page.
+The layer reads a token's embedding and the model's hidden state before that token, and predicts the next
+token. It continues from its own hidden state. Its keys and values use the model's block numbers, so they
+share the fate of the model's blocks: shared with a prefix, lost at a preemption. The layer's entries of a
+token depend only on the tokens up to it. The hidden state after a block, which the first token after the
+block needs, is stored with the block.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ Rows = np.ndarray  # float32 [n, n_embd]
 
 @dataclass(slots=True)
 class _Followed:
-    """A sequence. pages: its list of them, as it was. n_entries: tokens that the layer has read; of the first
-    one it reads nothing. hidden: the model's hidden states at the positions from `first` on, which later
-    tokens need."""
+    """A followed sequence.
+
+    pages: the identity of its block list, which changes when it takes over blocks. n_entries: tokens that the
+    layer has computed; it skips the first token. hidden: the model's hidden states from position `first` on,
+    which later tokens need.
+    """
 
     pages: list[int]
     n_entries: int
@@ -40,11 +43,11 @@ class _Followed:
     hidden: Rows
 
     def before(self, first: int, end: int) -> Rows:
-        """The hidden states before the tokens [first, end)."""
+        """Return the hidden states before the tokens [first, end)."""
         return self.hidden[first - 1 - self.first : end - 1 - self.first]
 
     def add(self, start: int, hidden: Rows) -> None:
-        """Takes in those of a step that began with the token `start`; later ones were of rejected tokens."""
+        """Add the states of a step that began at token `start`; drop older states of rejected tokens."""
         first = max(min(self.n_entries - 1, start), self.first)
         kept = self.hidden[first - self.first : start - self.first]
         self.hidden, self.first = np.concatenate([kept, hidden]), first
@@ -52,7 +55,7 @@ class _Followed:
 
 @dataclass(slots=True)
 class _Reading:
-    """What the layer reads in a call: tokens of a sequence from `start` on, each with the state before it."""
+    """Work of the layer in one call: tokens of a sequence from `start` on, and the states before them."""
 
     own: _Followed
     tokens: list[int]
@@ -62,7 +65,7 @@ class _Reading:
 
 @dataclass(slots=True)
 class _Drafting:
-    """A sequence of this call, what the layer reads of it next, and what was drafted, n tokens at most."""
+    """A sequence of one call: the layer's next work, and a draft of at most n tokens."""
 
     reading: _Reading
     n: int
@@ -71,11 +74,11 @@ class _Drafting:
 
 
 class MtpDrafter(OfModel):
-    """Drafts with a layer for multi-token prediction, and follows all sequences of its model's steps.
+    """A drafter that uses a multi-token prediction layer. It follows all sequences in the model's steps.
 
-    layer: its stage, with as many pages as the model's cache; for this alone. reads: the value of the model's
-    graph with the last hidden states of all tokens, and normed: what makes NEXTN_INPUT of its rows.
-    close: frees the layer.
+    layer: a stage with as many blocks as the model's cache, used only here. reads: the value of the model's
+    graph with the last hidden states of all tokens; `normed` turns its rows into NEXTN_INPUT. close: frees
+    the layer.
     """
 
     name = "mtp"
@@ -86,27 +89,29 @@ class MtpDrafter(OfModel):
         super().__init__(close)
         self._layer, self.reads, self._normed = layer, reads, normed
         assert layer.entering is not None
-        self._ends = np.zeros((layer.n_pages, layer.entering.width), np.float32)  # hidden state behind a page
+        self._ends = np.zeros((layer.n_pages, layer.entering.width), np.float32)  # hidden state after a block
         self._followed: dict[Sequence, _Followed] = {}
 
     def reset(self) -> None:
-        """Forgets every sequence."""
+        """Forget every sequence."""
         self._followed.clear()
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence that came to its end."""
+        """Forget a finished sequence."""
         self._followed.pop(sequence, None)
 
     # ---- the model's steps
 
     def note_step(self, chunks: Many[tuple[Sequence, int]], rows: Rows) -> None:
-        """As StepReader. The layer reads prompts, and what completes a page, at once; other tokens when it
-        drafts."""
+        """Record a step, as described in StepReader.
+
+        The layer computes prompts, and tokens that complete a block, at once; other tokens when it drafts.
+        """
         rows, at, due = self._normed(rows), 0, []
         for sequence, n in chunks:
             hidden, at = rows[at : at + n], at + n
             if sequence.tap:
-                continue  # nothing is generated after it, and its pages are not shared
+                continue  # it generates nothing, and its blocks are not shared
             start, own = sequence.n_computed, self._follow(sequence)
             own.add(start, hidden)
             end = start + n
@@ -117,17 +122,17 @@ class MtpDrafter(OfModel):
         self._catch_up(due)
 
     def _follow(self, sequence: Sequence) -> _Followed:
-        """What is known of a sequence; after it was admitted, or took over pages, what these hold."""
+        """Return a sequence's record. After admission or a takeover of blocks, start it from the blocks."""
         own, start, pages = self._followed.get(sequence), sequence.n_computed, sequence.pages
         if own is not None and own.pages is pages:
             return own
-        assert start % PAGE_SIZE == 0, "a sequence begins, and goes on elsewhere, with whole pages"
+        assert start % PAGE_SIZE == 0, "a sequence starts and resumes at the start of a block"
         hidden = self._ends[pages[start // PAGE_SIZE - 1]][None] if start else self._ends[:0]
         own = self._followed[sequence] = _Followed(pages, max(start, 1), max(start - 1, 0), hidden.copy())
         return own
 
     def _catch_up(self, due: list[tuple[_Followed, Sequence, int]]) -> None:
-        """Has the layer read the tokens of some sequences up to an end, drafted ones too."""
+        """Compute the layer for the tokens of some sequences up to an end, including drafted tokens."""
         readings: list[_Reading] = []
         left = self._layer.max_batch
         for own, sequence, end in due:
@@ -146,8 +151,7 @@ class MtpDrafter(OfModel):
             own.n_entries = max(end - len(sequence.draft), own.n_entries)
 
     def _read(self, readings: Many[_Reading], *, draws: bool = False) -> tuple[np.ndarray, Rows]:
-        """Runs the layer. draws: whether logits after the last token of each are wanted, and the layer's
-        hidden states there."""
+        """Run the layer; if `draws`, return the logits and hidden states after each last token."""
         n_pages = max(len(each.own.pages) for each in readings)
         table = np.full((len(readings), n_pages), -1, np.int32)
         for row, each in zip(table, readings, strict=True):
@@ -170,14 +174,14 @@ class MtpDrafter(OfModel):
     # ---- drafts
 
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
-        """As Drafter. No draft takes a page: those of a sequence have room for it, or it is shorter."""
+        """Draft tokens, as described in Drafter. A draft ends where the sequence's last block ends."""
         drafts = [Draft([], []) for _ in wanted]
         active: list[_Drafting] = []
         left = self._layer.max_batch
         for (sequence, n), draft in zip(wanted, drafts, strict=True):
             own, length = self._follow(sequence), len(sequence.tokens)
             n = min(n, len(sequence.pages) * PAGE_SIZE - length + 1)
-            start = min(own.n_entries, length - 1)  # the last one's logits are wanted
+            start = min(own.n_entries, length - 1)  # recompute the last token: its logits are needed
             if n < 1 or start <= own.first or left < length - start:
                 continue
             left -= length - start
@@ -188,11 +192,11 @@ class MtpDrafter(OfModel):
             while active:
                 active = self._go_on(active)
         except StepCancelledError:
-            pass  # what was drafted until then
+            pass  # keep the tokens drafted so far
         return drafts
 
     def _go_on(self, active: list[_Drafting]) -> list[_Drafting]:
-        """Drafts a token of each, and returns those that want another."""
+        """Draft one token of each, and return the entries that need more."""
         begun = time.perf_counter()
         logits, hidden = self._read([each.reading for each in active], draws=True)
         if all(len(each.reading.tokens) == 1 for each in active):
@@ -202,32 +206,32 @@ class MtpDrafter(OfModel):
             reading = each.reading
             end = reading.start + len(reading.tokens)
             if not each.draft.tokens:
-                reading.own.n_entries = end  # later tokens may turn out to be others
+                reading.own.n_entries = end  # entries of draft tokens may be overwritten
             if draw(each.draft, each.sampler, row) and len(each.draft.tokens) < each.n:
                 each.reading = _Reading(reading.own, each.draft.tokens[-1:], end, state[None])
                 left.append(each)
         return left
 
-    # ---- pages on the disk
+    # ---- blocks on disk
 
     @property
     def page_nbytes(self) -> int:
-        """Of what is kept of a page."""
+        """Return the bytes stored per block."""
         return self._layer.page_nbytes + int(self._ends[0].nbytes)
 
     def read_page(self, page: int) -> bytes:
-        """As CacheMemory."""
+        """Return a copy of a block, as described in CacheMemory."""
         return self._layer.read_page(page) + bytes(self._ends[page].tobytes())
 
     def write_page(self, page: int, data: bytes) -> None:
-        """As CacheMemory."""
+        """Overwrite a block, as described in CacheMemory."""
         n = self._layer.page_nbytes
         self._layer.write_page(page, data[:n])
         self._ends[page] = np.frombuffer(data[n:], np.float32)
 
 
 class CacheWithMtp:
-    """CacheMemory of a model with the layer that drafts for it: a page of both is one."""
+    """The CacheMemory of a model with its MTP layer: a block holds the data of both."""
 
     def __init__(self, model: CacheMemory, drafter: MtpDrafter) -> None:
         self._model, self._drafter = model, drafter
@@ -237,10 +241,10 @@ class CacheWithMtp:
         self.read_state, self.write_state = model.read_state, model.write_state
 
     def read_page(self, page: int) -> bytes:
-        """As CacheMemory."""
+        """Return a copy of a block, as described in CacheMemory."""
         return self._model.read_page(page) + self._drafter.read_page(page)
 
     def write_page(self, page: int, data: bytes) -> None:
-        """As CacheMemory."""
+        """Overwrite a block, as described in CacheMemory."""
         self._model.write_page(page, data[: self._n_bytes])
         self._drafter.write_page(page, data[self._n_bytes :])

@@ -1,13 +1,13 @@
-"""Perplexity by the protocol of llama-perplexity, of one model or of several side by side.
+"""Perplexity as llama-perplexity measures it, of one model or of several in parallel.
 
-The tokens are split into chunks of n_ctx, each computed on its own with BOS in place of its first token where
-the model has one; of each chunk the second half is scored, since its tokens have seen enough. The error is
-the standard error of the mean negative log-likelihood, carried through the exponential. Where small values of
-answers are thresholded (operations.Threshold) all tokens are: the measure is of how answers are predicted.
+The tokens are split into chunks of n_ctx tokens, each computed separately, with BOS in place of its first
+token if the model adds BOS. Only the second half of each chunk is scored, because its tokens have enough
+context. The error is the standard error of the mean negative log-likelihood, carried through the exponential.
+If generated tokens are thresholded (operations.Threshold), all tokens are: the result describes how answers
+are predicted.
 
-Side by side, every engine sees the same tokens, and each is measured against the first: what it predicts for
-a token is compared over the whole vocabulary while both rows of logits are there, so that nothing of the
-vocabulary's size outlives a step.
+With several engines, all compute the same tokens, and each is compared with the first over the whole
+vocabulary. Rows of logits are compared while both exist, so no data of the vocabulary's size outlives a step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hotset.reporter import Reporter
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
 
-_TILE_BYTES = 8 << 20  # of float64 logits that are compared at a time
+_TILE_BYTES = 8 << 20  # of float64 logits that are compared together
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a model is from the first one, over the tokens that were scored; errors are standard errors.
+    """The divergence of a model from the first one over the scored tokens, with standard errors.
 
     kl: mean over tokens of KL(first ‖ this) = Σ p₁ · (ln p₁ − ln p), in nats, over the whole vocabulary.
-    kl_median, kl_p99, kl_max: of the same values, the percentile with linear interpolation.
-    same_top: share of the tokens for which both find the same token likeliest.
-    ppl_ratio: perplexity over the first's; its error is that of the difference token by token, which is far
-    smaller than the errors of the two perplexities, since both stumble at the same words.
+    kl_median, kl_p99, kl_max: of the same values; percentiles with linear interpolation.
+    same_top: share of tokens for which both models rank the same token first.
+    ppl_ratio: perplexity divided by the first model's. Its error comes from the differences per token, and is
+    far smaller than the errors of the two perplexities, because both models fail at the same words.
     """
 
     kl: float
@@ -58,11 +58,11 @@ class Divergence:
 class PerplexityResult:
     """Perplexity over `n_scored` tokens, after `chunk` of `n_chunks` chunks, with its standard error.
 
-    active_share: of all neurons, those that fired for a token, mean; selected_share: those that a predictor
-    named (all of them without one). Both are None where they were not counted.
-    tokens_per_second: at which chunks were computed, all tokens of them side by side; the first, which finds
-    the file cold, counts only where it is alone.
-    divergence: from the first of several models; None for the first, or the only one.
+    active_share: mean share of neurons that fire; selected_share: share that the predictor selected (1
+    without a predictor). Both are None if they were not counted.
+    tokens_per_second: over all tokens of all chunks except the first, which reads a cold file, unless there
+    is only one chunk.
+    divergence: from the first of several models; None for the first or only one.
     """
 
     ppl: float
@@ -85,9 +85,9 @@ def perplexity_chunks(
     bos_id: int | None = None,
     n_neurons: int = 0,
 ) -> Iterator[PerplexityResult]:
-    """Computes chunk after chunk and yields the running result after each; the last one is the answer.
+    """Compute chunk after chunk and yield the running result after each; the last one is final.
 
-    As `compare_chunks` for one engine.
+    See `compare_chunks` for the arguments and errors.
     """
     results = compare_chunks(
         [engine], tokens, n_ctx=n_ctx, chunks=chunks, bos_id=bos_id, n_neurons=[n_neurons]
@@ -107,13 +107,13 @@ def compare_chunks(
     progress: Reporter | None = None,
     label: str = "perplexity",
 ) -> Iterator[tuple[PerplexityResult, ...]]:
-    """Computes chunk after chunk with every engine and yields their running results after each.
+    """Compute chunk after chunk with every engine and yield their running results after each chunk.
 
-    chunks: how many, None or more than there are for all. bos_id: None for a model that adds no BOS.
-    n_neurons: of all layers, per engine, for the shares, which an engine counts if it collects statistics.
-    progress: receives the tokens that are done, under `label`.
-    Raises InvalidRequestError when there are fewer than 2 * n_ctx tokens, as llama-perplexity does, or the
-    engines do not have the same vocabulary, and ContextLengthError when n_ctx is larger than an engine's.
+    chunks: how many at most; None: all. bos_id: None if the model adds no BOS. n_neurons: of all layers, per
+    engine, for the shares, which an engine counts if it collects statistics. progress: receives the number of
+    tokens done, under `label`.
+    Raises InvalidRequestError if there are fewer than 2 * n_ctx tokens, like llama-perplexity, or if the
+    engines have different vocabularies, and ContextLengthError if n_ctx exceeds an engine's context.
     """
     n_chunks = _n_chunks(engines, tokens, n_ctx, chunks)
     first = n_ctx // 2
@@ -152,7 +152,7 @@ def _n_chunks(engines: Sequence[Engine], tokens: Sequence[int], n_ctx: int, chun
         )
     if len(tokens) < 2 * n_ctx:
         raise InvalidRequestError(
-            f"perplexity with chunks of {n_ctx} needs at least {2 * n_ctx} tokens, and the text has "
+            f"perplexity with chunks of {n_ctx} needs at least {2 * n_ctx} tokens, but the text has "
             f"{len(tokens)}; give a longer text or a smaller n_ctx"
         )
     if chunks is not None and whole_number("chunks", chunks, 0) < 1:
@@ -171,7 +171,7 @@ def _n_chunks(engines: Sequence[Engine], tokens: Sequence[int], n_ctx: int, chun
 
 
 class _Side:
-    """One engine on its way through the chunks: losses of the scored tokens, counts, seconds."""
+    """The progress of one engine through the chunks: losses of scored tokens, counts, seconds."""
 
     def __init__(self, engine: Engine, n_neurons: int) -> None:
         self.engine = engine
@@ -184,7 +184,10 @@ class _Side:
         self._seconds = 0.0
 
     def run(self, tokens: list[int], first: int, *, timed: bool) -> Generator[np.ndarray, None, None]:
-        """The logits of the positions from `first` on, float32 [n, n_vocab] a step; valid until the next."""
+        """Yield float32 logits [n, n_vocab] of the positions from `first` on, step by step.
+
+        The arrays are valid until the next one.
+        """
         blocks: list[np.ndarray] = []
         sequence = self.engine.enqueue(
             self.engine.prepare_score(
@@ -223,7 +226,7 @@ class _Side:
             self.losses.append(log_total - float(row[target]))
 
     def diverge(self, kl: np.ndarray, same: np.ndarray) -> None:
-        """Adds tokens: their divergences from the first model, and whether both find the same likeliest."""
+        """Add tokens: their divergences from the first model, and whether both rank the same token first."""
         self._kl += kl.tolist()
         self._n_same += int(same.sum())
 
@@ -257,7 +260,7 @@ class _Side:
 
 
 def _diverge(sides: Sequence[_Side], rows: Sequence[np.ndarray]) -> None:
-    """Adds the same rows of logits of all sides, some at a time; those of the first are treated once."""
+    """Add the same rows of logits of all engines, tile by tile; the first engine's are processed once."""
     if len(sides) < 2:
         return
     n = max(1, _TILE_BYTES // (8 * rows[0].shape[1]))
@@ -270,18 +273,18 @@ def _diverge(sides: Sequence[_Side], rows: Sequence[np.ndarray]) -> None:
 
 
 def kl_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """KL(first ‖ second) of each row of logits [n, n_vocab], in nats: float64 [n]."""
+    """Return KL(first ‖ second) of each row of logits [n, n_vocab], in nats: float64 [n]."""
     log_p = _log_softmax(first)
     return _kl(np.exp(log_p), log_p, second)
 
 
 def _kl(p: np.ndarray, log_p: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Of probabilities [n, n_vocab] from those of logits.
+    """Return the KL divergences of `logits` from probabilities, both [n, n_vocab], computed in float64.
 
-    In float64, for a KL is a small difference of large numbers: from float32 log-probabilities those of
-    nearly equal models would be noise.
+    A KL divergence is a small difference of large numbers: for nearly equal models, float32 would yield
+    noise.
     """
-    # Rounding leaves about 1e-16 to either side of the zero of equal rows.
+    # For equal rows, rounding errors of about 1e-16 may be negative.
     kl: np.ndarray = np.maximum(np.einsum("ij,ij->i", p, log_p - _log_softmax(logits)), 0.0)
     return kl
 
@@ -294,7 +297,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _together(streams: Sequence[Iterator[np.ndarray]]) -> Iterator[list[np.ndarray]]:
-    """Rows of the same positions from every stream; streams may split them into steps differently."""
+    """Yield rows of the same positions from every stream; streams may split them into steps differently."""
     ahead: list[np.ndarray | None] = [None] * len(streams)
     while True:
         for i, stream in enumerate(streams):
@@ -309,7 +312,7 @@ def _together(streams: Sequence[Iterator[np.ndarray]]) -> Iterator[list[np.ndarr
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """The mean, and its standard error."""
+    """Return the mean and its standard error."""
     array = np.asarray(values, np.float64)
     error = float(array.std()) / math.sqrt(len(array) - 1) if len(array) > 1 else 0.0
     return float(array.mean()), error
@@ -320,11 +323,11 @@ def _exp(value: float) -> float:
 
 
 def check_same_tokens(files: Sequence[GGUFFile]) -> None:
-    """Raises InvalidRequestError where token i of one model is another token in the next."""
+    """Raise InvalidRequestError if a token id means different tokens in two models."""
     spelled = [file.metadata.get("tokenizer.ggml.tokens") for file in files]
     for file, tokens in zip(files[1:], spelled[1:], strict=True):
         if tokens != spelled[0]:
             raise InvalidRequestError(
-                f"{files[0].path.name} and {file.path.name} have different vocabularies, so that "
+                f"{files[0].path.name} and {file.path.name} have different vocabularies, so "
                 "their predictions cannot be compared token by token; compare models that share a tokenizer"
             )

@@ -1,7 +1,7 @@
-"""From the hidden states of a text to one vector or a score: how they are pooled, and what a file has behind.
+"""Pooling of hidden states to a vector or a score, and the layers that a file has after the last norm.
 
-llama.cpp's build_pooling and build_dense_out (src/llama-graph.cpp) are the reference; the names of tensors
-and keys are its own.
+The reference is llama.cpp's build_pooling and build_dense_out (src/llama-graph.cpp). Tensors and keys have
+llama.cpp's names.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hotset.formats.source import WeightSource
 from hotset.parameters import shown
 
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
-_BY_NUMBER: dict[int, Pooling] = {0: "mean", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # 0: it says none
+_BY_NUMBER: dict[int, Pooling] = {0: "mean", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # 0: unspecified
 _NAMES = "none, mean, cls, last and rank"
-_PROBABILITIES = ("qwen3", "qwen3vl")  # architectures whose classifier ends in a softmax
+_PROBABILITIES = ("qwen3", "qwen3vl")  # architectures whose classifier ends with a softmax
 
 
 def pooling_of(metadata: Mapping[str, Any], given: str | None) -> Pooling:
-    """How the tokens of a text become one vector: as given, else as the file's keys say, else their mean.
+    """Return how token vectors become one vector: by `given`, the file's pooling_type, or the mean.
 
-    Raises InvalidRequestError for a kind that is not known, and where the file's own is a reranker's, which
-    gives no vectors; UnsupportedModelError for a file with a kind that is not known.
+    Raises InvalidRequestError if `given` is unknown or if the file is a reranker, which yields no vectors,
+    and UnsupportedModelError if the file's pooling_type is unknown.
     """
     if given is not None:
         for pooling in get_args(Pooling):
@@ -37,40 +37,39 @@ def pooling_of(metadata: Mapping[str, Any], given: str | None) -> Pooling:
     number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 1)
     if type(number) is not int or number not in _BY_NUMBER:
         raise UnsupportedModelError(
-            f"the file pools hidden states in a way (pooling_type {shown(number)}) that hotset does not "
-            f"know; say which of {_NAMES} is meant"
+            f"the file's pooling_type {shown(number)} is unknown to hotset; choose a pooling: one of {_NAMES}"
         )
     if _BY_NUMBER[number] == "rank":
         raise InvalidRequestError(
             "the model is a reranker, which scores documents and has no pooling for vectors; use rerank, or "
-            "say which of mean, cls and last is meant"
+            "choose a pooling: mean, cls or last"
         )
     return _BY_NUMBER[number]
 
 
 class _Linear(NamedTuple):
-    """weight: float32 [n_out, n_in]. bias: float32 [n_out]."""
+    """A linear layer. weight: float32 [n_out, n_in]. bias: float32 [n_out]."""
 
     weight: np.ndarray
     bias: np.ndarray | None
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """float64 [n_in] → [n_out]. A BLAS would add in an order that depends on the machine."""
+        """Map float64 [n_in] to [n_out]. Not a BLAS, whose order of additions depends on the machine."""
         out: np.ndarray = (self.weight * x).sum(axis=1)
         return out if self.bias is None else out + self.bias
 
 
 class Head:
-    """What a file has behind its last norm: projections of a vector, and the classifier of a reranker.
+    """The layers after a file's last norm: projections of a vector, and a reranker's classifier.
 
-    width: of a hidden state. out_width: of a vector. labels: what the numbers of the classifier mean. causal:
-    of the model, whose last token then has seen all others.
+    width: of a hidden state. out_width: of a vector. labels: names of the classifier's outputs. causal:
+    whether the last token has attended to all others.
     """
 
     def __init__(
         self, weights: WeightSource, metadata: Mapping[str, Any], width: int, *, causal: bool = True
     ) -> None:
-        """Raises FormatError for tensors that do not fit together."""
+        """Read the tensors. Raises FormatError if they do not fit together."""
         self._weights, self._metadata, self._causal = weights, metadata, causal
         self._architecture = metadata.get("general.architecture")
         self.width = width
@@ -85,12 +84,12 @@ class Head:
 
     @property
     def ranks(self) -> bool:
-        """Whether there is a classifier."""
+        """Return whether there is a classifier."""
         return bool(self._hidden or self._output)
 
     @property
     def ranked_state(self) -> Pooling:
-        """Which state the classifier reads."""
+        """Return which state the classifier reads."""
         named = {1: "mean", 2: "cls", 3: "last"}.get(self._key("classifier.pooling_type", 0))
         if named is not None:
             return named  # type: ignore[return-value]
@@ -99,13 +98,13 @@ class Head:
         return "last" if self._causal else "cls"
 
     def vector(self, state: np.ndarray) -> np.ndarray:
-        """float64 [width] → [out_width]."""
+        """Project a state, float64 [width], to a vector, [out_width]."""
         for projection in self._projections:
             state = projection(state)
         return state
 
     def scores(self, state: np.ndarray) -> np.ndarray:
-        """A number for each label, float64 [n_labels], of the state that the classifier reads."""
+        """Return a score per label, float64 [n_labels], from the state that the classifier reads."""
         for hidden in self._hidden:
             state = hidden(state)
             gelu = self._architecture == "modern-bert"
@@ -127,7 +126,7 @@ class Head:
         return tuple(map(str, labels))
 
     def _linears(self, names: tuple[str, ...], width: int | None = None) -> tuple[list[_Linear], int]:
-        """Those of the layers that the file has, each behind the one before, and the width behind them."""
+        """Return the file's layers among `names`, chained in order, and the width of the last output."""
         found, width = [], width or self.width
         for name in names:
             info = self._weights.tensors.get(f"{name}.weight")
@@ -136,7 +135,8 @@ class Head:
             weight = read(self._weights, info.name)
             if info.shape[:1] != (width,) or len(info.shape) > 2:
                 raise FormatError(
-                    f"the tensor {info.name} is {list(info.shape)}, and what it multiplies has {width} values"
+                    f"the tensor {info.name} has the shape {list(info.shape)}, "
+                    f"but its input has {width} values"
                 )
             weight, width = weight.reshape(-1, width), weight.size // width
             bias = f"{name}.bias"
@@ -148,11 +148,13 @@ class Head:
     def _vector(self, name: str, width: int) -> np.ndarray:
         vector = read(self._weights, name)
         if vector.shape != (width,):
-            raise FormatError(f"the tensor {name} is {list(vector.shape)}, and must have {width} values")
+            raise FormatError(
+                f"the tensor {name} has the shape {list(vector.shape)}, but must have {width} values"
+            )
         return vector
 
 
 def read(weights: WeightSource, name: str) -> np.ndarray:
-    """A tensor as float32, outermost dimension first."""
+    """Return a tensor as float32, outermost dimension first."""
     info = weights.tensors[name]
     return dequantize(np.asarray(weights.data(name)), info.type, info.shape)

@@ -1,19 +1,20 @@
 """The prompt cache on disk: blocks of finished sequences in a directory, found again after a restart.
 
-    DIRECTORY/<identity>/model.json       which model it is, for people and for eviction
-    DIRECTORY/<identity>/<key>.kv         a page of keys and values (blocks.py)
-    DIRECTORY/<identity>/<key>.state      the recurrent states behind it
+    DIRECTORY/<identity>/model.json       the model, for people and for eviction
+    DIRECTORY/<identity>/<key>.kv         a block of keys and values (blocks.py)
+    DIRECTORY/<identity>/<key>.state      the recurrent states after it
 
-A block is a file of its own, written under another name and renamed: a crash loses the one that is being
-written. There is no index: what is there is what exists, so that several processes may use one directory. A
-file that is damaged is deleted, and computed again.
+Each block is a file, written under a temporary name and renamed: a crash loses only the block being written.
+The directory itself is the index, so several processes may share it. A damaged file is deleted and its block
+computed again.
 
-The time of a file is when its block was used last, those of a prefix in the order of its pages. Where the
-directory is too large, blocks are deleted by their age over what it takes to compute their bytes again: the
-end of a prefix before its beginning, and a small model's before a large one's of the same age.
+A file's modification time is the last use of its block; within a prefix the times follow the order of blocks.
+When the directory exceeds its limit, blocks are deleted by their age divided by the cost of computing a byte
+of them: the end of a prefix before its start, and blocks of a small model before equally old ones of a large
+one.
 
-No step waits for a disk: a thread copies pages while they are in memory (one that is used for something else
-meanwhile is not stored), another reads blocks before their sequence is admitted.
+No step waits for the disk. One thread copies blocks from memory (and skips those overwritten since); another
+reads blocks before their sequence is admitted.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, entries, open_regular, read_small_file, write_whole
 from hotset.units import human_size
 
-_MAX_QUEUED = 256  # sequences that wait to be stored; later ones are not
-_KEPT_SHARE = 31 / 32  # of the limit, that is left when blocks were deleted
-_LOOK_SHARE = 1 / 64  # of the limit, after which is looked what others have written
-_LEFT_OVER_SECONDS = 3600.0  # after which a file of a process that was killed in writing is deleted
-_IDLE_SHARE = 3  # of the time that a block takes to be stored, in which the cores are the steps' again
-_MAX_ABOUT_BYTES = 1 << 16
+_MAX_QUEUED = 256  # sequences that may wait to be stored; further ones are not stored
+_KEPT_SHARE = 31 / 32  # of the limit, to which eviction reduces the directory
+_LOOK_SHARE = 1 / 64  # of the limit; after writing this much, the directory is scanned for other writers
+_LEFT_OVER_SECONDS = 3600.0  # age at which a temporary file of a killed process is deleted
+_IDLE_SHARE = 3  # pause after each stored block, in multiples of its time, that leaves the cores to steps
+_MAX_ABOUT_BYTES = 1 << 16  # of model.json
 _REMEDY = "choose another folder with --cache-dir"
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(r"[0-9a-f]{64}\.(kv|state)")
@@ -68,8 +69,11 @@ log = logging.getLogger("hotset.cache")
 
 @dataclass
 class DiskCounts:
-    """What a prompt cache on disk has done. blocks: pages, and states. dropped: sequences that were not
-    stored, since too many waited. bytes: in the directory, of all models, as far as is known."""
+    """Counters of a prompt cache on disk.
+
+    Blocks include recurrent states. sequences_dropped: not stored because too many were waiting. bytes: size
+    of the directory, all models together, as far as known.
+    """
 
     blocks_written: int = 0
     bytes_written: int = 0
@@ -85,29 +89,29 @@ class DiskCounts:
 class _Stored(NamedTuple):
     path: Path
     n_bytes: int
-    rank: float  # those with the largest are deleted first
+    rank: float  # the largest are deleted first
 
 
 class PromptCache:
-    """The blocks of one model in a directory. Several processes, and models, may use one.
+    """The blocks of one model in a directory, which several processes and models may share.
 
-    folder: it is made where it is missing. limit: bytes of all blocks in it. memory: of the model.
-    Raises InvalidRequestError for a limit that is less than a block, HotsetError where the folder cannot be
-    written. Call `close` before the memory goes.
+    folder: created if missing. limit: bytes of all blocks in it. memory: of the model. Raises
+    InvalidRequestError if the limit is smaller than one block, and HotsetError if the folder cannot be
+    written. Call `close` before the memory is freed.
     """
 
     def __init__(self, folder: Path, identity: Identity, memory: CacheMemory, limit: int) -> None:
         largest = HEAD_BYTES + max(memory.page_nbytes, memory.state_nbytes)
         if limit < largest:
             raise InvalidRequestError(
-                f"a prompt cache of {human_size(limit)} has no room for a block of this model, which takes "
+                f"a prompt cache of {human_size(limit)} cannot hold one block of this model, which takes "
                 f"{human_size(largest)}; raise cache_disk"
             )
         self.folder, self.identity, self.memory, self.limit = folder, identity, memory, limit
         self.counts = DiskCounts()
         self._own = folder / identity.digest.hex()
-        self._since_look = 0  # bytes that were written
-        self._failed = False  # the latest write
+        self._since_look = 0  # bytes written since the latest scan
+        self._failed = False  # whether the latest write failed
         self._readings: weakref.WeakValueDictionary[tuple[bytes, int], BlockReading] = (
             weakref.WeakValueDictionary()
         )
@@ -123,11 +127,11 @@ class PromptCache:
         try:
             self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise HotsetError(f"{self._own} cannot be made ({error.strerror}); {_REMEDY}.") from None
+            raise HotsetError(f"{self._own} cannot be created ({error.strerror}); {_REMEDY}.") from None
         write_whole({self._own / "model.json": text + "\n"}, _REMEDY, sync=False, mode=0o600)
 
     def _begin(self) -> None:
-        """Threads, of this process: a forked one has none of its parent's."""
+        """Start the threads of this process; a forked process has none of its parent's."""
         self._process = os.getpid()
         self._guard = threading.Lock()
         self._hurry = threading.Event()  # set while `flush` or `close` waits for the writer
@@ -139,8 +143,10 @@ class PromptCache:
     # ---- reading ----
 
     def read(self, prefix: Prefix, first: int, last: int) -> BlockReading:
-        """Begins to read the blocks of the pages from `first` to before `last` of a prefix, as many as there
-        are without a gap; those of a model with states up to where one was stored."""
+        """Start reading the blocks [first, last) of a prefix, up to the first missing one.
+
+        For models with recurrent states, reading stops at the last stored state.
+        """
         self._after_fork()
         if first >= last or self._closed:
             return BlockReading()
@@ -153,7 +159,7 @@ class PromptCache:
             reading = BlockReading(last - first, done=threading.Event())
             try:
                 self._reader.submit(self._read, reading, keys, first)
-            except RuntimeError:  # no thread can be started
+            except RuntimeError:  # the thread cannot be started
                 return BlockReading()
             self._readings[asked] = reading
         return reading
@@ -191,12 +197,12 @@ class PromptCache:
         return found
 
     def _load(self, key: bytes, kind: Kind) -> bytes | None:
-        """A block's contents; None where there is none, or a damaged one, which is deleted."""
+        """Return a block's contents; None if it does not exist. A damaged block is deleted."""
         path = self._path(key, kind)
         expected = self.memory.page_nbytes if kind is Kind.kv else self.memory.state_nbytes
         try:
             file = open_regular(path)
-        except (OSError, HotsetError):  # it is gone, or cannot be opened now, whatever is in it
+        except (OSError, HotsetError):  # deleted meanwhile, or cannot be opened now
             return None
         with file:
             try:
@@ -209,7 +215,7 @@ class PromptCache:
             self.counts.bytes_read += HEAD_BYTES + expected
             return record.contents
         self.counts.blocks_damaged += 1
-        log.warning("%s is damaged: it is deleted, and computed again", path)
+        log.warning("%s is damaged: hotset deletes it and computes the block again", path)
         with contextlib.suppress(OSError):
             path.unlink()
         return None
@@ -217,7 +223,7 @@ class PromptCache:
     # ---- writing ----
 
     def write(self, prefix: Prefix, pool: PagePool) -> None:
-        """Stores the blocks of a prefix that the cache holds, a moment later, and does not wait."""
+        """Store the cached blocks of a prefix in the background."""
         self._after_fork()
         if not prefix.n_pages or self._closed:
             return
@@ -228,7 +234,7 @@ class PromptCache:
             self._n_queued += 1
         try:
             self._writer.submit(self._write, prefix, pool)
-        except RuntimeError:  # no thread can be started
+        except RuntimeError:  # the thread cannot be started
             self._n_queued -= 1
             self.counts.write_errors += 1
 
@@ -251,15 +257,17 @@ class PromptCache:
         except (HotsetError, OSError) as error:
             self.counts.write_errors += 1
             if not self._failed:
-                log.warning("the prompt cache is not written: %s", error)
+                log.warning("the prompt cache cannot be written: %s", error)
             self._failed = True
         finally:
             with self._guard:
                 self._n_queued -= 1
 
     def _store(self, block: Copied, path: Path, before: list[Path]) -> bool:
-        """Writes a block behind those of its prefix; False where it is in memory no longer, or where there is
-        no room but that of these."""
+        """Write a block after the others of its prefix, `before`, which are not evicted for it.
+
+        Returns False if it is no longer in memory or does not fit.
+        """
         contents = block.contents()
         if contents is None:
             return False
@@ -267,7 +275,7 @@ class PromptCache:
         if self.counts.bytes + n_bytes > self.limit and not self._evict(n_bytes, before):
             return False
         record = encoded(self.identity.digest, block.kind, block.key, contents)
-        # (It is not synced: what a power cut leaves of it has another checksum.)
+        # Not synced: after a power failure, the checksum reveals an incomplete file.
         write_whole({path: record}, _REMEDY, sync=False, mode=0o600)
         self.counts.blocks_written += 1
         self.counts.bytes_written += n_bytes
@@ -276,14 +284,14 @@ class PromptCache:
         return True
 
     def flush(self) -> None:
-        """Waits until what was given to `write` is stored."""
+        """Wait until everything passed to `write` is stored."""
         self._after_fork()
         if not self._closed:
             self._hurry.set()
             self._writer.submit(self._hurry.clear).result()
 
     def close(self) -> None:
-        """Stores what waits, and ends the threads; safe to call twice."""
+        """Store pending blocks and end the threads; safe to call twice."""
         self._after_fork()
         self._closed = True
         self._hurry.set()
@@ -301,8 +309,10 @@ class PromptCache:
             yield self._path(key, Kind.state)
 
     def _evict(self, needed: int = 0, spared: Collection[Path] = ()) -> bool:
-        """Looks what is in the directory, and deletes blocks where that is too much, but for some. needed:
-        bytes that are about to be written. Returns whether there is room for them."""
+        """Scan the directory and delete blocks, except `spared`, while it exceeds the limit.
+
+        needed: bytes about to be written. Returns whether there is room for them.
+        """
         found = list(self._look())
         n_bytes = sum(each.n_bytes for each in found)
         if n_bytes + needed > self.limit:
@@ -312,7 +322,7 @@ class PromptCache:
                     break
                 if each.path in kept:
                     continue
-                with contextlib.suppress(OSError):  # another process was quicker
+                with contextlib.suppress(OSError):  # another process already deleted it
                     each.path.unlink()
                     self.counts.blocks_evicted += 1
                 n_bytes -= each.n_bytes
@@ -320,7 +330,7 @@ class PromptCache:
         return n_bytes + needed <= self.limit
 
     def _look(self) -> Iterator[_Stored]:
-        """Every block in the directory, of all models."""
+        """Yield every block in the directory, of all models."""
         now = time.time()
         for folder in entries(self.folder):
             if not _FOLDER.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
@@ -344,17 +354,17 @@ class PromptCache:
 
 
 def _worth(folder: Path) -> float:
-    """Flops for a byte of a model's blocks; next to nothing where its file does not say."""
+    """Return the operations per byte of a model's blocks; 1 if model.json does not say."""
     try:
         about = json.loads(read_small_file(folder / "model.json", _MAX_ABOUT_BYTES))
         worth = float(about["flops_per_byte"])
     except (HotsetError, OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return 1.0
-    return max(worth, 1.0) if math.isfinite(worth) else 1.0  # NaN has no order among ranks
+    return max(worth, 1.0) if math.isfinite(worth) else 1.0  # NaN would break the sorting
 
 
 def _touch(paths: list[Path]) -> None:
-    """Notes that blocks are used now: of a prefix the first ones last, so that the end is deleted first."""
+    """Mark blocks as used now; later blocks of the prefix get older times, so that they are deleted first."""
     now = time.time_ns()
     for i, path in enumerate(paths):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Who waits for a place in the engine: in the order of coming, and no client before the others' turn."""
+"""The queue of waiting sequences: round-robin between clients, first come first served within one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Client(Protocol):
-    """What waits in a queue. client: its owner; any key."""
+    """An entry of a queue. client: any key."""
 
     client: str | None
 
@@ -17,15 +17,15 @@ T = TypeVar("T", bound=Client)
 
 
 class WaitingQueue(Generic[T]):
-    """Sequences of several clients, the next of each in turn; within one, as they came.
+    """Sequences of several clients: the next of each client in turn, and within a client in order of arrival.
 
-    Those that were running already (`push_front`) come before all others. Iterating yields them in an order
-    that is theirs if no other arrives.
+    Preempted sequences (`push_front`) come before all others. Iteration yields the order in which they would
+    run if no other arrived.
     """
 
     def __init__(self) -> None:
         self._front: deque[T] = deque()
-        self._clients: OrderedDict[str | None, deque[T]] = OrderedDict()  # whose turn it is comes first
+        self._clients: OrderedDict[str | None, deque[T]] = OrderedDict()  # the next client comes first
         self._n = 0
 
     def append(self, sequence: T) -> None:
@@ -33,16 +33,16 @@ class WaitingQueue(Generic[T]):
         self._n += 1
 
     def push_front(self, sequence: T) -> None:
-        """Puts back one that had its turn."""
+        """Put a preempted sequence back to the front."""
         self._front.appendleft(sequence)
         self._n += 1
 
     def first(self) -> T:
-        """Whose turn it is."""
+        """Return the next sequence."""
         return self._front[0] if self._front else next(iter(self._clients.values()))[0]
 
     def remove(self, sequence: T) -> None:
-        """Takes one out that is waiting, wherever it stands."""
+        """Remove a waiting sequence from any position."""
         if sequence in self._front:
             self._front.remove(sequence)
         else:
@@ -52,7 +52,7 @@ class WaitingQueue(Generic[T]):
         self._n -= 1
 
     def pop(self) -> T:
-        """Takes out whose turn it is; its client's next turn comes after those of the others."""
+        """Remove and return the next sequence; the other clients come before its client's next one."""
         sequence = self.first()
         had_turn = bool(self._front)
         self.remove(sequence)

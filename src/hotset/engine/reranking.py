@@ -1,6 +1,6 @@
-"""A query and a document as the text that a reranker scores, and documents in the order of their scores.
+"""The input text of a reranker for a query and a document, and documents sorted by score.
 
-llama.cpp's server is the reference (format_prompt_rerank in tools/server/server-common.cpp).
+The reference is llama.cpp's server (format_prompt_rerank in tools/server/server-common.cpp).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hotset.text.plain_text import PlainText
 from hotset.text.tokenizer import Tokenizer
 
 TEMPLATE_KEY = "tokenizer.chat_template.rerank"
-"""The key of a file with what is around {query} and {document}."""
+"""The metadata key of the template with {query} and {document}."""
 
 
 @dataclass(frozen=True)
 class RankedDocument:
-    """A document with its score. index: its place among those that were given."""
+    """A document with its score. index: its position in the request."""
 
     index: int
     score: float
@@ -38,20 +38,19 @@ def reranking_tokens(
     documents: Sequence[str],
     most_in_all: int | None = None,
 ) -> Iterator[list[int]]:
-    """Token ids of each document with the query, as the file's template has them, or else one behind the
-    other.
+    """Yield the token ids of the query with each document, in the file's template or else concatenated.
 
-    Special tokens that a query or a document spells are plain text. most: tokens of the context, as of
-    Tokenizer.encode. most_in_all: tokens of all these texts, each of which has the query. Raises
-    ContextLengthError, InvalidRequestError for what is no text and for more tokens in all, TokenizerError for
-    a template without a place for both.
+    Special tokens spelled in a query or document are treated as plain text. most: the context in tokens, as
+    in Tokenizer.encode. most_in_all: limit for all texts together, each with the query. Raises
+    ContextLengthError, InvalidRequestError if an input is not a text or the limit is exceeded, and
+    TokenizerError if the template lacks a placeholder.
     """
     if isinstance(documents, str):
         raise InvalidRequestError('documents must be a list of texts, such as ["Paris is in France."]')
     for text in (query, *documents):
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(
-                f"the query and each document must be a text that is not empty, not {shown(text)}"
+                f"the query and each document must be a non-empty text, not {shown(text)}"
             )
     template = metadata.get(TEMPLATE_KEY)
     if template is not None and not (
@@ -69,7 +68,7 @@ def reranking_tokens(
         n_tokens += len(tokens)
         if most_in_all is not None and n_tokens > most_in_all:
             raise InvalidRequestError(
-                f"the documents have more than {most_in_all} tokens in all, with the query in front of each; "
+                f"the documents have more than {most_in_all} tokens in total, counting the query with each; "
                 "send them in several requests"
             )
         yield tokens
@@ -83,17 +82,19 @@ def _filled(template: str, tokenizer: Tokenizer, most: int, query: str, document
 
 
 def _between(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """What is between a query and a document: what ends a text, and a separator of tokenizers that have one
-    beside it, such as RoBERTa's. (WordPiece's separator is what ends a text.)"""
+    """Return the tokens between a query and a document: EOS, and a separator if the tokenizer adds one.
+
+    RoBERTa's tokenizer adds one, for example. WordPiece's separator is its EOS.
+    """
     end = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
     if metadata.get("tokenizer.ggml.add_sep_token") is not True or metadata["tokenizer.ggml.model"] == "bert":
         return end
-    separator = metadata.get("tokenizer.ggml.seperator_token_id", tokenizer.eos_id)  # so spelled
+    separator = metadata.get("tokenizer.ggml.seperator_token_id", tokenizer.eos_id)  # the key's own spelling
     return [*end, separator] if type(separator) is int and 0 <= separator < tokenizer.n_vocab else end
 
 
 def _joined(tokenizer: Tokenizer, between: list[int], most: int, query: str, document: str) -> list[int]:
-    """[BOS] query [EOS] [SEP] document [EOS], of which a tokenizer has those that its file asks for."""
+    """Return [BOS] query [EOS] [SEP] document [EOS], with the special tokens that the file adds."""
     first = tokenizer.encode(query, add_special=False, most=most)
     second = tokenizer.encode(document, add_special=False, most=most)
     begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
@@ -102,7 +103,9 @@ def _joined(tokenizer: Tokenizer, between: list[int], most: int, query: str, doc
 
 
 def ranked(scores: np.ndarray, documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
-    """The best first; of equal scores the first. scores: [n_documents, n_labels], of which the first
-    counts."""
+    """Return the top_n documents by descending score; equal scores keep their order.
+
+    scores: [n_documents, n_labels]; the first label counts.
+    """
     order = sorted(range(len(documents)), key=lambda i: -float(scores[i, 0]))
     return [RankedDocument(i, float(scores[i, 0]), documents[i]) for i in order[:top_n]]

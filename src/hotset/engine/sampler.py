@@ -1,10 +1,10 @@
-"""From a row of logits to a token: the parameters, with their meaning.
+"""Sampling: from a row of logits to a token, with the meaning of each parameter.
 
-The order is llama.cpp's: what a constraint allows, logit bias, penalties, DRY, top-n-sigma, top-k, typical,
-top-p, min-p, XTC, temperature, draw. With mirostat it is bias, penalties, DRY, temperature, mirostat. Draws
-are native (csrc/draw.h): a vocabulary may have 150,000 entries and a step 3 ms. Each sampler draws from its
-own generator, exactly one number per drawn token (XTC from a second one): tokens never depend on other
-sequences. A forced token is not drawn: it changes neither the generators nor mirostat's state.
+The order is llama.cpp's: constraint, logit bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p,
+XTC, temperature, draw. With mirostat it is constraint, bias, penalties, DRY, temperature, mirostat. Draws are
+native (csrc/draw.h): a vocabulary may have 150,000 entries and a step take 3 ms. Each sampler has its own
+generator and uses exactly one number per drawn token (XTC has a second generator), so tokens never depend on
+other sequences. A forced token is not drawn: it changes neither the generators nor mirostat's state.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from hotset.text.mask import TokenMask
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
+_LARGEST = float(np.finfo(np.float32).max)  # larger logits are clamped to this
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Constraint(Protocol):
-    """What an answer must follow, token by token. It belongs to one sequence."""
+    """A form that an answer must follow, token by token. It belongs to one sequence."""
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing can follow: it ends without a token that says so."""
+        """Return whether the answer is complete, so that it ends without an end token."""
 
     def look_ahead(self) -> None:
-        """Announces that the mask is wanted soon: the step whose logits it is for begins."""
+        """Announce that the mask is needed soon: the step that computes its logits begins."""
 
     @property
     def is_slow(self) -> bool:
-        """Whether finding the mask may take longer than a step."""
+        """Return whether computing the mask may take longer than a step."""
 
     def is_busy(self, seconds: float) -> bool:
-        """Whether the mask that is looked for is still not there after so many seconds."""
+        """Wait at most `seconds` for the mask; return whether it is still being computed."""
 
     def mask(self) -> TokenMask:
-        """The tokens that may come next. Where the answer may end here, tokens that end it are among them."""
+        """Return the tokens that may come next. If the answer may end here, end tokens are among them."""
 
     def accept(self, token: int) -> None:
-        """Takes the next token of the answer, one that `mask` allowed."""
+        """Advance by the next token of the answer, which `mask` allowed."""
 
 
 class Forcing(Protocol):
-    """Tokens that an answer must have whatever the logits say, such as the end of its reasoning.
+    """Tokens that an answer must have regardless of the logits, such as the end of its reasoning.
 
-    It belongs to one sequence. A constraint is stronger: a token that it does not allow is not forced.
+    It belongs to one sequence. A constraint has priority: a token that it does not allow is not forced.
     """
 
     def next_token(self) -> int | None:
@@ -71,7 +71,7 @@ class Forcing(Protocol):
         """Take in the next token of the answer."""
 
     def clone(self) -> Forcing:
-        """Return a copy that goes its own way."""
+        """Return an independent copy."""
 
 
 # log(sum(exp(logits))) of a row, and the indices of the largest logits by falling logit.
@@ -82,8 +82,8 @@ class TokenLogprobs(NamedTuple):
     """Natural logarithms of the model's own probabilities (no bias, penalty or temperature).
 
     token, text: the chosen token, its id and its text. top: the most likely (token, logprob), best first.
-    top_texts: their texts. Texts are empty in the engine, which knows ids only; generation.py adds them.
-    Part of a character is U+FFFD.
+    top_texts: their texts. The engine leaves texts empty, because it handles ids only; generation.py adds
+    them. Incomplete characters become U+FFFD.
     """
 
     token: int
@@ -94,11 +94,11 @@ class TokenLogprobs(NamedTuple):
 
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
-"""How many strings may end an answer, and how long each may be: all are looked for at every token."""
+"""The limits of stop strings, their number and length: all are searched for at every token."""
 MAX_BUDGET_MESSAGE_CHARS = 4096
 """The longest text that may be forced at the end of reasoning."""
 MAX_BREAKER_BYTES = 40
-"""How long a string may be that no repetition goes beyond; as many as of stops."""
+"""The longest DRY sequence breaker; their number is limited by MAX_STOPS."""
 
 
 _NUMBERS = [one for one in PARAMETERS.values() if one.kind is not None]
@@ -124,44 +124,43 @@ def _number(parameter: Parameter, value: Any) -> float | int | None:
 class SamplingParams:
     """How tokens are chosen and when to stop. The defaults are llama.cpp's.
 
-    temperature: 0 takes the most likely token, after bias, penalties and DRY alone. Applied last, as
-        llama.cpp does.
+    temperature: 0 takes the most likely token after bias, penalties and DRY. Applied last, as in llama.cpp.
     top_k: keep the k most likely tokens; 0 and -1 keep all.
     top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
-    min_p: keep tokens at least min_p times as likely as the most likely; 0 keeps all.
+    min_p: keep tokens at least min_p times as likely as the most likely one; 0 keeps all.
     repetition_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
     frequency_penalty, presence_penalty: subtracted from the logit of a recent token, per occurrence and once.
     penalty_last_n: how many tokens, of prompt and answer, are recent; -1 means all, 0 none.
-    top_n_sigma: keep tokens whose logit is at most so many standard deviations of all logits below the
+    top_n_sigma: keep tokens whose logit is at most this many standard deviations (of all logits) below the
         largest; 0 or less keeps all.
-    typical_p: keep the tokens whose surprise is nearest to the expected one, the fewest that together are
-        more likely than typical_p; 1 keeps all.
-    xtc_probability, xtc_threshold: with this probability, of the tokens that are at least as likely as the
-        threshold only the least likely is kept; a probability of 0 is off.
-    dynatemp_range, dynatemp_exponent: the temperature is between temperature - range (0 at least) and
-        temperature + range, by the entropy of the tokens that are left, over the largest possible, to the
-        power of the exponent; a range of 0 is off.
-    mirostat: 1 or 2 draws by that version of mirostat, in place of top_n_sigma, top_k, typical_p, top_p,
-        min_p, XTC and the dynamic temperature, which then have no effect; 0 is off.
-    mirostat_tau, mirostat_eta: the surprise in bits that mirostat keeps to (100 at most), and how fast.
-    dry_multiplier: a token that would go on with a repetition of n tokens, n at least dry_allowed_length,
-        loses dry_multiplier * dry_base ** (n - dry_allowed_length) of its logit; 0 is off.
+    typical_p: keep the fewest tokens with a total probability above typical_p, those whose surprisal is
+        closest to the entropy first; 1 keeps all.
+    xtc_probability, xtc_threshold: with this probability, remove the tokens with a probability ≥ the
+        threshold, except the least likely of them; a probability of 0 is off.
+    dynatemp_range, dynatemp_exponent: the temperature varies from temperature - range (at least 0) to
+        temperature + range. It grows with the entropy of the remaining tokens, divided by the largest
+        possible entropy, to the power of the exponent. A range of 0 is off.
+    mirostat: 1 or 2 draws by that version of mirostat, and top_n_sigma, top_k, typical_p, top_p, min_p, XTC
+        and the dynamic temperature have no effect; 0 is off.
+    mirostat_tau, mirostat_eta: the target surprisal in bits (at most 100), and the learning rate.
+    dry_multiplier: a token that would extend a repetition of n ≥ dry_allowed_length tokens loses
+        dry_multiplier * dry_base ** (n - dry_allowed_length) of its logit; 0 is off.
     dry_base, dry_allowed_length: see dry_multiplier.
-    dry_penalty_last_n: how many tokens, of prompt and answer, DRY looks at; -1 means all, 0 none.
-    dry_sequence_breakers: strings that no repetition goes beyond; at most 64 of 40 bytes.
+    dry_penalty_last_n: how many tokens, of prompt and answer, DRY searches; -1 means all, 0 none.
+    dry_sequence_breakers: strings that end a repetition; at most 64 of 40 bytes.
     logit_bias: token id → number added to its logit; -inf forbids the token.
-    seed: any integer from 0 to 2**64 - 1; None and -1 pick one (`Sampler.seed` is that one).
-    logprobs: None for none, n for those of the chosen token and of the n most likely.
-    max_tokens: None and -1 run to the end of the context.
+    seed: any integer from 0 to 2**64 - 1; None and -1 pick one, which is then in `Sampler.seed`.
+    logprobs: None for none, n for the chosen token and the n most likely tokens.
+    max_tokens: None and -1 continue to the end of the context.
     stop: strings that end the answer and are not part of it; at most 64 of 1,024 characters.
-    stop_token_ids: further tokens that end the answer, and have no text in it; at most 64.
-    ignore_eos: forbids the model's own tokens that would end the answer.
-    reasoning_budget: the most tokens that the model thinks before it answers; then the end of its reasoning
-        is forced. 0 turns thinking off; -1 and None set no limit.
+    stop_token_ids: more tokens that end the answer, without their text; at most 64.
+    ignore_eos: forbid the model's own end tokens.
+    reasoning_budget: the most tokens of reasoning before its end is forced. 0 turns reasoning off; -1 and
+        None set no limit.
     reasoning_budget_message: a text that is forced before that end; at most 4,096 characters.
-    json_schema, json_object, regex, grammar: what the answer must follow, at most one of them: a JSON schema
-        (an object, or its text), any JSON object, a regular expression that the whole answer matches, or
-        rules in GBNF or Lark (text/constraint.py, which makes a Constraint of it).
+    json_schema, json_object, regex, grammar: a form that the answer must follow, at most one of them: a JSON
+        schema (an object or its text), any JSON object, a regular expression that matches the whole answer,
+        or a grammar in GBNF or Lark (text/constraint.py makes a Constraint of it).
     """
 
     temperature: float = _default("temperature")
@@ -219,11 +218,11 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
         if len(given) > 1:
-            raise InvalidRequestError(f"{' and '.join(given)} cannot be asked for together; give one of them")
+            raise InvalidRequestError(f"{' and '.join(given)} cannot be combined; give one of them")
 
     @property
     def form(self) -> tuple[str, str] | None:
-        """What the answer must follow: "json_schema", "regex" or "grammar", and its text."""
+        """Return the form of the answer: "json_schema", "regex" or "grammar", and its text; None: any."""
         if self.json_object:
             return "json_schema", '{"type": "object"}'
         for name in ("json_schema", "regex", "grammar"):
@@ -234,32 +233,31 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether any penalty can change a logit."""
+        """Return whether any penalty can change a logit."""
         return self.penalty_last_n != 0 and (
             self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         )
 
     @property
     def is_dry(self) -> bool:
-        """Whether DRY can change a logit."""
+        """Return whether DRY can change a logit."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     @property
     def breakers(self) -> tuple[str, ...]:
-        """The strings that DRY looks for."""
+        """Return the strings that end a repetition for DRY."""
         return self.dry_sequence_breakers if self.is_dry else ()
 
     @property
     def orders(self) -> bool:
-        """Whether a filter beside top-k, top-p and min-p may leave tokens out, or the temperature change."""
+        """Return whether a filter other than top-k, top-p and min-p, or the dynamic temperature, is on."""
         return (
             self.top_n_sigma > 0 or self.typical_p < 1 or self.xtc_probability > 0 or self.dynatemp_range > 0
         )
 
 
 class Sampling(TypedDict, total=False):
-    """The fields of SamplingParams as the keywords of `generate`, `stream` and `chat`: for editors and type
-    checkers."""
+    """The fields of SamplingParams as keywords of `generate`, `stream` and `chat`, for type checkers."""
 
     temperature: float
     top_k: int
@@ -314,7 +312,7 @@ _FORMS = ("json_schema", "json_object", "regex", "grammar")
 
 
 def _schema(given: Any) -> str | None:
-    """A JSON schema as text."""
+    """Return a JSON schema as text."""
     if given is None or isinstance(given, str):
         return given
     if not isinstance(given, Mapping):
@@ -322,7 +320,7 @@ def _schema(given: Any) -> str | None:
     try:
         return json.dumps(given, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"json_schema must be plain data, as JSON has it ({error})") from None
+        raise InvalidRequestError(f"json_schema must be JSON data ({error})") from None
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
@@ -334,7 +332,7 @@ def _stops(stop: Any) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_CHARS:
         raise InvalidRequestError(
             f"stop has {len(stops)} strings, the longest of {max(map(len, stops))} characters; at most "
-            f"{MAX_STOPS} of {MAX_STOP_CHARS} are taken"
+            f"{MAX_STOPS} of {MAX_STOP_CHARS} characters are accepted"
         )
     return stops
 
@@ -366,7 +364,7 @@ def _breakers(given: Any) -> tuple[str, ...]:
     if len(breakers) > MAX_STOPS or longest > MAX_BREAKER_BYTES:
         raise InvalidRequestError(
             f"dry_sequence_breakers has {len(breakers)} strings, the longest of {longest} bytes; at most "
-            f"{MAX_STOPS} of {MAX_BREAKER_BYTES} are taken"
+            f"{MAX_STOPS} of {MAX_BREAKER_BYTES} bytes are accepted"
         )
     return breakers
 
@@ -380,7 +378,7 @@ def _biases(given: Any) -> dict[int, float]:
         )
     biases: dict[int, float] = {}
     for token, value in given.items():
-        if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # JSON has no other keys
+        if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # keys in JSON are strings
             token = int(token)
         token = whole_number("the token id in logit_bias", token, 0)
         biases[token] = below_infinity(f"logit_bias of token {shown(token)}", value)
@@ -388,11 +386,11 @@ def _biases(given: Any) -> dict[int, float]:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence.
+    """A sampler of one sequence's tokens.
 
-    tokens: the prompt, which the penalties count. forbidden: token ids that are never chosen. constraint: of
-    the tokens that are. breakers: how tokens spell `dry_sequence_breakers` (Tokenizer.sequences_with).
-    forcing, an attribute: tokens that come whatever the logits say.
+    tokens: the prompt, which penalties count. forbidden: token ids that are never chosen. constraint: the
+    form of the answer. breakers: spellings of `dry_sequence_breakers` in tokens (Tokenizer.sequences_with).
+    The attribute `forcing` holds tokens that must come regardless of the logits.
     """
 
     def __init__(
@@ -417,9 +415,9 @@ class Sampler:
                     f"token {shown(token)} in logit_bias is not in the vocabulary of {n_vocab} tokens"
                 )
         self._generator = np.random.Generator(np.random.Philox(self.seed))
-        # For XTC's chances: other draws are the same with and without it.
+        # Separate, so that the other draws are the same with and without XTC.
         self._xtc_generator = np.random.Generator(np.random.Philox([self.seed, 1]))
-        # Of a draw whose token was not accepted yet: after an interruption it is drawn again.
+        # The numbers of a draw whose token was not accepted yet: after an interruption it is repeated.
         self._numbers: tuple[float, float] | None = None
         self._forbids = -math.inf in bias.values()
         self._n_top = None if params.logprobs is None else min(params.logprobs, n_vocab)
@@ -428,11 +426,10 @@ class Sampler:
         self._draw = _core.Draw(n_vocab, _rules(params, n_vocab, bias, breakers), counts)
 
     def _needed(self, bias: Mapping[int, float]) -> int | None:
-        """How many of the largest logits decide the next token, if no penalty changes them; None: all may.
+        """Return how many of the largest logits decide the next token without penalties; None: any may.
 
-        Bias and penalties that only lower logits bring no token among the largest but those that were next.
-        Whatever looks at all logits needs them: a constraint, logprobs, DRY, mirostat, top-n-sigma, and top-p
-        or min-p without top-k.
+        Negative biases and penalties lower logits, so each can only bring in the next largest one.
+        Constraints, logprobs, DRY, mirostat, top-n-sigma, and top-p or min-p without top-k need all logits.
         """
         params = self.params
         lowers = (
@@ -448,14 +445,12 @@ class Sampler:
         return len(bias) + (1 if is_greedy else params.top_k)
 
     def takes_candidates(self, n_rows: int) -> bool:
-        """Whether the N_CANDIDATES largest logits of a row decide the next token, the same as all logits do,
-        in each of so many rows one after the other."""
+        """Return whether the N_CANDIDATES largest logits suffice to draw from each of `n_rows` rows."""
         n_penalised = self._draw.n_penalised + n_rows - 1 if self.params.penalizes else 0
         return self._n_needed is not None and self._n_needed + n_penalised <= N_CANDIDATES
 
     def clone(self) -> Sampler:
-        """A sampler that will draw as this one, with the same random numbers and penalties, and leaves it as
-        it is: for drafts. It knows no constraint."""
+        """Return a sampler that will draw the same tokens, for drafts. It has no constraint."""
         other = copy.copy(self)
         vars(other).update(
             _generator=copy.deepcopy(self._generator),
@@ -477,7 +472,7 @@ class Sampler:
         self._draw.accept(token)
 
     def look_ahead(self) -> None:
-        """Announces that `sample` will be called soon, with the logits of a step that begins."""
+        """Announce that `sample` will be called soon, with the logits of a step that begins."""
         if self.constraint is not None:
             self.constraint.look_ahead()
 
@@ -495,11 +490,13 @@ class Sampler:
     def job(
         self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> _core.DrawJob:
-        """Return a draw for `draw_tokens`, with the logprobs that the parameters ask for. `take` checks its
-        token. It uses up a random number. Call it only if no token is `forced`.
+        """Return a draw for `draw_tokens`, with the requested logprobs. It uses up a random number.
 
-        logits: float32 [n_vocab], unchanged afterwards. largest: this row of StepResult.largest; the
-        token is the same without. candidates: this row of StepResult.candidates, if `takes_candidates`.
+        `take` checks its token.
+
+        Call it only if no token is `forced`. logits: float32 [n_vocab], unchanged afterwards. largest: this
+        row of StepResult.largest; it does not change the token. candidates: this row of
+        StepResult.candidates, if `takes_candidates`.
         """
         params = self.params
         if self._numbers is None:
@@ -513,13 +510,12 @@ class Sampler:
         return self._draw, logits, largest, candidates, bits, ids, u, has_xtc, self._n_top
 
     def take(self, token: int) -> int:
-        """Return a drawn token. Raises InvalidRequestError if none is allowed, HotsetError for damaged
-        logits."""
+        """Return a drawn token. Raises InvalidRequestError if none is allowed, HotsetError for NaN logits."""
         if token >= 0:
             return token
         if token == _core.NOTHING_ALLOWED and self.constraint is not None:
             raise InvalidRequestError(
-                "no token is left to continue with: the required form of the answer allows none"
+                "the answer cannot continue: its required form allows no token"
                 + (" that logit_bias and ignore_eos allow" if self._forbids else " of the vocabulary")
             )
         if token == _core.NOTHING_ALLOWED and self._forbids:
@@ -558,8 +554,10 @@ def row_logprobs(rows: np.ndarray, n_top: int, runtime: _core.Runtime | None = N
 
 
 def token_logprobs(logits: np.ndarray, token: int, found: RowLogprobs) -> TokenLogprobs:
-    """Return the model's own probabilities for `token` and the most likely ones. found: of these logits,
-    which no sampler changed."""
+    """Return the model's own log-probabilities of `token` and the most likely tokens.
+
+    logits: float32 [n_vocab], not changed by a sampler. found: `row_logprobs` of them.
+    """
     log_total, ids = found
     values = logits[ids].astype(np.float64) - log_total
     return TokenLogprobs(

@@ -1,7 +1,7 @@
-"""The cache of one conversation as a file: sessions of `hotset run`, and saved slots of the server.
+"""The cache of one conversation in a file: sessions of `hotset run`, and saved slots of the server.
 
-The file is records (blocks.py): first the tokens, with what else is to be kept, as JSON; then the blocks of
-their pages, in order. A block that is damaged ends what is found of it, and the rest is computed again.
+The file consists of records (blocks.py). The first holds the tokens and other data as JSON; the blocks of the
+tokens follow in order. Reading stops at the first damaged block, and the rest is computed again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import SMALL_FILE, open_regular, replacing
 
 _FORMAT, _VERSION = "hotset.session", 1
-_BYTES_PER_TOKEN, _FIRST_BYTES = 16, 64 << 10  # of the first record without `about`, at most
+_BYTES_PER_TOKEN, _FIRST_BYTES = 16, 64 << 10  # limits of the first record, without `about`
 NO_PREFIX = Prefix(())
 
 
 class Saved(NamedTuple):
-    """Tokens whose blocks are in a file, and bytes of the file."""
+    """The number of tokens whose blocks are in a file, and the file's size in bytes."""
 
     n_tokens: int
     n_bytes: int
@@ -45,9 +45,11 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedPrefix:
-    """What is in a file. about: what was kept beside the tokens. found: blocks of the model that it was read
-    for. n_bytes: that were read. is_of_model: False for a file of another model, of which about alone is
-    read."""
+    """The contents of a file.
+
+    about: the data stored with the tokens. found: blocks of the model that reads the file. n_bytes: bytes
+    read. is_of_model: False for a file of another model, of which only `about` is read.
+    """
 
     about: Mapping[str, Any]
     prefix: Prefix
@@ -58,7 +60,7 @@ class SavedPrefix:
 
 @dataclass(frozen=True)
 class SessionFiles:
-    """Files of the conversations of one model. memory: of its backend."""
+    """Files of conversations with one model. memory: of its backend."""
 
     thread: EngineThread
     identity: Identity
@@ -72,10 +74,12 @@ class SessionFiles:
         *,
         reserve: Callable[[int], object] = lambda _: None,
     ) -> Saved:
-        """Writes tokens and, as far as the cache still has them, the blocks of their pages. No step waits for
-        it. about: JSON that is kept beside them. reserve: gets the bytes that are about to be written;
-        what it raises leaves the file as it was. Errors as files.replacing; InvalidRequestError too where a
-        file of something else has that name."""
+        """Write tokens, and their blocks up to the first one that is not cached. No step waits for it.
+
+        about: JSON to store with them. reserve: called with the number of bytes before each write; an
+        exception from it leaves the file unchanged. Raises the errors of files.replacing, and
+        InvalidRequestError if the file exists and is not a file of blocks.
+        """
         _check_replaced(path)
         scheduler = self.thread.engine.scheduler
         digest, keys = self.identity.digest, keys_of(self.identity, prefix)
@@ -99,9 +103,10 @@ class SessionFiles:
         return Saved(n_pages * PAGE_SIZE, n_bytes)
 
     def read(self, path: Path, about_bytes: int = SMALL_FILE) -> SavedPrefix:
-        """about_bytes: of `about` at most; 0: it is not needed, and a file of another model is not read.
+        """Read a file. about_bytes: limit of `about`; 0: not needed, so files of other models are not read.
 
-        Raises FileNotFoundError, and FormatError for what is no session or whose beginning is damaged."""
+        Raises FileNotFoundError, and FormatError if the file is not a session or its first record is damaged.
+        """
         most = about_bytes + _BYTES_PER_TOKEN * self.thread.engine.n_ctx + _FIRST_BYTES
         with open_regular(path) as file:
             identity = identity_at_start(file)
@@ -115,9 +120,9 @@ class SessionFiles:
             except (EOFError, ValueError, RecursionError):
                 first = None
             if not isinstance(first, dict) or first.get("format") != _FORMAT:
-                raise FormatError(f"{path} is not a session of hotset; name another file.")
+                raise FormatError(f"{path} is not a session of hotset; choose another file.")
             if first.get("version") != _VERSION or not isinstance(first.get("about"), dict):
-                raise FormatError(f"{path} was written by another version of hotset; name another file.")
+                raise FormatError(f"{path} was written by another version of hotset; choose another file.")
             if head.identity != self.identity.digest:
                 return SavedPrefix(
                     first["about"], NO_PREFIX, Blocks(), HEAD_BYTES + len(head.contents), False
@@ -132,10 +137,10 @@ class SessionFiles:
             scales = tuple((str(digest), float(scale)) for digest, scale in first.get("adapters", ()))
             return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]), scales)
         except (KeyError, TypeError, ValueError, OverflowError, InvalidRequestError):
-            raise FormatError(f"{path} has tokens that are none of this model; name another file.") from None
+            raise FormatError(f"{path} has tokens that this model lacks; choose another file.") from None
 
     def _blocks(self, file: BinaryIO, path: Path, keys: Sequence[bytes]) -> tuple[Blocks, int]:
-        """Those that follow in a file, up to the first that is damaged, and their bytes."""
+        """Return the blocks that follow in a file, up to the first damaged one, and their bytes."""
         memory = self.memory
         most = max(memory.page_nbytes, memory.state_nbytes)
         pages: list[bytes] = []
@@ -160,14 +165,13 @@ class SessionFiles:
         return Blocks(0, tuple(pages)), n_bytes
 
     def restore(self, saved: SavedPrefix) -> int:
-        """Puts what was read into the cache; returns how many tokens of the prefix it has then. Between two
-        steps, as `EngineThread.exclusive`."""
+        """Write the blocks into the cache between two steps; return how many tokens are cached then."""
         with self.thread.exclusive() as engine:
             n_pages = engine.scheduler.restore_prefix(self.memory, saved.found, saved.prefix)
         return n_pages * PAGE_SIZE
 
     def erase(self, prefix: Prefix) -> None:
-        """Forgets the pages of a prefix that no sequence uses, from its end on."""
+        """Forget the blocks of a prefix that no sequence uses, from its end."""
         with self.thread.exclusive() as engine:
             first, root = prefix.first_thresholded_token, root_of(prefix.adapter_scales)
             engine.scheduler.pool.erase(prefix.tokens, prefix.n_pages, first, root)
@@ -177,12 +181,10 @@ def _check_replaced(path: Path) -> None:
     try:
         with open_regular(path) as file:
             is_own = is_of_blocks(file)
-    except (FileNotFoundError, FormatError):  # `replacing` says what is wrong
+    except (FileNotFoundError, FormatError):  # `replacing` reports the error
         return
     if not is_own:
-        raise InvalidRequestError(
-            f"{path} is a file of something else, which is not replaced; choose another name"
-        )
+        raise InvalidRequestError(f"{path} exists and is not a file of cache blocks; choose another name")
 
 
 def _at(keys: Sequence[bytes], index: int) -> bytes | None:

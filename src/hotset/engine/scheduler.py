@@ -1,8 +1,9 @@
-"""Which tokens run in the next step, and which pages of the KV cache they have.
+"""The scheduler: which tokens run in the next step, and which blocks of the KV cache sequences have.
 
-Decoding sequences come first, then prompts in chunks (chunked prefill) within a budget. A waiting sequence is
-admitted when there is a slot and enough pages for what it must compute; when pages run out, the newest
-sequence is preempted: it loses its pages and starts again later. Pages with the same prefix are shared.
+Decoding sequences come first, then prompts in chunks within a budget (chunked prefill). A waiting sequence is
+admitted if there is a slot and enough blocks for the tokens that it must compute. When blocks run out, the
+newest sequence is preempted: it loses its blocks and starts again later. Blocks with the same prefix are
+shared. The code calls blocks pages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
 from hotset.engine.blocks import BlockReading, Blocks, Prefix
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page, root_of
-from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
+from hotset.engine.pacing import PrefillBudget, PrefillChunk, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Speculator
@@ -30,18 +31,18 @@ from hotset.settings import MOST_DRAFTED
 if TYPE_CHECKING:
     from hotset.engine.prompt_cache import PromptCache
 
-_KEPT_STATES = 4  # of prefixes, the newest ones, which no draft takes the slots of
-_MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `on_logits`
+_KEPT_STATES = 4  # the newest states of prefixes, which drafts do not evict
+_MAX_LOGITS_BYTES = 64 << 20  # of logits that one step passes to `on_logits`
 
 Chunks = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens of each
 
 
 class Scheduler:
-    """Sequences that run and wait, and the pages, slots and recurrent states that they have.
+    """The running and waiting sequences, and their blocks, slots and recurrent states.
 
     max_sequences, max_pages: rows and columns of the page table. max_batch: tokens of a step. prompt_seconds,
-    flops: as in Engine. counted: where reused tokens and preemptions are counted. whole_texts: a text is in
-    one step, as a token sees those after it.
+    flops: as in Engine. counted: counters to update. whole_texts: compute each text in one step, because its
+    tokens attend to later ones.
     """
 
     def __init__(
@@ -57,52 +58,52 @@ class Scheduler:
         whole_texts: bool = False,
     ) -> None:
         self._backend, self._max_batch, self._counted = backend, max_batch, counted
-        self.speculator: Speculator | None = None  # the engine's
-        self.prompt_cache: PromptCache | None = None  # likewise
+        self.speculator: Speculator | None = None  # set by the engine
+        self.prompt_cache: PromptCache | None = None  # set by the engine
         self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
         self.max_sequences, self._whole_texts = max_sequences, whole_texts
         self.page_tables = np.full((max_sequences, max_pages), -1, np.int32)  # by slot
-        # Nothing waits for the end of a step where one sequence runs at a time.
-        self.prompt_share = PromptShare(math.inf if max_sequences == 1 else prompt_seconds)
+        # With one sequence at a time, nothing waits for the end of a step.
+        self.prefill_budget = PrefillBudget(math.inf if max_sequences == 1 else prompt_seconds)
         self.weight = weigher(flops)
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every sequence and every prefix, as they are."""
+        """Forget every sequence and every prefix without releasing them."""
         self.empty_cache()
         self._lent_states: list[int] = []
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
-        self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
+        self.running: list[Sequence] = []  # oldest first; the last one is preempted when blocks run out
         self.free_slots = list(range(self.max_sequences - 1, -1, -1))
         self.page_tables[:] = -1
 
     def empty_cache(self) -> None:
-        """Numbers pages and states anew: nothing is known of their contents."""
+        """Make new, empty pools of blocks and states."""
         n_states = self._backend.n_states
         self.states = StatePool(n_states) if n_states else None
         self.pool = PagePool(self._backend.n_pages, self.states)
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """Those that run, then those that wait."""
+        """Return the running sequences, then the waiting ones."""
         return [*self.running, *self.waiting]
 
     @property
     def n_unfinished(self) -> int:
-        """Sequences that run or wait; from another thread it may be wrong by one that changes its place."""
+        """Return the number of running and waiting sequences; from another thread it may be off by one."""
         return len(self.running) + len(self.waiting)
 
     def schedule(self) -> Chunks:
-        """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks.
+        """Return the sequences of the next batch and how many tokens of each: decoding first, then prompts.
 
-        Prompts take no more than their share, so that answers go on and short prompts come through.
+        Prompts get no more than the prefill token budget, so that decoding and short prompts are not delayed.
         """
         if self.waiting:
             self._admit()
         budget = self._max_batch
         chunks: Chunks = []
         prompts: list[Sequence] = []
-        coming: set[tuple[int, int, tuple[int, ...]]] = set()  # pages that this step fills
+        coming: set[tuple[int, int, tuple[int, ...]]] = set()  # blocks that this step fills
         for sequence in self.running:
             if sequence.waits_for_mask:
                 continue
@@ -113,12 +114,12 @@ class Scheduler:
             elif budget:
                 chunks.append((sequence, 1))
                 budget -= 1
-        share = self.prompt_share.beside if chunks else self.prompt_share.alone
-        of_row = self.prompt_share.of_row(len(chunks))
+        share = self.prefill_budget.mixed if chunks else self.prefill_budget.pure
+        of_row = self.prefill_budget.of_row(len(chunks))
         missing = [PrefillChunk(each.n_missing, self._weight_of(each, of_row)) for each in prompts]
         given = self._whole(missing, budget) if self._whole_texts else divide(missing, share, budget)
         for sequence, n in zip(prompts, given, strict=True):
-            if sequence.on_logits:  # whole rows of logits leave the step: bound their memory
+            if sequence.on_logits:  # the step returns whole rows of logits: bound their memory
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
             if n:
                 chunks.append((sequence, n))
@@ -133,14 +134,16 @@ class Scheduler:
         return chunks
 
     def _with_drafts(self, chunks: Chunks, speculator: Speculator) -> Chunks:
-        """The same, with tokens that may follow those of answers: as many as there is room for, and for which
-        no sequence loses its pages."""
+        """Return the chunks with drafts added to decoding sequences.
+
+        Drafts take the room left in the batch, and no sequence loses blocks for them.
+        """
         for sequence, _ in chunks:
-            sequence.draft = []  # of a step that was cancelled
+            sequence.draft = []  # drop the draft of a cancelled step
         n_tokens = sum(n for _, n in chunks)
         wanted = []
         left = min(self._max_batch - n_tokens, self._max_outputs - sum(each.n_rows(n) for each, n in chunks))
-        may_grow = self.pool.n_available >= len(self.running)  # a page each: no draft is longer
+        may_grow = self.pool.n_available >= len(self.running)  # a draft needs at most one more block
         for sequence, n in chunks:
             if sequence.sampler is None or n != 1 or sequence.n_missing != 1:
                 continue
@@ -154,7 +157,7 @@ class Scheduler:
         return [(sequence, n + len(sequence.draft)) for sequence, n in chunks]
 
     def _whole(self, missing: list[PrefillChunk], budget: int) -> list[int]:
-        """Of each text all of its tokens, the oldest first, while the step has room, or none."""
+        """Admit whole texts, oldest first, until the step is full; return the tokens of each, or 0."""
         given = []
         for n in (chunk.n for chunk in missing):
             budget -= n
@@ -162,13 +165,15 @@ class Scheduler:
         return given
 
     def _weight_of(self, sequence: Sequence, of_row: float) -> float:
-        """Units that the next token of a prompt takes. of_row: what its logits take, if they are wanted."""
+        """Return the units of a prompt's next token. of_row: units of its logits, if they are read."""
         is_scored = sequence.on_logits is not None and sequence.n_computed >= sequence.first_output
         return self.weight(sequence.n_computed) + (of_row if is_scored else 0.0)
 
     def _reserve_states(self, states: StatePool, chunks: Chunks) -> None:
-        """Slots for what the step leaves: the state after each chunk, and those behind its pages, from which
-        other sequences may go on: that behind the last page, and others while slots are empty.
+        """Reserve slots for the recurrent states that the step saves.
+
+        These are the state after each chunk, and states at block ends, from which other sequences may
+        continue: the last block of each chunk, and earlier ones while slots are empty.
         """
         for sequence in self.running:
             self.drop_states(sequence)
@@ -179,7 +184,7 @@ class Scheduler:
         self._reserve_drafted_states(states, chunks)
         for sequence, n in chunks:
             if sequence.tap or sequence.draft:
-                continue  # its pages are not shared
+                continue  # its blocks are not shared
             last = (sequence.n_computed + n - 1) // PAGE_SIZE * PAGE_SIZE
             for end in range(last, sequence.n_computed, -PAGE_SIZE):
                 slot = states.allocate(evict=end == last)
@@ -188,8 +193,10 @@ class Scheduler:
                 sequence.states[end] = slot
 
     def _reserve_drafted_states(self, states: StatePool, chunks: Chunks) -> None:
-        """Slots for the state behind each drafted token: wherever the draft turns wrong, the sequence goes on
-        from there. A draft without slots is cut."""
+        """Reserve a slot for the state after each drafted token, so that any prefix of a draft can be kept.
+
+        A draft without enough slots is shortened.
+        """
         for i, (sequence, n) in enumerate(chunks):
             drafted = len(sequence.draft)
             for j in range(drafted):
@@ -201,7 +208,7 @@ class Scheduler:
             chunks[i] = (sequence, n - drafted + len(sequence.draft))
 
     def trim_pages(self, sequence: Sequence) -> None:
-        """Gives back pages that only rejected tokens needed."""
+        """Release blocks that only rejected tokens needed."""
         n_pages = -(-len(sequence.tokens) // PAGE_SIZE)
         if len(sequence.pages) > n_pages:
             self.pool.release(sequence.pages[n_pages:])
@@ -209,14 +216,14 @@ class Scheduler:
             self.page_tables[sequence.slot, n_pages:] = -1
 
     def drop_states(self, sequence: Sequence) -> None:
-        """Gives back all but the state that the sequence goes on from: those of the longest prefixes last."""
+        """Release all states except the current one; the states of the longest prefixes last."""
         if self.states is None:
             return
         for n in sorted(n for n in sequence.states if n != sequence.n_computed):
             self.states.release(sequence.states.pop(n))
 
     def _admit(self) -> None:
-        """Lets waiting sequences run, in order, while there is a slot and room for what they must compute."""
+        """Admit waiting sequences, in order, while there is a slot and room for their tokens."""
         while self.waiting and self.free_slots:
             sequence = self.waiting.first()
             if self.prompt_cache is not None and self._awaits_blocks(sequence, self.prompt_cache):
@@ -229,7 +236,7 @@ class Scheduler:
             )
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
             n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
-            # One spare page for each running sequence, lest the next of their pages throw this one out again.
+            # A spare block per running sequence: otherwise their next blocks would preempt this one again.
             if self.running and n_missing + n_owed + len(self.running) > self.pool.n_available:
                 self.pool.release(pages)
                 return
@@ -254,11 +261,13 @@ class Scheduler:
                 sequence.n_reused = sequence.n_computed
                 self._counted.reused_tokens += sequence.n_computed
 
-    # ---- blocks on the disk (prompt_cache.py)
+    # ---- blocks on disk (prompt_cache.py)
 
     def _awaits_blocks(self, first: Sequence, prompt_cache: PromptCache) -> bool:
-        """Whether blocks of the sequence whose turn it is are still read. Those of the next ones are sought,
-        too, as many as there is room for."""
+        """Return whether the next sequence's blocks are still being read.
+
+        Also starts reading blocks of the sequences after it, as many as there is room for.
+        """
         n_pages = 0
         for sequence in islice(self.waiting, len(self.free_slots)):
             if sequence.reading is None:
@@ -275,17 +284,17 @@ class Scheduler:
         return prompt_cache.read(prefix, n_known, n_pages)
 
     def wait_for_blocks(self, seconds: float) -> None:
-        """Until the blocks of the sequence whose turn it is are read, or so long."""
+        """Wait at most `seconds` until the blocks of the next sequence are read."""
         if self.waiting and (reading := self.waiting.first().reading) is not None:
             reading.wait(seconds)
 
     def restore(
         self, memory: CacheMemory, found: Blocks, prefix: Prefix, pages: list[int], serial: int
     ) -> int:
-        """Puts blocks of a prefix into the cache, behind `pages` that it has of it, to which theirs are
-        added; `serial` is that of the last one. Returns the new last one's.
+        """Write blocks of a prefix into the cache and append them to `pages`, its blocks so far.
 
-        Without room for all of them, those that have room, or none where the model has states.
+        serial: serial number of the last block in `pages`. Returns the serial number of the new last one. If
+        room is short, only the first blocks are restored, or none if the model has recurrent states.
         """
         blocks = found.pages[max(len(pages) - found.first, 0) :] if found.first <= len(pages) else ()
         slot = None
@@ -308,7 +317,7 @@ class Scheduler:
         return serial
 
     def restore_prefix(self, memory: CacheMemory, found: Blocks, prefix: Prefix) -> int:
-        """Puts blocks into the cache, for later sequences; returns how many pages of the prefix it has."""
+        """Write blocks into the cache for later sequences; return how many blocks of the prefix it holds."""
         pages, serial = self.pool.match(
             prefix.tokens, prefix.n_pages, first_thresholded_token=prefix.first_thresholded_token,
             parent=root_of(prefix.adapter_scales),
@@ -318,7 +327,7 @@ class Scheduler:
         return len(pages)
 
     def _share_prefix(self, sequence: Sequence) -> None:
-        """Takes over what another sequence has computed meanwhile of the same tokens: pages, not work."""
+        """Take over blocks of the same tokens that another sequence has computed since."""
         n = sequence.n_registered
         if sequence.n_computed != n * PAGE_SIZE:
             return
@@ -329,8 +338,8 @@ class Scheduler:
         )  # fmt: skip
         if not pages:
             return
-        self.pool.release(sequence.pages[n:])  # of a step that was cancelled
-        sequence.pages = sequence.pages[:n] + pages  # a new list: drafters see that these are others
+        self.pool.release(sequence.pages[n:])  # allocated for a cancelled step
+        sequence.pages = sequence.pages[:n] + pages  # a new list tells drafters that the blocks changed
         sequence.chain = chain
         sequence.n_registered = n + len(pages)
         if self.states is not None:
@@ -343,13 +352,13 @@ class Scheduler:
             self._counted.reused_tokens += len(pages) * PAGE_SIZE
 
     def _waits_for_prefix(self, sequence: Sequence, coming: set[tuple[int, int, tuple[int, ...]]]) -> bool:
-        """Whether a sequence before it computes the page that it needs next: then it waits for that one.
+        """Return whether an earlier sequence of this step computes the next block; then this one waits.
 
-        So several answers of one prompt compute it once. What it waits for is in the next steps, whatever
-        becomes of the other: one that leaves is not before it any more.
+        So several answers to one prompt compute it once. If the earlier sequence ends, this one does not wait
+        for it in the next step.
         """
         if sequence.tap:
-            return False  # its pages are not shared
+            return False  # its blocks are not shared
         n = sequence.n_registered
         page = tuple(sequence.tokens[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
         if len(page) < PAGE_SIZE:
@@ -361,7 +370,7 @@ class Scheduler:
         return False
 
     def _grow(self, sequence: Sequence, n: int) -> None:
-        """Gives a sequence the pages for `n` more tokens; the newest sequences lose theirs if need be."""
+        """Give a sequence the blocks for `n` more tokens, preempting the newest sequences if necessary."""
         n_pages = -(-(sequence.n_computed + n) // PAGE_SIZE)
         while len(sequence.pages) < n_pages:
             page = self.pool.allocate()
@@ -384,7 +393,7 @@ class Scheduler:
                 self.states.keep(sequence.states[sequence.n_registered * PAGE_SIZE], sequence.chain)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a running sequence out of the batch and frees its pages; its tokens remain."""
+        """Remove a running sequence from the batch and release its blocks; it keeps its tokens."""
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
         self.page_tables[sequence.slot] = -1
@@ -398,43 +407,43 @@ class Scheduler:
         sequence.states = {}
 
     def preempt(self, sequence: Sequence) -> None:
-        """Puts a running sequence back to the front of the queue; it keeps its tokens and loses its pages."""
+        """Put a running sequence back to the front of the queue; it keeps its tokens and loses its blocks."""
         self.remove(sequence)
         self.waiting.push_front(sequence)
         sequence.preempted = True
         self._counted.preemptions += 1
 
     def preempt_all(self) -> None:
-        """The cache was lost: every running sequence starts again, and no page holds anything."""
+        """Preempt every running sequence and empty the cache, whose contents were lost."""
         for sequence in reversed(self.running.copy()):
             self.preempt(sequence)
         self.empty_cache()
 
-    # ---- pages and states for a caller that steps the backend itself
+    # ---- blocks and states for a caller that steps the backend itself
 
     def take_pages(self, n_tokens: int) -> list[int]:
-        """Pages of the cache for a caller that steps the backend itself; give them back to `pool.release`.
+        """Return blocks for a caller that steps the backend itself; release them with `pool.release`.
 
-        Raises OutOfMemoryError where the running sequences leave too few.
+        Raises OutOfMemoryError if the running sequences leave too few.
         """
         n_pages = -(-n_tokens // PAGE_SIZE)
         if n_pages > self.pool.n_available:
             raise OutOfMemoryError(
-                f"{n_tokens} tokens need {n_pages} pages of the KV cache, of which "
-                f"{self.pool.n_available} are free; wait for what runs, or load with a larger n_seqs"
+                f"{n_tokens} tokens need {n_pages} blocks of the KV cache, but only "
+                f"{self.pool.n_available} are free; wait for running requests, or load with a larger n_seqs"
             )
         return [page for page in (self.pool.allocate() for _ in range(n_pages)) if page is not None]
 
     def take_states(self) -> np.ndarray | None:
-        """Two slots for recurrent states, int32 [1, 2], for a caller that steps the backend itself; give them
-        to `give_states`. None where the model has no states.
+        """Return two slots for recurrent states, int32 [1, 2], for a caller that steps the backend itself.
 
-        Raises OutOfMemoryError where another caller has them already.
+        Release them with `give_states`. Returns None if the model has no recurrent states. Raises
+        OutOfMemoryError if another caller has them.
         """
         if self.states is None:
             return None
         if self._lent_states:
-            raise OutOfMemoryError("another text has the slots for recurrent states; wait for its end")
+            raise OutOfMemoryError("another text uses the slots for recurrent states; wait until it finishes")
         for sequence in self.running:
             self.drop_states(sequence)
         slots = [slot for slot in (self.states.allocate(), self.states.allocate()) if slot is not None]
@@ -442,13 +451,13 @@ class Scheduler:
         return np.array([slots], np.int32)
 
     def give_states(self) -> None:
-        """Takes back what `take_states` gave."""
+        """Release the slots of `take_states`."""
         while self._lent_states and self.states is not None:
             self.states.release(self._lent_states.pop())
 
 
 def prefix_of(sequence: Sequence, n_tokens: int) -> Prefix:
-    """The first tokens of a sequence, as its pages are found."""
+    """Return the first tokens of a sequence as a prefix to search for."""
     tokens = sequence.tokens[:n_tokens]
     n_prompt = min(sequence.n_prompt, n_tokens)
     return Prefix(tokens, sequence.first_thresholded_token, n_prompt, sequence.adapter_scales)

@@ -1,8 +1,8 @@
-"""A request on its way through the engine, and the events that it gives.
+"""Sequences, the engine's requests, and their events.
 
-A sequence is a list of tokens of which the first `n_computed` are in the KV cache; whatever is missing is
-computed next. That one rule covers a new prompt, a chunk of a long one, decoding (one token is missing) and a
-sequence that was preempted and starts again.
+A sequence is a list of tokens of which the first `n_computed` are in the KV cache. The missing ones are
+computed next. This rule covers a new prompt, a chunk of a long one, decoding (one token is missing) and a
+preempted sequence that starts again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 class Event(NamedTuple):
     """A generated token, or the end of a sequence, or both.
 
-    token: None for an end without one. logprobs: of the token, if asked for. time: when it came,
-    time.perf_counter() seconds. finish_reason: set in the last event. error: what ended it, for "error".
+    token: None for an end without a token. logprobs: of the token, if requested. time: of the event,
+    time.perf_counter() seconds. finish_reason: set in the last event. error: the cause of an "error" end.
     """
 
     token: int | None
@@ -41,50 +41,52 @@ class Event(NamedTuple):
 
 
 class EventSink(Protocol):
-    """Where the events of a sequence go: a queue, or whatever passes them on."""
+    """A receiver of a sequence's events, such as a queue."""
 
     def put(self, event: Event) -> None:
-        """Takes an event, at once: the thread that computes calls it."""
+        """Accept an event without blocking: the engine's thread calls it."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """For whom a sequence runs. client: any key; those who wait have their turn client by client. deadline:
-    time.perf_counter() seconds, after which it ends with "timeout", whether it has begun or not."""
+    """The client of a sequence, and its deadline.
+
+    client: any key; waiting clients take turns. deadline: time.perf_counter() seconds, after which the
+    sequence ends with "timeout", whether it runs or waits.
+    """
 
     client: str | None = None
     deadline: float = math.inf
 
     @classmethod
     def of(cls, client: str | None, seconds: float | None) -> Owner:
-        """seconds: from now on; None: any number of them. Raises InvalidRequestError for a number below 0."""
+        """Return an owner whose deadline is in `seconds`; None: never. Raises InvalidRequestError if < 0."""
         if seconds is None:
             return cls(client)
         return cls(client, time.perf_counter() + real_number("seconds", seconds, 0))
 
 
 class Sequence:
-    """One request on its way through the engine; made by `Engine.prepare`, `prepare_score` and `prepare_tap`.
+    """A request in the engine; made by `Engine.prepare`, `prepare_score` and `prepare_tap`.
 
     tokens: prompt and generated token ids. n_prompt: how many of them are the prompt.
-    n_reused: prompt tokens found in the cache. logprobs: one entry per generated token, if asked for.
+    n_reused: prompt tokens found in the cache. logprobs: one entry per generated token, if requested.
     finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
-    (max_tokens or the end of the context), "cancelled", "timeout" (its time was over, whether it ran or
-    waited), or "error" (then `error` holds the exception).
-    first_thresholded_token: tokens before it are computed as they are, those from it on without their small
-    values.
-    adapter_scales: its adapters (LoRA), and how much of each.
-    draft: tokens that may follow, which the next step verifies; n_drafted, n_accepted: how many there were,
-    and were right. n_steps: in which it got tokens.
-    client, deadline: those of its Owner.
+    (max_tokens or the end of the context), "cancelled", "timeout" (its deadline passed, running or waiting),
+    or "error" (then `error` holds the exception).
+    first_thresholded_token: index of the first token that is computed with small values set to zero.
+    adapter_scales: its adapters (LoRA) and their scales.
+    draft: tokens that may follow, to be verified in the next step; n_drafted, n_accepted: counts of verified
+    and right drafted tokens. n_steps: steps in which it got tokens.
+    client, deadline: from its Owner.
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
-    reading: blocks of its prompt that are read from the disk, until it is admitted. id_slot: under which
-    number its tokens are found when it is over (Engine.slots); None: that of `slot`.
-    step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
-    the engine collects them.
-    events: where the engine puts an Event for each generated token and for the end; None: nowhere.
-    all_notified: set when the last of them is there.
-    process: the id of the process that the sequence belongs to.
+    reading: blocks of its prompt that are read from disk, until it is admitted. id_slot: the key of its
+    tokens in Engine.slots once it has finished; None: `slot`.
+    step_stats: statistics of the step of each generated token, which include the other sequences of the step;
+    empty unless the engine collects them.
+    events: receives an Event for each generated token and for the end; None: no events.
+    all_notified: set after the last event.
+    process: id of the process that the sequence belongs to.
     """
 
     __slots__ = (
@@ -140,11 +142,11 @@ class Sequence:
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()
         self.on_logits: Callable[[int, np.ndarray], None] | None = None
-        self.first_output = 0  # the next position of the prompt that on_logits waits for
-        self.tap: str | None = None  # the value of the graph that on_tap waits for
+        self.first_output = 0  # the next prompt position to report to on_logits
+        self.tap: str | None = None  # the value of the graph to report to on_tap
         self.on_tap: Callable[[int, np.ndarray], None] | None = None
         self.reuse_prefix = True
-        self.waits_for_mask = False  # what it must follow; without it no step can give it a token
+        self.waits_for_mask = False  # its constraint still computes the mask of the next token
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -153,10 +155,10 @@ class Sequence:
         self.n_reused = 0
         self.n_computed = 0
         self.pages: list[int] = []
-        self.n_registered = 0  # pages that other sequences can find, from the first on
-        self.chain = ROOT  # serial number of the last of them
-        # Slots of recurrent states by the number of tokens before: from that of n_computed it goes on, the
-        # others are those that the step in flight writes, or (of one that was cancelled) wrote in part.
+        self.n_registered = 0  # how many of its first blocks other sequences can find
+        self.chain = ROOT  # serial number of the last of these
+        # Slots of recurrent states by the number of tokens before them. The sequence continues from the one
+        # at n_computed; the step in flight, or a cancelled one, writes the others.
         self.states: dict[int, int] = {}
         self.reading: BlockReading | None = None
         self.id_slot: int | None = None
@@ -167,18 +169,17 @@ class Sequence:
         self.step_stats: list[StepStats] = []
         self.events: EventSink | None = None
         self.all_notified = threading.Event()
-        self.n_notified = len(tokens)  # tokens whose events were put
+        self.n_notified = len(tokens)  # tokens whose events were sent
         self.process = os.getpid()
         self.client, self.deadline = owner.client, owner.deadline
-        self.preempted = False  # it lost its pages once
+        self.preempted = False  # whether it has ever been preempted
 
     def choose(self, scales: AdapterScales) -> None:
-        """Takes these adapters; a sequence that chooses none has those that are the default when it is
-        queued."""
+        """Choose adapters; otherwise the sequence gets the default ones when it is queued."""
         self.adapter_scales, self.has_default_adapters = scales, False
 
     def notify(self) -> None:
-        """Puts what is new into the queue of events."""
+        """Send events for new tokens and for the end."""
         if self.events is None:
             return
         n = len(self.tokens)
@@ -196,50 +197,52 @@ class Sequence:
 
     @property
     def generated(self) -> list[int]:
-        """The generated token ids so far (a copy)."""
+        """Return the generated token ids so far (a copy)."""
         return self.tokens[self.n_prompt :]
 
     @property
     def prompt_per_second(self) -> float:
-        """Prompt tokens computed (not reused) per second until the first generated token."""
+        """Return the prompt tokens computed (not reused) per second until the first generated token."""
         seconds = self.first_token - self.started
         return (self.n_prompt - self.n_reused) / seconds if seconds > 0 else 0.0
 
     @property
     def predicted_per_second(self) -> float:
-        """Generated tokens per second after the first; 0.0 before there is a second."""
+        """Return the generated tokens per second after the first; 0.0 before the second."""
         seconds = self.last_token - self.first_token
         return (len(self.tokens) - self.n_prompt - 1) / seconds if seconds > 0 else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Generated tokens after the first, by the steps that gave them; 1.0 before there are any."""
+        """Return the generated tokens per step after the first; 1.0 before there are any."""
         return (len(self.tokens) - self.n_prompt - 1) / (self.n_steps - 1) if self.n_steps > 1 else 1.0
 
-    # ---- what it needs of the next step
+    # ---- input of the next step
 
     @property
     def n_missing(self) -> int:
-        """Tokens that are not in the cache yet."""
+        """Return how many tokens are not computed yet."""
         return len(self.tokens) - self.n_computed
 
     def coming(self, n: int) -> list[int]:
-        """The next n tokens to compute: its own, then those of its draft."""
+        """Return the next n tokens to compute: its own, then its draft."""
         end = self.n_computed + n
         tokens = self.tokens[self.n_computed : end]
         return tokens if len(tokens) == n else tokens + self.draft[: n - len(tokens)]
 
     @property
     def n_reusable_pages(self) -> int:
-        """Pages that it may share with others: one token must be computed, and all whose
-        logits are wanted."""
+        """Return how many blocks it may share.
+
+        It must compute at least one token, and all tokens whose logits are needed.
+        """
         reusable = len(self.tokens) - 1
         if self.on_logits:
             reusable = min(reusable, self.first_output)
         return reusable // PAGE_SIZE if self.reuse_prefix else 0
 
     def n_rows(self, n: int) -> int:
-        """Of how many tokens at the end of its next n the logits are wanted."""
+        """Return for how many tokens, at the end of its next n, logits are needed."""
         end = self.n_computed + n
         n_rows = max(end - len(self.tokens) + 1, 0) if self.sampler is not None else 0
         if self.on_logits and end <= self.n_prompt:

@@ -1,14 +1,14 @@
-"""Speculative decoding: tokens are drafted, verified in one step, and kept where the model draws the same.
+"""Speculative decoding: tokens are drafted, verified in one step, and kept if the model draws the same ones.
 
-A step that computes a sequence's next token can compute its logits after some drafted tokens too, for little
-more time: the weights are read once. From each row of logits the sequence's own sampler draws, in order,
-until a drawn token is not the drafted one. A token's logits do not depend on what else is in a
-step, and each draw takes the next number of the sequence's generator, so tokens and logprobs are bitwise
-those without drafts.
+A step that computes a sequence's next token can also compute the logits after some drafted tokens, for little
+more time, because the weights are read once. The sequence's own sampler draws from each row of logits in
+order, until a drawn token differs from the drafted one. A token's logits do not depend on the rest of the
+step, and each draw uses the next number of the sequence's generator. So tokens and logprobs are bitwise
+identical to those without drafts.
 
-`Speculator` decides how many tokens of whose drafts a step verifies, by what was measured: how often drafted
-tokens were right, and how long steps of so many tokens take on this machine. Nothing that it decides changes
-a text.
+`Speculator` decides how many drafted tokens of each sequence a step verifies, from two measurements: how
+often drafted tokens are right, and how long steps of each size take on this machine. No decision changes a
+text.
 """
 
 from __future__ import annotations
@@ -22,66 +22,76 @@ import numpy as np
 
 from hotset.engine.sequence import Sequence
 
-_N_SIZES = 64  # up to which the time of steps is learned; larger ones are extrapolated
-_PRIOR_STEP = 0.15  # of a step of one token, that a further one takes, until it was measured
-_LEARNED = 0.15  # of the difference that a step makes to what is known of steps of its size
-# The largest difference that counts, as a logarithm, after so many steps: something interrupted the step.
+_N_SIZES = 64  # the largest step whose time is learned; larger ones are extrapolated
+_PRIOR_STEP = 0.15  # assumed cost of a further token, relative to a step of one token, until it is measured
+_LEARNED = 0.15  # weight of the latest step in the moving average for its size
+# After _UNCLIPPED steps, changes of the logarithm are limited: something else interrupted a very slow step.
 _CLIPPED, _UNCLIPPED = 0.5, 3
-_REFRESHED = 64  # steps with drafts, after which one without is measured again
-_PRIOR_WEIGHT = 4.0  # drafted tokens, as many as what is known of all sequences counts for one of them
-_KEPT, _KEPT_OF_ALL = 0.95, 0.995  # of what was counted before, with each drafted token
-_PATIENCE, _MOST_PATIENCE = 16, 256  # tokens that a sequence without drafts waits for another attempt
+_REFRESHED = 64  # steps with drafts before one without drafts is measured again
+_PRIOR_WEIGHT = 4.0  # weight of the rate of all sequences, in drafted tokens of one sequence
+_KEPT, _KEPT_OF_ALL = 0.95, 0.995  # decay of counts with each drafted token: of one sequence, of all
+_PATIENCE, _MOST_PATIENCE = (
+    16,
+    256,
+)  # tokens after which a sequence without drafts tries again: first, at most
 
 
 class Draft(NamedTuple):
-    """tokens: what may follow a sequence. classes: of each, how sure the drafter is: any small number, about
-    whose meaning the counts of acceptance decide."""
+    """A proposed continuation of a sequence.
+
+    classes: per token, a small number for the drafter's confidence. Acceptance is counted per class, so the
+    numbers need no fixed meaning.
+    """
 
     tokens: list[int]
     classes: list[int]
 
 
 class Drafter(Protocol):
-    """Drafts what may follow sequences. Whatever it drafts, the text is the same."""
+    """A source of drafts. No draft changes the text."""
 
     name: str
 
     @property
     def seconds_per_token(self) -> float:
-        """That drafting one token for each sequence of a step takes; 0.0 where that is next to nothing."""
+        """Return the seconds to draft one token for each sequence of a step; 0.0 if negligible."""
 
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
-        """For each sequence at most so many tokens."""
+        """Return a draft for each sequence, of at most the given number of tokens."""
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence that came to its end."""
+        """Forget a finished sequence."""
 
     def reset(self) -> None:
-        """Forgets every sequence."""
+        """Forget every sequence."""
 
     def close(self) -> None:
-        """Frees what it has; safe to call twice."""
+        """Free its resources; safe to call twice."""
 
 
 class StepReader(Protocol):
-    """A drafter that reads what is inside the model. reads: a value of the model's graph."""
+    """A drafter that reads intermediate values of the model. reads: a value of the model's graph."""
 
     reads: str
 
     def note_step(self, chunks: Many[tuple[Sequence, int]], rows: np.ndarray) -> None:
-        """Takes in a step before its tokens are drawn: its sequences, and so many tokens of each. rows: of
-        `reads`, float32 [n_tokens, width]."""
+        """Record a step before its tokens are drawn: its sequences, and how many tokens of each.
+
+        rows: values of `reads`, float32 [n_tokens, width].
+        """
 
 
 class StepTimes:
-    """Seconds of a step of n tokens, learned from the steps of answers. A size that there was not yet is
-    between those that there were, or beyond them as much longer as most machines take."""
+    """The seconds of a step of n tokens, learned from decode steps.
+
+    Sizes that were not measured are interpolated, or extrapolated with a slope typical for most machines.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, float]] = {}  # steps of a size, logarithm of its seconds
 
     def note(self, n: int, seconds: float) -> None:
-        """Takes in a step of n tokens."""
+        """Record a step of n tokens."""
         if n > _N_SIZES or seconds <= 0:
             return
         taken = math.log(seconds)
@@ -92,7 +102,7 @@ class StepTimes:
         self._sizes[n] = visits + 1, known + difference * max(1 / (visits + 1), _LEARNED)
 
     def seconds(self, n: int) -> float:
-        """That a step of n tokens takes; in any unit before there was one."""
+        """Return the seconds of a step of n tokens; in an arbitrary unit before the first measurement."""
         known = self._sizes
         if n in known:
             return math.exp(known[n][1])
@@ -105,12 +115,12 @@ class StepTimes:
         return (math.exp(known[near][1]) / _prior(near) if near else 1.0) * _prior(n)
 
     def has(self, n: int) -> bool:
-        """Whether there were steps of n tokens, or will be none that is noted."""
+        """Return whether steps of n tokens were measured, or are too large to be."""
         return n in self._sizes or n > _N_SIZES
 
     @property
     def measured(self) -> dict[int, float]:
-        """Seconds by the number of tokens, of the sizes that there were; from any thread."""
+        """Return the seconds by number of tokens, of the measured sizes; from any thread."""
         return {n: math.exp(known) for n, (_, known) in sorted(self._sizes.copy().items())}
 
 
@@ -119,20 +129,20 @@ def _prior(n: int) -> float:
 
 
 class Acceptance:
-    """How often drafted tokens were right, by their class. prior: of all sequences, for one of them."""
+    """The share of right drafted tokens by class. prior: of all sequences, for one of them."""
 
     def __init__(self, prior: Acceptance | None = None) -> None:
         self._prior, self._kept = prior, _KEPT if prior else _KEPT_OF_ALL
         self._counts: dict[int, tuple[float, float]] = {}  # drafted, accepted
 
     def rate(self, of_class: int) -> float:
-        """The share of tokens of a class that will be right."""
+        """Estimate the share of a class's tokens that will be right."""
         before = 0.5 if self._prior is None else self._prior.rate(of_class)
         drafted, accepted = self._counts.get(of_class, (0.0, 0.0))
         return (accepted + _PRIOR_WEIGHT * before) / (drafted + _PRIOR_WEIGHT)
 
     def note(self, of_class: int, is_right: bool) -> None:
-        """Takes in a token that was verified behind right ones."""
+        """Record a verified token that follows only right ones."""
         drafted, accepted = self._counts.get(of_class, (0.0, 0.0))
         self._counts[of_class] = drafted * self._kept + 1, accepted * self._kept + is_right
         if self._prior is not None:
@@ -141,9 +151,11 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Drafting:
-    """A sequence that gets drafts. classes: of its draft in flight. overall: its acceptance, of any class.
-    waited: tokens since one of its drafts was verified; patience: after which another is, though it should
-    not pay."""
+    """A sequence that gets drafts.
+
+    classes: of its draft in flight. overall: its acceptance over all classes. waited: tokens since one of its
+    drafts was verified; patience: after this many, a draft is tried even if it should not pay.
+    """
 
     acceptance: Acceptance
     overall: Acceptance
@@ -153,9 +165,9 @@ class _Drafting:
 
 
 class Speculator:
-    """Drafts for sequences, as far as it pays, and learns from what became of them.
+    """Drafts for sequences, as far as they pay by the results of earlier drafts.
 
-    n_most: tokens of a draft at most. reader: the drafter, where it reads the model's steps.
+    n_most: the longest draft in tokens. reader: the drafter, if it reads the model's steps.
     """
 
     def __init__(self, drafter: Drafter, n_most: int, reader: StepReader | None = None) -> None:
@@ -163,15 +175,15 @@ class Speculator:
         self.step_times = StepTimes()
         self._all, self._overall = Acceptance(), Acceptance()
         self._sequences: dict[Sequence, _Drafting] = {}
-        self._n_since_plain = 0  # steps with drafts
+        self._n_since_plain = 0  # steps with drafts since the latest one without
 
     def reset(self) -> None:
-        """Forgets every sequence; what was learned stays."""
+        """Forget every sequence; keep the measurements."""
         self._sequences.clear()
         self.drafter.reset()
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence that came to its end."""
+        """Forget a finished sequence."""
         self._sequences.pop(sequence, None)
         self.drafter.forget(sequence)
 
@@ -180,9 +192,9 @@ class Speculator:
         self.drafter.close()
 
     def draft(self, wanted: Many[tuple[Sequence, int]], n_tokens: int) -> None:
-        """Sets the drafts of sequences, for a step that has n_tokens without them.
+        """Set the drafts of sequences for a step that has n_tokens tokens without them.
 
-        wanted: sequences that are to get a token, and how many may be drafted for each at most.
+        wanted: decoding sequences, and the longest allowed draft of each.
         """
         of_sequences = []
         for sequence, n in wanted:
@@ -206,8 +218,10 @@ class Speculator:
         self._choose([(*each[:2], draft) for each, draft in zip(asked, drafts, strict=True)], n_tokens)
 
     def _is_measured_plain(self, n_tokens: int, *, is_plain: bool) -> bool:
-        """Whether this step goes without drafts, to learn what that takes. is_plain: then it has no other
-        tokens."""
+        """Return whether this step runs without drafts to measure its time.
+
+        is_plain: without drafts the step has only decode tokens.
+        """
         wanted = is_plain and (self._n_since_plain >= _REFRESHED or not self.step_times.has(n_tokens))
         self._n_since_plain = 0 if wanted else self._n_since_plain + 1
         return wanted
@@ -216,7 +230,7 @@ class Speculator:
         return 1 if own.waited >= own.patience else 0
 
     def _worth_drafting(self, sequences: list[_Drafting], n_tokens: int) -> int:
-        """How many tokens to draft for each sequence, by their acceptance so far and what drafting takes."""
+        """Return how many tokens to draft per sequence, from their acceptance and the cost of drafting."""
         per_token = self.drafter.seconds_per_token
         if not per_token or not sequences:
             return self.n_most
@@ -230,10 +244,10 @@ class Speculator:
         return best
 
     def _choose(self, drafts: list[tuple[Sequence, _Drafting, Draft]], n_tokens: int) -> None:
-        """Keeps those drafted tokens with which the step gives the most tokens a second.
+        """Keep the drafted tokens that maximise the step's expected tokens per second.
 
-        A token counts with the chance that it and all before it are right; the likeliest come first, and so
-        none before the one that it follows.
+        A token counts with the probability that it and all tokens before it are right. The likeliest are
+        chosen first, so none is chosen before the one that it follows.
         """
         chances = []
         for i, (_, own, draft) in enumerate(drafts):
@@ -258,8 +272,7 @@ class Speculator:
             sequence.draft, own.classes = draft.tokens[:n], draft.classes[:n]
 
     def note_verified(self, sequence: Sequence, n_verified: int, n_accepted: int) -> None:
-        """Of the draft in flight n_verified tokens were compared with what was drawn, and the first
-        n_accepted of them were right."""
+        """Record that n_verified tokens of the draft in flight were compared, and n_accepted were right."""
         own = self._sequences.get(sequence)
         if own is None or not own.classes:
             return

@@ -1,9 +1,10 @@
-"""Slots for recurrent states: which are free, which a sequence has, which hold the end of a prefix.
+"""Slots for recurrent states: which are free, which sequences use, and which hold the end of a prefix.
 
-What operations with a state (operations.Recurrent) leave of all tokens before a position cannot be cut out of
-pages: a prefix is reused up to the end of a page whose state was kept. The backend owns the memory, this
-module the numbering. A slot is written by one step and never again while anybody has it, so that a step which
-failed is run again from where it began, sequences of one prefix share a slot, and nothing is ever copied.
+The state of a recurrent operation (operations.Recurrent) summarises all tokens before a position, and cannot
+be cut like a KV block. So a prefix is reused up to the end of a block whose state was saved. The backend owns
+the memory; this module assigns the numbers. One step writes a slot, and no later step does while it is in
+use. So a failed step can be run again from its start, sequences with one prefix share a slot, and nothing is
+ever copied.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from hotset.errors import InvalidRequestError
 
 
 class StatePool:
-    """Hands out `n_states` slots with reference counts; states of prefixes stay until room is needed (LRU).
+    """A pool of `n_states` reference-counted slots; states of prefixes stay until room is needed (LRU).
 
-    A kept state is found by the serial number of the page that it stands behind (kv_cache.PagePool).
+    A kept state is found by the serial number of the block before it (kv_cache.PagePool).
     """
 
     def __init__(self, n_states: int) -> None:
@@ -32,27 +33,26 @@ class StatePool:
 
     @property
     def n_available(self) -> int:
-        """Slots that `allocate` could hand out now."""
+        """Return how many slots `allocate` could hand out now."""
         return len(self._empty) + len(self._idle)
 
     @property
     def references(self) -> list[int]:
-        """How many sequences have each slot."""
+        """Return how many sequences use each slot."""
         return list(self._references)
 
     @property
     def n_kept(self) -> int:
-        """Slots that hold the end of a prefix, in use or not."""
+        """Return how many slots hold the end of a prefix, in use or not."""
         return len(self._slots)
 
     @property
     def n_idle(self) -> int:
-        """Those of them that are not in use."""
+        """Return how many unused slots hold the end of a prefix."""
         return len(self._idle)
 
     def allocate(self, *, evict: bool = True) -> int | None:
-        """A slot for one sequence; None if all are in use. evict: or the oldest state of a prefix, if need
-        be."""
+        """Return a slot for one sequence; None if all are in use. evict: allow evicting a prefix."""
         if self._empty:
             slot = self._empty.pop()
         elif self._idle and evict:
@@ -65,12 +65,14 @@ class StatePool:
         return slot
 
     def has(self, serial: int) -> bool:
-        """Whether the state behind a page was kept."""
+        """Return whether the state after a block was kept."""
         return serial in self._slots
 
     def find(self, serial: int) -> tuple[int, int] | None:
-        """The slot with that state, and how often the slot was handed out; None where it was not kept. From
-        any thread, as `holds`; the slot may hold something else a moment later."""
+        """Return the slot of the state after a block, and its use count; None if it was not kept.
+
+        May run in any thread, like `holds`. The slot may be overwritten at any time.
+        """
         slot = self._slots.get(serial)
         if slot is None:
             return None
@@ -78,11 +80,11 @@ class StatePool:
         return (slot, n_uses) if self._slots.get(serial) == slot else None
 
     def holds(self, slot: int, n_uses: int) -> bool:
-        """Whether a slot still holds what it had when `find` said so."""
+        """Return whether a slot still has the contents that `find` reported."""
         return self._n_uses[slot] == n_uses
 
     def take(self, serial: int) -> int:
-        """The slot with the state that was kept behind a page, now referenced once more."""
+        """Return the slot of the state that was kept after a block, with one more reference."""
         slot = self._slots[serial]
         if self._references[slot] == 0:
             del self._idle[slot]
@@ -90,13 +92,13 @@ class StatePool:
         return slot
 
     def keep(self, slot: int, serial: int) -> None:
-        """Makes the state in a slot that is in use findable behind a page, unless there is one already."""
+        """Make the state in a used slot findable after a block, unless the block already has one."""
         if serial not in self._slots and self._serials[slot] is None:
             self._slots[serial] = slot
             self._serials[slot] = serial
 
     def release(self, slot: int) -> None:
-        """Drops one reference."""
+        """Drop one reference."""
         self._references[slot] -= 1
         if self._references[slot] == 0:
             if self._serials[slot] is None:
@@ -105,7 +107,7 @@ class StatePool:
                 self._idle[slot] = None
 
     def forget(self, serial: int) -> None:
-        """A page can be found no longer, and so its state."""
+        """Forget the state of a block that can no longer be found."""
         slot = self._slots.get(serial)
         if slot is None:
             return

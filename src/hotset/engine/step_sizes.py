@@ -1,4 +1,4 @@
-"""What a step of several tokens of one sequence takes: the price of verifying drafted tokens."""
+"""Measures steps of several tokens of one sequence: the cost of verifying drafted tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEED = 0
 
 
 class StepTime(NamedTuple):
-    """n_tokens: of a step, each with logits. ms: milliseconds that it took, the median of the repetitions."""
+    """The median time of a step, in milliseconds. n_tokens: tokens of the step, each with logits."""
 
     n_tokens: int
     ms: float
@@ -25,20 +25,20 @@ class StepTime(NamedTuple):
 def measure_steps(
     backend: Backend, sizes: Sequence[int], *, depth: int = 0, repetitions: int = 5, thresholded: bool = False
 ) -> list[StepTime]:
-    """The time of a step of n random tokens of one sequence for each n of `sizes`, after `depth` others.
+    """Return the times of steps of n random tokens of one sequence, for each n in `sizes`, at a depth.
 
-    The sizes take turns, so that a machine that becomes slower meanwhile is slower for all of them.
-    thresholded: the tokens are computed as those of an answer, where the graph has thresholds. Nothing else
-    may use the backend. Raises InvalidRequestError for a size that the backend does not take at once.
+    The sizes take turns, so that a slowdown of the machine affects all of them. thresholded: compute the
+    tokens like an answer's, if the graph has thresholds. The backend must be otherwise unused. Raises
+    InvalidRequestError if a size exceeds the largest step.
     """
     longest = min(backend.max_batch, backend.n_pages * PAGE_SIZE - depth)
     for n in sizes:
         if not 1 <= n <= longest:
-            raise InvalidRequestError(f"a step of {n} tokens is not among the 1 to {longest} of this model")
+            raise InvalidRequestError(f"a step must have 1 to {longest} tokens with this model, not {n}")
     tokens = np.random.default_rng(_SEED).integers(0, backend.n_vocab, depth + max(sizes), dtype=np.int32)
     n_pages = -(-len(tokens) // PAGE_SIZE)
     pages = np.arange(n_pages, dtype=np.int32)[None]
-    n_before = 0  # steps of the sequence, by which its states take turns
+    n_before = 0  # steps so far, which decide the slot of the recurrent state
 
     def run(start: int, n: int, n_rows: int) -> float:
         batch = Batch(

@@ -1,4 +1,4 @@
-"""Stop strings, matched over streamed text: nothing that may still become one is let out."""
+"""Stop strings in streamed text: text that may still become a stop string is held back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches a stream of text for the first stop string, across the borders of its pieces.
+    """A search for the first stop string in a stream of text, across the borders of its pieces.
 
     The string whose last character comes first wins, so the result does not depend on how the text is split.
     """
@@ -14,11 +14,11 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
         self.stopped = False
-        self.matched: str | None = None  # the stop string that came
+        self.matched: str | None = None  # the stop string that was found
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Takes the next piece, returns the text that may be shown; a stop string sets what is above."""
+        """Add the next piece; return the text that may be shown. Sets `stopped` and `matched`."""
         if not self.stops:
             return text
         if self.stopped:
@@ -35,12 +35,12 @@ class StopMatcher:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """The text still held back, once no more will come."""
+        """Return the text that is still held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop string."""
+        """Return the length of the longest end of `text` that is the beginning of a stop string."""
         longest = min(max(map(len, self.stops)) - 1, len(text))
         for n in range(longest, 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self.stops):

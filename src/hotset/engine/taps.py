@@ -1,4 +1,4 @@
-"""Intermediate values of a text: steps of their own, in pages of the engine's cache, beside what runs."""
+"""Intermediate values of a text, computed in separate steps and blocks, concurrently with other requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hotset.model.graph import Graph
 from hotset.model.operations import SelectOutputs
 from hotset.sparsity.taps import batches
 
-_TAPPED_BYTES = 64 << 20  # of intermediate values that one step hands out
+_TAPPED_BYTES = 64 << 20  # of intermediate values that one step returns
 
 
 def steps(
     thread: EngineThread, graph: Graph, ids: np.ndarray, names: Sequence[str]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The values `names` of the graph, a step at a time: name → float32 [n_tokens of the step, width].
+    """Yield the values `names` of the graph, step by step: name → float32 [n_tokens of the step, width].
 
-    ids: int32 [n], which fit in the context. Between two steps whatever else runs goes on. Raises
-    InvalidRequestError for a name that the graph lacks, OutOfMemoryError where the text does not fit in the
-    cache beside what runs.
+    ids: int32 [n], which fit in the context. Other sequences run between two steps. Raises
+    InvalidRequestError if the graph lacks a name, and OutOfMemoryError if the text does not fit in the cache
+    now.
     """
     widths = {value.name: value.width for value in graph.values}
     for name in names:

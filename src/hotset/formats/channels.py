@@ -1,27 +1,26 @@
-"""Matrices of a plain GGUF file, laid out again input-major, so that channels whose input is zero need
-not be read.
+"""Input-major copies of matrices in plain GGUF files, so that channels whose input is zero need not be read.
 
-As neuron-major down projections (formats/planes.py): a block of 32 inputs of one output is split
-in codes by input and scales by 32 inputs, every number the file's own, so that sums are bitwise identical.
+As in neuron-major down projections (formats/planes.py), a block of 32 inputs of one output is split into
+codes per input and scales per 32 inputs. Every number is the file's own, so sums are bitwise identical.
 
-    <name>_c.blocks  int8 [n_groups, bytes]   n_groups: n_in / 32, of K-quants n_in / 256
-                     int8 [n_expert, bytes]   of experts, each as its matrix alone would be
+    <name>_c.blocks  int8 [n_groups, bytes]   n_groups: n_in / 32, for K-quants n_in / 256
+                     int8 [n_expert, bytes]   for experts, each like a single matrix
 
-Outputs are split into tiles (tile_of), one after the other. For each 32 channels a tile has the scales of its
-outputs (F16), of Q4_1 then what is added to scale * code (F16), and for each of the channels the codes:
+Outputs are split into tiles (tile_of), one after the other. For each 32 channels, a tile has the scales of
+its outputs (F16), for Q4_1 also the minimums added to scale * code (F16), and for each channel the codes:
 
-    Q8_0              a byte an output
+    Q8_0              a byte per output
     Q4_0, Q4_1, Q4_K  16 bytes for 32 outputs: byte j = code[j] | code[j + 16] << 4
-    Q5_K              the same of the low four bits, of the whole tile; and then 4 bytes for 32 outputs: bit i
-                      of byte j is the fifth of code[j + 4 i]
-    Q6_K              the same, but two planes of 4 bytes for 32 outputs: bits 2 i and 2 i + 1 of byte j are
-                      the high ones of code[j + 4 i], in the second plane of code[16 + j + 4 i]
+    Q5_K              the low four bits in the same way, for the whole tile; then 4 bytes for 32 outputs: bit
+                      i of byte j is the fifth bit of code[j + 4 i]
+    Q6_K              the same, but with two planes of 4 bytes for 32 outputs: bits 2 i and 2 i + 1 of byte j
+                      are the high bits of code[j + 4 i], in the second plane of code[16 + j + 4 i]
 
-K-quants have scales of a byte instead (unpacked), and then their minimums, of Q6_K the scales of the second
-16 channels; and before each 256 channels what all of these are multiplied with (d and dmin, F16).
+K-quants have scales of one byte (unpacked) instead, followed by their minimums, or for Q6_K by the scales of
+the second 16 channels. Before each 256 channels are the factors of all these (d and dmin, F16).
 
-So a tile is computed from one stream of memory, of which long pieces are left out: in narrower tiles
-this takes up to twice as long (decision 015).
+So a tile is computed from one stream of memory in which long pieces are skipped. Narrower tiles take up to
+twice as long (decision 015).
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
 ALIGNMENT = 4096  # of the tensors: a page
-COPY_SUFFIX = "_c.blocks"  # of their names
-LAYOUT = 3  # rises when the layout changes, so that files of another one are built again
-_MOST, _LINE = 4096, 128  # outputs of a tile, and those of a line of codes of four bits
+COPY_SUFFIX = "_c.blocks"  # of the tensors' names
+LAYOUT = 3  # version of the layout; files with another version are built again
+_MOST, _LINE = 4096, 128  # outputs of a tile at most; outputs in a cache line of four-bit codes
 _K_GROUP = 256
 
 
 @dataclass(frozen=True)
 class _Format:
-    """halves: the fields of a block, or of 256 inputs where `grouped`, that are float16. bits: of a code."""
+    """halves: the float16 fields of a block or, if `grouped`, of 256 inputs. bits: of a code."""
 
     halves: tuple[str, ...]
     bits: int
@@ -68,29 +67,30 @@ _FORMATS = {
 
 TYPES_BY_CHANNEL = frozenset(_FORMATS)
 HALVES = {GGMLType.Q4_0: 16, GGMLType.Q4_1: 16, GGMLType.Q4_K: 32}
-"""Of types with 4-bit codes that devices hold input-major: outputs with the low halves of bytes."""
+"""For types whose 4-bit codes devices store input-major: the number of outputs in the low halves of bytes."""
 
 
 def copy_name(tensor: str) -> str:
-    """Of the input-major copy of a matrix."""
+    """Return the name of a matrix's input-major copy."""
     return f"{tensor.removesuffix('.weight')}{COPY_SUFFIX}"
 
 
 def can_be_input_major(info: TensorInfo) -> bool:
-    """Whether a matrix of this type and shape, or each of those of experts, can be input-major: its outputs
-    are taken 32 at a time."""
+    """Return whether a matrix, or each expert's, can be input-major: its outputs must be a multiple of 32."""
     return info.type in _FORMATS and len(info.shape) > 1 and info.shape[1] % PLANE_GROUP == 0
 
 
 def can_be_input_major_on_device(type: GGMLType, n_out: int) -> bool:
-    """Return whether a device can hold a matrix with n_out rows input-major: 4-bit codes of HALVES[type]
-    outputs share bytes."""
+    """Return whether a device can store a matrix with n_out rows input-major.
+
+    4-bit codes of HALVES[type] outputs share bytes.
+    """
     whole = type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0)
     return whole or (type in HALVES and n_out % (2 * HALVES[type]) == 0)
 
 
 def copy_bytes(info: TensorInfo) -> tuple[int, int]:
-    """Of an input-major matrix, or one of experts: bytes of its codes, and of its scales and minimums."""
+    """Return the bytes of codes, and of scales and minimums, of one input-major matrix."""
     n_in, n_out = info.shape[:2]
     of = _FORMATS[info.type]
     halves, own = n_out * 2 * len(of.halves), 2 * n_out
@@ -101,12 +101,12 @@ def copy_bytes(info: TensorInfo) -> tuple[int, int]:
 
 
 def all_bytes(info: TensorInfo) -> int:
-    """Of an input-major matrix, or of those of all experts."""
+    """Return the bytes of an input-major matrix, of all experts together."""
     return math.prod(copy_shape(info))
 
 
 def copy_shape(info: TensorInfo) -> tuple[int, int]:
-    """Of the tensor that an input-major matrix is, or those of experts are."""
+    """Return the shape of the tensor with an input-major matrix, or with all experts' matrices."""
     if len(info.shape) == 3:
         return sum(copy_bytes(info)), info.shape[2]
     n_groups = info.shape[0] // (_K_GROUP if _FORMATS[info.type].grouped else PLANE_GROUP)
@@ -114,9 +114,9 @@ def copy_shape(info: TensorInfo) -> tuple[int, int]:
 
 
 def break_even(info: TensorInfo, rate: float) -> float:
-    """The share of channels below which reading these is quicker than reading all rows.
+    """Return the share of needed channels below which reading channels is faster than reading all rows.
 
-    rate: bytes per second input-major over those by row.
+    rate: bytes per second input-major, divided by bytes per second by row.
     """
     codes, scales = copy_bytes(info)
     n_bytes = info.row_bytes * info.shape[1]
@@ -124,17 +124,19 @@ def break_even(info: TensorInfo, rate: float) -> float:
 
 
 def tile_of(n_out: int) -> int:
-    """Outputs of a tile: of about as wide ones as do not exceed 4,096, whose lanes stay in the second-level
-    cache. The longer the pieces are that are left out and read, the quicker."""
+    """Return the outputs of a tile: nearly equal widths of at most 4,096.
+
+    Their sums then stay in the second-level cache. Longer pieces are faster to skip and to read.
+    """
     n_tiles = math.ceil(n_out / _MOST)
     return math.ceil(n_out / n_tiles / _LINE) * _LINE
 
 
 def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
-    """Adds the input-major copy of the matrix `<name>.weight`, under `<name>_c`; built when it is written.
+    """Add the input-major copy of the matrix `<name>.weight`, as `<name>_c`; it is built when it is written.
 
-    can_be_input_major must say yes. What is written is refused (UnsupportedModelError) where a scale is not
-    finite: zero times it is no zero, and would have to be read.
+    Requires can_be_input_major. Raises UnsupportedModelError during the write if a scale is not finite,
+    because zero times such a scale is not zero, so the channel could not be skipped.
     """
     info = gguf.tensors[tensor]
     shape = copy_shape(info)
@@ -152,12 +154,12 @@ def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
 
 
 def _blocks_of(data: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """Of one matrix, whose bytes are data."""
+    """Return the blocks of one matrix with these bytes."""
     n_in, n_out = info.shape
     of = (_k_parts if _FORMATS[info.type].grouped else _plain_parts)(data, info)
     if not all(np.isfinite(values.view(np.float16)).all() for values in of.halves):
         raise UnsupportedModelError(
-            f"the tensor {info.name} has weights that are not finite, beside which nothing can be left out; "
+            f"the tensor {info.name} has weights that are not finite, so no channel can be skipped; "
             "choose the sparsity mode dense"
         )
     n_blocks, (_, n_groups) = n_in // PLANE_GROUP, copy_shape(info)
@@ -176,8 +178,10 @@ def _blocks_of(data: np.ndarray, info: TensorInfo) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A matrix taken apart, each array uint8 [rows, bytes of all outputs]: what 256 inputs have, what 32
-    have, and codes, a row for each input. halves: those that are float16."""
+    """The parts of a matrix, each uint8 [rows, bytes of all outputs].
+
+    group_heads: per 256 inputs; heads: per 32 inputs; codes: a row per input. halves: the float16 parts.
+    """
 
     group_heads: Sequence[np.ndarray]
     heads: Sequence[np.ndarray]

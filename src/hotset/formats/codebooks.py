@@ -1,11 +1,11 @@
-"""The codebooks of the IQ formats: which points of a lattice they may store.
+"""The codebooks of the IQ formats: the lattice points that they may store.
 
-A group of 8 weights (4 in IQ3) is one of the points that are listed here, up to signs and scales. A point is
-a number whose digits are its coordinates, the first the lowest: in base 3 for groups of 8, in base 8 for
-groups of 4. The points of a codebook are sorted, and its text holds the gaps between neighbours: a character
-a gap, 0-9, A-Z and a-y for 0 to 60, before it a z for each 61 more.
+A group of 8 weights (4 in IQ3) is one of the points listed here, up to signs and scales. A point is a number
+whose digits are its coordinates, the lowest digit first: in base 3 for groups of 8, in base 8 for groups of
+4. The points of a codebook are sorted, and its text holds the gaps between neighbours: one character per gap,
+0-9, A-Z and a-y for 0 to 60, preceded by a z for each further 61.
 
-csrc/kernels/codebooks.h has the same texts for the kernels, which the tests hold against these.
+csrc/kernels/codebooks.h has the same texts for the kernels; tests compare them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _GAPS = {
 
 @cache
 def codebook(name: str) -> np.ndarray:
-    """The points of a format (IQ1_M has those of IQ1_S): uint8 [n, 8], digits 0 to 2, or [n, 4], 0 to 7."""
+    """Return a format's points (IQ1_M uses IQ1_S): uint8 [n, 8] with digits 0 to 2, or [n, 4] with 0 to 7."""
     base, size = (8, 4) if name.startswith("IQ3") else (3, 8)
     points, number = [], 0
     for character in _GAPS[name]:

@@ -1,9 +1,9 @@
-"""Encodes matrices natively, on all cores: what writes files. Its readable reference is `quants.quantize`.
+"""Encodes matrices natively, on all cores, for writing files. The readable reference is `quants.quantize`.
 
-The round-to-nearest types have its bytes, and so those of GGML's reference quantisers. K and IQ types, which
-it does not have, are fitted: of some trial scales per group the best by weighted least squares
-(csrc/kernels/encode_kernels.h, codebook_encoders.h). With an importance matrix its numbers are the weights,
-and Q4_0, Q4_1, Q5_0 and Q5_1 are fitted, too.
+Round-to-nearest types yield the same bytes as the reference, and so as GGML's. K and IQ types, which the
+reference lacks, are fitted: among some trial scales per group, the best by weighted least squares is used
+(csrc/kernels/encode_kernels.h, codebook_encoders.h). An importance matrix provides the weights; Q4_0, Q4_1,
+Q5_0 and Q5_1 are then fitted, too.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ WRITABLE: tuple[GGMLType, ...] = (
 )  # fmt: skip
 """The types that can be written, most bits first."""
 FITTED = frozenset(type for type in WRITABLE if type.name.startswith(("Q2", "Q3", "Q4", "Q5", "Q6", "IQ")))
-"""Those that an importance matrix changes."""
+"""The types whose encoding an importance matrix changes."""
 
 
 def encode(values: np.ndarray, type: GGMLType, n_threads: int | None = None) -> np.ndarray:
-    """Rows of floats [..., ne0] as uint8 [..., row_bytes(type, ne0)].
+    """Encode rows of floats [..., ne0] as uint8 [..., row_bytes(type, ne0)].
 
-    n_threads: default, the usable cores. Raises InvalidRequestError for a type that cannot be written and for
-    NaN, infinity or a value too large for the type's float16 (F32 and BF16 keep any value, MXFP4 any finite
-    one), FormatError if blocks do not divide ne0.
+    n_threads: default, the usable cores. Raises InvalidRequestError for a type that cannot be written, and
+    for NaN, infinity or a value too large for the type's float16 (F32 and BF16 keep any value, MXFP4 any
+    finite one). Raises FormatError if ne0 is not a multiple of the block size.
     """
     data = np.ascontiguousarray(values, np.float32)
     encoded = recode(data.reshape(-1).view(np.uint8), _T.F32, data.shape[-1], type, n_threads)
@@ -42,9 +42,9 @@ def encode(values: np.ndarray, type: GGMLType, n_threads: int | None = None) -> 
 
 @dataclass(frozen=True)
 class Importance:
-    """How much an error of each column counts.
+    """The weights of errors by column.
 
-    weights: float32 [n_matrices, ne0]. Each has rows_per_matrix rows, and first_row rows lie before the data.
+    weights: float32 [n_matrices, ne0]. Each matrix has rows_per_matrix rows. The data begin at row first_row.
     """
 
     weights: np.ndarray
@@ -60,16 +60,16 @@ def recode(
     n_threads: int | None = None,
     importance: Importance | None = None,
 ) -> np.ndarray:
-    """Rows of ne0 values of one type, uint8, as rows of another, uint8 [rows, row_bytes(type, ne0)].
+    """Convert rows of ne0 values from one type, uint8, to another, uint8 [rows, row_bytes(type, ne0)].
 
-    `source` is any type that the kernels decode. importance: of the columns, for the types that are fitted.
-    Raises as `encode` does.
+    source: any type that the kernels decode. importance: of the columns, for fitted types. Raises the errors
+    of `encode`.
     """
     if type not in WRITABLE:
         names = ", ".join(t.name for t in WRITABLE)
         raise InvalidRequestError(f"values cannot be quantised to {type.name}; choose one of {names}")
     n_rows, rest = divmod(data.size, row_bytes(source, ne0))
-    assert not rest, "whole rows"
+    assert not rest, "data must be whole rows"
     out = np.empty((n_rows, row_bytes(type, ne0)), np.uint8)
     if n_rows:
         threads = n_threads or usable_cores()
@@ -92,6 +92,6 @@ def recode(
 
 
 def _weights(importance: Importance) -> tuple[np.ndarray, int, int]:
-    mean = float(importance.weights.mean(dtype=np.float64))  # 1, so that nothing overflows
+    mean = float(importance.weights.mean(dtype=np.float64))  # scale the mean to 1 to avoid overflow
     weights = np.ascontiguousarray(importance.weights / (mean or 1.0), np.float32)
     return weights, importance.rows_per_matrix, importance.first_row

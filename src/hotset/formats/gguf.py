@@ -1,4 +1,4 @@
-"""GGUF files: a memory-mapped reader that trusts nothing, and a streaming writer.
+"""GGUF files: a memory-mapped reader for untrusted files, and a streaming writer.
 
 Layout (versions 2 and 3, little-endian; specification: docs/gguf.md of the ggml repository):
 
@@ -8,12 +8,12 @@ Layout (versions 2 and 3, little-endian; specification: docs/gguf.md of the ggml
     padding to `general.alignment` (default 32), then the data; offsets count from here
 
 A string is a length u64 and bytes; an array is an element type u32, a count u64 and the elements.
-PowerInfer's dialect is version 3 with the magic "PWRI", its own type ids for integers, and vectors that may
-be empty. A model may be split into shards named `<name>-00001-of-0000N.gguf`; each is a whole GGUF file with
+PowerInfer's format is version 3 with the magic "PWRI", other type ids for integers, and vectors that may be
+empty. A model may be split into shards named `<name>-00001-of-0000N.gguf`; each is a whole GGUF file with
 some of the tensors.
 
-Every count, length, offset and dimension is checked against the bytes that are there before it is used,
-so that a damaged or hostile file costs one message (FormatError), never a crash or a large allocation.
+Every count, length, offset and dimension is checked against the file's size before it is used. So a damaged
+or hostile file yields one error message (FormatError), never a crash or a large allocation.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 Dialect = Literal["gguf", "powerinfer"]
 MAGICS: dict[bytes, Dialect] = {b"GGUF": "gguf", b"PWRI": "powerinfer"}
-# Its ggml is older than the IQ types, whose ids these are today.
+# Its ggml predates the IQ types, which have these ids today.
 POWERINFER_TYPES = {16: GGMLType.I8, 17: GGMLType.I16, 18: GGMLType.I32}
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
-MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal and unknown in the wild
+MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal, but no published file has them
 MAX_NAME = 1024  # bytes of a key or tensor name (GGML itself stops at 64 for tensors)
 SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
@@ -97,17 +97,17 @@ _NUMBERS: dict[int, tuple[struct.Struct, np.dtype]] = {
     ValueType.FLOAT64: (struct.Struct("<d"), np.dtype("<f8")),
 }
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_MIN_KEY_VALUE = 8 + 4 + 1  # bytes of the smallest key-value and of the smallest tensor info
+_MIN_KEY_VALUE = 8 + 4 + 1  # bytes of the smallest key-value; the next line: of the smallest tensor info
 _MIN_TENSOR_INFO = 8 + 4 + 4 + 8
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """The place of a tensor in a file.
 
-    shape: GGUF order, ne0 (contiguous) first. offset: bytes from the start of file `shard`. stride: bytes
-    from one neuron, or expert, to the next, where they lie in a bundle (formats/bundle.py); else 0.
-    nbytes is 0 where the type is not known (its size cannot be); `GGUFFile.data` refuses such a tensor.
+    shape: GGUF order, ne0 (contiguous) first. offset: bytes from the start of file `shard`. stride: in a
+    bundle (formats/bundle.py), bytes from one neuron or expert to the next; otherwise 0. nbytes is 0 if the
+    type is unknown; `GGUFFile.data` rejects such a tensor.
     """
 
     name: str
@@ -124,12 +124,12 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of ne0 values."""
+        """Return the bytes of one row of ne0 values."""
         return row_bytes(self.type, self.shape[0])
 
 
 class _Cursor:
-    """Reads forward through the mapped header; every step is checked against the end of the file."""
+    """A forward reader of the mapped header that checks every step against the end of the file."""
 
     def __init__(self, buffer: MappedFile | bytes, path: Path) -> None:
         self.buffer, self.path, self.pos, self.size = buffer, path, 0, len(buffer)
@@ -138,7 +138,7 @@ class _Cursor:
         return FormatError(f"{self.path}: {what}; the file is damaged, download or convert it again.")
 
     def take(self, n_bytes: int, what: str) -> int:
-        """Moves over n_bytes and returns where they start."""
+        """Skip n_bytes and return where they start."""
         start = self.pos
         if n_bytes > self.size - start:
             raise self.fail(f"the file ends at byte {self.size}, inside {what}")
@@ -152,7 +152,7 @@ class _Cursor:
         return int(_U64.unpack_from(self.buffer, self.take(8, what))[0])
 
     def count(self, what: str, min_bytes: int) -> int:
-        """A count of things of at least min_bytes each: one that cannot fit in the file is refused now."""
+        """Read a count of items of at least min_bytes each. Raises FormatError if they cannot fit."""
         n = self.u64(what)
         if n * min_bytes > self.size - self.pos:
             raise self.fail(f"{n} {what} cannot fit in a file of {self.size} bytes")
@@ -195,19 +195,19 @@ class _Cursor:
         dtype = _NUMBERS[type][1]
         n = self.count(what, dtype.itemsize)
         start = self.take(n * dtype.itemsize, what)
-        if type == ValueType.BOOL:  # any byte but 0 is true; NumPy must not see other bytes than 0 and 1
+        if type == ValueType.BOOL:  # any byte but 0 is true; NumPy requires bytes of 0 and 1
             return np.frombuffer(self.buffer[start : self.pos], np.uint8) != 0
         return np.frombuffer(self.buffer[start : self.pos], dtype)
 
     def strings(self, n: int, key: str) -> list[str]:
-        """n strings. Written flat: with 300,000 tokens and merges this loop is most of the time to open."""
+        """Read n strings in a flat loop: 300,000 tokens and merges dominate the time to open a file."""
         out = []
         buffer, pos, unpack = self.buffer, self.pos, _U64.unpack_from
         try:
             for _ in range(n):
                 start = pos + 8
                 pos = start + unpack(buffer, pos)[0]
-                # Lossless: token bytes that are not UTF-8 must not merge into one replacement character.
+                # Lossless: different token bytes that are not UTF-8 must remain different.
                 out.append(buffer[start:pos].decode("utf-8", "surrogateescape"))
         except (struct.error, OverflowError):
             pos = self.size + 1
@@ -219,7 +219,7 @@ class _Cursor:
 
 @dataclass
 class _Shard:
-    """One mapped file: its map and what its header says (offsets are already those of the file)."""
+    """A mapped file: its map and its header, with offsets from the start of the file."""
 
     path: Path
     buffer: MappedFile
@@ -238,7 +238,7 @@ def _map_file(path: Path) -> MappedFile:
             return MappedFile(path, file.fileno())
     except FileNotFoundError:
         raise ModelNotFoundError(f"{path} does not exist; check the path.") from None
-    except (OSError, ValueError) as error:  # what maps are refused for; it became empty just now
+    except (OSError, ValueError) as error:  # mapping failed, or the file just became empty
         raise FormatError(f"{path} cannot be mapped: {getattr(error, 'strerror', None) or error}.") from None
 
 
@@ -248,7 +248,7 @@ def _read_shard(path: Path, index: int) -> _Shard:
         shard = _parse(buffer, path, index)
         buffer.check()
     except Exception:
-        truncated = buffer.is_truncated  # then what it found wrong is a consequence
+        truncated = buffer.is_truncated  # then the error is only a consequence
         buffer.close()
         if truncated:
             raise truncated_error(path) from None
@@ -282,9 +282,9 @@ def _parse(buffer: MappedFile, path: Path, index: int) -> _Shard:
     for _ in range(n_kv):
         key = cursor.name("a key")
         if key in metadata:
-            raise cursor.fail(f"key {key!r} stands twice")
+            raise cursor.fail(f"key {key!r} occurs twice")
         type = cursor.u32(f"the type of {key!r}")
-        # An array's element type follows and is read again by value(): peek at it for a faithful copy.
+        # An array's element type follows, and value() reads it again: peek at it for exact copies.
         start = cursor.pos
         metadata[key] = cursor.value(type, key)
         types[key] = (type,) if type != ValueType.ARRAY else (type, _U32.unpack_from(cursor.buffer, start)[0])
@@ -299,7 +299,7 @@ def _parse(buffer: MappedFile, path: Path, index: int) -> _Shard:
 
 
 def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
-    """The info as it stands: the offset still counts from the start of the data."""
+    """Read a tensor info, whose offset still counts from the start of the data."""
     name = cursor.name("a tensor name")
     what = f"the description of tensor {name!r}"
     n_dims = cursor.u32(what)
@@ -310,7 +310,7 @@ def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
     id = cursor.u32(what)
     type = POWERINFER_TYPES.get(id, GGMLType(id)) if powerinfer else GGMLType(id)
     offset = cursor.u64(what)
-    if math.prod(shape) == 0 and not (powerinfer and shape == (0,)):  # a GPU index of no neurons
+    if math.prod(shape) == 0 and not (powerinfer and shape == (0,)):  # a GPU index without neurons is valid
         raise cursor.fail(f"tensor {name!r} has a dimension of zero: {list(shape)}")
     if type not in TYPES:
         return TensorInfo(name, shape, type, 0, offset, index)
@@ -324,7 +324,7 @@ def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
 
 def _place(cursor: _Cursor, info: TensorInfo, data_start: int, alignment: int) -> TensorInfo:
     if info.offset % alignment:
-        raise cursor.fail(f"tensor {info.name!r} lies at offset {info.offset}, not a multiple of {alignment}")
+        raise cursor.fail(f"tensor {info.name!r} is at offset {info.offset}, not a multiple of {alignment}")
     offset = data_start + info.offset
     if offset + info.nbytes > cursor.size:
         raise FormatError(
@@ -342,17 +342,17 @@ def _check_overlap(cursor: _Cursor, tensors: list[TensorInfo]) -> None:
 
 
 class GGUFFile:
-    """An open model: facts at once, tensor bytes where they lie in the mapped file.
+    """An open model file. Tensor bytes stay in the mapped file. Use `open_gguf`.
 
     metadata: key → int, float, bool, str, NumPy array (numbers; do not write), list[str] or list of arrays.
-      Of strings that are not UTF-8, single ones have U+FFFD for the bad bytes; those of an array keep the
-      bytes as lone surrogates (errors="surrogateescape"), so that tokens stay distinct.
-    metadata_types: key → (ValueType,) or (ValueType.ARRAY, element type), for a faithful copy.
+      Strings that are not UTF-8 have U+FFFD for the bad bytes; strings in arrays keep the bytes as lone
+      surrogates (errors="surrogateescape"), so that tokens stay distinct.
+    metadata_types: key → (ValueType,) or (ValueType.ARRAY, element type), for exact copies.
     tensors: name → TensorInfo, in file order, shard after shard.
     paths: the files, in the order of the shards. version: of the first shard.
 
-    Use `open_gguf`. Where others cut the file short while it is open, what is gone reads as zeros, and
-    `check` raises: ask it after reading.
+    If another program cuts the file short while it is open, missing bytes read as zeros, and `check` raises:
+    call it after reading.
     """
 
     def __init__(self, shards: list[_Shard]) -> None:
@@ -368,7 +368,7 @@ class GGUFFile:
             for info in shard.tensors:
                 if info.name in self.tensors:
                     raise FormatError(
-                        f"{shard.path}: tensor {info.name!r} stands twice; convert the model again."
+                        f"{shard.path}: tensor {info.name!r} occurs twice; convert the model again."
                     )
                 self.tensors[info.name] = info
         self.tensors = bundle.opened(first.path, self.tensors, self.metadata)
@@ -378,7 +378,7 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """`general.architecture`; FormatError where it is missing."""
+        """Return `general.architecture`. Raises FormatError if it is missing."""
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str):
             raise FormatError(f"{self.path} does not name its general.architecture; convert the model again.")
@@ -386,19 +386,18 @@ class GGUFFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of all files together."""
+        """Return the size of all files together."""
         return sum(len(data) for data in self._bytes)
 
     @property
     def n_parameters(self) -> int:
-        """Number of values in all tensors."""
+        """Return the number of values in all tensors."""
         return sum(info.n_elements for info in self.tensors.values())
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes: uint8 [nbytes], read-only, a view into the map (no copy; nothing is read
-        yet); of one in a bundle a copy.
+        """Return the tensor's bytes: uint8 [nbytes], read-only, a view of the map; for a bundle a copy.
 
-        Raises UnsupportedModelError where the tensor is missing or its type is not known.
+        Nothing is read yet. Raises UnsupportedModelError if the tensor is missing or its type is unknown.
         """
         info = self.tensors.get(name)
         if info is None:
@@ -408,7 +407,7 @@ class GGUFFile:
         if info.type not in TYPES:
             raise UnsupportedModelError(
                 f"{self.paths[info.shard]}: tensor {name!r} has type {int(info.type)}, which this version "
-                "does not know; use a file of another type."
+                "does not support; use a file of another type."
             )
         if not self._bytes:
             raise InvalidRequestError(f"{self.path} has been closed; open it again to read tensors.")
@@ -418,7 +417,7 @@ class GGUFFile:
         return self._bytes[info.shard][info.offset : info.offset + info.nbytes]
 
     def _gathered(self, info: TensorInfo) -> np.ndarray:
-        """A copy of a matrix of a bundle; one for all who have it."""
+        """Return a copy of a matrix in a bundle, shared by all callers that hold it."""
         if (known := self._unbundled.get(info.name)) is not None:
             return known
         n = info.shape[-1]
@@ -431,16 +430,15 @@ class GGUFFile:
         return copy
 
     def check(self) -> None:
-        """Raises FormatError where what was read of the files may be anything: one was truncated
-        meanwhile."""
+        """Raise FormatError if a file was cut short, so that earlier reads may be wrong."""
         for mapped in self._maps:
             mapped.check()
 
     def advise(self, name: str, start: int, stop: int, *, needed: bool) -> None:
-        """Advises the system that bytes start..stop of a tensor will be read soon, or not again.
+        """Advise the system that bytes start..stop of a tensor will be read soon, or not again.
 
-        A file that is read once, piece by piece, then streams from the disk and takes no memory of the
-        process. (Nothing happens where the system takes no advice.)
+        Reading a file once, piece by piece, then streams from disk without growing the process's memory. Does
+        nothing on systems without such advice.
         """
         info = self.tensors[name]
         stop = min(stop, info.nbytes)
@@ -451,30 +449,30 @@ class GGUFFile:
         self._maps[info.shard].madvise(advice, first, info.offset + stop - first)
 
     def ask_for_large_pages(self) -> None:
-        """Asks the system to read what is not in its cache yet in large pages (as Linux can).
+        """Ask the system to read uncached parts in large pages, as Linux can.
 
-        To be called when small tensors, here and there in the file, have been read: from now on a page that
-        is touched brings megabytes.
+        Call this after reading small tensors scattered over the file: from now on, each page fault reads
+        megabytes.
         """
         if hasattr(mmap, "MADV_HUGEPAGE"):
             for buffer in self._maps:
-                with contextlib.suppress(OSError):  # a kernel that was built without
+                with contextlib.suppress(OSError):  # a kernel built without it
                     buffer.madvise(mmap.MADV_HUGEPAGE)
 
     def map_cached(self, name: str) -> None:
-        """MappedFile.map_cached, of the bytes of a tensor."""
+        """Call MappedFile.map_cached for the bytes of a tensor."""
         info = self.tensors[name]
-        if not info.stride:  # of a bundle there is a copy
+        if not info.stride:  # matrices in a bundle are copied
             self._maps[info.shard].map_cached(info.offset, info.offset + info.nbytes)
 
     def let_go(self) -> None:
-        """Gives back the memory of what was touched; it is read again from the files where it is."""
+        """Free the memory of pages that were used; they are read from the files again when needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for buffer in self._maps:
                 buffer.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unmaps the files. A file of which views are still alive is unmapped when the last of them goes."""
+        """Unmap the files. A file with existing views is unmapped when the last one is freed."""
         self._bytes = []
         for buffer in self._maps:
             with contextlib.suppress(BufferError):
@@ -491,9 +489,9 @@ class GGUFFile:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Opens a model file, or, given any of its shards, the whole split model.
+    """Open a model file or, given any of its shards, the whole split model.
 
-    Raises ModelNotFoundError where a file is missing and FormatError for all that cannot be read.
+    Raises ModelNotFoundError if a file is missing, and FormatError if it cannot be read.
     """
     path = Path(path)
     shards = [_read_shard(path, 0)]
@@ -508,7 +506,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
 
 def _split(shard: _Shard, key: str, default: int) -> int:
-    """A key of the split; it can be of any type in a hostile file, and an array does not compare."""
+    """Return a key of the split; a hostile file may have any type, and an array cannot be compared."""
     value = shard.metadata.get(f"split.{key}", default)
     if not isinstance(value, int) or value < 0:
         raise FormatError(f"{shard.path}: split.{key} is not a count; download or convert the model again.")
@@ -516,13 +514,13 @@ def _split(shard: _Shard, key: str, default: int) -> int:
 
 
 def _read_siblings(opened: _Shard) -> list[_Shard]:
-    """All shards of the model that `opened` is one of, in order."""
+    """Return all shards of the model of `opened`, in order."""
     path, n_shards = opened.path, _split(opened, "count", 1)
     opened.buffer.close()
     match = SHARD_NAME.match(path.name)
     if match is None or int(match["count"]) != n_shards:
         raise FormatError(
-            f"{path} is one of {n_shards} shards but is not named so; give all of them their names back "
+            f"{path} is one of {n_shards} shards, but its name is not; restore the names of all of them "
             f"(<name>-00001-of-{n_shards:05d}.gguf) in one folder."
         )
     shards: list[_Shard] = []
@@ -542,7 +540,7 @@ def _read_siblings(opened: _Shard) -> list[_Shard]:
         expected = _split(shards[0], "tensors.count", n_tensors)
         if n_tensors != expected:
             raise FormatError(
-                f"{path}: the shards hold {n_tensors} tensors, not {expected}; download them again."
+                f"{path}: the shards have {n_tensors} tensors, not {expected}; download them again."
             )
         return shards
     except BaseException:
@@ -551,20 +549,15 @@ def _read_siblings(opened: _Shard) -> list[_Shard]:
         raise
 
 
-_INTEGERS = (
-    ValueType.UINT32,
-    ValueType.INT32,
-    ValueType.UINT64,
-    ValueType.INT64,
-)  # as llama.cpp expects them
+_INTEGERS = (ValueType.UINT32, ValueType.INT32, ValueType.UINT64, ValueType.INT64)  # as llama.cpp expects
 TensorData = np.ndarray | Callable[[], np.ndarray | Iterable[np.ndarray]]
-PIECE_VALUES = 1 << 22  # values encoded at a time: all cores work on them, and they take 16 MB at most
+PIECE_VALUES = 1 << 22  # values encoded at a time: enough for all cores, at most 16 MB
 PIECES_BEHIND = 2  # encoded pieces that may wait for the disk
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """What a reader will find in a file that a GGUFWriter would write now (see GGUFFile).
+    """The contents of a file that a GGUFWriter would write now (see GGUFFile).
 
     Offsets of tensors count from the start of the data.
     """
@@ -576,20 +569,20 @@ class PlannedFile:
     _data: dict[str, TensorData]
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, encoded at the call: uint8 [nbytes]."""
+        """Return the tensor's bytes, encoded now: uint8 [nbytes]."""
         pieces = b"".join(_pieces(self.tensors[name], self._data[name]))
         return np.frombuffer(pieces, np.uint8)
 
 
 class GGUFWriter:
-    """Writes a GGUF file (version 3), tensor by tensor, under its name only when it is whole.
+    """A writer of a GGUF file (version 3), which appears under its name only when it is complete.
 
         writer = GGUFWriter("model.gguf", "llama")
         writer.add("llama.block_count", 2)
         writer.add_tensor("output_norm.weight", np.ones(64, np.float32), GGMLType.F32)
         writer.write()
 
-    Every method raises InvalidRequestError for what the format cannot hold.
+    Every method raises InvalidRequestError for data that the format cannot hold.
     """
 
     def __init__(
@@ -609,17 +602,17 @@ class GGUFWriter:
         self._values: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorInfo, TensorData]] = {}
         self._truncated_before = truncated_files()
-        if architecture is not None:  # a file of no model has none
+        if architecture is not None:  # None for files other than models
             self.add("general.architecture", architecture)
         if alignment != DEFAULT_ALIGNMENT:
             self.add("general.alignment", alignment)
 
     def add(self, key: str, value: object, type: ValueType | None = None) -> None:
-        """Adds a key-value: bool, int, float, str, list (of one of these) or one-dimensional array.
+        """Add a key-value: bool, int, float, str, list (of one of these) or one-dimensional array.
 
-        Without `type` an int is UINT32 (INT32 if negative, 64 bits if it must), a float FLOAT32, a list of
-        int INT32, and an array what its dtype says. With `type`, the value or each element is stored so:
-        `writer.add(key, file.metadata[key], file.metadata_types[key][-1])` copies a value as it was.
+        Without `type`, an int is UINT32 (INT32 if negative, 64 bits if needed), a float FLOAT32, a list of
+        int INT32, and an array follows its dtype. With `type`, the value or each element gets this type:
+        `writer.add(key, file.metadata[key], file.metadata_types[key][-1])` copies a value exactly.
         """
         if key in self._values:
             raise InvalidRequestError(f"key {key!r} has been added already; add it once.")
@@ -632,12 +625,12 @@ class GGUFWriter:
     def add_tensor(
         self, name: str, data: TensorData, type: GGMLType, shape: Sequence[int] | None = None
     ) -> None:
-        """Adds a tensor; its data is encoded, or asked for, in `write`, one tensor at a time.
+        """Add a tensor; `write` encodes its data, or calls its function, one tensor at a time.
 
-        data: floats [..., ne0], quantised to `type` where they are not stored as they are; or uint8, the
-        blocks as they go into the file; or a function without arguments that returns either, or an iterable
-        of such arrays, whole rows each, for what does not fit in memory. Arrays must then stay as they are.
-        shape: GGUF order, ne0 first; needed with a function, else found from the array.
+        data: floats [..., ne0], quantised to `type`; or uint8, blocks as in the file; or, for data that do
+        not fit in memory, a function without arguments that returns either, or an iterable of such arrays of
+        whole rows. Arrays must not change until then. shape: GGUF order, ne0 first; required with a function,
+        otherwise taken from the array.
         """
         if name in self._tensors:
             raise InvalidRequestError(f"tensor {name!r} has been added already; add it once.")
@@ -645,17 +638,15 @@ class GGUFWriter:
         type = GGMLType(type)
         facts = TYPES.get(type)
         if facts is None:
-            raise InvalidRequestError(
-                f"tensor {name!r} has type {int(type)}, which this version does not know."
-            )
+            raise InvalidRequestError(f"tensor {name!r} has the unknown type {int(type)}; update hotset.")
         if shape is None:
             if callable(data):
-                raise InvalidRequestError(f"tensor {name!r} comes from a function: give its shape.")
+                raise InvalidRequestError(f"tensor {name!r} comes from a function; give its shape.")
             shape = data.shape[::-1]
             if data.dtype == np.uint8 and shape:
                 shape = (shape[0] // facts.block_bytes * facts.block_size, *shape[1:])
         shape = tuple(int(n) for n in shape)
-        # Only a vector may be empty, such as the list of no neurons in PowerInfer's GPU index.
+        # Only a vector may be empty, such as an empty list of neurons in PowerInfer's GPU index.
         smallest = 0 if len(shape) == 1 else 1
         if not 1 <= len(shape) <= MAX_DIMS or min(shape) < smallest or shape[0] % facts.block_size:
             raise InvalidRequestError(
@@ -669,11 +660,11 @@ class GGUFWriter:
 
     @property
     def keys(self) -> frozenset[str]:
-        """What has been added."""
+        """Return the keys that were added."""
         return frozenset(self._values)
 
     def planned(self) -> PlannedFile:
-        """What has been added, as `open_gguf` will read it: for checks before anything is written."""
+        """Return the file as `open_gguf` would read it, for checks before it is written."""
         metadata = {}
         for key, value in self._values.items():
             cursor = _Cursor(value, self.path)
@@ -684,7 +675,7 @@ class GGUFWriter:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data of all tensors; where the next one goes, from its start."""
+        """Return the size of all tensors' data, which is the offset of the next tensor."""
         last = next((info for info, _ in reversed(self._tensors.values())), None)
         return 0 if last is None else self._aligned(last.offset + last.nbytes)
 
@@ -692,10 +683,10 @@ class GGUFWriter:
         return -(-n // self.alignment) * self.alignment
 
     def write(self, progress: Reporter | None = None) -> None:
-        """Writes the file: without a name (or to a temporary one), to the disk, then under its name.
+        """Write the file to disk without a name (or under a temporary one), then give it its name.
 
-        Replaces a file of that name. On any error nothing is left, and where the system has files without a
-        name (Linux) nor does a killed process leave anything; HotsetError where the system refuses.
+        Replaces a file of that name. On an error nothing is left; if the system has files without a name
+        (Linux), a killed process leaves nothing either. Raises HotsetError if the file cannot be written.
         """
         check_target(self.path)
         try:
@@ -705,7 +696,7 @@ class GGUFWriter:
             raise HotsetError(f"{self.path} cannot be written ({reason}); choose another folder.") from error
         if self.nbytes > free:
             raise HotsetError(
-                f"{self.path} takes {human_size(self.nbytes)}, and {self.path.parent} has "
+                f"{self.path} takes {human_size(self.nbytes)}, but {self.path.parent} has only "
                 f"{human_size(free)} left; make room or choose another folder."
             )
         with replacing(self.path) as file:
@@ -713,10 +704,10 @@ class GGUFWriter:
                 self._write_to(file, progress)
                 file.flush()
             except OSError:
-                # The system, too, cannot read what is gone: a bad address.
+                # The system reports a missing page of a source file as a bad address.
                 check_unharmed(self._truncated_before)
                 raise
-            check_unharmed(self._truncated_before)  # what was read meanwhile may be anything
+            check_unharmed(self._truncated_before)  # otherwise the data may be wrong
 
     def _write_to(self, file: BinaryIO, progress: Reporter | None) -> None:
         file.write(self._magic + struct.pack("<IQQ", 3, len(self._tensors), len(self._values)))
@@ -734,7 +725,7 @@ class GGUFWriter:
         done, behind = 0, deque[Future[int]]()
         if progress is not None:
             progress.advance(self.path.name, 0, self.nbytes)
-        # One thread writes while this one reads and encodes what comes next.
+        # One thread writes while this one reads and encodes the next pieces.
         with ThreadPoolExecutor(1) as disk:
             for info, data in self._tensors.values():
                 padding = bytes(self._aligned(info.nbytes) - info.nbytes)
@@ -750,14 +741,14 @@ class GGUFWriter:
 
 
 def copy_metadata(file: GGUFFile, writer: GGUFWriter, without: Sequence[str] = ()) -> None:
-    """Adds the keys of a file, but for `without`, those that the writer has, and those of shards."""
+    """Add the keys of a file, except `without`, keys that the writer has, and keys of shards."""
     for key, value in file.metadata.items():
         if key not in without and key not in writer.keys and not key.startswith("split."):
             writer.add(key, value, ValueType(file.metadata_types[key][-1]))
 
 
 def _encode_string(text: str, limit: int | None = None) -> bytes:
-    # surrogateescape: bytes that were read as lone surrogates go back as they were
+    # surrogateescape restores bytes that were read as lone surrogates
     try:
         data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -768,7 +759,7 @@ def _encode_string(text: str, limit: int | None = None) -> bytes:
 
 
 def _encode_value(value: object, type: ValueType | None) -> bytes:
-    """Type id and payload."""
+    """Return type id and payload."""
     if isinstance(value, list | tuple | np.ndarray):
         return _encode_array(value, type)
     if isinstance(value, str):
@@ -821,7 +812,7 @@ def _encode_array(values: list[Any] | tuple[Any, ...] | np.ndarray, type: ValueT
                 raise TypeError("an empty list does not say its type: give it")
             type = _list_type(array)
             if type == ValueType.FLOAT32 and all(isinstance(value, int) for value in values):
-                raise ValueError("no integer type holds all the numbers")  # NumPy would make them floats
+                raise ValueError("no integer type holds all the numbers")  # NumPy would use floats
         type = _type_of(array.dtype) if type is None else type
         if type not in _NUMBERS:
             raise TypeError(f"numbers cannot be {ValueType(type).name}")
@@ -840,7 +831,7 @@ def _list_type(array: np.ndarray) -> ValueType:
 
 
 def _check_tensor(info: TensorInfo, data: np.ndarray) -> None:
-    """A mismatch of shape, size or dtype is found before anything is encoded."""
+    """Raise InvalidRequestError for a wrong shape, size or dtype, before anything is encoded."""
     facts = TYPES[info.type]
     if data.dtype == np.uint8:
         if data.size != info.nbytes:
@@ -848,7 +839,7 @@ def _check_tensor(info: TensorInfo, data: np.ndarray) -> None:
     elif data.shape != info.shape[::-1]:
         expected, found = list(info.shape[::-1]), list(data.shape)
         raise InvalidRequestError(f"tensor {info.name!r} must have shape {expected}, not {found}.")
-    # `is None` first: NumPy takes None for float64, and compares it so
+    # Check for None first: NumPy treats None as float64 in comparisons.
     elif (facts.block is None or data.dtype != facts.block) and not (
         info.type in WRITABLE and data.dtype.kind == "f"
     ):
@@ -858,7 +849,7 @@ def _check_tensor(info: TensorInfo, data: np.ndarray) -> None:
 
 
 def _pieces(info: TensorInfo, data: TensorData) -> Iterator[memoryview]:
-    """The bytes that go into the file, encoded where they must be, a few megabytes at a time."""
+    """Yield the bytes for the file, encoded if necessary, a few megabytes at a time."""
     given = data() if callable(data) else data
     if isinstance(given, np.ndarray):
         _check_tensor(info, given)

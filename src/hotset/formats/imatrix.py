@@ -1,13 +1,13 @@
-"""Importance matrices: of each weight matrix the mean squares of its inputs, by which errors are weighted.
+"""Importance matrices: the mean squares of each weight matrix's inputs, which weight quantisation errors.
 
-The files are llama.cpp's (`llama-imatrix`). The present form is a GGUF file with `general.type` = imatrix,
+The files are llama.cpp's (`llama-imatrix`). The current format is a GGUF file with `general.type` = imatrix,
 the keys `imatrix.datasets`, `.chunk_count` and `.chunk_size`, and for each matrix NAME two F32 tensors:
 
     NAME.in_sum2  [n_matrices, width]  sums of x^2 over the inputs x of the matrix
-    NAME.counts   [n_matrices, 1]      how many inputs these were
+    NAME.counts   [n_matrices, 1]      number of inputs
 
-n_matrices is the number of experts, else 1. The older form (.dat), which is only read, has neither magic nor
-version; all numbers are little-endian:
+n_matrices is the number of experts, or 1. The older format (.dat), which hotset only reads, has neither magic
+nor version; all numbers are little-endian:
 
     n_entries i32
     n_entries x  length i32 | name | n_calls i32 | n_values i32 | f32[n_values]: means of x^2, times n_calls
@@ -32,14 +32,14 @@ from hotset.formats.gguf import MAX_NAME, GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-_LONGEST_DAT = 1 << 30  # bytes of a file in the old form
-_LARGEST = 1e36  # of sums and counts: those of some hundred files can be added
+_LONGEST_DAT = 1 << 30  # bytes of a file in the older format
+_LARGEST = 1e36  # limit of sums and counts, so that some hundred files can be added
 _I32 = struct.Struct("<i")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a matrix, or each of its experts, was multiplied with.
+    """The inputs of a matrix, or of each of its experts.
 
     sums: of squares, float32 [n_matrices, width]. counts: of inputs, float32 [n_matrices].
     """
@@ -50,7 +50,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class ImportanceMatrix:
-    """The inputs of the matrices of one model. chunk_size: tokens; 0 in a file of the old form."""
+    """The inputs of the matrices of one model. chunk_size: tokens; 0 in a file of the older format."""
 
     inputs: Mapping[str, Inputs]
     datasets: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class ImportanceMatrix:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ImportanceMatrix:
-        """Reads either form. FormatError for a file that is none, or holds no sums of squares."""
+        """Read either format. Raises FormatError if the file is invalid or has no sums of squares."""
         path = Path(path)
         with open_regular(path) as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -75,7 +75,7 @@ class ImportanceMatrix:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the GGUF form, matrices in order of their names."""
+        """Write the GGUF format, with matrices sorted by name."""
         writer = GGUFWriter(path, None)
         writer.add("general.type", "imatrix")
         if self.datasets:
@@ -89,11 +89,11 @@ class ImportanceMatrix:
         writer.write()
 
     def merged(self, other: ImportanceMatrix) -> ImportanceMatrix:
-        """Both texts as one. InvalidRequestError where they are of different models or chunk sizes."""
+        """Return the sum of both. Raises InvalidRequestError if models or chunk sizes differ."""
         if not self.chunk_size or self.chunk_size != other.chunk_size:
             raise InvalidRequestError(
                 f"importance matrices of chunks of {self.chunk_size} and {other.chunk_size} tokens cannot be "
-                "added (0: a file of the old form); collect them with one -c"
+                "added (0: a file of the older format); collect them with the same -c"
             )
         inputs = dict(self.inputs)
         for name, theirs in other.inputs.items():
@@ -110,9 +110,10 @@ class ImportanceMatrix:
         return ImportanceMatrix(inputs, datasets, self.n_chunks + other.n_chunks, self.chunk_size)
 
     def weights(self, name: str, shape: Sequence[int]) -> np.ndarray | None:
-        """How much an error of each input of a matrix of this shape (GGUF order) counts: float32
-        [n_matrices, width], 1 for an expert that no token chose; None where the matrix is not known.
-        InvalidRequestError where its sums are of another shape.
+        """Return the weight of errors for each input of a matrix with this shape (GGUF order).
+
+        The result is float32 [n_matrices, width], 1 for an expert that no token chose; None if the matrix is
+        unknown. Raises InvalidRequestError if its sums have another shape.
         """
         inputs = self.inputs.get(name)
         if inputs is None:
@@ -122,7 +123,7 @@ class ImportanceMatrix:
         if inputs.sums.size not in (width, width * n_matrices) or n_counts not in (1, n_matrices):
             raise InvalidRequestError(
                 f"the importance matrix has {inputs.sums.size} values of {n_counts} matrices for {name}, "
-                f"whose shape is {list(shape)}: it is of another model"
+                f"whose shape is {list(shape)}: it belongs to another model"
             )
         means = inputs.sums.reshape(-1, width) / np.maximum(inputs.counts, 1)[:, None]
         means = np.where((inputs.counts > 0)[:, None], means, np.float32(1))
@@ -132,7 +133,7 @@ class ImportanceMatrix:
 def _read_gguf(path: Path) -> ImportanceMatrix:
     with open_gguf(path) as file:
         if file.metadata.get("general.type") != "imatrix":
-            raise FormatError(f"{path} is a GGUF file, but no importance matrix (its general.type says so)")
+            raise FormatError(f"{path} is a GGUF file, but not an importance matrix (by its general.type)")
         inputs = {}
         for name in file.tensors:
             if name.endswith(_SUMS):
@@ -140,7 +141,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
                 sums, counts = _floats(file, name), _floats(file, matrix + _COUNTS)
                 if not counts.size or sums.size % counts.size:
                     raise FormatError(
-                        f"{path}: {sums.size} sums of {matrix} are not of {counts.size} matrices; "
+                        f"{path}: {sums.size} sums of {matrix} do not fit {counts.size} matrices; "
                         "collect it again"
                     )
                 inputs[matrix] = Inputs(sums.reshape(counts.size, -1), np.round(counts))
@@ -161,7 +162,7 @@ def _floats(file: GGUFFile, name: str) -> np.ndarray:
 
 
 class _Dat:
-    """Reads forward through a file of the old form."""
+    """A forward reader of a file of the older format."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.pos = path, 0
@@ -171,7 +172,7 @@ class _Dat:
     def take(self, n_bytes: int, most: int) -> bytes:
         if not 0 <= n_bytes <= min(most, len(self.data) - self.pos):
             raise FormatError(
-                f"{self.path} is no importance matrix, or a damaged one (at byte {self.pos}); "
+                f"{self.path} is not an importance matrix, or is damaged (at byte {self.pos}); "
                 "collect it with 'hotset imatrix'"
             )
         self.pos += n_bytes

@@ -1,13 +1,14 @@
-"""Adapters (LoRA): what they add to matrices of a model, and llama.cpp's files of them.
+"""Adapters (LoRA): their contribution to a model's matrices, and llama.cpp's file format.
 
 An adapter adds factor * b @ a to a matrix [outputs, inputs], with a [rank, inputs] and b [outputs, rank]. In
 a GGUF file with general.type "adapter" and adapter.type "lora", NAME.lora_a and NAME.lora_b belong to the
-tensor NAME of the model, and factor is adapter.lora.alpha / rank (1 where alpha is 0).
+tensor NAME of the model, and factor is adapter.lora.alpha / rank (1 if alpha is 0).
 
-An adapter is opened, which reads the header alone: how large it is in memory, and what it changes. So its
-memory can be reserved before its matrices are read.
+Opening an adapter reads only the header: its size in memory and the matrices that it changes. So memory can
+be reserved before the matrices are read.
 
-Files are hostile until checked: names, partners, shapes and numbers here, what they fit to in `check_model`.
+Files are untrusted: names, pairs, shapes and numbers are checked here, and the fit to a model in
+`check_model`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
     from hotset.formats.mapped import MappedFile
 
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-_LEAVE_OUT = "name an adapter of this model, or leave it out"
+_LEAVE_OUT = "choose an adapter of this model, or omit it"
 
 
 @dataclass(frozen=True, eq=False)
 class FloatMatrix:
-    """A matrix of floats in memory. shape: rows, columns. data: uint8, row by row, of a float type."""
+    """A matrix of floats in memory. shape: rows, columns. data: uint8, row by row, in a float type."""
 
     type: GGMLType
     shape: tuple[int, int]
@@ -46,23 +47,23 @@ class FloatMatrix:
 
     @classmethod
     def of(cls, values: np.ndarray, type: GGMLType = GGMLType.F32) -> FloatMatrix:
-        """float32 [rows, columns], stored as a float type."""
+        """Store float32 [rows, columns] in a float type."""
         return cls(type, values.shape, quantize(np.ascontiguousarray(values, np.float32), type).reshape(-1))
 
     @cached_property
     def floats(self) -> np.ndarray:
-        """float32 [rows, columns]."""
+        """Return float32 [rows, columns]."""
         return dequantize(self.data, self.type, self.shape[::-1]).reshape(self.shape)
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        """The bytes of the rows [first, last)."""
+        """Return the bytes of the rows [first, last)."""
         row = self.data.nbytes // self.shape[0]
         return self.data[first * row : last * row]
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankPair:
-    """What is added to one matrix: factor * b @ a."""
+    """The contribution to one matrix: factor * b @ a."""
 
     a: FloatMatrix
     b: FloatMatrix
@@ -75,14 +76,14 @@ class LowRankPair:
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """An adapter that was read. pairs: by the names of the model's matrices."""
+    """An adapter in memory. pairs: by the names of the model's matrices."""
 
     path: Path
     pairs: Mapping[str, LowRankPair]
 
     @cached_property
     def digest(self) -> str:
-        """Says what it adds, whatever its name: 64 hexadecimal digits."""
+        """Return a hash of the adapter's contents, without its name: 64 hexadecimal digits."""
         sha = hashlib.sha256()
         for name in sorted(self.pairs):
             pair = self.pairs[name]
@@ -94,13 +95,13 @@ class LoraAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Of its matrices in memory."""
+        """Return the bytes of its matrices in memory."""
         return sum(pair.a.data.nbytes + pair.b.data.nbytes for pair in self.pairs.values())
 
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
-    """A matrix in an adapter's file. type, shape: that it has in memory. read: brings it there."""
+    """A matrix in an adapter's file. type, shape: in memory. read: loads it."""
 
     type: GGMLType
     shape: tuple[int, int]
@@ -108,16 +109,16 @@ class StoredMatrix:
 
     @property
     def nbytes(self) -> int:
-        """In memory."""
+        """Return its bytes in memory."""
         return math.prod(self.shape) * TYPES[self.type].block_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterFile:
-    """An adapter whose header was read. Use it as a context manager: its end closes the file.
+    """An adapter whose header was read; made by `of`. Use it as a context manager, which closes the file.
 
-    architecture: of the model that it is for, None where the file does not say it. pairs: by the names of the
-    model's matrices, a and b; factors: by the same names. Made by `of`.
+    architecture: of the model that it is for; None if the file does not say. pairs: matrices a and b by the
+    names of the model's matrices; factors: by the same names.
     """
 
     path: Path
@@ -135,10 +136,10 @@ class AdapterFile:
         factor: Callable[[str, int], float],
         file: GGUFFile | MappedFile,
     ) -> AdapterFile:
-        """halves: by the matrix's name and "a" or "b". factor: of the name and the rank.
+        """Check and return an adapter. halves: by (matrix name, "a" or "b"). factor: from name and rank.
 
-        Raises FormatError for a missing partner, ranks that differ, one that is larger than the matrix, and
-        factors that are not finite.
+        Raises FormatError for a missing half, for ranks that differ or exceed the matrix, and for factors
+        that are not finite.
         """
         pairs, factors = {}, {}
         for name in dict.fromkeys(name for name, _ in halves):
@@ -151,26 +152,26 @@ class AdapterFile:
             rank = a.shape[0]
             if b.shape[1] != rank or rank > max(b.shape[0], a.shape[1]):
                 raise FormatError(
-                    f"{path}: the matrices of {clause(name)} are {list(a.shape)} and {list(b.shape)}, which "
-                    "are no [rank, inputs] and [outputs, rank] with a rank below these; convert the adapter "
-                    "again"
+                    f"{path}: the matrices of {clause(name)} are {list(a.shape)} and {list(b.shape)}, "
+                    "but must be [rank, inputs] and [outputs, rank], with a rank that does not exceed the "
+                    "matrix; convert the adapter again"
                 )
             pairs[name], factors[name] = (a, b), factor(name, rank)
             if not math.isfinite(factors[name]):
                 raise _not_finite(path, name)
         if not pairs:
-            raise FormatError(f"{path} holds no matrices of an adapter; name another file")
+            raise FormatError(f"{path} has no matrices of an adapter; choose another file")
         return cls(path, architecture, pairs, factors, file)
 
     @property
     def nbytes(self) -> int:
-        """Of its matrices in memory, once they are read."""
+        """Return the bytes of its matrices in memory, after `read`."""
         return sum(half.nbytes for pair in self.pairs.values() for half in pair)
 
     def read(self, check: Callable[[], object] = lambda: None) -> LoraAdapter:
-        """The adapter in memory. check: called before each pair; what it raises ends the reading.
+        """Read the adapter into memory. check: called before each pair; its exception ends the reading.
 
-        Raises FormatError for numbers that are not finite, and where the file was truncated meanwhile.
+        Raises FormatError for numbers that are not finite, and if the file was cut short meanwhile.
         """
         pairs = {}
         for name, halves in self.pairs.items():
@@ -179,38 +180,40 @@ class AdapterFile:
             for matrix in (a, b):
                 if not np.isfinite(matrix.floats).all():
                     raise _not_finite(self.path, name)
-                matrix.__dict__.pop("floats", None)  # what is kept is their own type
+                matrix.__dict__.pop("floats", None)  # keep only the stored type
             pairs[name] = LowRankPair(a, b, self.factors[name])
         self.file.check()
         return LoraAdapter(self.path, pairs)
 
     def check_model(self, architecture: str, adaptable: Mapping[str, tuple[int, int]]) -> None:
-        """Raises InvalidRequestError where the adapter is for another model. adaptable: names of the model's
-        matrices → outputs, inputs (low_rank.adaptable)."""
+        """Raise InvalidRequestError if the adapter is for another model.
+
+        adaptable: names of the model's matrices → outputs, inputs (low_rank.adaptable).
+        """
         if self.architecture not in (None, architecture):
             raise InvalidRequestError(
-                f"the adapter {self.path} is for {clause(str(self.architecture))} models, and this is "
+                f"the adapter {self.path} is for {clause(str(self.architecture))} models, but this model is "
                 f"{architecture}; {_LEAVE_OUT}"
             )
         for name, (a, b) in self.pairs.items():
             expected, found = adaptable.get(name), (b.shape[0], a.shape[1])
             if expected is None:
                 raise InvalidRequestError(
-                    f"the adapter {self.path} changes {clause(name)}, which is no matrix of this model that "
-                    f"adapters can change (embeddings, experts and the latent attention's heads are none); "
+                    f"the adapter {self.path} changes {clause(name)}, which adapters cannot change in this "
+                    "model (embeddings, experts and the heads of latent attention are not supported); "
                     f"{_LEAVE_OUT}"
                 )
             if expected != found:
                 raise InvalidRequestError(
                     f"the adapter {self.path} is for a matrix {clause(name)} of {list(found)} (outputs, "
-                    f"inputs), and the model's is {list(expected)}; {_LEAVE_OUT}"
+                    f"inputs), but the model's is {list(expected)}; {_LEAVE_OUT}"
                 )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(BufferError):  # views are alive: it is closed with the last of them
+        with suppress(BufferError):  # views exist: the file is closed with the last one
             self.file.close()
 
 
@@ -219,7 +222,7 @@ def _not_finite(path: Path, name: str) -> FormatError:
 
 
 def open_gguf_adapter(path: Path) -> AdapterFile:
-    """An adapter in llama.cpp's format.
+    """Open an adapter in llama.cpp's format.
 
     Raises ModelNotFoundError, FormatError, and UnsupportedModelError for other kinds of adapters.
     """
@@ -236,21 +239,21 @@ def _gguf_adapter(gguf: GGUFFile, path: Path) -> AdapterFile:
     if metadata.get("general.type") != "adapter":
         raise FormatError(
             f"{path} is not an adapter (general.type is {clause(str(metadata.get('general.type')))}); "
-            "name one, or load it as a model"
+            "choose an adapter, or load the file as a model"
         )
     kind = metadata.get("adapter.type")
     if kind != "lora" or "adapter.alora.invocation_tokens" in metadata:
         found = "an activated LoRA (aLoRA)" if kind == "lora" else f"of the type {clause(str(kind))}"
-        raise UnsupportedModelError(f"the adapter {path} is {found}; plain LoRA adapters are supported")
+        raise UnsupportedModelError(f"the adapter {path} is {found}; only plain LoRA adapters are supported")
     alpha = metadata.get("adapter.lora.alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:
-        raise FormatError(f"{path} has no number adapter.lora.alpha of 0 or more; convert it again")
+        raise FormatError(f"{path} needs a number adapter.lora.alpha of at least 0; convert it again")
     halves = {}
     for name in gguf.tensors:
         matrix, _, half = name.rpartition(".lora_")
         if not matrix or half not in ("a", "b"):
             raise UnsupportedModelError(
-                f"the adapter {path} has the tensor {clause(name)}, which is no NAME.lora_a or .lora_b"
+                f"the adapter {path} has the tensor {clause(name)}, which is not NAME.lora_a or NAME.lora_b"
             )
         halves[matrix, half] = _stored(gguf, name)
     return AdapterFile.of(
@@ -262,8 +265,8 @@ def _stored(gguf: GGUFFile, name: str) -> StoredMatrix:
     info = gguf.tensors[name]
     if len(info.shape) != 2 or 0 in info.shape:
         raise UnsupportedModelError(
-            f"the adapter {gguf.path} has the tensor {clause(name)} of {list(info.shape)}; adapters "
-            "of matrices are supported, not those of experts"
+            f"the adapter {gguf.path} has the tensor {clause(name)} of {list(info.shape)}; only adapters "
+            "of matrices are supported, not of experts"
         )
     shape = (int(info.shape[1]), int(info.shape[0]))
 

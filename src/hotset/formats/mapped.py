@@ -1,8 +1,8 @@
 """Mapped files that another program may cut short while they are in use.
 
-To read a page that is gone would end the process (SIGBUS); csrc/mapped.cpp puts zeros there instead. What was
-read since may be anything: so a reader calls `check`, and a writer of a file from it `check_unharmed`, before
-it returns the result.
+Reading a missing page would end the process (SIGBUS). csrc/mapped.cpp puts zeros there instead, so any later
+read may be wrong. A reader therefore calls `check`, and a writer that reads such a file `check_unharmed`,
+before it returns results.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy as np
 
 from hotset.errors import FormatError
 
-Truncated = tuple[int, Path]  # serial number of the map, since a name may come again
+Truncated = tuple[int, Path]  # serial number of the map, because a path may be mapped again
 
 _open: weakref.WeakSet[MappedFile] = weakref.WeakSet()
-_truncated: set[Truncated] = set()  # of those that are closed
+_truncated: set[Truncated] = set()  # closed ones
 _serial = itertools.count()
 
 
 class MappedFile(mmap.mmap):
-    """A whole file, mapped to be read. `descriptor` may be closed afterwards. Raises OSError, ValueError."""
+    """A whole file, mapped for reading. `descriptor` may be closed afterwards. Raises OSError, ValueError."""
 
     path: Path
     number: int
-    _core: Any  # the native module, while the file is under guard
+    _core: Any  # the native module while the file is guarded; otherwise None
     _guard: int
 
     def __new__(cls, path: Path, descriptor: int) -> MappedFile:
@@ -50,29 +50,29 @@ class MappedFile(mmap.mmap):
         return mapped
 
     def seekable(self) -> bool:
-        """As zipfile likes a file."""
+        """Return True, as zipfile expects."""
         return True
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the file has become shorter than its map, or a page could not be read; not when closed."""
+        """Return whether an open file became shorter than its map, or a page could not be read."""
         return self._core is not None and self._core.is_truncated(self._guard)
 
     def check(self) -> None:
-        """Raises FormatError where what was read may be anything, since the file was truncated."""
+        """Raise FormatError if the file was cut short, so that earlier reads may be wrong."""
         if self.is_truncated:
             raise truncated_error(self.path)
 
     def map_cached(self, begin: int, end: int) -> None:
-        """Maps what the system's cache has of bytes begin..end, whose first use then costs no fault.
+        """Map the pages of bytes begin..end that are in the system's cache, so that their first use is fast.
 
-        Nothing is read from the disk, and nothing happens where the system cannot be asked.
+        Nothing is read from disk. Does nothing if the system does not support it.
         """
         if self._core is not None:
             self._core.map_cached(self._guard, begin, end)
 
     def close(self) -> None:
-        """Unmaps the file; BufferError, and nothing changes, where views of it are alive."""
+        """Unmap the file. Raises BufferError, without changing anything, while views of it exist."""
         super().close()
         self._release()
 
@@ -88,20 +88,20 @@ class MappedFile(mmap.mmap):
 
 
 def truncated_files() -> frozenset[Truncated]:
-    """Files that were truncated while this process had them open."""
+    """Return the files that were cut short while this process had them open."""
     return frozenset(_truncated) | {
         (mapped.number, mapped.path) for mapped in list(_open) if mapped.is_truncated
     }
 
 
 def check_unharmed(before: Collection[Truncated]) -> None:
-    """Raises FormatError where a file has been truncated that is not among those of `before`."""
+    """Raise FormatError if a file that is not in `before` has been cut short."""
     for _, path in truncated_files().difference(before):
         raise truncated_error(path)
 
 
 def truncated_error(path: Path) -> FormatError:
-    """Return the error of a truncated file. It has no folder, since clients of a server read it."""
+    """Return the error for a file that was cut short. It omits the folder, because server clients see it."""
     return FormatError(
         f"{path.name} was cut short, or could not be read, while it was in use; put the whole file there "
         "and load it again"

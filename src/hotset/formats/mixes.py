@@ -1,7 +1,7 @@
-"""Mixes: which matrices of a model get other types than the one that a mix is named after.
+"""Mixes: which matrices of a model get another type than the one in the mix's name.
 
-They are llama.cpp's, by name: Q4_K_M has Q6_K for some of attn_v and ffn_down, IQ2_XS has Q4_K for attn_v of
-models with grouped queries, and so on. Errors of those matrices cost more than their bits.
+They are llama.cpp's, by name: Q4_K_M uses Q6_K for some of attn_v and ffn_down, IQ2_XS uses Q4_K for attn_v
+of models with grouped queries, and so on, because errors of these matrices cost more than their bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a matrix is: number `at` of the `of` of its kind; and what its model has.
+    """The position of a matrix, number `at` of the `of` of its kind, and facts of its model.
 
     grouped: four or more queries share keys and values.
     """
@@ -31,22 +31,22 @@ class Place:
     imatrix: bool = False
 
     def first(self, part: int) -> bool:
-        """Whether it is in the first 1/part."""
+        """Return whether it is in the first 1/part."""
         return self.at < self.of // part
 
     @property
     def better(self) -> bool:
-        """Whether it is in the first or the last eighth, or each third between."""
+        """Return whether it is in the first or the last eighth, or is every third between."""
         first, last = self.of // 8, 7 * self.of // 8
         return self.at < first or self.at >= last or (self.at - first) % 3 == 2
 
     @property
     def middle(self) -> bool:
-        """Whether it is in neither the first nor the last eighth."""
+        """Return whether it is in neither the first nor the last eighth."""
         return self.of // 8 <= self.at < 7 * self.of // 8
 
 
-Rule = Callable[[Place], GGMLType | None]  # None: what the mix is named after
+Rule = Callable[[Place], GGMLType | None]  # None: the type in the mix's name
 Rules = Mapping[str, Rule]  # by the name of a mix
 
 _LOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs")  # below 2.5 bits
@@ -70,7 +70,7 @@ def _low_value(otherwise: GGMLType) -> Rule:
 
 
 def _first_eighth(type: GGMLType, *, imatrix: bool | None = None) -> Rule:
-    """imatrix: only with one, or only without."""
+    """Return a rule for the first eighth. imatrix: only with an importance matrix, or only without."""
     return lambda place: type if place.first(8) and imatrix in (None, place.imatrix) else None
 
 
@@ -145,11 +145,11 @@ _EMBEDDING: Rules = {
     **dict.fromkeys(("tq2_0", "tq1_0"), _always(_T.Q4_K)),
 }
 FIVE_BIT_OUTPUT = frozenset((*_LOW, *_TWO, "iq3_xxs"))
-"""Mixes whose output matrix is Q5_K; that of the others is Q6_K."""
+"""Mixes whose output matrix is Q5_K; in the others it is Q6_K."""
 
 
 def kind_of(name: str) -> str | None:
-    """What a matrix does, of those that mixes treat apart: one kind has one numbering over the layers."""
+    """Return the kind of a matrix that mixes distinguish; each kind is numbered over the layers."""
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
         return "embedding"
     if re.search(r"attn_(qkv|kv_b|v)\.weight", name):
@@ -160,13 +160,13 @@ def kind_of(name: str) -> str | None:
 
 
 def layer_of(name: str) -> int:
-    """The number of its layer, or -1."""
+    """Return the number of a tensor's layer, or -1."""
     match = _LAYER.match(name)
     return -1 if match is None else int(match[1])
 
 
 def mixed_type(mix: str, kind: str | None, place: Place, *, large: bool = False) -> GGMLType | None:
-    """The type of a matrix of a kind in a mix, or None: the one that the mix is named after.
+    """Return the type of a matrix of a kind in a mix; None: the type in the mix's name.
 
     large: a model of 80 layers with grouped queries, whose attn_v is small.
     """

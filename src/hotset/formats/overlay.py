@@ -1,4 +1,4 @@
-"""A model file with sidecar files over it: tensors that hotset built, beside those that were published."""
+"""A model file with sidecar files over it: tensors that hotset built, in addition to the published ones."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from hotset.formats.gguf import GGUFFile, TensorInfo
 
 
 class Overlay:
-    """A WeightSource: a tensor is taken from the last of the files that has it.
+    """A WeightSource that takes a tensor from the last of the files that has it.
 
-    The files stay the property of the caller, except that `close` closes the sidecars.
+    The files remain the caller's, except that `close` closes the sidecars.
     """
 
     def __init__(self, model: GGUFFile, *sidecars: GGUFFile) -> None:
         self._files = [*reversed(sidecars), model]
 
     def under(self, *sidecars: GGUFFile) -> Overlay:
-        """The same files with more sidecars over them."""
+        """Return an overlay of the same files with more sidecars over them."""
         return Overlay(self._files[-1], *reversed(self._files[:-1]), *sidecars)
 
     @property
     def sidecars(self) -> list[GGUFFile]:
-        """The files over the model's."""
+        """Return the files over the model's."""
         return self._files[:-1]
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → type and shape, over all files."""
+        """Return name → type and shape, over all files."""
         return ChainMap(*(file.tensors for file in self._files))
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes], in the map of its file."""
+        """Return the tensor's bytes, uint8 [nbytes], in the map of its file."""
         return self._owner(name).data(name)
 
     def _owner(self, name: str) -> GGUFFile:
-        """The file that has a tensor; where none has it the model, which says so."""
+        """Return the file that has a tensor; if none has it, the model, which then raises an error."""
         return next((file for file in self._files if name in file.tensors), self._files[-1])
 
     def ask_for_large_pages(self) -> None:
-        """GGUFFile.ask_for_large_pages, of all files."""
+        """Call GGUFFile.ask_for_large_pages for all files."""
         for file in self._files:
             file.ask_for_large_pages()
 
     def map_cached(self, name: str) -> None:
-        """GGUFFile.map_cached, in the tensor's file."""
+        """Call GGUFFile.map_cached for the tensor's file."""
         self._owner(name).map_cached(name)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """The file in which a tensor lies, and the offset of its first byte."""
+        """Return the file of a tensor, and the offset of its first byte."""
         owner = self._owner(name)
         info = owner.tensors[name]
         return owner.paths[info.shard], info.offset
 
     def let_go(self) -> None:
-        """Gives back the memory of what was touched; it is read again from the files where it is."""
+        """Free the memory of pages that were used; they are read from the files again when needed."""
         for file in self._files:
             file.let_go()
 
     def check(self) -> None:
-        """Raises FormatError where a file was truncated while it was open (GGUFFile.check)."""
+        """Raise FormatError if a file was cut short while it was open (GGUFFile.check)."""
         for file in self._files:
             file.check()
 
     def close(self) -> None:
-        """Closes the sidecars."""
+        """Close the sidecars."""
         for file in self._files[:-1]:
             file.close()

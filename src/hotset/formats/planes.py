@@ -1,16 +1,16 @@
-"""The down projection of a plain GGUF file, laid out again so that a neuron is a row.
+"""Neuron-major copies of down projections in plain GGUF files.
 
-A plain file stores `ffn_down` by output: a quantised block holds 32 *neurons* of one output, and what one
-neuron adds to all outputs is spread over the whole matrix. Decoding and encoding again would change values,
-so the blocks are split into planes instead, in which every number is the file's own:
+A plain file stores `ffn_down` with a row per output: a quantised block has 32 *neurons* of one output, and
+the weights of a neuron are spread over the whole matrix. Decoding and encoding again would change values. So
+the blocks are split into planes, in which every number is the file's own:
 
     blk.N.ffn_down_t.codes   int8 [n_ff, bytes per neuron]  the codes of a neuron, one output after the other
       Q4_0: for each 32 outputs 16 bytes, byte j = code[j] | code[j + 16] << 4; value = scale * (code - 8)
       Q8_0: one int8 per output; value = scale * code
     blk.N.ffn_down_t.scales  F16  [n_ff / 32, n_embd]       scale of neuron i and output c: [i // 32, c]
 
-Float matrices are simply transposed (`blk.N.ffn_down_t.weight`, same type). Other types pack scales of
-scales; their down projection stays as it is.
+Float matrices are simply transposed (`blk.N.ffn_down_t.weight`, same type). Other types have nested scales;
+their down projections get no such copy.
 """
 
 from __future__ import annotations
@@ -34,25 +34,23 @@ _FLOATS: dict[GGMLType, np.dtype] = {
     GGMLType.F16: np.dtype("<u2"),
     GGMLType.BF16: np.dtype("<u2"),
 }
-_TILE_ROWS, _TILE_BYTES = 512, 64  # of a transposition: both sides stay in the second-level cache
+_TILE_ROWS, _TILE_BYTES = 512, 64  # of a transposition, so that both sides stay in the second-level cache
 
 
 def layout_of(info: TensorInfo) -> Layout | None:
-    """How an `ffn_down` of this type and shape is laid out neuron-major; None where its values would
-    change."""
+    """Return the neuron-major layout of an `ffn_down` of this type and shape; None if values would change."""
     if info.type in _FLOATS:
         return "transposed"
-    # A row of codes is taken, and that of Q4_0 is packed, 32 outputs at a time.
+    # Kernels read codes, and Q4_0 packs them, for 32 outputs at a time.
     if info.type in (GGMLType.Q8_0, GGMLType.Q4_0) and info.shape[1] % PLANE_GROUP == 0:
         return "planes"
     return None
 
 
 def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
-    """Adds the neuron-major copy of the matrix `<name>.weight` of `gguf`, under `<name>_t`; built when it is
-    written.
+    """Add the neuron-major copy of `<name>.weight` as `<name>_t`; it is built when it is written.
 
-    Its layout_of must not be None.
+    Requires that layout_of is not None.
     """
     info = gguf.tensors[f"{name}.weight"]
     n_ff, n_embd = info.shape
@@ -80,7 +78,7 @@ def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
 
 
 def transpose(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """A float matrix of GGUF shape (n_ff, n_embd) → its bits as unsigned integers [n_ff, n_embd]."""
+    """Return a float matrix of GGUF shape (n_ff, n_embd) as unsigned integers [n_ff, n_embd] of its bits."""
     n_ff, n_embd = shape
     matrix: np.ndarray = data.view(_FLOATS[type]).reshape(n_embd, n_ff)
     out = np.empty((n_ff, n_embd), matrix.dtype)
@@ -94,7 +92,7 @@ def transpose(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nd
 
 
 def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """The codes of a Q4_0, Q4_1 or Q8_0 matrix of GGUF shape (n_ff, n_embd): int8 [n_ff, bytes]."""
+    """Return the codes of a Q4_0, Q4_1 or Q8_0 matrix of GGUF shape (n_ff, n_embd): int8 [n_ff, bytes]."""
     n_ff, n_embd = shape
     codes = _blocks(data, type, shape)["qs"].view(np.uint8)  # [n_embd, groups, 16 or 32]
     n_bytes = codes.shape[2]
@@ -107,7 +105,7 @@ def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nda
         if type == GGMLType.Q8_0:
             _transpose_tiled(part, rows)
             return
-        by_neurons = np.empty((part.shape[1], n_embd), np.uint8)  # byte: neuron j, and neuron j + 16 above it
+        by_neurons = np.empty((part.shape[1], n_embd), np.uint8)  # byte: neuron j (low), neuron j + 16 (high)
         _transpose_tiled(part, by_neurons)
         pairs = by_neurons.reshape(-1, 16, n_embd // PLANE_GROUP, 2, 16)
         low, high = pairs[..., 0, :], pairs[..., 1, :]  # outputs j and j + 16 of each 32
@@ -120,16 +118,18 @@ def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nda
 
 
 def scales_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...], field: str = "d") -> np.ndarray:
-    """The scales of a matrix of GGUF shape (n_ff, n_embd) whose blocks have one for 32 weights, or another
-    field of them: float16 [n_ff / 32, n_embd]."""
+    """Return the scales of a matrix of GGUF shape (n_ff, n_embd) with one per 32 weights, or another field.
+
+    The result is float16 [n_ff / 32, n_embd].
+    """
     return np.ascontiguousarray(_blocks(data, type, shape)[field].T)
 
 
 def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values of planes: float32 [n_ff, n_embd], bitwise those that the file's matrix decodes to.
+    """Return the values of planes: float32 [n_ff, n_embd], bitwise identical to the decoded matrix.
 
-    codes: int8 or uint8 [n_ff, n_embd / 2] (Q4_0) or [n_ff, n_embd] (Q8_0).
-    scales: float16 [n_ff / 32, n_embd].
+    codes: int8 or uint8 [n_ff, n_embd / 2] (Q4_0) or [n_ff, n_embd] (Q8_0). scales: float16 [n_ff / 32,
+    n_embd].
     """
     n_ff, n_embd = len(codes), scales.shape[1]
     if codes.shape[1] == n_embd:
@@ -144,20 +144,20 @@ def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _blocks(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """The structured blocks of a matrix of GGUF shape (n_ff, n_embd): [n_embd, n_ff / 32]."""
+    """Return the structured blocks of a matrix of GGUF shape (n_ff, n_embd): [n_embd, n_ff / 32]."""
     layout = TYPES[type].block
     assert layout is not None
     return data.view(layout).reshape(shape[1], shape[0] // PLANE_GROUP)
 
 
 def _transpose_tiled(source: np.ndarray, out: np.ndarray) -> None:
-    """out = source.T, some rows at a time: a row of the source is a column of the result."""
+    """Set out = source.T, some rows at a time: a row of the source is a column of the result."""
     for row in range(0, len(source), _TILE_ROWS):
         out[:, row : row + _TILE_ROWS] = source[row : row + _TILE_ROWS].T
 
 
 def in_parallel(work: Callable[[int], None], items: range) -> None:
-    """NumPy copies without the interpreter's lock: a few threads share the chunks."""
+    """Run `work` for each item in a few threads: NumPy copies without the interpreter's lock."""
     n_threads = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     if len(items) < 8 or n_threads == 1:
         for item in items:

@@ -1,11 +1,11 @@
-"""What PowerInfer's published repositories hold beside a model: activation counts and GPU indices.
+"""Files that PowerInfer publishes with a model: activation counts and GPU indices.
 
     model.powerinfer.gguf
-    model.powerinfer.gguf.generated.gpuidx   which neurons the original engine puts on the GPU
+    model.powerinfer.gguf.generated.gpuidx   neurons that the original engine puts on the GPU
     activation/activation_<layer>.pt         how often each neuron fired: one torch tensor [n_ff] per layer
 
-The model itself is GGUF with another magic and is read by `formats/gguf.py`; docs/reference/gguf.md
-says what differs.
+The model is GGUF with another magic, which `formats/gguf.py` reads; docs/reference/gguf.md lists the
+differences.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ VRAM_CAPACITY_KEY = "split.vram_capacity"
 
 @dataclass(frozen=True)
 class GPUIndex:
-    """Which neurons of each layer are on the GPU.
+    """The neurons of each layer that are on the GPU.
 
-    vram_capacity: bytes that the choice was made for. on_gpu: per layer, bool [n_ff].
+    vram_capacity: bytes for which they were chosen. on_gpu: per layer, bool [n_ff].
     """
 
     vram_capacity: int
@@ -41,13 +41,13 @@ class GPUIndex:
 
 
 def activation_files(model_path: str | os.PathLike[str]) -> Path | None:
-    """The folder with activation counts beside a model, or None."""
+    """Return the folder with activation counts next to a model, or None."""
     folder = Path(model_path).parent / "activation"
     return folder if folder.is_dir() and _activation_numbers(folder) else None
 
 
 def gpu_index_file(model_path: str | os.PathLike[str]) -> Path | None:
-    """The GPU index beside a model, or None: the one named after it, else the only one in its folder."""
+    """Return the GPU index next to a model: one named after it, or the only one in its folder; or None."""
     model = Path(model_path)
     named = model.with_name(model.name + GPU_INDEX_SUFFIX)
     if named.is_file():
@@ -59,16 +59,16 @@ def gpu_index_file(model_path: str | os.PathLike[str]) -> Path | None:
 def read_activations(
     folder: str | os.PathLike[str], n_layer: int | None = None, n_ff: int | Sequence[int] | None = None
 ) -> list[np.ndarray]:
-    """How often each neuron fired: per layer, float64 [n_ff], finite and not negative.
+    """Return how often each neuron fired: per layer, float64 [n_ff], finite and not negative.
 
-    n_layer, n_ff (of every layer, or one per layer): of the model; without them the files decide. Raises
-    FormatError where a layer is missing or the counts are not those of such a model.
+    n_layer, n_ff (of every layer, or one per layer): of the model; by default they follow the files. Raises
+    FormatError if a layer is missing or the counts do not fit such a model.
     """
     folder = Path(folder)
-    # By number: as text, 10 would come before 2.
+    # By number, because as text 10 would precede 2.
     files = _activation_numbers(folder)
     if not files:
-        raise FormatError(f"{folder} holds no activation_<layer>.pt")
+        raise FormatError(f"{folder} has no activation_<layer>.pt")
     n_layer = len(files) if n_layer is None else n_layer
     widths = [n_ff] * n_layer if n_ff is None or isinstance(n_ff, int) else list(n_ff)
     if files.keys() != set(range(n_layer)):
@@ -81,29 +81,29 @@ def read_activations(
         if isinstance(values, dict) or values.ndim != 1 or width not in (None, len(values)):
             found = "several tensors" if isinstance(values, dict) else f"a tensor {list(values.shape)}"
             neurons = "a vector is needed" if width is None else f"the layer has {width} neurons"
-            raise FormatError(f"{files[layer]} holds {found}, but {neurons}")
+            raise FormatError(f"{files[layer]} has {found}, but {neurons}")
         values = values.astype(np.float64)
         if not (np.isfinite(values).all() and (values >= 0).all()):
-            raise FormatError(f"{files[layer]} holds a number that cannot be a count")
+            raise FormatError(f"{files[layer]} has a number that cannot be a count")
         counts.append(values)
     return counts
 
 
 def write_activations(folder: str | os.PathLike[str], counts: Sequence[np.ndarray]) -> None:
-    """Writes activation_<layer>.pt for each layer, int64 [n_ff], as PowerInfer's solver reads them."""
+    """Write activation_<layer>.pt for each layer, int64 [n_ff], for PowerInfer's solver."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise HotsetError(f"{folder} cannot be made ({error.strerror or error}); choose another") from None
+        raise HotsetError(f"{folder} cannot be created ({error.strerror or error}); choose another") from None
     for layer, values in enumerate(counts):
         write_torch(folder / f"activation_{layer}.pt", np.asarray(values).astype(np.int64))
 
 
 def read_gpu_index(path: str | os.PathLike[str], n_ff: Sequence[int]) -> GPUIndex:
-    """The GPU index of a model whose layers have n_ff[i] neurons.
+    """Read the GPU index of a model whose layers have n_ff[i] neurons.
 
-    Raises FormatError for a file of another kind, of another model, or that contradicts itself.
+    Raises FormatError for a file of another kind or model, or one that contradicts itself.
     """
     with open_gguf(path) as file:
         if file.dialect != "powerinfer" or file.architecture != GPU_INDEX_ARCHITECTURE:
@@ -133,10 +133,10 @@ def read_gpu_index(path: str | os.PathLike[str], n_ff: Sequence[int]) -> GPUInde
 
 
 def write_gpu_index(path: str | os.PathLike[str], index: GPUIndex) -> None:
-    """Writes a GPU index as the original engine reads it: whole, or not at all.
+    """Write a GPU index for the original engine: whole, or not at all.
 
-    Each layer's vectors stand in pairs, in order, for the engine takes them by number. A layer without
-    neurons on the GPU has an empty bucket. Raises InvalidRequestError for a capacity that is no size.
+    Each layer's vectors are adjacent and in order, because the engine reads them by number. A layer without
+    neurons on the GPU has an empty bucket. Raises InvalidRequestError if the capacity is not a size.
     """
     writer = GGUFWriter(path, GPU_INDEX_ARCHITECTURE, dialect="powerinfer")
     writer.add(f"{GPU_INDEX_ARCHITECTURE}.block_count", len(index.on_gpu))
@@ -151,7 +151,7 @@ def write_gpu_index(path: str | os.PathLike[str], index: GPUIndex) -> None:
 
 
 def _activation_numbers(folder: Path) -> dict[int, Path]:
-    """Layer → file of activation counts."""
+    """Return layer → file of activation counts."""
     try:
         names = os.listdir(folder)
     except OSError as error:

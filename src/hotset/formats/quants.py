@@ -1,9 +1,9 @@
-"""GGML's block formats: what the bytes of a tensor mean, decoded and encoded in plain NumPy.
+"""GGML's block formats: the meaning of a tensor's bytes, decoded and encoded in plain NumPy.
 
-A tensor is rows of ne0 values; a row is blocks of `block_size` values in `block_bytes` bytes. The layout of
-a block is a NumPy structured dtype, so that the table below *is* the format. Formats and type ids are
-GGML's (ggml-common.h, and the `constants` module of the PyPI package `gguf`). The decoders here are the
-independent reference for the native kernels: the same float32 operations in the same order as GGML's own.
+A tensor is rows of ne0 values; a row is blocks of `block_size` values in `block_bytes` bytes. The layout of a
+block is a NumPy structured dtype, so the table below *is* the format. Formats and type ids are GGML's
+(ggml-common.h, and the `constants` module of the PyPI package `gguf`). The decoders are the independent
+reference for the native kernels: they perform GGML's float32 operations in the same order.
 
 In the bit diagrams a byte is written from its high bit to its low bit, `x_i` is the value at index i, and
 `x_i.h` its high bits. All multi-byte fields are little-endian.
@@ -22,20 +22,19 @@ import numpy as np
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.codebooks import codebook
 
-CHUNK_VALUES = 1 << 18  # values decoded or encoded at a time: the temporaries stay in cache
+CHUNK_VALUES = 1 << 18  # values decoded or encoded at a time, so that temporaries stay in cache
 
 
 I2_S = 36
 REFUSED_TYPES = {
-    I2_S: "which is bitnet.cpp's alone: how it is laid out depends on the processor that wrote the file, and "
-    "no file says which. Convert the checkpoint of its BF16 weights (hotset convert), to tq2_0 for example"
+    I2_S: "which only bitnet.cpp uses: its layout depends on the processor that wrote the file, and the file "
+    "does not say which. Convert the checkpoint of its BF16 weights (hotset convert), to tq2_0 for example"
 }
-"""Types that are known and not computed with, with the reason."""
+"""Known types that hotset does not compute with, and why."""
 
 
 class GGMLType(IntEnum):
-    """Type ids as they stand in a GGUF file. An id that is not listed becomes a member named UNKNOWN_<id>, or
-    I2_S."""
+    """Type ids in a GGUF file. An unlisted id becomes a member named UNKNOWN_<id>, or I2_S."""
 
     F32 = 0
     F16 = 1
@@ -85,7 +84,7 @@ class GGMLType(IntEnum):
 class TypeFacts:
     """One row of the table of formats.
 
-    block: dtype of one block, or None where only the sizes are known.
+    block: dtype of one block; None if only the sizes are known.
     """
 
     name: str
@@ -111,7 +110,7 @@ _Q5_0 = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * (q - 
 _Q5_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * q + m
 _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])  # d * q
 
-# MXFP4: 2^(e - 128) * FP4[q]; the block's one scale is a power of two, half of it as FP4 is doubled.
+# MXFP4: 2^(e - 128) * FP4[q]; the block's scale is half a power of two, because FP4 holds doubled values.
 _MXFP4 = np.dtype([("e", "u1"), ("qs", "u1", 16)])
 
 # The K formats: 256 values in groups of 16 or 32, each with a small integer scale under a float16 one.
@@ -150,8 +149,8 @@ _IQ4_XS = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("
 _TQ1_0 = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
 _TQ2_0 = np.dtype([("qs", "u1", 64), ("d", "<f2")])
 
-# The lattices: groups of 8 values (IQ3: 4) are points of a codebook, under signs, under scales s of 32 or 16
-# values, under d. An even number of the signs of a group of 8 are negative where seven of them are stored.
+# The lattices: groups of 8 values (IQ3: 4) are points of a codebook, times signs, times scales s of 32 or 16
+# values, times d. If seven signs of a group of 8 are stored, an even number of the eight are negative.
 #
 # IQ2_XXS: x = d * (s + 1/2) / 4 * +-point, for each 32 values:
 #   qs[0] = | index_3 | index_2 | index_1 | index_0 |
@@ -175,7 +174,7 @@ _IQ1_S = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("qh", "<u2", 8)])
 #   scales[i] = | bits 4i.. of d (4 bits) | s_{4i+3} (3 bits) | s_{4i+2} | s_{4i+1} | s_{4i} |
 _IQ1_M = np.dtype([("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)])
 
-# IQ4_NL's and IQ4_XS's 16 values: denser near zero, as weights are.
+# The 16 values of IQ4_NL and IQ4_XS, denser near zero, like weights.
 CODEBOOK = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
 )
@@ -210,7 +209,7 @@ TYPES: dict[GGMLType, TypeFacts] = {
     _T.IQ2_S: TypeFacts("IQ2_S", 256, 82, "2.56-bit lattice", _IQ2_S),
     _T.IQ3_XXS: TypeFacts("IQ3_XXS", 256, 98, "3.06-bit lattice", _IQ3_XXS),
     _T.IQ3_S: TypeFacts("IQ3_S", 256, 110, "3.44-bit lattice", _IQ3_S),
-    # These are listed and copied, never computed with.
+    # hotset lists and copies these, but does not compute with them.
     _T.Q8_1: TypeFacts("Q8_1", 32, 36, "8 bits, scale and sum per 32"),
     _T.Q8_K: TypeFacts("Q8_K", 256, 292, "8 bits, float32 scale per 256"),
     _T.I8: TypeFacts("I8", 1, 1, "int8", np.dtype("i1")),
@@ -222,10 +221,10 @@ TYPES: dict[GGMLType, TypeFacts] = {
 
 
 def row_bytes(type: GGMLType, ne0: int) -> int:
-    """Bytes of a row of `ne0` values. FormatError if blocks do not divide it, or its size is not known."""
+    """Return the bytes of a row of `ne0` values. Raises FormatError for partial blocks or an unknown type."""
     facts = TYPES.get(type)
     if facts is None:
-        raise FormatError(f"tensor type {int(type)} is not known to this version; convert the file again.")
+        raise FormatError(f"the tensor type {int(type)} is unknown; convert the file again.")
     if ne0 < 0 or ne0 % facts.block_size:
         raise FormatError(
             f"a row of {ne0} values cannot be {facts.name}: blocks hold {facts.block_size} values."
@@ -234,7 +233,7 @@ def row_bytes(type: GGMLType, ne0: int) -> int:
 
 
 def fitting(type: GGMLType, width: int) -> GGMLType:
-    """The type for a matrix with rows of that width: where blocks do not divide them Q4_0, else F16."""
+    """Return the type, or Q4_0 or F16, whichever first has a block size that divides the width."""
     return next(t for t in (type, GGMLType.Q4_0, GGMLType.F16) if width % TYPES[t].block_size == 0)
 
 
@@ -242,8 +241,8 @@ def fitting(type: GGMLType, width: int) -> GGMLType:
 
 
 def _planes(packed: np.ndarray, bits: int) -> np.ndarray:
-    """[..., m] bytes → [..., 8 // bits, m] values: plane j holds bits j*bits and up of every byte."""
-    packed, whole = np.ascontiguousarray(packed), np.dtype(f"V{packed.shape[-1]}")  # NumPy moves it whole
+    """Return [..., 8 // bits, m] values of [..., m] bytes: plane j has bits j*bits and up of every byte."""
+    packed, whole = np.ascontiguousarray(packed), np.dtype(f"V{packed.shape[-1]}")  # NumPy moves whole rows
     planes = np.empty((*packed.shape[:-1], 8 // bits), whole)
     for j in range(8 // bits):
         plane = (packed >> np.uint8(j * bits)) & np.uint8((1 << bits) - 1)
@@ -304,11 +303,10 @@ def _decode_q3_k(b: np.ndarray) -> np.ndarray:
 
 
 def k_parts(b: np.ndarray, type: GGMLType) -> tuple[np.ndarray, np.ndarray]:
-    """What 32 weights have of their own in blocks of Q4_K, Q5_K or Q6_K, [n]: two numbers, uint8 [n, 8, 2],
-    and codes, uint8 [n, 8, 32].
+    """Return the parts per 32 weights in blocks of Q4_K, Q5_K or Q6_K, [n]: uint8 [n, 8, 2] and [n, 8, 32].
 
-    The two are scale and minimum; of Q6_K the scales of the two halves, bytes of int8, and its codes are 32
-    above their values.
+    The first are scale and minimum, or for Q6_K the scales of the two halves, bytes of int8. The second are
+    the codes; a code of Q6_K is 32 above its value.
     """
     if type == GGMLType.Q6_K:
         low = _planes(b["ql"].reshape(-1, 2, 64), 4).reshape(-1, 8, 32)
@@ -357,7 +355,7 @@ def _decode_iq4_xs(b: np.ndarray) -> np.ndarray:
 
 
 def _half_of_e8m0(e: np.ndarray) -> np.ndarray:
-    """2^(e - 128): half of the power of two that an exponent stands for; the first two are subnormal."""
+    """Return 2^(e - 128): half of the power of two for an exponent; the first two are subnormal."""
     e = e.astype(np.uint32)
     bits = np.where(e < 2, np.uint32(0x00200000) << np.minimum(e, 1), (e - np.uint32(1)) << np.uint32(23))
     return bits.view(np.float32)
@@ -381,7 +379,7 @@ def _decode_tq1_0(b: np.ndarray) -> np.ndarray:
 
 @cache
 def _points(name: str, *values: float) -> np.ndarray:
-    """A codebook with these values for its digits, float32 [n, 8 or 4]."""
+    """Return a codebook with these values for its digits, float32 [n, 8 or 4]."""
     return np.array(values, np.float32)[codebook(name)]
 
 
@@ -389,30 +387,30 @@ _IQ2_VALUES = (8, 25, 43)
 
 
 def _plus_minus(signs: np.ndarray) -> np.ndarray:
-    """Bytes of eight signs [..., m] → float32 [..., m, 8]: -1 where a bit is set, else 1."""
+    """Return bytes of eight signs [..., m] as float32 [..., m, 8]: -1 for a set bit, otherwise 1."""
     bits = np.unpackbits(signs.astype(np.uint8)[..., None], axis=-1, bitorder="little")
     return 1 - 2 * bits.astype(np.float32)
 
 
 def _seven_signs(seven: np.ndarray) -> np.ndarray:
-    """Bytes of seven signs with the eighth, by which an even number are negative."""
+    """Return bytes of seven signs with an eighth that makes the number of negative ones even."""
     odd = np.unpackbits(seven.astype(np.uint8)[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & 1
     return seven.astype(np.uint8) | odd << np.uint8(7)
 
 
 def _signs_and_scale(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Words of IQ2_XXS and IQ3_XXS [n, 8] → signs float32 [n, 8, 4, 8], s + 1/2 float32 [n, 8]."""
+    """Return words of IQ2_XXS and IQ3_XXS [n, 8] as signs float32 [n, 8, 4, 8] and s + 1/2 float32 [n, 8]."""
     seven = (words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32)) & np.uint32(127)
     return _plus_minus(_seven_signs(seven)), (words >> np.uint32(28)).astype(np.float32) + np.float32(0.5)
 
 
 def _half_steps(b: np.ndarray) -> np.ndarray:
-    """s + 1/2 of each 16 values, from nibbles: float32 [n, 16]."""
+    """Return s + 1/2 of each 16 values, from nibbles: float32 [n, 16]."""
     return _nibble_pairs(b["scales"]).astype(np.float32) + np.float32(0.5)
 
 
 def _nibble_pairs(packed: np.ndarray) -> np.ndarray:
-    """[n, m] bytes → [n, 2m] nibbles, the low one of each byte first."""
+    """Return [n, m] bytes as [n, 2m] nibbles, the low one of each byte first."""
     return _planes(packed, 4).transpose(0, 2, 1).reshape(len(packed), -1)
 
 
@@ -507,16 +505,16 @@ _DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
     _T.IQ3_XXS: _decode_iq3_xxs,
     _T.IQ3_S: _decode_iq3_s,
 }
-DECODABLE = frozenset(_DECODERS)  # of matrices and vectors that something computes with
-_DECODERS[_T.I32] = lambda blocks: blocks.astype(np.float32)  # which holds whole numbers below 2^24
+DECODABLE = frozenset(_DECODERS)  # types of matrices and vectors that operations use
+_DECODERS[_T.I32] = lambda blocks: blocks.astype(np.float32)  # for whole numbers below 2^24
 
 
 def dequantize(data: np.ndarray, type: GGMLType, shape: Sequence[int]) -> np.ndarray:
-    """The values of a tensor, which may be whole numbers (I32) too.
+    """Return the values of a tensor, including whole numbers (I32).
 
-    data: uint8, any shape, the blocks one after another. shape: as in the file, ne0 first.
-    Returns float32 [shape[-1], ..., shape[0]], writable and owned by the caller. Raises
-    UnsupportedModelError for a type without decoder, FormatError where data and shape disagree.
+    data: uint8, any shape, one block after another. shape: as in the file, ne0 first. The result is float32
+    [shape[-1], ..., shape[0]], writable and owned by the caller. Raises UnsupportedModelError for a type
+    without a decoder, and FormatError if data and shape disagree.
     """
     type = GGMLType(type)
     decode = _DECODERS.get(type)
@@ -534,7 +532,7 @@ def dequantize(data: np.ndarray, type: GGMLType, shape: Sequence[int]) -> np.nda
     blocks = np.ascontiguousarray(data).reshape(-1).view(facts.block)
     out = np.empty((len(blocks), facts.block_size), np.float32)
     step = max(CHUNK_VALUES // facts.block_size, 1)
-    with np.errstate(all="ignore"):  # hostile scales: infinity and NaN go through, as in GGML
+    with np.errstate(all="ignore"):  # hostile scales yield infinity and NaN, as in GGML
         for i in range(0, len(blocks), step):
             out[i : i + step] = decode(blocks[i : i + step]).reshape(-1, facts.block_size)
     return out.reshape(tuple(shape)[::-1])
@@ -544,7 +542,7 @@ def dequantize(data: np.ndarray, type: GGMLType, shape: Sequence[int]) -> np.nda
 
 
 def _inverse(d: np.ndarray) -> np.ndarray:
-    """1 / d, and 0 where d is 0 or so small that 1 / d overflows (the float16 scale is 0 there anyway)."""
+    """Return 1 / d, or 0 if d is 0 or so small that 1 / d overflows (the float16 scale is then 0 anyway)."""
     inverse = 1 / d
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
@@ -558,8 +556,8 @@ def _pack_fifth_bit(q: np.ndarray) -> np.ndarray:
 
 
 def _encode_symmetric(x: np.ndarray, block: np.dtype, half: int) -> np.ndarray:
-    """Q4_0 (half = 8), Q5_0 (half = 16): the value of largest magnitude becomes -half exactly."""
-    # The first of those; + 0: that of a block of zeros is +0.
+    """Encode Q4_0 (half = 8) or Q5_0 (half = 16): the value of largest magnitude becomes -half exactly."""
+    # The first one of largest magnitude; + 0 makes the zero of a block of zeros +0.
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1) + np.float32(0)
     d = largest / np.float32(-half)
     q = np.trunc(x * _inverse(d) + np.float32(half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8)
@@ -572,8 +570,8 @@ def _encode_symmetric(x: np.ndarray, block: np.dtype, half: int) -> np.ndarray:
 
 
 def _encode_affine(x: np.ndarray, block: np.dtype, largest: int) -> np.ndarray:
-    """Q4_1 (largest = 15), Q5_1 (largest = 31): the block's minimum becomes 0 and its maximum `largest`."""
-    low = np.take_along_axis(x, x.argmin(axis=1, keepdims=True), axis=1)  # of zeros of both signs, the first
+    """Encode Q4_1 (largest = 15) or Q5_1 (largest = 31): the minimum becomes 0 and the maximum `largest`."""
+    low = np.take_along_axis(x, x.argmin(axis=1, keepdims=True), axis=1)  # the first of zeros with two signs
     d = (x.max(axis=1, keepdims=True) - low) / np.float32(largest) + np.float32(0)
     q = np.trunc((x - low) * _inverse(d) + np.float32(0.5)).clip(0, largest).astype(np.uint8)
     out = np.empty(len(x), block)
@@ -590,16 +588,16 @@ def _encode_q8_0(x: np.ndarray) -> np.ndarray:
     whole = np.trunc(scaled)
     out = np.empty(len(x), _Q8_0)
     out["d"] = d[:, 0]
-    # Halves away from zero. Not trunc(v + 0.5): in float32 0.49999997 + 0.5 is 1.
+    # Round halves away from zero. trunc(v + 0.5) fails: in float32, 0.49999997 + 0.5 is 1.
     out["qs"] = (whole + np.trunc(2 * (scaled - whole))).astype(np.int8)
     return out
 
 
 def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
-    """The largest magnitude gets the largest power of two; of two nearest numbers the first is taken.
+    """Encode MXFP4: the largest magnitude gets the largest power of two; among nearest values the first wins.
 
-    The power is that of the exponent's bits. GGML's comes from log2f, which rounds up where the largest
-    magnitude lies some units in the last place below a power of two.
+    The power follows the exponent's bits. GGML uses log2f, which rounds up if the largest magnitude is a few
+    units in the last place below a power of two.
     """
     mantissa, exponent = np.frexp(np.abs(x).max(axis=1))  # 2^n is 0.5 and n + 1; 0 is 0 and 0
     out = np.empty(len(x), _MXFP4)
@@ -610,7 +608,7 @@ def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
 
 
 def _ternary(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The largest magnitude d [n] and x / d rounded to 0, 1 or 2 for -d, 0 and d: uint8 [n, 256]."""
+    """Return the largest magnitude d [n], and x / d rounded, as 0, 1 or 2 for -d, 0 and d: uint8 [n, 256]."""
     d = np.abs(x).max(axis=1, keepdims=True)
     scaled = x * _inverse(d)
     whole = np.trunc(scaled)
@@ -642,7 +640,7 @@ def _encode_tq2_0(x: np.ndarray) -> np.ndarray:
 def _encode_bf16(x: np.ndarray) -> np.ndarray:
     bits = x.view(np.uint32)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    quiet = bits >> np.uint32(16) | np.uint32(0x40)  # rounding a NaN could make it an infinity
+    quiet = bits >> np.uint32(16) | np.uint32(0x40)  # rounding a NaN could yield infinity
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     return np.where(is_nan, quiet, rounded).astype(np.uint16)
 
@@ -664,11 +662,11 @@ ENCODABLE = frozenset(_ENCODERS)
 
 
 def quantize(values: np.ndarray, type: GGMLType) -> np.ndarray:
-    """Encodes rows of float32 [..., ne0] as uint8 [..., row_bytes(type, ne0)], as GGML's reference does.
+    """Encode rows of float32 [..., ne0] as uint8 [..., row_bytes(type, ne0)], like GGML's reference.
 
-    Raises InvalidRequestError for a type without encoder and for NaN, infinity or a value too large for
-    the type's float16 scale (F32 and BF16 keep any value, MXFP4 any finite one), FormatError
-    if blocks do not divide ne0.
+    Raises InvalidRequestError for a type without an encoder, and for NaN, infinity or a value too large for
+    the type's float16 scale (F32 and BF16 keep any value, MXFP4 any finite one). Raises FormatError if ne0 is
+    not a multiple of the block size.
     """
     type = GGMLType(type)
     encode = _ENCODERS.get(type)
@@ -692,7 +690,7 @@ def quantize(values: np.ndarray, type: GGMLType) -> np.ndarray:
 
 
 def _check_finite(blocks: np.ndarray, type: GGMLType) -> None:
-    """Looks at the float16 fields of blocks, or at floats."""
+    """Raise InvalidRequestError if floats, or float16 fields of blocks, are not finite."""
     for scale in (
         [blocks] if blocks.dtype.names is None else [blocks[f] for f in ("d", "m") if f in blocks.dtype.names]
     ):

@@ -1,17 +1,16 @@
-"""Writes a model again with its matrices in other types: what `hotset quantize` does.
+"""Writes a model with its matrices in other types, for `hotset quantize`.
 
-Matrices are quantised; vectors, and what decides rather than computes (a router), stay as they are. Some
-matrices get another type than the rest, as with GGML's quantisers, since their errors cost more than their
-bits:
+Matrices are quantised; vectors, and matrices that decide (routers), are copied. As in GGML's quantisers, some
+matrices get another type than the rest, because their errors cost more than their bits:
 
-- the output matrix (or the embedding, where it serves as output): Q6_K, or Q8_0 where blocks of 256 do not
-  divide its rows, and for falcon;
-- the predictors of a PowerInfer model (`fc1`, `fc2`), as its own quantiser has them: Q4_0 in a Q4_0 file,
-  Q5_0 in another quantised one;
-- in mixes (`q4_k_m`, `q3_k_l`, `iq2_xs`, ...) what formats/mixes.py says.
+- the output matrix (or the embedding, if it is also the output): Q6_K, or Q8_0 for falcon and for rows that
+  are not a multiple of 256;
+- the predictors of a PowerInfer model (`fc1`, `fc2`), as in its own quantiser: Q4_0 in a Q4_0 file, Q5_0 in
+  other quantised ones;
+- in mixes (`q4_k_m`, `q3_k_l`, `iq2_xs`, ...) the matrices listed in formats/mixes.py.
 
-With an importance matrix (formats/imatrix.py) errors are weighted by it; types of less than three and a half
-bits need one. Rows that a type's blocks do not divide take a type near it (FALLBACKS).
+An importance matrix (formats/imatrix.py) weights the errors; types below three and a half bits need one. Rows
+that are not a multiple of a type's block size get a similar type (FALLBACKS).
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ QUANTIZATION_VERSION = 2
 
 @dataclass(frozen=True)
 class Target:
-    """What --type names. type: of most matrices. file_type: of general.file_type."""
+    """The meaning of --type. type: of most matrices. file_type: value of general.file_type."""
 
     type: GGMLType
     file_type: int
@@ -98,7 +97,7 @@ ALIASES = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
 
 _LATTICES = (_T.IQ3_S, _T.IQ3_XXS, _T.IQ2_S, _T.IQ2_XS, _T.IQ2_XXS, _T.IQ1_M, _T.IQ1_S)
 WEIGHTED = frozenset(_LATTICES[1:])
-"""Types that are made with an importance matrix only."""
+"""Types that require an importance matrix."""
 
 FALLBACKS: dict[GGMLType, GGMLType] = {
     _T.Q6_K: _T.Q8_0,
@@ -108,23 +107,23 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
     **dict.fromkeys((*_LATTICES, _T.IQ4_XS), _T.IQ4_NL),
     **dict.fromkeys((_T.Q8_0, _T.Q5_1, _T.Q5_0, _T.Q4_1, _T.Q4_0, _T.MXFP4, _T.IQ4_NL), _T.F16),
 }
-"""Where blocks do not divide the rows."""
+"""Types for rows that are not a multiple of the block size."""
 
-# Read as floats by every engine, small, or both.
+# Matrices that every engine reads as floats, or that are small, or both.
 _KEPT = re.compile(
     r"(ffn_gate_inp|token_types|ssm_conv1d(_[qkv])?|ssm_norm|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
     r"|per_layer_model_proj|ple_conv1d|(output_hc|hc_attn|hc_ffn)_fn|(attn|indexer)_compressor_\w+|indexer\.[qk]_proj"
     r"|time_mix_(first|lerp_fused|decay_w[12]|[wavg][0-2]))\.weight$"
 )
 _WITHOUT_IMPORTANCE = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
-_LARGE = ("llama", "qwen2", "olmo")  # architectures whose models of 80 layers have small attn_v
+_LARGE = ("llama", "qwen2", "olmo")  # architectures whose 80-layer models have a small attn_v
 _PREDICTOR = re.compile(r"blk\.\d+\.fc[12]\.weight")
-_PIECE_BYTES = 1 << 24  # read and encoded at a time
+_PIECE_BYTES = 1 << 24  # read and encoded together
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """What becomes of one tensor. note: why it has another type than was asked for, or ""."""
+    """The new type of a tensor. note: why it differs from the requested type, or ""."""
 
     info: TensorInfo
     type: GGMLType
@@ -132,7 +131,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the new file."""
+        """Return the bytes in the new file."""
         if self.type == self.info.type:
             return self.info.nbytes
         return row_bytes(self.type, self.info.shape[0]) * math.prod(self.info.shape[1:])
@@ -149,12 +148,12 @@ def quantize(
     n_threads: int | None = None,
     progress: Reporter | None = None,
 ) -> list[PlannedTensor]:
-    """Writes `out_path`: the model with its matrices in another type (see `types_of`, which it returns).
+    """Write `out_path`: the model with its matrices in another type. Returns the result of `types_of`.
 
-    Dialect, metadata and the order of tensors stay; a split model becomes one file. It is read once, piece by
-    piece, and takes less than 500 MB of memory whatever its size. imatrix: a file of `hotset imatrix` or of
-    llama.cpp. Raises what `types_of` and `ImportanceMatrix.open` do, and InvalidRequestError for weights that
-    are not finite; then no file is left.
+    Format, metadata and the order of tensors are unchanged; a split model becomes one file. The model is read
+    once, piece by piece, with less than 500 MB of memory for any size. imatrix: a file of `hotset imatrix` or
+    of llama.cpp. Raises the errors of `types_of` and `ImportanceMatrix.open`, and InvalidRequestError for
+    weights that are not finite; then no file is left.
     """
     importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
     with open_gguf(in_path) as gguf:
@@ -193,16 +192,16 @@ def types_of(
     allow_requantize: bool = False,
     importance: ImportanceMatrix | None = None,
 ) -> list[PlannedTensor]:
-    """The type that each tensor gets, in the order of the file.
+    """Return the type of each tensor, in the order of the file.
 
-    type: a name of TARGETS or ALIASES, for every matrix; None: they stay. tensor_types: "PATTERN=TYPE", where
-    PATTERN is a regular expression that is searched in the names of matrices; the first that matches wins.
-    allow_requantize: matrices that are quantised already may become another quantised type. Raises
-    InvalidRequestError for what makes no sense, UnsupportedModelError for a type that cannot be decoded.
+    type: a name of TARGETS or ALIASES, for every matrix; None: unchanged. tensor_types: "PATTERN=TYPE", where
+    PATTERN is a regular expression searched in the names of matrices; the first that matches wins.
+    allow_requantize: quantised matrices may get another quantised type. Raises InvalidRequestError for
+    invalid arguments, and UnsupportedModelError for a type that cannot be decoded.
     """
     for info in gguf.tensors.values():
         if info.type not in TYPES:
-            gguf.data(info.name)  # says why it cannot be read
+            gguf.data(info.name)  # raises an error that says why
     important = () if importance is None else importance.inputs
     facts = typed_model(
         gguf.metadata, gguf.architecture, gguf.dialect, "output.weight" in gguf.tensors, important
@@ -216,8 +215,10 @@ def types_of(
 
 @dataclass(frozen=True)
 class TypedModel:
-    """What the choice of types depends on. n_layer: 0 where it is not known. n_group: queries of a key.
-    important: the names of the matrices whose importance is known."""
+    """The facts on which the choice of types depends.
+
+    n_layer: 0 if unknown. n_group: queries per key. important: names of the matrices with known importance.
+    """
 
     architecture: str
     dialect: Dialect
@@ -235,11 +236,11 @@ def typed_model(
     has_output: bool,
     important: Iterable[str] = (),
 ) -> TypedModel:
-    """Of a file's keys."""
+    """Return the facts from a file's keys."""
 
     def number(key: str) -> int:
         value = metadata.get(f"{architecture}.{key}")
-        if isinstance(value, np.ndarray | list):  # of each layer
+        if isinstance(value, np.ndarray | list):  # per layer
             value = value[0] if len(value) else 0
         return int(value) if isinstance(value, int | np.integer) else 0
 
@@ -262,14 +263,14 @@ def assign_types(
     tensor_types: Sequence[str] = (),
     packed: Mapping[str, GGMLType] = MappingProxyType({}),
 ) -> list[PlannedTensor]:
-    """`types_of` for tensors that need not be in a file: without a look at their present types.
+    """Return the types like `types_of`, regardless of present types, for tensors that need not be in a file.
 
-    packed: names of those that have a quantised type already, and keep it unless tensor_types names them.
+    packed: names of tensors that are already quantised, and keep their type unless tensor_types names them.
     """
     target = None if type is None else target_of(type)
     rules = [_rule(text) for text in tensor_types]
     if target is None and not rules:
-        raise InvalidRequestError("nothing is to be done: give a type, or PATTERN=TYPE for some tensors")
+        raise InvalidRequestError("there is nothing to do: give a type, or PATTERN=TYPE for some tensors")
     used: set[int] = set()
     planned = []
     places = _places(model, [info.name for info in tensors if is_matrix(info)])
@@ -299,12 +300,12 @@ def assign_types(
 
 
 def is_matrix(info: TensorInfo) -> bool:
-    """Whether a tensor is one that quantisers touch: weights with rows, no table of whole numbers."""
+    """Return whether quantisers change a tensor: weights with rows, except tables of whole numbers."""
     return info.name.endswith(".weight") and math.prod(info.shape[1:]) > 1 and info.type != _T.I32
 
 
 def target_of(type: str) -> Target:
-    """The row of TARGETS that a name means; InvalidRequestError for an unknown one."""
+    """Return the target of a name. Raises InvalidRequestError for an unknown name."""
     name = type.lower()
     name = ALIASES.get(name, name)
     if name not in TARGETS:
@@ -325,7 +326,7 @@ def _rule(text: str) -> tuple[re.Pattern[str], GGMLType]:
 
 
 def _places(model: TypedModel, names: Sequence[str]) -> dict[str, Place]:
-    """Where each matrix of a kind is among those. Experts lie anywhere: there its layer is the number."""
+    """Return each matrix's position among its kind. In models with experts, it is the layer's number."""
     found: dict[str, Place] = {}
     counts: dict[str, int] = {}
     kinds = {name: kind for name in names if (kind := kind_of(name)) and layer_of(name) >= 0}
@@ -345,35 +346,32 @@ def _places(model: TypedModel, names: Sequence[str]) -> dict[str, Place]:
 
 
 def _check_weighted(model: TypedModel, planned: PlannedTensor, type: str | None) -> None:
-    """Refuses a type that needs importance which is not known. Rows of embeddings are never summed."""
+    """Raise InvalidRequestError if a type needs unknown importance. Embeddings need none."""
     name = planned.info.name
     needs = planned.type in WEIGHTED or (
         planned.type == _T.Q2_K and type is not None and type.lower() == "q2_k_s"
     )
     if needs and planned.type != planned.info.type and name not in (*model.important, *_WITHOUT_IMPORTANCE):
-        what = (
-            f"that of {name} is not in the file" if model.important else "collect one with 'hotset imatrix'"
-        )
+        what = f"the file lacks that of {name}" if model.important else "collect one with 'hotset imatrix'"
         raise InvalidRequestError(
-            f"{planned.type.name} (of {name}) can only be made with an importance matrix (--imatrix FILE): "
-            f"{what}"
+            f"{planned.type.name} (of {name}) requires an importance matrix (--imatrix FILE): {what}"
         )
 
 
 def _check_importance(gguf: GGUFFile, importance: ImportanceMatrix) -> None:
-    """Refuses an importance matrix of another model."""
+    """Raise InvalidRequestError if the importance matrix belongs to another model."""
     for info in gguf.tensors.values():
         importance.weights(info.name, info.shape)
     if not importance.inputs.keys() & gguf.tensors.keys():
         raise InvalidRequestError(
-            f"the importance matrix has none of the matrices of {gguf.path}: it is of another model"
+            f"the importance matrix has none of the matrices of {gguf.path}: it belongs to another model"
         )
 
 
 def _default(
     model: TypedModel, info: TensorInfo, target: Target, places: Mapping[str, Place]
 ) -> tuple[GGMLType, str]:
-    """The type of a matrix that no rule names, and why it is not the one asked for."""
+    """Return the type of a matrix that no rule names, and why it differs from the requested type."""
     powerinfer = model.dialect == "powerinfer"
     mix = next(name for name, one in TARGETS.items() if one == target)
     if _KEPT.search(info.name) or (info.name == "position_embd.weight" and not powerinfer):
@@ -397,7 +395,7 @@ def _default(
 
 
 def _possible(info: TensorInfo, type: GGMLType, note: str) -> PlannedTensor:
-    """With the type, or the one near it whose blocks divide the rows."""
+    """Plan this type, or a similar one whose block size divides the rows."""
     wanted = type
     while info.shape[0] % TYPES[type].block_size:
         type = FALLBACKS[type]
@@ -420,21 +418,21 @@ def _check_sources(gguf: GGUFFile, tensors: list[PlannedTensor], allow_requantiz
         info = again[0].info
         raise InvalidRequestError(
             f"{len(again)} matrices of {gguf.path} are quantised already ({info.name}: {info.type.name}), "
-            f"and what was lost does not come back in {again[0].type.name}; quantise the F16 model, or "
-            "insist with --allow-requantize"
+            f"so {again[0].type.name} cannot restore the lost precision; quantise the F16 model, or use "
+            "--allow-requantize"
         )
 
 
 def _pieces(
     gguf: GGUFFile, planned: PlannedTensor, n_threads: int | None, importance: ImportanceMatrix | None
 ) -> Iterator[np.ndarray]:
-    """The tensor's new bytes, read ahead a piece and let go of behind."""
+    """Yield the tensor's new bytes, reading one piece ahead and releasing used ones."""
     info, data = planned.info, gguf.data(planned.info.name)
     weights = None
     if importance is not None and planned.type in FITTED and planned.type != info.type:
         weights = importance.weights(info.name, info.shape)
     old = row_bytes(info.type, info.shape[0])
-    if not info.nbytes:  # a vector of PowerInfer's may be empty
+    if not info.nbytes:  # PowerInfer's files may have an empty vector
         return
     step = max(_PIECE_BYTES // max(old, planned.nbytes * old // info.nbytes), 1) * old
     gguf.advise(info.name, 0, step, needed=True)
@@ -442,7 +440,7 @@ def _pieces(
         gguf.advise(info.name, start + step, start + 2 * step, needed=True)
         piece = data[start : start + step]
         if planned.type == info.type:
-            yield piece.copy()  # so that the map can let go of it
+            yield piece.copy()  # so that the mapped pages can be released
         else:
             try:
                 of_rows = None if weights is None else Importance(weights, info.shape[1], start // old)

@@ -1,4 +1,4 @@
-"""Where weights come from: the tensors of a file, by name."""
+"""The source of weights: tensors by name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """Where a backend finds its weights: a GGUFFile, or one under sidecars (formats/overlay.py)."""
+    """The weights of a backend: a GGUFFile, or one under sidecars (formats/overlay.py)."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → type and shape."""
+        """Return name → type and shape."""
         ...
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes], where they lie."""
+        """Return the tensor's bytes, uint8 [nbytes], without copying if possible."""
         ...
 
     def check(self) -> None:
-        """Raises FormatError where what was read may be anything: a file was truncated meanwhile."""
+        """Raise FormatError if a file was cut short, so that earlier reads may be wrong."""
         ...

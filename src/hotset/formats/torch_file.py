@@ -1,17 +1,17 @@
-"""Tensors in files of `torch.save`, read and written without torch, and without unpickling.
+"""Reads and writes files of `torch.save` without torch and without unpickling.
 
-A pickle is a program. The one in these files is interpreted here by a dozen opcodes that call nothing: names
-that torch writes for a tensor (_rebuild_tensor_v2, the storage types, OrderedDict) are recognised, and every
-other name, opcode or argument is refused (FormatError) before anything comes of it.
+A pickle is a program. This module interprets it with a dozen opcodes that call nothing. It recognises the
+names that torch writes for a tensor (_rebuild_tensor_v2, the storage types, OrderedDict), and rejects every
+other name, opcode or argument (FormatError).
 
-Two layouts: a zip archive `<any>/data.pkl` with the storages under `<any>/data/<key>`, not compressed, and
+There are two layouts: a zip archive `<any>/data.pkl` with uncompressed storages in `<any>/data/<key>`, and
 torch's older stream of pickles (magic, protocol, machine, value, keys) followed by the storages, each a count
 i64 and its elements.
 
-A pickle can say much in few bytes: a tuple of which each half is the tuple before it takes for ever to hash
-or to print, and a thousand names may mean one storage. So the bytes and instructions of a pickle, its tuples,
-the names, and what all tensors take together are bounded before anything is made of them, and no value of a
-file is hashed, compared or printed but strings, numbers and what is made here.
+A short pickle can describe much: hashing or printing a tuple whose halves are the previous tuple takes
+forever, and a thousand names may share one storage. So the bytes and instructions of a pickle, its tuples,
+its names, and the total size of its tensors are limited before they are used, and only strings, numbers and
+this module's own objects are hashed, compared or printed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 MAX_DIMS = 8
 MAX_PICKLE_BYTES, MAX_INSTRUCTIONS = 1 << 26, 1 << 22  # a tensor takes about 300 bytes and 40 instructions
-_LONGEST_LINE = 1024  # the name of a module or a class
-MAX_TUPLE = 16  # elements; those of a tuple in a tuple are no tuples
+_LONGEST_LINE = 1024  # of the name of a module or a class
+MAX_TUPLE = 16  # elements; tuples may be nested only once
 MAX_TENSORS = 1 << 16
-MAX_COPIES = 8  # all tensors together take at most as many times the file: several may share a storage
+MAX_COPIES = 8  # limit of the tensors' total size, in sizes of the file: several may share a storage
 
-BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the high half of a float32, which NumPy has no name for
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the high half of a float32, a type that NumPy lacks
 
 STORAGES: dict[str, np.dtype] = {
     "DoubleStorage": np.dtype("<f8"),
@@ -60,7 +60,7 @@ STORAGES: dict[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that the pickle mentions; never the thing itself."""
+    """A name that the pickle mentions, without the named object."""
 
     name: str
 
@@ -90,13 +90,13 @@ _STORAGE_TYPES: dict[Any, np.dtype] = {_Global(f"torch {name}"): dtype for name,
 
 
 def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarray]:
-    """The tensor, or the tensors by name, in a file that torch.save wrote; bfloat16 as float32.
+    """Return the tensor, or the tensors by name, of a file from torch.save; bfloat16 becomes float32.
 
-    Raises FormatError for a file that holds anything else, is damaged or was written on a big-endian machine.
+    Raises FormatError if the file has anything else, is damaged, or was written on a big-endian machine.
     """
     path = Path(path)
     try:
-        # The whole file: reads of hostile lengths then end where it ends.
+        # Read the whole file, so that a hostile length cannot exceed its size.
         with open_regular(path) as file:
             data = file.read()
     except OSError as error:
@@ -108,11 +108,11 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
         return to_floats(values) if values.dtype == BFLOAT16 else values.copy()
 
     tensors = {"": value} if isinstance(value, _Tensor) else _state_dict(path, value)
-    # A bfloat16 doubles, and a small file is never too much.
+    # bfloat16 doubles in size; a megabyte is always allowed.
     n_bytes = sum(math.prod(t.shape) * max(t.storage.dtype.itemsize, 4) for t in tensors.values())
     if n_bytes > MAX_COPIES * len(data) + (1 << 20):
         raise FormatError(
-            f"{path} holds {len(tensors)} tensors of {n_bytes} bytes in {len(data)} bytes of storage; export "
+            f"{path} has {len(tensors)} tensors of {n_bytes} bytes in {len(data)} bytes of storage; export "
             "each tensor once"
         )
     if isinstance(value, _Tensor):
@@ -121,9 +121,9 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
 
 
 def map_torch(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], MappedFile]:
-    """A state dict that need not fit in memory: read-only views of the mapped file, and that file.
+    """Return a state dict as read-only views of the mapped file, and that file; it need not fit in memory.
 
-    Checksums are not compared. Values of dtype BFLOAT16 are as they are stored (see to_floats).
+    Checksums are not compared. Values of dtype BFLOAT16 remain in this type (see to_floats).
     """
     path = Path(path)
     try:
@@ -136,7 +136,7 @@ def map_torch(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Mapp
 
 
 def to_floats(values: np.ndarray) -> np.ndarray:
-    """float32 of the same shape, bfloat16 decoded."""
+    """Return float32 of the same shape, bfloat16 decoded."""
     if values.dtype == BFLOAT16:
         return (values["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32)
@@ -144,14 +144,14 @@ def to_floats(values: np.ndarray) -> np.ndarray:
 
 def _state_dict(path: Path, value: Any) -> dict[str, _Tensor]:
     if not isinstance(value, dict) or not all(isinstance(v, _Tensor) for v in value.values()):
-        raise FormatError(f"{path} holds something else than tensors; export a tensor or a state dict")
+        raise FormatError(f"{path} has contents other than tensors; export a tensor or a state dict")
     if len(value) > MAX_TENSORS:
-        raise FormatError(f"{path} holds {len(value)} tensors, more than {MAX_TENSORS}; export fewer")
+        raise FormatError(f"{path} has {len(value)} tensors, more than {MAX_TENSORS}; export fewer")
     return value
 
 
 def _read(path: Path, file: Any, size: int, mapped: memoryview | None) -> tuple[Any, Mapping[str, Any]]:
-    """What the file describes, and its storages: read, or, of a mapped file, where they lie."""
+    """Return the described value, and its storages: read, or for a mapped file as views."""
     magic = file.read(2)
     file.seek(0)
     return (_read_zip if magic == b"PK" else _read_legacy)(path, file, size, mapped)
@@ -165,13 +165,13 @@ def _read_zip(
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if (
                 any(info.compress_type != zipfile.ZIP_STORED for info in entries.values())
-                or sum(info.file_size for info in entries.values()) > size  # they may lie over each other
+                or sum(info.file_size for info in entries.values()) > size  # entries may overlap
             ):
                 raise FormatError(f"{path} is a compressed or damaged archive; save it with torch.save")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-                raise FormatError(f"{path} was written on a big-endian machine; save it on another")
+                raise FormatError(f"{path} was written on a big-endian machine; save it on another one")
             if "data.pkl" not in entries:
-                raise FormatError(f"{path} is an archive without data.pkl: it is not a file of torch.save")
+                raise FormatError(f"{path} is an archive without data.pkl: it was not written by torch.save")
             if entries["data.pkl"].file_size > MAX_PICKLE_BYTES:
                 raise FormatError(
                     f"{path} has a data.pkl of more than {MAX_PICKLE_BYTES} bytes; export fewer tensors"
@@ -191,7 +191,7 @@ def _read_zip(
 
 
 def _stored(mapped: memoryview, info: zipfile.ZipInfo) -> memoryview:
-    """The bytes of an entry that is not compressed: behind its local header, which has lengths of its own."""
+    """Return the bytes of an uncompressed entry, which follow its local header, whose size varies."""
     n_name, n_extra = struct.unpack_from("<HH", mapped, info.header_offset + 26)
     start = info.header_offset + 30 + n_name + n_extra
     return mapped[start : start + info.file_size]
@@ -202,13 +202,13 @@ def _read_legacy(
 ) -> tuple[Any, Mapping[str, Any]]:
     magic, protocol, machine = (_interpret(path, file)[0] for _ in range(3))
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL or not isinstance(machine, dict):
-        raise FormatError(f"{path} is not a file of torch.save")
+        raise FormatError(f"{path} was not written by torch.save")
     if machine.get("little_endian") is not True:
-        raise FormatError(f"{path} was written on a big-endian machine; save it on another")
+        raise FormatError(f"{path} was written on a big-endian machine; save it on another one")
     value, storages = _interpret(path, file)
     keys, _ = _interpret(path, file)
     if not isinstance(keys, list) or not all(isinstance(key, str) and key in storages for key in keys):
-        raise FormatError(f"{path} does not say which storages follow; the file is damaged")
+        raise FormatError(f"{path} does not list its storages; the file is damaged")
     data: dict[str, Any] = {}
     for key in keys:
         head = file.read(8)
@@ -225,7 +225,7 @@ def _read_legacy(
 
 
 class _Bounded:
-    """What pickletools reads of a file, up to MAX_PICKLE_BYTES."""
+    """A file for pickletools that ends after MAX_PICKLE_BYTES."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._left = file, MAX_PICKLE_BYTES
@@ -250,7 +250,7 @@ class _Bounded:
 
 
 def _tuple(items: list[Any]) -> tuple[Any, ...]:
-    """As torch writes them: short, and of tuples only those of numbers and the like."""
+    """Return a tuple as torch writes them: short, and with at most one level of nesting."""
     if len(items) > MAX_TUPLE:
         raise ValueError(f"a tuple of {len(items)} elements")
     if any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item):
@@ -259,7 +259,7 @@ def _tuple(items: list[Any]) -> tuple[Any, ...]:
 
 
 def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
-    """The value that a pickle describes, tensors as _Tensor, and the storages that it names, by key."""
+    """Return the value of a pickle, with tensors as _Tensor, and the storages that it names, by key."""
     machine = _Machine()
     try:
         for n_done, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], _Bounded(file)))):
@@ -270,14 +270,14 @@ def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
             machine.execute(opcode.name, argument)
     except (ValueError, LookupError, StopIteration, TypeError, struct.error) as error:
         what = str(error) or type(error).__name__
-        raise FormatError(f"{path} holds something else than plain tensors ({what[:100]})") from None
+        raise FormatError(f"{path} has contents other than plain tensors ({what[:100]})") from None
     raise FormatError(f"{path} ends inside a pickle; the file is damaged")
 
 
 class _Machine:
-    """Executes the instructions of a pickle that torch writes, and raises what _interpret catches for others.
+    """An interpreter of the instructions that torch writes; others raise errors for _interpret.
 
-    storages: that were named, by key.
+    storages: the named ones, by key.
     """
 
     def __init__(self) -> None:
@@ -310,10 +310,10 @@ class _Machine:
                 self._set_items(self._marked() if name == "SETITEMS" else [stack.pop(-2), stack.pop()])
             case "APPEND" | "APPENDS":
                 self._extend(self._marked() if name == "APPENDS" else [stack.pop()])
-            case "BUILD":  # attributes of a state dict (its _metadata)
+            case "BUILD":  # the attributes of a state dict (its _metadata)
                 stack.pop()
                 if not isinstance(stack[-1], dict):
-                    raise ValueError("attributes of something else than a dictionary")
+                    raise ValueError("attributes of an object that is not a dictionary")
             case "BINPERSID" | "REDUCE":
                 argument = stack.pop()
                 stack.append(self._named(argument) if name == "BINPERSID" else _reduce(stack.pop(), argument))
@@ -323,7 +323,7 @@ class _Machine:
                 raise ValueError(f"the instruction {name}")
 
     def _marked(self) -> list[Any]:
-        """Takes what lies above the last mark, and the mark."""
+        """Remove and return the values above the last mark."""
         at = len(self.stack) - 1 - next(i for i, v in enumerate(reversed(self.stack)) if v is _MARK)
         items = self.stack[at + 1 :]
         del self.stack[at:]
@@ -337,7 +337,7 @@ class _Machine:
 
     def _extend(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
-            raise ValueError("something is appended to what is not a list")
+            raise ValueError("an element is appended to an object that is not a list")
         self.stack[-1].extend(items)
 
     def _named(self, id: Any) -> _Storage:
@@ -354,10 +354,10 @@ def _global(module: Any, name: Any) -> _Global:
 
 
 def _storage(id: Any) -> _Storage:
-    """Of a persistent id ("storage", type, key, location, number of elements[, view])."""
+    """Return the storage of a persistent id ("storage", type, key, location, number of elements[, view])."""
     kind, type, key, _, n = id[:5]
     if (
-        not isinstance(type, _Global)  # first: what else it is must not be hashed
+        not isinstance(type, _Global)  # first, because other objects must not be hashed
         or type not in _STORAGE_TYPES
         or kind != "storage"
         or not isinstance(key, str)
@@ -370,7 +370,7 @@ def _storage(id: Any) -> _Storage:
 
 
 def _named(value: Any) -> str:
-    """For a message: a name that the pickle mentions, else only what kind of thing it is."""
+    """Return a name for a message: one that the pickle mentions, or the type of the value."""
     return value.name if isinstance(value, _Global) else f"a {type(value).__name__}"
 
 
@@ -382,7 +382,7 @@ def _reduce(function: Any, arguments: Any) -> Any:
     storage, offset, shape, strides = arguments[:4]
     sizes = (offset, *shape, *strides)
     if not isinstance(storage, _Storage) or len(shape) != len(strides) or not all(map(_is_count, sizes)):
-        raise ValueError("a tensor that makes no sense")
+        raise ValueError("an invalid tensor")
     if len(shape) > MAX_DIMS or math.prod(shape) > storage.n:
         raise ValueError("a tensor larger than its storage")
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -400,7 +400,7 @@ def _array(path: Path, tensor: _Tensor, storages: Mapping[str, Any]) -> np.ndarr
     data, itemsize = storages.get(storage.key, b""), storage.dtype.itemsize
     if len(data) != storage.n * itemsize:
         raise FormatError(f"{path}: the storage {storage.key!r} is not {storage.n} elements; it is damaged")
-    if storage.dtype == np.bool_:  # any byte but 0 is true; NumPy must not see other bytes than 0 and 1
+    if storage.dtype == np.bool_:  # any byte but 0 is true; NumPy requires bytes of 0 and 1
         values = np.frombuffer(data, np.uint8) != 0
     else:
         values = np.frombuffer(data, storage.dtype)
@@ -411,9 +411,9 @@ def _array(path: Path, tensor: _Tensor, storages: Mapping[str, Any]) -> np.ndarr
 
 
 def write_torch(path: str | os.PathLike[str], values: np.ndarray | Mapping[str, np.ndarray]) -> None:
-    """Writes one tensor, or a state dict, as torch.save does: torch.load(path, weights_only=True) reads it.
+    """Write one tensor, or a state dict, like torch.save: torch.load(path, weights_only=True) reads it.
 
-    Replaces the file when the new one is whole. Raises HotsetError where the system refuses.
+    Replaces the file when the new one is complete. Raises HotsetError if it cannot be written.
     """
     path = Path(path)
     one = isinstance(values, np.ndarray)
@@ -432,7 +432,7 @@ def write_torch(path: str | os.PathLike[str], values: np.ndarray | Mapping[str, 
 
 
 def _pickled(key: str, values: np.ndarray) -> bytes:
-    """The opcodes that make a tensor of the storage `key`: the function, its arguments in a tuple, REDUCE."""
+    """Return the opcodes that make a tensor of the storage `key`: the function, its arguments, REDUCE."""
     name = next(name for name, dtype in STORAGES.items() if dtype == values.dtype)
     storage = b"(" + _text("storage") + f"ctorch\n{name}\n".encode() + _text(key) + _text("cpu")
     storage += _integer(values.size) + b"tQ"  # TUPLE, BINPERSID

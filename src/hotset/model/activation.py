@@ -1,4 +1,4 @@
-"""The activation of an FFN: how it is named, and what the keys of a file say of it."""
+"""The activation of an FFN: its names, and the keys of a file that describe it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hotset.parameters import shown
 
 @dataclass(frozen=True)
 class FFNActivation:
-    """neuron = f_gate(gate) * f_up(up), or f_gate(up) in an FFN without a gate.
+    """An activation: neuron = f_gate(gate) * f_up(up), or f_gate(up) in an FFN without a gate.
 
-    `up` None leaves the up projection as it is. `threshold` belongs to the kinds that have one (see
-    graph.Activate). top_k: of a Gaussian top-k of the gates before f the multiplier (see graph.GaussianTopK);
-    None: there is none. xielu: its numbers.
+    up: None applies no function to the up projection. threshold: for kinds with one (see
+    operations.Activate). top_k: multiplier of a Gaussian top-k of the gates before f (see
+    operations.GaussianTopK); None: no top-k. xielu: its parameters.
     """
 
     gate: ActivationKind
@@ -38,7 +38,7 @@ class FFNActivation:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether it leaves neurons at exactly zero."""
+        """Return whether it sets neurons to exactly zero."""
         return has_zeros(self.gate) or self.top_k is not None
 
 
@@ -49,16 +49,16 @@ GELU = FFNActivation("gelu")
 GELU_TANH = FFNActivation("gelu_tanh")
 RELU = FFNActivation("relu")
 RELU2 = FFNActivation("relu2")
-XIELU_OF_LAYERS = FFNActivation("xielu")  # whose numbers are keys
+XIELU_OF_LAYERS = FFNActivation("xielu")  # with parameters from keys
 DRELU = FFNActivation("relu", up="relu")
-# Of neurons, as a key or an option may name them; the others are parts of an architecture.
+# Activations of neurons that a key or an option may name; the other kinds are parts of an architecture.
 _NAMED: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu")
 
 
 def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
-    """The activation that a key or an option names: silu, relu, relu2, drelu, fatrelu:0.01, ...
+    """Return the activation that a key or an option names: silu, relu, relu2, drelu, fatrelu:0.01, ...
 
-    `threshold` serves a plain "fatrelu". Raises InvalidRequestError naming what is accepted.
+    threshold: for a plain "fatrelu". Raises InvalidRequestError, which lists the accepted names.
     """
     name, _, number = text.strip().lower().partition(":")
     name = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(name, name)
@@ -77,12 +77,12 @@ def parse_activation(text: str, threshold: float | None = None) -> FFNActivation
         return DRELU
     if name not in _NAMED or number:
         known = ", ".join([*(k for k in _NAMED if k != "fatrelu"), "drelu", "fatrelu:T"])
-        raise InvalidRequestError(f"the activation {text!r} is not known; it must be one of {known}")
+        raise InvalidRequestError(f"the activation {text!r} is unknown; it must be one of {known}")
     return FFNActivation(name)
 
 
 def activation_of(keys: Keys, unnamed: FFNActivation) -> FFNActivation:
-    """Of a file. unnamed: where it names none."""
+    """Return the activation of a file. unnamed: the default if the file names none."""
     gate, up = keys.text("hidden_activation"), keys.metadata.get(UP_ACTIVATION_KEY)
     threshold = number(keys.metadata, FATRELU_THRESHOLD_KEY)
     try:
@@ -93,7 +93,7 @@ def activation_of(keys: Keys, unnamed: FFNActivation) -> FFNActivation:
         ) from None
     if up is None:
         return activation
-    if not isinstance(up, str) or up != "relu":  # an array does not compare
+    if not isinstance(up, str) or up != "relu":  # `up` may be an array, which cannot be compared
         raise UnsupportedModelError(
             f"the file's key {UP_ACTIVATION_KEY} is {shown(up)}; only relu is supported"
         )
@@ -101,7 +101,7 @@ def activation_of(keys: Keys, unnamed: FFNActivation) -> FFNActivation:
 
 
 def top_k_of(keys: Keys, n_layer: int) -> tuple[float | None, ...]:
-    """Multipliers of the layers' Gaussian top-k; of those without one the key says -inf."""
+    """Return the multipliers of the layers' Gaussian top-k; None for layers whose value is -inf."""
     values = keys.get(TOP_K_KEY)
     if values is None:
         return (None,) * n_layer
@@ -113,7 +113,7 @@ def top_k_of(keys: Keys, n_layer: int) -> tuple[float | None, ...]:
 
 
 def clamp_of(keys: Keys, n_layer: int) -> tuple[float, ...]:
-    """The clamp of SwiGLU in each layer: an upper limit of the gate, and of the magnitude of up; 0: none."""
+    """Return each layer's SwiGLU clamp: an upper limit of gate and of the magnitude of up; 0: no clamp."""
     found = []
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         value = keys.get(key, 0.0)
@@ -132,8 +132,11 @@ def clamp_of(keys: Keys, n_layer: int) -> tuple[float, ...]:
 
 
 def xielu_of(keys: Keys, n_layer: int) -> tuple[XIELU, ...]:
-    """The numbers of each layer. Keys have no architecture before them, and one number or one for each
-    layer; of alpha_p and alpha_n the softplus counts, of the second that and beta."""
+    """Return the xIELU parameters of each layer.
+
+    The keys have no architecture prefix and hold one number, or one per layer. The parameters are
+    softplus(alpha_p) and beta + softplus(alpha_n).
+    """
     found = []
     for name in ("alpha_p", "alpha_n", "beta", "eps"):
         key = f"xielu.{name}"

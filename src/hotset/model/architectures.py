@@ -1,6 +1,6 @@
-"""The architectures: a row says what every file of one name has in common and none of its keys says.
+"""The table of architectures: facts that all files of one architecture share and that no key states.
 
-PowerInfer's dialect has rows of its own: it means something else by the same name.
+PowerInfer's files have separate rows, because they use the same names with other meanings.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ HeadNorm = Literal["head", "width"]
 
 @dataclass(frozen=True)
 class ExpertDefaults:
-    """What files with experts of one architecture need not say.
+    """Defaults for files with experts of one architecture.
 
-    scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by
-    the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and
-    as it is; elsewhere what the experts read. where_routed: of layers those with a router have experts, and
-    no key says which. beside: they stand beside the layer's own FFN, which is what all tokens share: each of
-    both has norms of its own before and behind it, the router reads the stream through a norm without
-    weights and a scale of each channel, and each expert has a scale (Gemma 4). optional: dense models are
-    published under the same name. group_best: the number of best scores whose sum ranks a group of experts;
-    None: 1 for softmax scores (DeepSeek V2), 2 for others (V3).
+    scoring, normalised: see operations.Route.
+    gated_share: the shared expert's result is multiplied by the sigmoid of a separate product.
+    early: the router reads the layer's input before attention, without a norm; otherwise it reads the
+        experts' input.
+    where_routed: the layers with a router have experts; no key lists them.
+    with_ffn: the experts are added to the layer's own FFN, which acts as the shared expert. Both have
+        separate norms before and after, the router reads the stream through a norm without weights and a
+        scale per channel, and each expert has a scale (Gemma 4).
+    optional: dense models exist under the same name.
+    group_best: how many of the best scores are summed to rank a group of experts; None: 1 for softmax scores
+        (DeepSeek V2), 2 for others (V3).
     """
 
     scoring: Scoring = "softmax"
@@ -51,102 +54,101 @@ class ExpertDefaults:
     gated_share: bool = False
     early: bool = False
     where_routed: bool = False
-    beside: bool = False
+    with_ffn: bool = False
     optional: bool = False
     group_best: int | None = None
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What every file of one `general.architecture` has in common and none of its keys says.
+    """Facts that every file of one `general.architecture` shares and that no key states.
 
-    rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
-    first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
-    norm: rms, or layer. norm_bias: layer norms must have a bias; elsewhere one is used where it is present.
-    norm_eps: where the file has no key for it; None: it must have one. any_epsilon: the key may be that of
-      the other kind of norms. norm_weights: layer norms have them.
-    qk_norm: q and k pass a norm (RMS; in models with layer norms such a one of each head) before the rotation
-      (`attn_q_norm`, `attn_k_norm`), each head by itself or all heads as one row; None: they do not.
-      optional_qk_norm: where a layer has the tensors for it. qk_norm_last: the norm follows the rotation.
-    gated: the FFN has a gate beside up. activation: of the FFN, where the file names none.
-    parallel: the FFN reads what enters the layer, through `ffn_norm` or, in layers without one, through
-      `attn_norm`, which attention reads too where there is no `attn_norm_2`; elsewhere it reads the sum after
-      attention, through `ffn_norm`. by_key: where use_parallel_residual says so; without_ffn_norm: in layers
-      that lack the norm.
-    biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
-    pre_norm: attention and the FFN read the stream through a norm. post_norm: what they yield passes a norm
-      before it is added. post_norm_eps: of those norms; None: that of the others.
+    rope: the layout for which the rows of attn_q and attn_k are stored; None: no rotation.
+    first_position: row of position 0 in the learned positions `position_embd`; None: no learned positions.
+    norm: rms or layer. norm_bias: layer norms must have a bias; otherwise a bias is optional.
+    norm_eps: epsilon of files without a key for it; None: the key is required. any_epsilon: the key of the
+      other kind of norm is accepted too. norm_weights: layer norms have weights.
+    qk_norm: a norm of q and k before the rotation (`attn_q_norm`, `attn_k_norm`), of each head or of all
+      heads as one row; None: no norm. It is an RMS norm, or a layer norm per head in models with layer norms.
+      optional_qk_norm: only in layers that have its tensors. qk_norm_last: the norm follows the rotation.
+    gated: the FFN has a gate in addition to up. activation: of the FFN, if the file names none.
+    parallel: the FFN reads the layer's input, through `ffn_norm`, or through `attn_norm` in layers without
+      `ffn_norm`. (Attention then reads `attn_norm_2`, or `attn_norm` if that is missing.) by_key: if
+      use_parallel_residual says so; without_ffn_norm: in layers that lack the norm. None: the FFN reads the
+      sum after attention, through `ffn_norm`.
+    biased: tensors of a layer that must have a bias; the bias of other tensors is optional.
+    pre_norm: attention and the FFN read the stream through a norm. post_norm: their results pass a norm
+      before they are added. post_norm_eps: epsilon of these norms; None: the other norms' epsilon.
     ffn_norm: the tensor of the norm before the FFN.
-    sinks: a score for each head takes part in the softmax of attention (`attn_sinks`).
-    window_period: where the file has a window and no pattern, all but each so-many-th layer have it, of as
-      many the last or (window_last) the first; 0: all. rotates_windows: layers without one have no
-      rotation, always or where others have one.
-    unrotated_period: where the file has no attention.rope_pattern, each so-many-th layer has no rotation; 0:
-      all have it. rope_switch: the key
-      rope.scaling.finetuned, where it is false, says that no layer has one.
-    rounded_yarn: where YaRN's ramp begins and ends is rounded to whole pairs of channels.
-    windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
-      they have the rotation of the others. unscaled_windows: the base of the others, without their scaling.
-    caps_scores: the file's cap on scores counts (Gemma 3 has none, whatever config.json or the file says).
+    sinks: a score per head takes part in the softmax of attention (`attn_sinks`).
+    window_period: for files with a window but no pattern, one layer in this many has no window: the last of
+      them, or the first (window_last); 0: all layers have the window. rotates_windows: layers without a
+      window have no rotation, always or if other layers have a window.
+    unrotated_period: for files without attention.rope_pattern, one layer in this many has no rotation; 0: all
+      have one. rope_switch: if the key rope.scaling.finetuned is false, no layer has one.
+    rounded_yarn: the start and end of YaRN's ramp are rounded to whole pairs of channels. windowed_rope_base:
+      base of the rotation in layers with a window, if the file has no key for it; None: they rotate like the
+      others. unscaled_windows: they have the others' base, without its scaling.
+    caps_scores: the file's cap on scores applies (Gemma 3 has none, whatever config.json or the file says).
     scaled_embedding: the embedding is multiplied by the root of the width. multiplies_logits: logits are
-      multiplied by the file's logit_scale; elsewhere they are divided by it. needs_scales: the file must have
-      the scales of the embedding, of what is added to the stream, and of the logits.
-    halved_ff: the file's feed_forward_length is twice the width of the FFN. unwindowed: a window in the file
-      is of another kind, which is not computed.
-    narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
+      multiplied by the file's logit_scale, not divided. needs_scales: the file must have the scales of the
+      embedding, of the results added to the stream, and of the logits.
+    halved_ff: the file's feed_forward_length is twice the width of the FFN. unwindowed: the file's window is
+      of an unsupported kind.
+    narrow_scale_at: in models with this many layers, the scale of scores is based on n_embd / n_head, not on
       the width of a head.
-    latent_eps: of the norms of latent vectors, where keys and values of all heads come from one (see Latent),
-      whatever the file says of the others; None: they come from the input.
-    tempered: queries grow with their position (attention.temperature_scale), once for each length that this
-      key has (see operations.PositionGain); None: they do not. indexed: an indexer chooses the keys that a
-      token sees, all while there are no more than attention.indexer.top_k. It is not computed: longer
-      contexts are refused.
-    predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
-      it enters the layer; never the normalised input of the FFN.
-    experts: of files whose FFNs are experts; None: there are none.
-    output_norm: the tensor of the last norm; None: there is none.
-    short_conv: layers without KV heads have a short convolution in place of attention.
-    state_space: layers without KV heads have the state space of Mamba-2 in its place, and layers whose
-      feed_forward_length is 0 have no FFN. one_part: those that have one have nothing in attention's place.
-      by_channel: it is that of Mamba, the first. beside: every layer has attention and a state space, of the
-      same input. attends: False: no layer has attention; all have the state space, or rwkv: the time mix of
+    latent_eps: epsilon of the latent vectors' norms in models with MLA (see config.Latent), regardless of the
+      file's epsilon; None: no MLA.
+    tempered: queries grow with their position (attention.temperature_scale), one step per length given by
+      this key (see operations.PositionGain); None: they do not. indexed: an indexer chooses the keys that a
+      token attends to, if there are more than attention.indexer.top_k. hotset does not compute it and rejects
+      longer contexts.
+    predictor_input: the input of a published predictor (fc1, fc2): the residual stream after attention or at
+      the layer's input, never the normalised input of the FFN.
+    experts: defaults of files with experts; None: the architecture has none.
+    output_norm: the tensor of the last norm; None: no norm.
+    short_conv: layers without KV heads have a short convolution instead of attention.
+    state_space: layers without KV heads have a Mamba-2 state space instead, and layers whose
+      feed_forward_length is 0 have no FFN. one_part: layers with an FFN have nothing else. by_channel: the
+      state space is the first Mamba's. beside: every layer has both attention and a state space, with the
+      same input. attends: False: no layer has attention; all have the state space, or (rwkv) the time mix of
       this version of RWKV.
     ffn_tensors: names of up and down.
-    delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
-      heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
-      channels: layers without KV heads have one whose keys decay channel by channel (Kimi Linear).
-    sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
-    activation_at: of files that name no activation those with so many layers have `activation`, the others
+    delta_net: layers have a gated delta net instead of attention, except each fourth or those that the file
+      names. Heads of values that share a key are adjacent (grouped) or n_head_k apart (tiled). channels:
+      layers without KV heads have a delta net whose keys decay per channel (Kimi Linear).
+    sub_norms: the results of heads and neurons pass a norm before attn_output and ffn_down. activation_at:
+      among files that name no activation, only models with this many layers have `activation`, and the others
       silu; None: all have it.
-    alibi: of files without the key attention.max_alibi_bias (see operations.Attention.slopes); 0: scores do
-      not fall with distance; None: files must have the key. alibi_at: only models with so many layers, and
-      files with the key, have it, in place of a rotation; None: all.
-    embedding_norm: the embedding passes a norm (`token_embd_norm`), with those of positions and token types.
-      unit_embedding: one without weights.
-    causal: a token sees no token after it, where the file does not say (attention.causal). A model that is
-      not is an encoder: it has no logits, and its result is the hidden states, behind `output_norm` if there
-      is one.
-    sum_norms: the sums of what attention and the FFN yield and what entered them pass a norm
-      (`attn_output_norm`, `layer_output_norm`).
-    bare_first: the first layer's attention reads the stream as it is.
-    compared_with: what the tests take its numbers from, with tiny random models.
-    nextn: layers behind the model's own (nextn_predict_layers) are layers with attention as the model's last
-      one, which predict one token more (see decoder.describe_nextn), and the kind of the norm before their
-      output; None: such layers are not known.
+    alibi: maximal bias of files without the key attention.max_alibi_bias (see operations.Attention.slopes);
+      0: no ALiBi; None: the key is required. alibi_at: only models with this many layers, and files with the
+      key, have ALiBi instead of a rotation; None: all.
+    embedding_norm: the embedding passes a norm (`token_embd_norm`), after positions and token types are
+      added. unit_embedding: the norm has no weights.
+    causal: a token sees no later token, unless the file's attention.causal differs. A model that is not
+      causal is an encoder: it has no logits; its result is the hidden states, after `output_norm` if there is
+      one.
+    sum_norms: the sums after attention and after the FFN pass a norm (`attn_output_norm`,
+    `layer_output_norm`). bare_first: the first layer's attention reads the stream without a norm.
+    compared_with: the reference of the tests, with tiny random models.
+    nextn: the kind of the last norm in the layers for multi-token prediction (nextn_predict_layers, see
+      decoder.describe_nextn), which otherwise equal the model's last layer with attention; None: not
+      supported.
     delta_gate: the activation of a gated delta net's output gate.
     gated_streams, ngrams: see config.GatedStreams and config.Ngrams (Qwen4-Exp).
-    attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
-      or, in layers without it, rows of attn_q that lie behind those of the head's query.
-    unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
-    altup: layers have several residual streams, a low-rank branch and an embedding of their own for each
-      token, and the last ones attend keys and values of others (see AltUp and LayerConfig.source).
-    hyper: layers have several residual streams, which a part of a layer reads, writes and mixes (see Hyper).
-    compressed: attention has one head of keys that are values too, and keys of compressed blocks (see
-      Compressed). An indexer chooses among these where they overlap: as `indexed`, with so many blocks.
-    window_heads: heads of layers with a window have a size of their own, layers have numbers of KV heads of
-      their own, and take keys for values where they have no attn_v; layers may add an embedding of their own
-      of each token, their result may be scaled (`layer_output_scale`), and the last ones may attend keys and
-      values of others (Gemma 4).
+    attention_gate: the result of a head is multiplied by the sigmoid of a gate, computed by attn_gate or, in
+      layers without it, by rows of attn_q after the head's query.
+    unscaled: scores are q · k without a scale, and values pass a norm without weights (Gemma 3n).
+    altup: layers have several residual streams, a low-rank branch and a per-layer embedding of each token,
+      and the last layers attend to other layers' keys and values (see AltUp and LayerConfig.source).
+    hyper: layers have several residual streams, which each part of a layer reads, writes and mixes (see
+      Hyper). compressed: attention has one head of keys that are also its values, and keys of compressed
+      blocks (see Compressed). If blocks overlap, an indexer chooses among them, with the limit described at
+      `indexed`.
+    window_heads: heads of layers with a window have another size, the number of KV heads differs between
+      layers, and layers without attn_v use keys as values; layers may have a per-layer embedding of each
+      token and a scale of their result (`layer_output_scale`), and the last ones may attend to other layers'
+      keys and values (Gemma 4).
     """
 
     rope: RopeKind | None = "norm"
@@ -221,11 +223,11 @@ class Architecture:
 
     @property
     def marks_layers(self) -> bool:
-        """Whether layers without KV heads have something else in attention's place."""
+        """Return whether layers without KV heads have another token mixer instead of attention."""
         return self.short_conv or self.state_space or self.delta_net == "channels"
 
     def activation_in(self, n_layer: int) -> FFNActivation:
-        """That of files which name none, of a model of so many layers."""
+        """Return the activation of a model with n_layer layers whose file names none."""
         return self.activation if self.activation_at in (None, n_layer) else SILU
 
 
@@ -305,7 +307,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, unscaled=True,
-        window_heads=True, experts=ExpertDefaults(where_routed=True, beside=True, optional=True),
+        window_heads=True, experts=ExpertDefaults(where_routed=True, with_ffn=True, optional=True),
     ),
     "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
     "ernie4_5": Architecture(),
@@ -383,16 +385,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "baichuan": Architecture(  # 13B has 40 layers, and ALiBi in place of a rotation
         alibi=8.0, alibi_at=40, compared_with="transformers' Llama, with ALiBi",
     ),
-    "refact": Architecture(  # its norms have a mean, whatever the key of their epsilon says
+    "refact": Architecture(  # its norms subtract the mean, although its epsilon has the key of RMS norms
         rope=None, norm="layer", norm_bias=False, any_epsilon=True, alibi=8.0,
         compared_with="transformers' Llama, with ALiBi and layer norms",
     ),
     "olmo": Architecture(norm="layer", norm_weights=False),
     "apertus": Architecture(rope="neox", qk_norm="head", gated=False, activation=XIELU_OF_LAYERS),
-    "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
+    "bitnet": Architecture(  # 2B-4T has 30 layers; earlier reproductions of BitNet's paper use silu
         rope="neox", activation=RELU2, activation_at=30, sub_norms=True,
     ),
-    **dict.fromkeys(  # as bitnet.cpp calls 2B-4T
+    **dict.fromkeys(  # bitnet.cpp's names of 2B-4T
         ("bitnet-25", "bitnet-b1.58"),
         Architecture(
             rope="neox", activation=RELU2, sub_norms=True, compared_with=_SAME_GRAPH.format("BitNet")
@@ -490,7 +492,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, causal=False,
     ),
-    "bert": Architecture(  # and XLM-RoBERTa, whose files lack the positions before a text's first
+    "bert": Architecture(  # also XLM-RoBERTa, whose files lack the positions before a text's first token
         rope=None, first_position=0, norm="layer", gated=False, activation=GELU, **_ENCODER,
     ),
     "nomic-bert": Architecture(rope="neox", norm="layer", **_ENCODER),
@@ -517,14 +519,14 @@ POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
     "falcon": replace(ARCHITECTURES["falcon"], activation=RELU),
     "opt": ARCHITECTURES["opt"],
 }
-"""The rows of a file in PowerInfer's dialect."""
+"""The rows for files in PowerInfer's format."""
 
 
 REFUSED = {
     "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
     "in place of layer norms and two masked ones)",
 }
-"""Architectures that are known and not computed, with the reason."""
+"""Known architectures that hotset does not compute, with the reason."""
 
 
 NO_MODELS = {
@@ -532,18 +534,18 @@ NO_MODELS = {
     "imatrix": "an importance matrix, which `hotset quantize --imatrix` takes",
     "mmproj": "a projector of images, which hotset does not use: name the file of the language model",
 }
-"""Values of `general.type` of files that are taken for a model, and what these are."""
+"""Values of `general.type` of files that users mistake for a model, with a description of each."""
 
 
 class UnknownArchitectureError(UnsupportedModelError):
-    """No row of ARCHITECTURES has this name."""
+    """An architecture without a row in ARCHITECTURES."""
 
 
 def row_of(gguf: GGUFFile) -> tuple[str, Architecture]:
-    """The name of the architecture, and what the table says of it."""
+    """Return the name of a file's architecture and its row. Raises UnsupportedModelError and FormatError."""
     kind = gguf.metadata.get("general.type")
     if isinstance(kind, str) and kind in NO_MODELS:
-        raise UnsupportedModelError(f"the file is no model but {NO_MODELS[kind]}")
+        raise UnsupportedModelError(f"the file is not a model but {NO_MODELS[kind]}")
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")

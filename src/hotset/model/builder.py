@@ -1,4 +1,4 @@
-"""A graph as it grows: operations of one or two lines, over the tensors of a file."""
+"""A graph under construction: one or two lines per operation, over the tensors of a file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hotset.model.weights import Weights
 
 
 class GraphBuilder:
-    """The graph as it grows, in order, over the tensors of a file."""
+    """A graph under construction, to which operations are added in order, over the tensors of a file."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights, self.graph = config, weights, Graph()
-        self.where: dict[str, Any] = {}  # layer and part of what is added next
+        self.where: dict[str, Any] = {}  # layer and part of the next operations
 
     def enter(self, layer: int, part: Part) -> None:
         self.where = {"layer": layer, "part": part}
@@ -49,7 +49,7 @@ class GraphBuilder:
         return self.add(self.linear_op(x, tensor, width, name))
 
     def rows_of(self, tensor: str, x: Value, widths: Mapping[str, int]) -> list[Linear]:
-        """Products that share one matrix, each with its rows, one after the other; by name of their value."""
+        """Return products that share one matrix: each name gets the next `width` rows of it."""
         n_rows, first, parts = sum(widths.values()), 0, []
         weight, bias = self.weights.matrix(tensor, x.width, n_rows), self.weights.bias(tensor, n_rows)
         input_major = self.weights.input_major(tensor, x.width)
@@ -80,15 +80,15 @@ class GraphBuilder:
         return self.add(Scale(self.value(name, x.width), x, factor, **self.where))
 
     def channels(self, x: Value, first: int, width: int, name: str) -> Value:
-        """So many channels of x, from the first-th on."""
+        """Add a selection of `width` channels of x, starting at channel `first`."""
         return self.add(Heads(self.value(name, width), x, 1, first, **self.where))
 
     def shifted(self, h: Value, name: str) -> Value:
-        """What the token before has more than the token itself."""
+        """Add the difference between the previous token's row and the token's own."""
         return self.add(ShortConv(self.value(name, h.width), h, None, len(SHIFT), **self.where))
 
     def lerped(self, h: Value, more: Value, tensor: str, name: str, j: int = 0, n: int = 1) -> Value:
-        """h and a share of `more`, each channel's own: the j-th of n rows of a tensor."""
+        """Add h + `more` * a share per channel, which is the j-th of n rows of a tensor."""
         weight, d = self.weights.numbers(tensor, n * h.width), h.width
         share = self.value(f"{name}_share", d)
         share = self.add(Scale(share, more, 1.0, weight, j * d, **self.where))

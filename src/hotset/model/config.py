@@ -1,9 +1,9 @@
-"""The facts of a model, read and checked from the keys of its GGUF file.
+"""The configuration of a model, read and checked from the keys of its GGUF file.
 
-What a file cannot say (which RoPE layout its q and k rows are stored for, whether q and k are normalised,
-which activation it was trained with) is in the row of its architecture (`architectures`), everything else in
-the file. A file is hostile until this module has read it: every number has a range, and every error message
-names the key.
+Facts that a file does not state (the RoPE layout of its q and k rows, whether q and k are normalised, the
+activation of its training) come from the row of its architecture (`architectures`); all others come from the
+file. Files are untrusted: this module checks the range of every number, and every error message names the
+key.
 """
 
 from __future__ import annotations
@@ -70,19 +70,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ between the layers of a model. For the rest see Architecture.
+    """Facts that may differ between the layers of a model. See Architecture for fields not listed here.
 
-    n_ff: neurons of the FFN, or of one of its experts; 0: it has no FFN. experts: None: there are none.
-    mixes: it has attention, or a mixer in its place or beside it; mixer: which; None: attention alone.
-    attention_gate: see Architecture.
-    rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
-    among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
-    bare: attention reads the stream as it is, whatever the FFN does.
-    ffn_tensors: see Architecture.
+    n_ff: neurons of the FFN, or of one of its experts; 0: no FFN. experts: None: no experts.
+    mixes: the layer has attention or another token mixer; mixer: which one, instead of attention or in
+    addition to it; None: only attention.
+    rope: with final frequencies; None: positions are not rotated. window: how many tokens a token sees,
+    including itself; 0: all before it. attention_scale: of q · k. attention_softcap: see
+    operations.Attention; 0: no cap.
+    bare: attention reads the stream without a norm, even if the FFN does not.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
-    attends; None: its own. sub_norms, sum_norms: see Architecture. heads: of k and v, and the channels of
-    one; None: the model's. result_scale: of the stream behind the layer. block_size: tokens of a compressed
-    block of keys; 0: there are none.
+    attends to; None: its own. heads: KV heads and the channels of one; None: the model's. result_scale: of
+    the stream after the layer. block_size: tokens of a compressed block of keys; 0: no blocks.
     """
 
     n_ff: int
@@ -115,17 +114,17 @@ class LayerConfig:
 
     @property
     def n_neurons(self) -> int:
-        """Of all experts."""
+        """Return the number of neurons, of all experts together."""
         return self.n_ff * (1 if self.experts is None else self.experts.n)
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Attention whose keys and values are made of one latent vector of a token (arXiv 2405.04434).
+    """Attention whose keys and values are computed from one latent vector per token (arXiv 2405.04434).
 
-    rank: of that vector; rank_q: of another that the queries are made of; 0: they come from the input. A
-    head's first channels of q and k are made of the vectors, its last n_rot are rotated: those of the key are
-    the same in all heads, and come from the input. norm_eps: of the vectors' norms.
+    rank: width of that vector; rank_q: width of the queries' vector; 0: queries come from the input. The
+    first channels of a head of q and k come from these vectors. The last n_rot are rotated; the key's come
+    from the input and are the same in all heads. norm_eps: of the vectors' norms.
     """
 
     rank: int
@@ -136,10 +135,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class AltUp:
-    """Several residual streams, of which a layer computes the first and predicts and corrects the others
-    (arXiv 2301.13310), as Gemma 3n has them.
+    """Residual streams of AltUp (arXiv 2301.13310), as in Gemma 3n.
 
-    n_streams: of them. n_embd_layer: width of the embedding that each layer has of a token.
+    A layer computes the first stream, and predicts and corrects the others. n_embd_layer: width of each
+    layer's embedding of a token.
     """
 
     n_streams: int
@@ -148,11 +147,11 @@ class AltUp:
 
 @dataclass(frozen=True)
 class GatedStreams:
-    """Several residual streams, as Qwen4-Exp has them: what attention and the FFN read is the mean of the
-    normed streams, each channel through a gate of its own, and what they yield is added to each stream with a
-    weight. Both are made of all streams, gates by matrices of low rank.
+    """Residual streams of Qwen4-Exp.
 
-    n: of streams. rank: of the gates.
+    Attention and the FFN read the mean of the normed streams, each channel multiplied by a gate. Their result
+    is added to each stream with a weight. Gates and weights are computed from all streams; the gates by
+    low-rank matrices. n: streams. rank: of the gates.
     """
 
     n: int
@@ -161,10 +160,10 @@ class GatedStreams:
 
 @dataclass(frozen=True)
 class Ngrams:
-    """Embeddings of the n-grams that end with a token, which a layer adds to the streams (Qwen4-Exp).
+    """Embeddings of the n-grams that end with a token, which one layer adds to the streams (Qwen4-Exp).
 
-    layer: that does so. width: of one. kernel: of the convolution behind their gate, which sees each n-th
-    token, n being the length of the longest. For the rest see operations.NgramEmbed.
+    layer: the layer that adds them. width: of one embedding. kernel: of the convolution after their gate; its
+    dilation is the length of the longest n-gram. See operations.NgramEmbed for the rest.
     """
 
     layer: int
@@ -187,11 +186,11 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Compressed:
-    """Attention with one head of keys, which are their own values, as DeepSeek V4 has it.
+    """Attention with one head of keys, which are also the values, as in DeepSeek V4.
 
-    Queries are made of a vector of rank_q numbers; the last n_rot channels of a head are rotated, and what
-    the heads yield is rotated back. n_groups: of heads, of which each makes rank_out numbers, which the
-    output is made of.
+    Queries are computed from a vector of rank_q numbers. The last n_rot channels of a head are rotated, and
+    the result of the heads is rotated back. Each of n_groups groups of heads is projected to rank_out
+    numbers, from which the output is computed.
     """
 
     rank_q: int
@@ -205,16 +204,14 @@ class ModelConfig:
     """Everything about a model that its decoder needs, except the weights.
 
     head_dim is the width of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. Without
-    attention they and the numbers of heads are 0. norm_eps
-    belongs to every norm. `n_ctx_train` is the context that the file promises, in tokens,
-    n_ctx_max the longest that can be computed; None: there is no such limit.
-    embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
-    the logits. logit_softcap: see graph.SoftCap; 0: none. n_extra_layers: of the file behind the model's, for
-    the prediction of more than one token; nothing reads them. `sparse_threshold` belongs to the predictor in
-    the file; masked: that predictor's mask is part of the model. slopes: see operations.Attention.
-    query_gain: beta and length of the operations.PositionGain that multiplies queries; None: nothing does.
-    n_embd_layer: width of the embedding of a token that each layer adds; 0: none does. For the rest see
-    Architecture.
+    attention they and the numbers of heads are 0. norm_eps applies to every norm. n_ctx_train is the file's
+    context length in tokens, n_ctx_max the longest that hotset can compute; None: no limit. embedding_scale,
+    residual_scale and logit_scale multiply the embedding, the results of attention and FFN, and the logits.
+    logit_softcap: see operations.SoftCap; 0: no cap. n_extra_layers: layers for multi-token prediction, after
+    the model's own. sparse_threshold belongs to the predictor in the file; masked: that predictor's mask is
+    part of the model. slopes: see operations.Attention. query_gain: beta and length of the
+    operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
+    embedding of a token; 0: none. See Architecture for the rest.
     """
 
     architecture: str
@@ -263,22 +260,22 @@ class ModelConfig:
 
     @property
     def n_ff(self) -> tuple[int, ...]:
-        """Neurons of each layer, of all its experts."""
+        """Return the neurons of each layer, of all its experts together."""
         return tuple(layer.n_neurons for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
 
     @property
     def n_recurrent(self) -> int:
-        """Layers that have a recurrent state, in place of keys and values or beside them."""
+        """Return how many layers have a recurrent state, instead of keys and values or in addition."""
         return sum(layer.mixer is not None or layer.block_size > 0 for layer in self.layers)
 
     @property
     def activation(self) -> FFNActivation:
-        """Of the FFNs; every layer has the same, or some have a Gaussian top-k in addition: then theirs."""
+        """Return the activation of the FFNs; if only some layers have a Gaussian top-k, theirs."""
         return next(
             (layer.activation for layer in self.layers if layer.activation.has_zeros),
             self.layers[0].activation,
@@ -286,21 +283,21 @@ class ModelConfig:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether a layer's activation gives exact zeros, so that neurons that do not fire can be skipped."""
+        """Return whether an activation yields exact zeros, so that inactive neurons can be skipped."""
         return any(layer.activation.has_zeros for layer in self.layers)
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a token does not need every row: of neurons that are zero, or of experts."""
+        """Return whether a token needs only some rows: of active neurons, or of chosen experts."""
         return self.has_zeros or self.has_experts
 
     def require_ffns(self, what: str) -> None:
-        """Raises UnsupportedModelError where a layer has no FFN. what: needs one in each."""
+        """Raise UnsupportedModelError if a layer has no FFN. what: the feature that needs one in each."""
         if 0 in self.n_ff:
             raise UnsupportedModelError(f"{what} of models with layers without an FFN are not supported")
 
     def for_context(self, n_ctx: int) -> ModelConfig:
-        """The configuration with the rotation that serves contexts of n_ctx tokens."""
+        """Return the configuration with the rotation for contexts of n_ctx tokens."""
         if self.long_rope is None or n_ctx <= self.long_rope.n_ctx:
             return self
         rope = self.long_rope.rope
@@ -309,10 +306,10 @@ class ModelConfig:
 
 
 def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelConfig:
-    """Reads and checks the configuration of a model file.
+    """Read and check the configuration of a model file.
 
-    `activation` overrides the one that the file or its architecture names (see parse_activation). Raises
-    UnsupportedModelError for a sound file that cannot be run, FormatError for a key that makes no sense,
+    activation: overrides the file's or the architecture's (see parse_activation). Raises
+    UnsupportedModelError for a valid file that cannot be run, FormatError for an invalid key, and
     InvalidRequestError for an unknown `activation`.
     """
     name, architecture = row_of(gguf)
@@ -380,7 +377,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     )
     if not config.causal and (config.n_recurrent or config.altup is not None):
         raise UnsupportedModelError(
-            f"the file is an encoder ({name}.attention.causal is false) with layers that look back alone, "
+            f"the file is an encoder ({name}.attention.causal is false) with layers that look back only, "
             "which is not supported"
         )
     if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
@@ -390,12 +387,12 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
 
 
 def _check_scales(keys: Keys, architecture: Architecture) -> None:
-    """Raises UnsupportedModelError for files of the first converters, which lack what must be there."""
+    """Raise UnsupportedModelError if required scales are missing, as in files of the first converters."""
     for key in ("embedding_scale", "residual_scale", "logit_scale"):
         if architecture.needs_scales and not keys.factor(key, 0.0):
             raise UnsupportedModelError(
                 f"the file lacks the key {keys.architecture}.{key}: an old converter wrote it; convert the "
-                "checkpoint anew"
+                "checkpoint again"
             )
 
 
@@ -409,9 +406,9 @@ def _layers(
     n_ctx_train: int,
     activation: FFNActivation | None,
 ) -> tuple[LayerConfig, ...]:
-    """The facts of each layer. narrow_dim: the width over the heads."""
+    """Return the configuration of each layer. narrow_dim: n_embd / n_head."""
     windows = _windows(keys, n_layer, architecture)
-    # Files whose every layer has experts may leave it out.
+    # Files in which every layer has experts may omit feed_forward_length.
     of_expert = keys.get("expert_feed_forward_length") if architecture.experts is not None else None
     least = 0 if architecture.state_space else 1
     n_ff = keys.per_layer("feed_forward_length", n_layer, least, 1 << 22, of_expert)
@@ -485,8 +482,10 @@ def _ropes(
     head_dim: int,
     n_ctx_train: int,
 ) -> tuple[Rope | None, Rope | None]:
-    """The rotation of layers without a window, and of those with one; where keys have blocks, of those with
-    blocks and of those without."""
+    """Return the rotations of layers without and with a window.
+
+    With compressed keys: of layers with blocks and without blocks.
+    """
     if architecture.compressed:
         return _ropes_of_blocks(gguf, keys, architecture, head_dim, n_ctx_train)
     rope = windowed = None
@@ -503,7 +502,7 @@ def _ropes(
 
 
 def _clamped(activation: FFNActivation, limit: float) -> FFNActivation:
-    """SwiGLU whose gates and ups have a limit."""
+    """Return SwiGLU with a limit on gate and up."""
     if not limit:
         return activation
     if activation != SILU:
@@ -512,7 +511,7 @@ def _clamped(activation: FFNActivation, limit: float) -> FFNActivation:
 
 
 def _block_sizes(keys: Keys, architecture: Architecture, n_layer: int) -> tuple[int, ...]:
-    """Tokens of a compressed block of keys of each layer; 0: it has none."""
+    """Return the tokens of a compressed block of keys in each layer; 0: no blocks."""
     if not architecture.compressed:
         return (0,) * n_layer
     return keys.per_layer("attention.compress_ratios", n_layer, 0, MAX_WINDOW, more=True)
@@ -521,7 +520,7 @@ def _block_sizes(keys: Keys, architecture: Architecture, n_layer: int) -> tuple[
 def _ropes_of_blocks(
     gguf: GGUFFile, keys: Keys, architecture: Architecture, head_dim: int, n_ctx_train: int
 ) -> tuple[Rope, Rope]:
-    """Of layers with compressed blocks, scaled and with a base of its own; and of the others, not scaled."""
+    """Return the scaled rotation of layers with compressed blocks, and the unscaled one of the others."""
     key, base = "attention.compress_rope_freq_base", keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
     of_blocks = rope_of(gguf, keys, architecture, head_dim, n_ctx_train, base_key=key)
     freq = tuple(frequencies(base, of_blocks.n_rot).tolist())
@@ -529,7 +528,7 @@ def _ropes_of_blocks(
 
 
 def _layer_heads(keys: Keys, windows: tuple[int, ...], head_dim: int) -> tuple[tuple[int, int] | None, ...]:
-    """Of each layer the heads of keys and values, and the channels of one."""
+    """Return the KV heads of each layer, and the channels of one head."""
     n_head = keys.uniform("attention.head_count", len(windows), 1, 1 << 14)
     of_layers = keys.per_layer("attention.head_count_kv", len(windows), 1, 1 << 14, n_head)
     if any(n_head % n for n in of_layers):
@@ -540,7 +539,7 @@ def _layer_heads(keys: Keys, windows: tuple[int, ...], head_dim: int) -> tuple[t
 
 
 def _result_scales(gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int) -> tuple[float, ...]:
-    """What the stream behind each layer is multiplied with."""
+    """Return the factor of the stream after each layer."""
     names = [f"blk.{i}.layer_output_scale.weight" for i in range(n_layer)]
     if architecture.window_heads:
         return tuple(float(divisors(gguf, name, 1)[0]) if name in gguf.tensors else 1.0 for name in names)
@@ -549,9 +548,9 @@ def _result_scales(gguf: GGUFFile, keys: Keys, architecture: Architecture, n_lay
 
 
 def _kv_heads(keys: Keys, architecture: Architecture, n_layer: int, n_head: int) -> int:
-    """KV heads of the layers that have attention; of the others, where there may be such, the key says 0."""
+    """Return the KV heads of layers with attention; the key is 0 for layers without."""
     key = "attention.head_count_kv"
-    if architecture.window_heads:  # the layers know their own
+    if architecture.window_heads:  # see _layer_heads
         return max(keys.per_layer(key, n_layer, 1, 1 << 14, n_head))
     if architecture.beside or not architecture.marks_layers:
         return keys.uniform(key, n_layer, 1, 1 << 14, n_head)
@@ -562,7 +561,7 @@ def _kv_heads(keys: Keys, architecture: Architecture, n_layer: int, n_head: int)
 
 
 def _norm_eps(keys: Keys, architecture: Architecture) -> float:
-    """Of norms. Some files have the key of the other kind of norms alone."""
+    """Return the epsilon of norms. Some files only have the key of the other kind of norm."""
     default = architecture.norm_eps
     if architecture.state_space or architecture.any_epsilon:
         default = keys.get(EPSILON_KEYS["layer" if architecture.norm == "rms" else "rms"])
@@ -570,7 +569,7 @@ def _norm_eps(keys: Keys, architecture: Architecture) -> float:
 
 
 def _heads(keys: Keys, architecture: Architecture, n_layer: int, n_embd: int) -> tuple[int, int, int, int]:
-    """Heads of q, of k and v, and the channels of one of q and k, of v; as attention computes them."""
+    """Return heads of q, heads of k and v, channels of a head of q and k, and of v."""
     if not architecture.attends:
         return 0, 0, 0, 0
     n_head = keys.uniform("attention.head_count", n_layer, 1, 1 << 14)
@@ -582,11 +581,11 @@ def _heads(keys: Keys, architecture: Architecture, n_layer: int, n_embd: int) ->
     head_dim = keys.integer("attention.key_length", 1, 1 << 14, n_embd // n_head)
     head_dim_v = keys.integer("attention.value_length", 1, 1 << 14, head_dim)
     if architecture.latent_eps is not None:
-        # Files mean the heads of the latent vector itself, one for all, and say the others by these.
+        # The file's values describe the one head of the latent vector; other keys hold the actual heads.
         n_head_kv = n_head
         if n_head > MAX_LATENT_HEADS:
             raise UnsupportedModelError(
-                f"the model has {n_head} heads of a latent vector, and at most {MAX_LATENT_HEADS} are "
+                f"the model has {n_head} heads of a latent vector, but at most {MAX_LATENT_HEADS} are "
                 "supported"
             )
         head_dim = keys.integer("attention.key_length_mla", 1, 1 << 14, head_dim)
@@ -596,14 +595,16 @@ def _heads(keys: Keys, architecture: Architecture, n_layer: int, n_embd: int) ->
 
 
 def _alibi(keys: Keys, architecture: Architecture, n_layer: int) -> float:
-    """The bias of ALiBi, 0 in models without it."""
+    """Return the bias of ALiBi, 0 in models without it."""
     default = architecture.alibi if architecture.alibi_at in (None, n_layer) else 0.0
     return keys.factor("attention.max_alibi_bias", default or 0.0)
 
 
 def _slopes(keys: Keys, architecture: Architecture, n_layer: int, n_head: int) -> tuple[float, ...] | None:
-    """ALiBi's slopes: a geometric sequence down to 2^-bias, and for heads beyond a power of two every second
-    one of the next finer sequence."""
+    """Return ALiBi's slopes: a geometric sequence down to 2^-bias.
+
+    Heads beyond a power of two use every second number of the next finer sequence.
+    """
     bias = _alibi(keys, architecture, n_layer)
     if not bias:
         if architecture.alibi is None:
@@ -631,7 +632,7 @@ def _altup(keys: Keys) -> AltUp:
         raise UnsupportedModelError(
             f"the file's key {keys.architecture}.altup.active_idx is not 0, which is not supported"
         )
-    if keys.get(TOP_K_KEY) is None:  # which layers have it is no fact of the architecture
+    if keys.get(TOP_K_KEY) is None:  # no architecture implies which layers have it
         raise keys.error(TOP_K_KEY, "is missing")
     n_layer_embd = keys.integer("embedding_length_per_layer_input", 1, 1 << 16)
     return AltUp(keys.integer("altup.num_inputs", 2, MAX_STREAMS), n_layer_embd)
@@ -643,15 +644,17 @@ def _gated_streams(keys: Keys) -> GatedStreams:
 
 
 def _ngrams(keys: Keys, n_layer: int, n_vocab: int) -> Ngrams | None:
-    """None: no layer adds any. Products of tokens and multipliers are below 2^63, so that engines which have
-    no unsigned numbers compute the same."""
+    """Return the n-gram embeddings; None if no layer adds any.
+
+    Products of tokens and multipliers stay below 2^63, so that engines with signed numbers agree.
+    """
     layers = keys.get("ple.layers")
     if layers is None or (is_array(layers) and not len(layers)):
         return None
     if is_array(layers) and len(layers) > 1:
         raise UnsupportedModelError(
-            f"{len(layers)} layers add embeddings of n-grams ({keys.architecture}.ple.layers), and one is "
-            "supported"
+            f"{len(layers)} layers add embeddings of n-grams ({keys.architecture}.ple.layers), "
+            "but only one is supported"
         )
     (layer,) = keys.integers("ple.layers", 1, 0, n_layer - 1)
     if n_vocab >= 1 << 24:
@@ -691,7 +694,7 @@ def _compressed(keys: Keys, n_head: int, n_head_kv: int, head_dim: int, head_dim
 
 
 def _sources(keys: Keys, windows: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Of the last layers those whose keys and values they attend: the last with its own and such a window."""
+    """Return for each of the last layers the last earlier layer of its kind (with or without a window)."""
     n_own = len(windows) - keys.integer("attention.shared_kv_layers", 0, len(windows) - 1, 0)
     last = {bool(window): i for i, window in enumerate(windows[:n_own])}
     if any(bool(window) not in last for window in windows):
@@ -700,21 +703,21 @@ def _sources(keys: Keys, windows: tuple[int, ...]) -> tuple[int | None, ...]:
 
 
 def _check_heads(group: int, head_dim: int) -> None:
-    """group: query heads per KV head."""
+    """Raise UnsupportedModelError if heads are too large. group: query heads per KV head."""
     if head_dim > MAX_HEAD_DIM:
         raise UnsupportedModelError(
-            f"the model has heads of {head_dim} channels, and at most {MAX_HEAD_DIM} are supported"
+            f"the model has heads of {head_dim} channels, but at most {MAX_HEAD_DIM} are supported"
         )
     if group > MAX_GROUP:
         raise UnsupportedModelError(
-            f"the model has {group} query heads for each KV head, and at most {MAX_GROUP} are supported"
+            f"the model has {group} query heads for each KV head, but at most {MAX_GROUP} are supported"
         )
 
 
 def _context(gguf: GGUFFile, keys: Keys, architecture: Architecture) -> int:
-    """The length that the file's key promises, or, of learned positions, the rows that are there."""
+    """Return the context length of the file's key, or the number of learned positions."""
     positions = gguf.tensors.get("position_embd.weight")
-    if architecture.first_position is None or positions is None:  # the decoder asks for what is missing
+    if architecture.first_position is None or positions is None:  # the decoder reports a missing tensor
         return keys.integer("context_length", 1, 1 << 31)
     n_rows = int(positions.shape[-1])
     if n_rows <= architecture.first_position:
@@ -727,7 +730,7 @@ def _embedding_scale(keys: Keys, architecture: Architecture, n_embd: int) -> flo
 
 
 def _query_gain(keys: Keys, architecture: Architecture) -> tuple[float, int] | None:
-    """Beta and length of the gain of queries."""
+    """Return beta and length of the gain of queries; None: no gain."""
     if architecture.tempered is None:
         return None
     beta = keys.real("attention.temperature_scale", 0.0, 1e3, 0.0)
@@ -737,12 +740,12 @@ def _query_gain(keys: Keys, architecture: Architecture) -> tuple[float, int] | N
 def _longest_context(
     gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int, head_dim: int
 ) -> int | None:
-    """The longest context in which what is computed is what the model means, in tokens."""
+    """Return the longest context, in tokens, that hotset computes as the model defines it; None: no limit."""
     if architecture.first_position is not None:
         return _context(gguf, keys, architecture)
     if architecture.compressed:
-        # Layers whose blocks overlap have an indexer, even if the file lacks its tensors, which are not read.
-        # It takes all complete blocks while there are no more than its top-k.
+        # Layers with overlapping blocks have an indexer (hotset does not read its tensors). It selects all
+        # complete blocks while there are at most top_k.
         kv = [gguf.tensors.get(f"blk.{i}.attn_compressor_kv.weight") for i in range(n_layer)]
         overlaps = [info is not None and info.shape[1:] == (2 * head_dim,) for info in kv]
         sizes = zip(_block_sizes(keys, architecture, n_layer), overlaps, strict=True)
@@ -759,10 +762,10 @@ def _masked(metadata: Mapping[str, Any]) -> bool:
 
 
 def _vocabulary(gguf: GGUFFile) -> int:
-    """Rows of the token embedding. (The key vocab_size is optional, and wrong in some files.)"""
+    """Return the rows of the token embedding. The key vocab_size is optional, and wrong in some files."""
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UnsupportedModelError("the file has no tensor token_embd.weight: it holds no complete model")
+        raise UnsupportedModelError("the file has no tensor token_embd.weight: it is not a complete model")
     if len(embedding.shape) != 2:
         raise FormatError(f"the tensor token_embd.weight must be a matrix, not {list(embedding.shape)}")
     n_vocab = int(embedding.shape[1])
@@ -787,9 +790,10 @@ def _parallel(gguf: GGUFFile, keys: Keys, architecture: Architecture, layer: int
 
 
 def _windows(keys: Keys, n_layer: int, architecture: Architecture) -> tuple[int, ...]:
-    """Sliding windows. A pattern says which layers have one: a truth value each, or n: all but one of n.
+    """Return each layer's window; 0: no window.
 
-    Where the file has no pattern, the architecture's is such an n; 0: every layer has the window.
+    The pattern has a truth value per layer, or is a number n: one layer in n has no window. Without a
+    pattern, n is the architecture's window_period; 0: all layers have the window.
     """
     period = architecture.window_period
     window = keys.integer("attention.sliding_window", 0, MAX_WINDOW, 0)
@@ -810,8 +814,7 @@ def _windows(keys: Keys, n_layer: int, architecture: Architecture) -> tuple[int,
 
 
 def _rotated(keys: Keys, n_layer: int, architecture: Architecture) -> tuple[bool, ...]:
-    """Whether a layer rotates its queries and keys: a truth value each in the file, else the
-    architecture's unrotated_period."""
+    """Return whether each layer rotates queries and keys: from the file's pattern, or the architecture."""
     if keys.get("attention.rope_pattern") is not None:
         return keys.flags("attention.rope_pattern", n_layer)
     period = architecture.unrotated_period

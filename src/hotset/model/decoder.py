@@ -1,63 +1,62 @@
-"""The one decoder: describes a forward step of any supported architecture as a Graph.
+"""The decoder: describes a forward step of any supported architecture as a Graph.
 
-It computes nothing and names no architecture: the facts come from ModelConfig. Values are named as the GGUF
-tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name can be asked for as a tap:
+It computes nothing and names no architecture: the facts come from ModelConfig. A value has the name of the
+GGUF tensor that yields it (blk.3.attn_q.weight yields "blk.3.attn_q"), and every name can be requested as a
+tap. Names in brackets exist only in some models, and a prefix blk.N is written once per group:
 
     embedding  [embedding_scaled]  [token_types  embd_typed: their sum]  [position_embd  inp: the sum with it]
     [token_embd_norm]
     blk.N.attn_norm  attn_q  attn_k  attn_v  [attn_q_norm  attn_k_norm]  [attn_q_rope  attn_k_rope]
-    [blk.N.attn_q_gain  attn_q_tempered: attn_q times it]
-    [blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own: what
-    the heads make of them  attn_k_shared  attn_k_shared_rope]
-    blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
+    [blk.N.attn_q_gain  attn_q_tempered: attn_q * attn_q_gain]
+    [MLA: blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own:
+    the heads' projections of them  attn_k_shared  attn_k_shared_rope]
+    blk.N.attn: the heads' results, side by side   attn_out: after attn_output
     [blk.N.post_attention_norm]  [blk.N.attn_scaled]
-    [blk.N.attn_sub_norm  ffn_sub_norm: what attn_output and ffn_down read]
-    [blk.N.attn_qg: queries and gates  attn_gate  attn_gate_act  attn_gated: attn times it]
-    or, in place of these, of a short convolution:
-    blk.N.conv_b  conv_c  conv_x  conv_in: b * x  conv  conv_gated: times c  conv_out
-    or of a gated delta net:
-    blk.N.delta_qkv  delta_gate  delta_ba or delta_beta and delta_alpha  conv  conv_act  delta: what the heads
-    yield  delta_norm  delta_gate_act  delta_gated  delta_out; of one whose keys decay channel by channel
-    attn_q  attn_k  attn_v  conv_q  conv_k  conv_v  ssm_f_a  ssm_f_b  ssm_g_a  ssm_g_b in place of the first
-    or of a state space:
-    blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: what the heads yield  ssm_z_act  ssm_gated
-    [ssm_unit  ssm_norm]  ssm_out  [mixed: its sum with attn_out, where it stands beside attention]; of Mamba
-    also ssm_x_in  ssm_dt_in  ssm_b  ssm_c  ssm_dt_out
-    or of RWKV, beside others of the same beginning:
-    blk.N.time_mix_shift: what the token before has more  time_mix_xr  xw  xk  xv  xa  xg: what products read
-    time_mix_receptance  time_mix_key  time_mix_value  time_mix_wkv: what the heads yield  time_mix_ln
-    time_mix_bonus  time_mix_gated  time_mix_output;  in front of the FFN channel_mix_shift  channel_mix_k
-    blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
-    [blk.N.ffn_latent_down  ffn_latent_up: around experts]
-    [blk.N.ffn_routed_norm  ffn_routed: what the router reads  pre_ffw_norm_2: what experts beside an FFN read
-    post_ffw_norm_1  post_ffw_norm_2: what the FFN and they yield]
-    [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
-    [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
-    blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]        blk.N.ffn_act   one value per neuron: it fires
-    [blk.N.ffn_gate_top_k: what ffn_gate_act is of]           unless it is 0
-    [blk.N.ffn_masked: 0 where it was not predicted]
-    [blk.N.ffn_up_shexp  ffn_gate_shexp  ffn_gate_shexp_act  ffn_act_shexp  ffn_down_shexp: of what all share,
-    ffn_share  ffn_share_act  ffn_shared: it is multiplied  ffn_sum]
-    [behind thresholds: blk.N.attn_norm_thresholded  attn_thresholded  ffn_norm_thresholded
+    [blk.N.attn_sub_norm  ffn_sub_norm: inputs of attn_output and ffn_down]
+    [blk.N.attn_qg: queries and gates  attn_gate  attn_gate_act  attn_gated: attn * attn_gate_act]
+    instead of these, in a short convolution:
+    blk.N.conv_b  conv_c  conv_x  conv_in: conv_b * conv_x  conv  conv_gated: conv_c * conv  conv_out
+    in a gated delta net:
+    blk.N.delta_qkv  delta_gate  delta_ba or delta_beta and delta_alpha  conv  conv_act  delta: the heads'
+    results delta_norm  delta_gate_act  delta_gated  delta_out; if keys decay per channel: attn_q  attn_k
+    attn_v  conv_q conv_k  conv_v  ssm_f_a  ssm_f_b  ssm_g_a  ssm_g_b instead of the first ones
+    in a state space:
+    blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: the heads' results  ssm_z_act  ssm_gated  [ssm_unit
+    ssm_norm]  ssm_out  [mixed: the sum with attn_out, if the layer has both]; in Mamba also ssm_x_in
+    ssm_dt_in ssm_b  ssm_c  ssm_dt_out
+    in RWKV, among other names with these prefixes:
+    blk.N.time_mix_shift: the previous token minus this one  time_mix_xr  xw  xk  xv  xa  xg: inputs of
+    products time_mix_receptance  time_mix_key  time_mix_value  time_mix_wkv: the heads' results  time_mix_ln
+    time_mix_bonus  time_mix_gated  time_mix_output;  before the FFN channel_mix_shift  channel_mix_k
+    blk.N.ffn_inp: the residual stream after attention   ffn_norm: the input of the FFN [blk.N.ffn_latent_down
+    ffn_latent_up: before and after experts]
+    [blk.N.ffn_routed_norm  ffn_routed: input of the router  pre_ffw_norm_2: input of experts in layers that
+    also have an FFN  post_ffw_norm_1  post_ffw_norm_2: results of FFN and experts]
+    [blk.N.ffn_router: scores of the experts  ffn_route: ids and weights of the chosen ones]
+    [blk.N.ffn_pred_h  ffn_pred_h_act  ffn_pred: scores of a predictor]
+    blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]  [ffn_gate_top_k: input of ffn_gate_act]
+    blk.N.ffn_act: one value per neuron, nonzero if it fires  [ffn_masked: 0 if it was not predicted]
+    [shared expert: blk.N.ffn_up_shexp  ffn_gate_shexp  ffn_gate_shexp_act  ffn_act_shexp  ffn_down_shexp
+    ffn_share  ffn_share_act  ffn_shared: the product with it  ffn_sum]
+    [after thresholds: blk.N.attn_norm_thresholded  attn_thresholded  ffn_norm_thresholded
     ffn_gate_thresholded  ffn_thresholded]
     blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
-    [residual streams with gates: streams, and of attention hc_attn_norm  hc_attn_down  hc_attn_down_act
-    hc_attn_up  hc_attn_up_act  hc_attn_gated  hc_attn: their mean, in place of attn_norm  hc_attn_inject: the
-    weights of what is added; of the FFN hc_ffn_norm, ..., and before the output output_hc_norm, ...]
-    [embeddings of n-grams: blk.N.ple_embd  ple_key  ple_value  ple_query  ple_gated  ple_conv  ple_streams]
-    [several residual streams: altup_others  altup_sized  streams, and of a layer altup_inp
-    altup_predict_router  altup_predict_coef  altup_predicted  inp: the first one  laurel_l  laurel_r  laurel
-    altup_correct_router  altup_correct_coef  altup_off  altup_corrected  inp_gate  inp_gated  proj  post_norm
-    streams]
-    output_inp  output_norm  [logits_raw  logits_scaled]  logits    only the rows whose logits are wanted
-    or, of an encoder, [output_norm]  result                        and of these the rows that are wanted
+    [residual streams with gates: streams; in attention hc_attn_norm  hc_attn_down  hc_attn_down_act
+    hc_attn_up hc_attn_up_act  hc_attn_gated  hc_attn: their mean, instead of attn_norm  hc_attn_inject:
+    weights of the result; in the FFN hc_ffn_norm, ..., and before the output output_hc_norm, ...]
+    [n-gram embeddings: blk.N.ple_embd  ple_key  ple_value  ple_query  ple_gated  ple_conv  ple_streams]
+    [AltUp: altup_others  altup_sized  streams; in a layer altup_inp  altup_predict_router  altup_predict_coef
+    altup_predicted  inp: the first stream  laurel_l  laurel_r  laurel  altup_correct_router
+    altup_correct_coef altup_off  altup_corrected  inp_gate  inp_gated  proj  post_norm  streams]
+    output_inp  output_norm  [logits_raw  logits_scaled]  logits: only rows whose logits are needed
+    in an encoder [output_norm]  result: only requested rows
     [norms of sums: blk.N.ffn_inp_sum and out_sum before them]
-    [streams that parts of a layer read, write and mix: streams, and of each part (attn or ffn, P)
-    hc_P_unit  hc_P_m  hc_P_weights  hc_P_read  hc_P_write  hc_P_inp  hc_P_both  hc_P_streams; output_hc_unit
-    output_hc_m  output_hc_weights  hc_output_inp]
-    [one head of keys that are values, and blocks: attn_q_a  attn_q_a_norm  attn_q  attn_q_norm  attn_kv
-    attn_kv_a_norm  attn_compressor_kv  attn_compressor_gate  attn_blocks  attn_compressor_norm, each _rope
-    attn_back  attn_output_a_N]
+    [hyper-connections: streams, and in each part P (attn or ffn) of a layer hc_P_unit  hc_P_m  hc_P_weights
+    hc_P_read  hc_P_write  hc_P_inp  hc_P_both  hc_P_streams; output_hc_unit  output_hc_m  output_hc_weights
+    hc_output_inp]
+    [compressed keys: attn_q_a  attn_q_a_norm  attn_q  attn_q_norm  attn_kv  attn_kv_a_norm
+    attn_compressor_kv attn_compressor_gate  attn_blocks  attn_compressor_norm, each _rope  attn_back
+    attn_output_a_N]
 """
 
 from __future__ import annotations
@@ -146,12 +145,12 @@ def describe(
     predictor: Predictor | None = None,
     layer_thresholds: Sequence[LayerThresholds] = (),
 ) -> Graph:
-    """The step of `config` over the weights in `tensors` (name → TensorInfo, shapes innermost first).
+    """Return the step of `config` over `tensors`: name → TensorInfo, innermost dimension first.
 
-    With a predictor, each layer computes only the neurons that it selects; one whose mask is part of the
-    model is there in any case. layer_thresholds: of each layer, or none; what is 0 leaves the graph as it is.
-    Raises UnsupportedModelError where a tensor is missing, has another shape than the configuration says, is
-    of a type that nothing computes with, or is not one that the architecture uses.
+    With a predictor, each layer computes only the neurons that it selects; a predictor whose mask is part of
+    the model is always used. layer_thresholds: of each layer, or empty; a threshold of 0 changes nothing.
+    Raises UnsupportedModelError if a tensor is missing, unused, of an unexpected shape, or of an unsupported
+    type.
     """
     if config.masked and predictor is None:
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer)
@@ -162,18 +161,20 @@ def describe(
 
 
 NEXTN_INPUT = "output_norm"
-"""The value of a model whose rows a layer for multi-token prediction reads, and the value of such a layer
-whose rows it reads in their place where it goes on with its own predictions."""
+"""The input of a layer for multi-token prediction: a value of the model, and of the layer itself.
+
+The layer reads the model's rows first, and its own to continue from its predictions.
+"""
 
 
 def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index: int = 0) -> Graph:
-    """The step of a layer for multi-token prediction (MTP, `nextn` in GGUF), the index-th of the file.
+    """Return the step of a layer for multi-token prediction (MTP, `nextn` in GGUF), the index-th of the file.
 
-    The graph is a part of a model: a backend's `run` takes rows x [n_tokens, n_embd] beside the batch. Row t
-    is NEXTN_INPUT at the position before that of token t, and the logits are of the token behind this one. So
-    no token is at position 0, and none sees it. The layer has keys and values of its own, and nothing of the
-    model's but the embedding and the output, where it has none itself. Raises UnsupportedModelError where the
-    file has no such layer, or one of an architecture whose layers are not known, and as `describe` does.
+    The graph is a part of a model: a backend's `run` takes rows x [n_tokens, n_embd] in addition to the
+    batch. Row t is NEXTN_INPUT at the position before token t, and the logits predict the token after it. So
+    no token is at position 0. The layer has its own keys and values; of the model it uses only the embedding
+    and the output, unless it has its own. Raises UnsupportedModelError if the file has no such layer or its
+    architecture's are not supported, and the errors of `describe`.
     """
     if index >= config.n_extra_layers:
         raise UnsupportedModelError(
@@ -185,7 +186,7 @@ def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index
         )
     i, d = config.n_layer + index, config.n_embd
     layer = next(layer for layer in reversed(config.layers) if layer.mixer is None and layer.mixes)
-    if not layer.n_ff:  # the model's FFNs are layers of their own
+    if not layer.n_ff:  # the model has its FFNs in separate layers
         ffn = next(layer for layer in reversed(config.layers) if layer.n_ff)
         layer = replace(layer, n_ff=ffn.n_ff, experts=ffn.experts, ffn_norm="post_attention_norm")
     weights, own = Weights(config, tensors), f"blk.{i}.nextn"
@@ -203,8 +204,7 @@ def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index
     model.output(x, None, f"{own}.shared_head_norm", head if f"{head}.weight" in tensors else None)
     if unread := sorted(n for n in tensors if n.startswith(f"blk.{i}.") and weights.is_unread(n)):
         raise UnsupportedModelError(
-            f"a layer for multi-token prediction has {len(unread)} tensors that are not known, such as "
-            f"{unread[0]}"
+            f"a layer for multi-token prediction has {len(unread)} unknown tensors, such as {unread[0]}"
         )
     return model.graph
 
@@ -244,8 +244,7 @@ def _describe(
 
 
 def differences(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> tuple[set[str], set[str]]:
-    """Names of tensors that a model of `config` lacks in `tensors`, or has in another shape, and of those
-    that it would not read."""
+    """Return the tensors that a model of `config` lacks or has in another shape, and the unused ones."""
     weights = Weights(config, tensors, missing=set())
     _describe(config, weights, None, [LayerThresholds()] * config.n_layer)
     assert weights.missing is not None
@@ -253,18 +252,16 @@ def differences(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> tuple
 
 
 class _Decoder(GraphBuilder):
-    """Adds parts of a model to its graph; a method adds one and returns the stream behind it."""
+    """A builder whose methods each add one part of a model and return the stream after it."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, layer_thresholds: Sequence[LayerThresholds]
     ) -> None:
         super().__init__(config, weights)
         self.layer_thresholds = layer_thresholds
-        self.residual: HyperResidual | GatedResidual | None = (
-            None  # streams that parts of layers read and mix
-        )
-        self.first_seen = 0  # position, by attention
-        self._first_values: Value | None = None  # of the first layer, which others of RWKV 7 refer to
+        self.residual: HyperResidual | GatedResidual | None = None  # several residual streams
+        self.first_seen = 0  # the first position with keys and values
+        self._first_values: Value | None = None  # of the first layer, which later layers of RWKV 7 use
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
 
     # ---- the parts of a model
@@ -287,11 +284,11 @@ class _Decoder(GraphBuilder):
         return self.norm(x, "token_embd_norm") if config.embedding_norm else x
 
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
-        """Attention of layer i, or what stands in its place, and the sum with what entered it."""
+        """Add attention or another token mixer of layer i, and the sum with the stream x."""
         config, blk = self.config, f"blk.{i}"
         self.enter(i, "attention")
-        # A parallel FFN has no norm of its own: what it reads is called attn_norm, and attention reads
-        # attn_norm_2, or the same again.
+        # A parallel FFN has no norm of its own: its input is called attn_norm. Attention reads attn_norm_2
+        # or, if that is missing, attn_norm.
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
         h = x
         if layer.pre_norm and not layer.bare:
@@ -312,8 +309,10 @@ class _Decoder(GraphBuilder):
         return self.scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
 
     def _summed(self, layer: LayerConfig, x: Value, out: Value, name: str, norm: str) -> Value:
-        """The stream x and what a part of the layer yields; norm: of the sum, where it passes one. With
-        several streams that add it themselves, what it yields alone."""
+        """Add the sum of the stream x and a part's result, and the norm of the sum, if there is one.
+
+        With several streams, which add results themselves, return only the result.
+        """
         if self.residual is not None:
             return out
         sum_ = self.value(f"{name}_sum" if layer.sum_norms else name, x.width)
@@ -321,14 +320,14 @@ class _Decoder(GraphBuilder):
         return self.norm(sum_, norm, name) if layer.sum_norms else sum_
 
     def _laurel(self, blk: str, h: Value) -> Value:
-        """The branch beside attention: h and a product of low rank (arXiv 2411.07501)."""
+        """Add the branch next to attention: h plus a low-rank product (arXiv 2411.07501)."""
         d = self.config.n_embd
         low = self.linear(h, f"{blk}.laurel_l", self.weights.n_rows(f"{blk}.laurel_l"))
         normed = self.norm(self.linear(low, f"{blk}.laurel_r", d), f"{blk}.laurel_post_norm")
         return self.add(Add(self.value(f"{blk}.laurel", d), h, normed, **self.where))
 
     def _mixed(self, i: int, layer: LayerConfig, h: Value) -> Value:
-        """What attention, or whatever stands in its place, makes of the tokens so far."""
+        """Add attention or the layer's other token mixer."""
         if layer.mixer is None:
             return self._heads_attend(i, layer, h)
         if isinstance(layer.mixer, ConvMixer):
@@ -393,8 +392,10 @@ class _Decoder(GraphBuilder):
         return self.linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
 
     def _compressed_heads(self, blk: str, layer: LayerConfig, sizes: Compressed, h: Value) -> Value:
-        """Attention with one head of keys that are their own values, and those of compressed blocks; what the
-        heads yield is rotated back, and becomes the output group by group."""
+        """Add attention with one head of keys, which are also values, and with keys of compressed blocks.
+
+        The heads' results are rotated back, and projected to the output group by group.
+        """
         config, n, dim, rope = self.config, self.config.n_head, self.config.head_dim, layer.rope
         assert rope is not None
         given = self.norm(self.linear(h, f"{blk}.attn_q_a", sizes.rank_q), f"{blk}.attn_q_a_norm")
@@ -427,7 +428,7 @@ class _Decoder(GraphBuilder):
         return self.linear(joined, f"{blk}.attn_output_b", config.n_embd, f"{blk}.attn_out")
 
     def _blocks(self, blk: str, size: int, rope: Rope, h: Value) -> Value:
-        """A key of each block of tokens, at the last of them: a mean that is rotated as its first token."""
+        """Add a key per block of tokens, at the block's last token: a mean, rotated like the first token."""
         dim, name = self.config.head_dim, f"{blk}.attn_compressor"
         overlaps = self.weights.shape(f"{name}_kv") == (h.width, 2 * dim)
         width = 2 * dim if overlaps else dim
@@ -438,24 +439,24 @@ class _Decoder(GraphBuilder):
         return self._turned(normed, 1, replace(rope, every=size))
 
     def _turned(self, x: Value, n_head: int, rope: Rope, name: str | None = None) -> Value:
-        """Heads whose last channels are rotated."""
+        """Add the rotation of the last channels of heads."""
         dim = self.config.head_dim
         out = self.value(name or f"{x.name}_rope", x.width)
         return self.add(Rotate(out, x, n_head, dim, rope, dim - rope.n_rot, **self.where))
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
-        """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
+        """Add the FFN of layer i and the sum with the stream x; `given` is the layer's input."""
         config, blk = self.config, f"blk.{i}"
         if layer.experts is not None:
             if predictor is not None and not config.masked:
                 raise UnsupportedModelError("predictors of neurons inside experts are not supported")
             if self.layer_thresholds[i].ffn_in or self.layer_thresholds[i].down_in:
                 raise UnsupportedModelError(
-                    "experts have thresholds of activated gates, not of the inputs of matrices; make "
-                    "the thresholds anew with hotset sparse calibrate"
+                    "experts support thresholds of activated gates only, not of the inputs of matrices; make "
+                    "the thresholds again with hotset sparse calibrate"
                 )
             return self._mixture(i, layer, layer.experts, given, x, predictor)
-        n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score
+        n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # without scores
         kind = None if predictor is None or n_always >= layer.n_ff else predictor.kind
         n_scores = layer.n_ff - n_always
         scores: Value | None = None
@@ -474,7 +475,7 @@ class _Decoder(GraphBuilder):
         if isinstance(layer.mixer, RwkvMixer) and norm is not None:
             entering, share = channel_mix(self, blk, layer.mixer, self.add(norm))
             h, norm = entering, None
-        if kind == "svd":  # it reads what the FFN reads: the norm stands apart
+        if kind == "svd":  # it reads the FFN's input, so the norm becomes a separate operation
             if norm is not None:
                 entering, norm = self.add(norm), None
             self.enter(i, "predictor")
@@ -487,7 +488,7 @@ class _Decoder(GraphBuilder):
         return self._after_ffn(blk, layer, x, out)
 
     def _after_ffn(self, blk: str, layer: LayerConfig, x: Value, out: Value) -> Value:
-        """The stream x and what the FFN yields, as it is added."""
+        """Add the sum of the stream x and the FFN's result, after its norm and scale."""
         config = self.config
         if layer.post_norm:
             out = self.norm(out, f"{blk}.post_ffw_norm", eps=config.post_norm_eps)
@@ -495,7 +496,7 @@ class _Decoder(GraphBuilder):
         return self._summed(layer, x, out, f"{blk}.out", f"{blk}.layer_output_norm")
 
     def with_embedding(self, i: int, x: Value, embedded: Value) -> Value:
-        """The stream x behind layer i with the layer's embedding of the token."""
+        """Add the layer's embedding of the token to the stream x after layer i."""
         self.enter(i, "other")
         more = gated_embedding(self, i, x, embedded)
         return self.add(Add(self.value(f"blk.{i}.out_embd", x.width), x, more, **self.where))
@@ -507,8 +508,10 @@ class _Decoder(GraphBuilder):
         norm: str | None = None,
         matrix: str | None = None,
     ) -> None:
-        """The rows whose logits are wanted, the last norm, and the logits; of an encoder the last norm and
-        the rows that are wanted. norm, matrix: tensors in place of the model's."""
+        """Add the selection of rows, the last norm and the logits; in an encoder the norm and the selection.
+
+        norm, matrix: tensors that replace the model's.
+        """
         config = self.config
         self.where = {}
         if not config.causal:
@@ -519,9 +522,9 @@ class _Decoder(GraphBuilder):
         assert config.output_norm is not None
         x = self.add(SelectOutputs(self.value("output_inp", x.width), x))
         x = x if streams is None else streams.joined(x)
-        if not isinstance(streams, GatedResidual):  # whose mean is of normed streams
+        if not isinstance(streams, GatedResidual):  # its streams are already normed
             x = self.norm(x, norm or config.output_norm, "output_norm")
-        if matrix is None:  # tied: the embedding serves twice
+        if matrix is None:  # without an output matrix, the embedding is tied
             matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
         is_raw = config.logit_scale != 1.0 or config.logit_softcap > 0
         x = self.linear(x, matrix, config.n_vocab, "logits_raw" if is_raw else "logits")
@@ -541,26 +544,28 @@ class _Decoder(GraphBuilder):
         return None
 
     def _gated_query(self, both: Value, blk: str) -> tuple[Value, Value]:
-        """The queries, and the gates before their sigmoid."""
+        """Return the queries, and the gates before their sigmoid."""
         n, dim, dim_v = self.config.n_head, self.config.head_dim, self.config.head_dim_v
         q = self.add(Heads(self.value(f"{blk}.attn_q", n * dim), both, n, **self.where))
         gate = self.add(Heads(self.value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self.where))
         return q, gate
 
     def _head_sizes(self, layer: LayerConfig) -> tuple[int, int, int]:
-        """Heads of k and v of a layer, the channels of one of q and k, and of one of v."""
+        """Return the layer's KV heads, the channels of a head of q and k, and of v."""
         if layer.heads is not None:
             return *layer.heads, layer.heads[1]
         return self.config.n_head_kv, self.config.head_dim, self.config.head_dim_v
 
     def _heads(self, x: Value, blk: str, layer: LayerConfig, *, gated: bool) -> tuple[Value, Value, Value]:
-        """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v, or k and v
-        as another layer has stored them. gated: of each head the rows of q and then those of its gate are in
-        q's. Where layers have heads of their own, keys serve as values if there is no other matrix."""
+        """Add q, k and v: from three matrices, from one for all, or k and v of another layer.
+
+        gated: in q's matrix, the rows of each head's gate follow its query. In models with per-layer heads,
+        keys serve as values if the file has no matrix for values.
+        """
         config = self.config
         n_head_kv, dim, dim_v = self._head_sizes(layer)
         if layer.source is not None:
-            self.weights.leave(f"{blk}.attn_k", f"{blk}.attn_v", f"{blk}.attn_k_norm")  # files have them
+            self.weights.leave(f"{blk}.attn_k", f"{blk}.attn_v", f"{blk}.attn_k_norm")  # in files, but unused
             q = self.linear(x, f"{blk}.attn_q", config.n_head * dim)
             return q, *self._stored[layer.source]
         if layer.heads is not None and f"{blk}.attn_v.weight" not in self.weights.tensors:
@@ -583,8 +588,10 @@ class _Decoder(GraphBuilder):
         return q, k, v
 
     def _tempered(self, q: Value, blk: str) -> Value:
-        """The queries times the gain of their positions, where the model has one. It stands before the
-        rotation, which backends fuse into attention."""
+        """Add the product of queries and the gain of their positions, if the model has one.
+
+        It precedes the rotation, because backends fuse the rotation into attention.
+        """
         if self.config.query_gain is None:
             return q
         beta, length = self.config.query_gain
@@ -592,7 +599,7 @@ class _Decoder(GraphBuilder):
         return self.add(Multiply(self.value(f"{blk}.attn_q_tempered", q.width), q, gain, **self.where))
 
     def _rotated(self, x: Value, n_head: int, layer: LayerConfig) -> Value:
-        """The heads of q or k at their positions, normed before or after where the architecture does so."""
+        """Add the rotation of q or k, and the head norm before or after it, if the model has one."""
         name, rope = x.name, layer.rope
         _, head_dim, _ = self._head_sizes(layer)
         if layer.qk_norm and not layer.qk_norm_last:
@@ -615,10 +622,9 @@ class _Decoder(GraphBuilder):
     def _latent_heads(
         self, x: Value, blk: str, layer: LayerConfig, latent: Latent
     ) -> tuple[Value, Value, Value]:
-        """q, k and v with their rotation, if there is one, of latent vectors; the cache holds what they
-        become."""
+        """Add q, k and v from latent vectors, with the rotation, if any. The cache stores k and v."""
         config, n_head, rope = self.config, self.config.n_head, layer.rope
-        n_own = config.head_dim - latent.n_rot  # channels of a head that are not rotated
+        n_own = config.head_dim - latent.n_rot  # channels of a head without rotation
         eps = latent.norm_eps
         width, width_v = n_head * config.head_dim, n_head * config.head_dim_v
         given = self.linear(x, f"{blk}.attn_q_a", latent.rank_q) if latent.rank_q else x
@@ -638,7 +644,7 @@ class _Decoder(GraphBuilder):
         vector = self.norm(vector, f"{blk}.attn_kv_a_norm", eps=eps)
 
         out_k, out_v = self.value(f"{blk}.attn_k", width), self.value(f"{blk}.attn_v", width_v)
-        if f"{blk}.attn_kv_b.weight" in self.weights.tensors:  # of each head its key, then its value
+        if f"{blk}.attn_kv_b.weight" in self.weights.tensors:  # of each head: its key, then its value
             both = self.linear(vector, f"{blk}.attn_kv_b", n_head * (n_own + config.head_dim_v))
             v = self.add(Heads(out_v, both, n_head, n_own, **self.where))
         else:
@@ -654,13 +660,15 @@ class _Decoder(GraphBuilder):
     def _mixture(
         self, i: int, layer: LayerConfig, experts: Experts, given: Value, x: Value, mask: Predictor | None
     ) -> Value:
-        """An FFN of experts, what all tokens share beside them, and the sum with the stream x; `given` is
-        what entered the layer. mask: predictors of the experts, whose mask is part of the model."""
+        """Add an FFN of experts, the shared expert, and the sum with the stream x.
+
+        given: the layer's input. mask: predictors of the experts, whose mask is part of the model.
+        """
         blk, d = f"blk.{i}", self.config.n_embd
         self.enter(i, "ffn")
         h = self.norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm") if layer.pre_norm else x
         shared_input = h
-        if experts.beside:
+        if experts.with_ffn:
             routed, h = self._routed_input(blk, x), self.norm(x, f"{blk}.pre_ffw_norm_2")
         else:
             routed = given if experts.early else h
@@ -678,14 +686,14 @@ class _Decoder(GraphBuilder):
                 act = Activate(self.value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self.where)
                 factor = self.add(act)
                 shared = self.add(Multiply(self.value(f"{blk}.ffn_shared", d), shared, factor, **self.where))
-            if experts.beside:
+            if experts.with_ffn:
                 out = self.norm(out, f"{blk}.post_ffw_norm_2")
                 shared = self.norm(shared, f"{blk}.post_ffw_norm_1")
             out = self.add(Add(self.value(f"{blk}.ffn_sum", d), out, shared, **self.where))
         return self._after_ffn(blk, layer, x, out)
 
     def _routed_input(self, blk: str, x: Value) -> Value:
-        """What a router reads of the stream x, where experts stand beside the layer's own FFN."""
+        """Return the router's input from the stream x, in layers that also have an FFN."""
         d, name = x.width, f"{blk}.ffn_routed"
         unit = self.add(UnitNorm(self.value(f"{name}_norm", d), x, self.config.norm_eps, 1, **self.where))
         scale = self.weights.bare(f"{blk}.ffn_gate_inp.scale", d)
@@ -700,16 +708,16 @@ class _Decoder(GraphBuilder):
         scores: Value,
         threshold: float | None,
     ) -> Ffn:
-        """threshold: of the scores of the experts' predictors; None: they have none."""
+        """Return the experts' FFN. threshold: of their predictors' scores; None: no predictors."""
         blk = f"blk.{i}"
         bias = self.weights.bias(f"{blk}.exp_probs_b", experts.n)
-        if bias is None and f"{blk}.exp_probs_b" in self.weights.tensors:  # as hy_v3's files call it
+        if bias is None and f"{blk}.exp_probs_b" in self.weights.tensors:  # hy_v3's name
             bias = self.weights.bare(f"{blk}.exp_probs_b", experts.n)
         route = Route(
             self.value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
             experts.group_best,
-            self.weights.scales(f"{blk}.ffn_down_exps", experts.n) if experts.beside else None,
+            self.weights.scales(f"{blk}.ffn_down_exps", experts.n) if experts.with_ffn else None,
             self.weights.experts_of_tokens(f"{blk}.ffn_gate_tid2eid", experts.n_used)
             if experts.hashed
             else None,
@@ -762,7 +770,7 @@ class _Decoder(GraphBuilder):
         )
 
     def _expert_scores(self, i: int, experts: Experts, h: Value, route: Route, n: int) -> Value:
-        """The scores of the chosen experts' predictors, side by side; n: neurons of an expert."""
+        """Add the scores of the chosen experts' predictors, side by side; n: neurons of an expert."""
         blk, d = f"blk.{i}", self.config.n_embd
         self.enter(i, "predictor")
         self.add(route)
@@ -779,7 +787,7 @@ class _Decoder(GraphBuilder):
         return out
 
     def _shared_ffn(self, blk: str, layer: LayerConfig, experts: Experts, h: Value) -> Ffn:
-        n, own = experts.n_ff_shared, "" if experts.beside else "_shexp"
+        n, own = experts.n_ff_shared, "" if experts.with_ffn else "_shexp"
 
         def linear(x: Value, name: str, width: int) -> Linear:
             return self.linear_op(x, f"{blk}.{name}{own}", width, f"{blk}.{name}_shexp")
@@ -811,12 +819,8 @@ class _Decoder(GraphBuilder):
         threshold: float,
         n_always: int,
     ) -> Ffn:
-        blk, n, h, layer_thresholds = (
-            f"blk.{i}",
-            layer.n_ff,
-            x if norm is None else norm.out,
-            self.layer_thresholds[i],
-        )
+        blk, n = f"blk.{i}", layer.n_ff
+        h, layer_thresholds = x if norm is None else norm.out, self.layer_thresholds[i]
         in_threshold = self._threshold_op(h, layer_thresholds, "ffn_in", f"{blk}.ffn_norm_thresholded")
         gate, up = self._gate_and_up(blk, layer, h if in_threshold is None else in_threshold.out)
         gate_act, up_act, product = self._activated(blk, layer, gate, up)
@@ -837,7 +841,7 @@ class _Decoder(GraphBuilder):
         down_threshold = self._threshold_op(neurons, layer_thresholds, "down_in", f"{blk}.ffn_thresholded")
         neurons = neurons if down_threshold is None else down_threshold.out
         sub_norm = self.norm_op(neurons, f"{blk}.ffn_sub_norm") if layer.sub_norms else None
-        assert not isinstance(sub_norm, LayerNorm)  # which leaves no zeros
+        assert not isinstance(sub_norm, LayerNorm)  # a layer norm would not keep zeros
         down = self._down(blk, layer, neurons if sub_norm is None else sub_norm.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
@@ -853,7 +857,7 @@ class _Decoder(GraphBuilder):
         up: Linear | ExpertLinear,
         suffix: str = "",
     ) -> tuple[Activate, Activate | None, Multiply | None]:
-        """What becomes of gate and up: the activation that decides, that of up, their product."""
+        """Return the gate's activation (or up's, without a gate), up's activation, and their product."""
         name = f"{blk}.ffn_act{suffix}"
         if gate is None:
             return self._activate(up.out, layer, name), None, None
@@ -868,7 +872,7 @@ class _Decoder(GraphBuilder):
     def _gate_threshold(
         self, blk: str, layer_thresholds: LayerThresholds, gate_act: Activate, product: Multiply | None
     ) -> tuple[Threshold | None, Multiply | None, Value]:
-        """The threshold of what decides, the product with what is left of it, and the neurons."""
+        """Return the threshold of activated gates, the product with the result, and the neurons."""
         threshold = self._threshold_op(gate_act.out, layer_thresholds, "gate", f"{blk}.ffn_gate_thresholded")
         fires = gate_act.out if threshold is None else threshold.out
         if product is None:
@@ -876,7 +880,7 @@ class _Decoder(GraphBuilder):
         return threshold, replace(product, a=fires), product.out
 
     def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[Linear | None, Linear]:
-        """Two matrices, or one with the rows of the gate and then those of up; or up alone."""
+        """Return the products of gate and up, from two matrices or one that holds both; or up only."""
         n, gate, up = layer.n_ff, f"{blk}.ffn_gate", f"{blk}.{layer.ffn_tensors[0]}"
         if not layer.gated:
             return None, self.linear_op(h, up, n, f"{blk}.ffn_up")
@@ -886,13 +890,13 @@ class _Decoder(GraphBuilder):
         return first, second
 
     def _has_both(self, gate: str, up: str, n: int) -> bool:
-        """Whether the tensor of up has the n rows of the gate before its own n."""
+        """Return whether up's tensor also has the n rows of the gate, before its own."""
         both = self.weights.tensors.get(f"{up}.weight")
         alone = f"{gate}.weight" in self.weights.tensors
         return not alone and both is not None and both.shape[-1] == 2 * n
 
     def _down(self, blk: str, layer: LayerConfig, neurons: Value) -> Linear | TransposedLinear:
-        """The down projection as the file has it: a row per neuron, if possible, or a row per output."""
+        """Return the down projection in the file's layout, preferably neuron-major."""
         d, weights, down = self.config.n_embd, self.weights, f"{blk}.{layer.ffn_tensors[1]}"
         out, transposed = self.value(f"{blk}.ffn_down", d), f"{down}_t"
         has_own_bias = f"{transposed}.bias" in weights.tensors
@@ -920,7 +924,7 @@ class _Decoder(GraphBuilder):
         return self.add(Linear(out, hidden, matrix, bias, **self.where))
 
     def _activate(self, x: Value, layer: LayerConfig, name: str | None = None) -> Activate:
-        """What decides which neurons fire, and how much."""
+        """Return the activation of gates, which decides whether and how strongly neurons fire."""
         out = self.value(name or f"{x.name}_act", x.width)
         return self._activation(out, x, layer.activation.gate, layer)
 
@@ -934,7 +938,7 @@ class _Decoder(GraphBuilder):
     def _threshold_op(
         self, x: Value, layer_thresholds: LayerThresholds, of: ThresholdName, name: str
     ) -> Threshold | None:
-        """None where there are no thresholds."""
+        """Return the operation of a threshold; None if it is 0."""
         threshold = getattr(layer_thresholds, of)
         return Threshold(self.value(name, x.width), x, threshold, of, **self.where) if threshold else None
 

@@ -1,4 +1,4 @@
-"""The experts of a layer: how many, how wide, and how they are chosen, as the keys of a file say."""
+"""The experts of a layer: their number, width and routing, read from the keys of a file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer. n: of them; n_used: for a token. The rest: see operations.Route.
+    """The experts of a layer. n: number; n_used: experts per token. For other fields see operations.Route.
 
-    n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share,
-    early, beside: see ExpertDefaults. hashed: a table says which experts a token has. n_latent: width of what
-    they read and yield, between two matrices that all of them share; 0: that of the model.
+    n_ff_shared: neurons of the shared expert; 0: none. gated_share, early, with_ffn: see ExpertDefaults.
+    hashed: a table assigns experts to token ids. n_latent: width of the experts' input and output, between
+    two matrices that all experts share; 0: the model's width.
     """
 
     n: int
@@ -38,20 +38,20 @@ class Experts:
     early: bool = False
     group_best: int = 2
     n_latent: int = 0
-    beside: bool = False
+    with_ffn: bool = False
     hashed: bool = False
 
 
 def with_tables(
     gguf: GGUFFile, keys: Keys, experts: tuple[Experts | None, ...]
 ) -> tuple[Experts | None, ...]:
-    """The experts of each layer, of the first ones with tables, which are checked."""
+    """Return the experts of each layer, marking the first ones as `hashed` after checking their tables."""
     n_hashed = keys.integer("hash_layer_count", 0, len(experts), 0)
     for i, own in enumerate(experts[:n_hashed]):
         name = f"blk.{i}.ffn_gate_tid2eid.weight"
         info = gguf.tensors.get(name)
         if own is None or info is None or info.type != GGMLType.I32 or info.shape[0] != own.n_used:
-            continue  # the decoder says what is missing
+            continue  # the decoder reports the missing tensor
         ids = np.sort(dequantize(gguf.data(name), info.type, info.shape).reshape(-1, own.n_used), axis=1)
         if ids.min() < 0 or ids.max() >= own.n or (np.diff(ids, axis=1) == 0).any():
             raise FormatError(
@@ -65,16 +65,18 @@ def with_tables(
 def experts_of(
     keys: Keys, defaults: ExpertDefaults, routed: list[bool], n_ff: tuple[int, ...]
 ) -> tuple[tuple[Experts | None, ...], tuple[int, ...]]:
-    """Of each layer its experts, and the neurons of its FFN or of one expert. n_ff: feed_forward_length.
-    routed: whether a layer has a router."""
+    """Return each layer's experts, and the neurons of its FFN or of one expert.
+
+    routed: whether each layer has a router. n_ff: feed_forward_length.
+    """
     n_layer = len(routed)
     n = keys.integer("expert_count", 1, 1 << 16)
     if n > MAX_EXPERTS:
-        raise UnsupportedModelError(f"the model has {n} experts, and at most {MAX_EXPERTS} are supported")
+        raise UnsupportedModelError(f"the model has {n} experts, but at most {MAX_EXPERTS} are supported")
     n_used = keys.integer("expert_used_count", 1, n)
     if n_used > MAX_USED_EXPERTS:
         raise UnsupportedModelError(
-            f"the model uses {n_used} experts for a token, and at most {MAX_USED_EXPERTS} are supported"
+            f"the model uses {n_used} experts for a token, but at most {MAX_USED_EXPERTS} are supported"
         )
     gating = keys.integer("expert_gating_func", 0, 1 << 8, 0)
     if gating and gating not in SCORINGS:
@@ -88,7 +90,7 @@ def experts_of(
     n_dense = keys.integer("leading_dense_block_count", 0, n_layer, 0)
     if keys.integer("interleave_moe_layer_step", 1, n_layer, 1) > 1:
         raise UnsupportedModelError("layers without experts between layers with experts are not supported")
-    # The first files with a gated shared network say the width of all chosen experts.
+    # In the first files with a gated shared expert, feed_forward_length is the width of all used experts.
     widths = tuple(max(n // n_used, 1) for n in n_ff) if defaults.gated_share else n_ff
     if keys.get("expert_feed_forward_length") is not None:
         widths = keys.per_layer("expert_feed_forward_length", n_layer, 0 if 0 in n_ff else 1, 1 << 22)
@@ -103,7 +105,7 @@ def experts_of(
         n_groups if n_groups_used < n_groups else 1,
         n_groups_used if n_groups_used < n_groups else 1,
         keys.one("feed_forward_length", set(n_ff))
-        if defaults.beside
+        if defaults.with_ffn
         else keys.integer(
             "expert_shared_feed_forward_length",
             0,
@@ -114,7 +116,7 @@ def experts_of(
         defaults.early,
         defaults.group_best or (1 if scoring == "softmax" and n_groups_used < n_groups else 2),
         keys.integer("moe_latent_size", 0, 1 << 20, 0),
-        defaults.beside,
+        defaults.with_ffn,
     )
     has = routed if defaults.where_routed else [i >= n_dense for i in range(n_layer)]
     return (

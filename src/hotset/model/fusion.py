@@ -1,9 +1,9 @@
-"""Groups the operations of a graph that a backend runs as one.
+"""Groups operations of a graph that a backend runs as one.
 
-A norm and a threshold go into the matrix products that read them; q, k and v become one operation; an
-activation goes into the product before it, a residual into the product or the FFN before it; head norms and
-rotation into attention. An FFN is a group of its own. A value that is asked for as a tap is kept, and what
-would fuse it away is not fused: an FFN of which a value inside is asked for is taken apart as far as needed.
+A norm and a threshold join the matrix products that read them; q, k and v become one operation; an activation
+joins the product before it, a residual the product or FFN before it; head norms and rotation join attention.
+An FFN is a group. A value requested as a tap is kept, and nothing is fused that would remove it: an FFN with
+such a value inside is split as far as needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hotset.model.operations import (
 
 @dataclass
 class Fused:
-    """Operations that become one native operation, or an FFN (`ffn`) and the sum that it flows into.
+    """Operations that become one native operation, or an FFN (`ffn`) and the sum that reads its result.
 
     reads, out: values that it needs and yields. inner: values that exist only while it runs.
     """
@@ -61,26 +61,26 @@ class Fused:
         return [op for op in self.ops if isinstance(op, Linear)]
 
     def first(self, *kinds: type) -> Any:
-        """The first operation of one of the kinds, or None."""
+        """Return the first operation of one of the kinds, or None."""
         return next((op for op in self.ops if isinstance(op, kinds)), None)
 
     def residual(self, product: Value) -> Value | None:
-        """What the sum at the end adds to `product`, where there is one."""
+        """Return the value that the final sum adds to `product`; None without such a sum."""
         add = self.ops[-1]
         return (add.a if add.b == product else add.b) if isinstance(add, Add) and len(self.ops) > 1 else None
 
 
 def fuse(graph: Graph, taps: Iterable[str]) -> list[Fused]:
-    """Groups the operations of a graph; a value named in `taps` is never fused away."""
+    """Group the operations of a graph; a value named in `taps` is never fused away."""
     kept = frozenset(taps)
     ops = [part for op in graph.ops for part in (_opened(op, kept) if isinstance(op, Ffn) else [op])]
     return _Fusion(ops, graph, kept).groups()
 
 
 def _opened(ffn: Ffn, kept: frozenset[str]) -> Iterator[Op]:
-    """The FFN as operations that yield the kept values: as it is, without its norm, or one by one.
+    """Yield an FFN as operations that compute the kept values: whole, without its norm, or one by one.
 
-    What down reads, and the route, may be kept without that: their values exist anyway.
+    Keeping the input of down or the route splits nothing, because these values exist anyway.
     """
     norm = ffn.norm
     made = {ffn.selected.name, ffn.out.name}
@@ -97,7 +97,7 @@ def _opened(ffn: Ffn, kept: frozenset[str]) -> Iterator[Op]:
 
 
 class _Fusion:
-    """Walks the operations in order: each starts a group, which takes what follows as far as it fits."""
+    """A pass over the operations in order: each starts a group, and the following ones join if they fit."""
 
     def __init__(self, ops: list[Op], graph: Graph, kept: frozenset[str]) -> None:
         self._ops = ops
@@ -124,7 +124,7 @@ class _Fusion:
         return groups
 
     def _private(self, value: Value, n_readers: int = 1) -> bool:
-        """No operation but its n readers, all of them in the group, needs the value."""
+        """Return whether only the value's n readers, all in the group, need it."""
         return len(self._readers[value]) == n_readers and value.name not in self._kept
 
     def _peek(self, ahead: int = 0) -> Op | None:
@@ -152,7 +152,7 @@ class _Fusion:
         return Fused(ops + tail, [], [tail[-1].out] if tail else [op.out for op in linears])
 
     def _head_of_linears(self, op: Op) -> list[Op]:
-        """A norm, a threshold or both, if matrix products follow and nothing else reads them; else none."""
+        """Return a norm, a threshold or both, if only the following matrix products read them."""
         is_norm = isinstance(op, LayerNorm | RMSNorm) and op.n_head == 1
         if not is_norm and not isinstance(op, Threshold):
             return []
@@ -167,12 +167,12 @@ class _Fusion:
 
     def _activation_tail(self, linear: Linear) -> list[Op]:
         activate = self._peek()
-        if not isinstance(activate, Activate) or activate.xielu is not None:  # that no product computes
+        if not isinstance(activate, Activate) or activate.xielu is not None:  # no product computes xIELU
             return []
         return self._taken([activate] if activate.x == linear.out and self._private(linear.out) else [])
 
     def _residual_tail(self, out: Value) -> list[Op]:
-        """The sum that a product flows into, where it follows."""
+        """Return the sum that reads the product `out`, if it comes next."""
         add = self._peek()
         if not isinstance(add, Add):
             return []
@@ -183,7 +183,7 @@ class _Fusion:
         return tail
 
     def _take_heads(self, groups: list[Fused]) -> list[Fused]:
-        """Moves rotations, and head norms before them, into the attention that reads them."""
+        """Move rotations, and head norms before them, into the attention that reads them."""
         moved: set[Value] = set()
         for group in groups:
             attention = group.ops[-1]
@@ -191,15 +191,14 @@ class _Fusion:
                 continue
             chains = [self._head_chain(attention.q), self._head_chain(attention.k)]
             ropes = [chain[-1].rope for chain in chains if chain]
-            if (
-                len(ropes) == 2 and ropes[0] == ropes[1]
-            ):  # the native operation rotates both by the same angles
+            # The native operation rotates both by the same angles.
+            if len(ropes) == 2 and ropes[0] == ropes[1]:
                 group.ops = [op for chain in chains for op in chain] + [attention]
                 moved.update(op.out for op in group.ops[:-1])
         return [group for group in groups if group.out[0] not in moved]
 
     def _head_chain(self, value: Value) -> list[Any]:
-        """The rotation that yields q or k, its head norm before it; empty where others read them too."""
+        """Return the head norm and rotation that yield q or k; empty if other operations read them too."""
         rotate = self._producer[value]
         if not isinstance(rotate, Rotate) or rotate.first or not self._private(value):
             return []
@@ -210,7 +209,7 @@ class _Fusion:
 
 
 class Buffers:
-    """Gives each value that exists a buffer, and takes it back after the value's last reader.
+    """An assignment of buffers to values; a buffer is free again after its value's last reader.
 
     new: makes a buffer of a width, with a row per token or (True) per output, and returns its number.
     """
@@ -236,7 +235,7 @@ class Buffers:
         return self._ids[value]
 
     def begin(self, value: Value) -> int:
-        """The buffer of a value that no operation makes: the rows that a part of a graph begins with."""
+        """Return the buffer of a value that no operation computes: the input of a part of a graph."""
         self._free.setdefault((value.width, False), [])
         self._ids[value] = self._new(value.width, False)
         return self._ids[value]
@@ -248,7 +247,7 @@ class Buffers:
             self._ids[value] = free.pop() if free else self._new(*shape)
 
     def borrow(self, value: Value) -> int:
-        """One more buffer of the shape of a value, for the group that was entered."""
+        """Return one more buffer of the shape of a value, until the current group ends."""
         shape = (value.width, value in self._outputs)
         free = self._free.setdefault(shape, [])
         self._borrowed.append((shape, free.pop() if free else self._new(*shape)))

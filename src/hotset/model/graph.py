@@ -1,7 +1,7 @@
 """The graph of one forward step: operations (model/operations.py) in order.
 
-The decoder (`model/decoder.py`) builds it once, at load; a backend executes it: `reference` interprets it
-with NumPy, `cpu` lowers it to a native plan. Fusion belongs to the backends, never to the description.
+The decoder (`model/decoder.py`) builds it once, at load. Backends execute it: `reference` interprets it with
+NumPy, `cpu` lowers it to a native plan. Fusion belongs to the backends, not to the description.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ if TYPE_CHECKING:
 
 @dataclass
 class Graph:
-    """The operations of one step in order. A whole model ends in the logits [n_outputs, n_vocab], an encoder
-    in hidden states [n_outputs, n_embd]."""
+    """The operations of one step in order.
+
+    A whole model yields the logits [n_outputs, n_vocab], an encoder hidden states [n_outputs, n_embd].
+    """
 
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
 
     def value(self, name: str, width: int) -> Value:
-        """A new value; names are unique, so that taps are unambiguous."""
+        """Return a new value. Names must be unique, so that taps are unambiguous."""
         value = Value(len(self.values), width, name)
         self.values.append(value)
         return value
 
     def add(self, op: Op) -> Value:
-        """Appends `op`; returns the value it computes."""
+        """Append `op`; return the value that it computes."""
         self.ops.append(op)
         return op.out
 
     @property
     def result(self) -> Value:
-        """What the last operation leaves: logits, or of a part of a model the residual stream."""
+        """Return the last operation's value: the logits or, in a part of a model, the residual stream."""
         return self.ops[-1].out
 
     @property
     def is_encoder(self) -> bool:
-        """Whether a token sees those after it: then a text is computed in one step, and none generated."""
+        """Return whether a token attends to later ones, so that a text is computed in one step."""
         return any(isinstance(op, Attention) and not op.causal for op in self.ops)
 
     def n_vocab(self, tensors: Mapping[str, TensorInfo]) -> int:
-        """Tokens that it knows: those of its logits, of an encoder those with an embedding."""
+        """Return the vocabulary: the number of logits or, in an encoder, of token embeddings."""
         if not self.is_encoder:
             return self.result.width
         embed = next(op for op in self.ops if isinstance(op, Embed) and op.of == "token")
@@ -66,23 +68,23 @@ class Graph:
 
     @property
     def primitives(self) -> Iterator[Primitive]:
-        """All operations in order, those of the FFNs one by one."""
+        """Yield all operations in order, with FFNs expanded."""
         for op in self.ops:
             yield from op.primitives if isinstance(op, Ffn) else (op,)
 
     @property
     def ffns(self) -> tuple[Ffn, ...]:
-        """The FFNs of the layers, in order; not those beside experts."""
+        """Return the FFNs of the layers, in order, without shared experts."""
         return tuple(op for op in self.ops if isinstance(op, Ffn) and not op.shared)
 
     @property
     def has_thresholds(self) -> bool:
-        """Whether there are activation thresholds: then Batch.thresholded says for which tokens."""
+        """Return whether there are activation thresholds, which Batch.thresholded controls per token."""
         return any(isinstance(op, Threshold) for op in self.primitives)
 
     @property
     def recurrent(self) -> tuple[Recurrent, ...]:
-        """The operations with a state, in order."""
+        """Return the operations with a state, in order."""
         return tuple(op for op in self.ops if isinstance(op, Recurrent))
 
     @property
@@ -91,7 +93,7 @@ class Graph:
 
     @property
     def layer_starts(self) -> list[int]:
-        """The index of the first operation of each layer, and of the first after the last layer."""
+        """Return the index of each layer's first operation, and of the first one after all layers."""
         starts: dict[int, int] = {}
         after = 0
         for index, op in enumerate(self.ops):
@@ -102,7 +104,7 @@ class Graph:
 
     @property
     def is_layered(self) -> bool:
-        """Whether one value alone crosses from layer to layer: then the graph can be split there."""
+        """Return whether only one value crosses each layer border, so that the graph can be split there."""
         readers = [set(op.inputs) for op in self.ops]
         for start in self.layer_starts:
             made = {op.out for op in self.ops[:start]}
@@ -112,14 +114,14 @@ class Graph:
 
     @property
     def entering(self) -> set[Value]:
-        """What the operations read and none of them makes."""
+        """Return the values that operations read but none computes."""
         return {value for op in self.ops for value in op.inputs} - {op.out for op in self.ops}
 
     def split(self, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
-        """The operations [first_op, last_op) as a graph of their own, and the value that enters it.
+        """Return the operations [first_op, last_op) as a graph, and the value that enters it.
 
-        A graph is split between layers: the residual stream alone crosses. Raises InvalidRequestError
-        elsewhere.
+        Raises InvalidRequestError if the range does not begin and end between layers, where only the residual
+        stream crosses.
         """
         if not 0 <= first_op < last_op <= len(self.ops):
             raise InvalidRequestError(
@@ -130,14 +132,14 @@ class Graph:
         leaving = {value for op in self.ops[last_op:] for value in op.inputs} & {op.out for op in part.ops}
         if len(entering) > 1 or leaving - {part.result}:
             raise InvalidRequestError(
-                f"a graph is split between layers, where one value crosses, not at operations "
+                f"a graph can be split only between layers, where one value crosses, not at operations "
                 f"{first_op}:{last_op}"
             )
         return part, next(iter(entering), None)
 
 
 def thresholded_products(graph: Graph) -> list[Linear]:
-    """The matrix products, by output, whose inputs are thresholded, or are neurons of which some are."""
+    """Return the matrix products with a row per output whose inputs, or some of them, are thresholded."""
     thresholded = {op.out for op in graph.primitives if isinstance(op, Threshold)}
     thresholded |= {ffn.selected for ffn in graph.ffns if ffn.gate_threshold is not None}
     return [op for op in graph.primitives if isinstance(op, Linear) and op.x in thresholded]

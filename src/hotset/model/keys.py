@@ -1,18 +1,18 @@
 """Keys of a model file: names, limits, and a reader that checks types and ranges.
 
-Keys of our own, beside the standard ones (gguf's `docs/gguf.md`):
+hotset reads these keys in addition to the standard ones (gguf's `docs/gguf.md`):
 
-- `<arch>.activation_sparsity_scale` (llama.cpp's, f32 array): of each layer the multiplier of a Gaussian
-  top-k before the activation; -inf: it has none.
+- `<arch>.activation_sparsity_scale` (llama.cpp's, f32 array): each layer's multiplier of a Gaussian top-k
+  before the activation; -inf: none.
 - `<arch>.hidden_activation` (standard, string): silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu.
-- `<arch>.ssm.norm_rms_epsilon` (f32): epsilon of the norms of dt, B and C in Falcon Mamba; without the key
-  it is `attention.layer_norm_rms_epsilon`.
-- `powerinfer.sparse_threshold` (f32, PowerInfer's): a neuron whose predicted score is below it is skipped.
+- `<arch>.ssm.norm_rms_epsilon` (f32): epsilon of the norms of dt, B and C in Falcon Mamba; the default is
+  `attention.layer_norm_rms_epsilon`.
+- `powerinfer.sparse_threshold` (f32, PowerInfer's): a neuron with a lower predicted score is skipped.
 - `hotset.predictor_masks` (bool): the mask of the file's predictors is part of the model (TurboSparse): in
-  every mode a neuron whose score is below the threshold is zero.
-- `hotset.fatrelu_threshold` (f32): t of FATReLU, f(x) = x if x >= t else 0; needed with fatrelu.
-- `hotset.up_activation` (string): activation applied to the up projection too; relu with a relu gate is
-  dReLU, relu(gate) * relu(up) (TurboSparse, arXiv 2406.05955).
+  every mode, a neuron with a score below the threshold is zero.
+- `hotset.fatrelu_threshold` (f32): t of FATReLU, f(x) = x if x >= t else 0; required with fatrelu.
+- `hotset.up_activation` (string): activation of the up projection; relu with a relu gate is dReLU,
+  relu(gate) * relu(up) (TurboSparse, arXiv 2406.05955).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PREDICTOR_MASKS_KEY = "hotset.predictor_masks"
 LLAMA3_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 NormKind = Literal["rms", "layer"]
-# What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup, kMaxConvKernel
-# and kMaxStateHeads (csrc/plan.h), and an int.
+# Limits of the native core: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup, kMaxConvKernel
+# and kMaxStateHeads (csrc/plan.h), and of an int.
 MAX_HEAD_DIM, MAX_GROUP, MAX_CONV_KERNEL, MAX_STATE_HEADS, MAX_WINDOW = 512, 256, 64, 1024, (1 << 31) - 1
 MAX_EXPERTS = MAX_LATENT_HEADS = 1024  # kMaxChunks of csrc/threads.h
-MAX_USED_EXPERTS = 128  # kMaxChunks over kRanges of csrc/ops/experts.cpp
+MAX_USED_EXPERTS = 128  # kMaxChunks / kRanges of csrc/ops/experts.cpp
 SCORINGS: dict[int, Scoring] = {  # expert_gating_func
     1: "softmax", 2: "sigmoid", 3: "softmax_chosen", 4: "sqrt_softplus",
 }  # fmt: skip
@@ -53,7 +53,7 @@ EPSILON_KEYS: dict[NormKind, str] = {
 
 
 class Keys:
-    """Reads `<arch>.<key>` with a type and a range; every complaint is a FormatError naming the key."""
+    """A reader of `<arch>.<key>` that checks types and ranges; every FormatError names the key."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self.metadata = metadata
@@ -81,8 +81,10 @@ class Keys:
     def per_layer(
         self, key: str, n_layer: int, low: int, high: int, default: int | None = None, *, more: bool = False
     ) -> tuple[int, ...]:
-        """One integer for all layers, or an array with one for each, perhaps also for those left out, of
-        which the file may say nothing (more)."""
+        """Return an integer per layer, from one for all layers or an array.
+
+        The array may also cover the layers for multi-token prediction, or (more) further ones.
+        """
         value = self.get(key, default)
         if not is_array(value):
             return (self.integer(key, low, high, default),) * n_layer
@@ -92,12 +94,12 @@ class Keys:
         return tuple(self._checked_integer(key, v, low, high) for v in value[:n_layer])
 
     def uniform(self, key: str, n_layer: int, low: int, high: int, default: int | None = None) -> int:
-        """As per_layer, where every layer must have the same number."""
+        """Return the one integer that all layers have; otherwise like `per_layer`."""
         values = set(self.per_layer(key, n_layer, low, high, default))
         return self.one(key, values)
 
     def one(self, key: str, values: set[int]) -> int:
-        """The only one of a key's values."""
+        """Return the only one of a key's values. Raises UnsupportedModelError if there are several."""
         if len(values) > 1:
             raise UnsupportedModelError(
                 f"the file's key {self.architecture}.{key} differs between layers, which is not supported"
@@ -115,20 +117,22 @@ class Keys:
         return float(value)
 
     def factor(self, key: str, default: float = 1.0) -> float:
-        """A positive number that a float32 and its inverse can hold; `default` where the key is missing or
-        (as converters write it) 0."""
+        """Return a positive number within the range of float32, as is its inverse.
+
+        `default` replaces a missing key, and 0, which some converters write.
+        """
         value = self.real(key, 0.0, 1e9, 0.0)
         if 0 < value < 1e-9:
             raise self.error(key, f"is {value:g}, below 1e-09")
         return value or default
 
     def integers(self, key: str, n: int, low: int, high: int) -> tuple[int, ...]:
-        """An array of n integers."""
+        """Return an array of n integers."""
         value = self.get(key)
         if value is None or not is_array(value):
             raise self.error(key, "must be an array of integers")
         if len(value) != n:
-            raise self.error(key, f"has {len(value)} entries, and should have {n}")
+            raise self.error(key, f"has {len(value)} entries, but should have {n}")
         return tuple(self._checked_integer(key, v, low, high) for v in value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -138,7 +142,7 @@ class Keys:
         return bool(value)
 
     def flags(self, key: str, n_layer: int) -> tuple[bool, ...]:
-        """One truth value for each layer, perhaps also for those left out."""
+        """Return a truth value per layer. The array may also cover layers for multi-token prediction."""
         value = self.get(key)
         n_extra = self.integer("nextn_predict_layers", 0, 1 << 12, 0)
         right = is_array(value) and len(value) in (n_layer, n_layer + n_extra)
@@ -154,7 +158,7 @@ class Keys:
 
 
 def number(metadata: Mapping[str, Any], key: str) -> float | None:
-    """A number of a key without an architecture in its name, finite; None where it is missing."""
+    """Return a finite number of a key without an architecture prefix; None if the key is missing."""
     value = metadata.get(key)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Where adapters add to the graph of a step, and the graph with what they add (operations.LowRank)."""
+"""Products that adapters can change, and the graph with the adapters' contributions (operations.LowRank)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
 def by_output(name: str) -> str:
-    """The name of the matrix with a row per output, where the tensor is its copy with a row per neuron."""
+    """Return the name of the matrix with a row per output, if the tensor is its neuron-major copy."""
     return _TRANSPOSED.sub(".weight", name)
 
 
 def adapted_name(op: Linear | TransposedLinear) -> str:
-    """The name of a product's matrix as adapters have it: that of the tensor by output, whichever way it is
-    stored, and of an output that is the embedding that of an output."""
+    """Return the name of a product's matrix as adapters use it.
+
+    It is the tensor with a row per output, in whichever layout it is stored; for an output that is tied to
+    the embedding, it is the output's name.
+    """
     name = by_output(op.weight)
     return _OUTPUT if name == _EMBEDDING else name
 
 
 def adaptable(graph: Graph, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
-    """The matrices to which adapters can add: name → (outputs, inputs)."""
+    """Return the matrices that adapters can change: name → (outputs, inputs)."""
     found = {}
     for op in graph.primitives:
         if isinstance(op, TransposedLinear):
@@ -43,12 +46,12 @@ def adaptable(graph: Graph, tensors: Mapping[str, TensorInfo]) -> dict[str, tupl
 
 
 def adapted(graph: Graph, matrices: Collection[str]) -> Graph:
-    """The graph with what adapters add to products with these matrices (names as of `adaptable`).
+    """Return the graph with adapters added to the products with these matrices, named as in `adaptable`.
 
-    Its values are those of the graph, and the products before anything was added.
+    It has all values of the original graph, and the products before adapters are added.
     """
     new = Graph(values=list(graph.values))
-    waiting: list[LowRank] = []  # behind products of one input, which a backend may compute together
+    waiting: list[LowRank] = []  # added after all products of one input, which a backend may compute together
 
     def product(op: Linear | TransposedLinear) -> tuple[Linear | TransposedLinear, LowRank]:
         y = new.value(f"{op.out.name}.product", op.out.width)

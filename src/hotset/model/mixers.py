@@ -1,4 +1,4 @@
-"""What may stand in attention's place in a layer, or beside it: sizes, and the keys that say them."""
+"""Token mixers other than attention: their sizes, read from the keys of a file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvMixer:
-    """A gated short convolution in place of attention. kernel: tokens that it sees, itself among them."""
+    """A gated short convolution instead of attention. kernel: how many tokens it sees, including itself."""
 
     kernel: int
 
 
 @dataclass(frozen=True)
 class DeltaMixer:
-    """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before
-    it. by_channel: queries, keys and values have matrices and convolutions of their own, and keys decay
-    channel by channel, by what is made of as many numbers as a head has channels; gates are made likewise.
-    gate: the activation of the output gate."""
+    """A gated delta net instead of attention: see operations.DeltaNet.
+
+    kernel: of the convolution before it. by_channel: queries, keys and values have separate matrices and
+    convolutions, and keys decay per channel; decays and gates come from vectors as wide as a head. gate: the
+    activation of the output gate.
+    """
 
     kernel: int
     n_head: int
@@ -38,20 +40,22 @@ class DeltaMixer:
 
     @property
     def of_keys(self) -> int:
-        """Channels of all keys, or queries."""
+        """Return the number of channels of all keys, or of all queries."""
         return self.n_head_k * self.dim_k
 
     @property
     def of_values(self) -> int:
-        """Channels of all values."""
+        """Return the number of channels of all values."""
         return self.n_head * self.dim_v
 
 
 @dataclass(frozen=True)
 class StateSpaceMixer:
-    """The state space of Mamba-2 in place of attention: see operations.SelectiveScan. kernel: of the
-    convolution before it; dim_k: numbers of B and C, dim_v: channels of a head. normed: what heads yield
-    passes a norm. beside: it stands beside attention."""
+    """The state space of Mamba-2 instead of attention: see operations.SelectiveScan.
+
+    kernel: of the convolution before it; dim_k: width of B and C, dim_v: channels of a head. normed: the
+    heads' results pass a norm. beside: the layer has attention, too.
+    """
 
     kernel: int
     n_head: int
@@ -63,22 +67,22 @@ class StateSpaceMixer:
 
     @property
     def of_values(self) -> int:
-        """Channels of all heads."""
+        """Return the number of channels of all heads."""
         return self.n_head * self.dim_v
 
     @property
     def width(self) -> int:
-        """Channels of the convolution: values, B and C."""
+        """Return the width of the convolution: values, B and C."""
         return self.of_values + 2 * self.n_group * self.dim_k
 
 
 @dataclass(frozen=True)
 class ChannelMixer:
-    """The state space of Mamba in place of attention: see operations.ChannelScan.
+    """The state space of Mamba instead of attention: see operations.ChannelScan.
 
-    kernel: width of the convolution before it. inner: its channels. dim_k: numbers of B and C. rank: width of
-    the vector that dt is computed from. norms: whether dt, B and C pass norms, with weights or without.
-    plain_eps: epsilon of norms without weights; None: the model's.
+    kernel: width of the convolution before it. inner: its channels. dim_k: width of B and C. rank: width of
+    the vector that dt is computed from. norms: kind of norms of dt, B and C, with or without weights; None:
+    no norms. plain_eps: epsilon of norms without weights; None: the model's.
     """
 
     kernel: int
@@ -91,10 +95,12 @@ class ChannelMixer:
 
 @dataclass(frozen=True)
 class RwkvMixer:
-    """RWKV's time mix in place of attention: see operations.Wkv; the FFN, its channel mix, reads the token
-    before as well. version: 6 or 7. dim: channels of a head. rank_*: of the matrices that decays, learning
-    rates, shares of the first layer's values and gates are made of (of gates 0: there are none); in RWKV 6 of
-    those that decays and the shares of the token before are made of."""
+    """The time mix of RWKV instead of attention: see operations.Wkv.
+
+    The FFN of such a layer is RWKV's channel mix, which also reads the previous token. version: 6 or 7. dim:
+    channels of a head. rank_*: ranks of the low-rank matrices for decays, learning rates, shares of the first
+    layer's values, and gates (0: no gates); in RWKV 6 for decays and shares of the previous token.
+    """
 
     version: int
     n_head: int
@@ -110,8 +116,10 @@ Mixer = ConvMixer | DeltaMixer | StateSpaceMixer | ChannelMixer | RwkvMixer
 
 
 def _state_heads(keys: Keys) -> tuple[int, int, int, int, int]:
-    """Of a recurrent layer with heads: tokens of its convolution, heads, heads or groups of keys, and the
-    channels of a key and of a value."""
+    """Return the sizes of a recurrent layer with heads.
+
+    These are the convolution's kernel, heads, heads or groups of keys, and the channels of a key and a value.
+    """
     n_head = keys.integer("ssm.time_step_rank", 1, MAX_STATE_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_STATE_HEADS * MAX_HEAD_DIM)
     n_group = keys.integer("ssm.group_count", 1, n_head)
@@ -183,7 +191,7 @@ def _time_mix(keys: Keys, version: int) -> RwkvMixer:
 def mixers_of(
     gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int
 ) -> tuple[Mixer | None, ...]:
-    """What stands in attention's place or beside it, layer by layer."""
+    """Return each layer's token mixer, instead of attention or in addition; None: only attention."""
     if architecture.rwkv is not None:
         return (_time_mix(keys, architecture.rwkv),) * n_layer
     if architecture.by_channel:

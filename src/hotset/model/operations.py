@@ -1,16 +1,16 @@
-"""The operations in which a decoder describes one forward step; each record describes itself.
+"""The operations that describe a forward step. Each record describes itself.
 
-Every value is a float32 matrix [n_tokens, width]; weights are named as in the GGUF file. Each value carries a
-name such as "blk.3.ffn_norm": any of them can be requested as a *tap* of a step. A name is for people and
-taps; what an operation is and where it belongs is in its fields.
+Every value is a float32 matrix [n_tokens, width]; weights have the names of the GGUF file. Each value has a
+name such as "blk.3.ffn_norm" and can be requested as a *tap* of a step. Names are only for people and taps:
+an operation's fields define it.
 
-A field's type says what it is: a `Value` is an input (`out` is the result), a `Matrix`, `Vector` or `Rows` is
-a tensor of the file. So what an operation reads, how many bytes that is and how much it computes is asked of
-the record (`inputs`, `weights`, `bytes_read`, `multiplications`), and cost, budgets, streaming and fusion
-need no list of operations.
+A field's type gives its role: a `Value` is an input (`out` is the result), a `Matrix`, `Vector` or `Rows` is
+a tensor of the file. So a record knows its inputs, how many bytes it reads, and how much it computes
+(`inputs`, `weights_read`, `bytes_read`, `multiplications`). Cost, budgets, streaming and fusion need no list
+of operations.
 
-A layer's feed-forward network is one operation, `Ffn`: whatever decides about neurons (what is read, skipped,
-counted, placed) asks this record. Its `primitives` say what it computes in terms of the others.
+The feed-forward network of a layer is one operation, `Ffn`: all code that decides about neurons (reads,
+skips, counts or places them) uses this record. Its `primitives` define it in terms of the other operations.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ ActivationKind = Literal[
     "xielu", "exp", "softplus", "capped_silu", "clamp",
 ]  # fmt: skip
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
-Scoring = Literal["softmax", "sigmoid", "softmax_chosen", "sqrt_softplus"]  # of experts, see Route
+Scoring = Literal["softmax", "sigmoid", "softmax_chosen", "sqrt_softplus"]  # of experts; see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
 
-PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
-SHIFT = 1.0, -1.0  # weights of a token shift, of every channel (see ShortConv)
-NO_LAYER = -1  # of operations before the first layer and after the last
+PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # for statistics
+SHIFT = 1.0, -1.0  # weights of a token shift, for every channel (see ShortConv)
+NO_LAYER = -1  # layer of operations before the first layer and after the last one
 
 
 @dataclass(frozen=True)
 class Value:
-    """One intermediate of the step, float32 [n_tokens, width]."""
+    """An intermediate value of the step, float32 [n_tokens, width]."""
 
     id: int
     width: int
@@ -51,9 +51,9 @@ class Value:
 class Rope:
     """Rotary position embedding of the first `n_rot` channels of each head.
 
-    angle(pos, i) = pos * freq[i]; cos and sin are multiplied by `magnitude` (YaRN's attention factor).
-    `freq` holds n_rot/2 float64 frequencies with every scaling already applied. every: positions are rounded
-    down to a multiple of it, so that a block of tokens is rotated as its first.
+    angle(pos, i) = pos * freq[i]; cos and sin are multiplied by `magnitude` (YaRN's attention factor). `freq`
+    holds n_rot/2 float64 frequencies, already scaled. every: positions are rounded down to a multiple of it,
+    so that a block of tokens is rotated like its first token.
     """
 
     kind: RopeKind
@@ -64,14 +64,17 @@ class Rope:
 
 
 def has_zeros(kind: ActivationKind) -> bool:
-    """Whether an activation leaves neurons at exactly zero, so that those can be skipped."""
+    """Return whether an activation yields exact zeros, so that such neurons can be skipped."""
     return kind in ("relu", "relu2", "fatrelu")
 
 
 @dataclass(frozen=True)
 class XIELU:
-    """Numbers of xIELU (arXiv 2411.13010): positive * x^2 + linear * x above 0, elsewhere
-    negative * (e^min(x, eps) - 1 - x) + linear * x."""
+    """Parameters of xIELU (arXiv 2411.13010).
+
+    f(x) is positive * x^2 + linear * x for x > 0, and negative * (e^min(x, eps) - 1 - x) + linear * x
+    otherwise.
+    """
 
     positive: float
     negative: float
@@ -81,8 +84,8 @@ class XIELU:
 
 WeightKind = Literal["matrix", "vector", "rows"]
 
-# Names of tensors. A matrix is read where it is stored when the operation runs; a vector is decoded to
-# float32 when a plan is made; of rows each token reads one.
+# Names of tensors. A matrix is read in its stored form when the operation runs; a vector is decoded to
+# float32 when a plan is made; each token reads one of the rows.
 Matrix = Annotated[str, "matrix"]
 Vector = Annotated[str, "vector"]
 Rows = Annotated[str, "rows"]
@@ -97,7 +100,7 @@ class Weight:
 
 
 def _fields(operation: type) -> tuple[tuple[str, ...], tuple[tuple[str, WeightKind], ...]]:
-    """The names of an operation's fields that are inputs, and of those that name tensors."""
+    """Return the names of an operation's input fields, and of the fields that name tensors."""
     inputs, weights = [], []
     for name, hint in get_type_hints(operation, include_extras=True).items():
         inner = [hint, *get_args(hint)]
@@ -111,13 +114,13 @@ def _fields(operation: type) -> tuple[tuple[str, ...], tuple[tuple[str, WeightKi
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What every operation has. layer: of the model, or NO_LAYER. part: of the layer that it belongs to."""
+    """The common part of operations. layer: of the model, or NO_LAYER. part: of the layer it belongs to."""
 
     layer: int = NO_LAYER
     part: Part = "other"
 
     mixes_tokens: ClassVar[bool] = False  # whether a token's result depends on other tokens
-    _inputs: ClassVar[tuple[str, ...]]  # names of fields, as `_fields` finds them
+    _inputs: ClassVar[tuple[str, ...]]  # names of fields, from `_fields`
     _weights: ClassVar[tuple[tuple[str, WeightKind], ...]]
 
     def __init_subclass__(cls) -> None:
@@ -125,13 +128,13 @@ class Operation:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """The values that it reads."""
+        """Return the values that it reads."""
         found = (getattr(self, name) for name in self._inputs)
         return tuple(value for value in found if value is not None)
 
     @property
     def weights_read(self) -> tuple[Weight, ...]:
-        """The tensors that it reads, one entry each."""
+        """Return the tensors that it reads, one entry each."""
         found = []
         for field, kind in self._weights:
             names = getattr(self, field)
@@ -140,35 +143,38 @@ class Operation:
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The tensors that it reads where they are stored, each time it runs."""
+        """Return the tensors that it reads in their stored form, each time it runs."""
         return tuple(weight.name for weight in self.weights_read if weight.kind == "matrix")
 
     def bytes_read(self, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int]]:
-        """The tensors that it reads for one token, with the bytes of them that it reads."""
+        """Yield the tensors that it reads for one token, and how many bytes of each."""
         for weight in self.weights_read:
             yield weight.name, self.bytes_of(weight, tensors[weight.name])
 
     def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
-        """Bytes of a tensor that one token reads."""
+        """Return the bytes of a tensor that one token reads."""
         if weight.kind == "rows":
             return info.row_bytes
         return info.nbytes
 
     def matrix_bytes(self, tensors: Mapping[str, TensorInfo]) -> int:
-        """Bytes of its matrices that one token reads."""
+        """Return the bytes of its matrices that one token reads."""
         read = (weight for weight in self.weights_read if weight.kind == "matrix")
         return sum(self.bytes_of(weight, tensors[weight.name]) for weight in read)
 
     @property
     def multiplications(self) -> int:
-        """Of weights, for one token."""
+        """Return the multiplications by weights for one token."""
         return 0
 
 
 @dataclass(frozen=True)
 class Embed(Operation):
-    """out[t] = row tokens[t] of `weight`, or, of learned positions, row positions[t] + first_row, or, of
-    token types, row 0: that of a text's first part."""
+    """out[t] = row tokens[t] of `weight`.
+
+    For learned positions it is row positions[t] + first_row, for token types row 0: the type of a text's
+    first part.
+    """
 
     out: Value
     weight: Rows
@@ -178,13 +184,13 @@ class Embed(Operation):
 
 @dataclass(frozen=True)
 class NgramEmbed(Operation):
-    """Rows of `weight` for the n-grams that end with a token, side by side: n_heads for its pair with the
-    token before, as many for the three, ..., up to n = len(multipliers) tokens.
+    """Rows of `weight` for the n-grams that end with a token, side by side.
 
-    With t_0 the token, t_1 the one before it, ..., the mix of n tokens is t_0 * multipliers[0] xor t_1 *
-    multipliers[1] xor ..., and the row of head h = (n - 2) * n_heads + i is mix % sizes[h] + offsets[h]. A
-    token before the sequence's first counts as `eos`, and so does what lies before an eos that is not the
-    token itself. State: the last n - 1 tokens plus 1, the oldest first; 0: there was none.
+    There are n_heads rows for the token and the one before it, n_heads for three tokens, and so on, up to n =
+    len(multipliers) tokens. With t_0 the token, t_1 the one before it, ..., the mix of n tokens is t_0 *
+    multipliers[0] xor t_1 * multipliers[1] xor ..., and the row of head h = (n - 2) * n_heads + i is mix %
+    sizes[h] + offsets[h]. Tokens before the sequence's first count as `eos`, and so do tokens before an
+    earlier eos. State: the last n - 1 tokens plus 1, oldest first; 0: no token.
     """
 
     out: Value
@@ -198,12 +204,12 @@ class NgramEmbed(Operation):
 
     @property
     def n_heads(self) -> int:
-        """Of the n-grams of one length."""
+        """Return the heads of the n-grams of one length."""
         return len(self.sizes) // (len(self.multipliers) - 1)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of what a sequence leaves to its next token, in float32: token ids are below 2^24."""
+        """Return the shape of the state that a sequence keeps, in float32: token ids are below 2^24."""
         return (len(self.multipliers) - 1,)
 
     def bytes_of(self, _: Weight, info: TensorInfo) -> int:
@@ -235,7 +241,7 @@ class UnitNorm(Operation):
 class LayerNorm(Operation):
     """out = (x - mean) / sqrt(var + eps) * weight + bias; weight None: ones.
 
-    Mean and variance are of each of `n_head` equal parts of the width; weight and bias have it all.
+    Mean and variance are computed per part, of `n_head` equal parts; weight and bias have the full width.
     """
 
     out: Value
@@ -250,9 +256,9 @@ class LayerNorm(Operation):
 class Linear(Operation):
     """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width).
 
-    A fused tensor serves several products, each with the rows [first_row, first_row + out.width) of weight
-    and bias. input_major: the tensor of the whole weight once more, in this layout
-    (formats/channels.py), so that channels whose input is zero need not be read.
+    Several products may share a tensor; each has the rows [first_row, first_row + out.width) of weight and
+    bias. input_major: a copy of the whole weight in this layout (formats/channels.py), with which channels
+    whose input is zero need not be read.
     """
 
     out: Value
@@ -273,11 +279,12 @@ class Linear(Operation):
 
 @dataclass(frozen=True)
 class TransposedLinear(Operation):
-    """out = x @ weight + bias; weight is [x.width, out.width]: row i is what input i adds to the output.
+    """out = x @ weight + bias; weight is [x.width, out.width]: row i is the contribution of input i.
 
-    The down projection of a sparse FFN, a row per neuron. An input of zero adds nothing, whether its row is
-    read or not: sums of float32 inputs times decoded weights have one order (csrc/ops/axpy.cpp).
-    With `scales` the weight is stored as planes (formats/planes.py): codes by neuron, scales by 32 neurons.
+    It is the neuron-major down projection of a sparse FFN. An input of zero contributes nothing, whether or
+    not its row is read: the sums of float32 inputs times decoded weights have one fixed order
+    (csrc/ops/axpy.cpp). With `scales` the weight is stored as planes (formats/planes.py): codes per neuron,
+    scales per 32 neurons.
     """
 
     out: Value
@@ -293,17 +300,16 @@ class TransposedLinear(Operation):
 
 @dataclass(frozen=True)
 class LowRank(Operation):
-    """What adapters (LoRA, arXiv 2106.09685) add to the product y of x with a matrix:
+    """The contribution of adapters (LoRA, arXiv 2106.09685) to the product y of x with a matrix.
 
         out = y + (x @ a.T * scale) @ b.T
 
-    with a [rank, x.width] and b [out.width, rank] of each adapter of a token's sequence
-    (Batch.adapter_scales), in the order of AdapterSet. scale: float32, that of the sequence times the
-    adapter's own of this matrix. Everything is float32, and the sum is rounded after each adapter; a token
+    with a [rank, x.width] and b [out.width, rank] of each adapter of the token's sequence
+    (Batch.adapter_scales), in the order of AdapterSet. scale: float32, the sequence's scale times the
+    adapter's own for this matrix. Everything is float32, and the sum is rounded after each adapter; a token
     without adapters keeps y.
 
-    matrix: the adapted tensor (low_rank.adapted_name). The rows of b are those from first_row on, as of the
-    Linear.
+    matrix: the adapted tensor (low_rank.adapted_name). first_row: first row of b, as in Linear.
     """
 
     out: Value
@@ -315,8 +321,7 @@ class LowRank(Operation):
 
 @dataclass(frozen=True)
 class Rotate(Operation):
-    """Rotary embedding of x = [n_head, head_dim] at each token's position: of each head's channels, those
-    from `first` on."""
+    """Rotary embedding of x = [n_head, head_dim] at each token's position, of channels from `first` on."""
 
     out: Value
     x: Value
@@ -337,9 +342,9 @@ class PositionGain(Operation):
 
 @dataclass(frozen=True)
 class Heads(Operation):
-    """Some channels of each head of x, and behind them, where there is one, what all heads share.
+    """Some channels of each head of x, followed by `shared`, the same for all heads, if given.
 
-    x: [n_head, x.width / n_head]; out: [n_head, count + shared.width], the channels being [first, first +
+    x: [n_head, x.width / n_head]; out: [n_head, count + shared.width], with the channels [first, first +
     count) of x.
     """
 
@@ -351,16 +356,16 @@ class Heads(Operation):
 
     @property
     def count(self) -> int:
-        """Channels of x that a head of out has."""
+        """Return how many channels of x each head of out has."""
         return self.out.width // self.n_head - (0 if self.shared is None else self.shared.width)
 
 
 @dataclass(frozen=True)
 class TransposedHeads(Operation):
-    """For each head x @ its matrix, side by side; weight is [n_head, x.width, out.width / n_head].
+    """The product of x with each head's matrix, side by side; weight: [n_head, x.width, out.width / n_head].
 
-    Keys of one latent vector, from the matrices that llama.cpp's converter writes: by input, since there the
-    query is multiplied with them. The sum runs over the inputs in order (csrc/ops/heads.cpp).
+    For keys from one latent vector, in the layout of llama.cpp's converter: a row per input, because
+    llama.cpp multiplies queries with it. The sum runs over the inputs in order (csrc/ops/heads.cpp).
     """
 
     out: Value
@@ -391,15 +396,15 @@ class Attention(Operation):
 
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
-    causal: a token sees itself and those before it, `window` > 0: the window - 1 tokens before it; else all
-    tokens of its sequence, which are in one batch, or those at most window / 2 away. first_seen: the first
-    position that has keys and values: a causal token before it is in no batch.
-    sinks: a score for each head that takes part in its softmax, with a value of zero. source: the layer whose
-    keys and values these are, which has stored them; None: its own. slopes: of each head, by which a score
-    falls with each token between (ALiBi, arXiv 2108.12409); None: it does not.
-    blocks: as wide as k; a token also sees what this has at the last token of each block of block_size
-    tokens from position 0 on that is complete, whatever the window is: one more key, which is its own value.
-    They are stored too.
+    causal: a token attends to itself and all tokens before it, or with `window` > 0 to the window - 1 before
+    it. Otherwise it attends to all tokens of its sequence, which are in one batch, or those at most window /
+    2 away. first_seen: the first position with keys and values; no batch has a causal token before it.
+    sinks: a score per head that takes part in its softmax, with a value of zero. source: the layer that
+    stored the keys and values; None: this one. slopes: per head, the reduction of a score per token of
+    distance (ALiBi, arXiv 2108.12409); None: none.
+    blocks: as wide as k. A token also attends, regardless of the window, to the row of `blocks` at the last
+    token of each complete block of block_size tokens from position 0 on. It is both key and value, and also
+    stored.
     key_bias: what all keys contain, or None. If `centred`, a q4_0 cache subtracts its mean from each key
     (rope.key_centre): this changes all scores of a query by one number, and so no weight of the softmax.
     """
@@ -433,11 +438,11 @@ class Attention(Operation):
 
     @property
     def cache_layer(self) -> int:
-        """The layer whose cache it reads."""
+        """Return the layer whose cache it reads."""
         return self.layer if self.source is None else self.source
 
     def n_visible(self, depth: float) -> float:
-        """Tokens that a token sees, itself included, with `depth` tokens before it."""
+        """Return how many tokens a token attends to, itself included, with `depth` tokens before it."""
         if not self.causal:
             return min(depth + 1, self.window // 2 * 2 + 1) if self.window else depth + 1
         n_blocks = (depth + 1) // self.block_size if self.block_size else 0
@@ -446,12 +451,12 @@ class Attention(Operation):
 
 @dataclass(frozen=True)
 class ShortConv(Operation):
-    """A causal convolution over the tokens of a sequence, each channel by itself.
+    """A causal convolution over the tokens of a sequence, per channel.
 
     out[t] = sum of weight[:, j] * x[t - (kernel - 1 - j) * dilation] for j = 0, 1, ..., each product rounded
-    before it is added, and then bias; before a sequence's first token x is 0. weight: [width, kernel] (GGUF:
-    ne0 = kernel); None: 1 and -1, so that out is what the token before has more (RWKV's token shift). State:
-    the last (kernel - 1) * dilation inputs, the oldest first.
+    before it is added, and then bias; x is 0 before a sequence's first token. weight: [width, kernel] (GGUF:
+    ne0 = kernel); None: 1 and -1, so that out is the previous x minus this one (RWKV's token shift). State:
+    the last (kernel - 1) * dilation inputs, oldest first.
     """
 
     out: Value
@@ -465,7 +470,7 @@ class ShortConv(Operation):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of what a sequence leaves to its next token, in float32."""
+        """Return the shape of the state that a sequence keeps, in float32."""
         return (self.kernel - 1) * self.dilation, self.x.width
 
 
@@ -474,12 +479,12 @@ class DeltaNet(Operation):
     """The gated delta rule (arXiv 2412.06464): linear attention through a matrix S per head, token by token.
 
     x: queries and keys, [n_head_k, dim_k] each, then values [n_head, dim_v]; alpha, beta: [n_head]; out:
-    [n_head, dim_v]. A query q and a key k are x / sqrt(sum(x^2) + 1e-6), q also over the root of dim_k. With
-    the vectors `rate` and `step`, per head:
+    [n_head, dim_v]. Queries q and keys k are normalised as x / sqrt(sum(x^2) + 1e-6), and q is also divided
+    by the root of dim_k. With the vectors `rate` and `step`, per head:
     S *= exp(rate * softplus(alpha + step)); S += k * (sigmoid(beta) * (v - S^T k))^T; out = S^T q.
-    A head of values has the query and the key of head h // (n_head / n_head_k), or (tiled) h % n_head_k.
-    Where alpha and step are [n_head, dim_k], each row of S has a decay of its own (Kimi Delta Attention,
-    arXiv 2510.26692). State: S of each head.
+    Value head h uses the query and key of head h // (n_head / n_head_k), or (tiled) h % n_head_k. If alpha
+    and step are [n_head, dim_k], each row of S has its own decay (Kimi Delta Attention, arXiv 2510.26692).
+    State: S of each head.
     """
 
     out: Value
@@ -498,7 +503,7 @@ class DeltaNet(Operation):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of what a sequence leaves to its next token, in float32."""
+        """Return the shape of the state that a sequence keeps, in float32."""
         return self.n_head, self.dim_k, self.dim_v
 
 
@@ -506,8 +511,8 @@ class DeltaNet(Operation):
 class SelectiveScan(Operation):
     """The state space of Mamba-2 (arXiv 2405.21060): a matrix S per head, token by token.
 
-    x: values [n_head, dim_v], then B and C, [n_group, dim_k] each; dt: [n_head]; out: [n_head, dim_v]. A head
-    has the B and C of group h // (n_head / n_group). With the vectors `rate`, `step` and `skip`, a number per
+    x: values [n_head, dim_v], then B and C, [n_group, dim_k] each; dt: [n_head]; out: [n_head, dim_v]. Head h
+    uses B and C of group h // (n_head / n_group). With the vectors `rate`, `step` and `skip`, one number per
     head, and dt = softplus(dt + step):
     S *= exp(rate * dt); S += B * (dt * x)^T; out = S^T C + skip * x.
     State: S of each head, [dim_k, dim_v].
@@ -528,15 +533,15 @@ class SelectiveScan(Operation):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of what a sequence leaves to its next token, in float32."""
+        """Return the shape of the state that a sequence keeps, in float32."""
         return self.n_head, self.dim_k, self.dim_v
 
 
 @dataclass(frozen=True)
 class ChannelScan(Operation):
-    """The state space of Mamba (arXiv 2312.00752): some numbers S per channel, token by token.
+    """The state space of Mamba (arXiv 2312.00752): a vector S per channel, token by token.
 
-    x, dt, out: [width]; b, c: [dim_k], of all channels. With the vectors rate [width, dim_k] and skip
+    x, dt, out: [width]; b, c: [dim_k], for all channels. With the vectors rate [width, dim_k] and skip
     [width], per channel: S = exp(rate * dt) * S + b * (dt * x); out = S · c + skip * x. State: S of each
     channel, [dim_k, width].
     """
@@ -553,13 +558,13 @@ class ChannelScan(Operation):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of what a sequence leaves to its next token, in float32."""
+        """Return the shape of the state that a sequence keeps, in float32."""
         return self.b.width, self.x.width
 
 
 @dataclass(frozen=True)
 class Wkv(Operation):
-    """RWKV's linear attention: a matrix S per head, token by token, whose rows decay each by itself.
+    """RWKV's linear attention: a matrix S per head, token by token, each row with its own decay.
 
     r, w, k, a, b: [n_head, dim_k]; v, out: [n_head, dim_v]. With a and b (RWKV 7, arXiv 2503.14456):
     S = w * S + b * (S^T a)^T + k * v^T, and then out = S^T r. Without (RWKV 6, arXiv 2404.05892):
@@ -579,21 +584,20 @@ class Wkv(Operation):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of what a sequence leaves to its next token, in float32."""
+        """Return the shape of the state that a sequence keeps, in float32."""
         return self.n_head, self.k.width // self.n_head, self.v.width // self.n_head
 
 
 @dataclass(frozen=True)
 class PoolBlocks(Operation):
-    """Means of the tokens of a block, each channel by itself, weighted by the softmax of scores: the keys of
-    compressed blocks of DeepSeek V4.
+    """Keys of compressed blocks (DeepSeek V4): softmax-weighted means over a block's tokens, per channel.
 
-    Blocks are of `size` tokens from position 0 on. x, scores: [out.width], or [2, out.width], of which the
-    second half counts for the token's own block and the first for the next one, which so overlaps it. bias:
-    added to the scores of a block's tokens, a row each. out: the mean of the token's block as far as it is
-    there: the tokens of the block before, if they count, and those up to this one. State, per channel: the
-    highest score, the sum of weights relative to it, and the sum of weighted values; of the token's block
-    and, where blocks overlap, of the next.
+    Blocks have `size` tokens from position 0 on. x, scores: [out.width]. If they are [2, out.width], blocks
+    overlap: the second half counts for the token's own block, the first for the next one. bias: added to the
+    scores, a row per token of a block. out: the mean of the token's block so far: of the previous block's
+    tokens, if blocks overlap, and those up to this one. State, per channel: the highest score, the sum of
+    weights relative to it, and the sum of weighted values; for the token's block and, if blocks overlap, the
+    next one.
     """
 
     out: Value
@@ -606,18 +610,18 @@ class PoolBlocks(Operation):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a block has tokens of the one before."""
+        """Return whether a block includes tokens of the previous one."""
         return self.x.width != self.out.width
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of what a sequence leaves to its next token, in float32."""
+        """Return the shape of the state that a sequence keeps, in float32."""
         return 6 if self.overlaps else 3, self.out.width
 
 
 @dataclass(frozen=True)
 class HeadDot(Operation):
-    """out = x times, head by head, the sum of a * b * weight, in order; x may have other heads' widths."""
+    """out = x times, per head, the sum of a * b * weight, in order; x may have heads of another width."""
 
     out: Value
     x: Value
@@ -646,8 +650,8 @@ class SimilarityGate(Operation):
 class Activate(Operation):
     """out = f(x), elementwise.
 
-    threshold t: fatrelu is x if x >= t else 0; clamped_silu m * sigmoid(1.702 m) of m = min(x, t);
-    clamped_plus_one is 1 + x, x brought into [-t, t]; capped_silu is silu(min(x, t)); clamp is x brought into
+    threshold t: fatrelu is x if x >= t else 0; clamped_silu is m * sigmoid(1.702 m) with m = min(x, t);
+    clamped_plus_one is 1 + x with x clamped to [-t, t]; capped_silu is silu(min(x, t)); clamp is x clamped to
     [-t, t]. xielu: see XIELU. softplus is ln(1 + e^x).
     """
 
@@ -662,10 +666,10 @@ class Activate(Operation):
 class GaussianTopK(Operation):
     """out = max(0, x - (mean + multiplier * deviation)), both over the values of a token.
 
-    If these were normally distributed, a share of 1 - Phi(multiplier) would stay above 0: the statistical
-    top-k of Spark Transformer (arXiv 2506.06644). The deviation is the root of the mean square of x - mean
-    (llama.cpp divides the sum by one less). Sums have the order of LayerNorm's: lane l of sixteen adds values
-    l, l + 16, ..., then a tree adds the lanes.
+    If the values were normally distributed, a share of 1 - Phi(multiplier) would remain above 0: the
+    statistical top-k of Spark Transformer (arXiv 2506.06644). The deviation is the root of the mean square of
+    x - mean (llama.cpp divides the sum by one less). Sums have LayerNorm's order: lane l of sixteen adds the
+    values l, l + 16, ..., then a tree adds the lanes.
     """
 
     out: Value
@@ -693,8 +697,7 @@ class Add(Operation):
 
 @dataclass(frozen=True)
 class Scale(Operation):
-    """out = x * factor, elementwise, and then times `weight`, a number for each channel: those of the tensor
-    from first_weight on."""
+    """out = x * factor, elementwise, then times a number per channel: `weight` from first_weight on."""
 
     out: Value
     x: Value
@@ -708,10 +711,10 @@ class Scale(Operation):
 
 @dataclass(frozen=True)
 class AddStreams(Operation):
-    """Adds streams y to the streams of x, each with a weight: out_i = x_i + sum of (plus + w[i, j]) * y_j.
+    """The streams of x, plus the streams y with weights: out_i = x_i + sum of (plus + w[i, j]) * y_j.
 
-    x: n_streams side by side, None: zeros; y: some of the same width. weights: w, [n_streams, streams of y];
-    None: zeros. Streams before `first` stay as they are. The sum begins with 0 and each product is rounded
+    x: n_streams side by side, None: zeros; y: streams of the same width. weights: w, [n_streams, streams of
+    y]; None: zeros. Streams before `first` are unchanged. The sum begins with 0 and each product is rounded
     before it is added, in the order of y; then x_i is added. AltUp (arXiv 2301.13310).
     """
 
@@ -728,13 +731,14 @@ class AddStreams(Operation):
 class HyperConnection(Operation):
     """Weights of n residual streams around a part of a layer (mHC, arXiv 2512.24880).
 
-    x: m, n * (n + 2) numbers. With the vectors scale [3] and base, as wide as x: a = sigmoid(scale[0] * m +
-    base) + eps of the first n, with which the streams are summed for the part to read;
-    b = 2 * sigmoid(scale[1] * m + base) of the next n, with which its result is added to each; and of the
-    others a matrix C [from, to], with which the streams are mixed: the softmax of the rows of scale[2] * m +
-    base, + eps; then the columns are divided by their sums + eps, and n_iterations - 1 times the rows and
-    then the columns (Sinkhorn and Knopp). out: a, and then for each stream b and its column of C: weights of
-    AddStreams of the result and the streams. Where x is n wide, a alone (scale is of one number).
+    x: m, n * (n + 2) numbers. With the vectors scale [3] and base, as wide as x:
+    a = sigmoid(scale[0] * m + base) + eps of the first n: weights of the streams in the part's input;
+    b = 2 * sigmoid(scale[1] * m + base) of the next n: weights of the part's result in each stream;
+    C [from, to], of the others: a matrix that mixes the streams. It is the softmax of the rows of scale[2] *
+    m + base, plus eps; then the columns are divided by their sums + eps, and n_iterations - 1 times the rows
+    and then the columns (Sinkhorn and Knopp).
+    out: a, and then for each stream b and its column of C, as weights of AddStreams of the result and the
+    streams. If x is n wide, out is only a (and scale is one number).
     """
 
     out: Value
@@ -748,9 +752,9 @@ class HyperConnection(Operation):
 
 @dataclass(frozen=True)
 class MatchMagnitude(Operation):
-    """Makes each part of x, as wide as `like`, as large as that: out = x * rms(like) / rms(x).
+    """Each part of x, as wide as `like`, scaled to the magnitude of `like`: out = x * rms(like) / rms(x).
 
-    rms is the root of the mean of squares, of x of `least` in place of a smaller mean.
+    rms is the root of the mean of squares; in rms(x), `least` is a lower limit of the mean.
     """
 
     out: Value
@@ -770,7 +774,7 @@ class SoftCap(Operation):
 
 @dataclass(frozen=True)
 class Mask(Operation):
-    """out = x where the neuron was selected, else 0: neuron i is selected unless its score < threshold.
+    """out = x for selected neurons, otherwise 0: neuron i is selected unless its score < threshold.
 
     Neurons below `first` are always selected and have no score: scores.width = x.width - first.
     """
@@ -784,11 +788,11 @@ class Mask(Operation):
 
 @dataclass(frozen=True)
 class Threshold(Operation):
-    """out = x, but for thresholded tokens (Batch.thresholded) 0 where |x| < threshold.
+    """out = x, except that it is 0 for thresholded tokens (Batch.thresholded) if |x| < threshold.
 
-    Of a matrix's input: channels that are nearly nothing (TEAL, arXiv 2408.14690); of an activated gate:
-    neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros. site: which of
-    a layer's thresholds it is, as model/thresholds.py names them.
+    In a matrix's input it removes negligible channels (TEAL, arXiv 2408.14690), in an activated gate neurons
+    (CATS, arXiv 2404.08763). The operations after it need not read the rows and columns of zeros. site: which
+    of the layer's thresholds (model/thresholds.py) it is.
     """
 
     out: Value
@@ -799,18 +803,18 @@ class Threshold(Operation):
 
 @dataclass(frozen=True)
 class Route(Operation):
-    """Which experts compute a token and how much each counts, best first: out is n_used ids, then n_used
-    weights.
+    """The experts of a token and their weights, best first: out is n_used ids, then n_used weights.
 
     x: the router's scores, one per expert. An expert's probability p is softmax(x) over all experts,
     sigmoid(x), the root of softplus(x), or x itself (softmax_chosen). The n_used experts with the highest x
-    are chosen, of equal ones that with the lower id; with a `bias` or in groups those with the highest p +
-    bias. Of n_groups > 1 equal groups of adjacent experts only n_groups_used can be chosen from, those whose
-    group_best best p + bias have the highest sum. A weight is p without the bias; with softmax_chosen the
-    softmax of the chosen ones' p; `normalised`: over the sum of the chosen ones', which counts as 2^-14 at
-    least; then times `scale`, and times its expert's own of `scales`. table: the experts of each token of the
-    vocabulary, whole numbers [n_vocab, n_used], which are chosen in its order in place of the best.
-    What is not a number comes after every number, and then no weight is one. Ids are whole numbers.
+    are chosen, of equal ones the lower id; with a `bias` or groups, those with the highest p + bias. With
+    n_groups > 1 equal groups of adjacent experts, only n_groups_used groups can be chosen from: those with
+    the highest sum of their group_best best p + bias.
+    A weight is p without the bias, or with softmax_chosen the softmax of the chosen p. If `normalised`, it is
+    divided by the sum over the chosen experts (at least 2^-14). Then it is multiplied by `scale`, and by the
+    expert's entry of `scales`. table: integers [n_vocab, n_used], the experts of each token id, which replace
+    the choice and its order.
+    NaN sorts after every number, and then all weights are NaN. Ids are whole numbers.
     """
 
     out: Value
@@ -832,10 +836,10 @@ class Route(Operation):
 
 @dataclass(frozen=True)
 class _OfExperts(Operation):
-    """Products with the matrices of the experts that `route` (a Route's out) names, in its order.
+    """Products with the matrices of the experts that `route` (a Route's out) lists, in its order.
 
-    weights: one tensor [n_expert, rows, width], or (old files) one [rows, width] per expert.
-    bias: [n_expert, rows].
+    weights: one tensor [n_expert, rows, width], or (old files) one [rows, width] per expert. bias: [n_expert,
+    rows].
     """
 
     out: Value
@@ -847,7 +851,7 @@ class _OfExperts(Operation):
 
     @property
     def n_used(self) -> int:
-        """Experts of a token."""
+        """Return the experts per token."""
         return self.route.width // 2
 
     @property
@@ -855,29 +859,29 @@ class _OfExperts(Operation):
         return self.x.width * self.out.width
 
     def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
-        """The rows of its experts; which they are depends on the token."""
+        """Return the bytes of a token's experts; which experts they are depends on the token."""
         return self._of_all(weight, info) * self.n_used // self.n_expert
 
     def expert_bytes(self, tensors: Mapping[str, TensorInfo]) -> int:
-        """Bytes of one expert's rows and biases, rounded up."""
+        """Return the bytes of one expert's rows and biases, rounded up."""
         of_all = sum(self._of_all(weight, tensors[weight.name]) for weight in self.weights_read)
         return -(-of_all // self.n_expert)
 
     def _of_all(self, weight: Weight, info: TensorInfo) -> int:
-        """Bytes of the rows of all experts that a tensor has."""
+        """Return the bytes of all experts' rows in a tensor."""
         stored = info.shape[0 if weight.name == self.bias else 1]
         return info.nbytes * self._n_rows_of(stored) // stored
 
     def _n_rows_of(self, stored: int) -> int:
-        """Of an expert's matrix, of which so many rows are stored."""
+        """Return how many of an expert's `stored` rows it reads."""
         return stored
 
 
 @dataclass(frozen=True)
 class ExpertLinear(_OfExperts):
-    """x times the matrices of its experts, side by side: of their rows, n_rows from first_row on.
+    """x times the matrices of the token's experts, side by side; n_rows of each, from first_row on.
 
-    of_parts: x is n_used parts side by side, one for each expert, which its matrix is multiplied with.
+    of_parts: x has n_used parts side by side, one for each expert's matrix.
     """
 
     first_row: int = 0
@@ -885,7 +889,7 @@ class ExpertLinear(_OfExperts):
 
     @property
     def n_rows(self) -> int:
-        """Of an expert's matrix."""
+        """Return the rows of an expert's matrix that it reads."""
         return self.out.width // self.n_used
 
     @property
@@ -900,10 +904,9 @@ class ExpertLinear(_OfExperts):
 class ExpertSum(_OfExperts):
     """The down projection of experts: out = sum of weight * (x @ matrix.T + bias), in the order of `route`.
 
-    x: n_used parts side by side, one for each expert of the route. neuron_major: matrices with a row per
-    neuron instead, [x.width / n_used, out.width], which can be skipped where the neuron is zero. input_major:
-    the matrices once more, in this layout, as of a Linear. The sum begins with 0, and each product is rounded
-    before it is added.
+    x: n_used parts side by side, one per expert. neuron_major: matrices with a row per neuron instead,
+    [x.width / n_used, out.width]; rows of zero neurons can be skipped. input_major: a copy of the matrices in
+    this layout, as in Linear. The sum begins with 0, and each product is rounded before it is added.
     """
 
     neuron_major: bool = False
@@ -912,7 +915,7 @@ class ExpertSum(_OfExperts):
 
 @dataclass(frozen=True)
 class SelectOutputs(Operation):
-    """Keeps the rows of the tokens whose logits are wanted: out is [n_outputs, width]."""
+    """The rows of the tokens whose logits are needed: out is [n_outputs, width]."""
 
     out: Value
     x: Value
@@ -920,23 +923,23 @@ class SelectOutputs(Operation):
 
 @dataclass(frozen=True)
 class All:
-    """Every neuron is wanted."""
+    """A selection of every neuron."""
 
 
 @dataclass(frozen=True)
 class MaskedRoute:
-    """Of the experts that a route names, the neurons that the scores of their predictors name.
+    """A selection by a route and, within its experts, by their predictors' scores.
 
-    The route is an operation before the FFN, since the experts' predictors are. mask: of the neurons of the
-    chosen experts, side by side; None: all of them.
+    The route is an operation before the FFN, because the experts' predictors need it. mask: of the neurons of
+    the chosen experts, side by side; None: all of them.
     """
 
     route: Route
     mask: Mask | None
 
 
-# Which neurons of an FFN are wanted: all, those that a predictor's scores name, those of some experts, or
-# those of some experts that scores name.
+# Which neurons of an FFN are computed: all, those that a predictor selects, all in the routed experts, or
+# those in the routed experts that predictors select.
 Select = All | Mask | Route | MaskedRoute
 
 
@@ -944,20 +947,20 @@ Select = All | Mask | Route | MaskedRoute
 class Ffn(Operation):
     """The feed-forward network of a layer: out = down(select(f(gate(h)) * g(up(h)))), h = norm(x).
 
-    Neuron i is row i of gate and up and input i of down. norm: None where x is normalised already (a
-    predictor or a router reads the norm's result too). gate: None where f applies to up alone. gate_act: f;
-    up_act: g, or None. product: of gate and up. select: what is wanted of the neurons; the others add
-    nothing. down: by output (Linear), or with a row per neuron, which can be skipped (TransposedLinear).
+    Neuron i is row i of gate and up and input i of down. norm: None if x is already normalised (because a
+    predictor or router also reads the normalised value). gate: None if f applies to up. gate_act: f; up_act:
+    g, or None. product: of gate and up. select: which neurons are computed; the others contribute nothing.
+    down: with a row per output (Linear), or neuron-major, with rows that can be skipped (TransposedLinear).
 
-    With a Route the neurons are split into experts, and a token has those of its own: gate and up are
-    ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side. So it
-    is with a MaskedRoute, whose route is no part of the FFN.
-    shared: a network that every token passes beside the experts of its layer.
-    in_threshold: what is left of h, gate_threshold: of f, down_threshold: of the neurons that down reads;
-    None: all of it.
-    top_k: what f reads of the gates, all of which must be known first; None: the gates.
-    sub_norm: of all neurons, before down, which leaves zeros at zero; None: down reads the neurons.
-    low_ranks: what adapters add to gate, up and down; it is computed for all neurons, whatever is selected.
+    With a Route, or a MaskedRoute (whose route is not a part of the FFN), the neurons are split into experts,
+    and each token uses some of them: gate and up are ExpertLinear, down is an ExpertSum, and values hold the
+    neurons of the chosen experts side by side.
+    shared: a shared expert, in addition to the routed ones of its layer.
+    in_threshold, gate_threshold, down_threshold: thresholds of h, of f's result, and of the neurons that down
+    reads; None: no threshold.
+    top_k: the input of f, computed from all gates; None: f reads the gates.
+    sub_norm: a norm of all neurons before down, which keeps zeros; None: no norm.
+    low_ranks: adapters of gate, up and down, computed for all neurons regardless of the selection.
     """
 
     out: Value
@@ -980,7 +983,7 @@ class Ffn(Operation):
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
-        """The same as operations in order, each with the value that it makes."""
+        """Return the equivalent operations in order, each with the value that it computes."""
         route = self.select if isinstance(self.select, Route) else None
         gate, up, down = (self.low_rank(op) for op in (self.gate, self.up, self.down))
         found = (
@@ -1014,84 +1017,84 @@ class Ffn(Operation):
             yield from op.bytes_read(tensors)
 
     def low_rank(self, op: Operation | None) -> LowRank | None:
-        """What adapters add to gate, up or down; None: nothing."""
+        """Return the adapters' contribution to gate, up or down; None without adapters."""
         if not isinstance(op, Linear | TransposedLinear):
             return None
         return next((added for added in self.low_ranks if added.y == op.out), None)
 
     @property
     def n_ff(self) -> int:
-        """Neurons, those of all experts."""
+        """Return the number of neurons, of all experts together."""
         return self.up.n_rows * self.up.n_expert if isinstance(self.up, ExpertLinear) else self.up.out.width
 
     @property
     def up_tensor(self) -> str:
-        """The tensor of up's rows; where there is one for each expert, the first stands for all."""
+        """Return the tensor of up's rows; with one tensor per expert, the first."""
         return self.up.weight if isinstance(self.up, Linear) else self.up.weights[0]
 
     @property
     def neurons(self) -> Value:
-        """One value per neuron, [n_tokens, n_ff], before selection: a neuron fires where it is not zero.
+        """Return one value per neuron, [n_tokens, n_ff], before selection; nonzero values fire.
 
-        With a route those of the chosen experts, [n_tokens, n_used * n_ff / n_expert].
+        With a route: of the chosen experts, [n_tokens, n_used * n_ff / n_expert].
         """
         return self.fires if self.product is None else self.product.out
 
     @property
     def fires(self) -> Value:
-        """f of the gate, or of up where there is no gate: where it is zero the neuron is."""
+        """Return f of the gate, or of up without a gate; a neuron is zero if it is zero."""
         return self.gate_act.out if self.gate_threshold is None else self.gate_threshold.out
 
     @property
     def selected(self) -> Value:
-        """The neurons, zero where they are not wanted: what down, or the norm before it, reads."""
+        """Return the neurons, unselected ones set to zero: the input of down, or of the norm before it."""
         return self.down.x if self.sub_norm is None else self.sub_norm.x
 
     @property
     def mask(self) -> Mask | None:
-        """The predictor's word on which neurons are computed; None without one."""
+        """Return the predictor's selection of neurons; None without a predictor."""
         select = self.select.mask if isinstance(self.select, MaskedRoute) else self.select
         return select if isinstance(select, Mask) else None
 
     @property
     def route(self) -> Route | None:
-        """The router's word on which experts are computed; None where there are no experts."""
+        """Return the router's selection of experts; None without experts."""
         select = self.select.route if isinstance(self.select, MaskedRoute) else self.select
         return select if isinstance(select, Route) else None
 
     @property
     def decides(self) -> Linear:
-        """The product whose value says which neurons can fire: gate's, or up's where there is no gate."""
+        """Return the product that decides which neurons fire: gate or, without a gate, up."""
         return one_matrix(self.up if self.gate is None else self.gate)
 
     @property
     def has_zeros(self) -> bool:
-        """Whether neurons can be exactly zero, so that rows of up and down need not be read."""
+        """Return whether neurons can be exactly zero, so that rows of up and down can be skipped."""
         return self.fires_exactly or self.gate_threshold is not None or self.down_threshold is not None
 
     @property
     def fires_exactly(self) -> bool:
-        """Whether f itself leaves neurons at zero, without a threshold."""
+        """Return whether f itself sets neurons to zero, without a threshold."""
         return has_zeros(self.gate_act.kind) or self.top_k is not None
 
     @property
     def can_be_split(self) -> bool:
-        """Whether neurons can be computed apart from the others, on another device."""
+        """Return whether some neurons can be computed separately, on another device."""
         return self.has_zeros and self.neuron_major and self.top_k is None and self.sub_norm is None
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a token does not need every row: of neurons at zero, or of experts that are not its own."""
+        """Return whether a token needs only some rows: of nonzero neurons, or of its experts."""
         return self.has_zeros or self.route is not None
 
     @property
     def neuron_major(self) -> bool:
-        """Whether down has a row per neuron: then neurons can be skipped there, and shared by devices."""
+        """Return whether down has a row per neuron, so that neurons can be skipped or split up."""
         return isinstance(self.down, TransposedLinear)
 
 
 def one_matrix(op: Linear | ExpertLinear) -> Linear:
-    """A product of an FFN without experts: its callers have refused the others, or cannot meet them."""
+    """Return the product of an FFN without experts. Callers never pass one of experts."""
     assert isinstance(op, Linear), f"{op.out.name} is a product of experts"
     return op
 
@@ -1135,6 +1138,6 @@ Primitive = (
     | SelectOutputs
 )
 Op = Primitive | Ffn
-# Operations with a state: what they yield for a token depends on all before it, through a few numbers that
-# the cache holds for a sequence (docs/contributing/internals/engine.md).
+# Operations with a state: a token's result depends on all tokens before it, through a few numbers that the
+# cache holds per sequence (docs/contributing/internals/engine.md).
 Recurrent = NgramEmbed | ShortConv | DeltaNet | SelectiveScan | ChannelScan | Wkv | PoolBlocks

@@ -1,12 +1,12 @@
-"""Which neurons are worth computing: what the decoder needs to know about a predictor.
+"""Predictors as the decoder sees them.
 
-The kinds, and where their tensors stand (in the model file, or in a sidecar that hotset built):
+Their tensors are in the model file, or in a sidecar that hotset built:
 
     mlp   score = fc2 · relu(fc1 · p)      blk.N.fc1.weight [n_embd, rank], blk.N.fc2.weight [rank, n_ff]
     svd   score = svd_b · (svd_a · h)      blk.N.svd_a.weight [n_embd, rank], blk.N.svd_b.weight [rank, n_ff]
 
-p is what the architecture's published predictors read (ModelConfig.predictor_input), h the FFN's normalised
-input. A neuron is computed unless its score is below the layer's threshold.
+p is the input of the architecture's published predictors (ModelConfig.predictor_input), h the FFN's
+normalised input. A neuron is computed unless its score is below the layer's threshold.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PredictorKind = Literal["mlp", "svd"]
 
 @dataclass(frozen=True)
 class Predictor:
-    """One predictor of a whole model.
+    """The predictors of a whole model.
 
     thresholds: one per layer. first: per layer, how many leading neurons are always computed and have no
-    score (the matrices then have n_ff - first rows); empty: none. A tensor blk.N.always.bias [n_ff - first],
-    where it exists, is added to the scores: +inf for a neuron that is always computed.
+    score (the matrices then have n_ff - first rows); empty: none. An optional tensor blk.N.always.bias [n_ff
+    - first] is added to the scores; +inf means that a neuron is always computed.
     """
 
     kind: PredictorKind

@@ -1,10 +1,9 @@
-"""What of a step is done ahead of its place, so that rows are read while something is computed.
+"""Moves operations of a step forward, so that rows are read from disk while something else is computed.
 
-Which neurons or experts a layer needs is known once its predictor or router has run. Where these read what is
-there before attention (SmallThinker's router, predictors of falcon's parallel layers) they run before it, and
-where all tokens pass a network beside the experts, whose result is weighed before the two are added
-(Qwen's), that one comes before the experts. Reads begin behind predictor or router. Only the order of
-operations changes, no bit does.
+Which neurons or experts a layer needs is known once its predictor or router has run. If these only need
+values from before attention (SmallThinker's router, predictors of Falcon's parallel layers), they run before
+it. A shared expert whose result is weighted before it is added (Qwen's) runs before the routed experts. Reads
+begin after the predictor or router. Only the order of operations changes, no result.
 """
 
 from __future__ import annotations
@@ -25,23 +24,27 @@ from hotset.model.operations import (
 
 @dataclass(frozen=True)
 class Ahead:
-    """groups: in their new order. begins: behind the group that yields a value, the FFN whose rows are known
-    then; of those that gain by it."""
+    """The groups in their new order.
+
+    begins: the value after which the rows of an FFN are known.
+    """
 
     groups: list[Fused]
     begins: dict[Value, Ffn]
 
 
 def chosen_rows(ffn: Ffn) -> str | None:
-    """The tensor of which a predictor or a router says which rows are needed; None where both do, or none."""
+    """Return the tensor whose rows only a predictor or only a router chooses; None otherwise."""
     if ffn.route is None:
         return ffn.decides.weight if ffn.mask is not None else None
     return ffn.up.weights[0] if ffn.mask is None and isinstance(ffn.up, ExpertLinear) else None
 
 
 def look_ahead(groups: list[Fused], is_stored: Callable[[str], bool]) -> Ahead:
-    """Moves what says which rows are needed forward, and what needs none of them before their FFN. is_stored:
-    whether a tensor's rows come from a store, in which not all of them have room."""
+    """Move predictors and routers forward, and operations without chosen rows before their FFN.
+
+    is_stored: whether a tensor's rows come from a store that cannot hold all of them.
+    """
     ordered, begins = list(groups), {}
     for group in groups:
         ffn = group.ffn
@@ -71,7 +74,7 @@ def look_ahead(groups: list[Fused], is_stored: Callable[[str], bool]) -> Ahead:
 
 
 def _producers(groups: Sequence[Fused], value: Value) -> list[Fused]:
-    """Those of the groups that a value depends on, in their order."""
+    """Return the groups that a value depends on, in order."""
     wanted, found = {value}, []
     for group in reversed(groups):
         if wanted & set(group.out):
@@ -81,7 +84,7 @@ def _producers(groups: Sequence[Fused], value: Value) -> list[Fused]:
 
 
 def _independent(groups: Sequence[Fused], ffn: Fused) -> list[Fused]:
-    """What follows an FFN in its layer, up to what reads its result."""
+    """Return the groups after an FFN in its layer, up to the first that reads its result."""
     found = []
     for group in groups:
         if group.layer != ffn.layer or set(group.reads) & set(ffn.out):
@@ -95,11 +98,11 @@ def _is_in(group: Fused, groups: Sequence[Fused]) -> bool:
 
 
 def _mixes_tokens(group: Fused) -> bool:
-    """Attention, or what stands in its place: what is worth to be waited beside."""
+    """Return whether a group has a token mixer, which takes long enough to read rows."""
     return any(op.mixes_tokens for op in group.ops)
 
 
 def _fetches_too(group: Fused) -> bool:
-    """Whether rows might be fetched for it, which would end what is on its way."""
+    """Return whether a group might itself request rows, which would end pending reads."""
     rows = (ExpertLinear, ExpertSum, TransposedLinear, Route)
     return any(isinstance(op, rows) or (isinstance(op, Ffn) and op.leaves_out) for op in group.ops)

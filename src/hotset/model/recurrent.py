@@ -28,7 +28,7 @@ from hotset.model.operations import (
 
 
 def convolved(model: GraphBuilder, blk: str, mixer: ConvMixer, h: Value) -> Value:
-    """A short convolution of the product of two projections, times a third."""
+    """Add a short convolution: the product of two projections, convolved, times a third projection."""
     d = model.config.n_embd
     names = f"{blk}.conv_b", f"{blk}.conv_c", f"{blk}.conv_x"
     parts = model.rows_of(f"{blk}.shortconv.in_proj", h, dict.fromkeys(names, d))
@@ -41,11 +41,11 @@ def convolved(model: GraphBuilder, blk: str, mixer: ConvMixer, h: Value) -> Valu
 
 
 def delta_net(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -> Value:
-    """The gated delta rule on convolved queries, keys and values, normed head by head and gated."""
+    """Add the gated delta rule on convolved queries, keys and values, normed per head and gated."""
     n, of_values, width = mixer.n_head, mixer.of_values, 2 * mixer.of_keys + mixer.of_values
     qkv = model.linear(h, f"{blk}.attn_qkv", width, f"{blk}.delta_qkv")
     gate = model.linear(h, f"{blk}.attn_gate", of_values, f"{blk}.delta_gate")
-    if f"{blk}.ssm_ba.weight" in model.weights.tensors:  # of each key's heads beta, and then alpha
+    if f"{blk}.ssm_ba.weight" in model.weights.tensors:  # for each key head: beta, then alpha
         both = model.linear(h, f"{blk}.ssm_ba", 2 * n, f"{blk}.delta_ba")
         beta, alpha = (
             model.add(Heads(model.value(f"{blk}.{name}", n), both, mixer.n_head_k, first, **model.where))
@@ -70,7 +70,7 @@ def delta_net(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -> Val
 
 
 def channel_deltas(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -> Value:
-    """As delta_net, where keys decay per channel (Kimi Delta Attention, arXiv 2510.26692)."""
+    """Add a delta net whose keys decay per channel (Kimi Delta Attention, arXiv 2510.26692)."""
     n, width, joined = mixer.n_head, mixer.of_values, None
     for part in "qkv":
         x = model.linear(h, f"{blk}.attn_{part}", width)
@@ -102,7 +102,7 @@ def channel_deltas(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -
 def _read_state(
     model: GraphBuilder, blk: str, mixer: DeltaMixer, delta: Value, gate: Value, tensor: str
 ) -> Value:
-    """What heads yield, normed head by head, times gates, through the matrix `tensor`."""
+    """Add the norm of the heads' results, the gates, and the product with the matrix `tensor`."""
     norm = model.weights.vector(f"{blk}.ssm_norm", mixer.dim_v)
     out, eps = model.value(f"{blk}.delta_norm", delta.width), model.config.norm_eps
     normed = model.add(RMSNorm(out, delta, norm, eps, mixer.n_head, **model.where))
@@ -112,7 +112,7 @@ def _read_state(
 
 
 def state_space(model: GraphBuilder, blk: str, mixer: StateSpaceMixer, h: Value) -> Value:
-    """The state space of Mamba-2 on convolved values, B and C, gated and then normed group by group."""
+    """Add the state space of Mamba-2 on convolved values, B and C, gated and then normed per group."""
     n, of_values, width = mixer.n_head, mixer.of_values, mixer.width
     widths = {f"{blk}.ssm_z": of_values, f"{blk}.ssm_xbc": width, f"{blk}.ssm_dt": n}
     z, xbc, dt = (model.add(op) for op in model.rows_of(f"{blk}.ssm_in", h, widths))
@@ -139,7 +139,7 @@ def state_space(model: GraphBuilder, blk: str, mixer: StateSpaceMixer, h: Value)
 
 
 def channel_space(model: GraphBuilder, blk: str, mixer: ChannelMixer, h: Value) -> Value:
-    """The state space of Mamba on convolved values, of which dt, B and C are made too; gated."""
+    """Add the state space of Mamba on convolved values, from which dt, B and C are computed too; gated."""
     n = mixer.inner
     both = dict.fromkeys((f"{blk}.ssm_x_in", f"{blk}.ssm_z"), n)
     x, z = (model.add(op) for op in model.rows_of(f"{blk}.ssm_in", h, both))
@@ -168,12 +168,12 @@ def _small_norm(model: GraphBuilder, x: Value, name: str, mixer: ChannelMixer) -
 
 
 class TimeMix:
-    """What stands in attention's place in RWKV, of the normed stream h.
+    """The time mix of RWKV, which replaces attention, for the normed stream h.
 
-    first_values: of the first layer, which the others of RWKV 7 refer to; `out` sets them in the first.
+    first_values: values of the first layer, which later layers of RWKV 7 use; `out` sets it in the first.
     """
 
-    EPS = 64e-5  # of the norm of what heads yield
+    EPS = 64e-5  # of the norm of the heads' results
 
     def __init__(
         self, model: GraphBuilder, blk: str, mixer: RwkvMixer, h: Value, first_values: Value | None
@@ -183,14 +183,14 @@ class TimeMix:
         self._more = model.shifted(h, f"{blk}.time_mix_shift")
 
     def out(self) -> Value:
-        """The sum's other part."""
+        """Add the operations; return the value that is added to the stream."""
         y, gate = self._seventh() if self._mixer.version == 7 else self._sixth()
         if gate is not None:
             y = self._multiplied(y, gate, "time_mix_gated")
         return self._linear(y, "time_mix_output", y.width)
 
     def _sixth(self) -> tuple[Value, Value]:
-        """RWKV 6 (arXiv 2404.05892): how much of the token before counts depends on the token."""
+        """Add RWKV 6 (arXiv 2404.05892): the share of the previous token depends on the token."""
         model, blk, d, n = self._model, self._blk, self._h.width, self._mixer.rank_mix
         z = model.lerped(self._h, self._more, f"{blk}.time_mix_lerp_x", f"{blk}.time_mix_x")
         z = self._tanh(self._linear(z, "time_mix_w1", 5 * n))
@@ -217,7 +217,7 @@ class TimeMix:
         return self._normed(self._added(y, bonus, "time_mix_read")), model.activated(gate, "silu")
 
     def _seventh(self) -> tuple[Value, Value | None]:
-        """RWKV 7 (arXiv 2503.14456)."""
+        """Add RWKV 7 (arXiv 2503.14456)."""
         model, blk, mixer, d = self._model, self._blk, self._mixer, self._h.width
         names = "rwkvag" if mixer.rank_gate else "rwkva"
         x = {
@@ -251,12 +251,12 @@ class TimeMix:
         return y, self._linear(gate, "time_mix_g2", d)
 
     def _values(self, v: Value, x: Value) -> Value:
-        """The layer's values, brought nearer to those of the first layer."""
+        """Add the layer's values, moved towards the first layer's."""
         model, d = self._model, v.width
         first = self.first_values
         if first is None:
             self.first_values = v
-            for name in ("time_mix_v0", "time_mix_v1", "time_mix_v2"):  # that some files have here
+            for name in ("time_mix_v0", "time_mix_v1", "time_mix_v2"):  # some files have unused ones here
                 model.weights.leave(f"{self._blk}.{name}")
             return v
         share = self._linear(x, "time_mix_v1", self._mixer.rank_value)
@@ -272,21 +272,21 @@ class TimeMix:
         return model.add(Wkv(out, r, w, k, v, a, b, self._mixer.n_head, **model.where))
 
     def _normed(self, y: Value) -> Value:
-        """Head by head."""
+        """Add a layer norm per head."""
         model, name = self._model, f"{self._blk}.time_mix_ln"
         weight, bias = model.weights.vector(name, y.width), model.weights.bias(name, y.width, required=True)
         out = model.value(name, y.width)
         return model.add(LayerNorm(out, y, weight, bias, self.EPS, self._mixer.n_head, **model.where))
 
     def _unit(self, x: Value) -> Value:
-        """Heads as vectors of length 1."""
+        """Add heads scaled to length 1."""
         model, dim = self._model, self._mixer.dim
         out = model.value(f"{x.name}_unit", x.width)
         unit = model.add(UnitNorm(out, x, 1e-24 / dim, self._mixer.n_head, **model.where))
         return model.scaled(unit, dim**-0.5, f"{x.name}_length_1")
 
     def _linear(self, x: Value, tensor: str, width: int, bias: str | None = None) -> Value:
-        """bias: of a name of its own."""
+        """Add a product. bias: a tensor with another name than the matrix."""
         model, blk = self._model, self._blk
         op = model.linear_op(x, f"{blk}.{tensor}", width)
         return model.add(
@@ -315,8 +315,10 @@ class TimeMix:
 
 
 def channel_mix(model: GraphBuilder, blk: str, mixer: RwkvMixer, h: Value) -> tuple[Value, Value | None]:
-    """What the FFN of RWKV reads, the token's norm and what the one before it has more; in RWKV 6 also
-    what its result is multiplied by."""
+    """Add the input of RWKV's FFN: the normed token and a share of the previous one.
+
+    Returns it, and in RWKV 6 the factor of the FFN's result.
+    """
     more = model.shifted(h, f"{blk}.channel_mix_shift")
     x = model.lerped(h, more, f"{blk}.channel_mix_lerp_k", f"{blk}.channel_mix_k")
     if mixer.version == 7:

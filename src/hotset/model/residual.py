@@ -1,4 +1,4 @@
-"""Residual streams, where a model has several, and what layers embed of a token beside them."""
+"""Models with several residual streams, and per-layer embeddings of a token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hotset.model.operations import (
 
 
 def layer_embeddings(model: GraphBuilder, x: Value, n_embd_layer: int) -> Value:
-    """The embeddings of all layers side by side: of the token's own, and of the embedding x."""
+    """Add the per-layer embeddings, side by side: from the token, and from its embedding x."""
     width = n_embd_layer * model.config.n_layer
     rows = model.weights.matrix("per_layer_token_embd", width, model.config.n_vocab)
     own = model.add(Embed(model.value("per_layer_token_embd", width), rows))
@@ -45,7 +45,7 @@ def layer_embeddings(model: GraphBuilder, x: Value, n_embd_layer: int) -> Value:
 
 
 def gated_embedding(model: GraphBuilder, i: int, x: Value, embedded: Value) -> Value:
-    """What layer i adds of its embedding of the token, gated by the stream x. embedded: of all layers."""
+    """Add layer i's embedding, gated by the stream x. embedded: the embeddings of all layers."""
     blk, width = f"blk.{i}", embedded.width // model.config.n_layer
     gate = model.linear(x, f"{blk}.inp_gate", width)
     act, kind = model.value(f"{blk}.inp_gate_act", width), model.config.layers[i].activation.gate
@@ -57,13 +57,13 @@ def gated_embedding(model: GraphBuilder, i: int, x: Value, embedded: Value) -> V
 
 
 class AltUpResidual:
-    """Residual streams of AltUp, and what each layer embeds of a token. x: the streams side by side.
+    """The residual streams of AltUp, and the per-layer embeddings. x: the streams side by side.
 
-    A layer predicts all streams, computes the first from its prediction, corrects all by how that differs
-    from it, and adds its embedding, gated by the first stream, to the others.
+    A layer predicts all streams, computes the first from its prediction, corrects all by the difference, and
+    adds its embedding, gated by the first stream, to the others.
     """
 
-    LEAST = 1e-5  # mean square, where a stream is made as large as another
+    LEAST = 1e-5  # lower limit of the mean square when a stream is scaled to the magnitude of another
 
     def __init__(self, model: GraphBuilder, facts: AltUp, x: Value) -> None:
         self._model, self._n = model, facts.n_streams
@@ -77,7 +77,7 @@ class AltUpResidual:
         self._predictions = self.x
 
     def predicted(self, i: int) -> Value:
-        """The first stream, as layer i predicts it."""
+        """Return the first stream, as layer i predicts it."""
         model, blk = self._model, f"blk.{i}"
         model.enter(i, "other")
         first = self._stream(self.x, 0, f"{blk}.altup_inp")
@@ -90,7 +90,7 @@ class AltUpResidual:
         return self._stream(self._predictions, 0, f"{blk}.inp")
 
     def correct(self, i: int, y: Value) -> None:
-        """Corrects the streams by what layer i made of the first one, y."""
+        """Correct the streams by y, layer i's result for the first stream."""
         model, blk, d = self._model, f"blk.{i}", y.width
         model.enter(i, "other")
         weights = model.linear(self._routed(y, blk, "altup_correct"), f"{blk}.altup_correct_coef", self._n)
@@ -109,7 +109,7 @@ class AltUpResidual:
         self.x = model.add(AddStreams(out, corrected, more, None, self._n, 1.0, 1, **model.where))
 
     def joined(self, x: Value) -> Value:
-        """Of rows x of the streams the mean, each after the first projected and made as large as that."""
+        """Return the mean of rows x; streams after the first are projected and scaled to its magnitude."""
         model, d = self._model, self._model.config.n_embd
         matrices = model.weights.heads("altup_unembd_proj", d, d, self._n - 1)
         total = first = self._stream(x, 0, "output_stream_0")
@@ -122,7 +122,7 @@ class AltUpResidual:
         return model.scaled(total, 1 / self._n, "output_mean")
 
     def _routed(self, x: Value, blk: str, name: str) -> Value:
-        """A few numbers, of which the weights of streams are made."""
+        """Return a few numbers from which the weights of streams are computed."""
         model, out = self._model, f"{blk}.{name}_router"
         h = model.norm(x, f"{blk}.altup_router_norm", f"{out}_norm")
         h = model.scaled(h, 1 / x.width, f"{out}_scaled")
@@ -135,8 +135,10 @@ class AltUpResidual:
 
 
 class HyperResidual:
-    """Residual streams of which a part of a layer reads a sum, and which are mixed when it adds its result.
-    x: the embedding, with which each begins."""
+    """Residual streams of which a part of a layer reads a weighted sum, and which are mixed with its result.
+
+    x: the embedding, with which each stream begins.
+    """
 
     def __init__(self, model: GraphBuilder, facts: Hyper, x: Value) -> None:
         self._model, self._facts, self._part, n = model, facts, "", facts.n_streams
@@ -144,7 +146,7 @@ class HyperResidual:
         self._write = self.x
 
     def read(self, i: int, part: Part) -> Value:
-        """What a part of layer i reads."""
+        """Return the input of a part of layer i."""
         model = self._model
         model.enter(i, part)
         n, name = self._facts.n_streams, "attn" if part == "attention" else part
@@ -155,7 +157,7 @@ class HyperResidual:
         return self._sum(self.x, read, f"{self._part}_inp")
 
     def add(self, y: Value) -> None:
-        """Mixes the streams, and adds the result of the part that has read them."""
+        """Mix the streams, and add the result of the part that has read them."""
         model, n = self._model, self._facts.n_streams
         both = model.value(f"{self._part}_both", y.width + self.x.width)
         both = model.add(Heads(both, y, 1, 0, self.x, **model.where))
@@ -163,7 +165,7 @@ class HyperResidual:
         self.x = model.add(AddStreams(out, None, both, self._write, n, **model.where))
 
     def joined(self, x: Value) -> Value:
-        """What the output reads of rows x of the streams."""
+        """Return the output's input from rows x of the streams."""
         weights = self._weights(x, "output_hc", self._facts.n_streams)
         return self._sum(x, weights, "hc_output_inp")
 
@@ -185,7 +187,7 @@ class HyperResidual:
 
 
 def residual_streams(model: GraphBuilder, x: Value) -> HyperResidual | GatedResidual | None:
-    """Those that parts of layers read and mix, where a model has them. x: the embedding."""
+    """Return the streams that parts of layers read and mix; None: one stream. x: the embedding."""
     config = model.config
     if config.hyper is not None:
         return HyperResidual(model, config.hyper, x)
@@ -193,8 +195,11 @@ def residual_streams(model: GraphBuilder, x: Value) -> HyperResidual | GatedResi
 
 
 class GatedResidual:
-    """Residual streams of which a part of a layer reads the mean, normed and gated per channel, and to
-    each of which its result is added with a weight. x: the embedding, with which each begins (Qwen4-Exp)."""
+    """Residual streams of Qwen4-Exp. x: the embedding, with which each stream begins.
+
+    A part of a layer reads the mean, normed and gated per channel. Its result is added to each stream with a
+    weight.
+    """
 
     def __init__(self, model: GraphBuilder, facts: GatedStreams, x: Value) -> None:
         self._model, self._n, self._rank = model, facts.n, facts.rank
@@ -205,7 +210,7 @@ class GatedResidual:
         self._weights, self._sum = self.x, ""
 
     def read(self, i: int, part: Part) -> Value:
-        """What a part of layer i reads; it has no norm of its own."""
+        """Return the input of a part of layer i; it is already normed."""
         model, n = self._model, self._n
         model.enter(i, part)
         name, self._sum = f"blk.{i}.hc_ffn", f"blk.{i}.out"
@@ -218,18 +223,18 @@ class GatedResidual:
         return read
 
     def add(self, y: Value) -> None:
-        """Adds the result of the part that has read the streams."""
+        """Add the result of the part that has read the streams."""
         model, out = self._model, self._model.value(self._sum, self.x.width)
         self.x = model.add(AddStreams(out, self.x, y, self._weights, self._n, **model.where))
 
     def joined(self, x: Value) -> Value:
-        """What the output reads of rows x of the streams, normed."""
+        """Return the output's input from rows x of the streams, normed."""
         name = self._model.config.output_norm
         assert name is not None
         return self._gated_mean(self._normed(x, f"{name}_norm"), name, "output_norm")
 
     def add_ngrams(self, i: int, ngrams: Ngrams) -> None:
-        """Adds the embeddings of the token's n-grams, gated by each stream, and a convolution of those."""
+        """Add the embeddings of the token's n-grams, gated by each stream, and a convolution of these."""
         model, blk, d, x = self._model, f"blk.{i}", self._model.config.n_embd, self.x
         model.enter(i, "other")
         n_rows = max(map(sum, zip(ngrams.sizes, ngrams.offsets, strict=True)))
@@ -252,7 +257,7 @@ class GatedResidual:
         self.x = model.add(Add(model.value(f"{blk}.ple_streams", x.width), x, more, **model.where))
 
     def _gated_mean(self, h: Value, name: str, out: str) -> Value:
-        """The mean of streams, each channel times a gate. name: of tensors and values; out: of the mean."""
+        """Return the mean of gated streams. name: prefix of tensors and values; out: name of the mean."""
         model, n, d = self._model, self._n, self._model.config.n_embd
         low = model.scaled(model.linear(h, f"{name}_down", self._rank), 1 / n, f"{name}_low")
         gates = model.linear(model.activated(low, "silu"), f"{name}_up", h.width)
@@ -265,7 +270,7 @@ class GatedResidual:
         return model.scaled(total, 1 / n, out)
 
     def _normed(self, x: Value, name: str, tensor: str | None = None) -> Value:
-        """Each stream through a norm of its own."""
+        """Return the streams, each through its own norm."""
         model = self._model
         weight, out = model.weights.numbers(tensor or name, x.width), model.value(f"{name}_unit", x.width)
         unit = model.add(UnitNorm(out, x, model.config.norm_eps, self._n, **model.where))

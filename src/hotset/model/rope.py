@@ -1,4 +1,4 @@
-"""The rotation that a file's keys and tensors ask for, with its scalings."""
+"""The rotation (RoPE) given by a file's keys and tensors, with its scalings."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LongRope:
-    """A rotation for contexts beyond the one that a model was first trained with (arXiv 2402.13753).
+    """The rotation for contexts beyond the original training context (arXiv 2402.13753).
 
-    n_ctx: the longest context that the layers' own rotation serves; rope: for longer ones.
+    n_ctx: the longest context for the layers' normal rotation; rope: the rotation for longer contexts.
     """
 
     n_ctx: int
@@ -38,7 +38,7 @@ class LongRope:
 
 
 def windowed_rope_of(keys: Keys, architecture: Architecture, rope: Rope, base: float) -> Rope:
-    """Of layers with a window, beside the rope of the others: never scaled. base: where the file has none."""
+    """Return the rotation of layers with a window, which is never scaled. base: if the file has none."""
     base = keys.real("rope.freq_base_swa", 1e-3, 1e15, base)
     n_rot = rope.n_rot
     if architecture.window_heads:
@@ -47,7 +47,7 @@ def windowed_rope_of(keys: Keys, architecture: Architecture, rope: Rope, base: f
 
 
 def window_dim(keys: Keys, head_dim: int) -> int:
-    """Channels of a head of layers with a window."""
+    """Return the channels of a head in layers with a window."""
     dim = keys.integer("attention.key_length_swa", 1, MAX_HEAD_DIM, head_dim)
     if keys.integer("attention.value_length_swa", 1, MAX_HEAD_DIM, dim) != dim:
         raise keys.error("attention.value_length_swa", f"is not attention.key_length_swa, {dim}")
@@ -55,14 +55,14 @@ def window_dim(keys: Keys, head_dim: int) -> int:
 
 
 def frequencies(base: float, n_rot: int) -> np.ndarray:
-    """base^(-2i / n_rot), float64 [n_rot / 2]."""
+    """Return base^(-2i / n_rot), float64 [n_rot / 2]."""
     return base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
 
 
 def long_rope_of(
     gguf: GGUFFile, keys: Keys, architecture: Architecture, head_dim: int, n_ctx_train: int
 ) -> LongRope | None:
-    """The rotation for long contexts, of files with factors for it."""
+    """Return the rotation for long contexts; None for files without factors for it."""
     found = [name for name in (SHORT_FACTORS, LONG_FACTORS) if name in gguf.tensors]
     if architecture.rope is None or not found:
         return None
@@ -83,14 +83,16 @@ def rope_of(
     factors: str | None = None,
     base_key: str = "rope.freq_base",
 ) -> Rope:
-    """Frequencies with the file's scaling applied: none, linear, yarn, or divisors in the tensor
-    `factors`. base_key: of their base."""
+    """Return the rotation with the file's scaling applied: none, linear, yarn, or divisors.
+
+    factors: the tensor of divisors. base_key: the key of the frequencies' base.
+    """
     factors = factors or (SHORT_FACTORS if SHORT_FACTORS in gguf.tensors else LLAMA3_FACTORS)
     n_rot = keys.integer("rope.dimension_count", 2, head_dim, head_dim)
     if n_rot % 2:
         raise keys.error("rope.dimension_count", f"is {n_rot}, which is odd")
     base = keys.real(base_key, 1e-3, 1e15, 10000.0)
-    if alpha := keys.real("rope.scaling.alpha", 0.0, 1e9, 0.0):  # hunyuan_vl's, whatever the context is
+    if alpha := keys.real("rope.scaling.alpha", 0.0, 1e9, 0.0):  # in hunyuan_vl, for any context length
         base *= alpha ** (n_rot / max(n_rot - 2, 1))
     freq = frequencies(base, n_rot)
     if factors in gguf.tensors:  # the scaling of Llama 3 and Phi 3 is a tensor of divisors, not a key
@@ -105,7 +107,7 @@ def rope_of(
         freq, magnitude = _yarn(keys, architecture, freq, base, factor, n_ctx_train)
     elif kind != "none" and not (kind == "longrope" and factors in (SHORT_FACTORS, LONG_FACTORS)):
         raise UnsupportedModelError(
-            f"the RoPE scaling {shown(kind)} is not supported; supported are none, linear, yarn, "
+            f"the RoPE scaling {shown(kind)} is not supported; hotset supports none, linear, yarn, "
             f"and longrope with {SHORT_FACTORS} and {LONG_FACTORS}"
         )
     magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
@@ -128,7 +130,10 @@ def divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
 def _yarn(
     keys: Keys, architecture: Architecture, freq: np.ndarray, base: float, factor: float, n_ctx_train: int
 ) -> tuple[np.ndarray, float]:
-    """YaRN (arXiv 2309.00071): slow channels interpolate by `factor`, fast ones stay, a ramp lies between."""
+    """Return frequencies and magnitude of YaRN (arXiv 2309.00071).
+
+    Slow channels are divided by `factor`, fast ones unchanged, and a ramp connects them.
+    """
     n_ctx_original = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
     beta_fast = keys.real("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0)
     beta_slow = keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0)
@@ -137,7 +142,7 @@ def _yarn(
         raise keys.error("rope.freq_base", f"is {base:g}, which YaRN cannot scale")
 
     def channel(rotations: float) -> float:
-        """Index of the channel pair that turns `rotations` times within the original context."""
+        """Return the index of the channel pair that turns `rotations` times in the original context."""
         return len(freq) * math.log(n_ctx_original / (rotations * 2 * math.pi)) / math.log(base)
 
     low, high = channel(beta_fast), channel(beta_slow)
@@ -151,13 +156,15 @@ def _yarn(
         if architecture.latent_eps is None:
             magnitude = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
         elif keys.get("rope.scaling.yarn_attn_factor") is None:
-            magnitude = 1.0  # the scale of the scores has it all
+            magnitude = 1.0  # latent_yarn_scale includes it
     return freq / factor * (1 - keep) + freq * keep, magnitude
 
 
 def latent_yarn_scale(keys: Keys) -> float:
-    """What scores are multiplied by beside the scale of a head's width. The multiplier is a tenth of
-    mscale_all_dim of DeepSeek's config.json here, and in no other architecture."""
+    """Return YaRN's factor of attention scores in models with MLA.
+
+    Only for these models, the file's multiplier is a tenth of mscale_all_dim in DeepSeek's config.json.
+    """
     if keys.text("rope.scaling.type") != "yarn":
         return 1.0
     factor = keys.real("rope.scaling.factor", 0.0, 1e6, 1.0)
@@ -200,13 +207,16 @@ def key_centre(op: Attention, bias: np.ndarray) -> np.ndarray:
 
 
 def position_gain(op: PositionGain, positions: np.ndarray) -> np.ndarray:
-    """Return the gain of each position [n], float32 [n, 1], by way of float64."""
+    """Return the gain of each position [n], float32 [n, 1], computed in float64."""
     gains = 1 + op.beta * np.log(1.0 + positions // op.length)
     return gains.astype(np.float32)[:, None]
 
 
 def cos_sin(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the angles of positions [n], times the magnitude: float32 [n, n_rot / 2] each, by way of float64."""
+    """Return cos and sin of the angles of positions [n], times the magnitude, computed in float64.
+
+    Each is float32 [n, n_rot / 2].
+    """
     positions = positions // rope.every * rope.every
     angles = positions[:, None].astype(np.float64) * np.asarray(rope.freq)
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude

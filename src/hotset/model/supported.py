@@ -1,4 +1,4 @@
-"""The supported architectures as users ask for them, and what is new in a file of one that is not."""
+"""The supported architectures as `hotset list` shows them, and hints for files of unsupported ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _NAMED = 6  # tensors and keys in a message
 
 @dataclass(frozen=True)
 class SupportedArchitecture:
-    """name: value of general.architecture. kind: dense or MoE, and what is special. sparsity: which
-    neurons of its FFNs need not be computed. compared_with: what the tests take its numbers from."""
+    """A row of `hotset list --architectures`.
+
+    name: value of general.architecture. kind: dense or MoE, and special features. sparsity: which neurons
+    need not be computed. compared_with: the reference of the tests.
+    """
 
     name: str
     kind: str
@@ -32,7 +35,7 @@ class SupportedArchitecture:
 
 
 def supported() -> list[SupportedArchitecture]:
-    """All architectures, by name."""
+    """Return all architectures, sorted by name."""
     return [
         SupportedArchitecture(name, _kind(row), _sparsity(row), row.compared_with)
         for name, row in sorted(ARCHITECTURES.items())
@@ -62,9 +65,9 @@ def _kind(row: Architecture) -> str:
 
 def _sparsity(row: Architecture) -> str:
     activation = row.activation
-    if row.altup:  # in the layers that the file names
+    if row.altup:  # only in the layers that the file names
         return "exact zeros (Gaussian top-k)"
-    if not row.causal:  # no logits to find thresholds by
+    if not row.causal:  # calibration of thresholds needs logits
         return "none"
     if not has_zeros(activation.gate):
         return "thresholds"
@@ -72,7 +75,7 @@ def _sparsity(row: Architecture) -> str:
 
 
 def read_config(gguf: GGUFFile, *, activation: str | None = None) -> ModelConfig:
-    """`config_from_gguf`; for an unknown architecture the message names the nearest ones and what is new."""
+    """Return `config_from_gguf`; for an unknown architecture the error names the nearest ones."""
     try:
         return config_from_gguf(gguf, activation=activation)
     except UnknownArchitectureError as error:
@@ -81,7 +84,7 @@ def read_config(gguf: GGUFFile, *, activation: str | None = None) -> ModelConfig
 
 @dataclass(frozen=True)
 class _Difference:
-    """From the models of one architecture: tensors, without the numbers of layers, and keys."""
+    """The difference from one architecture: tensors, without layer numbers, and keys."""
 
     name: str
     missing: set[str]
@@ -90,7 +93,7 @@ class _Difference:
 
 
 class _Renamed:
-    """A file whose keys are those of another architecture; notes which are read."""
+    """A file whose keys are renamed to another architecture; records which of them are read."""
 
     def __init__(self, gguf: GGUFFile, name: str) -> None:
         own = f"{gguf.metadata['general.architecture']}."
@@ -131,7 +134,7 @@ def _what_is_new(gguf: GGUFFile) -> str:
 
 
 def _difference(gguf: GGUFFile, row: str) -> _Difference | None:
-    """None where the file's keys make no model of that architecture."""
+    """Return the difference from an architecture; None if the file's keys are not valid for it."""
     file = _Renamed(gguf, row)
     try:
         config = config_from_gguf(cast("GGUFFile", file))
@@ -144,7 +147,7 @@ def _difference(gguf: GGUFFile, row: str) -> _Difference | None:
     return _Difference(row, _stems(missing), _stems(unused), unread)
 
 
-# Keys of every file that no layer depends on.
+# Keys of many files that no layer depends on.
 _NEVER_READ = {"vocab_size", "rope.dimension_sections"}
 
 

@@ -1,6 +1,6 @@
-"""What small means in a layer: the magnitudes below which inputs and neurons count as zero.
+"""Activation thresholds of a layer: the magnitudes below which inputs and neurons count as zero.
 
-A threshold of 0 leaves its matrix as it is. Where the values stand in the graph: model/decoder.py.
+A threshold of 0 changes nothing. model/decoder.py shows where the values are in the graph.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ THRESHOLD_NAMES: tuple[ThresholdName, ...] = get_args(ThresholdName)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerThresholds:
-    """Of one layer; each at least 0 and finite.
+    """The thresholds of one layer; each is finite and at least 0.
 
-    gate: of a neuron's activated gate, of its activation where there is no gate (CATS, arXiv 2404.08763).
-    attn_in, attn_out, ffn_in, down_in: of what q, k and v read, what attn_output reads, what gate and up
-    read, what down reads (TEAL, arXiv 2408.14690).
+    gate: of a neuron's activated gate or, without a gate, its activation (CATS, arXiv 2404.08763).
+    attn_in, attn_out, ffn_in, down_in: of the inputs of q, k and v, of attn_output, of gate and up, and of
+    down (TEAL, arXiv 2408.14690).
     """
 
     gate: float = 0.0
@@ -30,15 +30,15 @@ class LayerThresholds:
 
     @property
     def of_ffn(self) -> bool:
-        """Whether a threshold of the FFN is other than 0."""
+        """Return whether a threshold of the FFN is nonzero."""
         return bool(self.gate or self.ffn_in or self.down_in)
 
     @property
     def has_thresholds(self) -> bool:
-        """Whether any is other than 0."""
+        """Return whether any threshold is nonzero."""
         return any(value for _, value in self.items())
 
     def items(self) -> Iterator[tuple[ThresholdName, float]]:
-        """Name and value of each, in the order above."""
+        """Yield the name and value of each, in the order above."""
         for name in THRESHOLD_NAMES:
             yield name, getattr(self, name)

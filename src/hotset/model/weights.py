@@ -1,4 +1,4 @@
-"""The tensors of a file, as the description of a model asks for them."""
+"""The tensors of a file, requested one by one while a model is described."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hotset.model.config import ModelConfig
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
-# Tensors that a file may have without being read: facts that some converters leave in it as tensors (the
-# configuration has read them from the keys), predictors that are not in use (of the logits too), indexers
-# that choose among more keys than there are, and, where one form of the down projection is read, the others.
-# What lies behind the last norm of an embedding model or a reranker, engine/pooling.py reads.
+# Tensors that a file may have although nothing here reads them: facts stored as tensors by some converters
+# (they are also keys), unused predictors (also of logits), indexers (hotset's contexts need no choice of
+# keys), and other layouts of a down projection. engine/pooling.py reads the tensors after an embedding
+# model's last norm.
 REDUNDANT_TENSORS = re.compile(
     r"(dense_2|dense_3|cls|cls\.output)\.(weight|bias)|cls\.norm\.weight|"
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
@@ -27,15 +27,15 @@ REDUNDANT_TENSORS = re.compile(
     r"(ffn_down|channel_mix_value)\.weight|(ffn_down|channel_mix_value)_t\.(codes|scales))"
 )
 
-# Types of what hotset builds itself: codes of planes, and the scales of planes.
+# Types of tensors that hotset builds: codes and scales of planes.
 _BYTES, _SCALES = frozenset({GGMLType.I8}), frozenset({GGMLType.F16})
 _WHOLE = frozenset({GGMLType.I32})
 
 
 class Weights:
-    """Asks for each tensor with its shape, and remembers what was asked for.
+    """A reader that checks the shape of each requested tensor and records which were requested.
 
-    missing: takes the names of those that are not there, which are then no error.
+    missing: collects the names of missing tensors, which then raise no error.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Weights:
         return self._ask(f"{name}.weight", (n_in, n_out), types)
 
     def vector(self, name: str, n: int) -> str:
-        """Some files lack the end of its name."""
+        """Return a vector's tensor name; some files omit the suffix."""
         return self._ask(name if name in self.tensors else f"{name}.weight", (n,))
 
     def numbers(self, name: str, n: int) -> str:
-        """A vector that files have with one dimension or more."""
+        """Return the name of a tensor of n numbers, of any dimensions."""
         return self._numbers(f"{name}.weight", n)
 
     def bare(self, name: str, n: int) -> str:
-        """The same where the name says all."""
+        """Return the name of a tensor of n numbers whose name has no suffix."""
         return self._numbers(name, n)
 
     def _numbers(self, name: str, n: int) -> str:
@@ -65,44 +65,46 @@ class Weights:
         return self._ask(name, tuple(info.shape) if info is not None and fits else (n,))
 
     def plain(self, name: str, n_in: int, n_out: int) -> str:
-        """A matrix whose name says all."""
+        """Return the name of a matrix whose name has no suffix."""
         return self._ask(name, (n_in, n_out))
 
     def row(self, name: str, n: int) -> str:
-        """A matrix of one row: files have it as a vector."""
+        """Return the name of a matrix with one row, which some files store as a vector."""
         info = self.tensors.get(f"{name}.weight")
         shape = (n, 1) if info is not None and len(info.shape) == 2 else (n,)
         return self._ask(f"{name}.weight", shape, DECODABLE)
 
     def table(self, name: str, n: int) -> str:
-        """Rows of n numbers, of which there are one, perhaps as a vector, or more."""
+        """Return the name of a table with any number of rows of n numbers; one row may be a vector."""
         shape = self.shape(name) or (n, 1)
         return self._ask(f"{name}.weight", shape if shape == (n,) else (n, *shape[-1:]))
 
     def experts_of_tokens(self, name: str, n_used: int) -> str:
-        """A table of whole numbers, some for each token."""
+        """Return the name of a table of expert ids, n_used for each token id."""
         return self._ask(f"{name}.weight", (n_used, self.config.n_vocab), _WHOLE)
 
     def heads(self, name: str, n_in: int, n_out: int, n_head: int) -> str:
-        """A matrix of each head, in one tensor."""
+        """Return the name of a tensor with a matrix per head."""
         return self._ask(f"{name}.weight", (n_in, n_out, n_head), DECODABLE)
 
     def rows(self, name: str, n: int, least: int) -> str:
-        """A table of so many rows of n numbers at least, which files fill up."""
+        """Return the name of a table with at least `least` rows of n numbers; files may pad it."""
         shape = self.shape(name) or ()
         enough = len(shape) == 2 and shape[1] >= least
         return self._ask(f"{name}.weight", (n, shape[1] if enough else least), DECODABLE)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a matrix that files have in more than one form; None: there is none."""
+        """Return the shape of a matrix that files store in more than one form; None if it is missing."""
         info = self.tensors.get(f"{name}.weight")
         return None if info is None else tuple(info.shape)
 
     def experts(
         self, name: str, n_in: int, n_out: int, n: int, *, n_bias: int | None = None
     ) -> tuple[tuple[str, ...], str | None]:
-        """The matrices of n experts, in one tensor or, in old files, in one each; and their bias, of n_bias
-        numbers (None: a row has one)."""
+        """Return the matrices of n experts, as one tensor or (old files) one each, and their bias.
+
+        n_bias: numbers of an expert's bias; None: one per row.
+        """
         if f"{name}.0.weight" in self.tensors and f"{name}_exps.weight" not in self.tensors:
             return tuple(self.matrix(f"{name}.{e}", n_in, n_out) for e in range(n)), None
         weight = self._ask(f"{name}_exps.weight", (n_in, n_out, n), DECODABLE)
@@ -111,33 +113,33 @@ class Weights:
         return (weight,), self._ask(f"{name}_exps.bias", bias) if has_bias else None
 
     def bias(self, name: str, n: int, *, required: bool = False) -> str | None:
-        """The bias of a tensor, where it has one or must have one."""
+        """Return the name of a tensor's bias; None if it has none and needs none."""
         required = required or name.rpartition(".")[2] in self.config.biased
         return self._ask(f"{name}.bias", (n,)) if required or f"{name}.bias" in self.tensors else None
 
     def scales(self, name: str, n: int) -> str | None:
-        """Of each expert, where a tensor has them."""
+        """Return the name of the experts' scales; None without scales."""
         return self._ask(f"{name}.scale", (n,)) if f"{name}.scale" in self.tensors else None
 
     def n_rows(self, name: str, axis: int = -1) -> int:
-        """Rows of a matrix whose size no key says: the rank of a predictor."""
+        """Return the number of rows of a matrix whose size no key states: the rank of a predictor."""
         info = self.tensors.get(f"{name}.weight")
         if info is None:
             raise UnsupportedModelError(f"the file lacks the tensor {name}.weight of its predictor")
         return int(info.shape[axis]) if len(info.shape) >= -axis else 0
 
     def planes(self, name: str, n_out: int, n_neurons: int) -> tuple[str, str]:
-        """Codes and scales of a neuron-major matrix; the width of the codes says which type they are."""
-        if n_out % PLANE_GROUP:  # their kernels take as many outputs at a time
+        """Return codes and scales of a neuron-major matrix; the width of the codes tells their type."""
+        if n_out % PLANE_GROUP:  # kernels process a group of outputs at a time
             raise UnsupportedModelError(
-                f"the tensor {name}.codes is of {n_out} outputs, which planes cannot hold"
+                f"the tensor {name}.codes has {n_out} outputs, but planes need a multiple of {PLANE_GROUP}"
             )
         wide = n_out if tuple(self.tensors[f"{name}.codes"].shape) == (n_out, n_neurons) else n_out // 2
         codes = self._ask(f"{name}.codes", (wide, n_neurons), _BYTES)
         return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)), _SCALES)
 
     def input_major(self, name: str, n_in: int) -> str | None:
-        """The input-major copy of a matrix, where it was made."""
+        """Return the input-major copy of a matrix; None without a copy."""
         copy, info = copy_name(name), self.tensors.get(f"{name}.weight")
         if copy not in self.tensors or info is None or not can_be_input_major(info) or n_in % PLANE_GROUP:
             return None
@@ -152,18 +154,16 @@ class Weights:
             raise UnsupportedModelError(f"the file lacks the tensor {name} {list(shape)}")
         if tuple(info.shape) != shape:
             raise UnsupportedModelError(
-                f"the tensor {name} is {list(info.shape)}, but the file's keys say {list(shape)}"
+                f"the tensor {name} has the shape {list(info.shape)}, but the file's keys say {list(shape)}"
             )
         if info.type not in types:
-            why = REFUSED_TYPES.get(
-                info.type, "which hotset does not compute with; use a file of another type"
-            )
+            why = REFUSED_TYPES.get(info.type, "which hotset does not support; use a file of another type")
             raise UnsupportedModelError(f"the tensor {name} has the type {info.type.name}, {why}")
         self.used.add(name)
         return name
 
     def leave(self, *names: str) -> None:
-        """Tensors that a file may have and nothing reads."""
+        """Mark tensors that a file may have and nothing reads."""
         self.used.update(f"{name}.weight" for name in names)
 
     def unused(self) -> list[str]:
@@ -172,11 +172,11 @@ class Weights:
         return [n for n in self.tensors if self.is_unread(n) and not n.startswith(extra)]
 
     def is_unread(self, name: str) -> bool:
-        """Whether nothing reads a tensor that something should."""
+        """Return whether a tensor should have been read but was not."""
         return name not in self.used and not REDUNDANT_TENSORS.fullmatch(name)
 
     def refuse_unused(self) -> None:
-        """A tensor that nothing reads belongs to a model that is not the one described."""
+        """Raise UnsupportedModelError if nothing reads a tensor: the file holds a different model."""
         if unused := self.unused():
             raise UnsupportedModelError(
                 f"the file has {len(unused)} tensors that no {self.config.architecture} model uses, "

@@ -1,4 +1,4 @@
-"""What a cache of weights did: rows of neurons or experts in memory, experts on a device."""
+"""Counts of a cache of weights: rows of neurons or experts in memory, or experts on a device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts since the model was loaded, of rows or, where its name says so, of the experts of tokens.
+    """Counts since the model was loaded, of rows or, if the field says so, of experts of tokens.
 
-    hits: were in the cache when they were needed. misses: had to be read from the disk. streamed: experts
-    that a device without them fetched and computed; on_cpu: that the CPU computed for it. fetched: copies of
-    experts that were made in a device's memory, for its cache or for a step, whose tokens share them.
-    bytes_read, n_reads: for misses. seconds_waited: for whatever was read. bytes_streamed, stream_reads: of
-    weights that stay in the file.
+    hits: entries that were in the cache when needed. misses: entries that had to be read from disk. streamed:
+    experts that a device lacked, copied for one step and computed; on_cpu: experts that the CPU computed
+    instead. fetched: copies of experts made in a device's memory, for its cache or for a step, whose tokens
+    share them. bytes_read, n_reads: for misses. seconds_waited: for any reads. bytes_streamed, stream_reads:
+    of weights that stay in the file.
     """
 
     hits: int = 0
@@ -31,15 +31,15 @@ class CacheStats:
         return CacheStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, before: CacheStats) -> CacheStats:
-        """What was done after `before`."""
+        """Return the counts since `before`."""
         return CacheStats(*(a - b for a, b in zip(astuple(self), astuple(before), strict=True)))
 
     @property
     def needed(self) -> int:
-        """Hits and all others."""
+        """Return how many entries were needed: hits and all others."""
         return self.hits + self.misses + self.streamed + self.on_cpu
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of what was needed that was in the cache; None where nothing was."""
+        """Return the share of needed entries that were in the cache; None if none was needed."""
         return self.hits / self.needed if self.needed else None

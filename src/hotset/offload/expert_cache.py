@@ -1,12 +1,12 @@
-"""Experts of MoE layers in slots of a device's memory: which of them, whatever the device is.
+"""The cache of MoE experts in slots of a device's memory, for any kind of device.
 
-A step uses the experts that the table named when it began: the device computes those that have a slot and
-leaves the others to the CPU. After the step the policy (replacement.py) learns which experts were used, says
-which are to come and what goes for them, and these are copied while the next steps run. A table is changed
-between steps alone, and no slot is written while a table names it. How an expert is copied, and where tables
-and slots are, is the device's: triton/experts.py, vulkan/experts.py.
+A step uses the experts in the table at its start: the device computes those that have a slot, the CPU the
+others. After the step the policy (replacement.py) learns which experts were used, and chooses which to load
+and which to evict. They are copied while the next steps run. Tables change only between steps, and no slot is
+written while a table lists it. Subclasses define how experts are copied and where tables and slots are:
+triton/experts.py, vulkan/experts.py.
 
-Layers whose matrices have other types or shapes have slots of their own, and a policy.
+Layers whose matrices have different types or shapes have separate slots and policies.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from hotset.model.operations import ActivationKind, ExpertLinear, ExpertSum, Ffn
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.replacement import Replacement, arrange
 
-LEARN_TOKENS = 8  # a step of more is a prompt's: it does not say what is needed often
+LEARN_TOKENS = 8  # larger steps are prompts, which do not show what decoding often needs
 ACTIVATIONS: tuple[ActivationKind, ...] = (
     "silu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one",
 )  # fmt: skip
-"""Those of experts that need no function of a library, and so have the CPU's bits on a device."""
+"""Activations of experts that need no library function, so that devices and the CPU agree bitwise."""
 
 Copy = Future[Callable[[], None] | None]
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """What experts must have in common to share slots: of gate (None: there is none), up and down the type,
-    rows and columns of an expert's matrix, and whether there are biases."""
+    """The properties that experts must share to share slots.
+
+    For gate (None: no gate), up and down: the type, rows and columns of an expert's matrix, and whether there
+    are biases.
+    """
 
     gate: tuple[int, int, int] | None
     up: tuple[int, int, int]
@@ -45,13 +48,13 @@ class ExpertLayout:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int, int]]:
-        """Type, rows and columns by the name of the product."""
+        """Return type, rows and columns by the name of the product."""
         found = {"gate": self.gate, "up": self.up, "down": self.down}
         return {name: shape for name, shape in found.items() if shape is not None}
 
     @property
     def biases(self) -> dict[str, int]:
-        """Width by the name of the product."""
+        """Return the bias's width by the name of the product."""
         width = {"gate": self.up[1], "up": self.up[1], "down": self.up[2]}
         names = zip(width, self.biased, strict=True)
         return {name: width[name] for name, is_biased in names if is_biased}
@@ -59,8 +62,11 @@ class ExpertLayout:
 
 @dataclass
 class Group:
-    """Layers that share slots. number: of the group. table: int32 [layers, n_expert], the slot of each
-    expert or -1, as the next step has it; changed: the device's is older."""
+    """Layers that share slots.
+
+    number: of the group. table: int32 [layers, n_expert], the slot of each expert in the next step, or -1;
+    changed: the device's table is older.
+    """
 
     number: int
     layout: ExpertLayout
@@ -70,16 +76,16 @@ class Group:
     policy: Replacement
     table: np.ndarray
     changed: bool = True
-    coming: dict[tuple[int, int], Copy] = field(default_factory=dict)  # index of a layer, expert
+    coming: dict[tuple[int, int], Copy] = field(default_factory=dict)  # (index of a layer, expert) → copy
 
 
 class ExpertCache(ABC):
     """The experts of some MoE layers in about n_slots slots of a device's memory.
 
-    ffns: of one stage; n_used is alike in those that share slots. beside: a thread copies, beside the steps;
-    False: experts are copied between two steps. least: slots of each layout, at least. empty: layouts
-    without slots are kept as well. most_coming: experts whose copies may be under way. n_fetched: experts
-    that were copied; n_streamed: of the experts of tokens those that were copied for their step alone.
+    ffns: of one stage; all that share slots have the same n_used. beside: copy in a thread while steps run;
+    False: copy between steps. least: the smallest number of slots per layout. empty: keep layouts without
+    slots, too. most_coming: how many copies may be pending. n_fetched: copied experts; n_streamed: experts of
+    tokens that were copied only for their step.
     """
 
     most_coming = 64
@@ -110,12 +116,12 @@ class ExpertCache(ABC):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those with slots."""
+        """Return the layers with slots."""
         return tuple(self._of_layer)
 
     @property
     def stats(self) -> CacheStats:
-        """What became of the experts of tokens since it was made."""
+        """Return the counts of experts since the cache was made."""
         hits = self._n_hits - self.n_streamed
         return CacheStats(hits=hits, on_cpu=self._n_on_cpu, fetched=self.n_fetched, streamed=self.n_streamed)
 
@@ -123,26 +129,25 @@ class ExpertCache(ABC):
         return self._of_layer[layer]
 
     def on_host(self, layer: int) -> np.ndarray:
-        """The table of a layer, int32 [n_expert], -1: no slot; as it changes."""
+        """Return the current table of a layer, int32 [n_expert]; -1: no slot."""
         group = self._of_layer[layer]
         table: np.ndarray = group.table[group.layers.index(layer)]
         return table
 
-    # ---- what a device does
+    # ---- implemented by a device
 
     @abstractmethod
     def _fetch(self, group: Group, layer: int, id: int, slot: int) -> Callable[[], None] | None:
-        """Copies an expert into a slot that no table names, on any thread; returns what is left to be done
-        between two steps."""
+        """Copy an expert into a slot that no table lists, in any thread; return work to do between steps."""
 
     @abstractmethod
     def _publish(self, group: Group) -> None:
-        """Makes the device's tables those of a group."""
+        """Update the device's tables from a group's."""
 
     # ---- between steps
 
     def begin_step(self) -> None:
-        """Enters what has come into the tables, and takes out what goes. Raises what one copy raised."""
+        """Add completed copies to the tables and remove evicted experts. Raises the error of a copy."""
         for group in self.groups:
             for (layer, id), copy in list(group.coming.items()):
                 if copy.done():
@@ -163,8 +168,10 @@ class ExpertCache(ABC):
         group.changed = True
 
     def learn(self, routes: Mapping[int, np.ndarray]) -> None:
-        """Takes over what a step used: of each layer int32 [n_tokens, n_used], -1 - id for what the device
-        computed."""
+        """Update the policy with the experts that a step used.
+
+        routes: of each layer int32 [n_tokens, n_used], -1 - id for experts that the device computed.
+        """
         n_hits = sum(int((asked < 0).sum()) for asked in routes.values())
         self._n_hits += n_hits
         self._n_on_cpu += sum(asked.size for asked in routes.values()) - n_hits
@@ -183,7 +190,7 @@ class ExpertCache(ABC):
         for gone in places.evicted[places.evicted >= 0].tolist():
             group.table[divmod(gone, n_expert)] = -1
             group.changed = True
-            group.coming.pop(divmod(gone, n_expert), None)  # its copy is over before the next one's begins
+            group.coming.pop(divmod(gone, n_expert), None)  # its copy ends before the next one begins
         to_fill = list(places.to_fill(ids))
         for n, (id, slot) in enumerate(to_fill):
             if len(group.coming) >= self.most_coming:
@@ -192,13 +199,13 @@ class ExpertCache(ABC):
             self.n_fetched += 1
             try:
                 self._bring(group, layer, id, slot)
-            except BaseException:  # of a disk
+            except BaseException:  # such as a disk error
                 for other, _ in to_fill[n:]:
                     group.policy.drop(layer, other)
                 raise
 
     def _bring(self, group: Group, layer: int, id: int, slot: int) -> None:
-        """layer: its index in the group."""
+        """Copy an expert into a slot. layer: its index in the group."""
         if self._copies is not None:
             group.coming[layer, id] = self._copies.submit(self._fetch, group, group.layers[layer], id, slot)
             return
@@ -208,23 +215,23 @@ class ExpertCache(ABC):
         group.changed = True
 
     def settle(self) -> None:
-        """Waits for the copies that are under way."""
+        """Wait for all pending copies."""
         wait(copy for group in self.groups for copy in group.coming.values())
 
     def close(self) -> None:
-        """Waits for the copy that is under way; safe to call twice."""
+        """Wait for the running copy and drop the others; safe to call twice."""
         if self._copies is not None:
             self._copies.shutdown(wait=True, cancel_futures=True)
 
 
 def parts_of(ffn: Ffn) -> dict[str, ExpertLinear | ExpertSum]:
-    """The products of an MoE layer by name: gate, up, down."""
+    """Return the products of an MoE layer by name: gate, up, down."""
     found = {"gate": ffn.gate, "up": ffn.up, "down": ffn.down}
     return {name: op for name, op in found.items() if isinstance(op, ExpertLinear | ExpertSum)}
 
 
 def layout_of(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> ExpertLayout:
-    """Of one expert of an MoE layer."""
+    """Return the layout of an MoE layer's experts."""
     parts = parts_of(ffn)
     shapes: dict[str, tuple[int, int, int]] = {}
     for name, op in parts.items():
@@ -238,7 +245,7 @@ def layout_of(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> ExpertLayout:
 
 
 def layout_numbers(ffns: Iterable[Ffn], tensors: Mapping[str, TensorInfo]) -> dict[int, int]:
-    """By layer: those that share slots have the same number."""
+    """Return a number per layer, equal for layers that share slots."""
     layouts = {ffn.layer: layout_of(ffn, tensors) for ffn in ffns}
     numbers = {layout: n for n, layout in enumerate(dict.fromkeys(layouts.values()))}
     return {layer: numbers[layout] for layer, layout in layouts.items()}
@@ -260,7 +267,7 @@ def _group(number: int, layout: ExpertLayout, ffns: list[Ffn], n_slots: int) -> 
 
 
 def _shares(groups: Iterable[list[Ffn]], n_slots: int) -> list[int]:
-    """Slots of each group of layers, in proportion to their experts, and no more than those."""
+    """Return the slots of each group of layers, in proportion to their experts and at most as many."""
     sizes = [sum(ffn.up.n_expert for ffn in group if isinstance(ffn.up, ExpertLinear)) for group in groups]
     ends = np.floor(np.cumsum(sizes) * (n_slots / sum(sizes)) + 1e-9).astype(int)
     slots: list[int] = np.minimum(np.diff(ends, prepend=0), sizes).tolist()

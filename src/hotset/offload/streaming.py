@@ -1,10 +1,10 @@
-"""Weights that have no room in memory: which stay, and which stream from the file in every step.
+"""Weights that do not fit in memory: which stay, and which are streamed from the file in every step.
 
-A *piece* is the matrices that one native operation reads. Pieces that stream are read in the order of their
-use, ahead of it, into a ring that is smaller than they are together (csrc/store/stream.h). Every byte that
-streams costs one byte of reading in each step, wherever it stands, so that it is free which stay: the largest
-do, since the ring must hold the two largest of the others, and beyond these some of each part of the step, so
-that reading and computing overlap all the way.
+A *piece* is the matrices that one native operation reads. Streamed pieces are read in order of use, ahead of
+time, into a ring that is smaller than their sum (csrc/store/stream.h). Each streamed byte is read
+once per step, whichever piece it belongs to, so the choice of pieces is free. The largest stay, because the
+ring must hold the two largest streamed ones. The others that stay are spread over the step, so that reading
+and computing overlap throughout.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ALIGNMENT = 64
 
 
 def padded(n: int) -> int:
-    """Bytes that so many take, one tensor behind the other."""
+    """Return n bytes, rounded up to the alignment of tensors."""
     return -(-n // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Matrices that are needed together. nbytes: of these in memory; room: that they take in a ring."""
+    """Matrices that are needed together. nbytes: in memory; room: that they take in a ring."""
 
     names: tuple[str, ...]
     nbytes: int
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Streaming:
-    """stays: of each piece whether it stays in memory. ring: bytes for those that do not, 0 where all do."""
+    """stays: whether each piece stays in memory. ring: bytes for the other pieces, 0 if all stay."""
 
     stays: tuple[bool, ...]
     ring: int
@@ -48,7 +48,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Streamed:
-    """What a plan gets: a stream, and of each tensor that comes by it the piece and the part of this."""
+    """The input of a native plan: a stream, and for each streamed tensor its piece and part."""
 
     stream: _core.Stream
     places: Mapping[str, tuple[int, int]]
@@ -59,8 +59,10 @@ class Streamed:
 
 
 def pieces_of(graph: Graph, tensors: Mapping[str, TensorInfo], without: Collection[str]) -> list[Piece]:
-    """What may stream, in the order of its use: matrices, but those `without`, those of bundles, and those
-    that are read at several places of a step."""
+    """Return the matrices that may be streamed, in order of use.
+
+    Excluded are `without`, matrices in bundles, and matrices that a step reads at several places.
+    """
     places: dict[str, set[tuple[int, bool]]] = {}
     stay = set(without)
     in_order = look_ahead(fuse(graph, ()), lambda name: name in stay).groups
@@ -86,16 +88,16 @@ def pieces_of(graph: Graph, tensors: Mapping[str, TensorInfo], without: Collecti
 
 
 def least_for(pieces: Sequence[Piece], buffers: int = 1) -> int:
-    """The smallest number of bytes that works, where a ring holds so many of the largest that stream."""
+    """Return the least bytes that work, if a ring holds `buffers` of the largest streamed pieces."""
     everything = sum(piece.nbytes for piece in pieces)
     return min([everything, *(kept + buffers * room for kept, room in _splits(pieces))])
 
 
 def arrange(pieces: Sequence[Piece], n_bytes: int) -> Streaming:
-    """What stays of the pieces, and the ring of the others, in n_bytes: least_for(pieces) at least."""
+    """Choose the pieces that stay, and the ring for the others, in n_bytes (at least least_for(pieces))."""
     if sum(piece.nbytes for piece in pieces) <= n_bytes:
         return Streaming((True,) * len(pieces), 0)
-    buffers = 2 if least_for(pieces, 2) <= n_bytes else 1  # two: one is computed while the other is read
+    buffers = 2 if least_for(pieces, 2) <= n_bytes else 1  # with two, one is read while the other is computed
     kept, largest = next(split for split in _splits(pieces) if split[0] + buffers * split[1] <= n_bytes)
     stays = [piece.room > largest for piece in pieces]
     smaller = [i for i, piece in enumerate(pieces) if not stays[i]]
@@ -106,13 +108,13 @@ def arrange(pieces: Sequence[Piece], n_bytes: int) -> Streaming:
         seen += (n := pieces[i].nbytes)
         if taken + n <= seen * share:
             stays[i], taken = True, taken + n
-    for i in smaller:  # what these were too large for
+    for i in smaller:  # fill the remaining room
         if not stays[i] and taken + pieces[i].nbytes <= left:
             stays[i], taken = True, taken + pieces[i].nbytes
     return Streaming(tuple(stays), n_bytes - kept - taken)
 
 
 def _splits(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
-    """Ways to let all pieces up to a size stream: bytes of the larger ones, and that size."""
+    """Yield ways to stream all pieces up to a size: the bytes of larger pieces, and that size."""
     for room in sorted({piece.room for piece in pieces}):
         yield sum(piece.nbytes for piece in pieces if piece.room > room), room

@@ -1,8 +1,7 @@
-"""What devices take of files under a budget of memory: read when it is asked for, and kept nowhere here.
+"""Weights that devices read from files under a memory budget: read on request and not kept here.
 
-A device's weights are read past the page cache, some rows at a time, and so take no more of this machine's
-memory than those. Of neurons that come to a device for a prompt, and of embeddings, what StoredWeights has is
-not read again.
+A device's weights are read past the page cache, some rows at a time, so they take no more host memory than
+these rows. Neurons uploaded for a prompt, and embeddings, are taken from StoredWeights if it has them.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from hotset.offload.weight_store import StoredWeights
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows of matrices, one under the other, uint8 [n, bytes of a row], read when they are asked for.
+    """Rows of matrices, stacked, uint8 [n, bytes of a row], read on request.
 
-    parts: of each its tensor, the first row and how many.
+    parts: for each its tensor, the first row and the number of rows.
     """
 
     stored: StoredWeights
     parts: tuple[tuple[str, int, int], ...]
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Of a slice, or of numbers, int64 [n], in their order."""
+        """Read the rows of a slice, or of numbers, int64 [n], in their order."""
         numbers = np.arange(sum(n for _, _, n in self.parts))[rows] if isinstance(rows, slice) else rows
         out: np.ndarray | None = None
         before = 0
@@ -49,8 +48,10 @@ class FileRows:
 
 @dataclass(frozen=True)
 class SomeRows:
-    """Some rows of a matrix that are in memory, by their numbers in it. numbers: int64 [n], rising; rows:
-    uint8 [n, bytes of a row]."""
+    """Some rows of a matrix, in memory.
+
+    numbers: of the rows, int64 [n], ascending; rows: uint8 [n, bytes of a row].
+    """
 
     numbers: np.ndarray
     rows: np.ndarray
@@ -61,14 +62,14 @@ class SomeRows:
 
 
 Lines = np.ndarray | FileRows | SomeRows
-"""Rows of a matrix as they are in a file, uint8 [n, bytes of a row], wherever they are."""
+"""Rows of a matrix as stored in a file, uint8 [n, bytes of a row], in memory or not."""
 
 
 class Uploads:
-    """A WeightSource for devices, beside StoredWeights, which has what the CPU computes with.
+    """A WeightSource for devices; StoredWeights holds the weights of the CPU.
 
-    stored: it stays the caller's. runtime: of the plans that compute with these; None: none does. All methods
-    raise ReadError.
+    stored: remains the caller's. runtime: of the plans that compute with these weights; None: no plans. All
+    methods raise ReadError.
     """
 
     def __init__(self, stored: StoredWeights, runtime: _core.Runtime | None = None) -> None:
@@ -76,24 +77,26 @@ class Uploads:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → type and shape."""
+        """Return name → type and shape."""
         return self._stored.tensors
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes], read anew, but for a table of n-grams."""
+        """Read a tensor's bytes, uint8 [nbytes], from its file; a table of n-grams is mapped."""
         return self._stored.data(name) if name in self._stored.tables else self._stored.read(name)
 
     def check(self) -> None:
-        """Raises ReadError where a file has been changed."""
+        """Raise ReadError if a file has been changed."""
         self._stored.check()
 
     def rows(self, *parts: tuple[str, int, int]) -> FileRows:
-        """Rows of tensors, one under the other: of each its name, the first row and how many."""
+        """Return rows of tensors, stacked. parts: each a name, the first row and the number of rows."""
         return FileRows(self._stored, parts)
 
     def neurons(self, names: Collection[str], numbers: np.ndarray) -> dict[str, SomeRows]:
-        """The rows of some neurons, int64 [n], rising, of those tensors that come from a store, by name; what
-        is not in memory is read."""
+        """Return rows of neurons, int64 [n], ascending, of the tensors that come from a store, by name.
+
+        Rows that are not in memory are read.
+        """
         found: dict[str, np.ndarray] = {}
         for name in names:
             if name not in found:
@@ -101,11 +104,11 @@ class Uploads:
         return {name: SomeRows(numbers, found[name]) for name in names if name in found}
 
     def there(self, name: str, row: int) -> np.ndarray | None:
-        """A row, or an expert's matrix, uint8 [bytes of a row], where it is in memory for the CPU."""
+        """Return a row, or an expert's matrix, uint8 [bytes of a row], if the CPU has it in memory."""
         return self._stored.peek(name, row, self._runtime)
 
     def looked_up(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Rows of an embedding, uint8 [n, bytes of a row]."""
+        """Return rows of an embedding, uint8 [n, bytes of a row]."""
         numbers, own = np.unique(rows, return_inverse=True)
         found = self._stored.copy(name, numbers, self._runtime)
         if not found:
@@ -114,7 +117,7 @@ class Uploads:
 
 
 def rows_at(source: WeightSource, name: str, rows: np.ndarray) -> np.ndarray:
-    """Rows of an embedding, uint8 [n, bytes of a row], wherever it is."""
+    """Return rows of an embedding, uint8 [n, bytes of a row], from memory or a file."""
     if isinstance(source, Uploads):
         return source.looked_up(name, rows)
     return _rows(source.data(name), math.prod(source.tensors[name].shape[1:]), rows)
@@ -126,7 +129,7 @@ def _rows(matrix: object, n_rows: int, rows: np.ndarray) -> np.ndarray:
 
 
 def matrix_rows(source: WeightSource, parts: Sequence[tuple[str, int, int]], row_bytes: int) -> Lines:
-    """Rows of matrices, one under the other: of each its tensor, the first row and how many."""
+    """Return rows of matrices, stacked. parts: each a tensor, the first row and the number of rows."""
     if isinstance(source, Uploads):
         return source.rows(*parts)
     found = [source.data(name).reshape(-1, row_bytes)[first : first + n] for name, first, n in parts]

@@ -1,19 +1,20 @@
-"""Weights under a budget of memory: what every token needs is read once, rows of neurons as they are needed.
+"""Weights under a memory budget: weights that every token needs are read once, rows of neurons on demand.
 
-Files are read here, never mapped: one that is cut short is a sentence (ReadError), and what of it is in
-memory is what the budget says. Rows of an FFN that can be left out, and experts, come through a store
-(csrc/store/store.h), a group of rows for all that is known to be needed at one time:
+Files are read, not mapped. So a file that is cut short raises ReadError, and the budget limits the memory.
+Skippable rows of FFNs, and experts, come from a store (csrc/store/store.h), in one group of rows for
+everything that becomes known at one time:
 
-    predicted    gate, up and down of the neurons that the predictor names
-    exact        the gate, all of it; then up and down of those that fire
-    dense        all three, all of them
-    experts      their matrices, of those that the router names
+    predicted    gate, up and down of the neurons that the predictor selects
+    exact        all of the gate; then up and down of the neurons that fire
+    dense        all of the three matrices
+    experts      the matrices of the experts that the router selects
 
-Of an embedding the rows of a step's tokens are read, unless all has room. Everything else stays, or streams
-as far as it does not fit (offload/streaming.py). The bits are the same with any budget.
+Embeddings are read only in the rows of a step's tokens, unless all weights fit. Other weights stay in
+memory or, as far as they do not fit, are streamed (offload/streaming.py). Results are bitwise identical under
+any budget.
 
-Beside devices all this is of what the CPU computes: its own layers, and the cold neurons, or experts, of the
-devices'. What a device has is not in this machine's memory; it is read when it is uploaded (uploads.py).
+With devices, this applies to the CPU's part: its own layers, and the devices' cold neurons or experts. A
+device's weights are not in host memory; they are read when they are uploaded (uploads.py).
 """
 
 from __future__ import annotations
@@ -37,22 +38,26 @@ from hotset.offload.cache_stats import CacheStats
 from hotset.offload.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.units import human_size
 
-HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (decision 013)
-_SMALL_ROW = 64 << 10  # bytes of a neuron, of which many are read at a time: each for itself is slow
-_HOT_SHARE = 1 / 8  # of all neurons: room for those spares more than streaming costs (decision 012)
-_PER_ROW, _PER_PART = 56, 8  # bytes of tables: Replacement's, and an address
-# Neurons of a layer that one token needs without a slot, for which room is set apart. A step that needs more
-# (a prompt, a model that is hardly sparse) borrows slots, whose rows are then read anew.
+HALF_LIFE = 64  # requests of a layer after which a use counts half (decision 013)
+_SMALL_ROW = 64 << 10  # bytes of a neuron; such rows are read many at a time, because single reads are slow
+_HOT_SHARE = 1 / 8  # of all neurons: keeping these in memory saves more than streaming costs (decision 012)
+_PER_ROW, _PER_PART = 56, 8  # bytes of tables: of Replacement, and an address
+# Neurons of a layer without a slot for which room is reserved, for one token. Larger steps (prompts, barely
+# sparse models) borrow slots, whose rows must then be read again.
 _USUAL_SHARE, _USUAL_LEAST = 1 / 8, 1024
-# Tokens of a step where weights have no room: buffers for more, which only long prompts use, would take it.
+# The largest step under a tight budget: buffers for larger ones, which only long prompts use, would take
+# memory.
 STEP = 128
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Tensors whose rows are fetched together: n_rows of each, of which a step needs `at_once` at most, and
-    while single tokens are computed `usual` that have no slot, more or less. slot_bytes: of one of each in
-    memory. n_asked: rows that are ever needed, where a device has the others."""
+    """Tensors whose rows are fetched together.
+
+    n_rows: of each tensor. at_once: how many rows a step needs at most. usual: how many rows without a slot
+    single tokens need, approximately. slot_bytes: of one row of each, in memory. n_asked: rows that are ever
+    needed, if a device has the others.
+    """
 
     names: tuple[str, ...]
     n_rows: int
@@ -63,29 +68,31 @@ class RowGroup:
 
     @property
     def nbytes(self) -> int:
-        """With all its rows in memory that are ever needed."""
+        """Return the bytes of all rows that are ever needed."""
         return self.n_asked * self.slot_bytes
 
 
 Helped = Mapping[int, "np.ndarray | None"]
-"""Layers of a device in whose FFN the CPU helps: which neurons the device lacks, bool [n_ff], or None where
-these are experts, of which it may lack any."""
+"""Layers of a device in whose FFN the CPU helps → the neurons that the device lacks, bool [n_ff].
+
+The value is None for experts, of which the device may lack any.
+"""
 
 
 def groups_of(
     graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool, helped: Helped | None = None
 ) -> Iterator[RowGroup]:
-    """What a store keeps, by layer."""
+    """Yield the groups of rows that a store keeps, by layer."""
     helped = helped or {}
     for op in graph.ops:
         if isinstance(op, Ffn) and op.route is not None:
             if len(op.up.weights if isinstance(op.up, ExpertLinear) else ()) == 1:  # of all, not of each
                 names = list(dict.fromkeys(name for each in _experts(op) for name in each.weights))
                 yield _row_group(names, tensors, op.route.n_used)
-        elif isinstance(op, Ffn) and op.fires_exactly:  # what thresholds leave out has no rows here
+        elif isinstance(op, Ffn) and op.fires_exactly:  # neurons skipped by thresholds have no rows here
             together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
             for matrix in (op.gate, op.up, op.down):
-                by_output = matrix is op.down and not op.neuron_major  # as wide as it is high, perhaps
+                by_output = matrix is op.down and not op.neuron_major  # it may be square
                 if not by_output and _has_row_per_neuron(matrix, op.n_ff, tensors):
                     assert isinstance(matrix, Linear | TransposedLinear)
                     decides = matrix is op.decides
@@ -99,7 +106,7 @@ def groups_of(
 
 
 def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo], step: int = STEP) -> list[RowGroup]:
-    """Embeddings of which a step needs the rows of its tokens alone, `step` at most."""
+    """Return embeddings of which a step (of at most `step` tokens) needs only the rows of its tokens."""
     rows = {op.weight for op in graph.primitives if isinstance(op, Embed) and op.of == "token"}
     others = [op for op in graph.primitives if not (isinstance(op, Embed) and op.of == "token")]
     rows -= {weight.name for op in others for weight in op.weights_read}
@@ -107,8 +114,11 @@ def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo], step: int = S
 
 
 def tables_of(graph: Graph) -> set[str]:
-    """Tables of n-grams, far larger than all else, of which a token reads a few rows: they stay in the file,
-    whose pages the system caches while it has room."""
+    """Return the tables of n-grams.
+
+    They are far larger than all other weights, and a token reads a few rows of them. So they stay in the
+    file, in the system's page cache.
+    """
     return {op.weight for op in graph.ops if isinstance(op, NgramEmbed)}
 
 
@@ -119,7 +129,7 @@ def _row_group(
     at_once: int | None = None,
     n_asked: int | None = None,
 ) -> RowGroup:
-    """None: all rows."""
+    """Return the group of some tensors. usual, at_once, n_asked: None: all rows."""
     n_rows, _ = rows_of(tensors[names[0]])
     n = n_asked or n_rows
     slot_bytes = _core.RowStore.slot_bytes_of([rows_of(tensors[name])[1] for name in names])
@@ -140,10 +150,13 @@ def _has_row_per_neuron(matrix: object, n_ff: int, tensors: Mapping[str, TensorI
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of weights. fixed: what always stays. pieces: what does or streams. looked_up: embeddings, which
-    stay where all has room; else `staging` is what their rows need. usual: of the room of rows what is for
-    those that do not stay; least: the room that rows need; most: that they have a use for; small: whether a
-    row is. tables: of where which row is."""
+    """Bytes of weights.
+
+    fixed: weights that always stay. pieces: weights that stay or are streamed. looked_up: embeddings, which
+    stay if everything fits; otherwise `staging` is for their rows. usual: the part of the row store for rows
+    that do not stay; least: the smallest row store; most: the largest useful one; small: whether rows are
+    small. tables: of the row store's indexes.
+    """
 
     fixed: int
     pieces: tuple[Piece, ...]
@@ -157,24 +170,27 @@ class Sizes:
 
     @property
     def least_of_all(self) -> int:
-        """The smallest number of bytes that works."""
+        """Return the smallest number of bytes that works."""
         return min(self.fixed + least_for(self.pieces) + self.staging + self.least, self.all)
 
     @property
     def resident(self) -> int:
-        """What stays where nothing streams, and rows have no room."""
+        """Return the bytes that stay if nothing is streamed, without the row store."""
         return self.fixed + self.staging + sum(piece.nbytes for piece in self.pieces)
 
     @property
     def all(self) -> int:
-        """With all in memory."""
+        """Return the bytes with everything in memory."""
         return self.resident - self.staging + self.looked_up + self.most
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a number of bytes is for. rows: the room of rows; streamed: bytes that each step reads anew;
-    resident: of what stays, with the rows of an embedding that a step needs; whole: all has room."""
+    """The division of a memory budget.
+
+    rows: bytes of the row store; streamed: bytes that each step reads; resident: bytes that stay, with a
+    step's rows of an embedding; whole: everything fits.
+    """
 
     streaming: Streaming
     rows: int
@@ -191,7 +207,7 @@ def sizes_of(
     step: int = STEP,
     helped: Helped | None = None,
 ) -> Sizes:
-    """What StoredWeights takes."""
+    """Return the sizes of StoredWeights."""
     groups = list(groups_of(graph, tensors, sparse=sparse, helped=helped))
     embeddings = embeddings_of(graph, tensors, step)
     pieces, fixed = _whole(graph, tensors, [*groups, *embeddings], helped)
@@ -209,16 +225,16 @@ def sizes_of(
 
 
 def share_out(sizes: Sizes, n_bytes: int) -> Shares:
-    """What stays, what streams and the room of rows, in n_bytes: least_of_all at least.
+    """Divide n_bytes (at least least_of_all) among resident weights, streams and the row store.
 
-    Rows have what is left. Where something streams they have little, since every byte that does is read in
-    each step: the hottest neurons alone are needed as often, and are dearer to read.
+    The row store gets the rest. If weights are streamed, it is small, because every streamed byte is read in
+    each step: only the hottest neurons are needed as often, and their reads cost more.
     """
     if n_bytes >= sizes.all:
         return Shares(Streaming((True,) * len(sizes.pieces), 0), sizes.most, 0, sizes.all - sizes.most, True)
     fixed = sizes.fixed + sizes.staging
     hot = int((sizes.most - sizes.least) * _HOT_SHARE) if sizes.small else 0
-    least = max(min(sizes.usual + hot, sizes.most), sizes.least)  # for rows, if what streams allows it
+    least = max(min(sizes.usual + hot, sizes.most), sizes.least)  # for rows, if streams leave as much
     for_pieces = n_bytes - fixed - sizes.least
     if n_bytes - fixed - least < sizes.resident - fixed:
         for_pieces -= min(least - sizes.least, max(for_pieces - least_for(sizes.pieces, 2), 0))
@@ -233,9 +249,9 @@ def share_out(sizes: Sizes, n_bytes: int) -> Shares:
 def _whole(
     graph: Graph, tensors: Mapping[str, TensorInfo], groups: Sequence[RowGroup], helped: Helped | None = None
 ) -> tuple[list[Piece], list[str]]:
-    """Tensors that are read and have no rows in a group: those that may stream, and the others."""
+    """Return the tensors that are not in a group: those that may be streamed, and the others."""
     of_rows = {name for group in groups for name in group.names}
-    # A device asks for its layers when it likes: nothing of them comes in the order of the step.
+    # Devices request their layers at any time, not in the order of the step.
     of_devices = {
         weight.name for op in graph.primitives if op.layer in (helped or {}) for weight in op.weights_read
     }
@@ -246,17 +262,16 @@ def _whole(
 
 
 class StoredWeights:
-    """A WeightSource that holds `n_bytes` of memory at most, beside tables of n-grams (tables_of).
+    """A WeightSource that uses at most `n_bytes` of memory, in addition to tables of n-grams (tables_of).
 
-    weights: the files; they stay the caller's, and open. sparse: as of the backend that computes with it.
-    gap: bytes that are read in vain rather than two reads made of one. needed: of layers the share of the
-    tokens that needed each of their neurons, or experts, float [n]: the hottest, as many as have room, are
-    read at once, and what is evicted is chosen with it. empty:
-    nothing is read, nor any memory touched: for who wants to know what a backend takes beside its weights.
-    step: tokens that a step has at most, unless all has room. helped: beside devices, whose layers are among
-    the graph's only where the CPU helps (placement/build.py has what is the CPU's of a graph).
+    weights: the files; they remain the caller's, and must stay open. sparse: as in the backend. gap: two
+    reads are combined if at most this many bytes between them are read unnecessarily. needed: layer → the
+    share of tokens that needed each neuron or expert, float [n]: the hottest ones that fit are read at once,
+    and evictions consider it. empty: read nothing and touch no memory, to find out how much memory a backend
+    needs in addition to weights. step: the largest step, unless everything fits. helped: with devices, whose
+    layers are in the graph only if the CPU helps (placement/build.py selects the CPU's part of a graph).
 
-    Raises OutOfMemoryError where n_bytes is too little, ReadError.
+    Raises OutOfMemoryError if n_bytes is too small, and ReadError.
     """
 
     def __init__(  # noqa: PLR0913
@@ -279,21 +294,21 @@ class StoredWeights:
         self.sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step, helped=helped)
         if n_bytes < self.sizes.least_of_all:
             raise OutOfMemoryError(
-                f"{human_size(n_bytes)} are left for weights, and what must be in memory of this model takes "
+                f"{human_size(n_bytes)} are left for weights, but this model needs at least "
                 f"{human_size(self.sizes.least_of_all)}; raise the memory budget by "
                 f"{human_size(self.sizes.least_of_all - n_bytes)}"
             )
         self.shares = share_out(self.sizes, n_bytes)
         self._rows: dict[str, _core.StoredRows] = {}
         self._uncounted = CacheStats()
-        self._n_bytes = self._n_reads = 0  # that `read` has read
+        self._n_bytes = self._n_reads = 0  # of `read`
         self._lock = threading.Lock()
-        self._together: dict[str, tuple[str, ...]] = {}  # the tensors of a group, by each of them
+        self._together: dict[str, tuple[str, ...]] = {}  # tensor → the tensors of its group
         embeddings = embeddings_of(graph, weights.tensors, step)
         self.store = self._open(reader, gap, groups, self.shares.rows)
         if self.store is not None and not empty:
             self.store.touch_ahead()
-        # Of its own, since these rows are needed once and have no part in what stays.
+        # In a separate store, because these rows are needed only once.
         rows = [] if self.shares.whole else embeddings
         self._embeddings = self._open(reader, 0, rows, self.sizes.staging)
         pieces, names = _whole(graph, weights.tensors, [*groups, *embeddings], helped)
@@ -311,27 +326,31 @@ class StoredWeights:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → type and shape."""
+        """Return name → type and shape."""
         return self._weights.tensors
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes], in memory: of one that streams, where they are while a step
-        needs them. Of one whose rows come as they are needed what a native plan takes in their place
-        (_core.StoredRows)."""
+        """Return a tensor's bytes in memory, uint8 [nbytes].
+
+        For a streamed tensor they are valid while a step needs them. For a tensor with rows in a store,
+        returns the _core.StoredRows that a native plan uses instead.
+        """
         if name in self.tables:
             return self._weights.data(name)
         rows = self._rows.get(name)
         return self._resident[name] if rows is None else rows  # type: ignore[return-value]
 
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """Bytes of a tensor, read now and kept nowhere, wherever else they are: uint8 [nbytes], or of rows,
-        int64 [n], uint8 [n, bytes of a row]. Raises ReadError."""
+        """Read a tensor, uint8 [nbytes], or its rows, int64 [n], as uint8 [n, bytes of a row], from its file.
+
+        Nothing is cached. Raises ReadError.
+        """
         info = self.tensors[name]
         path, offset = self._weights.place(name)
         n_rows, row = rows_of(info)
         numbers = np.arange(n_rows) if rows is None else rows
         stride, out = info.stride or row, np.empty((len(numbers), row), np.uint8)
-        # Rows that lie side by side are one piece.
+        # Adjacent rows are read as one piece.
         apart = np.flatnonzero(np.diff(numbers) != 1) + 1 if stride == row else np.arange(1, len(numbers))
         pieces = [
             (offset + int(numbers[first]) * stride, out[first:last].reshape(-1))
@@ -340,12 +359,12 @@ class StoredWeights:
         ]
         if pieces:
             self.reader.read(os.fspath(path), pieces)
-            with self._lock:  # experts are read by a thread of their own
+            with self._lock:  # experts are read in a separate thread
                 self._n_bytes, self._n_reads = self._n_bytes + out.nbytes, self._n_reads + len(pieces)
         return out if rows is not None else out.reshape(-1)
 
     def peek(self, name: str, row: int, runtime: _core.Runtime | None = None) -> np.ndarray | None:
-        """A row of a tensor, uint8 [bytes of a row], if a store has it in memory. runtime: as of `copy`."""
+        """Return a row, uint8 [bytes of a row], if a store has it in memory. runtime: as in `copy`."""
         found = self._rows.get(name)
         if found is None:
             return None
@@ -354,10 +373,12 @@ class StoredWeights:
     def copy(
         self, name: str, rows: np.ndarray, runtime: _core.Runtime | None = None
     ) -> dict[str, np.ndarray]:
-        """Rows of a tensor that come from a store, and those of its group, by name, uint8 [n, bytes of a
-        row]: read where they are not in memory, and empty where the tensor's do not come from a store. rows:
-        int64, rising, no more than a step may need at once. runtime: whose plans compute with these weights,
-        and are waited for; None: none does. Raises ReadError."""
+        """Return rows of a tensor and of its group's others, by name, uint8 [n, bytes of a row].
+
+        Rows that are not in memory are read. Returns {} if the tensor's rows do not come from a store. rows:
+        int64, ascending, no more than a step may need at once. runtime: of the plans that compute with these
+        weights, which are waited for; None: no plans. Raises ReadError.
+        """
         found = self._rows.get(name)
         if found is None:
             return {}
@@ -366,7 +387,7 @@ class StoredWeights:
         return {each: of_part.reshape(len(rows), -1) for each, of_part in together}
 
     def check(self) -> None:
-        """Raises ReadError where a file has been changed."""
+        """Raise ReadError if a file has been changed."""
         for store in filter(None, (self.store, self._embeddings)):
             store.check()
         if self.streamed is not None:
@@ -376,21 +397,21 @@ class StoredWeights:
 
     @property
     def resident(self) -> np.ndarray:
-        """All that always stays, uint8."""
+        """Return all weights that always stay, uint8."""
         return self._block
 
     def counts(self) -> CacheStats:
-        """What the store and the stream did since they are counted."""
+        """Return the counts of the store and the stream since `start_counting`."""
         return self._all_counts() - self._uncounted
 
     def start_counting(self) -> None:
-        """What was done until now does not count: steps that warm a device up."""
+        """Exclude everything so far from the counts: steps that warm up a device."""
         self._uncounted = self._all_counts()
 
     def _all_counts(self) -> CacheStats:
         counts = CacheStats(*(() if self.store is None else self.store.counts()))
         counts += CacheStats(bytes_read=self._n_bytes, n_reads=self._n_reads)
-        if self._embeddings is not None:  # no hit is to be had there, and none is missed
+        if self._embeddings is not None:  # embeddings have neither hits nor misses
             counts += CacheStats(0, 0, *self._embeddings.counts()[2:])
         if self.streamed is not None:
             n_bytes, n_reads, seconds = self.streamed.stream.counts()
@@ -400,7 +421,7 @@ class StoredWeights:
     def _open(
         self, reader: _core.Reader, gap: int, groups: Sequence[RowGroup], n_bytes: int
     ) -> _core.RowStore | None:
-        """A store of groups, whose rows are then the data of their tensors; None of none."""
+        """Return a store of groups, which provides the data of their tensors; None without groups."""
         if not groups:
             return None
         store = _core.RowStore(reader, gap, HALF_LIFE)
@@ -421,14 +442,16 @@ class StoredWeights:
     def _preload(
         self, store: _core.RowStore, layers: list[int], needed: Mapping[int, np.ndarray], helped: Helped
     ) -> None:
-        """What is known to be hot, or all where all has room. layers: of each group."""
+        """Read rows that are known to be hot, or all if everything fits. layers: of each group."""
         for number, layer in enumerate(layers):
             n_slots, cold = store.n_slots(number), helped.get(layer)
             if store.is_whole:
                 rows = np.arange(n_slots) if cold is None else np.flatnonzero(cold)
             elif layer in needed:
                 store.expect(number, needed[layer].astype(np.float32))
-                hottest = np.argsort(-needed[layer], kind="stable")  # of equal ones the lower number
+                hottest = np.argsort(
+                    -needed[layer], kind="stable"
+                )  # among equal ones, the lower number first
                 rows = hottest if cold is None else hottest[cold[hottest]]
                 rows = np.sort(rows[:n_slots])
             else:
@@ -448,14 +471,14 @@ class StoredWeights:
         return Streamed(stream, places)
 
     def _views(self) -> dict[str, np.ndarray]:
-        """Of what streams."""
+        """Return the data of streamed tensors."""
         if self.streamed is None:
             return {}
         return {name: self.streamed.stream.data(*place) for name, place in self.streamed.places.items()}
 
     def _read(self, names: list[str], empty: bool) -> dict[str, np.ndarray]:
         n_bytes = sum(padded(self.tensors[name].nbytes) for name in names)
-        self._block = block = np.zeros(n_bytes + padded(1), np.uint8)  # which touches nothing
+        self._block = block = np.zeros(n_bytes + padded(1), np.uint8)  # does not touch memory
         at = -block.ctypes.data % padded(1)
         arrays: dict[str, np.ndarray] = {}
         of_file: dict[Path, list[tuple[int, np.ndarray]]] = {}
@@ -472,6 +495,6 @@ class StoredWeights:
 
 
 def rows_of(info: TensorInfo) -> tuple[int, int]:
-    """Rows of a matrix, or the matrices of experts, and bytes of one."""
+    """Return the number of a matrix's rows, or of experts' matrices, and the bytes of one."""
     n_rows = info.shape[-1]
     return n_rows, info.nbytes // n_rows

@@ -1,9 +1,9 @@
-"""What a report shows, as numbers: from a profile, and from a text that runs through the model.
+"""The numbers of a report, from a profile and from a text that runs through the model.
 
-A profile says how often each neuron fires: hence the share of neurons that fire for a token, and the power
-law, the share of all activations that the hottest neurons make. It does not say which fire *together*, or
-whether the next token needs the same ones; that takes a run, which `Observer` watches step by step through
-the taps `blk.N.ffn_act`.
+A profile says how often each neuron fires. From it follow the share of neurons that fire for a token, and the
+power law: the share of all activations that come from the hottest neurons. It does not say which neurons fire
+*together*, or whether the next token needs the same ones. For that, `Observer` watches a run step by step
+through the taps `blk.N.ffn_act`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from hotset.sparsity.profile import LayerProfile, Profile
 
-GRID = np.linspace(0, 1, 101)  # shares of a layer's neurons, hottest first, at which curves are given
-# Share of a layer's neurons that make 80% of its activations (profile.HOT_MASS), as published by PowerInfer,
+GRID = np.linspace(0, 1, 101)  # the points of curves: shares of a layer's neurons, hottest first
+# Share of a layer's neurons that make 80% of its activations (profile.HOT_MASS), published by PowerInfer in
 # arXiv 2312.12456.
 PUBLISHED = {"OPT-30B (ReLU)": 0.26, "Llama-70B (ReGLU)": 0.43, "Llama-70B (SwiGLU)": 0.69}
 LAGS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens apart at which active sets are compared
@@ -29,8 +29,8 @@ _PERCENTILES = (10, 50, 90)
 class LayerCurves:
     """One layer of a profile. summary: its numbers (sparsity/profile.py).
 
-    cumulative: float64 [101], the share of all activations that the hottest GRID of the neurons make; NaN
-    where none fired. frequency: float64 [101], for what share of the tokens the neuron at GRID fires.
+    cumulative: float64 [101], the share of all activations that come from the hottest GRID of the neurons;
+    NaN if none fired. frequency: float64 [101], the share of tokens for which the neuron at GRID fires.
     """
 
     summary: LayerProfile
@@ -43,7 +43,7 @@ class LayerCurves:
 
 
 def curves_of(profile: Profile) -> list[LayerCurves]:
-    """The curves of every layer with an FFN, straight lines between neurons."""
+    """Return the curves of every layer with an FFN, interpolated linearly between neurons."""
     layers = []
     for summary in profile.summary():
         counts = profile.counts[summary.layer]
@@ -62,12 +62,12 @@ class LayerActivity:
     """One layer over a text.
 
     active: share of its neurons that fire for a token, at the 10th, 50th and 90th percentile of tokens.
-    overlap: for each of LAGS, of the neurons that fire for a token, the share that fired so many tokens
-    before, over all tokens together; NaN where the text is too short. overlap_independent: what it would be
-    if each neuron fired as often, but independently from token to token.
-    sampled: neurons (their index in the file) whose co-activation was counted, those that fire together as
-    neighbours. correlation: float64 [n, n], the phi coefficient of each pair, which is 0 for neurons that
-    are independent and 1 for two that fire for the same tokens. coactivation: the mean of |phi| over pairs.
+    overlap: for each of LAGS, the share of a token's firing neurons that also fired that many tokens before,
+    over all tokens; NaN if the text is too short. overlap_independent: the same if each neuron fired as
+    often, but independently for each token. sampled: neurons (their index in the file) whose co-activation
+    was counted, sorted so that neighbours fire together. correlation: float64 [n, n], the phi coefficient of
+    each pair: 0 for independent neurons, 1 for two that fire for the same tokens. coactivation: the mean of
+    |phi| over pairs.
     """
 
     layer: int
@@ -87,8 +87,11 @@ class LayerActivity:
 
 @dataclass(frozen=True)
 class TextActivity:
-    """What was seen of a text. coactivation_independent: of neurons that fire independently over so many
-    tokens, the mean of |phi| that chance alone leaves, sqrt(2 / (π n_tokens))."""
+    """The measurements over a text.
+
+    coactivation_independent: the expected mean of |phi| for independent neurons over this many tokens,
+    sqrt(2 / (π n_tokens)).
+    """
 
     n_tokens: int
     n_sequences: int
@@ -107,11 +110,11 @@ class TextActivity:
 
 
 class Observer:
-    """Watches which neurons fire, in every layer: `start` at each sequence, `add` at each of its steps.
+    """A counter of the neurons that fire in every layer: `start` each sequence, `add` each of its steps.
 
-    n_ff: neurons per layer; 0: it has no FFN. pilot: per layer how often each neuron fires, to choose those
-    whose co-activation is counted; None: as in the first step. Memory: for each layer a bit per neuron and
-    token of the last 128, as bytes, and a byte for each sampled neuron and token of all.
+    n_ff: neurons per layer; 0: no FFN. pilot: per layer, how often each neuron fires, to choose the neurons
+    whose co-activation is counted; None: from the first step. Memory per layer: a byte per neuron for each of
+    the last 128 tokens, and a byte per sampled neuron for every token.
     """
 
     def __init__(
@@ -127,17 +130,17 @@ class Observer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The taps that `add` reads."""
+        """Return the taps that `add` reads."""
         return tuple(f"blk.{i}.ffn_act" for i in self._layers)
 
     @property
     def counts(self) -> tuple[np.ndarray, ...]:
-        """Per layer uint64 [n_ff]: tokens for which each neuron fired, as a profile counts them."""
+        """Return per layer uint64 [n_ff]: for how many tokens each neuron fired, as in a profile."""
         none = np.zeros(0, np.uint64)
         return tuple(self._layers[i].counts if i in self._layers else none for i in range(self._n_layer))
 
     def _sample(self, frequencies: np.ndarray) -> np.ndarray:
-        """Neurons by chance, more likely those that fire for some tokens and not for others."""
+        """Return random neurons, preferring those that fire for some tokens and not for others."""
         weights = frequencies * (1 - frequencies)
         n = min(N_SAMPLED, int(np.count_nonzero(weights > 0)))
         if n == 0:
@@ -145,13 +148,13 @@ class Observer:
         return np.sort(self._rng.choice(len(weights), n, replace=False, p=weights / weights.sum()))
 
     def start(self) -> None:
-        """A new sequence: its first token follows no other."""
+        """Start a new sequence, whose first token follows no other."""
         self.n_sequences += 1
         for layer in self._layers.values():
             layer.tail = layer.tail[:0]
 
     def add(self, values: Mapping[str, np.ndarray]) -> None:
-        """The next tokens of the sequence: each tap float32 [n_tokens, n_ff]."""
+        """Add the next tokens of the sequence: each tap float32 [n_tokens, n_ff]."""
         for i, layer in self._layers.items():
             fires = values[f"blk.{i}.ffn_act"] != 0
             if layer.sampled is None:
@@ -160,7 +163,7 @@ class Observer:
         self.n_tokens += len(values[self.names[0]])
 
     def result(self) -> TextActivity:
-        """What was seen; needs a token at least."""
+        """Return the measurements; at least one token is needed."""
         layers = tuple(layer.result(i, self.n_tokens) for i, layer in self._layers.items())
         return TextActivity(
             self.n_tokens, self.n_sequences, layers, float(np.sqrt(2 / (np.pi * max(self.n_tokens, 1))))
@@ -170,12 +173,12 @@ class Observer:
 class _LayerObserver:
     def __init__(self, n_ff: int) -> None:
         self.counts = np.zeros(n_ff, np.uint64)
-        self.tail = np.zeros((0, n_ff), bool)  # the tokens before, as many as the longest lag
+        self.tail = np.zeros((0, n_ff), bool)  # the previous tokens, as many as the longest lag
         self.sampled: np.ndarray | None = None
         self._n_active: list[np.ndarray] = []
         self._bits: list[np.ndarray] = []
         self._both = np.zeros(len(LAGS), np.int64)
-        self._either = np.zeros(len(LAGS), np.int64)  # that fire for the later token
+        self._either = np.zeros(len(LAGS), np.int64)  # firing neurons of the later token
 
     def add(self, fires: np.ndarray) -> None:
         self.counts += np.count_nonzero(fires, axis=0).astype(np.uint64)
@@ -214,16 +217,16 @@ class _LayerObserver:
 
 
 def median(values: Sequence[float] | np.ndarray) -> float:
-    """Of the layers that have a value; NaN where none has."""
+    """Return the median over the layers that have a value; NaN if none has."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     return float(np.median(known)) if len(known) else float("nan")
 
 
 def _correlation(sampled: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sampled neurons that fire for some tokens but not for all, and phi of each pair, in an order that
-    brings neurons that fire together side by side (by the first principal component).
+    """Return the sampled neurons that fire for some tokens but not all, and the phi of each pair.
 
+    They are sorted by the first principal component, so that neurons that fire together are neighbours.
     bits: bool [n_tokens, n_sampled].
     """
     fires = bits.mean(axis=0)

@@ -1,4 +1,4 @@
-"""What reading rows from the disk did and cost, under a budget of memory."""
+"""Disk reads under a memory budget: their bytes and their cost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def disk_dict(counts: CacheStats, n_tokens: int, seconds: float, ram: RamPlan) -> dict[str, Any]:
-    """For JSON: what `counts` says of n_tokens that took some seconds.
+    """Return the disk reads of n_tokens for JSON. seconds: the time that the tokens took.
 
-    disk_ceiling_ts: tokens per second if nothing were done but read what was missing and what streams, at
-    this disk's rate for reads of their sizes; None where nothing was.
+    disk_ceiling_ts: tokens per second if reading the missing and the streamed bytes took all the time, at
+    this disk's rate for reads of their sizes; None if nothing was read.
     """
     n_tokens = max(n_tokens, 1)
     read = [(counts.bytes_read, counts.n_reads), (counts.bytes_streamed, counts.stream_reads)]
@@ -33,9 +33,9 @@ def disk_dict(counts: CacheStats, n_tokens: int, seconds: float, ram: RamPlan) -
 
 
 def disk_line(facts: dict[str, Any]) -> str:
-    """The same for a person."""
+    """Return the same as text."""
     hit, waited, ceiling = facts["cache_hit_rate"], facts["disk_wait_share"], facts["disk_ceiling_ts"]
-    parts = [f"{percent(hit)} of the rows that were needed were there"] if hit is not None else []
+    parts = [f"{percent(hit)} of the needed rows were in memory"] if hit is not None else []
     parts.append(f"{human_size(facts['disk_bytes_per_token'])} read from the disk per token")
     if waited is not None:
         parts.append(f"waiting for it {percent(waited)} of the time")
@@ -45,7 +45,7 @@ def disk_line(facts: dict[str, Any]) -> str:
 
 
 def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
-    """What of memory is for what."""
+    """Return the parts of the memory budget as a table."""
     share = f"{human_size(ram.neurons)} of {human_size(ram.all_rows)}"
     row = [human_size(ram.context), human_size(ram.weights), share]
     row += [human_size(ram.ring), human_size(ram.kv)]
@@ -56,13 +56,13 @@ def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
 
 
 def ram_lines(ram: RamPlan) -> list[str]:
-    """How the disk is read, and what it costs where weights have no room."""
+    """Return sentences on how the disk is read, and what streaming costs."""
     how = "io_uring" if ram.disk.ring else "threads"
     rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
     lines = [f"The disk is read by {how}, {ram.disk.depth} reads at a time: {rates}."]
     if ram.streamed:
         lines.append(
-            f"{human_size(ram.streamed)} of weights have no room within this budget and are read anew "
-            f"in every step: {ram.seconds_streaming:.2f} s at least, at this disk's rate."
+            f"{human_size(ram.streamed)} of weights do not fit in this budget and are read again "
+            f"in every step: at least {ram.seconds_streaming:.2f} s, at this disk's rate."
         )
     return lines

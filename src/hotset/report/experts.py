@@ -1,8 +1,8 @@
-"""What a report shows of experts, as numbers: how hot each is, and how that drifts over a text.
+"""The numbers of a report on experts: how hot each is, and how that changes over a text.
 
-Hotness is the share of tokens that have an expert; a profile knows it. Drift needs a trace of a text
-(sparsity/trace.py): which of a token's experts the tokens before had, and what the experts that are hot at
-the beginning are still good for later.
+The hotness of an expert is the share of tokens that use it, which a profile counts. Drift needs a trace of a
+text (sparsity/trace.py): which of a token's experts the previous tokens used, and how many of the later
+choices go to the experts that are hot at the beginning.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ if TYPE_CHECKING:
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.trace import RouteTrace
 
-N_WINDOWS = 16  # of a text, at most
-SMALLEST_WINDOW = 32  # tokens: hotness within fewer is mostly chance
-HOT_EXPERTS = 0.25  # the share of a layer's experts that are called hot
+N_WINDOWS = 16  # per text, at most
+SMALLEST_WINDOW = 32  # tokens: hotness over fewer is mostly chance
+HOT_EXPERTS = 0.25  # the share of a layer's experts that count as hot
 
 
 @dataclass(frozen=True)
 class ExpertHotness:
-    """layers: their numbers. hotness: float64 [n_layers, n_experts], share of the tokens that have each
-    expert, in the order of the file. n_used: experts of a token."""
+    """The hotness of experts. layers: their numbers.
+
+    hotness: float64 [n_layers, n_experts], the share of tokens that use each expert, in file order. n_used:
+    experts per token.
+    """
 
     layers: tuple[int, ...]
     hotness: np.ndarray
@@ -53,12 +56,12 @@ class ExpertHotness:
 
 @dataclass(frozen=True)
 class ExpertDrift:
-    """A text in windows of so many tokens.
+    """The drift over a text, in windows of `window` tokens.
 
-    overlap: float64 [n_layers, len(LAGS)], of a token's experts the share that the token so far before had;
-    NaN where the text is too short. independent: [n_layers], what it would be if each expert were as hot, but
-    tokens independent. hot_then: [n_layers, n_windows], of a window's choices the share that goes to the
-    HOT_EXPERTS of the first window; hot_now: to those of the window itself.
+    overlap: float64 [n_layers, len(LAGS)], the share of a token's experts that the token this far before
+    used; NaN if the text is too short. independent: [n_layers], the same if each expert were as hot, but
+    tokens were independent. hot_then: [n_layers, n_windows], the share of a window's choices that go to the
+    HOT_EXPERTS of the first window; hot_now: of the window itself.
     """
 
     window: int
@@ -79,7 +82,7 @@ class ExpertDrift:
 
 
 def hotness_of(profile: Profile, n_used: int) -> ExpertHotness:
-    """Of a profile with experts, alike in all their layers."""
+    """Return the hotness from a profile with experts, equally many in all their layers."""
     return _hotness(profile.experts, profile.n_tokens, n_used)
 
 
@@ -89,16 +92,18 @@ def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> Ex
 
 
 def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> CacheStats | None:
-    """What became of an MoE model's experts since it was loaded; None where no cache is between them and what
-    computes them, and before any was needed."""
+    """Count the sources of an MoE model's experts since it was loaded.
+
+    Returns None if no cache is between experts and their computation, or none was needed yet.
+    """
     if not any(ffn.route is not None for ffn in graph.ffns):
         return None
     beside = backend.expert_counts() if isinstance(backend, ChainBackend) else None
-    if beside is not None and not beside.needed:  # a device has all of them
+    if beside is not None and not beside.needed:  # a device has all experts
         beside = None
     if stored is None:
         return beside
-    counts = stored.counts()  # whose rows are experts alone, but in layers that have none
+    counts = stored.counts()  # its rows are only experts, except in layers without any
     if beside is None:
         return CacheStats(hits=counts.hits, misses=counts.misses)
     read = min(counts.misses, beside.on_cpu)  # of those that the CPU computed for devices
@@ -106,7 +111,7 @@ def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights |
 
 
 def experts_dict(counts: CacheStats) -> dict[str, Any]:
-    """For JSON."""
+    """Return the counts for JSON."""
     return {
         "hits": counts.hits,
         "on_cpu": counts.on_cpu,
@@ -118,7 +123,7 @@ def experts_dict(counts: CacheStats) -> dict[str, Any]:
 
 
 def experts_line(counts: CacheStats) -> str:
-    """The same for a person."""
+    """Return the counts as text."""
     rate = "" if counts.hit_rate is None else f" ({percent(counts.hit_rate)})"
     parts = [f"{counts.hits:,} of {counts.needed:,} experts were in the cache{rate}"]
     parts += [f"{counts.streamed:,} streamed"] if counts.streamed else []
@@ -129,9 +134,11 @@ def experts_line(counts: CacheStats) -> str:
 
 
 def cache_sizes(n_layers: int, n_experts: int, n_used: int, token_cycle: int) -> list[dict[str, Any]]:
-    """What caches of an MoE model's experts would be, before any text is known: for each of the shares of a
-    replay its slots, bytes and token cycles, and how the policy would share the slots (`slots`: "shared" by
-    all layers, "per_layer", or "none")."""
+    """Return possible caches for an MoE model's experts, before any text is known.
+
+    For each of the shares of a replay: its slots, bytes and token cycles, and the policy's split of the slots
+    (`slots`: "shared" by all layers, "per_layer", or "none").
+    """
     sizes = []
     for share in SHARES:
         n_slots = round(share * n_layers * n_experts)
@@ -144,11 +151,11 @@ def cache_sizes(n_layers: int, n_experts: int, n_used: int, token_cycle: int) ->
 
 
 def size_table(sizes: list[dict[str, Any]]) -> Table:
-    """cache_sizes for people."""
+    """Return `cache_sizes` as a table."""
     words = {
         "shared": "all layers share the slots",
-        "per_layer": "each layer has slots of its own",
-        "none": "no cache: it holds no expert",
+        "per_layer": "each layer has its own slots",
+        "none": "no cache: it cannot hold an expert",
     }
     rows = [
         [percent(size["share"]), human_size(size["n_bytes"]), f"{size['cycles']:.2f}", words[size["slots"]]]
@@ -158,14 +165,14 @@ def size_table(sizes: list[dict[str, Any]]) -> Table:
 
 
 def drift_of(trace: RouteTrace) -> ExpertDrift:
-    """Of a trace; needs a token at least."""
+    """Return the drift of a trace, which must have at least one token."""
     n_layers, n_experts = len(trace.layers), trace.n_experts
     chosen = np.zeros((trace.n_tokens, n_layers, n_experts), bool)
     np.put_along_axis(chosen, trace.routes.astype(np.int64), True, axis=2)
     sequence = np.searchsorted(np.array(trace.starts), np.arange(trace.n_tokens), side="right")
     overlap = np.full((n_layers, len(LAGS)), np.nan)
     for i, lag in enumerate(LAGS):
-        later = np.flatnonzero(sequence[lag:] == sequence[:-lag]) + lag  # in one sequence with the earlier
+        later = np.flatnonzero(sequence[lag:] == sequence[:-lag]) + lag  # both in one sequence
         if len(later):
             both = np.count_nonzero(chosen[later] & chosen[later - lag], axis=(0, 2))
             overlap[:, i] = both / (len(later) * trace.n_used)

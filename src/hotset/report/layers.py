@@ -1,4 +1,4 @@
-"""Tables: with a row for each layer, what a run touched and what a profile counted; of a replayed trace."""
+"""Tables of a run's or profile's layers, and of a replayed trace."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from hotset.sparsity.profile import LayerProfile
     from hotset.sparsity.stats import StatsSummary
 
-Table = tuple[list[str], list[list[str]]]  # columns (">": flush right), rows
+Table = tuple[list[str], list[list[str]]]  # columns (">": right-aligned), rows
 
 
 def stats_table(stats: StatsSummary) -> Table:
-    """Each layer, mean per token, and a last row for all of them. Times in milliseconds.
+    """Return a row per layer, mean per token, and a row for all of them. Times in milliseconds.
 
-    Columns of a predictor are left out where there is none, those of its quality where it was not measured;
-    that of experts, the share whose weights a step read, where a model has none.
+    Columns of a predictor are omitted without one, columns of its quality if it was not measured, and the
+    column of experts (the share whose weights a step read) if no layer has any.
     """
     layers = stats.layers
-    # (Of experts those that are not the token's own are not selected either.)
+    # (Experts that a token does not use do not count as selected.)
     predicted = any(layer.predictor_s for layer in layers) or any(
         layer.expert_share is None and layer.selected_share < 1 for layer in layers
     )
@@ -53,7 +53,7 @@ def stats_table(stats: StatsSummary) -> Table:
 
 
 def profile_table(layers: list[LayerProfile]) -> Table:
-    """Each layer: how many of its neurons fire for a token, how few make most of the activations."""
+    """Return a row per layer: the share of neurons that fire, and of those that make most activations."""
     columns = [">layer", ">neurons", ">active", "", ">make 80%", "", ">always", ">never"]
     rows = []
     for layer in layers:
@@ -65,7 +65,7 @@ def profile_table(layers: list[LayerProfile]) -> Table:
 
 
 def expert_table(layers: list[LayerProfile]) -> Table:
-    """Each layer with experts: how few of them make most of the choices."""
+    """Return a row per layer with experts: the share of those that get most of the choices."""
     columns = [">layer", ">experts", ">make 80%", "", ">busiest has", ">never"]
     rows = []
     for layer in layers:
@@ -77,8 +77,10 @@ def expert_table(layers: list[LayerProfile]) -> Table:
 
 
 def replay_table(replayed: Replay, what: str) -> Table:
-    """A row for each size of the cache: the share of the entries (`what`) that it holds, each policy's hit
-    rate, and what a run under a budget would read for a token."""
+    """Return a row per cache size: its share of the entries (`what`), each policy's hit rate, and reads.
+
+    The reads are the bytes per token that a run under a budget would read from the disk.
+    """
     names = list(replayed.points[0].hit_rates)
     columns = [f">{what}", ">size", ">token cycles", *(f">{name}" for name in names), ">read\nper token"]
     rows = [

@@ -1,8 +1,8 @@
-"""A report as files: plots as PNG or SVG, and one HTML page that needs nothing but itself.
+"""A report as files: plots as PNG or SVG, and one self-contained HTML page.
 
-The page has its plots inline as SVG, whose colours become variables of the page's style sheet, so that they
-follow the reader's choice of light or dark; text in them stays text. Each plot has its title and description
-for those who do not see it, and its numbers as a table. There is no script and nothing is fetched.
+The page has its plots inline as SVG. Their colours become variables of the page's style sheet, so that they
+follow the reader's choice of light or dark, and their text stays text. Each plot has a title, a description
+for readers who cannot see it, and its numbers as a table. The page has no script and fetches nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hotset.report.plots import COLOURS, Plot
 
 ImageType = Literal["png", "svg"]
 _PNG_DPI = 160
-_MANY_ROWS = 12  # a longer table is folded
+_MANY_ROWS = 12  # a longer table is collapsed
 
 
 @dataclass(frozen=True)
 class PageHeading:
-    """What stands at the top of the page. model: its name. notes: sentences on what was counted.
+    """The top of the page. model: its name. notes: sentences about the counts.
 
-    numbers: the few that matter, as (number, what it is).
+    numbers: the most important ones, as (number, meaning).
     """
 
     model: str
@@ -35,7 +35,7 @@ class PageHeading:
 
 
 def html_page(facts: PageHeading, plots: Sequence[Plot]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -53,14 +53,14 @@ def html_page(facts: PageHeading, plots: Sequence[Plot]) -> str:
 
 
 def image(plot: Plot, kind: ImageType) -> bytes:
-    """A plot as a file, on white."""
+    """Return a plot as a file, on white."""
     return _drawn(plot, kind, "white")
 
 
 def _drawn(plot: Plot, kind: ImageType, background: str) -> bytes:
     from matplotlib import rc_context
 
-    # Text stays text in SVG, and the same numbers give the same bytes.
+    # In SVG, text stays text and the same numbers give the same bytes.
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": plot.name}
     metadata: Any = {"Title": plot.title} | ({"Date": None} if kind == "svg" else {})
     file = BytesIO()
@@ -70,11 +70,11 @@ def _drawn(plot: Plot, kind: ImageType, background: str) -> bytes:
 
 
 def _inline_svg(plot: Plot) -> str:
-    """The plot as an element of a page: its own names, the page's colours and font, a description."""
+    """Return a plot as an SVG element with unique ids, the page's colours and font, and a description."""
     text = _drawn(plot, "svg", "none").decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Several drawings share one page, and so one space of names.
+    # Several drawings are in one page, where ids must be unique.
     text = re.sub(r'\bid="([^"]+)"', rf'id="{plot.name}-\1"', text)
     text = re.sub(r"url\(#", f"url(#{plot.name}-", text)
     text = re.sub(r'href="#', f'href="#{plot.name}-', text)

@@ -1,4 +1,4 @@
-"""A placement as a table for people: what goes where, in how many bytes, and what that serves."""
+"""A placement as tables and text: the weights on each device, their bytes, and the work that they cover."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def placement_table(placement: Placement) -> Table:
-    """A row for the CPU and for each device; bytes are planned ones."""
+    """Return a row for the CPU and for each device, with planned bytes."""
     rows = []
     hot = _hot_counts(placement)
     host = placement.budget.host if placement.budget else 0
@@ -42,7 +42,7 @@ def placement_table(placement: Placement) -> Table:
 
 
 def layer_table(placement: Placement) -> Table:
-    """A row for each layer: where it is, its hot neurons, what these serve, and its predicted time."""
+    """Return a row per layer: its device, its hot neurons, and its predicted times."""
     rows = []
     times = placement.predicted.layers if placement.predicted else [None] * len(placement.layers)
     for i, (place, time) in enumerate(zip(placement.layers, times, strict=True)):
@@ -57,7 +57,7 @@ def layer_table(placement: Placement) -> Table:
 
 
 def placement_lines(placement: Placement) -> list[str]:
-    """What a placement means, a sentence each."""
+    """Return a placement as sentences."""
     lines = []
     if placement.hot_share is not None and placement.served_share is not None:
         where = "the GPU" if len(placement.devices) == 1 else f"{len(placement.devices)} devices"
@@ -78,7 +78,7 @@ def placement_lines(placement: Placement) -> list[str]:
 
 
 def memory_table(memory: Sequence[DeviceMemory]) -> Table:
-    """Planned beside measured bytes, a row for each device."""
+    """Return a row per device, with planned and measured bytes."""
     rows = []
     for one in memory:
         row = [one.planned.device]
@@ -102,7 +102,7 @@ def _pairs(one: DeviceMemory) -> list[tuple[str, int, int]]:
 
 
 def placement_dict(placement: Placement) -> dict[str, Any]:
-    """For JSON."""
+    """Return a placement for JSON."""
     predicted = placement.predicted
     return {
         "devices": [_budget_dict(planned) for planned in placement.budget.devices]
@@ -139,7 +139,7 @@ def placement_dict(placement: Placement) -> dict[str, Any]:
 
 
 def memory_dict(memory: Sequence[DeviceMemory]) -> list[dict[str, Any]]:
-    """For JSON: planned and measured bytes of each device."""
+    """Return planned and measured bytes of each device, for JSON."""
     return [
         _budget_dict(one.planned) | {"measured": dict(one.measured) | {"total": one.used}} for one in memory
     ]
@@ -151,7 +151,7 @@ def _budget_dict(planned: MemoryBudget) -> dict[str, Any]:
 
 
 def _hot_counts(placement: Placement) -> list[tuple[int, int]]:
-    """Of each device: hot neurons, and neurons, of its layers that are split."""
+    """Return for each device the hot neurons, and all neurons, of its split layers."""
     counts = []
     for d in range(len(placement.devices)):
         masks = [place.hot for place in placement.layers if place.device == d and place.hot is not None]
@@ -160,7 +160,7 @@ def _hot_counts(placement: Placement) -> list[tuple[int, int]]:
 
 
 def _ranges(layers: list[int]) -> str:
-    """Rising numbers, those that follow one another together: "0 to 3, 6"."""
+    """Return ascending numbers as text, in ranges: "0 to 3, 6"."""
     runs: list[list[int]] = []
     for i in layers:
         if runs and i == runs[-1][-1] + 1:

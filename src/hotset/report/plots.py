@@ -1,10 +1,10 @@
-"""The plots of a report, drawn with matplotlib (the extra `plot`): for any number of layers.
+"""The plots of a report, drawn with matplotlib (the extra `plot`), for any number of layers.
 
-A model has 30 to 80 layers, so that no plot has a line for each: a curve is the median over layers within
-the bands of the middle half and of all of them, and what differs by layer has the layer as an axis.
+A model has 30 to 80 layers, so no plot has a line for each. Instead, a curve is the median over layers, with
+bands for the middle half and for all of them, and values per layer have the layer as an axis.
 
-`Plot.figure` is an ordinary figure in the colours of COLOURS; a page gives the same colours other meanings in
-the dark (report/page.py).
+`Plot.draw` returns an ordinary figure in the colours of COLOURS; in dark mode, a page replaces these colours
+(report/page.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Every colour that a figure uses, but for heat maps. The page replaces them, so no two may be equal.
+# Every colour of a figure except in heat maps. The page replaces them, so no two may be equal.
 COLOURS = {
     "ink": "#1c2126",
     "muted": "#667078",
@@ -35,8 +35,8 @@ COLOURS = {
     "green": "#2f7a4d",
     "purple": "#76489c",
 }
-_WIDTH = 9.2  # inches of every figure, so that text is as large in each
-_MARKS = ("orange", "green", "purple")  # of the published models
+_WIDTH = 9.2  # inches of every figure, so that all have the same text size
+_MARKS = ("orange", "green", "purple")  # colours of the published models
 _SHOWN = 3  # layers whose co-activation is drawn: the first, the middle one, the last
 
 Table = tuple[list[str], list[list[str]]]
@@ -44,7 +44,7 @@ Table = tuple[list[str], list[list[str]]]
 
 @dataclass(frozen=True)
 class Plot:
-    """name: of its file. alt: what it shows, in words with the numbers that matter. table: its numbers."""
+    """A plot. name: of its file. alt: its content as text, with the main numbers. table: its numbers."""
 
     name: str
     title: str
@@ -55,18 +55,18 @@ class Plot:
 
 
 def require_matplotlib() -> None:
-    """Raises HotsetError, with what to install, where there is no matplotlib."""
+    """Raise HotsetError, which says what to install, if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise HotsetError(
             "the plots of a report need matplotlib, which is not installed; install it with "
-            f"{install_command('plot')} (or pip install matplotlib), or take the numbers with --json"
+            f"{install_command('plot')} (or pip install matplotlib), or get the numbers with --json"
         ) from None
 
 
 def plots_of(curves: Sequence[LayerCurves], run: TextActivity | None) -> list[Plot]:
-    """What can be drawn of a profile, and with a run of the text too."""
+    """Return the plots of a profile, and of a run of the text if there was one."""
     plots = [_power_law(curves), _sparsity(curves, run)]
     if run is not None:
         plots += [_overlap(run), _coactivation(run)]
@@ -74,7 +74,7 @@ def plots_of(curves: Sequence[LayerCurves], run: TextActivity | None) -> list[Pl
 
 
 def plots_of_experts(experts: ExpertHotness, drift: ExpertDrift | None) -> list[Plot]:
-    """What can be drawn of experts' hotness, and with a trace of a text too."""
+    """Return the plots of experts' hotness, and of a trace of a text if there was one."""
     return [_hotness(experts), *([_drift(experts, drift)] if drift is not None else [])]
 
 
@@ -92,7 +92,7 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
         figure, (left, right) = _figure(3.7, 2, (3, 2))
         left.plot([0, 100], [0, 100], color=COLOURS["muted"], ls=":", lw=1)
         left.text(
-            74, 72, "every neuron alike", rotation=45, transform_rotates_text=True, rotation_mode="anchor",
+            74, 72, "all neurons equal", rotation=45, transform_rotates_text=True, rotation_mode="anchor",
             ha="center", va="top", color=COLOURS["muted"], fontsize=8,
         )  # fmt: skip
         left.axhline(100 * HOT_MASS, color=COLOURS["muted"], lw=0.8, ls="--")
@@ -138,10 +138,10 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
     return Plot(
         "power-law",
         "Activation by neuron rank",
-        f"Left: how much of all activations the hottest neurons make, as the median over layers, with the "
-        f"middle half of the layers and all of them as bands. The marks are where the curves of published "
-        f"models reach {mass} (PowerInfer, arXiv 2312.12456). Right: the share of neurons that make {mass}, "
-        "layer by layer.",
+        "Left: the share of all activations that come from the hottest neurons, as the median over layers, "
+        "with bands for the middle half of the layers and for all. The marks show where the curves of "
+        f"published models reach {mass} (PowerInfer, arXiv 2312.12456). Right: the share of neurons that "
+        f"make {mass}, by layer.",
         f"Cumulative share of activations by neuron rank. In the median layer {percent(typical)} of the "
         f"neurons make {mass} of the activations; over layers that ranges from {percent(float(hot.min()))} "
         f"to {percent(float(hot.max()))}. Published: "
@@ -160,7 +160,7 @@ def _sparsity(curves: Sequence[LayerCurves], run: TextActivity | None) -> Plot:
     spread = None if run is None else 100 * np.array([layer.active for layer in run.layers])
 
     def draw() -> Figure:
-        from matplotlib.colors import PowerNorm  # most neurons are rare: half of the colours below 25%
+        from matplotlib.colors import PowerNorm  # most neurons fire rarely: half of the colours are below 25%
 
         figure, (left, right) = _figure(3.7, 2, (2, 3))
         if spread is not None:
@@ -192,16 +192,16 @@ def _sparsity(curves: Sequence[LayerCurves], run: TextActivity | None) -> Plot:
         columns[2:2] = [">10% of tokens: at most", ">90%: at most"]
         for row, layer in zip(rows, run.layers, strict=True):
             row[2:2] = [percent(layer.active[0]), percent(layer.active[2])]
-        caption += "; the bars reach from the 10th to the 90th percentile of the tokens of the text"
+        caption += "; the bars extend from the 10th to the 90th percentile of the text's tokens"
     least, most = int(active.argmin()), int(active.argmax())
     return Plot(
         "sparsity",
         "Sparsity by layer",
-        f"{caption}. Right: how often each neuron fires; a row is a layer, its neurons in order of hotness. "
-        "A sharp edge means that hot and cold neurons are different neurons.",
+        f"{caption}. Right: how often each neuron fires, with a row per layer and its neurons in order of "
+        "hotness. A sharp edge means a clear difference between hot and cold neurons.",
         f"Share of neurons that fire for a token, by layer: {percent(mean)} of all neurons on average, from "
         f"{percent(float(active[least]))} in layer {layers[least]} to {percent(float(active[most]))} in "
-        f"layer {layers[most]}. Beside it a heat map of how often the neurons of each layer fire.",
+        f"layer {layers[most]}. A heat map shows how often the neurons of each layer fire.",
         (columns, rows),
         draw,
     )
@@ -247,13 +247,13 @@ def _overlap(run: TextActivity) -> Plot:
     return Plot(
         "overlap",
         "Overlap from token to token",
-        "Left: of the neurons that fire for a token, the share that fired for the token before too, layer "
-        "by layer, over all tokens of the text. Hot neurons fire for most tokens anyway; the dashes are what "
-        "they alone give, if each neuron fired as often but independently from token to token. Right: what "
-        "lies above the dashes, in percentage points, for tokens further apart, with bands as above. It is "
-        "what the context adds, and how long it lasts.",
-        f"Token-to-token overlap: in the median layer {percent(next_token)} of a token's active neurons were "
-        f"active for the token before; {percent(by_chance)} would be if tokens were independent.",
+        "Left: the share of a token's firing neurons that fired for the previous token too, by layer, over "
+        "all tokens of the text. Hot neurons fire for most tokens anyway; the dashes show the overlap if "
+        "each neuron fired as often, but independently for each token. Right: the difference from the "
+        "dashes, in percentage points, for tokens further apart, with bands as above. It shows how much the "
+        "context adds, and how long that lasts.",
+        f"Token-to-token overlap: in the median layer, {percent(next_token)} of a token's firing neurons "
+        f"also fired for the previous token; {percent(by_chance)} would if tokens were independent.",
         ([">layer", *(f">{lag} apart" for lag in lags), ">if independent"], rows),
         draw,
     )  # fmt: skip
@@ -303,10 +303,11 @@ def _coactivation(run: TextActivity) -> Plot:
     return Plot(
         "coactivation",
         "Co-activation of neurons",
-        "How far pairs of neurons fire for the same tokens (φ: 1 always together, 0 independent, -1 never), "
-        "for neurons drawn at random among those that fire for some tokens and not for others, with neurons "
-        "that fire together side by side: the first, the middle and the last layer above, the mean size of φ "
-        "in each layer below. The dashed line is what chance leaves in a text of this length.",
+        "How often pairs of neurons fire for the same tokens (φ: 1 always together, 0 independent, -1 "
+        "never), for random neurons among those that fire for some tokens and not for others, with neurons "
+        "that fire together next to each other. Above: the first, the middle and the last layer; below: the "
+        "mean size of φ in each layer. The dashed line is the expected mean for independent neurons in this "
+        "text.",
         f"Co-activation of sampled neurons. The mean of |φ| over pairs is {typical} in the median layer; "
         f"independent neurons would have {run.coactivation_independent:.3f}.",
         ([">layer", ">neurons sampled", ">mean |φ|", ">pairs with |φ| > 0.3", ">largest φ"], rows),
@@ -340,7 +341,7 @@ def _hotness(experts: ExpertHotness) -> Plot:
         right.invert_yaxis()
         _numbered(right, experts.layers)
         right.set(xlabel="experts, hottest first", ylabel="layer")
-        _colour_bar(figure, image, right, f"of the tokens have it (%; {100 * even:.3g} if all alike)")
+        _colour_bar(figure, image, right, f"of the tokens have it (%; {100 * even:.3g} if all equal)")
         return figure
 
     columns = [">layer", f">make {percent(HOT_MASS)}", ">hottest has", ">median has", ">coldest has"]
@@ -352,12 +353,12 @@ def _hotness(experts: ExpertHotness) -> Plot:
     return Plot(
         "experts",
         "Hotness of experts",
-        "Left: how much of all choices the hottest experts of a layer get, as the median over layers, with "
-        "the middle half of the layers and all of them as bands; on the dotted line every expert is chosen "
-        "alike. Right: the share of tokens that have each expert, a row for each layer, experts in order "
-        f"of hotness. A token has {experts.n_used} of {n_experts}.",
+        "Left: the share of all choices that go to the hottest experts of a layer, as the median over "
+        "layers, with bands for the middle half of the layers and for all; on the dotted line, every expert "
+        "is chosen equally often. Right: the share of tokens that use each expert, with a row per layer and "
+        f"its experts in order of hotness. A token uses {experts.n_used} of {n_experts}.",
         f"Hotness of experts: in the median layer {percent(typical)} of the experts get {percent(HOT_MASS)} "
-        f"of the choices. A token has {experts.n_used} of {n_experts} experts.",
+        f"of the choices. A token uses {experts.n_used} of {n_experts} experts.",
         (columns, rows),
         draw,
     )
@@ -400,19 +401,19 @@ def _drift(experts: ExpertHotness, drift: ExpertDrift) -> Plot:
     return Plot(
         "drift",
         "Drift of experts over the text",
-        "Left: of a token's experts, the share that a token so far before had too, as the median over "
-        f"layers, with bands as above. Right: the {percent(HOT_EXPERTS)} of a layer's experts that are "
-        f"hottest in the first {drift.window} tokens, and what share of the choices goes to them later; in "
-        "green what goes to those that are hottest at that time. Where the blue line falls and the green one "
-        "does not, a cache has to follow the text, and a choice once and for all is soon the wrong one.",
-        f"Drift of experts: those hottest at the beginning get {percent(first)} of the choices there, and "
+        "Left: the share of a token's experts that an earlier token used too, by distance, as the median "
+        "over layers, with bands as above. Right: the share of choices that go to the "
+        f"{percent(HOT_EXPERTS)} of a layer's experts that are hottest in the first {drift.window} tokens, "
+        "and in green to those that are hottest at the time. Where the blue line falls and the green one "
+        "does not, a cache must follow the text, because a fixed choice of experts is soon wrong.",
+        f"Drift of experts: those hottest at the beginning get {percent(first)} of the choices there, but "
         f"{percent(last)} at the end of the text, in the median layer.",
         (columns, rows),
         draw,
     )
 
 
-# ---- what they share ----
+# ---- drawing ----
 
 
 def _new_figure(height: float) -> Figure:
@@ -449,8 +450,8 @@ def _style(axis: Axes) -> None:
 
 
 def _band(axis: Axes, x: np.ndarray, values: np.ndarray) -> None:
-    """The median of values [n_layers, n] over layers, in the bands of the middle half and of all."""
-    values = values[~np.isnan(values).any(axis=1)]  # layers in which nothing fired have no curve
+    """Draw the median of values [n_layers, n] over layers, with bands for the middle half and for all."""
+    values = values[~np.isnan(values).any(axis=1)]  # layers in which no neuron fired have no curve
     n = len(values)
     if n == 0:
         return
@@ -463,7 +464,7 @@ def _band(axis: Axes, x: np.ndarray, values: np.ndarray) -> None:
 
 
 def _by_layer(axis: Axes, layers: Sequence[int], values: np.ndarray, label: str | None = None) -> None:
-    """One point for each of these layers; a line between them, since a layer has neighbours."""
+    """Draw a point per layer, connected by a line, since a layer has neighbours."""
     axis.plot(layers, values, color=COLOURS["blue"], lw=1, alpha=0.6)
     axis.plot(layers, values, "o", color=COLOURS["blue"], ms=5 if len(layers) <= 24 else 3, label=label)
     axis.set_xlim(layers[0] - 0.6, layers[-1] + 0.6)
@@ -472,7 +473,7 @@ def _by_layer(axis: Axes, layers: Sequence[int], values: np.ndarray, label: str 
 
 
 def _numbered(axis: Axes, layers: Sequence[int]) -> None:
-    """Rows of a heat map are the layers with these numbers."""
+    """Label the rows of a heat map with these layers' numbers."""
     step = -(-len(layers) // 8)
     axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
 
@@ -492,12 +493,12 @@ def _legend(axis: Axes, **where: Any) -> None:
 
 
 def _legend_above(axis: Axes) -> None:
-    """On a line above the plot, where it covers nothing."""
+    """Draw a legend on a line above the plot, where it covers nothing."""
     _legend(axis, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, columnspacing=1.2)
 
 
 def _limit(matrices: Sequence[np.ndarray]) -> float:
-    """Where the colours of correlations end: few pairs lie beyond, and the diagonal, which is 1."""
+    """Return the end of the colour scale: few correlations exceed it, apart from the diagonal, which is 1."""
     pairs = [np.abs(one[np.triu_indices(len(one), 1)]) for one in matrices]
     largest = float(np.percentile(np.concatenate(pairs), 99.5)) if pairs else 1.0
     return float(np.clip(np.ceil(10 * largest) / 10, 0.2, 1.0))

@@ -1,13 +1,12 @@
-"""What a cache of experts or neurons would have hit over a trace: any size, several policies, and the best.
+"""Replay of a trace through caches of experts or neurons: hit rates by size and policy, and the optimum.
 
     replayed = replay(trace)
     replayed.points[3].hit_rates["budget"]
 
-The trace is run as decoding would: token by token, each layer's entries looked up when it is known which are
-needed. The first half of the tokens warms the caches; rates are those of the second half. What is counted is
-exact: a cache in use, of the same slots and policy, hits as often on this text, when it comes token by token;
-`budget` as long as the rows of a token that have no slot find the room that is set apart for them, so that
-none is borrowed.
+The trace is run like decoding: token by token, each layer's entries are looked up once they are known. The
+first half of the tokens warms the caches; hit rates are from the second half. They are exact: a real cache
+with the same slots and policy hits as often when this text is decoded token by token. For `budget` this is
+true only while a token's rows without a slot fit in the room reserved for them, so that none is borrowed.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from hotset.offload.replacement import HALF_LIFE, Replacement, arrange, optimal_
 from hotset.offload.weight_store import HALF_LIFE as STORED_HALF_LIFE
 from hotset.sparsity.trace import EVERY, RouteTrace, StoredGroup, Trace
 
-SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of all entries, resident
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of all entries, in the cache
 _PIECE = 32  # tokens that are looked up at a time
-# Which entries are kept, by name: what it is.
+# The replacement policies, by name, with a description.
 POLICIES = {
     "lru": "least recently used, slots shared by all layers",
-    "hotset": "least credit, which halves every 16 tokens; below 1.5 token cycles slots of each layer",
-    "budget": "what --ram-budget does with this memory: slots of each layer, credit halves every 64 tokens",
-    "optimum": "Belady's: what is needed again the latest is not kept; it knows the future",
+    "hotset": "least credit, which halves every 16 tokens; slots per layer below 1.5 token cycles",
+    "budget": "what --ram-budget does with this memory: slots per layer, credit halves every 64 tokens",
+    "optimum": "Belady's: drops the entry that is needed last, since it knows the future",
 }
 
 
 def policies(trace: Trace) -> dict[str, str]:
-    """Those of POLICIES that a trace can be replayed by: `hotset` is that of experts on a device."""
+    """Return the POLICIES that apply to a trace; `hotset` is only for experts on a device."""
     return {name: said for name, said in POLICIES.items() if name != "hotset" or trace.what == "experts"}
 
 
@@ -43,9 +42,9 @@ def policies(trace: Trace) -> dict[str, str]:
 class Point:
     """A size of the cache. share: of all entries; cycles: in token cycles; hit_rates: by policy, 0 to 1.
 
-    cache_hit_rate, disk_bytes_per_token: what a run under a budget would say that has n_bytes for rows, with
-    all that it keeps so: rows that every token needs count there too. Bytes are of rows that are read each by
-    itself; neighbours in a plain file come in one read, of fewer bytes.
+    cache_hit_rate, disk_bytes_per_token: as a run under a budget would report with n_bytes for rows,
+    including rows that every token needs. Bytes assume that each row is read separately; in a plain file,
+    neighbouring rows are read together, in fewer bytes.
     """
 
     share: float
@@ -59,8 +58,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Replay:
-    """n_counted: requests that the rates are of. cliff: the share of the entries that a token cycle is, below
-    which slots that all layers share hit nothing by LRU."""
+    """The results of a replay. n_counted: requests that the rates count.
+
+    cliff: a token cycle as a share of all entries; with fewer slots shared by all layers, LRU never hits.
+    """
 
     points: tuple[Point, ...]
     n_tokens: int
@@ -68,12 +69,12 @@ class Replay:
     cliff: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the results for JSON."""
         return asdict(self)
 
 
 def replay(trace: Trace, shares: Sequence[float] = SHARES, *, sizes: Sequence[int] = ()) -> Replay:
-    """Hit rates at these shares of all entries, and at these sizes in bytes, by every policy of the trace.
+    """Return hit rates at these shares of all entries, and at these sizes in bytes, for every policy.
 
     A slot is as large as the largest entry. Raises InvalidRequestError for a trace of one token.
     """
@@ -90,7 +91,7 @@ def replay(trace: Trace, shares: Sequence[float] = SHARES, *, sizes: Sequence[in
     for share, n_slots, n_bytes in asked:
         by_layer = _hits(trace, n_slots, n_bytes)
         if _slots(trace.groups, n_bytes) == [group.n_rows for group in trace.groups]:
-            by_layer["budget"] = requests  # what has room for all is read at once
+            by_layer["budget"] = requests  # if all fit, all are read when loading
         hits = {name: int(each.sum()) for name, each in by_layer.items()}
         hits["optimum"] = optimal_hits(spans, n_lookups, first, n_slots)
         rates = {name: hits[name] / max(n_counted, 1) for name in policies(trace)}
@@ -100,13 +101,13 @@ def replay(trace: Trace, shares: Sequence[float] = SHARES, *, sizes: Sequence[in
 
 
 def _pieces(trace: Trace) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The requests of some tokens at a time: the number of the first, ids and counts."""
+    """Yield the requests of some tokens at a time: the number of the first token, ids and counts."""
     for first in range(0, trace.n_tokens, _PIECE):
         yield first, *trace.requests(first, min(first + _PIECE, trace.n_tokens))
 
 
 def _hits(trace: Trace, n_slots: int, n_bytes: int) -> dict[str, np.ndarray]:
-    """Hits of the second half by the policies that are run: by layer, int64 [n_layers]."""
+    """Return the hits of the second half for all policies but the optimum: by layer, int64 [n_layers]."""
     n_layers, n_ids, half = len(trace.layers), max(trace.sizes), trace.n_tokens // 2
 
     def cache(slots: tuple[int, ...], half_life: int = HALF_LIFE) -> Replacement:
@@ -119,32 +120,32 @@ def _hits(trace: Trace, n_slots: int, n_bytes: int) -> dict[str, np.ndarray]:
     for first, ids, counts in _pieces(trace):
         rising = np.sort(ids.reshape(-1, trace.n_used)).ravel() if isinstance(trace, RouteTrace) else ids
         for name, one in caches.items():
-            asked = rising if name == "budget" else ids  # a store is asked for rows in their order
+            asked = rising if name == "budget" else ids  # a store gets ids in ascending order
             hits[name] += one.replay(asked, max(half - first, 0), counts=counts, by_layer=name == "lru")
     return hits
 
 
 def _slots(groups: Sequence[StoredGroup], n_bytes: int) -> list[int]:
-    """Of a store with so much room for rows: slots of each group."""
+    """Return the slots of each group in a store with n_bytes for rows."""
     sizes = [(group.n_rows, group.slot_bytes, group.usual) for group in groups]
     return slots_in(sizes, n_bytes)
 
 
 def _stored_slots(trace: Trace, n_bytes: int) -> tuple[int, ...]:
-    """Those of each layer's entries."""
+    """Return the slots for each layer's entries."""
     slots = zip(trace.groups, _slots(trace.groups, n_bytes), strict=True)
     own = {group.layer: n for group, n in slots if group.layer >= 0}
     return tuple(own[i] for i in range(len(trace.layers)))
 
 
 def _under_budget(trace: Trace, requests: np.ndarray, n_bytes: int, hits: np.ndarray) -> tuple[float, float]:
-    """cache_hit_rate and disk_bytes_per_token of a Point, of the requests and hits of each layer."""
+    """Return cache_hit_rate and disk_bytes_per_token of a Point, from each layer's requests and hits."""
     n_tokens = trace.n_tokens - trace.n_tokens // 2
     n_hits, n_asked, n_read = int(hits.sum()), int(requests.sum()), 0.0
     for group, n_slots in zip(trace.groups, _slots(trace.groups, n_bytes), strict=True):
         if group.layer >= 0:
             n_read += int(requests[group.layer] - hits[group.layer]) * group.read_bytes
-        elif group.layer == EVERY:  # what has a slot keeps it, since all are needed as often
+        elif group.layer == EVERY:  # a row with a slot keeps it, because all are needed equally often
             n_asked += n_tokens * group.n_rows
             n_hits += n_tokens * n_slots
             n_read += n_tokens * group.all_bytes * (group.n_rows - n_slots) / group.n_rows
@@ -152,7 +153,7 @@ def _under_budget(trace: Trace, requests: np.ndarray, n_bytes: int, hits: np.nda
 
 
 def _spans(trace: Trace) -> np.ndarray:
-    """From each lookup to those that ask again for entries of it, as `optimal_hits` takes them."""
+    """Return spans from each lookup to those that need its entries next, for `optimal_hits`."""
     n_layers, parts = len(trace.layers), []
     for layer in range(n_layers):
         entries, tokens = np.nonzero(trace.chosen(layer).T)

@@ -1,4 +1,4 @@
-"""What became of drafted tokens, for JSON and as a line of text."""
+"""Statistics of drafted tokens, for JSON and as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from hotset.report.bars import percent
 def speculation_dict(
     drafter: str, n_drafted: int, n_accepted: int, step_seconds: Mapping[int, float]
 ) -> dict[str, Any]:
-    """step_seconds: that a step of so many tokens takes. acceptance: null where nothing was drafted."""
+    """Return the statistics for JSON.
+
+    step_seconds: the time of a step by its number of tokens. acceptance: null if nothing was drafted.
+    """
     return {
         "speculate": drafter,
         "drafted_tokens": n_drafted,
@@ -22,7 +25,7 @@ def speculation_dict(
 
 
 def speculation_line(facts: Mapping[str, Any], tokens_per_step: float) -> str:
-    """facts: of speculation_dict."""
+    """Return the statistics as text. facts: from `speculation_dict`."""
     parts = [
         f"speculation {facts['speculate']}",
         f"{tokens_per_step:.2f} tokens per step",

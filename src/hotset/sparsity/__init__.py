@@ -1,1 +1,1 @@
-"""Which neurons are computed: modes, predictors, activation profiles, and the files that hold them."""
+"""Neuron selection: modes, predictors, activation profiles, and their files."""

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from hotset.sparsity.predictor_spec import PredictorSpec
 
 THRESHOLDS_KEY = "hotset.predictor.thresholds"
-_BLOCK_VALUES = 1 << 23  # of a matrix decoded at a time
-_OVERSAMPLING = 16  # of the randomised decomposition (arXiv 0909.4061)
+_BLOCK_VALUES = 1 << 23  # values of a matrix that are decoded at a time
+_OVERSAMPLING = 16  # extra rank of the randomised decomposition (arXiv 0909.4061)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's predictor: tensors by name, and its scores of some inputs [n, n_embd] → [n, n_rows]."""
+    """One layer's predictor: tensors by name, and a function: inputs [n, n_embd] → scores [n, n_rows]."""
 
     tensors: Mapping[str, tuple[np.ndarray, GGMLType, tuple[int, ...]]]
     score: Callable[[np.ndarray], np.ndarray]
@@ -44,9 +44,9 @@ def build(
     calibration: Calibration,
     progress: Reporter,
 ) -> None:
-    """Adds the predictor's tensors and thresholds; `first`: neurons per layer that need no prediction.
+    """Add the predictor's tensors and thresholds. first: leading neurons per layer without prediction.
 
-    Holds the whole predictor in memory: the thresholds go into the file before the tensors.
+    The whole predictor is in memory at once, because the thresholds precede the tensors in the file.
     """
     graph = describe(config, weights.tensors)
     thresholds = []
@@ -62,8 +62,8 @@ def build(
             layer = _svd(f"blk.{i}", matrix, bias, sample, spec, np.random.default_rng(i))
         except np.linalg.LinAlgError:
             raise UnsupportedModelError(
-                f"the predictor svd cannot be built: {op.weight}, or what it is multiplied with, has values "
-                "that are not finite"
+                f"the predictor svd cannot be built: {op.weight} or its inputs contain values that are not "
+                "finite"
             ) from None
         scores, neurons = layer.score(sample.inputs), sample.neurons[:, first[i] :]
         thresholds.append(threshold(scores, neurons, calibration.recall))
@@ -74,7 +74,7 @@ def build(
 
 
 class _Rows:
-    """Some rows of a matrix, decoded a block at a time (all of a large one would be gigabytes)."""
+    """Some rows of a matrix, decoded block by block: a large matrix would take gigabytes."""
 
     def __init__(self, weights: WeightSource, name: str, first: int, n: int) -> None:
         info = weights.tensors[name]
@@ -100,7 +100,7 @@ def _svd(
     assert spec.rank is not None
     assert spec.type is not None
     rank = min(spec.rank, matrix.n, matrix.n_embd)
-    # The error that counts is that of the product, so channels weigh as much as the inputs have in them.
+    # The error of the product counts, so channels are weighted by the magnitude of their inputs.
     weight = np.sqrt(np.square(sample.inputs, dtype=np.float64).mean(axis=0)).astype(np.float32)
     weight = np.maximum(weight, 1e-3 * max(float(weight.max()), 1e-20))
     a, b = decompose(matrix, weight, rank, rng)
@@ -126,21 +126,22 @@ def _svd(
 def decompose(
     matrix: _Rows, weight: np.ndarray, rank: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """a [rank, n_embd] and b [n, rank]: b @ a is nearly `matrix`, the best of that rank for inputs whose
-    channels have the root mean squares `weight`. Randomised (Halko, Martinsson, Tropp, arXiv 0909.4061): the
-    space of inputs that matter is found by one subspace iteration, the rest is exact within it.
+    """Return a [rank, n_embd] and b [n, rank] such that b @ a approximates `matrix`.
 
-    Columns of b have length one: the singular values stand in a, where no quantised block mixes two of them.
+    It is the best approximation of that rank for inputs whose channels have the root mean squares `weight`,
+    computed by a randomised method (Halko, Martinsson, Tropp, arXiv 0909.4061): one subspace iteration finds
+    the relevant input space, and the rest is exact within it. Columns of b have length one. The singular
+    values are in a, where each quantised block has only one of them.
     """
     width = min(rank + _OVERSAMPLING, matrix.n, matrix.n_embd)
     scaled = np.empty((matrix.n, matrix.n_embd), np.float32)
     for rows, values in matrix.blocks():
         np.multiply(values, weight, out=scaled[rows])
     directions = rng.standard_normal((matrix.n_embd, width)).astype(np.float32)
-    # Orthogonal in between: with an outlier among the values, float32 would lose the rest to its square.
+    # Orthogonalise in between: with outliers, squaring in float32 would lose the other directions.
     directions = _thin_svd(scaled.T @ _thin_svd(scaled @ directions)[0])[0]
     left, values, right = _thin_svd(scaled @ directions)
-    n = min(rank, len(values))  # less where the matrix itself has a lower rank
+    n = min(rank, len(values))  # lower if the matrix itself has a lower rank
     a, b = np.zeros((rank, matrix.n_embd), np.float32), np.zeros((matrix.n, rank), np.float32)
     a[:n] = (directions @ (right * values)[:, :n]).T / weight
     b[:, :n] = left[:, :n]
@@ -148,9 +149,9 @@ def decompose(
 
 
 def _thin_svd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """u [n, m], s [m] falling and v [k, m] of a tall x [n, k], u * s @ v.T; m < k where its rank is lower.
+    """Return u [n, m], s [m] descending and v [k, m] of a tall x [n, k] = u * s @ v.T; m is x's rank.
 
-    By way of x.T @ x, in a tenth of LAPACK's time; singular values below 1e-6 of the largest are lost.
+    It decomposes x.T @ x, in a tenth of LAPACK's time; singular values below 1e-6 of the largest are lost.
     """
     exact = x.astype(np.float64)
     values, vectors = np.linalg.eigh(exact.T @ exact)

@@ -1,4 +1,4 @@
-"""Which matrices of a model become bundles (formats/bundle.py), and their records."""
+"""The matrices of a model that become bundles (formats/bundle.py), and their records."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hotset.formats.quants import GGMLType
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
 
-_RECORDS = 2048  # that are put together at a time
+_RECORDS = 2048  # records that are assembled at a time
 
 Rows = Callable[[], np.ndarray]  # uint8 [n, bytes of a record]
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Of a layer. n: records. rows: of each part, when they are asked for."""
+    """The bundle of one layer. n: records. rows: functions that return the rows of each part."""
 
     parts: tuple[Part, ...]
     n: int
     rows: tuple[Rows, ...]
 
     def add_to(self, writer: GGUFWriter) -> None:
-        """Adds the tensor, built when it is written."""
+        """Add the tensor to a file; its data is built when it is written."""
         writer.add_tensor(
             bundle_name(self.parts[0].name), self._records, GGMLType.I8, (record_bytes(self.parts), self.n)
         )
@@ -47,21 +47,21 @@ class Bundle:
 def bundles_of(
     gguf: GGUFFile, graph: Graph, moved: Callable[[TensorInfo], Callable[[], np.ndarray]]
 ) -> list[Bundle]:
-    """The bundles of a model: of neurons that can be left out, and of experts.
+    """Return the bundles of a model: of neurons that can be skipped, and of experts.
 
-    moved: the bytes of a tensor as the new file is to have them. A down matrix by output has no neurons to
-    give. Raises InvalidRequestError for a model that has neither.
+    moved: returns the bytes of a tensor as the new file has them. A down matrix with a row per output is not
+    bundled. Raises InvalidRequestError if the model has neither such neurons nor experts.
     """
     found = []
     for op in graph.ops:
         if isinstance(op, Ffn) and op.route is not None:
             found.append(_of_experts(gguf, op, moved))
-        elif isinstance(op, Ffn) and op.has_zeros and not op.shared:  # beside experts: a layer has one bundle
+        elif isinstance(op, Ffn) and op.has_zeros and not op.shared:  # a layer has only one bundle
             found.append(_of_neurons(gguf, op, moved))
     bundles = [bundle for bundle in found if bundle is not None]
     if not bundles:
         raise InvalidRequestError(
-            f"{gguf.path} has neither neurons that can be left out nor experts; there is nothing to bundle"
+            f"{gguf.path} has neither neurons that can be skipped nor experts; there is nothing to bundle"
         )
     return bundles
 

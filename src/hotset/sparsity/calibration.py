@@ -1,4 +1,4 @@
-"""What a predictor is fitted to: inputs of each FFN and what its neurons made of them, and a threshold."""
+"""Calibration data of a predictor: inputs of each FFN with its neurons' values, and a threshold."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.reporter import Reporter
 
-_N_SEQUENCES = 8  # that a model writes for its calibration
-_N_DRAWN = 64  # inputs drawn for each layer where there are no tokens: times n_ff that is enough
-_TAPS_BYTES = 1 << 30  # of taps held at a time; a larger model runs its tokens once for each part of it
+_N_SEQUENCES = 8  # sequences that a model generates for its calibration
+_N_DRAWN = 64  # random inputs per layer without tokens; each has n_ff neurons, so few suffice
+_TAPS_BYTES = 1 << 30  # of taps held at a time; a larger model runs its tokens once for each group of layers
 
 
 @dataclass(frozen=True)
 class Calibration:
     """How thresholds are found.
 
-    tokens: int32 [n] or [n_sequences, n]; None: the model writes n_tokens itself.
-    open_backend: makes the backend that runs them; None: no tokens are run, inputs are drawn at random.
-    recall: the share of the firing neurons' magnitude that the predicted ones must keep.
+    tokens: int32 [n] or [n_sequences, n]; None: the model generates n_tokens. open_backend: makes the backend
+    that runs them; None: inputs are drawn at random instead. recall: the share of the firing neurons'
+    magnitude that the predicted neurons must keep.
     """
 
     tokens: np.ndarray | None = None
@@ -45,15 +45,15 @@ class Calibration:
     def __post_init__(self) -> None:
         if not 0 < self.recall <= 1:
             raise InvalidRequestError(
-                f"the recall of a predictor must lie above 0 and up to 1, not {self.recall}"
+                f"the recall of a predictor must be above 0 and at most 1, not {self.recall}"
             )
         if self.n_tokens < 2 * _N_SEQUENCES:
-            raise InvalidRequestError(f"a calibration takes at least {2 * _N_SEQUENCES} tokens")
+            raise InvalidRequestError(f"a calibration needs at least {2 * _N_SEQUENCES} tokens")
         if self.tokens is not None and self.tokens.size == 0:
-            raise InvalidRequestError("the calibration text is empty; give some text, or none")
+            raise InvalidRequestError("the calibration text is empty; give a longer text, or none")
 
     def settings(self) -> dict[str, object]:
-        """What distinguishes one calibration from another."""
+        """Return the facts that distinguish one calibration from another."""
         if self.open_backend is None:
             data = "drawn"
         elif self.tokens is None:
@@ -66,7 +66,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Sample:
-    """inputs: float32 [n, n_embd], what an FFN read, after its norm. neurons: float32 [n, n_ff]."""
+    """inputs: float32 [n, n_embd], of an FFN, after its norm. neurons: their values, float32 [n, n_ff]."""
 
     inputs: np.ndarray
     neurons: np.ndarray
@@ -79,7 +79,7 @@ def samples(
     calibration: Calibration,
     progress: Reporter | None = None,
 ) -> Iterator[Sample]:
-    """One Sample for each layer, in order. Holds the taps of some layers at a time."""
+    """Yield one Sample for each layer, in order. Holds the taps of some layers at a time."""
     graph = describe(config, weights.tensors)
     layers = graph.ffns
     if calibration.open_backend is None:
@@ -117,7 +117,7 @@ def _tapped(backend: Backend, tokens: np.ndarray, layers: Sequence[Ffn]) -> Iter
 
 
 def _drawn(weights: WeightSource, ffn: Ffn, rng: np.random.Generator) -> Sample:
-    """Inputs as a norm makes them of normally distributed vectors, and their neurons."""
+    """Return normally distributed inputs, after the FFN's norm, and their neurons."""
     norm = ffn.norm
     inputs = rng.standard_normal((_N_DRAWN, ffn.decides.x.width)).astype(np.float32)
     if norm is not None and norm.weight is not None:
@@ -143,15 +143,15 @@ def _drawn(weights: WeightSource, ffn: Ffn, rng: np.random.Generator) -> Sample:
 
 
 def values_of(weights: WeightSource, name: str) -> np.ndarray:
-    """A tensor as float32 [ne1, ne0], or [ne0]."""
+    """Return a tensor as float32 [ne1, ne0], or [ne0]."""
     info = weights.tensors[name]
     return dequantize(weights.data(name), info.type, info.shape)
 
 
 def threshold(scores: np.ndarray, neurons: np.ndarray, recall: float) -> float:
-    """The highest threshold that keeps `recall` of the neurons' magnitude; both [n, n_ff].
+    """Return the highest threshold that keeps `recall` of the neurons' magnitude; both are [n, n_ff].
 
-    -inf where no neuron fired: such a sample says nothing about which do.
+    Returns -inf if no neuron fired, because such a sample shows no difference.
     """
     fires = neurons != 0
     mass = np.abs(neurons[fires]).astype(np.float64)
@@ -159,6 +159,6 @@ def threshold(scores: np.ndarray, neurons: np.ndarray, recall: float) -> float:
         return -np.inf
     fired = scores[fires]
     order = np.argsort(fired)
-    dropped = np.cumsum(mass[order])  # by a threshold just above each score
+    dropped = np.cumsum(mass[order])  # magnitude dropped by a threshold just above each score
     n_droppable = int(np.searchsorted(dropped, (1 - recall) * dropped[-1], side="right"))
     return float(fired[order[min(n_droppable, len(order) - 1)]])

@@ -1,14 +1,13 @@
-"""Which neurons a model computes: the choice of a mode, with its reason, and the files that it needs.
+"""The sparsity mode of a model: which one is chosen, why, and the files that it needs.
 
     dense      all neurons
-    exact      every gate, but up and down rows only of neurons that fire: the same bits as dense
-    predicted  the neurons that a predictor names, and within them as exact: an approximation
-    threshold  as one of these, but small values count as zero: an approximation, by a calibration's
-    thresholds
+    exact      all gates, but rows of up and down only for neurons that fire: bitwise identical to dense
+    predicted  the neurons that a predictor selects, and among these only those that fire: an approximation
+    threshold  one of the above, with small values set to zero by a calibration's thresholds: an approximation
 
-The default is the fastest that keeps the file's meaning: `predicted` where the file carries predictors, for
-the model was published to run so, else `exact` where neurons can be exactly zero, else `dense`; never
-`threshold`, which changes the text.
+The default is the fastest mode that computes the model as published: `predicted` if the file carries
+predictors, otherwise `exact` if neurons can be exactly zero, otherwise `dense`. It is never `threshold`,
+which changes the text.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ if TYPE_CHECKING:
     from hotset.sparsity.calibration import Calibration
     from hotset.sparsity.profile import Profile
 
-_SAMPLE_BYTES = 256  # of each expert
+_SAMPLE_BYTES = 256  # of each expert, for a fingerprint
 
 SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
 Computes = Literal["memory", "budget", "device"]
-"""What reads the weights: the CPU, all of them in memory; the CPU under a budget, which has no room for
-input-major copies; a device, which does not read what only the CPU can."""
+"""Who reads the weights: the CPU, with all of them in memory; the CPU under a memory budget, without room for
+input-major copies; or a device, which cannot read layouts for the CPU."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode with the reason for it, one sentence.
+    """A mode and the reason for it, one sentence.
 
-    predictor, spec: with `predicted`, which one and its settings. thresholds: of `threshold`, in
-    addition to the mode that they name.
+    predictor, spec: for `predicted`, which predictor and its settings. thresholds: for `threshold`; they name
+    the mode that they are added to.
     """
 
     mode: SparsityMode
@@ -63,24 +62,24 @@ class Choice:
 
     @property
     def base(self) -> BaseMode:
-        """The mode without the thresholds."""
+        """Return the mode without the thresholds."""
         if self.thresholds is not None:
             return self.thresholds.mode
-        assert self.mode != "threshold", "it has thresholds"
+        assert self.mode != "threshold", "a Choice of mode threshold has thresholds"
         return self.mode
 
     @property
     def layer_thresholds(self) -> tuple[LayerThresholds, ...]:
-        """Of each layer, for decoder.describe; empty where there are none."""
+        """Return the thresholds of each layer, for decoder.describe; empty without thresholds."""
         return () if self.thresholds is None else self.thresholds.layers
 
 
 @dataclass
 class Prepared:
-    """What a backend runs a choice from.
+    """The files and facts with which a backend runs a choice.
 
     weights: the model with the sidecars over it; its `close` closes the sidecars. predictor: for
-    decoder.describe. notes: what was built or opened, a sentence each.
+    decoder.describe. notes: which files were built or opened, one sentence each.
     """
 
     weights: Overlay
@@ -91,20 +90,23 @@ class Prepared:
 def asked_mode(
     mode: str | None, predictor: str | None, thresholds: object = None
 ) -> tuple[SparsityMode | None, PredictorSpec | None]:
-    """What a user's words ask for, of any model; thresholds: whether some are named. Raises
-    InvalidRequestError where they mean nothing."""
+    """Return the mode and predictor that a user requests, for any model.
+
+    thresholds: not None if the user names some. Raises InvalidRequestError for unknown or contradicting
+    values.
+    """
     if mode is not None and mode not in get_args(SparsityMode):
         raise InvalidRequestError(
-            f"the sparsity mode {mode!r} is not known; it must be one of {', '.join(get_args(SparsityMode))}"
+            f"the sparsity mode {mode!r} is unknown; it must be one of {', '.join(get_args(SparsityMode))}"
         )
     spec = None if predictor is None else parse_predictor(predictor)
     if spec is not None and mode in ("dense", "exact"):
         raise InvalidRequestError(
-            f"a predictor serves the sparsity mode predicted, not {mode}; leave one of the two out"
+            f"a predictor requires the sparsity mode predicted, not {mode}; leave one of the two out"
         )
     if thresholds is not None and mode not in (None, "threshold"):
         raise InvalidRequestError(
-            f"thresholds serve the sparsity mode threshold, not {mode}; leave one of the two out"
+            f"thresholds require the sparsity mode threshold, not {mode}; leave one of the two out"
         )
     return cast(SparsityMode | None, mode), spec
 
@@ -116,15 +118,16 @@ def choose(
     predictor: str | None = None,
     thresholds: Thresholds | None = None,
 ) -> Choice:
-    """The mode and predictor for a model; `mode` and `predictor` are what a user asked for.
+    """Return the mode and predictor for a model; `mode` and `predictor` are the user's choices, or None.
 
-    thresholds: those of `threshold`; they say in addition to which mode.
-    Raises InvalidRequestError where the model cannot run so, or for a text that means nothing.
+    thresholds: for mode `threshold`; they name the mode that they are added to. Raises InvalidRequestError if
+    the model cannot run in the requested mode, or a value is unknown.
     """
     if thresholds is not None:
         below = choose(config, tensors, thresholds.mode, predictor)
         reason = (
-            f"threshold: small values count as zero as calibrated; {below.reason.removesuffix(', as asked')}"
+            f"threshold: small values count as zero, as calibrated; "
+            f"{below.reason.removesuffix(', as requested')}"
         )
         return replace(below, mode="threshold", reason=reason, thresholds=thresholds)
     mode, spec = asked_mode(mode, predictor)
@@ -137,58 +140,60 @@ def choose(
     )
     if (mode in ("exact", "predicted") or spec is not None) and not config.has_zeros:
         raise InvalidRequestError(
-            f"the model's activation is {activation}, which has no zeros, so that only dense is possible; "
+            f"the model's activation is {activation}, which has no zeros, so only dense is possible; "
             "if the file is a ReLU model that does not say so, name its activation (--activation relu)"
         )
     if spec is not None and spec.kind == "mlp" and not published:
         raise InvalidRequestError(
-            "the predictor mlp is part of a file (fc1, fc2), and this file has none; choose svd, or train "
+            "the predictor mlp must be in the file (fc1, fc2), but this file has none; choose svd, or train "
             "it with 'hotset sparse train'"
         )
 
     if config.activation.top_k is not None and (mode == "predicted" or spec is not None):
         raise InvalidRequestError(
-            "which neurons fire is known when all gates are, so that a predictor saves nothing; use exact"
+            "a Gaussian top-k needs all gates first, so a predictor saves nothing; use exact"
         )
     if not config.causal and (mode == "predicted" or spec is not None):
-        raise InvalidRequestError("no predictor knows the neurons of an embedding model; use exact")
+        raise InvalidRequestError("predictors for embedding models are not supported; use exact")
     if 0 in config.n_ff and (mode == "predicted" or spec is not None):
-        raise InvalidRequestError("no predictor knows a model with layers without an FFN; use exact")
+        raise InvalidRequestError(
+            "predictors for models with layers without an FFN are not supported; use exact"
+        )
     if config.has_experts and (mode == "predicted" or spec is not None):
-        raise InvalidRequestError("no predictor knows the neurons inside experts; leave it out, or use exact")
-    asked = "as asked" if mode is not None else ""
+        raise InvalidRequestError(
+            "predictors for neurons inside experts are not supported; leave the predictor out, or use exact"
+        )
+    requested = "as requested" if mode is not None else ""
     if mode == "dense":
-        return Choice("dense", None, f"dense: all neurons, {asked}")
+        return Choice("dense", None, f"dense: all neurons, {requested}")
     if mode == "exact":
-        return Choice("exact", None, f"exact: only neurons that fire, {asked}")
+        return Choice("exact", None, f"exact: only neurons that fire, {requested}")
     if spec is not None:
         how = "the file carries it" if spec.kind == "mlp" else "hotset builds it from the weights"
-        return Choice("predicted", spec.kind, f"predicted: by {spec}, as asked ({how})", spec)
+        return Choice("predicted", spec.kind, f"predicted: by {spec}, as requested ({how})", spec)
     if published and config.has_zeros:
         spec = PredictorSpec("mlp")
         return Choice("predicted", "mlp", "predicted: the file carries predictors (fc1, fc2)", spec)
     if mode == "predicted":
         spec = PredictorSpec("svd").resolved(config)
-        reason = f"predicted: by {spec}, {asked}; the file carries no predictors, so hotset builds one"
+        reason = f"predicted: by {spec}, {requested}; the file carries no predictors, so hotset builds one"
         return Choice("predicted", "svd", reason, spec)
     if config.has_zeros:
-        reason = f"exact: its activation is {activation}, so that neurons that do not fire add nothing"
+        reason = f"exact: its activation is {activation}, so neurons that do not fire contribute nothing"
         return Choice("exact", None, reason)
     return Choice("dense", None, f"dense: {activation} has no zeros")
 
 
 def _choose_masked(config: ModelConfig, mode: SparsityMode | None, spec: PredictorSpec | None) -> Choice:
-    """Of a model that has its predictors' mask in every mode: decoder.describe sees to it."""
+    """Choose for a model that includes its predictors' mask, which decoder.describe always adds."""
     if spec is not None and spec != PredictorSpec("mlp"):
         raise InvalidRequestError(
-            f"the mask of the file's own predictors is part of the model, and {spec} cannot take its place"
+            f"the mask of the file's own predictors is part of the model, so {spec} cannot replace it"
         )
     if mode == "exact" and not config.has_zeros:
         raise InvalidRequestError("the model's activation has no zeros; use dense")
-    asked = f"{mode}, as asked" if mode is not None else "predicted"
-    return Choice(
-        mode or "predicted", None, f"{asked}: the mask of the file's predictors is part of the model"
-    )
+    how = f"{mode}, as requested" if mode is not None else "predicted"
+    return Choice(mode or "predicted", None, f"{how}: the mask of the file's predictors is part of the model")
 
 
 def prepare(
@@ -202,15 +207,15 @@ def prepare(
     input_major: bool = True,
     computes: Computes = "memory",
 ) -> Prepared:
-    """Opens, or builds once, the sidecars that a choice needs.
+    """Open, or build once, the sidecars that a choice needs.
 
-    The neuron-major down matrix belongs to every mode of a ReLU model, dense too: its sums are then bitwise
-    identical. calibration: how a predictor's thresholds are found (the default: on text that the model itself
+    Every mode of a ReLU model uses the neuron-major down matrix, dense too, so that all sums are bitwise
+    identical. calibration: how a predictor's thresholds are found (default: on text that the model
     generates). profile: its neurons that nearly always fire are computed without prediction. input_major:
-    with copies of all matrices that thresholds let be read so; else open_channels is to open those of some.
-    computes: see Computes.
-    Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
-    tensor or has one of another shape or type, HotsetError where no file can be written.
+    also make input-major copies of all thresholded matrices that can have one; otherwise the caller uses
+    open_channels for some. computes: see Computes.
+    Raises InvalidRequestError if the profile is of another model, UnsupportedModelError if the file lacks a
+    tensor or has one of another shape or type, and HotsetError if no file can be written.
     """
     ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress, computes)
     if choice.layer_thresholds and input_major:
@@ -233,19 +238,19 @@ def _prepare_neurons(
     progress: Reporter | None,
     computes: Computes,
 ) -> Prepared:
-    """What leaves out neurons: neuron-major down matrices, and predictors."""
+    """Open or build the files for skipping neurons: neuron-major down matrices and predictors."""
     if not config.has_zeros:
         return Prepared(Overlay(gguf))
-    # What is built reads shapes and types of the file's tensors: they are checked first.
+    # Building relies on shapes and types of the file's tensors, so check these first.
     published = Predictor("mlp", (0.0,) * config.n_layer) if choice.predictor == "mlp" else None
-    # (A bias of the scores belongs to the neurons behind the hot head, which the predictor's matrices have.)
+    # A bias of the scores covers only neurons with prediction, like the predictor's matrices.
     describe(config, {n: t for n, t in gguf.tensors.items() if not n.endswith(".always.bias")}, published)
     model = sidecar.fingerprint(gguf)
     notes: list[str] = []
-    copies = computes == "memory" and choice.mode != "dense"  # which change no bit
+    copies = computes == "memory" and choice.mode != "dense"  # copies do not change results
     sidecars = _open_down(gguf, config, model, notes, progress, copies)
     if computes == "device" and choice.mode != "dense" and any(map(_is_whole, config.layers)):
-        notes.append("beside a device the down projections of experts are read whole")
+        notes.append("with a device, the down projections of experts are read whole")
     if choice.spec is None:
         return Prepared(Overlay(gguf, *sidecars), None, notes)
     from hotset.sparsity.calibration import Calibration
@@ -270,8 +275,10 @@ def _open_down(
     progress: Reporter | None,
     copies: bool,
 ) -> list[GGUFFile]:
-    """The sidecars with the down matrices neuron-major, where the file has them by output and they can be
-    converted: planes, or, with copies, input-major ones of experts and of what has no planes."""
+    """Return the sidecars with neuron-major down matrices, where the file has a row per output.
+
+    They hold planes or, with `copies`, input-major copies for experts and for types without planes.
+    """
     names = [
         f"blk.{i}.{name}"
         for i, layer in enumerate(config.layers)
@@ -287,7 +294,7 @@ def _open_down(
     whole = [info for info in plain if info not in (*neuron_major, *copied)]
     if whole and copies:
         types = ", ".join(sorted({info.type.name for info in whole}))
-        why = "cannot be laid out by neuron without changing its values"
+        why = "cannot be stored neuron-major without changing its values"
         notes.append(f"{len(whole)} down projections stay dense: {types} {why}")
     sidecars = []
     try:
@@ -311,7 +318,7 @@ def _open_down(
 
 
 def _has_planes(info: TensorInfo) -> bool:
-    """Whether a down projection is laid out neuron-major; what belongs to experts is not."""
+    """Return whether a down projection gets a neuron-major layout; matrices of experts do not."""
     return len(info.shape) == 2 and "_shexp." not in info.name and planes.layout_of(info) is not None
 
 
@@ -320,14 +327,14 @@ def _is_whole(layer: LayerConfig) -> bool:
 
 
 def _downs_of(layer: LayerConfig) -> tuple[str, ...]:
-    """The tensors of a layer's down projections."""
+    """Return the tensors of a layer's down projections."""
     if layer.experts is None:
         return (layer.ffn_tensors[1],)
-    return () if layer.experts.beside else ("ffn_down_exps", "ffn_down_shexp")
+    return () if layer.experts.with_ffn else ("ffn_down_exps", "ffn_down_shexp")
 
 
 def _is_by_output(info: TensorInfo, gguf: GGUFFile) -> bool:
-    """Whether a down projection has a row per output, and the file no other form of it."""
+    """Return whether a down projection has a row per output, and the file has no other layout of it."""
     if f"{info.name.removesuffix('.weight')}_t.weight" in gguf.tensors:
         return False
     if len(info.shape) < 3:
@@ -339,7 +346,7 @@ def _is_by_output(info: TensorInfo, gguf: GGUFFile) -> bool:
 def _copies(
     gguf: GGUFFile, names: Sequence[str], kind: str, notes: list[str], progress: Reporter | None
 ) -> GGUFFile:
-    """The sidecar with the input-major copies of these matrices."""
+    """Return the sidecar with the input-major copies of these matrices."""
 
     def fill(writer: GGUFWriter) -> None:
         for name in names:
@@ -355,7 +362,7 @@ def _copies(
 
 
 def _sample(gguf: GGUFFile, names: Sequence[str]) -> str:
-    """Names the contents of each expert, which a model's fingerprint does not look at one by one."""
+    """Return a hash of samples of each expert, which a model's fingerprint does not cover one by one."""
     digest = hashlib.sha256()
     for name in names:
         if len(gguf.tensors[name].shape) == 3:
@@ -373,9 +380,9 @@ def open_channels(
     notes: list[str],
     progress: Reporter | None = None,
 ) -> list[GGUFFile]:
-    """Opens, or builds once, the sidecar with input-major copies of matrices whose inputs a graph thresholds.
+    """Open, or build once, the sidecar with input-major copies of matrices whose inputs a graph thresholds.
 
-    wanted: which of them; None: all that can be. notes: to which a sentence on each is added.
+    wanted: which of them; None: all that can have one. notes: receives a sentence on each.
     """
     names = dict.fromkeys(op.weight for op in thresholded_products(graph))
     thresholded = [n for n in names if channels.copy_name(n) not in weights.tensors]
@@ -398,4 +405,4 @@ def _activation_name(config: ModelConfig) -> str:
     names = {"relu": "ReLU", "relu2": "squared ReLU", "fatrelu": "FATReLU"}
     gate, up = config.activation.gate, config.activation.up
     name = "dReLU" if gate == up == "relu" else names.get(str(gate), str(gate))
-    return name if config.activation.top_k is None else f"{name} behind a Gaussian top-k"
+    return name if config.activation.top_k is None else f"{name} with a Gaussian top-k"

@@ -1,4 +1,4 @@
-"""Which predictor is wanted: what `--predictor` says (predictors.py has what the words mean)."""
+"""The value of `--predictor` (predictors.py explains the predictors)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hotset.model.predictor import PredictorKind
 if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
 
-# Of `svd`, measured (docs/guides/run-sparse.md): 4 bits select the same neurons as 8 and buy twice the rank.
-# From an eighth of the width on, more rank costs as many bytes as it saves of the gate.
+# Defaults of svd, measured (docs/guides/run-sparse.md): 4 bits select the same neurons as 8 and allow twice
+# the rank. Beyond an eighth of the width, more rank costs as many bytes as it saves in the gate.
 DEFAULT_RANK_SHARE, DEFAULT_SVD_TYPE = 8, GGMLType.Q4_0
 _TYPES = {name: GGMLType[name.upper()] for name in ("q8_0", "q4_0", "q3_k", "f16")}
 
 
 @dataclass(frozen=True)
 class PredictorSpec:
-    """What `--predictor` says. type: the weights' (of mlp, None: the file's). rank: of svd.
+    """The value of `--predictor`. rank: of svd. type: of the weights; None for mlp: the file's.
 
-    Of svd, None stands for the model's default (`resolved`).
+    None for svd is replaced by the model's default (`resolved`).
     """
 
     kind: PredictorKind
@@ -34,7 +34,7 @@ class PredictorSpec:
         return ":".join([self.kind, *(f"{part}" for part in parts if part is not None)])
 
     def resolved(self, config: ModelConfig) -> PredictorSpec:
-        """With the defaults for a model in place of what was left open."""
+        """Return the spec with a model's defaults filled in."""
         if self.kind != "svd":
             return self
         rank = max(32, config.n_embd // DEFAULT_RANK_SHARE // 32 * 32)
@@ -42,7 +42,7 @@ class PredictorSpec:
 
 
 def parse_predictor(text: str) -> PredictorSpec:
-    """Reads `--predictor`. Raises InvalidRequestError naming what is accepted."""
+    """Parse `--predictor`. Raises InvalidRequestError, which lists the accepted forms."""
     kind, *rest = text.strip().lower().split(":")
     if kind == "sign":
         raise InvalidRequestError("the predictor sign was removed; use svd")
@@ -59,6 +59,6 @@ def parse_predictor(text: str) -> PredictorSpec:
     except (KeyError, ValueError):
         pass
     raise InvalidRequestError(
-        f"the predictor {text!r} is not known; it must be mlp, mlp:TYPE (q8_0, q4_0, q3_k), svd, "
+        f"the predictor {text!r} is unknown; it must be mlp, mlp:TYPE (q8_0, q4_0, q3_k), svd, "
         "svd:RANK or svd:RANK:TYPE (q8_0, q4_0, q3_k, f16)"
     )

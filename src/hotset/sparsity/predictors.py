@@ -1,16 +1,15 @@
-"""Predictors: cheap guesses of which neurons fire, so that the others cost nothing.
+"""Predictors: cheap estimates of which neurons fire, so that the others can be skipped.
 
     mlp[:TYPE]         fc1 and fc2 of the file (PowerInfer), as stored or requantised (q8_0, q4_0, q3_k)
     svd[:RANK[:TYPE]]  the gate's product through a truncated singular value decomposition (arXiv 2603.14110)
 
-`svd` is built from the weights alone. In a model without a gate the up matrix is the one whose sign decides,
-and takes the gate's place. What remains to be found is the threshold: a neuron is computed unless its score
-lies below its layer's threshold, and the threshold is the highest that keeps `recall` of the magnitude of the
-neurons that are scored, the sum of |value| over calibration tokens. (Not of their number: neurons that barely
-fire are the hardest to predict and the least worth it.)
+`svd` is built from the weights. In a model without a gate it uses the up matrix, whose sign decides. A neuron
+is computed unless its score is below its layer's threshold. Calibration chooses the highest threshold that
+keeps `recall` of the magnitude of the scored neurons: the sum of |value| over calibration tokens. The
+magnitude counts, not the number, because neurons that barely fire are hard to predict and matter least.
 
-The tokens are a text that is given, or one that the model writes itself; or there are none, and the FFN's
-inputs are normally distributed vectors as its norm would hand them on (calibration.Calibration).
+The tokens are a given text, or one that the model generates. Without tokens, the FFN's inputs are normally
+distributed vectors after its norm (calibration.Calibration).
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.sparsity.profile import Profile
 
-N_ALWAYS_KEY = (
-    "hotset.n_always"  # of a file in order of hotness: leading neurons per layer without prediction
-)
+N_ALWAYS_KEY = "hotset.n_always"  # of a reordered file: leading neurons per layer without prediction
 
 
 def open_predictor(
@@ -54,7 +51,7 @@ def open_predictor(
     profile: Profile | None,
     progress: Reporter | None,
 ) -> tuple[Predictor, list[GGUFFile], list[str]]:
-    """The predictor of a model, the files that override it, and notes of what was built or opened.
+    """Return the predictor of a model, the files that override it, and notes of files built or opened.
 
     weights: the model with its down matrices, which calibration runs. model: its fingerprint.
     """
@@ -74,7 +71,7 @@ def open_predictor(
     extra = MemoryTensors()
     owner = files[-1] if files else gguf
     for i, n in enumerate(first):
-        if spec.kind == "mlp" and n:  # the rows of neurons that are not predicted are passed over
+        if spec.kind == "mlp" and n:  # skip the rows of neurons without prediction
             info = owner.tensors[f"blk.{i}.fc2.weight"]
             rows = owner.data(info.name).reshape(info.shape[1], -1)[n:]
             extra.add(info.name, rows.reshape(-1), info.type, (info.shape[0], info.shape[1] - n))
@@ -86,7 +83,7 @@ def open_predictor(
                 info = owner.tensors[name]
                 if info.shape != bias.shape:
                     raise UnsupportedModelError(
-                        f"the tensor {name} is {list(info.shape)}, expected {list(bias.shape)}"
+                        f"the tensor {name} has the shape {list(info.shape)}, expected {list(bias.shape)}"
                     )
                 bias += dequantize(owner.data(name), info.type, info.shape)
             extra.add(name, bias.view(np.uint8), GGMLType.F32, bias.shape)
@@ -122,16 +119,17 @@ def n_always(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
 def _requantised(
     gguf: GGUFFile, config: ModelConfig, type: GGMLType, model: str, progress: Reporter | None
 ) -> sidecar.Sidecar | None:
-    """fc1 and fc2 in another type; a matrix whose rows its blocks do not divide stays as it is.
+    """Return a sidecar with fc1 and fc2 in another type; None if the file already has that type.
 
-    None where the file has them in that type.
+    A matrix whose rows are not a multiple of the type's block size is not converted.
     """
     names = [f"blk.{i}.{part}.weight" for i in range(config.n_layer) for part in ("fc1", "fc2")]
     infos = [gguf.tensors[name] for name in names]
     infos = [info for info in infos if info.shape[0] % TYPES[type].block_size == 0]
     if not infos:
         raise InvalidRequestError(
-            f"the predictor's rows of {gguf.tensors[names[0]].shape[0]} values cannot be {type.name}; use mlp"
+            f"the predictor's rows of {gguf.tensors[names[0]].shape[0]} values cannot be stored as "
+            f"{type.name}; use mlp"
         )
     infos = [info for info in infos if info.type != type]
     if not infos:
@@ -164,7 +162,7 @@ def _built(
     calibration: Calibration,
     progress: Reporter | None,
 ) -> sidecar.Sidecar:
-    """The sidecar with `svd`. The activation belongs to its settings: a user can override it."""
+    """Open or build the sidecar with `svd`. Its settings include the activation, which users can override."""
     settings: dict[str, object] = {"predictor": str(spec), "activation": str(config.activation)}
     settings |= calibration.settings()
 
@@ -187,20 +185,20 @@ def _built(
 def _thresholds(file: GGUFFile, config: ModelConfig) -> list[float]:
     values = file.metadata.get(builders.THRESHOLDS_KEY)
     if not isinstance(values, np.ndarray) or values.dtype != np.float32 or len(values) != config.n_layer:
-        raise FormatError(f"{file.path} lacks its thresholds; delete it, and it is built again.")
+        raise FormatError(f"{file.path} lacks its thresholds; delete it, and hotset builds it again.")
     thresholds: list[float] = values.tolist()
     return thresholds
 
 
 class MemoryTensors:
-    """Tensors in memory that lie over a model as a sidecar's do."""
+    """Tensors in memory that override a model's, like a sidecar."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._data: dict[str, np.ndarray] = {}
 
     def add(self, name: str, data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> None:
-        """data: uint8, the bytes as a file would hold them."""
+        """Add a tensor. data: uint8, the bytes as in a file."""
         self.tensors[name] = TensorInfo(name, shape, type, data.size, 0)
         self._data[name] = data
 
@@ -208,10 +206,10 @@ class MemoryTensors:
         return self._data[name]
 
     def check(self) -> None:
-        pass  # memory stays as it is
+        pass  # memory does not change
 
     def ask_for_large_pages(self) -> None:
-        pass  # no file
+        pass  # not a file
 
     def close(self) -> None:
         self._data.clear()

@@ -1,12 +1,13 @@
-"""Activation profiles: how often each neuron fired over some text, and each expert was chosen.
+"""Activation profiles: how often each neuron fired, and each expert was chosen, over some text.
 
     profile = collect(model.tap_steps, model.config, tokens, model=sidecar.fingerprint(gguf))
     profile.save(profile_path(gguf.path))
 
-A neuron fires where its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: its neurons in
-its order, in an MoE layer those of expert 0 first. The file is GGUF (`<model>.profile.hotset.gguf`), an I64
-tensor `blk.N.counts` [n_ff] per layer, and `blk.N.expert_counts` [n_experts] for each layer with experts.
-Where some have no FFN, `hotset.profile.n_layers` says how many layers there are.
+A neuron fires if its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: they are in the
+order of its neurons, in an MoE layer expert 0 first. The file is GGUF
+(`<model>.profile.hotset.gguf`), with an I64 tensor `blk.N.counts` [n_ff] per layer, and `blk.N.expert_counts`
+[n_experts] for each layer with experts. If some layers have no FFN, `hotset.profile.n_layers` is the number
+of layers.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from hotset.sparsity.taps import TapSteps
 
 ALWAYS_FREQUENCY = 0.95  # a neuron that fires this often is not worth predicting
-MAX_TOKENS = 1 << 48  # of a profile; the activations of a layer then still add up in 64 bits
-HOT_MASS = 0.8  # the share of activations that "hot" neurons make, as the PowerInfer paper counts them
+MAX_TOKENS = 1 << 48  # of a profile, so that the activations of a layer add up within 64 bits
+HOT_MASS = 0.8  # the share of activations that "hot" neurons account for, as in the PowerInfer paper
 _OF_EXPERTS = ".expert_counts"
 _N_TOKENS, _MODEL, _DATA = "hotset.profile.n_tokens", "hotset.profile.model", "hotset.profile.data"
 _N_LAYERS, _MOST_LAYERS = "hotset.profile.n_layers", 1 << 12
@@ -39,8 +40,10 @@ _N_LAYERS, _MOST_LAYERS = "hotset.profile.n_layers", 1 << 12
 
 @dataclass(frozen=True)
 class ExpertProfile:
-    """The experts of a layer. hot_share: of them that make HOT_MASS of all choices. busiest: share of tokens
-    that have the expert that most have. n_never: experts that none has.
+    """The experts of a layer.
+
+    hot_share: the share of experts that account for HOT_MASS of all choices. busiest: the share of tokens
+    that use the most frequent expert. n_never: experts that no token uses.
     """
 
     n: int
@@ -51,9 +54,11 @@ class ExpertProfile:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """active_share: of its neurons that fire for a token, mean. hot_share: of neurons that make HOT_MASS of
-    all activations. n_always: neurons that fire for ALWAYS_FREQUENCY of the tokens; n_never: for none.
-    Neurons are those of all experts; experts: None where there are none.
+    """The neurons of a layer, of all experts together.
+
+    active_share: mean share of neurons that fire. hot_share: the share of neurons that account for HOT_MASS
+    of all activations. n_always: neurons that fire for at least ALWAYS_FREQUENCY of the tokens; n_never: for
+    none. experts: None without experts.
     """
 
     layer: int
@@ -70,11 +75,12 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """counts: per layer uint64 [n_ff], tokens for which the neuron fired; of a layer without an FFN none.
-    n_tokens: that were run.
+    """Counts of firing neurons and chosen experts.
 
-    model: fingerprint of the file (sidecar.fingerprint). data: hashes of the texts. experts: layer → uint64
-    [n_experts], tokens that had the expert; of layers with experts alone.
+    counts: per layer uint64 [n_ff], the tokens for which each neuron fired; empty for a layer without an FFN.
+    n_tokens: how many tokens were run. model: fingerprint of the file (sidecar.fingerprint). data: hashes of
+    the texts. experts: layer → uint64 [n_experts], the tokens that used each expert; only layers with
+    experts.
     """
 
     counts: tuple[np.ndarray, ...]
@@ -85,7 +91,7 @@ class Profile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads a profile. Raises ModelNotFoundError or FormatError."""
+        """Read a profile. Raises ModelNotFoundError or FormatError."""
         with open_gguf(path) as file:
             n_tokens, model, data = (file.metadata.get(key) for key in (_N_TOKENS, _MODEL, _DATA))
             routed = [name for name in file.tensors if name.endswith(_OF_EXPERTS)]
@@ -117,39 +123,39 @@ class Profile:
             )
             experts = {layers[name]: file.data(name).view("<i8").astype(np.uint64) for name in routed}
             every = [*counts, *experts.values()]
-            if any((count > n_tokens).any() for count in every):  # a negative one is a large one here
+            if any((count > n_tokens).any() for count in every):  # a negative count is a large one here
                 raise FormatError(f"{path} counts a neuron more often than its tokens; make it again.")
             if any(len(count) == 0 or len(counts[i]) % len(count) for i, count in experts.items()):
                 raise FormatError(f"{path} has experts that do not share their neurons; make it again.")
             return cls(counts, n_tokens, model, tuple(map(str, data)), experts)
 
     def frequencies(self, layer: int) -> np.ndarray:
-        """float64 [n_ff], 0 to 1."""
+        """Return float64 [n_ff], from 0 to 1."""
         return self.counts[layer] / max(self.n_tokens, 1)
 
     def is_of(self, model: str, n_ff: Sequence[int] | None = None) -> bool:
-        """Whether it was taken of the file with this fingerprint, whose layers have n_ff neurons."""
+        """Return whether it describes the file with this fingerprint, whose layers have n_ff neurons."""
         return model == self.model and (n_ff is None or tuple(map(len, self.counts)) == tuple(n_ff))
 
     def check_model(self, model: str, n_ff: Sequence[int] | None = None) -> None:
-        """Raises InvalidRequestError where the profile was taken of another file (see is_of)."""
+        """Raise InvalidRequestError if the profile describes another file (see is_of)."""
         if not self.is_of(model, n_ff):
             raise InvalidRequestError(
-                "the profile was taken of another model file; take one of this file with "
+                "the profile belongs to another model file; make one of this file with "
                 "'hotset sparse profile'"
             )
 
     def merge(self, other: Profile) -> Profile:
-        """Both together. Raises InvalidRequestError for another model and for a text that both counted."""
+        """Return both together. Raises InvalidRequestError for another model or a text that both counted."""
         other.check_model(self.model, tuple(map(len, self.counts)))
         if set(self.data) & set(other.data):
             raise InvalidRequestError(
-                "the profile has counted this text already, and would count it twice; use another text, or "
-                "start a new profile"
+                "the profile already contains this text and would count it twice; use another text, or start "
+                "a new profile"
             )
         if {i: len(n) for i, n in self.experts.items()} != {i: len(n) for i, n in other.experts.items()}:
             raise InvalidRequestError(
-                "one of the profiles counts no experts, or other ones; make both with this version"
+                "one of the profiles has no counts of experts, or of others; make both with this version"
             )
         counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
         experts = {i: count + other.experts[i] for i, count in self.experts.items()}
@@ -157,12 +163,12 @@ class Profile:
         return Profile(counts, self.n_tokens + other.n_tokens, self.model, data, experts)
 
     def permuted(self, orders: Sequence[np.ndarray], model: str) -> Profile:
-        """The same counts for a file whose neuron i is neuron orders[layer][i] of this one."""
+        """Return the same counts for a file whose neuron i is neuron orders[layer][i] of this one."""
         counts = tuple(count[order] for count, order in zip(self.counts, orders, strict=True))
         return Profile(counts, self.n_tokens, model, self.data)
 
     def summary(self) -> list[LayerProfile]:
-        """What a person wants to know of each layer with an FFN."""
+        """Return a summary of each layer with an FFN."""
         layers = []
         for i, counts in enumerate(self.counts):
             if not len(counts):
@@ -179,7 +185,7 @@ class Profile:
         return layers
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all. HotsetError where it cannot be written."""
+        """Write the file, whole or not at all. Raises HotsetError if it cannot be written."""
         writer = GGUFWriter(path, "hotset")
         writer.add(_N_TOKENS, self.n_tokens, ValueType.UINT64)
         writer.add(_MODEL, self.model)
@@ -195,14 +201,14 @@ class Profile:
 
 
 def _hot_share(counts: np.ndarray) -> float:
-    """The share of them that make HOT_MASS of all; 0 where there is nothing."""
+    """Return the share of entries that account for HOT_MASS of the total; 0 if the total is 0."""
     total = int(counts.sum())
     hottest = np.cumsum(np.sort(counts)[::-1])
     return (int(np.searchsorted(hottest, HOT_MASS * total)) + 1) / len(counts) if total else 0.0
 
 
 def profile_path(model: Path) -> Path:
-    """Where a model's profile lies: beside it."""
+    """Return the path of a model's profile, next to the model."""
     return model.with_name(f"{sidecar.stem_of(model)}.profile{sidecar.SUFFIX}")
 
 
@@ -215,10 +221,10 @@ def collect(
     longest: int = taps.MAX_SEQUENCE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Counts over a text. tokens: int32 [n] or [n_sequences, n]; a long one runs in sequences of `longest`.
+    """Count over a text. tokens: int32 [n] or [n_sequences, n]; long ones are split at `longest` tokens.
 
     tap_steps: Model.tap_steps, or taps.of_backend. model: the file's fingerprint. progress: called with
-    (tokens done, tokens of all).
+    (tokens done, total tokens).
     """
     if tokens.size == 0:
         raise InvalidRequestError("the text is empty; give some text to profile the model on")
@@ -229,19 +235,19 @@ def collect(
 
 
 def digest_of(tokens: np.ndarray) -> str:
-    """By which a profile knows a text that it has counted."""
+    """Return the hash by which a profile recognises a text."""
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()[:32]
 
 
 class Counter:
-    """Adds up which neurons fire and which experts are chosen, step by step.
+    """A counter of firing neurons and chosen experts, step by step.
 
-    names: the taps that `add` reads. counts, experts: as a profile has them. n_tokens: so far.
+    names: the taps that `add` reads. counts, experts: as in a Profile. n_tokens: counted so far.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         if not any(config.n_ff):
-            raise UnsupportedModelError("a profile counts the neurons of FFNs, and the model has none")
+            raise UnsupportedModelError("a profile counts the neurons of FFNs, but the model has no FFN")
         self.n_tokens = 0
         self.counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
         self._used = {i: layer.experts.n_used for i, layer in enumerate(config.layers) if layer.experts}
@@ -252,7 +258,7 @@ class Counter:
         self.names = acts + tuple(f"blk.{i}.ffn_route" for i in self.experts)
 
     def add(self, values: Mapping[str, np.ndarray]) -> None:
-        """The taps of a step."""
+        """Count the taps of a step."""
         self.n_tokens += len(values[self.names[0]])
         for i, count in enumerate(self.counts):
             if not len(count):
@@ -264,21 +270,21 @@ class Counter:
             ids = values[f"blk.{i}.ffn_route"][:, : self._used[i]].astype(np.int64).ravel()
             n_experts = len(self.experts[i])
             self.experts[i] += np.bincount(ids, minlength=n_experts).astype(np.uint64)
-            fires = fires.reshape(len(ids), -1)  # a row for each expert of each token
+            fires = fires.reshape(len(ids), -1)  # one row per expert and token
             of_expert = count.reshape(n_experts, -1)
             for id in np.unique(ids):
                 of_expert[id] += np.count_nonzero(fires[ids == id], axis=0).astype(np.uint64)
 
     def profile(self, model: str, data: tuple[str, ...] = ()) -> Profile:
-        """What was counted, of a file and of texts (see Profile)."""
+        """Return the counts as a profile of a file and of texts (see Profile)."""
         return Profile(self.counts, self.n_tokens, model, data, self.experts)
 
 
 def import_activations(folder: Path, config: ModelConfig, model: str) -> Profile:
-    """The counts that are published beside a PowerInfer model, activation/activation_<layer>.pt.
+    """Return the counts that are published with a PowerInfer model, activation/activation_<layer>.pt.
 
-    Such files do not say of how many tokens they are: the largest count stands for it, since the hottest
-    neuron of a model fires for nearly all. Raises FormatError where they do not fit the model.
+    The files do not contain the number of tokens. The largest count replaces it, because the hottest neuron
+    of a model fires for nearly all tokens. Raises FormatError if they do not fit the model.
     """
     from hotset.formats.powerinfer import read_activations
 
@@ -289,10 +295,12 @@ def import_activations(folder: Path, config: ModelConfig, model: str) -> Profile
 
 
 def export_activations(profile: Profile, folder: Path) -> None:
-    """Writes activation_<layer>.pt, as the original engine reads them. Raises UnsupportedModelError where a
-    layer has no FFN."""
+    """Write activation_<layer>.pt for the original engine.
+
+    Raises UnsupportedModelError if a layer has no FFN.
+    """
     if not all(map(len, profile.counts)):
-        raise UnsupportedModelError("activation_<layer>.pt are of models whose every layer has an FFN")
+        raise UnsupportedModelError("activation_<layer>.pt requires an FFN in every layer of the model")
     from hotset.formats.powerinfer import write_activations
 
     write_activations(folder, profile.counts)

@@ -1,4 +1,4 @@
-"""Records what each token of a text needs of a model: a trace (sparsity/trace.py).
+"""Records which experts or neurons each token of a text needs: a trace (sparsity/trace.py).
 
 record(model.tap_steps, model.graph, model.weights, rows, model=..., name=...)
 """
@@ -40,12 +40,12 @@ def record(
     name: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> RouteTrace | NeuronTrace:
-    """What a text needs: of a model with experts which of these, else which neurons: those that the predictor
-    of the graph names, or without one those that fire.
+    """Return the trace of a text: of experts, or, in a model without experts, of neurons.
 
-    tap_steps: Model.tap_steps. tokens: int32 [n] or [n_sequences, n], each of which fits the context.
-    progress: called with (tokens done, tokens of all). Raises InvalidRequestError for a model of which every
-    token needs all, for no tokens, and for too many.
+    Needed neurons are the ones that the graph's predictor selects or, without a predictor, the ones that
+    fire. tap_steps: Model.tap_steps. tokens: int32 [n] or [n_sequences, n], each of which fits the context.
+    progress: called with (tokens done, total tokens). Raises InvalidRequestError if every token needs the
+    whole model, or for no tokens or too many.
     """
     if tokens.size == 0:
         raise InvalidRequestError("the text is empty; give some text to trace the model on")
@@ -54,8 +54,7 @@ def record(
     traced = routed or [ffn for ffn in graph.ffns if ffn.has_zeros and _own(graph, tensors, ffn)]
     if not traced:
         raise InvalidRequestError(
-            "every token needs all that is read of this model's neurons, and it has no experts: there is "
-            "nothing to trace"
+            "every token needs all neurons of this model, and it has no experts: there is nothing to trace"
         )
     n_neurons = tuple(ffn.n_ff for ffn in traced)
     if not routed and 8 * sum(-(-n // 8) for n in n_neurons) * tokens.size > MOST_BITS:
@@ -96,14 +95,14 @@ def record(
 
 
 def _seen_of(ffn: Ffn) -> str:
-    """The value that says what is needed of a layer."""
+    """Return the value that shows which neurons or experts of a layer are needed."""
     if ffn.route is not None:
         return ffn.route.out.name
     return ffn.fires.name if ffn.mask is None else ffn.mask.scores.name
 
 
 def _seen(ffn: Ffn, values: np.ndarray) -> np.ndarray:
-    """What a step's tokens need: of experts int32 [n_tokens, n_used], of neurons bits."""
+    """Return the needs of a step's tokens: experts as int32 [n_tokens, n_used], or neurons as bits."""
     if ffn.route is not None:
         return values[:, : ffn.route.n_used].astype(np.int32)
     needed = values != 0 if ffn.mask is None else selected(ffn.mask, values)
@@ -118,7 +117,7 @@ def _of_experts(
     facts: dict[str, Any],
 ) -> RouteTrace:
     n_experts = {ffn.route.x.width for ffn in routed if ffn.route is not None}
-    assert len(n_experts) == 1, "layers have experts alike"
+    assert len(n_experts) == 1, "all layers have the same number of experts"
     sizes = Cost(graph, tensors).expert_bytes
     return RouteTrace(
         routes=routes,
@@ -128,23 +127,23 @@ def _of_experts(
     )
 
 
-# ---- what a store would have
+# ---- rows that a store would keep
 
 
 def _own(graph: Graph, tensors: Mapping[str, TensorInfo], ffn: Ffn) -> list[str]:
-    """The tensors of an FFN whose rows come with what a token is seen to need of it."""
+    """Return the tensors of an FFN whose rows only some tokens need."""
     mine = {op.weight for op in (ffn.gate, ffn.up, ffn.down) if isinstance(op, Linear | TransposedLinear)}
     for op in (ffn.gate, ffn.up, ffn.down):
         if isinstance(op, ExpertLinear | ExpertSum):
             mine |= set(op.weights)
     groups = [group.names for group in groups_of(graph, tensors, sparse=True) if mine & set(group.names)]
-    if ffn.route is None and ffn.mask is None:  # what decides is read whole
+    if ffn.route is None and ffn.mask is None:  # the deciding matrix is read whole
         groups = [group for group in groups if ffn.decides.weight not in group]
     return [name for group in groups for name in group]
 
 
 def _groups(graph: Graph, weights: Overlay, traced: Sequence[Ffn]) -> tuple[StoredGroup, ...]:
-    """The groups that a store would have, in its order; none where it would not have all of the layers'."""
+    """Return the groups that a store would keep, in its order; empty if it would not cover all layers."""
     tensors = weights.tensors
     own = {name: i for i, ffn in enumerate(traced) for name in _own(graph, tensors, ffn)}
     whole = {ffn.decides.weight for ffn in traced if ffn.route is None and ffn.mask is None}
@@ -157,13 +156,13 @@ def _groups(graph: Graph, weights: Overlay, traced: Sequence[Ffn]) -> tuple[Stor
 
 
 def _read_bytes(weights: Overlay, group: Sequence[str]) -> tuple[int, int]:
-    """Bytes that are read for one row of a group by itself, mean, and for all of them."""
+    """Return the mean bytes read for a single row of a group, and the bytes of all rows."""
     pieces: list[tuple[Path, int, int, int]] = []  # file, first row's offset, stride, length
     for name in group:
         path, offset = weights.place(name)
         n_rows, size = rows_of(weights.tensors[name])
         stride = weights.tensors[name].stride or size
-        if pieces and pieces[-1][0] == path and pieces[-1][2] == stride > size:  # side by side, in a bundle
+        if pieces and pieces[-1][0] == path and pieces[-1][2] == stride > size:  # adjacent, in a bundle
             first = pieces[-1][1]
             pieces[-1] = (path, first, stride, offset + size - first)
         else:

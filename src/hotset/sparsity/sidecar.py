@@ -1,11 +1,11 @@
-"""Sidecar files: tensors that hotset built from a model, kept so that they are built once.
+"""Sidecar files: tensors that hotset builds once from a model.
 
-A sidecar is a GGUF file `<model>.<what>.hotset.gguf` beside the model; where that folder cannot be written,
-is full or is another program's (storage/elsewhere.py), it is `cache/<fingerprint>/<what>.hotset.gguf` under
-the folder of the store (storage.store.home). It names the model that it was built from by a fingerprint and
-the settings that it was built with; one that does not match, whose header is damaged, or whose tensors are
-not those of its kind, is built again. Writing is atomic (GGUFWriter), so that two processes that build at
-once cost time and nothing else. Who can write beside a model can change what it computes.
+A sidecar is a GGUF file `<model>.<what>.hotset.gguf` next to the model. If that folder cannot be written, is
+full or belongs to another program (storage/elsewhere.py), it is `cache/<fingerprint>/<what>.hotset.gguf` in
+the store's folder (storage.store.home). It records the fingerprint of its model and the settings it was built
+with. hotset builds it again if these differ, its header is damaged, or its tensors are not the expected ones.
+Writing is atomic (GGUFWriter), so two processes that build at once only waste time. Anyone who can write next
+to a model can change its results.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ MODEL_KEY, SETTINGS_KEY, VERSION_KEY = (
     "hotset.sidecar.settings",
     "hotset.sidecar.version",
 )
-VERSION = 1  # of what the tensors mean; a sidecar of another version is built again
+VERSION = 1  # of the tensors' meaning; a sidecar of another version is built again
 _SAMPLE_BYTES = 256  # of each tensor
-_SMALL = 16 << 20  # bytes of a file that a disk reads at once: starting threads takes longer
+_SMALL = 16 << 20  # bytes of a file that is read faster than threads start
 
 Fill = Callable[[GGUFWriter], None]
-Check = Callable[["GGUFFile"], None]  # raises a HotsetError for a sidecar that is not what it says
+Check = Callable[["GGUFFile"], None]  # raises a HotsetError if a sidecar has unexpected contents
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """One that is open. seconds: what building it took, None where it was there already."""
+    """An open sidecar. seconds: time to build it; None if it existed."""
 
     file: GGUFFile
     seconds: float | None
 
     def note(self, what: str) -> str:
-        """A sentence for a person: "the neuron-major down matrix: built in 3.1 s, 722 MB,
-        /models/m.down..."."""
+        """Return a note for users: "neuron-major down matrices: built in 3.1 s, 722 MB, /m/m.down..."."""
         how = "opened" if self.seconds is None else f"built in {self.seconds:.1f} s"
         return f"{what}: {how}, {human_size(self.file.nbytes)}, {self.file.path}"
 
 
 def fingerprint(gguf: GGUFFile) -> str:
-    """Names a model by its content without reading all of it: 32 hex digits.
+    """Return 32 hex digits that identify a model's content, without reading all of it.
 
-    SHA-256 over the size and the whole header of each file and some bytes from the middle of each tensor.
+    It is a SHA-256 of the size and the whole header of each file and some bytes from the middle of each
+    tensor.
     """
     digest = hashlib.sha256()
     for shard, path in enumerate(gguf.paths):
@@ -74,7 +74,7 @@ def fingerprint(gguf: GGUFFile) -> str:
         return digest.hexdigest()[:32]
     from concurrent.futures import ThreadPoolExecutor
 
-    # Many at a time: a cold disk takes milliseconds for each, and a large model has a thousand.
+    # In parallel: each read takes milliseconds on a cold disk, and a large model has a thousand tensors.
     with ThreadPoolExecutor(8) as pool:
         for sample in pool.map(lambda info: _sample(gguf, info), infos):
             digest.update(sample)
@@ -87,18 +87,18 @@ def _sample(gguf: GGUFFile, info: TensorInfo) -> bytes:
 
 
 def _read(path: Path, first: int, n_bytes: int) -> bytes:
-    with path.open("rb") as file:  # buffered: one call of the system may give less than was requested
+    with path.open("rb") as file:  # buffered, because a single system call may return fewer bytes
         file.seek(first)
         return file.read(n_bytes)
 
 
 def stem_of(path: Path) -> str:
-    """What the files that belong to a model are named after: its (first) file without .gguf."""
+    """Return the prefix of files that belong to a model: its (first) file without .gguf."""
     return path.name.removesuffix(".gguf")
 
 
 def places(gguf: GGUFFile, what: str, model: str) -> list[Path]:
-    """Where a sidecar may lie, the better place first; `model` is the fingerprint."""
+    """Return possible paths of a sidecar, best first; `model` is the fingerprint."""
     from hotset.storage.elsewhere import is_foreign
     from hotset.storage.store import home
 
@@ -112,17 +112,17 @@ def places(gguf: GGUFFile, what: str, model: str) -> list[Path]:
 def find(
     gguf: GGUFFile, what: str, settings: Mapping[str, object], model: str, check: Check
 ) -> GGUFFile | None:
-    """The open sidecar that was built from this model with these settings and passes the check, or None."""
+    """Return the open sidecar of this model and these settings that passes the check, or None."""
     for path in places(gguf, what, model):
         if not path.is_file():
             continue
         try:
             file = open_gguf(path)
-        except HotsetError:  # damaged: as good as none
+        except HotsetError:  # damaged: build it again
             continue
         expected = {MODEL_KEY: model, SETTINGS_KEY: _text(settings), VERSION_KEY: VERSION}
         try:
-            # The type first: an array, which a hostile file may have for a key, does not compare.
+            # Check the type first: a hostile file may have an array, which cannot be compared.
             if all(
                 type(file.metadata.get(k)) is type(v) and file.metadata[k] == v for k, v in expected.items()
             ):
@@ -135,7 +135,7 @@ def find(
 
 
 def same_tensors(fill: Fill) -> Check:
-    """Passes a sidecar with exactly the tensors that `fill` adds, which must build them in `write` only."""
+    """Return a check for exactly the tensors that `fill` adds; `fill` must compute their data in `write`."""
 
     def check(file: GGUFFile) -> None:
         writer = GGUFWriter(file.path, "hotset")
@@ -144,17 +144,17 @@ def same_tensors(fill: Fill) -> Check:
         if {n: (t.type, t.shape) for n, t in file.tensors.items()} != {
             n: (t.type, t.shape) for n, t in expected.items()
         }:
-            raise FormatError(f"{file.path} holds other tensors than it should")
+            raise FormatError(f"{file.path} does not have the expected tensors")
 
     return check
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a sidecar holds. fill: adds its keys and tensors. n_bytes: about how large it will be.
+    """The contents of a sidecar. fill: adds its keys and tensors. n_bytes: its approximate size.
 
-    check: of one that is there already: what does not pass is built again; None: `same_tensors`. alignment:
-    of the tensors in the file.
+    check: for an existing sidecar, which is built again if it fails; None: `same_tensors`. alignment: of the
+    tensors in the file.
     """
 
     fill: Fill
@@ -172,7 +172,7 @@ def open_or_build(
     model: str | None = None,
     progress: Reporter | None = None,
 ) -> Sidecar:
-    """The sidecar `what` of a model, built where there is none; HotsetError where no place takes it."""
+    """Open the sidecar `what` of a model, or build it. Raises HotsetError if it cannot be stored anywhere."""
     model = model or fingerprint(gguf)
     found = find(gguf, what, settings, model, contents.check or same_tensors(contents.fill))
     if found is not None:
@@ -195,7 +195,7 @@ def _text(settings: Mapping[str, object]) -> str:
 
 
 def _writable(paths: list[Path], n_bytes: int) -> Path:
-    """The first place with a folder that can be written (the cache's is made) and has the room."""
+    """Return the first path whose folder is writable and has room; the cache's folder is created."""
     reasons = []
     for i, path in enumerate(paths):
         folder = path.parent
@@ -210,10 +210,10 @@ def _writable(paths: list[Path], n_bytes: int) -> Path:
             else:
                 return path
         except InvalidRequestError:
-            reasons.append(f"{path} is no file")
+            reasons.append(f"{path} is not a regular file")
         except OSError as error:
-            reasons.append(f"{folder} cannot be made ({error.strerror})")
+            reasons.append(f"{folder} cannot be created ({error.strerror})")
     raise HotsetError(
-        f"The model needs a file of {human_size(n_bytes)} that hotset builds, but {' and '.join(reasons)}; "
-        "free some space, or set HOTSET_HOME to a folder that has it."
+        f"hotset must build a file of {human_size(n_bytes)} for the model, but {' and '.join(reasons)}; "
+        "free some space, or set HOTSET_HOME to a folder with room."
     )

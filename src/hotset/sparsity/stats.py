@@ -1,12 +1,11 @@
-"""What sparsity saved: the counts of steps (backends.base.StepStats) as shares, bytes and times per token.
+"""Savings by sparsity: counts of steps (backends.base.StepStats) as shares, bytes and times per token.
 
     costs = StepCosts(graph, weights.tensors)
     ... after each step: steps.append(backend.stats())
     costs.summary(steps).active_share
 
-Bytes are those of weights; keys and values are not among them, nor the biases of neurons. The tokens of a
-step share what it reads, so bytes per token fall with the size of the steps: take steps of decoding to learn
-what decoding touches.
+Bytes are of weights only, without keys, values and the biases of neurons. The tokens of a step share its
+reads, so bytes per token fall with the size of the steps: use decode steps to measure decoding.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer, mean per token. Shares are of its neurons: selected by a predictor, active: not zero.
+    """The statistics of one layer, mean per token.
 
-    recall: of the neurons that fire, the share that was selected; precision: of those selected, the share
-    that fires; None where they were not measured. expert_share: of its experts, those whose weights a step
-    read, mean per step; None where it has none. bytes: of the FFN and its predictor. Times are in seconds.
+    selected_share: of neurons that a predictor selects; active_share: of nonzero neurons. recall: the share
+    of firing neurons that were selected; precision: the share of selected neurons that fire; None if not
+    measured. expert_share: mean share of experts whose weights a step read; None without
+    experts. bytes: of the FFN and its predictor. Times are in seconds.
     """
 
     layer: int
@@ -64,10 +64,10 @@ class LayerStats:
 class StatsSummary:
     """All layers and steps, mean per token. A notebook shows a bar for each layer.
 
-    bytes_touched_per_token: weights that were read. bytes_total_per_token: that the same steps would have
-    read with every neuron and no predictor. left_out_per_token: of the bytes that were not read those of
-    input channels that were zero. active_parameters: that a token was multiplied with; flops: two for each.
-    seconds: by kind, "predictor", "ffn", "attention", "other".
+    bytes_touched_per_token: weights that were read. bytes_total_per_token: weights that the same steps would
+    have read with every neuron and without a predictor. left_out_per_token: the part of the unread bytes that
+    belongs to input channels at zero. active_parameters: weights that a token was multiplied with; flops: two
+    for each. seconds: by kind, "predictor", "ffn", "attention", "other".
     """
 
     layers: tuple[LayerStats, ...]
@@ -83,12 +83,14 @@ class StatsSummary:
     left_out_per_token: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return asdict(self)
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each layer, whose columns are the fields of LayerStats. Raises
-        HotsetError where pandas is not installed."""
+        """Return a DataFrame with a row per layer and the fields of LayerStats as columns.
+
+        Raises HotsetError if pandas is not installed.
+        """
         rows = [asdict(layer) for layer in self.layers]
         names = [field.name for field in fields(LayerStats)]
         return data_frame({name: [row[name] for row in rows] for name in names})
@@ -104,7 +106,7 @@ class StatsSummary:
         )
 
     def _repr_html_(self) -> str:
-        """A bar for each layer: the share of its neurons that fired."""
+        """Return a bar for each layer: the share of its neurons that fired."""
         bars = "".join(
             f"<tr><td>layer {layer.layer}</td><td><div style='width: 12em'><div style='width: "
             f"{100 * layer.active_share:.1f}%; height: 0.8em; background: currentColor'></div></div></td>"
@@ -114,7 +116,7 @@ class StatsSummary:
         return f"<p>{self._line()}</p><table>{bars}</table>"
 
     def with_quality(self, quality: Sequence[PredictorQuality]) -> StatsSummary:
-        """The same with each layer's recall and precision filled in."""
+        """Return a copy with each layer's recall and precision filled in."""
         layers = tuple(
             replace(layer, recall=one.recall, precision=one.precision)
             for layer, one in zip(self.layers, quality, strict=True)
@@ -127,11 +129,11 @@ _NEURONS, _ROWS = ("selected", "active"), ("gate_rows", "up_rows", "down_rows")
 
 
 class StepCosts:
-    """What the counts of steps mean for one model. tensors: those of the weights that the graph runs on."""
+    """The costs that weight a model's step counts. tensors: the weights that the graph runs on."""
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
         self._layers = [_FFNCost(graph, tensors, ffn) for ffn in graph.ffns]
-        self._at = [ffn.layer for ffn in graph.ffns]  # some models have layers without an FFN
+        self._at = [ffn.layer for ffn in graph.ffns]  # some layers may have no FFN
         counted = {op.out for layer in self._layers for op in layer.ops}
         self._rest_bytes = self._embed_bytes = self._rest_parameters = 0
         for op in graph.primitives:
@@ -148,7 +150,7 @@ class StepCosts:
         self._dense_bytes = sum(layer.dense_bytes for layer in self._layers)
 
     def _of_ffns(self, step: StepStats) -> StepStats:
-        """Of the layers with an FFN, with the rows of those without zeros, which are not counted."""
+        """Return the counts of layers with an FFN; layers without zeros count fully."""
         if len(self._at) < len(step.active):
             names = (*_ROWS, *_NEURONS, *_TIMES)
             step = replace(step, **{name: getattr(step, name)[self._at] for name in names})
@@ -164,7 +166,7 @@ class StepCosts:
         return replace(step, **neurons, **read)
 
     def summary(self, steps: Sequence[StepStats]) -> StatsSummary:
-        """The means over some steps, in some 0.3 ms for one of 32 layers; all zero without one."""
+        """Return the means over some steps, in about 0.3 ms for one of 32 layers; all zero without steps."""
         in_all = [sum(float(getattr(step, name).sum()) for step in steps) for name in _TIMES]
         steps = [self._of_ffns(step) for step in steps]
         n_steps, n_tokens = len(steps), sum(step.n_tokens for step in steps)
@@ -218,7 +220,7 @@ class StepCosts:
 
 
 class _FFNCost:
-    """Bytes and parameters of one layer's FFN by the rows that were read."""
+    """The bytes and parameters of one layer's FFN by the number of rows read."""
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo], ffn: Ffn) -> None:
         predictor = [op for op in graph.ops if op.layer == ffn.layer and op.part == "predictor"]
@@ -232,7 +234,7 @@ class _FFNCost:
         self._up_row = tensors[ffn.up_tensor].row_bytes
         down = tensors[ffn.down.matrices[0]]
         self._neuron_major = ffn.neuron_major or (isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major)
-        self._down_row = down.row_bytes  # of a matrix by output: a row for each output
+        self._down_row = down.row_bytes  # with a row per output: of one output
         has_scales = isinstance(ffn.down, TransposedLinear) and ffn.down.scales is not None
         self._scales = 2 * self._n_embd if has_scales else 0
         if isinstance(ffn.down, ExpertSum) and ffn.down.input_major is not None:
@@ -247,15 +249,21 @@ class _FFNCost:
         self.dense_bytes = self.bytes(self.n_ff, self.n_ff, self.n_ff, self.n_expert) - self._predictor_bytes
 
     def experts(self, gate: int, up: int, n_tokens: int) -> float:
-        """Whose weights a step read that read so many rows: of an expert all that decide are, unless scores
-        name some; then at most as many as its tokens have."""
+        """Return the number of experts whose weights a step read, from its rows.
+
+        Without scores, all deciding rows of such an expert are read. With scores, it is at most the number of
+        experts of the step's tokens.
+        """
         if self._masked:
             return min(n_tokens * self._n_used, self.n_expert)
         return (gate if self._has_gate else up) * self.n_expert / self.n_ff
 
     def bytes(self, gate: int, up: int, down: int, n_tokens: int) -> float:
-        """Of a step that read so many rows of each. A group's scales are read if one of its neurons is; how
-        many groups that are is what it would be if the neurons were spread at random."""
+        """Return the bytes of a step that read these numbers of rows.
+
+        A group's scales are read if one of its neurons is; the number of such groups is estimated for neurons
+        at random positions.
+        """
         if not self._neuron_major:
             n_matrices = self.experts(gate, up, n_tokens) if self.n_expert else 1
             down_bytes: float = self._down_row * self._n_embd * n_matrices
@@ -266,12 +274,12 @@ class _FFNCost:
         return gate * self._gate_row + up * self._up_row + down_bytes + self._predictor_bytes
 
     def parameters(self, n: int, gate: int, up: int, down: int, selected: int, active: int) -> float:
-        """That n tokens were multiplied with, summed over them.
+        """Return the parameters that n tokens were multiplied with, summed over them.
 
-        Rows of a step are the union of its tokens'; so where it has several, a token's own are its selected
-        neurons (gate, or up without a gate) and those whose value is not zero (up, down).
+        Rows of a step are the union over its tokens. So with several tokens, each token's own rows are its
+        selected neurons (gate, or up without a gate) and its nonzero ones (up, down).
         """
-        if n == 1 or up == self.n_ff:  # the latter: every neuron was computed, for every token
+        if n == 1 or up == self.n_ff:  # second case: every neuron was computed for every token
             gate, up, down = n * gate, n * up, n * down
         else:
             down = active
@@ -283,10 +291,10 @@ class _FFNCost:
 
 @dataclass(frozen=True)
 class PredictorQuality:
-    """One layer's predictor on real inputs.
+    """The quality of one layer's predictor on real inputs.
 
-    recall: of the neurons that fire, the share selected; of_magnitude: the same with each counted by its
-    value's magnitude. precision: of those selected, the share that fires. NaN where there are none.
+    recall: the share of firing neurons that are selected; of_magnitude: the same weighted by magnitude.
+    precision: the share of selected neurons that fire. NaN if undefined.
     """
 
     layer: int
@@ -300,15 +308,15 @@ class PredictorQuality:
 def measure_predictor(
     tap_steps: TapSteps, graph: Graph, tokens: np.ndarray, longest: int = taps.MAX_SEQUENCE
 ) -> list[PredictorQuality]:
-    """Compares, layer by layer, what the predictor selects with what fires on the same FFN input.
+    """Compare, layer by layer, the predictor's selection with the neurons that fire on the same FFN input.
 
-    graph: with a predictor. tap_steps: of what runs it and computes every neuron (sparse=False), so that the
-    taps `ffn_act` hold also those that the mask drops. tokens: int32 [n] or [n_sequences, n], run in
-    sequences of `longest`.
+    graph: with a predictor. tap_steps: must run it and compute every neuron (sparse=False), so that the taps
+    `ffn_act` include the neurons that the mask drops. tokens: int32 [n] or [n_sequences, n], run in sequences
+    of `longest`.
     """
     masks = [ffn.mask for ffn in graph.ffns if ffn.mask is not None]
     names = tuple(name for op in masks for name in (op.x.name, op.scores.name))
-    sums = np.zeros((len(masks), 5))  # neurons that fire, are selected, both; magnitude of firing, of both
+    sums = np.zeros((len(masks), 5))  # neurons that fire, are selected, both; magnitudes: firing, both
     for _, values in taps.over(tap_steps, tokens, names, longest=longest):
         for i, op in enumerate(masks):
             neurons = values[op.x.name]

@@ -1,7 +1,7 @@
-"""Values inside the graph over a text, a step at a time, for profiling, calibration, traces and reports.
+"""Intermediate values over a text, step by step, for profiling, calibration, traces and reports.
 
-They take a TapSteps, which is `of_backend(backend)` or `Model.tap_steps` (engine/taps.py, beside what runs).
-Values with gradients are those of backends/torch/graph.py.
+The functions take a TapSteps: `of_backend(backend)`, or `Model.tap_steps` (engine/taps.py), which runs
+concurrently with other requests. For values with gradients see backends/torch/graph.py.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCE = 512  # tokens; longer texts are split into sequences of this length
 _N_PAGES = MAX_SEQUENCE // PAGE_SIZE
-_STEP = 128  # tokens at a time: a tapped model of 32 layers and 11,008 neurons then holds 180 MB of taps
+_STEP = 128  # tokens at a time; with 32 layers of 11,008 neurons the taps then take 180 MB
 
 TapSteps = Callable[["Sequence[int] | np.ndarray", Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
-"""(token ids of one sequence from its beginning, names of graph values) → of each step in order: name →
-float32 [n_tokens of the step, width]. Raises InvalidRequestError for a name that the graph lacks."""
+"""A function of (token ids of a sequence from its start, names of graph values). It yields, for each step,
+name → float32 [n_tokens of the step, width]. Raises InvalidRequestError if the graph lacks a name."""
 
 BackendFactory = Callable[["WeightSource", "Graph"], "Backend"]
 
 
 def open_cpu(weights: WeightSource, graph: Graph) -> Backend:
-    """The CPU backend, skipping what does not fire, with a cache for MAX_SEQUENCE tokens."""
+    """Return a CPU backend that skips inactive neurons, with a cache for MAX_SEQUENCE tokens."""
     return CpuBackend(weights, graph, n_pages=_N_PAGES, max_batch=_STEP, kv_type="f16", sparse=True)
 
 
 def of_backend(backend: Backend) -> TapSteps:
-    """Of a backend that nothing else uses: its cache is overwritten from position 0. A sequence of n tokens
-    needs ceil(n / PAGE_SIZE) pages."""
+    """Return the TapSteps of an otherwise unused backend, whose cache is overwritten from position 0.
+
+    A sequence of n tokens needs ceil(n / PAGE_SIZE) blocks.
+    """
 
     def steps(tokens: Sequence[int] | np.ndarray, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         pages = np.arange(-(-len(tokens) // PAGE_SIZE))
@@ -57,10 +59,10 @@ def batches(
     outputs: bool = False,
     slots: np.ndarray | None = None,
 ) -> Iterator[Batch]:
-    """One sequence [n] as steps of n_step tokens with taps. pages: of the cache, int [ceil(n / PAGE_SIZE)].
+    """Yield one sequence [n] as steps of n_step tokens with taps.
 
-    outputs: whether a tap has rows of output tokens alone. slots: of recurrent states, int32 [1, 2]; None:
-    the first two.
+    pages: block numbers, int [ceil(n / PAGE_SIZE)]. outputs: whether a tap only has rows of output tokens.
+    slots: of recurrent states, int32 [1, 2]; None: the first two.
     """
     table = np.asarray(pages, np.int32)[None]
     for i, first in enumerate(range(0, len(tokens), n_step)):
@@ -80,7 +82,7 @@ def batches(
 def whole(
     tap_steps: TapSteps, tokens: Sequence[int] | np.ndarray, names: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """All values of one sequence: name → float32 [n_tokens, width]."""
+    """Return all values of one sequence: name → float32 [n_tokens, width]."""
     parts = list(tap_steps(tokens, names))
     return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
@@ -93,10 +95,10 @@ def over(
     longest: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[bool, Mapping[str, np.ndarray]]]:
-    """The steps of every sequence of a text: whether a sequence begins with it, and its values.
+    """Yield the steps of every sequence of a text: whether the step starts a sequence, and its values.
 
-    tokens: int32 [n] or [n_sequences, n]. longest: cut into sequences of at most so many tokens; None: as
-    they are. progress: called with (tokens done, tokens of all).
+    tokens: int32 [n] or [n_sequences, n]. longest: split into sequences of at most this many tokens; None: do
+    not split. progress: called with (tokens done, total tokens).
     """
     done = 0
     if progress is not None:
@@ -112,12 +114,12 @@ def over(
 
 
 def longest_sequence(backend: Backend) -> int:
-    """Tokens that fit its cache, up to MAX_SEQUENCE."""
+    """Return how many tokens fit in the backend's cache, at most MAX_SEQUENCE."""
     return min(MAX_SEQUENCE, backend.n_pages * PAGE_SIZE)
 
 
 def sequences(tokens: np.ndarray, n_max: int = MAX_SEQUENCE) -> list[np.ndarray]:
-    """A text as sequences of at most n_max tokens (or rows, where it is [n_sequences, n_tokens] already)."""
+    """Split a text, [n] or [n_sequences, n_tokens], into sequences of at most n_max tokens."""
     if tokens.ndim == 2:
         return [part for row in tokens for part in sequences(row, n_max)]
     return [tokens[i : i + n_max] for i in range(0, len(tokens), n_max)]
@@ -131,10 +133,10 @@ def generate(
     seed: int = 0,
     progress: Reporter | None = None,
 ) -> np.ndarray:
-    """Texts that the model writes itself, sampled at temperature 1: int32 [n_sequences, n_tokens].
+    """Return texts that the model generates at temperature 1: int32 [n_sequences, n_tokens].
 
-    All are written at once. first: the token that starts each (BOS); None: a random one. Needs
-    n_sequences * ceil(n_tokens / PAGE_SIZE) pages.
+    All are generated together. first: the token that starts each (BOS); None: a random one. Needs n_sequences
+    * ceil(n_tokens / PAGE_SIZE) blocks.
     """
     report, total = progress or Reporter(), n_sequences * (n_tokens - 1)
     rng = np.random.default_rng(seed)

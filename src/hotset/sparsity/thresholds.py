@@ -1,17 +1,16 @@
-"""The thresholds of a model, found by a calibration: a small JSON file beside it, `<model>.thresholds.json`.
+"""The thresholds of a model, found by a calibration: a small JSON file next to it, `<model>.thresholds.json`.
 
     {"format": "hotset.thresholds", "version": 1,
      "model": {"name": file name, "size": bytes, "hash": sidecar.fingerprint},
      "mode": "dense" | "exact" | "predicted",     the mode that they are added to
      "prompts": false,                            whether prompts are thresholded too
-     "text": {...},                               what they were found on: hashes, and other facts
+     "text": {...},                               the calibration text: hashes, and other facts
      "layers": [{"gate": t, "attn_in": t, "attn_out": t, "ffn_in": t, "down_in": t}, ...],
-     "measured": {"kept": [{"gate": share, ...}, ...],   of each layer, what the thresholds leave of the
-     values
-                  ...}}                           and what else the calibration saw: sparsity, perplexity, ...
+     "measured": {"kept": [{"gate": share, ...}, ...],   per layer, the share of values that remain
+                  ...}}                           and other results: sparsity, perplexity, ...
 
-A threshold that is absent is 0 and has no effect (model/thresholds.py says what each is of). A file comes
-from anywhere: every number is checked, and one that was made of another model is refused.
+A missing threshold is 0 and has no effect (see model/thresholds.py). Files are untrusted: every number is
+checked, and thresholds of another model are rejected.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SUFFIX = ".thresholds.json"
 FORMAT, VERSION = "hotset.thresholds", 1
 BaseMode = Literal["dense", "exact", "predicted"]
 _MAX_BYTES = 16 << 20
-_MAX_THRESHOLD = 3.0e38  # of float32
+_MAX_THRESHOLD = 3.0e38  # within float32
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds of every layer, and where they come from.
+    """Thresholds of every layer, and their origin.
 
-    mode: the one that they are added to. prompts: whether prompts are thresholded as well.
-    text, measured: objects of JSON that are kept as they are.
+    mode: the mode that they are added to. prompts: whether prompts are thresholded, too. text, measured: JSON
+    objects that are stored unchanged.
     """
 
     model: Calibrated
@@ -69,15 +68,15 @@ class Thresholds:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Thresholds:
-        """Reads a file of thresholds. Raises ModelNotFoundError or FormatError."""
+        """Read a file of thresholds. Raises ModelNotFoundError or FormatError."""
         try:
             content = json.loads(read_small_text(path, _MAX_BYTES), parse_constant=_no_constant)
         except FileNotFoundError:
             raise ModelNotFoundError(
-                f"there are no thresholds {path}; find some with 'hotset sparse calibrate'"
+                f"the file of thresholds {path} does not exist; make one with 'hotset sparse calibrate'"
             ) from None
-        except (ValueError, RecursionError):  # no JSON, or nested beyond reason
-            raise FormatError(f"{path} is not a file of thresholds, which is JSON.") from None
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
+            raise FormatError(f"{path} is not a file of thresholds: it is not valid JSON.") from None
         try:
             return cls._of(content)
         except InvalidRequestError as error:
@@ -91,14 +90,14 @@ class Thresholds:
         if content.get("format") != FORMAT:
             raise InvalidRequestError(f"format must be {FORMAT!r}, not {shown(content.get('format'))}")
         if (version := whole_number("version", content.get("version"), 0)) != VERSION:
-            raise InvalidRequestError(f"version {version} is not known, only {VERSION}")
+            raise InvalidRequestError(f"version {version} is unknown; only {VERSION} is supported")
         model = _object("model", content.get("model"))
         mode = content.get("mode", "dense")
         if mode not in get_args(BaseMode):
             raise InvalidRequestError(f"mode must be one of {', '.join(get_args(BaseMode))}")
         layers = content.get("layers")
         if not isinstance(layers, list) or not layers:
-            raise InvalidRequestError("layers must be a list, an object per layer")
+            raise InvalidRequestError("layers must be a list with an object per layer")
         return cls(
             Calibrated(
                 text("the model's name", model.get("name")),
@@ -113,29 +112,29 @@ class Thresholds:
         )
 
     def check_model(self, gguf: GGUFFile, n_layer: int) -> None:
-        """Raises InvalidRequestError where they were found for another file, or have not n_layer layers."""
+        """Raise InvalidRequestError if they belong to another file, or do not have n_layer layers."""
         if (self.model.size, self.model.hash) != (gguf.nbytes, sidecar.fingerprint(gguf)):
             raise InvalidRequestError(
-                f"the thresholds were found for another model file ({self.model.name[:80]!r}); find some for "
+                f"the thresholds belong to another model file ({self.model.name[:80]!r}); make some for "
                 "this one with 'hotset sparse calibrate'"
             )
         if len(self.layers) != n_layer:
             raise InvalidRequestError(
-                f"the thresholds are of {len(self.layers)} layers, and the model has {n_layer}; find them "
+                f"the thresholds are of {len(self.layers)} layers, but the model has {n_layer}; make them "
                 "again with 'hotset sparse calibrate'"
             )
 
     @property
     def knows_kept(self) -> bool:
-        """Whether the calibration measured what its thresholds leave."""
+        """Return whether the calibration measured the share of values that remain."""
         return any(
             self.kept(i, name) is not None for i in range(len(self.layers)) for name in THRESHOLD_NAMES
         )
 
     def kept(self, layer: int, name: ThresholdName) -> float | None:
-        """The share of values that a threshold leaves, as the calibration measured it; None where it did not.
+        """Return the share of values that a threshold keeps, measured by the calibration; None if unknown.
 
-        Of "down_in": of the neurons, whichever threshold makes them zero.
+        For "down_in" it is the share of neurons, whichever threshold makes them zero.
         """
         kept = self.measured.get("kept")
         of_layer = kept[layer] if isinstance(kept, list) and layer < len(kept) else None
@@ -146,7 +145,7 @@ class Thresholds:
             return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all. HotsetError where it cannot be written."""
+        """Write the file, whole or not at all. Raises HotsetError if it cannot be written."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -161,7 +160,7 @@ class Thresholds:
 
 
 def thresholds_path(model: Path) -> Path:
-    """Where a model's thresholds lie: beside it."""
+    """Return the path of a model's thresholds, next to the model."""
     return model.with_name(f"{sidecar.stem_of(model)}{SUFFIX}")
 
 
@@ -184,4 +183,4 @@ def _object(what: str, value: Any) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

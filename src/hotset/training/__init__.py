@@ -1,1 +1,1 @@
-"""What makes a sparse model: recovering a ReLU network from a dense one, training predictors."""
+"""Training of sparse models: recovering a ReLU network from a dense one, and training predictors."""

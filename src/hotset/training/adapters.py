@@ -1,14 +1,14 @@
-"""Adapters on disk, and what they make of the file that they belong to.
+"""Adapter files of `hotset sparse make`, and merging them into the model file that they belong to.
 
-An adapter file (safetensors) holds what `student.Student` trains, by tensor names. Matrices are int8
-with one float32 scale per rank ("name.a" with "name.a.scale"; of full training, per row) and one per channel
+An adapter file (safetensors) holds the parameters of `student.Student`, by tensor names. Matrices are int8
+with a float32 scale per rank ("name.a" with "name.a.scale"; in full training per row) and one per channel
 across ("name.a.channel": a few channels of a residual stream are a hundred times as large as the others,
-which would be lost beside them); the rest float16. A rank in int8 says more per byte than half the ranks in
-float16. Its metadata name the activation, the rank and the model.
+which would otherwise be lost). Other values are float16. A rank in int8 carries more information per byte
+than half the ranks in float16. The metadata name the activation, the rank and the model.
 
-Merging writes the GGUF file again: weight + b @ a, rows of ffn_up times the neurons' scales, biases beside
-them, linear paths in the places of retired neurons (gate 1, whatever comes), the activation in its key.
-Everything else, tokenizer and embedding too, is copied byte for byte.
+Merging writes the GGUF file again: weight + b @ a, rows of ffn_up times the neurons' scales, biases, linear
+paths in the places of retired neurons (with a gate of 1 for every input), and the activation in its key.
+Everything else, including the tokenizer and the embedding, is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 FORMAT = "hotset adapters 1"
 MERGED_TYPES = {"q8_0": GGMLType.Q8_0, "f16": GGMLType.F16, "f32": GGMLType.F32}
 _FILE_TYPES = {GGMLType.F32: 0, GGMLType.F16: 1, GGMLType.Q8_0: 7}  # → general.file_type
-MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # what is trained
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # that are trained
 NORMS = ("attn_norm", "ffn_norm")
 ACTIVATIONS = ("relu", "drelu")
 _MATRIX = re.compile(rf"blk\.\d+\.({'|'.join(MATRICES)})\.weight")
 
 
 class TrainedAdapters:
-    """Values by name, float32 arrays, and what they were trained for (see Student for the names).
+    """Trained values by name, float32 arrays, and their origin (see Student for the names).
 
     activation: relu or drelu. rank: 0 for whole differences. model: digest of the file that they belong to.
     """
@@ -59,7 +59,7 @@ class TrainedAdapters:
         self.model = model
 
     def save(self, path: Path) -> None:
-        """Writes the file whole, under its name only when it is complete."""
+        """Write the file; it appears under its name only when it is complete."""
         from safetensors.numpy import save
 
         tensors: dict[str, np.ndarray] = {}
@@ -81,26 +81,25 @@ class TrainedAdapters:
             "rank": str(self.rank),
             "model": self.model,
         }
-        # It writes the bytes as they lie in memory, whatever the strides.
+        # safetensors writes arrays in memory order, ignoring strides.
         tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         write_whole({path: save(tensors, metadata)})
 
     @classmethod
     def open(cls, path: Path) -> TrainedAdapters:
-        """Reads a file. Raises InvalidRequestError where there is none, FormatError where it is none of
-        these."""
+        """Read a file. Raises InvalidRequestError if it does not exist, FormatError if it has no adapters."""
         from safetensors import SafetensorError, safe_open
 
         if not path.is_file():
-            raise InvalidRequestError(f"there are no adapters {path}; train some with 'hotset sparse make'")
+            raise InvalidRequestError(f"{path} does not exist; train some with 'hotset sparse make'")
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, TypeError) as error:  # TypeError: a type that NumPy has not
+        except (SafetensorError, OSError, TypeError) as error:  # TypeError: a type that NumPy lacks
             raise FormatError(f"{path} is not a safetensors file ({error})") from None
         if metadata.get("format") != FORMAT:
-            raise FormatError(f"{path} does not hold adapters of hotset sparse make")
+            raise FormatError(f"{path} does not contain adapters of hotset sparse make")
         values = {}
         for name, tensor in tensors.items():
             if name.endswith((".scale", ".channel")):
@@ -114,10 +113,10 @@ class TrainedAdapters:
                     )  # files before 2026-11-21 have none
                 except (KeyError, ValueError, TypeError):
                     raise FormatError(
-                        f"the adapters {path} lack the scales of {name}, or have some of another shape"
+                        f"the adapters {path} lack the scales of {name}, or these have another shape"
                     ) from None
             if not np.isfinite(value).all():
-                raise FormatError(f"the adapters {path} hold numbers in {name} that are not finite")
+                raise FormatError(f"the adapters {path} contain numbers in {name} that are not finite")
             values[name] = value
         activation, model = metadata.get("activation"), metadata.get("model")
         try:
@@ -131,8 +130,7 @@ class TrainedAdapters:
         return cls(values, activation, rank, model)
 
     def check(self, config: ModelConfig) -> None:
-        """Raises FormatError where a part is missing, of another shape than the model's, or of no tensor of
-        it."""
+        """Raise FormatError if a tensor is missing, has another shape than the model's, or is unknown."""
         shapes: dict[str, tuple[int, ...]] = {"output_norm": (config.n_embd,)}
         for i, n_ff in enumerate(config.n_ff):
             blk, d = f"blk.{i}", config.n_embd
@@ -158,7 +156,7 @@ class TrainedAdapters:
                 found = "lack" if value is None else f"have {list(value.shape)} for"
                 wanted = "which no such model has" if expected is None else str(list(expected))
                 raise FormatError(
-                    f"the adapters {found} {name}, {wanted}: they are damaged, or for another model or "
+                    f"the adapters {found} {name}, {wanted}: they are damaged, or belong to another model or "
                     "activation"
                 )
 
@@ -168,8 +166,7 @@ class TrainedAdapters:
 
 
 def digest(gguf: GGUFFile) -> str:
-    """Says which weights a file has, whatever its name and metadata: of types, shapes and a part of the
-    bytes."""
+    """Return a hash of a file's weights: types, shapes and a part of the bytes, without metadata."""
     sha = hashlib.sha256()
     for name in sorted(gguf.tensors):
         info = gguf.tensors[name]
@@ -186,14 +183,14 @@ def merge(
     type: GGMLType = GGMLType.Q8_0,
     progress: Reporter | None = None,
 ) -> None:
-    """Writes the model of `gguf` with the adapters in it. type: of the matrices that change.
+    """Write the model of `gguf` merged with the adapters. type: of the changed matrices.
 
-    (Rows that the type's blocks do not divide become F16.) Raises InvalidRequestError where the adapters
-    belong to other weights, and leaves no file on any error.
+    A matrix whose rows are not a multiple of the type's block size becomes F16. Raises InvalidRequestError if
+    the adapters belong to other weights, and leaves no file on any error.
     """
     if adapters.model != digest(gguf):
         raise InvalidRequestError(
-            f"the adapters were trained on other weights than those of {gguf.path.name}; "
+            f"the adapters were trained on other weights than {gguf.path.name} has; "
             "merge them with the file that they were trained on"
         )
     check_target(path, gguf.paths)
@@ -228,7 +225,7 @@ def merge(
                     bias = bias.copy()
                     bias[_retired(stem.removesuffix(".ffn_gate"), values)] = 1
                 writer.add_tensor(f"{stem}.bias", bias, GGMLType.F32)
-        elif name.endswith(".ffn_up.bias") and adapters.activation == "relu":  # scaled as the rows are
+        elif name.endswith(".ffn_up.bias") and adapters.activation == "relu":  # scaled like the rows
             bias = dequantize(gguf.data(name), info.type, info.shape)
             writer.add_tensor(name, bias * values[f"{stem.removesuffix('ffn_up')}ffn_scale"], GGMLType.F32)
         elif stem in values:
@@ -239,7 +236,7 @@ def merge(
 
 
 def _merged(gguf: GGUFFile, name: str, adapters: TrainedAdapters) -> np.ndarray:
-    """A matrix [n_out, n_in] as the student computes with it."""
+    """Return a matrix [n_out, n_in] as the student computes with it."""
     info, stem, values = gguf.tensors[name], name.removesuffix(".weight"), adapters.values
     weight = dequantize(gguf.data(name), info.type, info.shape)
     if f"{stem}.delta" in values:
@@ -247,12 +244,12 @@ def _merged(gguf: GGUFFile, name: str, adapters: TrainedAdapters) -> np.ndarray:
     elif f"{stem}.b" in values:
         weight += _product(values[f"{stem}.b"], values[f"{stem}.a"])
     else:
-        raise InvalidRequestError(f"the adapters hold nothing for {name}; they belong to another model")
+        raise InvalidRequestError(f"the adapters lack {name}; they belong to another model")
     blk, _, matrix = stem.rpartition(".")
     scale = values[f"{blk}.ffn_scale"]
     if matrix == "ffn_up" and adapters.activation == "relu":
         weight *= scale[:, None]
-    if matrix == "ffn_down" and adapters.activation == "drelu":  # relu(up) does not let a sign through
+    if matrix == "ffn_down" and adapters.activation == "drelu":  # relu(up) would drop a negative sign
         weight *= scale
     retired = _retired(blk, values)
     if matrix == "ffn_gate":
@@ -265,19 +262,19 @@ def _merged(gguf: GGUFFile, name: str, adapters: TrainedAdapters) -> np.ndarray:
 
 
 def _product(b: np.ndarray, a: np.ndarray) -> np.ndarray:
-    """b [n_out, rank] @ a [rank, n_in], by hotset's own kernel: merged files are the same on every machine.
+    """Return b [n_out, rank] @ a [rank, n_in], the same on every machine, because it uses hotset's kernel.
 
-    NumPy's product has other last bits with another number of threads or another processor.
+    The last bits of NumPy's product depend on the number of threads and the processor.
     """
     return linear_f32(b, a.T).T
 
 
 def _retired(blk: str, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Neurons of a layer that make room for its linear path: the first of those whose scale is zero."""
+    """Return the neurons that a layer's linear path replaces: the first ones whose scale is zero."""
     a = values.get(f"{blk}.ffn_linear.a")
     if a is None:
         return np.empty(0, np.int64)
     retired = np.flatnonzero(values[f"{blk}.ffn_scale"] == 0)[: len(a)]
     if len(retired) < len(a):
-        raise InvalidRequestError(f"the adapters of {blk} have a linear path, and no neurons retired for it")
+        raise InvalidRequestError(f"the adapters of {blk} have a linear path, but no neurons retired for it")
     return retired

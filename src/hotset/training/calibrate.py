@@ -1,25 +1,25 @@
-"""A start for the student in closed form: where each gate should cut, and what makes up for it.
+"""Initial values of the student in closed form: thresholds of the gates, and corrections.
 
-A neuron of the original is silu(g) * u. The student's is s * relu(g - t) * u, which leaves two numbers to
-choose. For a cut t the scale that loses least over some text is E[silu(g) relu(g - t) u^2] / E[relu(g - t)^2
-u^2], and the loss
+A neuron of the original is silu(g) * u. The student's is s * relu(g - t) * u, which has two parameters. For a
+threshold t, the scale with the smallest error over some text is E[silu(g) relu(g - t) u^2] / E[relu(g - t)^2
+u^2], and the error
 
     E[silu(g)^2 u^2] - E[silu(g) relu(g - t) u^2]^2 / E[relu(g - t)^2 u^2]
 
-times the squared length of the neuron's row of the down projection is what the residual stream will miss.
-Each neuron takes the cut at which loss + price * (share of tokens at which it fires) is smallest; the price,
-one for a layer, is such that the mean share comes out as asked. So a neuron that matters may fire often, and
-one that does not hardly ever. What is lost on average goes into the bias of the down projection.
+times the squared length of the neuron's row in the down projection is the error in the residual stream. Each
+neuron takes the threshold with the smallest error + price * (share of tokens for which it fires). The price
+is the same for all neurons of a layer and chosen for the requested mean share. So important neurons may fire
+often and unimportant ones rarely. The bias of the down projection corrects the mean error.
 
-Much of what the idle neurons would have said is linear in the layer's input: silu(g) is about g / 2 near
-zero, and about constant below. So the neurons that matter least are retired, and their places taken by a
-linear path of as many ranks (student.Student says how a ReLU network holds one): neurons that always
-fire. In the middle layers of SmolLM2-135M 192 of them halve what is missed, where 120 more sparse ones
-change it by a tenth (docs/guides/make-sparse.md).
+Much of the idle neurons' contribution is linear in the layer's input: silu(g) is about g / 2 near zero, and
+about constant below. So the least important neurons are retired, and replaced by a linear path of as many
+ranks (student.Student explains how a ReLU network holds one), whose neurons always fire. In the middle layers
+of SmolLM2-135M, 192 of them halve the error, while 120 more sparse neurons change it by a tenth
+(docs/guides/make-sparse.md).
 
-How many neurons of a layer may fire, and how many are linear, is chosen over all layers together: each
-candidate is fitted on the original's own stream, what it misses on other text is weighed by what the output
-distribution suffers from such a miss at that layer, and one price on active neurons finds the best for all.
+The number of firing and linear neurons per layer is chosen over all layers together. Each candidate is fitted
+on the original's stream. Its error on other text is weighted by the effect of such an error on the output
+distribution, and one price on active neurons yields the best choice for all layers.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ from hotset.training.student import RETIRED, Activity, Student
 if TYPE_CHECKING:
     from hotset.model.operations import Ffn
 
-RIDGE = 0.05  # of the mean of the Gram matrix's diagonal
+RIDGE = 0.05  # relative to the mean of the Gram matrix's diagonal
 KERNEL = 0.25  # half the width of the gradient's kernel, in standard deviations of the layer's gates
 _SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.36, 0.43, 0.5, 0.6, 0.75, 0.9)
-_LAYER_SHARES = (0.25, 0.45, 0.65, 0.85, 1.1, 1.4)  # of what is asked for on average
-_LINEAR = (0.0, 0.25, 0.5, 1.0)  # of the most that is allowed
+_LAYER_SHARES = (0.25, 0.45, 0.65, 0.85, 1.1, 1.4)  # relative to the requested mean share
+_LINEAR = (0.0, 0.25, 0.5, 1.0)  # relative to the allowed maximum
 _BISECTIONS = 30
-_SORTED, _COUNTED = 1024, 4096  # tokens from which quantiles, and from which losses are taken
-_HELD_OUT = 4  # one in so many windows shows what the others' fit misses
-_WEIGHED = 2  # windows on which the output distribution's suffering is measured
+_SORTED, _COUNTED = 1024, 4096  # tokens for quantiles, and for losses
+_HELD_OUT = 4  # one window in this many measures the error of the others' fit
+_WEIGHED = 2  # windows on which the effect on the output distribution is measured
 
 
 @dataclass(frozen=True)
 class LayerTarget:
-    """For a layer: mean share of tokens at which a neuron fires, before any is retired; retired neurons."""
+    """The target of a layer.
+
+    share: mean share of tokens for which a neuron fires, before retirement. n_linear: retired neurons.
+    """
 
     share: float
     n_linear: int = 0
@@ -66,9 +69,9 @@ def calibrate(
     targets: Sequence[LayerTarget],
     on_layer: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Sets the student's gate biases, scales, linear paths, down projections and their biases.
+    """Set the student's gate biases, scales, linear paths, down projections and their biases.
 
-    tokens: int64 [n_batch, n_tokens], some thousand in all. targets: one per layer; see `choose_targets`.
+    tokens: int64 [n_batch, n_tokens], some thousand in total. targets: one per layer; see `choose_targets`.
     """
     wanted = given = model.run(model.parts[0], tokens, None)[model.parts[0].result]
     both = student.activation == "drelu"
@@ -118,10 +121,10 @@ def choose_targets(
     both: bool = False,
     on_layer: Callable[[int], None] = lambda _: None,
 ) -> list[LayerTarget]:
-    """What each layer should be, so that `share` of all neurons are active and the output suffers least.
+    """Choose each layer's target such that `share` of all neurons are active and the output changes least.
 
-    tokens: as for `calibrate`; every fourth window is held out. n_linear: at most so many neurons of a layer
-    are retired. both: dReLU.
+    tokens: as in `calibrate`; every fourth window is held out. n_linear: the most neurons of a layer that may
+    be retired. both: dReLU.
     """
     n_windows, n_tokens = tokens.shape
     is_held = (torch.arange(n_windows) % _HELD_OUT == _HELD_OUT - 1).to(model.device)
@@ -131,7 +134,7 @@ def choose_targets(
     weighed = tokens[is_held][:_WEIGHED]
     expected = F.log_softmax(model.logits(weighed), -1)
     stream = model.run(model.parts[0], tokens, None)[model.parts[0].result]
-    options: list[list[tuple[float, float, LayerTarget]]] = []  # per layer: suffering, active share, target
+    options: list[list[tuple[float, float, LayerTarget]]] = []  # per layer: error, active share, target
     widths = sorted({round(n_linear * part) for part in _LINEAR})
     for i, ffn in enumerate(model.graph.ffns):
         step = model.run(model.parts[i + 1], tokens, stream)
@@ -161,7 +164,7 @@ def choose_targets(
                 active = float(fires[kept].sum() + k) / len(fires)
                 square = float((error.square().sum(1) / length).mean())
                 missed.append((square, active, LayerTarget(part * share, k)))
-        error, length = error[: weighed.numel()], length[: weighed.numel()]  # of the last: any will do
+        error, length = error[: weighed.numel()], length[: weighed.numel()]  # of the last option: any will do
         wrong = (inp + out)[held][: weighed.numel()] - error
         suffered = _divergence(model, weighed, wrong, i, expected)
         per_square = suffered / max(float((error.square().sum(1) / length).mean()), 1e-30)
@@ -174,7 +177,7 @@ def choose_targets(
 def _cheapest(
     options: Sequence[Sequence[tuple[float, float, LayerTarget]]], share: float
 ) -> list[LayerTarget]:
-    """Of each layer's options the one with the least suffering + price * active share; bisects the price."""
+    """Return each layer's option with the least error + price * active share, for a bisected price."""
 
     def best(price: float) -> list[tuple[float, float, LayerTarget]]:
         return [min(layer, key=lambda option: option[0] + price * option[1]) for layer in options]
@@ -190,7 +193,7 @@ def _cheapest(
 
 
 def _divergence(model: TorchGraph, tokens: Tensor, stream: Tensor, layer: int, expected: Tensor) -> float:
-    """Mean KL from the original where the stream after a layer is this one."""
+    """Return the mean KL from the original if the stream after a layer is replaced by `stream`."""
     for part in model.parts[layer + 2 :]:
         stream = model.run(part, tokens, stream)[part.result]
     got = F.log_softmax(stream, -1)  # the last part ends in logits
@@ -198,14 +201,14 @@ def _divergence(model: TorchGraph, tokens: Tensor, stream: Tensor, layer: int, e
 
 
 def _of_ffn(ffn: Ffn, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The residual stream after attention, the FFN's input, gate and up; each [n, width]."""
+    """Return the residual stream after attention, the FFN's input, gate and up; each [n, width]."""
     assert ffn.gate is not None
     return step[ffn.x], step[ffn.gate.x], step[ffn.gate.out], step[ffn.up.out]
 
 
 @torch.no_grad()
 def kernel_widths(model: TorchGraph, student: Student, tokens: Tensor) -> list[float]:
-    """Half the width of the gradient's kernel for each layer: KERNEL standard deviations of its gates.
+    """Return half the width of the gradient's kernel for each layer: KERNEL standard deviations of its gates.
 
     tokens: int64 [n_batch, n_tokens].
     """
@@ -221,9 +224,9 @@ def _set(student: Student, name: str, value: Tensor, *, add: bool = False) -> No
 
 
 class _Neurons:
-    """Candidates for the cuts of a layer's neurons, and the choice among them.
+    """Candidates for the gate thresholds of a layer's neurons.
 
-    original, gate, up: [n, n_ff]. With both cuts (dReLU) each half is allowed sqrt(share).
+    original, gate, up: [n, n_ff]. With two thresholds (dReLU), each half is allowed sqrt(share).
     """
 
     def __init__(
@@ -255,14 +258,14 @@ class _Neurons:
         self._whole = energy * importance
 
     def pick(self, share: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut of the gate, scale, and by how much each neuron lessens the loss; each [n_ff].
+        """Return gate threshold, scale, and the reduction of the loss of each neuron; each [n_ff].
 
-        share: of tokens at which a neuron fires, mean.
+        share: mean share of tokens for which a neuron fires.
         """
         loss, fires = self._losses, self._fires
         middle = math.log(float(loss.max()) + 1e-30)
         low, high = middle - 30, middle + 10
-        for _ in range(_BISECTIONS):  # of the logarithm of the price
+        for _ in range(_BISECTIONS):  # bisect the logarithm of the price
             price = (low + high) / 2
             best = (loss + math.exp(price) * fires).argmin(0, keepdim=True)
             if float(fires.gather(0, best).mean()) > share:
@@ -274,16 +277,16 @@ class _Neurons:
         return self._cuts.gather(0, best)[0], self._scales.gather(0, best)[0], gain
 
     def values(self, cut: Tensor, scale: Tensor) -> Tensor:
-        """The neurons [n, n_ff] with such cuts and scales."""
+        """Return the neurons [n, n_ff] for these thresholds and scales."""
         return (self.gate - cut).relu_().mul_(self.lifted).mul_(scale)
 
 
 class _Fit:
-    """Ridge regression of what is missing [n, n_out] on neurons [n, n_ff] and the layer's input [n, n_embd],
-    with a linear map of limited rank from the latter.
+    """A ridge regression of missing outputs [n, n_out] on neurons [n, n_ff] and layer inputs [n, n_embd].
 
-    Tokens count by 1 / the squared length of their residual stream [n, n_embd]: every layer after divides by
-    it, and a few tokens (attention sinks) are so much longer that they would be all that is fitted.
+    The input contributes through a linear map of limited rank. Tokens are weighted by 1 / the squared length
+    of their residual stream [n, n_embd]: every later layer divides by it, and a few tokens (attention sinks)
+    are so long that they would dominate the fit.
     """
 
     def __init__(self, neurons: Tensor, h: Tensor, missing: Tensor, stream: Tensor) -> None:
@@ -300,7 +303,7 @@ class _Fit:
         self.cross = x.T @ ((missing - self.offset) * weight.sqrt())
 
     def linear(self, rank: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """a [rank, n_embd], b [n_out, rank] of the best map beside the neurons kept (bool [n_ff])."""
+        """Return a [rank, n_embd], b [n_out, rank]: the best map to add to `kept` neurons, bool [n_ff]."""
         n_h = len(self.gram) - self.n_ff
         rows = torch.arange(len(self.gram), device=self.gram.device)
         if kept is not None:
@@ -309,8 +312,10 @@ class _Fit:
         return _truncated(whole, self.gram[self.n_ff :, self.n_ff :], rank)
 
     def down(self, linear: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
-        """The map [n_out, n_ff] from the neurons, beside a linear one [n_out, n_embd]; of the neurons kept
-        alone, if some are named."""
+        """Return the map [n_out, n_ff] from the neurons, in addition to a linear one [n_out, n_embd].
+
+        kept: use only these neurons.
+        """
         gram, cross = self.gram[: self.n_ff, : self.n_ff], self.cross[: self.n_ff]
         if linear is not None:
             cross = cross - self.gram[: self.n_ff, self.n_ff :] @ linear.T
@@ -320,18 +325,20 @@ class _Fit:
         return solved.T
 
     def limited(self, down: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """a [rank, n_ff], b [n_out, rank]: the best of that rank for a map from the neurons."""
+        """Return a [rank, n_ff], b [n_out, rank]: the best approximation of a map from the neurons."""
         return _truncated(down, self.gram[: self.n_ff, : self.n_ff], rank)
 
     def bias(self, down: Tensor, linear: Tensor | None = None) -> Tensor:
-        """What is missing on average beside these maps, [n_out]."""
+        """Return the mean output that these maps miss, [n_out]."""
         given = down @ self.mean[: self.n_ff]
         return self.offset - given - (0 if linear is None else linear @ self.mean[self.n_ff :])
 
 
 def _truncated(matrix: Tensor, gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """a [rank, n_in], b [n_out, rank]: their product is closest to the matrix [n_out, n_in], on inputs with
-    this Gram matrix."""
+    """Return a [rank, n_in], b [n_out, rank] whose product is closest to the matrix [n_out, n_in].
+
+    gram: of the inputs, on which the distance is measured.
+    """
     factor = torch.linalg.cholesky(gram)
     u, s, v = torch.linalg.svd(matrix @ factor, full_matrices=False)
     u, s, v = u[:, :rank], s[:rank], v[:rank]

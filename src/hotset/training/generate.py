@@ -1,11 +1,11 @@
-"""Training text that the teacher writes itself, many documents side by side.
+"""Training text that the teacher generates, many documents in parallel.
 
-Three kinds: answers to questions through the model's chat template, articles from an opening, and, where
-texts are given, continuations of a few words out of them. Each is sampled at a temperature of its own: what
-people will ask the student to write is mostly cooler than 1, and at 1 a small model soon talks nonsense; only
-cool ones would be too much alike. A document that goes in circles, as small models do when cool, teaches
-circling and is thrown away. Documents are kept as token ids, a JSON line each, appended as they are finished:
-after a kill the next call goes on, and a line that was cut short is dropped.
+There are three kinds: answers to questions through the model's chat template, articles from an opening, and,
+if texts are given, continuations of a few of their words. Each document has its own temperature. Users mostly
+sample below 1, and at 1 a small model soon generates nonsense; but only low temperatures would yield too
+similar documents. A document that repeats itself, as small models do at low temperatures, teaches repetition
+and is dropped. Documents are stored as token ids, one JSON line each, appended when they are finished. After
+a kill the next call continues, and an incomplete last line is dropped.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from hotset.engine.sequence import Sequence as EngineSequence
     from hotset.model.config import ModelConfig
 
-_LONGEST = 448  # tokens of a document, with its beginning
-N_SEQUENCES = 64  # written side by side: a batch is then large enough for the many-row kernels
-CONTINUED = 48  # tokens of a given text that a continuation begins with
+_LONGEST = 448  # tokens of a document, including its beginning
+N_SEQUENCES = 64  # documents at a time: such batches are large enough for the many-row kernels
+CONTINUED = 48  # tokens of a given text that a continuation begins with, at most
 _TEMPERATURES = (0.3, 1.0)
 _PHRASE = 8  # tokens
-_REPEATED = 0.25  # share of a document's phrases that may have stood in it before
+_REPEATED = 0.25  # share of a document's phrases that may occur in it earlier
 
 
 def longest(config: ModelConfig) -> int:
-    """Tokens that a document may have, with its beginning."""
+    """Return how many tokens a document may have, including its beginning."""
     return min(_LONGEST, config.n_ctx_train)
 
 
@@ -52,18 +52,18 @@ def generate(
     seed: int = 0,
     progress: Reporter | None = None,
 ) -> list[list[int]]:
-    """Documents of at least `n_tokens` tokens together, from `path` where they are there already.
+    """Return documents of at least `n_tokens` tokens in total, including those already in `path`.
 
-    model: loaded with n_ctx of at least `longest` and n_seqs for N_SEQUENCES of them. texts: token ids of
-    which a third of the documents take their beginnings. Raises InvalidRequestError for a model without a
-    chat template and FormatError for a file that something else wrote.
+    model: loaded with n_ctx of at least `longest`, and n_seqs for N_SEQUENCES of them. texts: token ids; a
+    third of the documents start with parts of them. Raises InvalidRequestError for a model without a chat
+    template, and FormatError if `path` is not a file of documents.
     """
     documents = read_documents(path)
     done = sum(map(len, documents))
     progress, most = progress or Reporter(), 0
 
     def advance(unfinished: int) -> None:
-        nonlocal most  # unfinished documents may be thrown away
+        nonlocal most  # progress must not fall when an unfinished document is dropped
         most = max(most, min(done + unfinished, n_tokens))
         progress.advance("generating text", most, n_tokens, "tokens")
 
@@ -80,7 +80,7 @@ def generate(
 
 
 def read_documents(path: Path) -> list[list[int]]:
-    """The documents of a file, none where it is missing; removes an unfinished last line."""
+    """Return the documents of a file, none if it is missing; remove an unfinished last line."""
     check_target(path)
     if not path.exists():
         return []
@@ -95,13 +95,13 @@ def read_documents(path: Path) -> list[list[int]]:
         except ValueError:
             document = None
         if not isinstance(document, list) or not all(type(token) is int for token in document):
-            raise FormatError(f"line {number} of {path} is not a list of token ids; name another folder")
+            raise FormatError(f"line {number} of {path} is not a list of token ids; choose another folder")
         documents.append(document)
     return documents
 
 
 def circles(document: Sequence[int]) -> bool:
-    """Whether a document says the same over and over."""
+    """Return whether a document repeats itself over and over."""
     phrases = [tuple(document[i : i + _PHRASE]) for i in range(len(document) - _PHRASE + 1)]
     return len(phrases) > len(set(phrases)) + _REPEATED * len(phrases)
 
@@ -114,8 +114,10 @@ def _write(
     n_tokens: int,
     on_step: Callable[[int], None],
 ) -> Iterator[list[int]]:
-    """Documents until they have `n_tokens` tokens; the engine always has enough of them at work. on_step:
-    receives the tokens that were generated for those that are not finished."""
+    """Yield documents until they have `n_tokens` tokens; the engine always runs N_SEQUENCES of them.
+
+    on_step: receives the number of generated tokens in unfinished documents.
+    """
     if n_tokens <= 0:
         return
     kept = thrown = 0  # tokens
@@ -124,8 +126,8 @@ def _write(
     stop_ids = model.tokenizer.stop_ids
 
     def begin() -> EngineSequence:
-        # A large top_k and a small min_p leave out what is nearly impossible and keep the teacher's own
-        # manner.
+        # A large top_k and a small min_p exclude nearly impossible tokens and keep the teacher's
+        # distribution.
         params = SamplingParams(
             temperature=random.uniform(*_TEMPERATURES),
             top_k=256,
@@ -147,7 +149,7 @@ def _write(
                     if sequence.error is not None:
                         raise sequence.error
                     document = sequence.tokens
-                    if circles(document) and thrown <= kept:  # else a model that only circles never ends
+                    if circles(document) and thrown <= kept:  # otherwise a model that only repeats never ends
                         thrown += len(document)
                     else:
                         kept += len(document)

@@ -1,21 +1,23 @@
-"""What predictors learn from: pairs of a predictor's input and the neurons that then fired, on disk.
+"""Training data of predictors: pairs of a predictor's input and the neurons that then fired, on disk.
 
     pairs = collect(folder, steps, sources, training, held_out, max_bytes=2 << 30, settings={...})
     batch = pairs.layer(3, "train").batch(rows)
 
-A predictor's input p is divided by its root mean square: every norm between it and the neurons does the same,
-so that which neurons fire does not depend on it, and F16 holds it whatever the size of the residual stream.
-Magnitudes are kept beside the active set, since a neuron that barely fires is not worth much.
+A predictor's input p is divided by its root mean square. Every norm between it and the neurons does the same,
+so the scale does not change which neurons fire, and F16 can hold p for any size of the residual stream.
+Magnitudes are stored with the active set, because a neuron that barely fires matters little.
 
-The pairs are shards, GGUF files that hold some sequences of all layers, each there when it is whole:
+The pairs are in shards: GGUF files, each with some sequences of all layers, which appear when they are
+complete:
 
-    train-00000.gguf, held_out-00000.gguf, ...
-      blk.N.inputs      F16 [n_embd, n_tokens]          p over its root mean square
-      blk.N.active      I8  [ceil(n_ff / 8), n_tokens]  bit i % 8 of byte i // 8: neuron i fired
-      blk.N.magnitudes  I8  [n_active + 1]              of those that fired, in order: uint8, the largest
-                                                        of a token is 255, the least 1; one more at the end
+    train-00000.gguf, held_out-00000.gguf, ... blk.N.inputs      F16 [n_embd, n_tokens]          p divided by
+                                                        its root mean square blk.N.active      I8  [ceil(n_ff
+                                                        / 8), n_tokens]  bit i % 8 of byte i // 8: neuron i
+                                                        fired blk.N.magnitudes  I8  [n_active + 1]
+                                                        uint8 per firing neuron, in order: the largest of a
+                                                        token is 255, the least 1; one more at the end
 
-so that training maps what it needs of one layer, and a killed collection goes on after its last shard.
+So training maps only the data of one layer, and a killed collection continues after its last shard.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ if TYPE_CHECKING:
 Part = Literal["train", "held_out"]
 
 HELD_OUT_SHARE = 0.1  # of the bytes, at most
-_SHARD_BYTES = 64 << 20  # held in memory until they are written
+_SHARD_BYTES = 64 << 20  # kept in memory until they are written
 _SETTINGS_KEY, _SEQUENCES_KEY, _COMPLETE = "hotset.pairs.settings", "hotset.pairs.sequences", "complete.json"
 _COMPLETE_BYTES = 512
-_CACHE_BYTES = 256 << 20  # of a layer that is kept decoded
-_BYTES_PER_TENSOR = 160  # of a shard's header, its padding included
+_CACHE_BYTES = 256 << 20  # the largest layer that is kept decoded
+_BYTES_PER_TENSOR = 160  # of a shard's header, with padding
 _POPCOUNT = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class LayerTaps:
-    """Where a layer's pairs come from: the names of the taps, and their widths."""
+    """The sources of a layer's pairs: the names of the taps, and their widths."""
 
     inputs: str
     neurons: str
@@ -61,7 +63,7 @@ class LayerTaps:
 
 @dataclass(frozen=True)
 class Collected:
-    """What is on disk: tokens of each part, bytes, and whether the limit truncated the text."""
+    """The collected pairs: tokens of each part, bytes, and whether the limit truncated the text."""
 
     n_train: int
     n_held_out: int
@@ -80,12 +82,12 @@ def collect(
     settings: Mapping[str, object],
     progress: Reporter | None = None,
 ) -> Collected:
-    """Runs sequences of tokens (int32 [n] each) through a model and writes their pairs into `folder`.
+    """Run sequences of tokens (int32 [n] each) through a model and write their pairs into `folder`.
 
-    steps: Model.tap_steps. settings: what distinguishes these pairs from others; a folder of others is
-    emptied, one of the same continues where it ended. The files never take more than max_bytes: a tenth at
-    most for what is held out, and as much of the training text, from its beginning, as fits beside it.
-    Raises InvalidRequestError where not one sequence of each part fits.
+    steps: Model.tap_steps. settings: identify these pairs; a folder with other pairs is emptied, one with the
+    same is continued. The files never exceed max_bytes: at most a tenth for the held-out part, and as much of
+    the training text, from its start, as fits. Raises InvalidRequestError if not even one sequence of each
+    part fits.
     """
     digest = hashlib.sha256(json.dumps({**settings, "max_bytes": max_bytes}, sort_keys=True).encode())
     key = digest.hexdigest()[:32]
@@ -98,11 +100,11 @@ def collect(
             for path in _shards(folder):
                 path.unlink()
         complete.unlink(missing_ok=True)
-        for left in folder.glob(".*.tmp"):  # of a run that was killed as it wrote
+        for left in folder.glob(".*.tmp"):  # of a run that was killed while writing
             left.unlink()
     except OSError as error:
         raise HotsetError(
-            f"the pairs cannot be kept in {folder} ({error.strerror or error}); choose another folder"
+            f"the pairs cannot be stored in {folder} ({error.strerror or error}); choose another folder"
         ) from None
 
     limits = {"held_out": int(max_bytes * HELD_OUT_SHARE), "train": max_bytes - _COMPLETE_BYTES}
@@ -138,7 +140,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _settings_of(path: Path) -> str | None:
-    """None for a file that is no whole shard, whatever its keys hold."""
+    """Return the settings of a shard; None if the file is not a complete shard."""
     try:
         with open_gguf(path) as file:
             settings, count = file.metadata.get(_SETTINGS_KEY), file.metadata.get(_SEQUENCES_KEY)
@@ -172,7 +174,7 @@ def _pairs_of(steps: TapSteps, sources: Sequence[LayerTaps], tokens: np.ndarray)
 
 
 def encode(inputs: np.ndarray, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """inputs float32 [n, n_embd] and neurons [n, n_ff] → as a shard holds them, float16, uint8 and uint8."""
+    """Return inputs float32 [n, n_embd] and neurons [n, n_ff] as in a shard: float16, uint8 and uint8."""
     size = np.sqrt(np.square(inputs, dtype=np.float64).mean(axis=1, keepdims=True))
     scaled = np.divide(inputs, size, out=np.zeros_like(inputs), where=size > 0).astype(np.float16)
     fires = neurons != 0
@@ -184,7 +186,7 @@ def encode(inputs: np.ndarray, neurons: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 class _PartWriter:
-    """Writes the shards of one part until their bytes reach the limit; knows those that are there."""
+    """A writer of the shards of one part, up to a limit of bytes; it counts existing shards."""
 
     def __init__(self, folder: Path, part: str, sources: Sequence[LayerTaps], limit: int, key: str) -> None:
         self.folder, self.part, self.sources, self.key, self.limit = folder, part, sources, key, limit
@@ -204,7 +206,7 @@ class _PartWriter:
         return self.folder / f"{self.part}-{i:05d}.gguf"
 
     def add(self, sequence: _Sequence) -> bool:
-        """Whether it still fits."""
+        """Add a sequence, and return True, if it still fits."""
         held = sum(one.n_bytes for one in self._pending)
         if self.n_bytes + self._header + held + sequence.n_bytes > self.limit:
             return False
@@ -244,8 +246,7 @@ class _Shard:
 
 
 class LayerPairs:
-    """The pairs of one layer, mapped: only the rows that are asked for are read, and few enough are kept
-    decoded."""
+    """The pairs of one layer, mapped: only requested rows are read, and a small layer is kept decoded."""
 
     def __init__(self, shards: list[_Shard], n_ff: int) -> None:
         self._shards, self.n_ff = shards, n_ff
@@ -257,9 +258,9 @@ class LayerPairs:
         return int(self._first[-1])
 
     def batch(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs float32 [n, n_embd] and magnitudes uint8 [n, n_ff], 0 where a neuron did not fire.
+        """Return inputs float32 [n, n_embd] and magnitudes uint8 [n, n_ff], 0 for neurons that did not fire.
 
-        rows: int64 [n]; the result is in rising order of them.
+        rows: int64 [n]; the result is in ascending order of rows.
         """
         rows = np.sort(rows)
         if self._decoded is None and len(self) * (2 * self.n_embd + self.n_ff) <= _CACHE_BYTES:
@@ -273,7 +274,7 @@ class LayerPairs:
         return inputs.astype(np.float32), magnitudes
 
     def _read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs float16 [n, n_embd] and magnitudes uint8 [n, n_ff] of rows in rising order."""
+        """Return inputs float16 [n, n_embd] and magnitudes uint8 [n, n_ff] of rows in ascending order."""
         inputs, magnitudes = [], []
         owner = np.searchsorted(self._first, rows, side="right") - 1
         for i in np.unique(owner):
@@ -281,7 +282,7 @@ class LayerPairs:
             inputs.append(shard.inputs[local])
             fires = np.unpackbits(shard.active[local], axis=1, count=self.n_ff, bitorder="little") != 0
             starts, lengths = shard.ends[local], shard.ends[local + 1] - shard.ends[local]
-            # Ranges side by side: each begins where the last has ended.
+            # Concatenate ranges: each begins where the previous one ended.
             shift = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
             dense = np.zeros(fires.shape, np.uint8)
             dense[fires] = shard.magnitudes[shift + np.arange(len(shift))]
@@ -289,7 +290,7 @@ class LayerPairs:
         return np.concatenate(inputs), np.concatenate(magnitudes)
 
     def frequencies(self) -> np.ndarray:
-        """How often each neuron fires: float64 [n_ff], 0 to 1."""
+        """Return how often each neuron fires: float64 [n_ff], 0 to 1."""
         counts = np.zeros(self.n_ff, np.int64)
         for shard in self._shards:
             for first in range(0, len(shard.active), 4096):
@@ -301,7 +302,7 @@ class LayerPairs:
 
 
 class PairShards:
-    """The shards of a folder, open. Use it as a context manager."""
+    """The open shards of a folder. Use it as a context manager."""
 
     def __init__(self, folder: Path, n_ff: Sequence[int]) -> None:
         self._n_ff = n_ff

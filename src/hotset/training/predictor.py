@@ -1,19 +1,19 @@
-"""Adaptive predictors for a ReLU-family model: collected, trained, grown until they are good enough, written.
+"""Adaptive predictors for a ReLU-family model: collect, train, grow until good enough, and write.
 
-PowerInfer (arXiv 2312.12456, section 5.2) gives every layer a two-layer network that names the neurons worth
-computing, as small as the layer's sparsity and skew allow. Here:
+PowerInfer (arXiv 2312.12456, section 5.2) gives every layer a two-layer network that selects neurons, as
+small as the layer's sparsity and skew allow. Here:
 
 1. Pairs of predictor input and active set are collected from text (pairs.py).
-2. Each layer starts at a rank in proportion to the mean entropy of its neurons' firing, which is low where
-   few fire, and low where the same ones do.
-3. A layer is trained (predictor_layer.py), calibrated to the recall that is asked for, and grows, its rank
-   doubled, while too few of the neurons that it selects fire, as long as that saves more bytes than it costs
-   and all predictors together stay within their share of the model.
-4. The model is run with all of them on held-out text. Where its perplexity is further from the exact one than
-   allowed, the recall is raised, half of what was missed allowed, and 3 and 4 are done again.
+2. Each layer's initial rank is proportional to the mean entropy of its neurons' firing, which is low if few
+   neurons fire or if the same ones do.
+3. A layer is trained (predictor_layer.py) and calibrated to the requested recall. While too few of the
+   selected neurons fire, its rank is doubled, as long as that saves more bytes than it costs and all
+   predictors together stay within their share of the model.
+4. The model runs with all predictors on held-out text. If its perplexity differs too much from the exact one,
+   the allowed miss rate is halved, and steps 3 and 4 are repeated.
 
-Every step is deterministic and what it trained is kept in `folder/training`, so that a run that was killed,
-started again, takes the same path and finds most of it walked.
+Every step is deterministic, and its results are stored in `folder/training`. So a killed run that is started
+again takes the same path and reuses the stored results.
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ if TYPE_CHECKING:
     from hotset.model.graph import Graph
     from hotset.sparsity.stats import PredictorQuality
 
-STEP = 32  # ranks are multiples of it: a row of fc2 is then whole blocks
-GATHERED = 1.6  # what a gathered byte costs in streamed ones (docs/contributing/internals/pitfalls.md)
-_WIDTH_PER_RANK = 6  # a layer whose neurons are all coins starts at a sixth of the width
-_HELD_OUT = 10  # one sequence in so many
+STEP = 32  # ranks are multiples of this, so that rows of fc2 are whole blocks
+GATHERED = 1.6  # cost of a gathered byte in streamed bytes (docs/contributing/internals/pitfalls.md)
+_WIDTH_PER_RANK = 6  # a layer with the largest entropy starts at a sixth of the width
+_HELD_OUT = 10  # one sequence in this many is held out
 _HIGHEST_RECALL = 0.9995
-_LAYOUT = 1  # of what is kept in folder/training
-_LOOK_SECONDS = 1.0  # at the steps that processes have done
+_LAYOUT = 1  # version of the files in folder/training
+_LOOK_SECONDS = 1.0  # between two looks at the progress of processes
 
 
 @dataclass(frozen=True)
 class PredictorSettings:
-    """What the predictors must reach, and what they may take.
+    """The goals and limits of predictors.
 
-    recall: share of the magnitude of the neurons that fire. precision: share of the selected neurons that
-    fire, from which a layer is good enough. max_increase: of the perplexity on held-out text, relative.
-    max_share: of the model's bytes, for all predictors together. type: of fc1 and fc2 in the file; None:
-    Q4_0 where the model is quantised (at half the bytes it selects hardly more than Q8_0), else F16.
-    max_bytes: of the pairs on disk. n_tokens: of the texts, at most. n_ctx: tokens of a sequence.
-    n_measured: held-out tokens that the perplexity is measured on, at most; half of them are scored.
-    device: a word of LoadSettings for a device of torch. jobs: layers trained side by side; None: one per
-    usable core, one on a GPU.
+    recall: share of the firing neurons' magnitude that is selected. precision: share of selected neurons that
+    fire, at which a layer is good enough. max_increase: of the perplexity on held-out text, relative.
+    max_share: of the model's bytes, for all predictors together. type: of fc1 and fc2 in the file; None: Q4_0
+    if the model is quantised (it selects hardly more neurons than Q8_0 at half the bytes), otherwise F16.
+    max_bytes: of the pairs on disk. n_tokens: limit of the texts. n_ctx: tokens of a sequence. n_measured:
+    limit of the held-out tokens for the perplexity; half of them are scored. device: a word of
+    LoadSettings for a device of torch. jobs: layers trained in parallel; None: one per usable core, one on a
+    GPU.
     """
 
     recall: float = 0.98
@@ -107,7 +107,7 @@ class PredictorSettings:
         for name, low, high in (("recall", 0, 1), ("precision", 0, 1), ("max_share", 0, 1)):
             value = getattr(self, name)
             if not low < value < high:
-                raise InvalidRequestError(f"{name} must lie between {low} and {high}, not {value}")
+                raise InvalidRequestError(f"{name} must be between {low} and {high}, not {value}")
         if not self.max_increase > 0:
             raise InvalidRequestError(f"max_increase must be above 0, not {self.max_increase}")
         if self.schedule.epochs <= 0 or self.schedule.batch < 1 or self.schedule.learning_rate <= 0:
@@ -124,8 +124,11 @@ REASONS: dict[Stop, str] = {
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer's predictor. n_bytes: of fc1 and fc2; share: of the model's bytes. quality: on held-out
-    tokens. stopped: why it did not grow further."""
+    """The predictor of one layer.
+
+    n_bytes: of fc1 and fc2; share: of the model's bytes. quality: on held-out tokens. stopped: why its rank
+    did not grow further.
+    """
 
     layer: int
     rank: int
@@ -137,9 +140,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came out. recall: that the layers were calibrated to in the end. problems: what was asked for and
-    not reached, a sentence each. measured: the layers as the engine runs them, on held-out text; exact and
-    predicted: perplexity of all of them together."""
+    """The result of a training.
+
+    recall: to which the layers were calibrated in the end. problems: missed goals, one sentence each.
+    measured: the layers as the engine runs them, on held-out text; exact and predicted: perplexity with all
+    of them.
+    """
 
     layers: tuple[LayerReport, ...]
     measured: tuple[PredictorQuality, ...]
@@ -154,11 +160,11 @@ class Trained:
 
     @property
     def increase(self) -> float:
-        """Of the perplexity, relative."""
+        """Return the relative increase of the perplexity."""
         return _increase(self.predicted)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         value = asdict(self)
         value["increase"] = self.increase
         for layer in value["layers"]:
@@ -180,13 +186,13 @@ def train_predictors(  # noqa: PLR0913
     keep: bool = False,
     progress: Reporter | None = None,
 ) -> Trained:
-    """Trains a predictor for each layer of a model file and writes them.
+    """Train a predictor for each layer of a model file and write them.
 
-    texts: what the model is run on. folder: gets model_<layer>.pt and config.json, and while it lasts the
-    state of the training, from which a killed run goes on; keep: also afterwards. out: the model file with
-    the predictors; None: none. dialect: None takes PowerInfer's where it can hold the model as it is.
-    Raises HotsetError, in a sentence, for a model without zeros, texts that are too short, predictors that
-    cannot be as small as they must, and files that cannot be written.
+    texts: the text on which the model runs. folder: receives model_<layer>.pt and config.json, and during the
+    training its state, from which a killed run continues; keep: keep that state. out: the model file with
+    predictors; None: do not write one. dialect: None chooses PowerInfer's format if it can hold the model
+    unchanged. Raises HotsetError for a model without zeros, too short texts, predictors that cannot be small
+    enough, and files that cannot be written.
     """
     settings = settings or PredictorSettings()
     folder = Path(folder)
@@ -206,7 +212,7 @@ def train_predictors(  # noqa: PLR0913
     ):
         if loaded.config.masked:
             raise InvalidRequestError(
-                "the mask of the file's own predictors is part of the model; it has no others"
+                "the mask of the file's own predictors is part of the model, so it cannot have others"
             )
         chosen = _dialect(loaded, dialect) if out is not None else "gguf"
         if out is not None:
@@ -263,8 +269,10 @@ def torch_device(device: str) -> str:
 def split_texts(
     model: Model, texts: Sequence[str], settings: PredictorSettings
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Sequences of model.n_ctx tokens to train on, in random order, and those held out: a tenth of each text,
-    its end. Each begins as a text does."""
+    """Return sequences of model.n_ctx tokens to train on, in random order, and held-out ones.
+
+    The end of each text, a tenth of it, is held out. Each sequence begins like a text.
+    """
     train: list[np.ndarray] = []
     held_out: list[np.ndarray] = []
     n_ctx, left, tokenizer = model.n_ctx, settings.n_tokens, model.tokenizer
@@ -279,8 +287,8 @@ def split_texts(
         held_out.insert(0, train.pop())
     if not train:
         raise InvalidRequestError(
-            f"the text is too short: predictors learn from some sequences of {n_ctx} tokens and are measured "
-            f"on two others at least, and it has {len(held_out)}; give more text, or a smaller --ctx-size"
+            f"the text is too short: it has {len(held_out)} sequences of {n_ctx} tokens, but predictors need "
+            "at least three, two of them for measurements; give more text, or a smaller --ctx-size"
         )
     order = np.random.default_rng(settings.schedule.seed).permutation(len(train))
     return [train[i] for i in order], held_out
@@ -288,7 +296,7 @@ def split_texts(
 
 @dataclass(frozen=True)
 class _Task:
-    """One layer to train, if it is not yet, and to measure. ranks: those it has had, and now has."""
+    """One layer to train, if necessary, and to measure. ranks: its previous ranks and the current one."""
 
     model: Path
     activation: str | None
@@ -323,7 +331,7 @@ def _checkpoint(task: _Task) -> Path:
 def _trained(
     task: _Task, pairs: PairShards, decides: Callable[[], np.ndarray], on_step: Callable[[], None]
 ) -> PredictorWeights:
-    """The weights of a checkpoint, or of a training that leaves one."""
+    """Return the weights from a checkpoint, or train them and write the checkpoint."""
     path = _checkpoint(task)
     if path.is_file():
         return _read(path)
@@ -347,11 +355,14 @@ def _read(path: Path) -> PredictorWeights:
 
 
 def _deciding_matrix(weights: WeightSource, graph: Graph, layer: int) -> np.ndarray:
-    """float32 [n_ff, n_embd]: what, times the predictor's input, decides which neurons fire, but for a bias
-    and the size of the input. The norm before the FFN multiplies channels; a layer norm removes the mean."""
+    """Return the matrix, float32 [n_ff, n_embd], that decides which neurons fire.
+
+    Its product with the predictor's input does so, up to a bias and the scale of the input. The norm before
+    the FFN multiplies channels; a layer norm also removes the mean.
+    """
     ffn = graph.ffns[layer]
     op, norm = ffn.decides, ffn.norm
-    assert norm is not None, "the norm stands apart only where a predictor reads it too"
+    assert norm is not None, "the norm is a separate operation only if a predictor reads it, too"
     rows = values_of(weights, op.weight)[op.first_row : op.first_row + op.out.width]
     matrix = rows if norm.weight is None else rows * values_of(weights, norm.weight)
     if isinstance(norm, LayerNorm):
@@ -360,18 +371,18 @@ def _deciding_matrix(weights: WeightSource, graph: Graph, layer: int) -> np.ndar
 
 
 def predictor_inputs(config: ModelConfig, graph: Graph) -> list[str]:
-    """Name of the value that each layer's predictor reads (ModelConfig.predictor_input)."""
+    """Return the name of the value that each layer's predictor reads (ModelConfig.predictor_input)."""
     adds = {op.out: op for op in graph.ops if isinstance(op, Add)}
     names = []
     for ffn in graph.ffns:
-        # What enters the layer flows into the sum after attention, which the FFN's result is added to.
+        # The layer's input is an operand of the sum after attention, to which the FFN's result is added.
         after = next(op for op in adds.values() if op.layer == ffn.layer and op.part == "attention")
         names.append(after.a.name if config.predictor_input == "layer_input" else after.out.name)
     return names
 
 
 class _Training:
-    """One training, from text to weights."""
+    """A training, from text to weights."""
 
     def __init__(
         self,
@@ -477,17 +488,17 @@ class _Training:
     # ---- ranks ----
 
     def _n_bytes(self, layer: int, rank: int) -> int:
-        """Of a layer's predictor in the model file."""
+        """Return the bytes of a layer's predictor in the model file."""
         type, width, n_ff = self.type, self.config.n_embd, self.config.n_ff[layer]
         return row_bytes(fitting(type, width), width) * rank + row_bytes(fitting(type, rank), rank) * n_ff
 
     @property
     def _room(self) -> int:
-        """Bytes that all predictors together may have."""
+        """Return how many bytes all predictors together may have."""
         return int(self.settings.max_share * self.model_bytes)
 
     def _first_ranks(self) -> list[int]:
-        """By sparsity and skew: the mean entropy of a neuron's firing, in bits."""
+        """Return initial ranks by sparsity and skew: the mean entropy of a neuron's firing, in bits."""
         with PairShards(self._pairs_folder, self.config.n_ff) as pairs:
             entropies = [entropy(pairs.layer(i, "train").frequencies()) for i in range(self.config.n_layer)]
         unit = self.config.n_embd / _WIDTH_PER_RANK
@@ -496,7 +507,7 @@ class _Training:
         if least > self._room:
             raise InvalidRequestError(
                 f"even predictors of rank {STEP} take {least / self.model_bytes:.1%} of the model as "
-                f"{self.type.name}, and {self.settings.max_share:.0%} is allowed; choose a smaller "
+                f"{self.type.name}, but only {self.settings.max_share:.0%} is allowed; choose a smaller "
                 "type, or raise --max-share"
             )
         while sum(self._n_bytes(i, rank) for i, rank in enumerate(ranks)) > self._room:
@@ -504,7 +515,7 @@ class _Training:
         return ranks
 
     def _grow(self, pool: _Pool, recall: float) -> None:
-        """Trains and measures all layers at this recall, and grows those that need it, until none does."""
+        """Train and measure all layers at this recall, and grow those that need it, until none does."""
         settings, n_layer = self.settings, self.config.n_layer
         self.stopped.clear()
         self._run_tasks(pool, [(i, self.ranks[i]) for i in range(n_layer)], recall)
@@ -536,7 +547,7 @@ class _Training:
                     self.stopped[i] = "pays"
 
     def _next_rank(self, layer: int, room: int) -> int | None:
-        """Twice the rank, or as much as there is room for, a quarter more at least; None: not even that."""
+        """Return twice the rank, or as much as fits; None if not even a quarter more fits."""
         now = self.ranks[layer][-1]
         rank = min(2 * now, self.config.n_embd // STEP * STEP)
         while rank > now and self._n_bytes(layer, rank) - self._n_bytes(layer, now) > room:
@@ -544,7 +555,7 @@ class _Training:
         return rank if rank >= now + max(STEP, now // 4) else None
 
     def _cost(self, layer: int, ranks: tuple[int, ...], recall: float) -> float:
-        """Bytes that a token reads for the predictor and for the rows that it selects, in streamed bytes."""
+        """Return the bytes that a token reads for the predictor and the selected rows, in streamed bytes."""
         decides = self.model.graph.ffns[layer].decides
         row = self.model.weights.tensors[decides.weight].row_bytes
         rows = self.qualities[layer, ranks, recall].selected_share * self.config.n_ff[layer]
@@ -565,11 +576,11 @@ class _Training:
         tasks = [self._task(i, ranks, recall) for i, ranks in wanted]
         new = sum(not _checkpoint(task).is_file() for task in tasks)
         label, progress = f"training {new} layers" if new else "calibrating", self.progress or Reporter()
-        # A layer takes minutes: what advances are the steps of those that are trained.
+        # A layer takes minutes, so progress counts the steps of all trained layers.
         total, unit = (new * self._n_steps, "steps") if new else (len(tasks), "layers")
 
         def advance(done: int) -> None:
-            progress.advance(label, min(done, total - 1), total, unit)  # the end is that of the last layer
+            progress.advance(label, min(done, total - 1), total, unit)  # complete only after the last layer
 
         advance(0)
         for done, (task, quality) in enumerate(pool.results(tasks, advance if new else None), 1):
@@ -587,12 +598,12 @@ class _Training:
     # ---- the model with its predictors ----
 
     def _measured_sequences(self) -> list[np.ndarray]:
-        """Held-out sequences, the last ones: thresholds come from the first half."""
+        """Return the last held-out sequences, because the first half yields the thresholds."""
         n = max(2, self.settings.n_measured // len(self.held_out[0]))
         return self.held_out[-n:]
 
     def _predicted_model(self) -> Model:
-        """The model that is loaded, with the predictors over it. Its backend is to be closed, and no more."""
+        """Return the loaded model with the predictors over it. Close only its backend."""
         model, extra = self.model, MemoryTensors()
         for i, weights in enumerate(self.weights):
             for part, matrix in (("fc1", weights.fc1), ("fc2", weights.fc2)):
@@ -618,7 +629,7 @@ class _Training:
         tokens = np.concatenate(self._measured_sequences()[-2:])
         return tuple(predicted.measure_predictor(tokens.tolist()))
 
-    # ---- words ----
+    # ---- reports
 
     def _report(self, layer: int, recall: float) -> LayerReport:
         rank = self.ranks[layer][-1]
@@ -638,9 +649,9 @@ class _Training:
             worst = min(short, key=lambda layer: layer.quality.precision)
             problems.append(
                 f"{len(short)} of {len(layers)} layers would select fewer neurons with more rank, but "
-                f"there is no room in {settings.max_share:.0%} of the model: in layer "
-                f"{worst.layer} {worst.quality.precision:.0%} of the selected neurons fire, "
-                f"{settings.precision:.0%} was asked for; a smaller --type or a larger --max-share gives room"
+                f"{settings.max_share:.0%} of the model is not enough: in layer "
+                f"{worst.layer} {worst.quality.precision:.0%} of the selected neurons fire, but the goal is "
+                f"{settings.precision:.0%}; use a smaller --type or a larger --max-share"
             )
         return tuple(problems)
 
@@ -655,13 +666,13 @@ def _increase(predicted: PerplexityResult) -> float:
 
 
 def entropy(frequencies: np.ndarray) -> float:
-    """Bits per neuron of a layer whose neurons fire that often, each by itself."""
+    """Return the bits per neuron of a layer whose neurons fire independently at these frequencies."""
     p = np.clip(frequencies, 1e-12, 1 - 1e-12)
     return float(-(p * np.log2(p) + (1 - p) * np.log2(1 - p)).mean())
 
 
 class _Pool:
-    """Runs tasks in worker processes, or here where one at a time is enough."""
+    """A runner of tasks in worker processes, or in this process for one at a time."""
 
     def __init__(self, settings: PredictorSettings, n_layer: int) -> None:
         n_cores = usable_cores()
@@ -674,8 +685,10 @@ class _Pool:
     def results(
         self, tasks: Sequence[_Task], on_steps: Callable[[int], None] | None = None
     ) -> Iterator[tuple[_Task, Quality]]:
-        """In the order in which they are done, whichever that is. on_steps: receives how many steps of
-        training are done, of all these tasks."""
+        """Yield results in the order of completion.
+
+        on_steps: receives the number of training steps that are done, of all these tasks.
+        """
         on_steps = on_steps or (lambda _: None)
         if self._jobs == 1 or (len(tasks) == 1 and self._executor is None):
             done = itertools.count(1)
@@ -683,7 +696,7 @@ class _Pool:
                 yield task, _work(task, lambda: on_steps(next(done)))
             return
         if self._executor is None:
-            # Spawned: torch's threads and a GPU's context do not survive a fork.
+            # Spawned, because torch's threads and a GPU's context do not survive a fork.
             processes = multiprocessing.get_context("spawn")
             self._steps = processes.Value("q", 0)
             self._executor = ProcessPoolExecutor(
@@ -700,8 +713,8 @@ class _Pool:
                     yield futures[future], future.result()
         except BrokenProcessPool:
             raise HotsetError(
-                "a process that trained a layer was ended by the system, which may lack memory for "
-                f"{self._jobs} of them; start again with --jobs 1, and what is done is kept"
+                "the system ended a process that trained a layer, perhaps because memory is too small for "
+                f"{self._jobs} of them; start again with --jobs 1, which reuses finished layers"
             ) from None
 
     def __enter__(self) -> _Pool:
@@ -731,11 +744,11 @@ def _start_worker(n_threads: int, steps: Any) -> None:
     global _steps_of_all  # noqa: PLW0603 - a worker process has one pool
     _steps_of_all = steps
     torch.set_num_threads(n_threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
 
     def follow() -> None:
-        """A worker whose parent was killed would wait for work for ever."""
+        """End this worker if its parent was killed; otherwise it would wait forever."""
         if parent is not None:
             parent.join()
             os._exit(1)

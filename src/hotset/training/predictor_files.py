@@ -1,11 +1,11 @@
-"""Trained predictors as files: the original layout, and a model file that carries them.
+"""Files of trained predictors: the original layout, and a model file that includes them.
 
     folder/model_<layer>.pt   state dict: fc1.weight [rank, n_embd], fc2.weight [n_ff, rank], float32
     folder/config.json        {"sparse_threshold": 0.0}
 
-which PowerInfer's converters read, and GGUF with blk.N.fc1.weight and blk.N.fc2.weight: in PowerInfer's
-dialect where that can hold the model with its very values, else the model's own dialect with the predictors
-added, which hotset runs and other engines of plain GGUF do not know.
+PowerInfer's converters read these. The model file is GGUF with blk.N.fc1.weight and blk.N.fc2.weight: in
+PowerInfer's format if that can hold the model with unchanged values, otherwise in the model's own format with
+the predictors added, which hotset runs, but other engines of plain GGUF do not know.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     from hotset.formats.quants import GGMLType
     from hotset.model.config import ModelConfig
 
-THRESHOLD = 0.0  # every layer's: predictor_layer.py says how
+THRESHOLD = 0.0  # of every layer: see predictor_layer.py
 _PREDICTOR_TENSORS = ("fc1.weight", "fc2.weight", "always.bias")
-# What the original engine has no other architecture for: a llama whose up projection has ReLU too.
+# An architecture that the original engine only has under another name: a llama with ReLU on the up
+# projection, too.
 _AS_BAMBOO = ("llama", "relu", "relu")
 
 
 def is_of_predictor(name: str) -> bool:
-    """Whether a tensor belongs to a predictor that is in the file."""
+    """Return whether a tensor belongs to a predictor in the file."""
     return name.startswith("blk.") and name.endswith(_PREDICTOR_TENSORS)
 
 
 def write_folder(folder: Path, layers: Sequence[PredictorWeights]) -> None:
-    """Writes model_<layer>.pt and, last, config.json. HotsetError where the system refuses."""
+    """Write model_<layer>.pt and, last, config.json. Raises HotsetError if they cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for i, weights in enumerate(layers):
@@ -53,9 +54,9 @@ def write_folder(folder: Path, layers: Sequence[PredictorWeights]) -> None:
 
 
 def powerinfer_architecture(gguf: GGUFFile, config: ModelConfig) -> str:
-    """The architecture under which PowerInfer's dialect holds the model.
+    """Return the architecture under which PowerInfer's format holds the model.
 
-    Raises InvalidRequestError where it cannot: another activation, or a down projection that would change.
+    Raises InvalidRequestError if it cannot: another activation, or a down projection that would change.
     """
     activation = config.activation
     name = config.architecture
@@ -64,22 +65,22 @@ def powerinfer_architecture(gguf: GGUFFile, config: ModelConfig) -> str:
     row = POWERINFER_ARCHITECTURES.get(name)
     if row is None or row.activation != activation:
         raise InvalidRequestError(
-            f"PowerInfer's format has no {config.architecture} model with the activation {activation.gate}; "
-            "write the plain format"
+            f"PowerInfer's format does not support {config.architecture} models with the activation "
+            f"{activation.gate}; write the plain format"
         )
     unknown = next((t for t in gguf.tensors if name in ("llama", "bamboo") and t.endswith(".bias")), None)
     if unknown is not None and not is_of_predictor(unknown):
         raise InvalidRequestError(
-            f"PowerInfer's format has no {unknown} in a {name} model; write the plain format"
+            f"PowerInfer's format does not support {unknown} in a {name} model; write the plain format"
         )
     for i in range(config.n_layer):
         info = gguf.tensors.get(f"blk.{i}.ffn_down.weight")
         transposed = f"blk.{i}.ffn_down_t.weight" in gguf.tensors
         if not transposed and (info is None or planes.layout_of(info) != "transposed"):
             raise InvalidRequestError(
-                f"PowerInfer's format has a row of the down projection per neuron, and in this file, where "
-                f"it is {info.type.name if info else 'missing'}, neurons share their scales; write the plain "
-                "format, or train on the F16 model and quantise what comes out"
+                f"PowerInfer's format has a row of the down projection per neuron. In this file it is "
+                f"{info.type.name if info else 'missing'}, so neurons share their scales; write the plain "
+                "format, or train on the F16 model and quantise the result"
             )
     return name
 
@@ -92,10 +93,10 @@ def write_merged(
     type: GGMLType,
     dialect: Dialect,
 ) -> None:
-    """Writes the model with its predictors, instead of those that it had; whole or not at all.
+    """Write the model with its predictors, which replace any old ones; whole or not at all.
 
-    type: of fc1 and fc2; a matrix whose rows its blocks do not divide is F16. dialect: "powerinfer" raises
-    InvalidRequestError where powerinfer_architecture does.
+    type: of fc1 and fc2; a matrix whose rows are not a multiple of its block size is F16. dialect:
+    "powerinfer" raises the InvalidRequestError of powerinfer_architecture.
     """
     check_target(path, gguf.paths)
     powerinfer = dialect == "powerinfer"
@@ -129,7 +130,7 @@ def write_merged(
         if not is_of_predictor(tensor):
             add(tensor)
     if powerinfer and name != "opt" and "output.weight" not in gguf.tensors:
-        # The original engine knows no tied output but OPT's.
+        # The original engine supports a tied output only for OPT.
         info = gguf.tensors["token_embd.weight"]
         writer.add_tensor("output.weight", lambda: gguf.data(info.name), info.type, info.shape)
     for i, weights in enumerate(layers):
@@ -139,7 +140,7 @@ def write_merged(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise HotsetError(f"{path.parent} cannot be made ({error.strerror or error})") from None
+        raise HotsetError(f"{path.parent} cannot be created ({error.strerror or error})") from None
     writer.write()
 
 
@@ -148,7 +149,7 @@ def _renamed(key: str, name: str, original: str) -> str:
 
 
 def _activation_keys(name: str, config: ModelConfig) -> dict[str, object]:
-    """What the model was trained with, said in the file: it may have been an option until now."""
+    """Return keys for the model's activation, which may have been only an option until now."""
     activation = config.activation
     keys: dict[str, object] = {f"{name}.hidden_activation": str(activation.gate)}
     if activation.up is not None:

@@ -1,17 +1,17 @@
-"""Trains the predictor of one layer: score = fc2 · relu(fc1 · p), and a neuron is computed where score >= 0.
+"""Trains the predictor of one layer: score = fc2 · relu(fc1 · p); a neuron is computed if score >= 0.
 
-The network has no biases and reads the residual stream before the norm, so its scores grow with p while which
-neurons fire does not. Everything here is therefore scale-free: inputs have a root mean square of one, and the
-threshold is zero, in every layer. What would be a bias is a weight on something that is nearly constant.
-Residual streams have directions that hardly change: training starts with a unit that yields about 1 for every
-input, on which each neuron has its log-odds of firing. And calibration, which moves a layer's threshold, adds
-the same to all scores: that combination of the hidden units, by least squares, which is closest to 1, times
-the shift. So the file keeps one threshold, 0, that every engine of this format understands.
+The network has no biases and reads the residual stream before the norm. So its scores scale with p, while the
+choice of firing neurons does not. Everything here is therefore scale-free: inputs have a root mean square of
+one, and every layer's threshold is zero. Biases are replaced by weights on nearly constant units. Residual
+streams have directions that hardly change: training starts with a unit that yields about 1 for every input,
+with each neuron's log-odds of firing as its weights. Calibration, which shifts a layer's threshold, adds the
+same value to all scores: the combination of hidden units that is closest to 1 by least squares, times the
+shift. So the file keeps one threshold, 0, which every engine of this format supports.
 
-The rest of the start is what is known too, in pairs of units w, -w: the best linear predictor of that rank, a
-decomposition of the matrix that decides who fires as these inputs see it. Growing keeps what was learned and
-adds units that weigh nothing yet. The loss is cross-entropy, in which the neurons that fire weigh as much as
-those that do not, few as they are, each by its share of the token's magnitude too.
+The other initial units are pairs w, -w. They form the best linear predictor of that rank: a decomposition of
+the deciding matrix, weighted by the inputs. Growing keeps the learned units and adds units with zero weights.
+The loss is cross-entropy, in which firing neurons have the same total weight as the others, although they are
+few, and are also weighted by their share of the token's magnitude.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from hotset.sparsity.calibration import threshold
 if TYPE_CHECKING:
     from hotset.training.pairs import LayerPairs
 
-_SAMPLE = 4096  # inputs that the start is computed from
-_CALIBRATION = 4096  # of what is held out, at most so many tokens for the threshold, and to measure
-_LOGIT = 6.0  # log-odds are clipped here: a neuron that was never seen to fire may yet
-_SPREAD = 2.0  # standard deviation that a linear score starts with
-_FAN_IN = (512, 64)  # of fc1 and fc2: up to these many inputs the learning rate is the schedule's
-_MAX_POSITIVE = 32.0  # weight of the neurons that fire, against those that do not
+_SAMPLE = 4096  # inputs from which the initial weights are computed
+_CALIBRATION = 4096  # limit of the held-out tokens for the threshold, and for the measurement
+_LOGIT = 6.0  # log-odds are clipped here: a neuron that has not fired in the sample still may
+_SPREAD = 2.0  # initial standard deviation of a linear score
+_FAN_IN = (512, 64)  # inputs of fc1 and fc2 up to which the schedule's learning rate applies
+_MAX_POSITIVE = 32.0  # weight of firing neurons relative to the others, at most
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. batch: tokens of a step; epochs: times that every pair is seen. learning_rate:
-    Adam's, of small layers; those with more inputs than _FAN_IN take smaller steps in proportion."""
+    """The length and speed of a training.
+
+    batch: tokens of a step; epochs: passes over all pairs. learning_rate: of Adam, for small layers; layers
+    with more inputs than _FAN_IN use proportionally smaller steps.
+    """
 
     epochs: float = 10.0
     batch: int = 512
@@ -64,20 +67,20 @@ class PredictorWeights:
         return len(self.fc1)
 
     def shifted(self, shift: Sequence[float] | np.ndarray) -> PredictorWeights:
-        """Every score higher by the hidden units times `shift`, float [rank]."""
+        """Return weights whose scores are higher by the hidden units times `shift`, float [rank]."""
         return PredictorWeights(self.fc1, self.fc2 + np.asarray(shift, np.float32))
 
     def stored(self, type: GGMLType) -> PredictorWeights:
-        """As a file of that type will hold them."""
+        """Return the weights as a file of that type stores them."""
         return PredictorWeights(_rounded(self.fc1, type), _rounded(self.fc2, type))
 
 
 @dataclass(frozen=True)
 class Quality:
-    """A calibrated predictor on held-out tokens: shares of the layer's neurons, and what was found.
+    """The quality of a calibrated predictor on held-out tokens, in shares of the layer's neurons.
 
-    shift: for PredictorWeights.shifted. recall: of the neurons that fire, those selected; of_magnitude: the
-    same with each counted by its value. precision: of those selected, those that fire.
+    shift: for PredictorWeights.shifted. recall: the share of firing neurons that are selected; of_magnitude:
+    the same weighted by magnitude. precision: the share of selected neurons that fire.
     """
 
     shift: tuple[float, ...] = field(repr=False)
@@ -94,8 +97,10 @@ def _rounded(matrix: np.ndarray, type: GGMLType) -> np.ndarray:
 
 
 def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: int) -> PredictorWeights:
-    """The weights from which training begins. decides: float32 [n_ff, n_embd], whose product with an input
-    tells, but for a bias, which neurons fire."""
+    """Return the initial weights.
+
+    decides: float32 [n_ff, n_embd], whose product with an input shows, up to a bias, which neurons fire.
+    """
     generator = np.random.default_rng(seed)
     rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
     x = torch.from_numpy(pairs.batch(rows)[0]).to(device)
@@ -104,7 +109,8 @@ def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: 
 
     mean, n = x.mean(0), len(x)
     second = x.T @ x / n
-    # A ridge for directions that the sample hardly has; by the median, for some channels dwarf all others.
+    # A ridge for directions that are rare in the sample; from the median, because a few channels dwarf the
+    # others.
     ridge = 1e-3 * second.diagonal().median().clamp_min(1e-8)
     second.diagonal().add_(ridge + 0.01 * second.diagonal().mean() * x.shape[1] / n)
     constant = torch.linalg.solve(second, mean)
@@ -113,10 +119,10 @@ def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: 
     covariance = second - torch.outer(mean, mean)
     covariance.diagonal().add_(ridge)
     lower = torch.linalg.cholesky(covariance)
-    seen = matrix @ lower  # what the product of each neuron is made of, in directions of variance one
+    seen = matrix @ lower  # each neuron's product, in directions of variance one
     spread = seen.norm(dim=1, keepdim=True).clamp_min(1e-12)
     logit = torch.logit(frequency.clamp(1e-4, 1 - 1e-4)).clamp(-_LOGIT, _LOGIT)
-    # Neurons that always or never fire need no direction: how uncertain one is, it weighs.
+    # Neurons that always or never fire need no direction, so weight neurons by their uncertainty.
     uncertain = (frequency * (1 - frequency)).sqrt()[:, None] + 0.02
     torch.manual_seed(seed)
     n_linear = min((rank - 1) // 2, *seen.shape)
@@ -134,7 +140,7 @@ def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: 
 
 
 def grown(weights: PredictorWeights, rank: int, pairs: LayerPairs, seed: int) -> PredictorWeights:
-    """The same function with more units, which yield something and weigh nothing."""
+    """Return the same function with more units, which are active but have zero weights."""
     generator = np.random.default_rng([seed, rank])
     rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
     x = torch.from_numpy(pairs.batch(rows)[0])
@@ -147,7 +153,7 @@ def grown(weights: PredictorWeights, rank: int, pairs: LayerPairs, seed: int) ->
 def _with_units(
     weights: PredictorWeights, first: int, second: torch.Tensor, generator: np.random.Generator
 ) -> PredictorWeights:
-    """Units from `first` on become random directions, channels by their size, that yield about one."""
+    """Set the units from `first` on to random directions that yield about one, scaled by channel."""
     n, width = weights.rank - first, weights.fc1.shape[1]
     size = second.diagonal().sqrt().clamp_min(1e-6).cpu().numpy()
     weights.fc1[first:] = generator.standard_normal((n, width)).astype(np.float32) / (size * math.sqrt(width))
@@ -161,13 +167,12 @@ def train(
     device: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> PredictorWeights:
-    """The same pairs, weights and schedule give the same result on a CPU with as many threads. on_step: is
-    called after each step."""
+    """Train a layer; deterministic on a CPU for a given number of threads. on_step: called each step."""
     torch.manual_seed(schedule.seed)
     generator = np.random.default_rng([schedule.seed, weights.rank])
     rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
     sample = pairs.batch(rows)[0]
-    # Adam takes steps of one size for every weight, so channels must be of one size too.
+    # Adam's steps have the same size for every weight, so scale channels to the same size.
     size = torch.from_numpy(np.sqrt(np.square(sample).mean(axis=0)) + 1e-6).to(device)
     fc1 = (torch.from_numpy(weights.fc1).to(device) * size).requires_grad_()
     fc2 = torch.from_numpy(weights.fc2.copy()).to(device).requires_grad_()
@@ -191,7 +196,7 @@ def train(
         x = torch.from_numpy(inputs).to(device) / size
         weight, target = _targets(torch.from_numpy(magnitudes).to(device), positive)
         scores = torch.relu(x @ fc1.T) @ fc2.T
-        with torch.no_grad():  # of Σ weight * cross-entropy: weight * (probability - fires)
+        with torch.no_grad():  # the gradient of Σ weight * cross-entropy is weight * (probability - fires)
             gradient = torch.sigmoid(scores).mul_(weight).sub_(target).div_(batch)
         optimizer.zero_grad(set_to_none=True)
         scores.backward(gradient)
@@ -201,8 +206,11 @@ def train(
 
 
 def _targets(magnitudes: torch.Tensor, positive: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of all neurons, and of those that fire, else 0: `positive` on average over a token's, half of
-    it by magnitude (the number of neurons that are computed in vain counts as well). Others weigh one."""
+    """Return the weights of all neurons, and the same with 0 for neurons that do not fire.
+
+    Firing neurons have a mean weight of `positive` per token, half of it by magnitude (because the number of
+    unnecessarily computed neurons counts, too). Others have weight one.
+    """
     fires = (magnitudes > 0).float()
     values = magnitudes.float()
     mean = values.sum(1, keepdim=True) / fires.sum(1, keepdim=True).clamp_min(1)
@@ -213,8 +221,10 @@ def _targets(magnitudes: torch.Tensor, positive: float) -> tuple[torch.Tensor, t
 def calibrate(
     pairs: LayerPairs, weights: PredictorWeights, type: GGMLType, recall: float, device: str
 ) -> Quality:
-    """Finds the shift that keeps `recall` of the magnitude, on one half of the held-out tokens, and measures
-    on the other. Weights are taken as the file will hold them."""
+    """Find the shift that keeps `recall` of the magnitude, and measure the result.
+
+    One half of the held-out tokens is used for each. Weights are rounded as in the file.
+    """
     n = min(len(pairs), 2 * _CALIBRATION)
     half = n // 2
     inputs, magnitudes = pairs.batch(np.arange(half))
@@ -224,12 +234,12 @@ def calibrate(
     constant = torch.linalg.solve(second, hidden.mean(0))
     nearly_one = (hidden @ constant).cpu().numpy()[:, None]
     shift = np.zeros(weights.rank, np.float32)
-    for _ in range(1 if TYPES[type].block_size == 1 else 3):  # the shift is rounded too: look again
+    for _ in range(1 if TYPES[type].block_size == 1 else 3):  # repeat, because the shift is rounded, too
         scores = _scores(hidden, weights.shifted(shift).stored(type))
         away = np.where(scores < 0, np.float32(-np.inf), np.float32(np.inf))
         ratio = np.divide(scores, nearly_one, out=away, where=nearly_one > 0)
         cut = threshold(ratio, magnitudes, recall)
-        if not math.isfinite(cut):  # nothing fires, or nothing can be moved
+        if not math.isfinite(cut):  # nothing fires, or no shift helps
             break
         shift -= cut * constant.cpu().numpy()
     final = weights.shifted(shift).stored(type)
@@ -240,13 +250,13 @@ def calibrate(
 
 @torch.no_grad()
 def _hidden(inputs: np.ndarray, weights: PredictorWeights, device: str) -> torch.Tensor:
-    """[n, rank]"""
+    """Return the hidden units, [n, rank]."""
     return torch.relu(torch.from_numpy(inputs).to(device) @ torch.from_numpy(weights.fc1).to(device).T)
 
 
 @torch.no_grad()
 def _scores(hidden: torch.Tensor, weights: PredictorWeights) -> np.ndarray:
-    """float32 [n, n_ff]"""
+    """Return the scores, float32 [n, n_ff]."""
     scores: np.ndarray = (hidden @ torch.from_numpy(weights.fc2).to(hidden.device).T).cpu().numpy()
     return scores
 

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts, which share the work of one run."""
+"""The processes started by torchrun, which share the work of one run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 
 @contextmanager
 def torchrun_processes(*, on_gpu: bool) -> Iterator[tuple[int, int]]:
-    """Number of this process, and how many torchrun started: 0 and 1 without it.
+    """Yield this process's number, and how many torchrun started: 0 and 1 without torchrun.
 
-    torch.distributed is set up inside, and its threads have ended behind it.
+    torch.distributed is available inside, and its threads have ended afterwards.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield 0, 1
         return
-    if torch.distributed.is_initialized():  # by a program around this one, which also ends it
+    if torch.distributed.is_initialized():  # the surrounding program did so, and also ends it
         yield torch.distributed.get_rank(), world
         return
-    # Functions of this module have the group as the default of an argument. Where an optimizer is the first
-    # to import it, which is behind init_process_group, they keep the group for ever; its threads then still
-    # hold tensors when the interpreter ends, and abort the process.
+    # torch.distributed.nn uses the process group as a default argument. If an optimizer imports it first,
+    # after init_process_group, it keeps the group forever. The group's threads then hold tensors when the
+    # interpreter ends, and abort the process.
     importlib.import_module("torch.distributed.nn")
-    # The others wait for the first one while it writes text, which may take it hours.
+    # The other processes wait while the first one generates text, perhaps for hours.
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(days=30))
     try:
         yield torch.distributed.get_rank(), world
@@ -37,6 +37,6 @@ def torchrun_processes(*, on_gpu: bool) -> Iterator[tuple[int, int]]:
 
 
 def wait_for_all(n_processes: int) -> None:
-    """Until every process has come as far as this one."""
+    """Wait until every process has reached this point."""
     if n_processes > 1:
         torch.distributed.barrier()

@@ -1,9 +1,8 @@
-"""Beginnings from which a teacher writes its own training text.
+"""Beginnings from which a teacher generates its own training text.
 
-A model that is distilled only needs text on which its teacher's opinion is worth having; what the teacher
-itself writes will do, if the beginnings are varied enough to make it speak of many things in many ways. Each
-beginning is a pattern with a topic put in: some thousands of combinations, and the sampling differs each
-time.
+Distillation only needs text on which the teacher's distribution is meaningful. The teacher's own text
+suffices if the beginnings make it write about many topics in many ways. Each beginning is a pattern with a
+topic inserted. There are some thousands of combinations, and sampling varies them further.
 """
 
 from __future__ import annotations
@@ -123,13 +122,13 @@ OPENINGS = (
 
 
 def question(random: random.Random) -> str:
-    """What a person might ask."""
+    """Return a question that a person might ask."""
     if random.random() < 0.1:
         return random.choice(PLAIN_QUESTIONS)
     return random.choice(QUESTIONS).format(random.choice(TOPICS))
 
 
 def opening(random: random.Random) -> str:
-    """How an article might begin."""
+    """Return the beginning of an article."""
     topic = random.choice(TOPICS)
     return random.choice(OPENINGS).format(topic[:1].upper() + topic[1:], topic)

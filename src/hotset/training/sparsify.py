@@ -1,23 +1,22 @@
-"""From a SiLU model to a ReLU one: swap the activation, then recover by distillation.
+"""Turns a SiLU model into a ReLU one: swap the activation, then recover by distillation.
 
-The first step of TurboSparse's recipe (arXiv 2406.05955), for a machine that is at hand. The student starts
-where `calibrate` puts it; then its output distribution is drawn towards the teacher's,
+This is the first step of TurboSparse's recipe (arXiv 2406.05955), for a small machine. `calibrate` sets the
+student's initial values. Then its output distribution is moved towards the teacher's:
 
     loss = mean over tokens of KL(teacher || student) + price * share of active neurons + guide * stray
 
-where stray is the relative squared distance of the two residual streams, mean over layers: it gives each
-layer its own error, where the divergence at the end is one for all of them, and fades out towards the end of
-the run. The price is raised while more neurons fire than asked, and lowered while fewer do (a Lagrange
-multiplier), so that the share is what was asked for and goes to the neurons and layers that need it. The
-file's weights stay as they are; what is trained (`student.Student`) is small enough to be kept as adapters of
-some megabytes.
+stray is the relative squared distance of the two residual streams, mean over layers. It gives each layer its
+own error, while the divergence of the output is one value for all layers; it fades out towards the end. The
+price is raised while more neurons fire than requested, and lowered while fewer do (a Lagrange multiplier). So
+the requested share is reached, and goes to the neurons and layers that need it. The file's weights do not
+change; the trained parameters (`student.Student`) fit into adapters of some megabytes.
 
-On a CPU the teacher is hotset's own engine on the same file: its integer kernels are several times faster
-than a second pass in torch, and it is the very model that the student will be compared with.
+On a CPU the teacher is hotset's engine on the same file: its integer kernels are several times faster than a
+second pass in torch, and it is exactly the model with which the student will be compared.
 
-A run lives in a folder: settings.json, generated.jsonl (what the teacher wrote), checkpoint.pt (replaced
-whole, every so often), curve.jsonl (a line per evaluation), adapters.safetensors (the latest). It goes on
-from there after a kill, with the same windows in the same order.
+A run is stored in a folder: settings.json, generated.jsonl (the teacher's text), checkpoint.pt (replaced
+atomically at intervals), curve.jsonl (a line per evaluation), adapters.safetensors (the latest). After a kill
+it continues from there, with the same windows in the same order.
 """
 
 from __future__ import annotations
@@ -49,25 +48,22 @@ if TYPE_CHECKING:
     from hotset.api import Model
 
 _ROWS = 256  # tokens whose logits are in memory together
-_CALIBRATION = 16384  # tokens; half of them are enough to choose by
-_PRICE_STEP, _PRICE_PULL = (
-    0.02,
-    4.0,
-)  # of the multiplier: per step, and at once, per relative error of the share
+_CALIBRATION = 16384  # tokens; half of them suffice for choosing targets
+_PRICE_STEP, _PRICE_PULL = 0.02, 4.0  # of the price, per relative error of the share: lasting, and momentary
 
 
 @dataclass(frozen=True)
 class SparsifySettings:
-    """What makes a run what it is; a run is resumed only with the same.
+    """The settings that identify a run; it can only be resumed with the same ones.
 
-    activation: relu or drelu. rank: of the low-rank products, 0 for full training. linear: neurons of a
-    layer that may be retired for a linear path, at most (relu only). idle: share of neurons that are to be
-    idle. n_tokens: to train on, over all processes; hours: instead, how long, where it is not None (the
-    learning rate falls with the time then). n_ctx, batch: tokens of a window, windows of a step and process.
-    lr: of the matrices; vector_lr: of norms, biases and scales. price: of a neuron's being active, at the
-    start. guide: weight of the residual streams' distance at the start. scored: share of the positions at
-    which a step compares the distributions (the rows of logits are a fifth of its time). labels: weight of
-    the text's own next token in what is aimed at, beside the teacher's distribution. warmup: steps.
+    activation: relu or drelu. rank: of the low-rank products, 0 for full training. linear: limit of a layer's
+    neurons that are retired for a linear path (relu only). idle: requested share of idle neurons. n_tokens:
+    to train on, over all processes; hours: if not None, train for this time instead (the learning rate then
+    falls with time). n_ctx, batch: tokens of a window, windows per step and process. lr: of the matrices;
+    vector_lr: of norms, biases and scales. price: initial price of an active neuron. guide: initial weight of
+    the residual streams' distance. scored: share of the positions at which a step compares the distributions
+    (the rows of logits take a fifth of its time). labels: weight of the text's next token in the target,
+    relative to the teacher's distribution. warmup: steps.
     """
 
     activation: str = "relu"
@@ -95,28 +91,27 @@ class SparsifySettings:
             raise InvalidRequestError(f"the rank of the adapters must be at least 1, not {self.rank}")
         if self.linear < 0 or (self.linear and self.activation != "relu"):
             raise InvalidRequestError(
-                "a linear path (--linear) needs --activation relu and a number of neurons"
+                "a linear path (--linear) requires --activation relu and a number of neurons"
             )
         if not 0 < self.idle < 1:
-            raise InvalidRequestError(f"--idle must lie between 0 and 1, not {self.idle:g}")
+            raise InvalidRequestError(f"--idle must be between 0 and 1, not {self.idle:g}")
         if self.n_tokens < 1 or self.batch < 1 or self.n_ctx < 8:
             raise InvalidRequestError("--tokens and --batch must be at least 1, --ctx-size at least 8")
         if not 0 <= self.labels <= 1:
-            raise InvalidRequestError(f"--labels must lie between 0 and 1, not {self.labels:g}")
+            raise InvalidRequestError(f"--labels must be between 0 and 1, not {self.labels:g}")
         if not 0 < self.scored <= 1:
-            raise InvalidRequestError(f"--scored must lie between 0 and 1, not {self.scored:g}")
+            raise InvalidRequestError(f"--scored must be between 0 and 1, not {self.scored:g}")
         if not (self.lr > 0 and self.vector_lr > 0 and math.isfinite(self.lr + self.vector_lr)):
             raise InvalidRequestError("the learning rate must be a positive number")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How the student does on held-out windows (the second half of each is scored, as `hotset perplexity`
-    does).
+    """The student's results on the second half of each held-out window, as in `hotset perplexity`.
 
-    tokens, seconds: trained on so far, over all processes. ppl, teacher_ppl: perplexities. kl: mean
-    divergence from the teacher, in nats. top1: how often both name the same token first. idle: share of
-    neurons, mean and per layer.
+    tokens, seconds: trained so far, over all processes. ppl, teacher_ppl: perplexities. kl: mean divergence
+    from the teacher, in nats. top1: how often both rank the same token first. idle: share of idle neurons,
+    mean and per layer.
     """
 
     step: int
@@ -132,36 +127,39 @@ class Evaluation:
 
 
 class EngineTeacher:
-    """The original's residual stream, by hotset's CPU engine."""
+    """The original's residual stream, computed by hotset's CPU engine."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self._names = [f"blk.{i}.out" for i in range(model.config.n_layer)]
 
     def stream(self, tokens: Tensor) -> list[Tensor]:
-        """After each layer, float32 [n_batch * n_tokens, n_embd], of int64 [n_batch, n_tokens]."""
+        """Return the streams after the layers, float32 [n_batch * n_tokens, n_embd].
+
+        tokens: int64 [n_batch, n_tokens].
+        """
         taps = [self.model.taps(window.tolist(), self._names) for window in tokens]
         return [torch.from_numpy(np.concatenate([tap[name] for tap in taps])) for name in self._names]
 
 
 class TorchTeacher:
-    """The original's residual stream, by the network that the student shares."""
+    """The original's residual stream, computed by the network that the student shares."""
 
     def __init__(self, base: TorchGraph) -> None:
         self.base = base
 
     @torch.no_grad()
     def stream(self, tokens: Tensor) -> list[Tensor]:
-        """As EngineTeacher's, on the device of the network."""
+        """Return the stream after each layer like EngineTeacher, on the network's device."""
         return self.base.streams(tokens)[1:]
 
 
 class _Divergence(torch.autograd.Function):
-    """Mean KL(teacher || student) over tokens, and its gradient, without keeping a row of logits.
+    """Mean KL(teacher || student) over tokens, and its gradient, without storing rows of logits.
 
-    hidden, wanted: what the output matrix reads, of student and teacher, [n, n_embd]; output [n_vocab,
-    n_embd]; following: the tokens that the text goes on with, [n]. The gradient is that of (1 - labels) KL +
-    labels * cross entropy; the value is the divergence alone.
+    hidden, wanted: inputs of the output matrix, of student and teacher, [n, n_embd]; output [n_vocab,
+    n_embd]; following: the text's next tokens, [n]. The gradient is of (1 - labels) KL + labels *
+    cross-entropy; the value is only the divergence.
     """
 
     @staticmethod
@@ -189,8 +187,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _stray(stream: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """How far the student's residual stream is from the teacher's: squared, relative, mean over layers and
-    tokens."""
+    """Return the relative squared distance of the student's residual stream, mean over layers and tokens."""
     parts = [
         ((x - y).square().sum(-1) / y.square().sum(-1)).mean() for x, y in zip(stream, wanted, strict=True)
     ]
@@ -199,14 +196,14 @@ def _stray(stream: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainingTexts:
-    """What a run reads. mixture: to train on. held_out: windows for evaluation, int64 [n, n_ctx]."""
+    """The texts of a run. mixture: to train on. held_out: windows for evaluation, int64 [n, n_ctx]."""
 
     mixture: Mixture
     held_out: Tensor
 
 
 class Training:
-    """One run: `run` trains to the end, or from where its folder says on.
+    """A run: `run` trains to the end, from the state in its folder if there is one.
 
     model: digest of the file (adapters.digest). start: values of earlier adapters. processes: number of this
     process, and how many share the work (processes.torchrun_processes); only process 0 writes.
@@ -229,7 +226,7 @@ class Training:
         self.process, self.n_processes = processes
         self.student = Student(base, settings.activation, settings.rank, seed=settings.seed)  # type: ignore[arg-type]
         output = base.graph.ops[-1]
-        assert isinstance(output, Linear)  # load_base refuses others
+        assert isinstance(output, Linear)  # load_base rejects others
         self._output = output
         self._adamw: torch.optim.Optimizer | None = None
         self.step = 0
@@ -239,24 +236,24 @@ class Training:
         self.widths: list[float] = []
         self._start = start
         self._model = model
-        self._share = 0.0  # of active neurons in the last step
+        self._share = 0.0  # of active neurons in the latest step
 
     # ---- state ----
 
     @property
     def tokens(self) -> int:
-        """Trained on so far, by all processes."""
+        """Return the tokens trained so far, by all processes."""
         return self.step * self.settings.batch * self.settings.n_ctx * self.n_processes
 
     @property
     def progress(self) -> float:
-        """0 at the start, 1 at the end."""
+        """Return the progress, from 0 at the start to 1 at the end."""
         if self.settings.hours is not None:
             return self.seconds / (3600 * self.settings.hours)
         return self.tokens / self.settings.n_tokens
 
     def prepare(self, progress: Reporter | None = None) -> None:
-        """Resumes from the folder, or calibrates."""
+        """Resume from the folder, or calibrate."""
         progress = progress or Reporter()
         if self.resume():
             progress.say(f"resumed after {self.tokens} tokens")
@@ -297,7 +294,7 @@ class Training:
         self.widths = kernel_widths(self.base, self.student, tokens[:2])
 
     def _take_start(self) -> None:
-        """What the first process has calibrated, to all: the last bits of two calibrations may differ."""
+        """Send the first process's calibration to all: the last bits of two calibrations may differ."""
         from torch import distributed
 
         sent: list[Any] = [{name: value.shape for name, value in self.student.named_values()}, self.widths]
@@ -314,7 +311,7 @@ class Training:
             self.student.load(values)
 
     def save(self) -> None:
-        """Replaces the checkpoint and the adapters."""
+        """Replace the checkpoint and the adapters."""
         if self.process:
             return
         state = {
@@ -334,13 +331,15 @@ class Training:
         self.adapters().save(self.folder / "adapters.safetensors")
 
     def adapters(self) -> TrainedAdapters:
-        """What has been learnt so far."""
+        """Return the parameters learned so far."""
         values = {name: value.detach().cpu().numpy() for name, value in self.student.named_values()}
         return TrainedAdapters(values, self.settings.activation, self.settings.rank, self._model)
 
     def resume(self) -> bool:
-        """Takes up the checkpoint of the folder, if there is one. Raises InvalidRequestError for other
-        settings."""
+        """Load the folder's checkpoint and return True, if there is one.
+
+        Raises InvalidRequestError if its settings differ.
+        """
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return False
@@ -348,15 +347,15 @@ class Training:
         if state["settings"] != asdict(self.settings) or state["n_processes"] != self.n_processes:
             changed = [k for k, v in asdict(self.settings).items() if state["settings"].get(k) != v]
             raise InvalidRequestError(
-                f"the training in {self.folder} was begun with other settings "
-                f"({', '.join(changed) or 'number of processes'}); use those, or another folder with --work"
+                f"the training in {self.folder} was started with other settings "
+                f"({', '.join(changed) or 'number of processes'}); use these, or another folder with --work"
             )
         self.student.load(state["values"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.price = state["step"], state["seconds"], state["price"]
         self.widths, self._share, self.loss = state["widths"], state["share"], state["loss"]
         curve = self.folder / "curve.jsonl"
-        if curve.exists() and not self.process:  # evaluations after the checkpoint will be made again
+        if curve.exists() and not self.process:  # evaluations after the checkpoint will be repeated
             lines = [line for line in read_curve(curve) if line["step"] <= self.step]
             write_whole({curve: "".join(json.dumps(line) + "\n" for line in lines)})
         return True
@@ -364,7 +363,7 @@ class Training:
     # ---- one step ----
 
     def train_step(self) -> float:
-        """One step of the optimizer; returns the mean divergence, in nats per token."""
+        """Run one step of the optimizer; return the mean divergence, in nats per token."""
         started = time.perf_counter()
         settings = self.settings
         tokens = self.windows()
@@ -401,24 +400,24 @@ class Training:
         self.price *= math.exp(_PRICE_STEP * (self._share - share_wanted) / share_wanted)
         self.step += 1
         elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        if self.n_processes > 1:  # all of them must end, and lower the learning rate, at the same step
+        if self.n_processes > 1:  # all processes must end, and lower the learning rate, at the same step
             torch.distributed.all_reduce(elapsed, torch.distributed.ReduceOp.MAX)
         self.seconds += float(elapsed)
         return float(report[0])
 
     def _hidden(self, tokens: Tensor, stream: Tensor, compute: Compute | None = None) -> Tensor:
-        """What the output matrix reads, float32 [n_batch, n_tokens, n_embd], of the last residual stream."""
+        """Return the output matrix's input, float32 [n_batch, n_tokens, n_embd], from the last stream."""
         step = self.base.run(self.base.parts[-1], tokens, stream, compute, until=self._output.x)
         return step.by_text(self._output.x)
 
     def scored_positions(self, n: int) -> Tensor:
-        """The positions, of n, at which the divergence is taken: drawn anew for each step."""
+        """Return the positions, of n, at which the divergence is computed, drawn again for each step."""
         rng = np.random.default_rng([self.settings.seed, self.step, self.process])
         chosen = rng.permutation(n)[: max(1, round(n * self.settings.scored))]
         return torch.from_numpy(np.sort(chosen)).to(self.base.device)
 
     def windows(self) -> Tensor:
-        """What this process trains on in this step, int64 [batch, n_tokens + 1]."""
+        """Return this process's windows in this step, int64 [batch, n_tokens + 1]."""
         first = (self.step * self.n_processes + self.process) * self.settings.batch
         windows = [self.texts.mixture.window(first + i) for i in range(self.settings.batch)]
         return torch.from_numpy(np.stack(windows)).long()
@@ -431,7 +430,7 @@ class Training:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Made when it is first asked for: the closed form may add parameters."""
+        """Return the optimizer, made on first use, because the closed form may add parameters."""
         if self._adamw is None:
             self._adamw = self._optimizer()
         return self._adamw
@@ -446,7 +445,7 @@ class Training:
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
     def _all_reduce(self, report: Tensor) -> None:
-        """Means over the processes, of the gradients and of the report."""
+        """Average the gradients and the report over the processes."""
         from torch import distributed
 
         parameters = list(self.student.parameters())
@@ -464,9 +463,9 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """The student against the teacher on the held-out windows."""
+        """Compare the student with the teacher on the held-out windows."""
         n_ctx = self.texts.held_out.shape[1]
-        first = n_ctx // 2 - 1  # the logits of this position are the first that are scored
+        first = n_ctx // 2 - 1  # the first position whose logits are scored
         nll = teacher_nll = kl = top1 = 0.0
         n = 0
         shares = []
@@ -508,7 +507,7 @@ class Training:
         on_step: Callable[[Training], None] = lambda _: None,
         on_eval: Callable[[Evaluation], None] = lambda _: None,
     ) -> None:
-        """Trains to the end. eval_every, save_every: steps."""
+        """Train to the end. eval_every, save_every: steps."""
         if self.step == 0:
             self._evaluate(on_eval)
             self.save()
@@ -531,7 +530,7 @@ class Training:
 
 
 def read_curve(path: Path) -> list[dict[str, Any]]:
-    """The lines of a curve; one that was cut short is left out."""
+    """Return the lines of a curve, up to an incomplete one."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

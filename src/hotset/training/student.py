@@ -1,14 +1,14 @@
-"""A ReLU student of a model whose FFNs are gated, for training: what stands beside the file's weights.
+"""A ReLU student of a model with gated FFNs, for training: parameters in addition to the file's weights.
 
-The file's weights never change. `Student` holds, for each matrix of the layers, a low-rank product or (full
-training) a difference, and for each layer what a ReLU network needs in place of a SiLU one: a shift of the
-gate, a scale per neuron and a bias of the down projection. `Student.compute` computes the operations of the
-graph (backends/torch/graph.py) that these change; without it the graph computes the original, so that teacher
-and student share one set of weights. The FFN of the student is
+The file's weights never change. `Student` has, for each matrix of the layers, a low-rank product or (full
+training) a difference, and for each layer the parameters of a ReLU network that replaces a SiLU one: a shift
+of the gate, a scale per neuron, and a bias of the down projection. `Student.compute` computes the affected
+operations of the graph (backends/torch/graph.py). Without it the graph computes the original, so teacher and
+student share one set of weights. The student's FFN is
 
     neuron = relu(gate(x) + ffn_gate.bias) * up(x) * ffn_scale       (dReLU: relu(up(x) + ffn_up.bias))
 
-and a neuron is idle where its value is zero. Some neurons may have made room for a linear path (see Student).
+and a neuron is idle if its value is zero. A linear path may replace some neurons (see Student).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ RETIRED = -1e4  # gate bias of a neuron that never fires
 
 @dataclass
 class Activity:
-    """What the FFNs of one forward pass did, filled in by it.
+    """The activity of the FFNs in one forward pass, which fills it in.
 
-    price: what the loss pays for one more active neuron (see SparseGLU). width: half the width of its kernel,
-    one per layer. share: of the neurons, those not idle, per layer (tensors of one element). deviation:
-    standard deviation of the gates of neurons that are not retired, per layer, where no widths are given.
+    price: of one more active neuron in the loss (see SparseGLU). width: half the width of its kernel, per
+    layer. share: of active neurons, per layer (tensors of one element). deviation: standard deviation of the
+    gates of neurons that are not retired, per layer, if no widths are given.
     """
 
     price: float = 0.0
@@ -65,10 +65,10 @@ class Activity:
 class SparseGLU(torch.autograd.Function):
     """relu(gate) * up * scale, or relu(gate) * relu(up) * scale, with a gradient for being active.
 
-    Whether a neuron fires is a step function of its gate: its derivative is zero nearly everywhere, so
-    nothing would ever push a neuron to be idle. As in JumpReLU's training (Rajamanoharan et al., arXiv
-    2407.14435) the step is given the derivative of a ramp: 1 / (2 width) where |gate| < width. Each value
-    within it is charged `price`. All in one function, since on a CPU passes over memory are what it costs.
+    Whether a neuron fires is a step function of its gate, whose derivative is zero nearly everywhere. So
+    nothing would push a neuron to be idle. As in the training of JumpReLU (Rajamanoharan et al., arXiv
+    2407.14435), the step gets the derivative of a ramp: 1 / (2 width) for |gate| < width. Each value within
+    it is charged `price`. All this is one function, because on a CPU its cost is the passes over memory.
     """
 
     @staticmethod
@@ -86,14 +86,14 @@ class SparseGLU(torch.autograd.Function):
         grad_up = grad * fired
         grad_scale = (grad_up * lifted).flatten(0, -2).sum(0)
         grad_up.mul_(scale)
-        # threshold_backward is the gradient of relu: it lets pass where its second argument is positive.
+        # threshold_backward is the gradient of relu: it passes values whose second argument is positive.
         grad_gate = torch.ops.aten.threshold_backward((grad * lifted).mul_(scale), gate, 0)
         if ctx.both:
             grad_up = torch.ops.aten.threshold_backward(grad_up, up, 0)
         if ctx.price:
             charge = ctx.price / (2 * ctx.width)
-            near = gate.abs().lt_(ctx.width)  # as floats: adding Booleans is several times slower
-            if ctx.both:  # what fires does so where the smaller of the two is positive
+            near = gate.abs().lt_(ctx.width)  # as floats, because adding Booleans is several times slower
+            if ctx.both:  # a neuron fires if the smaller of the two is positive
                 grad_gate.add_(near.mul_(gate <= up), alpha=charge)
                 grad_up.add_(up.abs().lt_(ctx.width).mul_(up < gate), alpha=charge)
             else:
@@ -102,10 +102,10 @@ class SparseGLU(torch.autograd.Function):
 
 
 class LowRankLinear(torch.autograd.Function):
-    """x [..., n_in] -> x @ (weight + b @ a).T + bias, the frozen weight apart from the low-rank product.
+    """x [..., n_in] -> x @ (weight + b @ a).T + bias, with a separate, trained low-rank product.
 
-    The sums are made within the products, in the forward pass and in the backward one, rather than in
-    passes of their own over memory.
+    The sums are computed within the products, forward and backward, instead of in separate passes over
+    memory.
     """
 
     @staticmethod
@@ -131,14 +131,14 @@ class LowRankLinear(torch.autograd.Function):
 
 
 class Student(nn.Module):
-    """What is trained. Parameters are named as the tensors they belong to, with "." replaced by "/".
+    """The trained parameters. They have the names of their tensors, with "." replaced by "/".
 
     blk/N/attn_q/a [rank, n_in] and /b [n_out, rank]: the matrix becomes weight + b @ a; with rank 0,
-    blk/N/attn_q/delta [n_out, n_in]: weight + delta. blk/N/attn_norm, ...: the norms' weights themselves.
+    blk/N/attn_q/delta [n_out, n_in]: weight + delta. blk/N/attn_norm, ...: replace the norms' weights.
     blk/N/ffn_gate/bias, ffn_up/bias (dReLU), ffn_scale [n_ff]; blk/N/ffn_down/bias [n_embd].
-    blk/N/ffn_linear/a [k, n_embd], /b [n_embd, k], where a layer has a linear path beside its neurons: k of
-    them are retired (scale 0, gate far below zero), and in a file their places are taken by neurons whose
-    gate is always 1, with a in ffn_up and b in ffn_down.
+    blk/N/ffn_linear/a [k, n_embd], /b [n_embd, k], if a layer has a linear path: k neurons are retired (scale
+    0, gate far below zero). In a file, neurons with a constant gate of 1 replace them, with a in ffn_up and b
+    in ffn_down.
     """
 
     def __init__(self, base: TorchGraph, activation: ReluKind, rank: int, *, seed: int = 0) -> None:
@@ -174,7 +174,7 @@ class Student(nn.Module):
             bias(f"{blk}.ffn_down", ffn.out.width)
 
     def compute(self, activity: Activity | None = None) -> Compute:
-        """The operations of the graph with what is trained; activity: is filled in."""
+        """Return a function that computes the graph with the trained parameters. activity: filled in."""
 
         def compute(op: Primitive, step: Step) -> Tensor:
             ffn = self.base.graph.ffns[op.layer] if op.part == "ffn" else None
@@ -185,7 +185,7 @@ class Student(nn.Module):
                     return self.ffn_out(ffn, step[op.x], step[ffn.up.x])
                 case Linear():
                     return self.linear(op, step[op.x])
-                case Activate():  # the product of gate and up has it
+                case Activate():  # included in the product of gate and up
                     return step[op.x]
                 case Multiply() if ffn is not None:
                     return self._neurons(ffn, step, activity)
@@ -194,7 +194,7 @@ class Student(nn.Module):
         return compute
 
     def linear(self, op: Primitive, x: Tensor) -> Tensor:
-        """A product by the matrix and bias of the student."""
+        """Compute a product by the student's matrix and bias."""
         assert isinstance(op, Linear)
         name = _stem(op.weight)
         weight, bias = self.base.rows_of(op)
@@ -209,7 +209,7 @@ class Student(nn.Module):
         return out
 
     def ffn_out(self, ffn: Ffn, neurons: Tensor, x: Tensor) -> Tensor:
-        """What the neurons, and the linear path from the FFN's input x, add to the residual stream."""
+        """Return the contribution of neurons, and of the linear path from the input x, to the stream."""
         out = self.linear(ffn.down, neurons)
         a, b = (self.get(f"blk.{ffn.layer}.ffn_linear.{name}") for name in "ab")
         return out if a is None or b is None else out + F.linear(F.linear(x, a), b)
@@ -224,7 +224,7 @@ class Student(nn.Module):
         neurons: Tensor = SparseGLU.apply(gate, up, scale, both, price, width)  # type: ignore[no-untyped-call]
         if activity is not None:
             with torch.no_grad():
-                if not activity.width:  # it is from the deviations that the widths are made
+                if not activity.width:  # the widths are computed from the deviations
                     activity.deviation.append(gate[gate > RETIRED / 2].std())
                 n_linear = 0 if (a := self.get(f"blk.{layer}.ffn_linear.a")) is None else len(a)
                 share = neurons.count_nonzero() / neurons.numel() + n_linear / neurons.shape[-1]
@@ -232,22 +232,24 @@ class Student(nn.Module):
         return neurons
 
     def set_linear(self, layer: int, a: Tensor, b: Tensor) -> None:
-        """Gives a layer a linear path, a [k, n_embd] and b [n_embd, k]; as many neurons are retired."""
+        """Give a layer a linear path, a [k, n_embd] and b [n_embd, k]; the caller retires as many neurons."""
         for name, value in (("a", a), ("b", b)):
             self.values[f"blk/{layer}/ffn_linear/{name}"] = nn.Parameter(
                 value.clone(memory_format=torch.contiguous_format)
             )
 
     def get(self, name: str) -> nn.Parameter | None:
-        """The parameter of a tensor, such as "blk.0.ffn_gate.bias"; None where none is trained."""
+        """Return the parameter of a tensor, such as "blk.0.ffn_gate.bias"; None if it is not trained."""
         key = name.replace(".", "/")
         return self.values[key] if key in self.values else None  # noqa: SIM401 - it has no get
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Takes values by their dotted names. Low-rank products of a smaller rank become the first part of
-        this student's, and linear paths are taken as they are. Raises InvalidRequestError where they are not
-        this student's."""
+        """Load values by their dotted names.
+
+        Low-rank products of a smaller rank become the first part of this student's; linear paths are loaded
+        unchanged. Raises InvalidRequestError if the values do not fit this student.
+        """
         device = next(iter(self.values.values())).device
         for name, a in values.items():
             if name.endswith(".ffn_linear.a") and (b := values.get(f"{name[:-1]}b")) is not None:
@@ -256,23 +258,24 @@ class Student(nn.Module):
         for name in [*(own.keys() - values.keys()), *(values.keys() - own.keys())]:
             raise InvalidRequestError(
                 f"the adapters do not fit: {name} is missing in them or in the student; "
-                "use the activation, the rank and the model that they were trained with"
+                "use the activation, rank and model with which they were trained"
             )
         for name, value in values.items():
             place: Tensor = own[name]
             if name.endswith(".a"):
                 place = place[: len(value)]
-            elif name.endswith(".b"):  # the rest of it is zero still
+            elif name.endswith(".b"):  # the rest is still zero
                 place = place[:, : value.shape[-1]]
             if value.shape != place.shape:
                 raise InvalidRequestError(
-                    f"the adapters do not fit: {name} is {list(value.shape)}, not {list(own[name].shape)}; "
-                    "use the activation and the model that they were trained with, and no smaller rank"
+                    f"the adapters do not fit: {name} has the shape {list(value.shape)}, not "
+                    f"{list(own[name].shape)}; use the activation and model with which they were trained, "
+                    "and no smaller rank"
                 )
             place.copy_(value)
 
     def named_values(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names with dots, and parameters."""
+        """Yield dotted names and parameters."""
         for name, value in self.values.items():
             yield name.replace("/", "."), value
 
@@ -282,18 +285,18 @@ def _stem(tensor: str) -> str:
 
 
 def load_base(gguf: GGUFFile, device: str | torch.device = "cpu") -> TorchGraph:
-    """The graph of a file, its weights as float32 in memory.
+    """Return the graph of a file with its weights as float32 in memory.
 
-    Raises UnsupportedModelError for a model that no student can be trained in: see `_unsupported`.
+    Raises UnsupportedModelError if no student of the model can be trained: see `_unsupported`.
     """
     config = config_from_gguf(gguf)
     graph = describe(config, gguf.tensors)
     reason = _unsupported(graph)
     if config.long_rope is not None:
-        reason = "has a rotation for long contexts of its own"
+        reason = "has a separate rotation for long contexts"
     if reason:
         raise UnsupportedModelError(
-            f"sparsify trains models of the Llama family, and {gguf.path.name} ({config.architecture}) "
+            f"sparsify trains models of the Llama family, but {gguf.path.name} ({config.architecture}) "
             f"{reason}"
         )
     base = TorchGraph(gguf, graph, room=math.inf, device=device)
@@ -304,8 +307,11 @@ def load_base(gguf: GGUFFile, device: str | torch.device = "cpu") -> TorchGraph:
 
 
 def _unsupported(graph: Graph) -> str | None:
-    """What a student cannot be trained in: layers must have the matrices and norms that adapters are for, and
-    what an FFN yields must be added to the residual stream that it reads."""
+    """Return why no student can be trained; None if it can.
+
+    Layers must have the matrices and norms of adapters, and add the FFN's result to the stream that the FFN
+    reads.
+    """
     if graph.is_encoder:
         return "is an embedding model"
     if not isinstance(graph.ops[-1], Linear):
@@ -325,5 +331,5 @@ def _unsupported(graph: Graph) -> str | None:
             return f"has no {name}"
         last = ops[-1]
         if not isinstance(last, Add) or (last.a, last.b) != (ffn.x, ffn.out):
-            return "has norms behind its FFNs, or scales what they yield"
+            return "has norms after its FFNs, or scales their results"
     return None

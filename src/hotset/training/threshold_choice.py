@@ -1,8 +1,8 @@
-"""Which thresholds a model gets: at every site the threshold whose loss is worth the bytes that it saves.
+"""Chooses the thresholds of a model: at every site the one whose loss is worth the saved bytes.
 
-With one price for all of a model, each site takes the threshold where loss + price * bytes read is least.
-That is where a greedy search ends that always takes the step with the least loss per byte saved, without the
-order in which it takes them; a bisection of the price finds the loss, or the bytes, that were asked for.
+With one price for the whole model, each site takes the threshold with the least loss + price * bytes read.
+This equals the end of a greedy search by loss per saved byte. A bisection of the price reaches the requested
+loss or bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, Transp
 from hotset.model.thresholds import LayerThresholds
 from hotset.training.threshold_losses import LayerLosses, sites_of
 
-KINDS = ("attn_in", "attn_out", "ffn_in", "neurons")  # of losses
+KINDS = ("attn_in", "attn_out", "ffn_in", "neurons")  # kinds of losses
 _BISECTIONS = 60
 
 
 @dataclass(frozen=True)
 class SiteBytes:
-    """Bytes of the matrices of a layer that its thresholds can save. up is also saved by neurons whose gate
-    is zero, down by neurons that are zero. Of experts those of a token: up, and down where it has a row for
-    each neuron."""
+    """Bytes of a layer's matrices that its thresholds can save.
+
+    Neurons with a zero gate also save bytes of up, and zero neurons bytes of down. For experts, the bytes are
+    of one token: of up, and of down if it is neuron-major.
+    """
 
     attn_in: int = 0
     attn_out: int = 0
@@ -42,9 +44,12 @@ class SiteBytes:
 
 @dataclass(frozen=True)
 class ThresholdChoice:
-    """Thresholds of every layer. loss: in nats of KL, by kind, as it is predicted. saved: share of the bytes
-    of the matrices whose inputs can be thresholded. kept: of each layer, the shares of values that are left,
-    by the names of thresholds (down_in: of neurons, whichever threshold makes them zero)."""
+    """Thresholds of every layer.
+
+    loss: predicted, in nats of KL, by kind. saved: share of the bytes of the matrices whose inputs can be
+    thresholded. kept: per layer, the shares of values that remain, by the names of thresholds (down_in: of
+    neurons, whichever threshold makes them zero).
+    """
 
     layers: tuple[LayerThresholds, ...]
     loss: Mapping[str, float]
@@ -56,7 +61,7 @@ class ThresholdChoice:
         return sum(self.loss.values())
 
     def only(self, kind: str) -> tuple[LayerThresholds, ...]:
-        """The thresholds of one kind."""
+        """Return the thresholds of one kind; the others are 0."""
         names = ("gate", "down_in") if kind == "neurons" else (kind,)
         return tuple(
             LayerThresholds(**{name: getattr(layer, name) for name in names}) for layer in self.layers
@@ -64,7 +69,7 @@ class ThresholdChoice:
 
 
 def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
-    """Of a graph with a threshold at every site."""
+    """Return the bytes per layer of a graph with a threshold at every site."""
     ops, tensors, found = list(graph.primitives), weights.tensors, []
     for layer, sites in enumerate(sites_of(graph)):
         of: dict[str, int] = {}
@@ -88,7 +93,7 @@ def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
 
 
 class ThresholdChoices:
-    """All thresholds that a model may have. factors: of the losses, by kind, where they were measured."""
+    """All thresholds that a model may have. factors: measured corrections of the losses, by kind."""
 
     def __init__(
         self, losses: Sequence[LayerLosses], sizes: Sequence[SiteBytes], gated: Sequence[bool]
@@ -98,7 +103,7 @@ class ThresholdChoices:
         self._layers = [_Layer(*one) for one in zip(losses, sizes, gated, strict=True)]
 
     def at_price(self, price: float) -> ThresholdChoice:
-        """price: of a byte, in nats."""
+        """Return the choice for a price per byte, in nats."""
         chosen = [layer.best(price, self.factors) for layer in self._layers]
         loss = {kind: sum(one.loss.get(kind, 0.0) for one in chosen) for kind in KINDS}
         saved = sum(one.saved for one in chosen) / self.total
@@ -107,17 +112,17 @@ class ThresholdChoices:
         )
 
     def with_loss(self, loss: float) -> ThresholdChoice:
-        """The thresholds that save most of those with so much loss at most."""
+        """Return the thresholds that save most with at most this loss."""
         low, _ = self._bracket(lambda choice: choice.total_loss <= loss)
         return self.at_price(math.exp(low))
 
     def with_share(self, share: float) -> ThresholdChoice:
-        """The thresholds that lose least of those that save so much, or all that can be saved."""
+        """Return the thresholds with the least loss that save this share, or as much as possible."""
         _, high = self._bracket(lambda choice: choice.saved < share)
         return self.at_price(math.exp(high))
 
     def _bracket(self, fits: Callable[[ThresholdChoice], bool]) -> tuple[float, float]:
-        """Two prices, next to each other, of which the lower one fits and the higher one does not."""
+        """Return two adjacent prices of which only the lower one fits."""
         low, high = -80.0, 20.0
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -157,7 +162,7 @@ class _Layer:
         if "ffn_in" in self.loss:
             of_input = self.zeroed["ffn_in"][:, None, None]
             of_gate = self.zeroed["gate"][None, :, None] if gated else np.zeros((1, 1, 1))
-            # Rows of up that are not needed are not read, or channels: whichever is more.
+            # Rows of up are skipped by neuron or by channel, whichever saves more.
             self.saved_ffn = (
                 size.gate * of_input
                 + size.up * np.maximum(of_input, of_gate)

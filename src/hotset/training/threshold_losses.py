@@ -1,19 +1,19 @@
-"""What each threshold of a model would cost, all of them from one pass forward and one back.
+"""Estimates the loss of every threshold of a model, from one forward and one backward pass.
 
-Where small values count as zero the logits move, and the divergence of the output from what it was is, to
-second order, half the square of how far the log-probability of a token drawn from the output moves (the
-expectation of such squares is the Fisher information). That motion is the gradient times the change, and the
-change is known for every threshold at once: the values below it, taken away. So with g the gradient of the
-log-probabilities of drawn tokens for the values x of a site,
+Setting small values to zero changes the logits. To second order, the resulting divergence is half the square
+of the change of the log-probability of a token drawn from the output (the expectation of such squares is the
+Fisher information). This change is the gradient times the change of the values, which is known for every
+threshold at once: minus the values below it. With g the gradient of the log-probabilities of drawn tokens for
+the values x of a site:
 
     loss(t) = mean over tokens of (Σ over |x_i| < t of g_i x_i)² / 2        in nats of KL per token
 
-for all sites and thresholds of a model at the price of about four runs over a text, where measuring each
-would be a run per layer, site and threshold. What sites cost together is taken for the sum; thresholds.py
-measures how far that holds.
+All sites and thresholds of a model together cost about four runs over a text, while measuring each would take
+a run per layer, site and threshold. The joint loss of several sites is assumed to be the sum; thresholds.py
+measures how well that holds.
 
-The two sites of an FFN's neurons overlap (a neuron whose gate is zero is zero for the down projection too),
-so their loss is one of pairs of thresholds.
+The two sites of an FFN's neurons overlap (a neuron with a zero gate is also zero for the down projection), so
+their loss is a function of pairs of thresholds.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from hotset.model.operations import Value
 
 INPUTS = ("attn_in", "attn_out", "ffn_in")
-NEURONS = ("gate", "down_in")  # the two that overlap
-# Shares of the values of a site that the thresholds on offer set to zero, of the text they were made from.
+NEURONS = ("gate", "down_in")  # two sites that overlap
+# Candidate thresholds of a site, as the shares of its values in a text that they set to zero.
 _SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
 _SHARES_GATE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 _SHARES_OF = dict.fromkeys((*INPUTS, "down_in"), _SHARES) | {"gate": _SHARES_GATE}
 
 
 def sites_of(graph: Graph) -> list[dict[str, Threshold]]:
-    """For each layer the thresholds that its graph has, by their names in LayerThresholds."""
+    """Return each layer's thresholds in a graph, by their names in LayerThresholds."""
     sites: list[dict[str, Threshold]] = [{} for _ in range(graph.n_layer)]
     for op in graph.primitives:
         if isinstance(op, Threshold):
@@ -52,12 +52,12 @@ def sites_of(graph: Graph) -> list[dict[str, Threshold]]:
 
 @dataclass
 class LayerLosses:
-    """Of one layer; sums over n_tokens.
+    """The losses of one layer; sums over n_tokens.
 
-    thresholds: of each site, rising from 0, [n]. loss, zeroed: of each input, [n]: Σ of squares / 2, and
-    values set to zero. Of the neurons under "neurons", [n_gate, n_down]: loss, and neurons that are zero for
-    the down projection; "gate" has those whose gate is zero, [n_gate]. Of experts, whose down projection has
-    no site, "gate" is as an input.
+    thresholds: of each site, ascending from 0, [n]. loss, zeroed: of each input, [n]: Σ of squares / 2, and
+    values set to zero. "neurons" has, [n_gate, n_down], the loss of neurons, and the neurons that are zero
+    for the down projection; "gate" has the neurons with a zero gate, [n_gate]. For experts, whose down
+    projection has no site, "gate" is like an input.
     """
 
     thresholds: dict[str, np.ndarray]
@@ -84,8 +84,7 @@ class LayerLosses:
         )  # fmt: skip
 
     def only(self, names: Collection[str], share: float | None = None) -> LayerLosses:
-        """With thresholds on offer for `names` alone, and with a share nothing but
-        the one of each that is nearest to it."""
+        """Return a copy with thresholds only for `names`; with a share, only the nearest one to it."""
         at = {name: self._offers_of(name, name in names, share) for name in self.thresholds}
 
         def taken(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -100,7 +99,7 @@ class LayerLosses:
         )
 
     def _offers_of(self, name: str, offered: bool, share: float | None) -> np.ndarray:
-        """Places among the thresholds of a site."""
+        """Return the indexes of a site's remaining thresholds."""
         if not offered:
             return np.zeros(1, np.int64)
         if share is None:
@@ -111,21 +110,21 @@ class LayerLosses:
         return nearest
 
     def add_input(self, name: str, x: Tensor, gradient: Tensor) -> None:
-        """Counts the values x [n_tokens, width] of an input with their gradient."""
+        """Count the values x [n_tokens, width] of an input with their gradient."""
         bins = _bins(x, self.thresholds[name])
         n = len(self.thresholds[name])
-        # Bin b lies between thresholds b and b + 1: threshold i zeroes the bins below i.
+        # Bin b is between thresholds b and b + 1: threshold i zeroes the bins below i.
         moved = _before(_sums(x * gradient, bins, n))
         self.loss[name] += _half_squares(moved)
         self.zeroed[name] += np.concatenate(([0], np.cumsum(np.bincount(bins.flatten(), minlength=n))))[:n]
 
     def add_neurons(self, gate: Tensor, neurons: Tensor, gradient: Tensor) -> None:
-        """Counts the neurons [n_tokens, n_ff] with their gradient, and the activated gates."""
+        """Count the neurons [n_tokens, n_ff] with their gradient, and the activated gates."""
         n_gate, n_down = (len(self.thresholds[name]) for name in NEURONS)
         of_gate, of_down = _bins(gate, self.thresholds["gate"]), _bins(neurons, self.thresholds["down_in"])
         bins = of_gate * n_down + of_down
         sums = _sums(neurons * gradient, bins, n_gate * n_down).view(-1, n_gate, n_down)
-        # Kept is what lies in bins at or above both thresholds.
+        # The values in bins at or above both thresholds are kept.
         kept = sums.flip(1, 2).cumsum(1).cumsum(2).flip(1, 2)
         self.loss["neurons"] += _half_squares(kept[:, :1, :1] - kept)
         counts = np.bincount(bins.flatten(), minlength=n_gate * n_down).reshape(n_gate, n_down)
@@ -135,17 +134,17 @@ class LayerLosses:
 
 
 def _bins(x: Tensor, thresholds: np.ndarray) -> Tensor:
-    """The number of the last threshold that each |x| is not below: int64 as x."""
+    """Return the index of the largest threshold that is ≤ each |x|: int64, shaped like x."""
     return torch.bucketize(x.abs(), torch.from_numpy(thresholds).to(x.dtype), right=True) - 1
 
 
 def _sums(values: Tensor, bins: Tensor, n: int) -> Tensor:
-    """Per row, the sum of the values of each bin: float64 [n_rows, n]."""
+    """Return for each row the sum of the values of each bin: float64 [n_rows, n]."""
     return torch.zeros(len(values), n, dtype=torch.float64).scatter_add_(1, bins, values.double())
 
 
 def _before(sums: Tensor) -> Tensor:
-    """The sum of what stands before each column."""
+    """Return for each column the sum of the columns before it."""
     return torch.nn.functional.pad(sums.cumsum(1)[:, :-1], (1, 0))
 
 
@@ -154,10 +153,10 @@ def _half_squares(moved: Tensor) -> np.ndarray:
 
 
 class LossPass:
-    """Collects the losses of a model's layers, text after text.
+    """A collection of the losses of a model's layers, text by text.
 
     model: of a graph with a threshold at every site that may have one. first: a text [n_tokens] whose values
-    say what thresholds are on offer.
+    determine the candidate thresholds.
     """
 
     def __init__(self, model: TorchGraph, first: Tensor) -> None:
@@ -176,7 +175,7 @@ class LossPass:
             def edit(x: Tensor) -> Tensor:
                 layer, name = self._at[id]
                 at = torch.tensor(_SHARES_OF[name][1:])
-                # (torch's quantile has a limit of elements)
+                # Sorting, because torch's quantile limits the number of elements.
                 ordered = x.abs().flatten().sort().values
                 places = (at * len(ordered)).long()
                 found[layer][name] = np.concatenate(([0.0], np.unique(ordered[places].numpy())))
@@ -192,7 +191,7 @@ class LossPass:
         ]
 
     def add(self, tokens: Tensor, seed: int) -> None:
-        """One text more, int64 [n_tokens]; seed: of the tokens that are drawn from the model's output."""
+        """Add a text, int64 [n_tokens]; seed: of the tokens that are drawn from the model's output."""
         generator = torch.Generator().manual_seed(seed)
 
         def loss(logits: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ class LossPass:
             layer, name = self._at[value.id]
             losses = self.layers[layer]
             if name in NEURONS and set(NEURONS) <= self.sites[layer].keys():
-                # The gradient of the neurons counts; of the gate the values alone are asked.
+                # The gradient of the neurons is used; of the gate only the values.
                 held[layer, name] = x if name == "gate" else torch.stack((x, gradient))
                 if all((layer, one) in held for one in NEURONS):
                     neurons, of_neurons = held.pop((layer, "down_in"))

@@ -1,18 +1,20 @@
-"""`hotset sparse calibrate`: thresholds of a model to a loss, or a sparsity, that the user states.
+"""`hotset sparse calibrate`: thresholds of a model for a given loss or sparsity.
 
-1. The text is split into windows. Those whose hash falls in the lowest quarter are held out; losses come from
-   the others, what is measured from these alone. (A window's place does not depend on the rest of the text.)
-2. What each threshold would cost is estimated for all of them at once, by gradients (threshold_losses.py).
-3. For a target the thresholds that save most are chosen (threshold_choice.py), and the engine runs with each
-   kind of them alone on held-out windows: by how much the estimate was wrong becomes a factor of that kind's
-   losses.
-4. For a loss of perplexity, choosing and measuring goes on until what is measured is just below the target.
+1. The text is split into windows. Windows whose hash is in the lowest quarter are held out and used only for
+   measurements; losses are estimated from the others. A window's role does not depend on the rest of the
+   text.
+2. The losses of all thresholds are estimated together, by gradients (threshold_losses.py).
+3. For a target, the thresholds that save most are chosen (threshold_choice.py). The engine runs with each
+   kind of them separately on held-out windows; the ratio of measured to estimated loss becomes a factor of
+   that kind's losses.
+4. For a target in perplexity, choosing and measuring is repeated until the measured loss is just below the
+target.
 
-All tokens are thresholded where losses are estimated and measured, as those of answers are. Prompts run dense
-unless the user wants it otherwise: an answer after a long prompt is closer to the model than is said here.
+Estimates and measurements threshold all tokens, like the tokens of answers. By default, prompts are computed
+without thresholds, so an answer after a long prompt is closer to the model than measured here.
 
-Losses and measurements are kept in `work` as they come, so that a run that was killed goes on from there, and
-another target needs a few measurements alone.
+Losses and measurements are stored in `work` immediately. So a killed run continues, and another
+target needs only a few measurements.
 """
 
 from __future__ import annotations
@@ -52,26 +54,28 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
 
 _HELD_OUT = 64  # of 256 values of a hash's first byte
-_TINY = 1e-30  # a threshold without effect that is in the graph
-_KIND_WINDOWS = 6  # on which a kind is measured alone
-_ROUNDS = 6  # of choosing and measuring at most
-_CLOSE = 0.1  # of the target: how far below it is near enough
-_FIRST_RATIO = 0.7  # rise of the loss per nat of KL, before any is measured
+_TINY = 1e-30  # a threshold in the graph that has no effect
+_KIND_WINDOWS = 6  # windows on which a single kind is measured
+_ROUNDS = 6  # limit of choosing and measuring
+_CLOSE = 0.1  # relative distance below the target that is close enough
+_FIRST_RATIO = 0.7  # increase of the loss per nat of KL, before it is measured
 _FACTORS = (0.2, 5.0)
-_NEARLY_NOTHING = 0.01  # of the loss of a choice, whose measured KL is rounding
-_MOST_KL = 5.0  # nats of KL per nat by which the loss rises
-_LAYOUT = 2  # of what is kept in the work folder
+_NEARLY_NOTHING = 0.01  # part of a choice's loss at which the measured KL is mostly rounding
+_MOST_KL = 5.0  # limit of the KL, in nats per nat of increase of the loss
+_LAYOUT = 2  # version of the files in the work folder
 
 
 @dataclass(frozen=True)
 class ThresholdSettings:
-    """What the thresholds must reach: one of the three. max_increase: of the perplexity, relative. share: of
-    the bytes of the matrices whose inputs can be thresholded. uniform: of the values of each input and gate,
-    in every layer the same, without a search: what a search has to beat.
+    """The target of a calibration, one of three, and its options.
 
-    only: the thresholds that may be other than 0. mode: the sparsity mode that they are added to; None: the
-    model's own. n_ctx: tokens of a window. n_tokens: that losses are estimated from. n_measured: held-out
-    tokens that are run; half are scored.
+    max_increase: of the perplexity, relative. share: of the bytes of the matrices whose inputs can be
+    thresholded. uniform: of the values of each input and gate, the same in every layer, without a search: a
+    baseline.
+
+    only: the thresholds that may be nonzero. mode: the sparsity mode that they are added to; None: the
+    model's default. n_ctx: tokens of a window. n_tokens: from which losses are estimated. n_measured:
+    held-out tokens that are run; half of them are scored.
     """
 
     max_increase: float | None = None
@@ -87,33 +91,33 @@ class ThresholdSettings:
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.max_increase, self.share, self.uniform)) != 1:
             raise InvalidRequestError(
-                "a calibration has one target: a rise of perplexity (--max-ppl-increase 1%), a share of "
-                "the bytes (--sparsity 0.5) or one of all values (--uniform 0.25)"
+                "a calibration needs one target: an increase of perplexity (--max-ppl-increase 1%), a share "
+                "of the bytes (--sparsity 0.5) or a share of all values (--uniform 0.25)"
             )
         if self.max_increase is not None and not 0 < self.max_increase <= 10:
             raise InvalidRequestError(
-                f"the rise of perplexity must lie above 0 and up to 1000%, not {self.max_increase:%}"
+                f"the increase of perplexity must be above 0 and at most 1000%, not {self.max_increase:%}"
             )
         if self.mode is not None and self.mode not in get_args(BaseMode):
             raise InvalidRequestError(
-                f"thresholds are in addition to one of {', '.join(get_args(BaseMode))}, not to {self.mode!r}"
+                f"thresholds are added to one of {', '.join(get_args(BaseMode))}, not to {self.mode!r}"
             )
         for share in (self.share, self.uniform):
             if share is not None and not 0 < share < 1:
-                raise InvalidRequestError(f"the sparsity must lie between 0 and 1, not {share}")
+                raise InvalidRequestError(f"the sparsity must be between 0 and 1, not {share}")
         if not self.only or (unknown := sorted(set(self.only) - set(THRESHOLD_NAMES))):
             raise InvalidRequestError(
-                f"the thresholds are some of {', '.join(THRESHOLD_NAMES)}"
-                + (f", and not {unknown[0]!r}" if self.only else "")
+                f"the thresholds must be some of {', '.join(THRESHOLD_NAMES)}"
+                + (f", not {unknown[0]!r}" if self.only else "")
             )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """With all tokens thresholded, on held-out windows, against the same model without thresholds; errors are
-    standard errors.
+    """Results with all tokens thresholded, on held-out windows, compared with the model without thresholds.
 
-    saved: share of the bytes of the matrices whose inputs can be thresholded, predicted.
+    Errors are standard errors. saved: predicted share of the bytes of the matrices whose inputs can be
+    thresholded.
     """
 
     saved: float
@@ -128,8 +132,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class CalibratedThresholds:
-    """The result. predicted: the loss in nats of KL, by kind. problems: what was asked for and not reached,
-    a sentence each."""
+    """The result of a calibration.
+
+    predicted: the loss in nats of KL, by kind. problems: missed targets, one sentence each.
+    """
 
     path: Path
     thresholds: Thresholds
@@ -138,7 +144,7 @@ class CalibratedThresholds:
     problems: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "path": str(self.path),
             "measured": asdict(self.measured),
@@ -158,11 +164,11 @@ def calibrate_thresholds(
     keep: bool = False,
     progress: Reporter | None = None,
 ) -> CalibratedThresholds:
-    """Finds the thresholds of a model file on a text and writes them.
+    """Find the thresholds of a model file on a text and write them.
 
-    out: the file, by default beside the model. work: a folder for what a killed run needs to go on, by
-    default OUT.work; keep: also afterwards, for other targets. Raises HotsetError, in a sentence, for a text
-    that is too short, and for files that cannot be written.
+    out: the file, by default next to the model. work: a folder for the state of a run, by default OUT.work;
+    keep: keep it for other targets. Raises HotsetError for a text that is too short, and for files that
+    cannot be written.
     """
     settings = settings or ThresholdSettings(max_increase=0.01)
     loading = LoadSettings(
@@ -184,16 +190,16 @@ def calibrate_thresholds(
 
 
 def every_threshold(config: ModelConfig) -> list[LayerThresholds]:
-    """Of each layer one without effect, wherever there can be one: inside experts of the gates alone."""
+    """Return thresholds without effect at all possible sites: in experts, only gates."""
     every = LayerThresholds(**dict.fromkeys(THRESHOLD_NAMES, _TINY))
     of_experts = LayerThresholds(attn_in=_TINY, attn_out=_TINY, gate=_TINY)
     return [of_experts if layer.experts is not None else every for layer in config.layers]
 
 
 def windows_of(model: Model, text: str, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
-    """Windows int32 [n, n_ctx] of a text, each beginning as a text does: those to learn from, those held out.
+    """Split a text into windows int32 [n, n_ctx], each beginning like a text: to learn from, and held out.
 
-    Which one a window is, and its place among them, is said by the hash of its tokens alone.
+    A window's part, and its place in it, depend only on the hash of its tokens.
     """
     rows = model.tokenizer.rows(model.tokenizer.encode(text, add_special=True), n_ctx)
     digests = [hashlib.sha256(np.ascontiguousarray(row, np.int32).tobytes()).digest() for row in rows]
@@ -214,7 +220,7 @@ class _Search:
         if len(learned) < 1 or len(held) < 2:
             raise InvalidRequestError(
                 f"the text is too short: it has {len(learned)} windows of {settings.n_ctx} tokens to learn "
-                f"from and {len(held)} to measure on, and there must be 1 and 2; give more of it"
+                f"from and {len(held)} to measure on, but needs 1 and 2; give more text"
             )
         self.learned, self.held = learned[:n_learned], held[:n_held]
         self.model_facts = Calibrated.of(model.gguf)
@@ -226,15 +232,15 @@ class _Search:
             "measured": _hash(self.held),
             "rule": f"a window is held out if the SHA-256 of its int32 tokens begins below {_HELD_OUT}",
         }
-        # (What is measured says itself on which windows.)
+        # Measurements include their windows in their own keys.
         key = [_LAYOUT, self.model_facts.hash, self.mode, str(model.sparsity.spec), _hash(self.learned)]
         self.work = _Work(work, hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32], settings.n_ctx)
         layer_thresholds = every_threshold(model.config)
         self.graph = describe(model.config, model.weights.tensors, model.decided.predictor, layer_thresholds)
         if not any(sites.keys() & set(settings.only) for sites in sites_of(self.graph)):
             raise InvalidRequestError(
-                f"no place for thresholds of {', '.join(settings.only)}: experts have those of gates alone; "
-                "name other thresholds, or leave --only out"
+                f"the model has no sites for {', '.join(settings.only)}: experts only have thresholds "
+                "of gates; name other thresholds, or omit --only"
             )
 
     def run(self, target: Path) -> CalibratedThresholds:
@@ -268,7 +274,7 @@ class _Search:
         graph.on_part = self._counting("thresholds on offer", graph.n_parts)
         losses = LossPass(graph, tokens[0])
         first = self.work.load_losses(losses)
-        # Of each window the layers once forward, and once back.
+        # Each window runs through the layers once forward and once backward.
         per_window = 2 * graph.n_parts
         graph.on_part = self._counting("losses", per_window * len(tokens), per_window * first)
         for i in range(first, len(tokens)):
@@ -281,11 +287,11 @@ class _Search:
     def _chosen(self, choices: ThresholdChoices) -> tuple[ThresholdChoice, Measured, list[str]]:
         settings = self.settings
         if settings.uniform is not None:
-            choice = choices.at_price(0.0)  # there is one
+            choice = choices.at_price(0.0)  # the only one
             return choice, self._measure(choice.layers, choice.saved, len(self.held), "measuring"), []
         if settings.share is not None:
             choice = choices.with_share(settings.share)
-            if sum(loss > 0 for loss in choice.loss.values()) > 1:  # else there is nothing to weigh
+            if sum(loss > 0 for loss in choice.loss.values()) > 1:  # otherwise there is nothing to weigh
                 self._measure_kinds(choices, choice)
                 choice = choices.with_share(settings.share)
             problems = []
@@ -301,11 +307,11 @@ class _Search:
         return self._to_goal(choices, goal, ratio)
 
     def _measure_kinds(self, choices: ThresholdChoices, choice: ThresholdChoice) -> float:
-        """Sets the factors of the losses by what each kind of this choice does alone; how much the loss rises
-        per nat of KL.
+        """Measure each kind of this choice separately, and set the factors of the losses.
 
-        Whatever is changed at all rounds inputs of products otherwise than before, which is a KL too (0.003
-        of SmolLM2) and costs no perplexity: what a choice of nearly nothing measures is taken off each kind.
+        Returns the increase of the loss per nat of KL. Any change also changes the rounding of products'
+        inputs, which adds a KL (0.003 for SmolLM2) without a loss of perplexity. So the KL of a nearly empty
+        choice is subtracted.
         """
         kinds = {kind: choice.only(kind) for kind in KINDS}
         kinds = {
@@ -329,14 +335,14 @@ class _Search:
     def _to_goal(
         self, choices: ThresholdChoices, goal: float, ratio: float
     ) -> tuple[ThresholdChoice, Measured, list[str]]:
-        """Chooses and measures until the rise of the loss is just below the goal."""
+        """Choose and measure until the increase of the loss is just below the goal."""
         best: tuple[ThresholdChoice, Measured] | None = None
-        low, high = 0.0, math.inf  # predicted losses whose measured ones are below the goal, above it
+        low, high = 0.0, math.inf  # predicted losses whose measurements are below the goal, above it
         predicted = goal / ratio
         for i in range(_ROUNDS):
             choice = choices.with_loss(predicted)
             measured = self._measure(choice.layers, choice.saved, len(self.held), f"round {i + 1}")
-            # Perplexity may stay by chance where the output does not.
+            # The perplexity may be unchanged by chance although the output changed.
             rise = max(math.log1p(measured.increase), measured.kl / _MOST_KL)
             if rise <= goal:
                 low = predicted
@@ -346,15 +352,15 @@ class _Search:
                     break
             else:
                 high = predicted
-            # Losses are about proportional: the middle of what is left only where that leads out of it.
+            # Losses are about proportional; bisect only if that leads out of the interval.
             wanted = predicted * (1 - _CLOSE / 2) * goal / max(rise, goal / 4)
             if not low < wanted < high:
                 wanted = (low + high) / 2 if high < math.inf else 2 * predicted
             predicted = wanted
         if best is None or not best[0].saved:
             raise HotsetError(
-                f"no thresholds were found whose rise of perplexity stays below {math.expm1(goal):.2%} on "
-                "held-out text; ask for a larger one, or give more text"
+                f"no thresholds were found with an increase of perplexity below {math.expm1(goal):.2%} on "
+                "held-out text; allow a larger one, or give more text"
             )
         return *best, []
 
@@ -396,7 +402,7 @@ class _Search:
             approximate.backend.close()
 
     def _counting(self, label: str, total: int, done: int = 0) -> Callable[[], None]:
-        """Begins to count layers; calls of the function count one each."""
+        """Return a function that counts a layer per call, and start counting."""
         progress = self.progress or Reporter()
         progress.advance(label, done, total, "layers")
         left = itertools.count(done + 1)
@@ -404,7 +410,7 @@ class _Search:
 
 
 class _Work:
-    """What a killed run leaves: sums of losses, and measurements, a line each."""
+    """The stored state of a run: sums of losses, and measurements, one per line."""
 
     def __init__(self, folder: Path, key: str, n_ctx: int) -> None:
         self.folder, self.n_ctx = folder / key, n_ctx
@@ -412,7 +418,7 @@ class _Work:
         self.measured: dict[str, dict[str, Any]] = {}
         with contextlib.suppress(FileNotFoundError):
             for line in (self.folder / "measured.jsonl").read_text().splitlines():
-                with contextlib.suppress(ValueError):  # torn by the end of the process
+                with contextlib.suppress(ValueError):  # incomplete, because the process ended
                     self.measured |= json.loads(line)
 
     def add_measured(self, name: str, values: dict[str, Any]) -> None:
@@ -421,12 +427,12 @@ class _Work:
         write_whole({self.folder / "measured.jsonl": "".join(lines)})
 
     def load_losses(self, losses: LossPass) -> int:
-        """Puts back what `save_losses` kept; of how many windows it is."""
+        """Load the sums that `save_losses` stored; return the number of their windows."""
         try:
             data = (self.folder / "losses.npz").read_bytes()
             with np.load(io.BytesIO(data)) as kept:
                 arrays = {name: kept[name] for name in kept.files}
-        except (OSError, ValueError, zipfile.BadZipFile):  # none yet
+        except (OSError, ValueError, zipfile.BadZipFile):  # missing or damaged
             return 0
         n = int(arrays.pop("n_windows"))
         own = _arrays(losses)
@@ -447,7 +453,7 @@ class _Work:
 
 
 def _arrays(losses: LossPass) -> dict[str, np.ndarray]:
-    """All sums, and the thresholds that they are of, as they lie in memory."""
+    """Return all sums and their thresholds, without copying."""
     return {
         f"{i}.{kind}.{name}": values
         for i, layer in enumerate(losses.layers)

@@ -224,7 +224,7 @@ def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None
         cpu(mixed).step(batch([(tokens(1), 0, [0])], ("blk.9.out",)))
     narrow = open_gguf(write_llama(tmp_path / "m.gguf", head_dim=24))
     for kv_type, message in (
-        ("q8_0", "a q8_0 cache needs heads of a multiple of 32 channels, and the keys of this model have 24"),
+        ("q8_0", "a q8_0 cache needs heads of a multiple of 32 channels, but the keys of this model have 24"),
         ("f16/q4_0", "a q4_0 cache needs .* the values of this model have 24; store them as f16"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
