@@ -623,11 +623,7 @@ def test_older_spellings_of_rope_and_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "error", "message"),
     [
-        (
-            {"architectures": ["Plamo2ForCausalLM"]},
-            UnsupportedModelError,
-            "'Plamo2ForCausalLM'.*PlamoForCausalLM",
-        ),
+        ({"architectures": ["Plamo2ForCausalLM"]}, UnsupportedModelError, "'Plamo2F.*PlamoForCausalLM"),
         ({"architectures": None}, UnsupportedModelError, "no list 'architectures'"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),
         ({"hidden_act": "swiglu"}, HotsetError, "'swiglu' is not known"),
@@ -637,12 +633,14 @@ def test_older_spellings_of_rope_and_windows(tmp_path: Path) -> None:
         ({"num_hidden_layers": -1}, FormatError, "integer from 1"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "'dynamic'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, UnsupportedModelError, "partial_rotary_factor"),
+        ({"head_dim": 15}, FormatError, "heads of 15 channels"),
+        ({"head_dim": 14}, FormatError, r"self_attn.k_proj.weight .* is \[32, 96\], which its config.json"),
         (
-            {"head_dim": 15},
-            FormatError,
-            r"is \[32, 96\], and its config.json says \[30, 96\]",
+            {"intermediate_size": 161},
+            UnsupportedModelError,
+            r"ffn_gate.weight is \[96, 160\]",
         ),
-        ({"intermediate_size": 161}, FormatError, r"mlp.* is .*160.*, .* says .*161"),
+        ({"vocab_size": 319}, FormatError, r"is \[320, 96\], and its config.json says \[319, 96\]"),
         ({"num_hidden_layers": 2}, UnsupportedModelError, r"not known: model\.layers\.2\."),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused(checkpoint: tuple[Path, Tensors], tmp_path
         ({f"{FP4}.scale": scale.float()}, "is I8 without a scale in F8_E8M0"),
         (
             {f"{FP4}.weight": codes[:, :16].clone(), f"{FP4}.scale": scale[:, :1].clone()},
-            rf"{FP4}.weight of the checkpoint is \[96, 32\], and its config.json says \[96, 160\]",
+            r"blk\.2\.ffn_down_exps\.weight have shapes that differ",
         ),
         (
             {f"{FP4}.weight": torch.zeros(96, 160), f"{FP4}.scale": None},

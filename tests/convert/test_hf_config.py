@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -303,7 +304,7 @@ def test_longrope_is_two_tensors_and_a_magnitude(kind: str) -> None:
     assert "rope.scaling.type" not in found
     assert found["rope.scaling.original_context_length"] == 32
     assert found["rope.scaling.attn_factor"] == pytest.approx(np.sqrt(1 + np.log(4) / np.log(32)))
-    divisors = HFConfig({"architectures": ["Phi3ForCausalLM"], **SIZES, **entries}).rope_divisors()
+    divisors = HFConfig({"architectures": ["Phi3ForCausalLM"], **SIZES, **entries}).rope.divisors()
     assert {name: values.tolist() for name, values in divisors.items()} == {
         "rope_factors_short.weight": FACTORS["short_factor"],
         "rope_factors_long.weight": FACTORS["long_factor"],
@@ -324,7 +325,7 @@ def test_factors_of_longrope_are_checked(factor: Any) -> None:
     rope = {"type": "longrope", **FACTORS, "long_factor": factor}
     config = HFConfig({"architectures": ["Phi3ForCausalLM"], **SIZES, **HALF, "rope_scaling": rope})
     with pytest.raises(FormatError, match="long_factor in"):
-        config.rope_divisors()
+        config.rope.divisors()
 
 
 junk = st.recursive(
@@ -361,7 +362,7 @@ def test_any_entries_give_keys_or_a_sentence(
     message = ""
     try:
         found = HFConfig(config)
-        written = found.keys(found.architecture, 128) | found.rope_divisors()
+        written = found.keys(found.architecture, 128) | found.rope.divisors()
     except HotsetError as error:
         message = str(error)
     assert "\n" not in message
@@ -489,7 +490,7 @@ def facts(config: dict[str, Any]) -> dict[str, Any] | str:
     """All that config.json says of the file, or why it is refused."""
     try:
         found = HFConfig(config)
-        tensors = {name: values.tolist() for name, values in found.rope_divisors().items()}
+        tensors = {name: values.tolist() for name, values in found.rope.divisors().items()}
         keys = found.keys(found.architecture, found.n_ctx)
     except HotsetError as error:
         return str(error)
@@ -587,7 +588,7 @@ def test_falcon_h1_refuses_what_the_file_cannot_say() -> None:
         keys("FalconH1", **sizes, mamba_rms_norm=True)
     config = HFConfig({**SIZES, **sizes, "architectures": ["FalconH1ForCausalLM"], "mlp_multipliers": [1.0]})
     with pytest.raises(FormatError, match=r"mlp_multipliers in config\.json must be a list of 2 numbers"):
-        config.factors("ffn_gate")
+        config.parts[0].source(np.zeros((1, 1)), "ffn_gate", 0)
 
 
 def test_sizes_of_rwkv_that_no_entry_says() -> None:
@@ -777,8 +778,8 @@ def test_entries_of_strangers_are_refused(name: str, entries: dict[str, Any], me
     def read() -> None:
         found = HFConfig(config)
         found.keys("any", 128)
-        found.factors("attn_k")
-        found.factors("ssm_in")
+        for part, stem in product(found.parts, ("attn_k", "ssm_in")):
+            part.source(np.zeros((1, 1)), stem, 0)
 
     with pytest.raises(HotsetError, match=message):
         read()

@@ -1,22 +1,30 @@
-"""Parts of a config.json that few classes have: latent attention, AltUp, heads by window, gated streams."""
+"""Parts of attention that few families have: latent and compressed attention, AltUp, heads by window."""
 
 from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import Any
 
-from hotset.convert.hf_layers import ATTENTION_TYPES, checked_types
-from hotset.convert.hf_values import integer, number, positive
+import numpy as np
+
+from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_rope import HFRope
+from hotset.convert.hf_values import ATTENTION_TYPES, checked_types, integer, number, positive
+from hotset.convert.sources import Origin, Source, Stack, Table
 from hotset.errors import FormatError, UnsupportedModelError
-from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_NGRAM, MAX_NGRAM_HEADS, MAX_STREAMS
+from hotset.model.keys import LLAMA3_FACTORS, MAX_HEAD_DIM, MAX_STREAMS, YARN_LOG_MULTIPLIER
 
 
-class HFLatent:
-    """Sizes of latent attention (model/config.py, Latent): ranks, the channels of a head of q and k that are
-    rotated and those that are not, the channels of v."""
+class Latent(Part):
+    """Latent attention (model/config.py, Latent): ranks, the channels of a head of q and k that are rotated
+    and those that are not, the channels of v."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    adapts = False
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        config = facts.raw
         self.rank = integer(config, "kv_lora_rank", high=1 << 20)
         self.rank_q = 0  # null: queries come from the input
         if config.get("q_lora_rank") is not None:
@@ -24,17 +32,10 @@ class HFLatent:
         self.n_own = integer(config, "qk_nope_head_dim", high=1 << 12)
         self.n_rot = integer(config, "qk_rope_head_dim", high=1 << 12)
         self.n_value = integer(config, "v_head_dim", high=1 << 12)
-        self.plain = config.get("architectures") == ["PLMForCausalLM"]  # keys as of the first deepseek2 files
+        facts.head_dim, facts.n_rot = self.n_own + self.n_rot, self.n_rot
 
-    def keys(self) -> dict[str, Any]:
-        """Keys of the file, as llama.cpp's converter writes them: heads are those of the latent vector, or
-        what is made of it."""
-        if self.plain:
-            return {
-                "attention.key_length": self.n_own + self.n_rot,
-                "attention.value_length": self.n_value,
-                "attention.kv_lora_rank": self.rank,
-            }
+    def sizes(self) -> dict[str, Any]:
+        """Return keys as llama.cpp's converter writes them: a head is the latent vector."""
         return {
             "attention.head_count_kv": 1,
             "attention.key_length": self.rank + self.n_rot,
@@ -44,25 +45,93 @@ class HFLatent:
             "attention.kv_lora_rank": self.rank,
         } | ({"attention.q_lora_rank": self.rank_q} if self.rank_q else {})
 
+    def split(self, values: np.ndarray, i: int, stems: list[str]) -> np.ndarray | None:
+        return values if "attn_k_b" in stems else None
 
-class HFCompressed:
-    """Sizes of DeepSeek V4's attention (model/config.py, Compressed), its streams and its tables of experts.
+    def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
+        """Split a matrix that makes keys and values from a latent vector, head by head: values by output,
+        keys by input, since engines multiply the query with them."""
+        if stem not in ("attn_k_b", "attn_v_b"):
+            return None
+        if values.shape[1:] != (self.rank,):
+            raise ValueError(f"a latent vector of {self.rank}")
+        heads = values.reshape(self.facts.n_head, self.n_own + self.n_value, self.rank)
+        if stem == "attn_k_b":
+            return Stack(tuple(Origin(head[: self.n_own], transposed=True) for head in heads))
+        return Stack(tuple(Origin(head[self.n_own :]) for head in heads))
 
-    block_sizes: tokens of a compressed block of keys of each layer, 0: there are none; overlaps: whether a
-    block has tokens of the one before, and an indexer chooses among blocks.
+
+class LatentRope(HFRope):
+    """The rotation of latent attention, in which YaRN's mscale_all_dim scales the scores as well."""
+
+    def own_keys(self, rope: dict[str, Any]) -> dict[str, Any]:
+        if rope["rope_type"] not in ("default", "yarn") and rope.get("mscale_all_dim"):
+            raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
+        return {}
+
+    def magnitude_keys(self, rope: dict[str, Any], log_factor: float) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        if rope.get("mscale_all_dim"):  # the first key makes it known
+            keys[YARN_LOG_MULTIPLIER] = 0.1 * number(rope, "mscale_all_dim")
+            keys["rope.scaling.yarn_attn_factor"] = log_factor + 1
+        return keys | super().magnitude_keys(rope, log_factor)
+
+
+class PlainLatent(Latent):
+    """PLM's, with the keys of the first deepseek2 files: heads are made of the latent vector."""
+
+    def sizes(self) -> dict[str, Any]:
+        return {
+            "attention.key_length": self.n_own + self.n_rot,
+            "attention.value_length": self.n_value,
+            "attention.kv_lora_rank": self.rank,
+        }
+
+
+class IndexedLatent(Latent):
+    """Latent attention with an indexer, which chooses the keys that a token sees (Architecture.indexed)."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.n_index_head = integer(facts.raw, "index_n_heads", high=1 << 14)
+        self.index_dim = integer(facts.raw, "index_head_dim", high=1 << 14)
+
+    def keys(self) -> dict[str, Any]:
+        config = self.facts.raw
+        if config.get("indexer_types") not in (None, ["full"] * self.facts.n_layer):
+            raise UnsupportedModelError("layers without an indexer of their own are not supported")
+        return {
+            "attention.indexer.head_count": self.n_index_head,
+            "attention.indexer.key_length": self.index_dim,
+            "attention.indexer.top_k": integer(config, "index_topk"),
+        }
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "indexer.attn_q_b": (self.n_index_head * self.index_dim, self.rank_q),
+            "indexer.attn_k": (self.index_dim, self.facts.n_embd),
+            "indexer.k_norm": (self.index_dim,),
+            "indexer.proj": (self.n_index_head, self.facts.n_embd),
+        }
+
+
+class Compressed(Part):
+    """DeepSeek V4's attention (model/config.py, Compressed), its streams and its tables of experts.
+
+    block_sizes: tokens of a compressed block of keys of each layer, or 0.
     """
 
-    def __init__(self, config: dict[str, Any], n_layer: int, head_dim: int) -> None:
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        config, n_layer, head_dim = facts.raw, facts.n_layer, facts.head_dim
         self.rank_q = integer(config, "q_lora_rank", high=1 << 20)
-        self.n_embd, self.head_dim = integer(config, "hidden_size", high=1 << 20), head_dim
-        self.n_head = integer(config, "num_attention_heads", high=1 << 14)
         if config.get("partial_rotary_factor") is None and config.get("qk_rope_head_dim") is not None:
-            self.n_rot = integer(config, "qk_rope_head_dim", high=head_dim)
+            facts.n_rot = integer(config, "qk_rope_head_dim", high=head_dim)
         else:  # which transformers heeds first
             factor = number(config, "partial_rotary_factor", 0.125)
             if not 0 < factor <= 1:
                 raise FormatError(f"partial_rotary_factor in config.json is {factor:g}, not from 0 to 1")
-            self.n_rot = int(head_dim * factor)
+            facts.n_rot = int(head_dim * factor)
         self.n_groups = integer(config, "o_groups", high=1 << 14)
         self.rank_out = integer(config, "o_lora_rank", high=1 << 20)
         self.n_index_head = integer(config, "index_n_heads", high=1 << 14)
@@ -74,11 +143,11 @@ class HFCompressed:
         self.eps = positive(config, "hc_eps")
         self.limit = positive(config, "swiglu_limit")
         self.n_hashed = integer(config, "num_hash_layers", min(3, n_layer), n_layer, 0)
-        self.block_sizes, self.overlaps = _block_sizes(config, n_layer)
+        self.block_sizes = _block_sizes(config, n_layer)
 
     @staticmethod
-    def renamed(config: dict[str, Any]) -> dict[str, Any]:
-        """config.json with the entries of the published one in place of those that transformers writes."""
+    def prepared(config: dict[str, Any]) -> dict[str, Any]:
+        """Replace the entries that transformers writes by the published entries."""
         config = dict(config)
         kinds = config.pop("mlp_layer_types", None)
         if isinstance(kinds, list):
@@ -100,8 +169,7 @@ class HFCompressed:
             config["rope_parameters"] = {k: v for k, v in of_blocks.items() if k not in unread}
         return config
 
-    def keys(self) -> dict[str, Any]:
-        """Keys of the GGUF file."""
+    def sizes(self) -> dict[str, Any]:
         n_layer = len(self.block_sizes)
         return {
             "attention.q_lora_rank": self.rank_q,
@@ -120,49 +188,44 @@ class HFCompressed:
             "swiglu_clamp_shexp": [self.limit] * n_layer,
         }
 
-    def shapes(self, layer: int, table: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that only such models have, outermost first. table: tokens, and experts of one."""
-        d, dim, n, streams = self.n_embd, self.head_dim, self.n_head, self.n_streams
-        size, of_index = self.block_sizes[layer], 2 * self.index_dim
-        mix, of_blocks = streams * (streams + 2), (2 if self.overlaps[layer] else 1) * dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "attn_q_a": (self.rank_q, d),
-            "attn_q_a_norm": (self.rank_q,),
-            "attn_q_b": (n * dim, self.rank_q),
-            "attn_kv": (dim, d),
-            "attn_kv_a_norm": (dim,),
-            "attn_output_a": (self.n_groups * self.rank_out, n * dim // self.n_groups),
-            "attn_output_b": (d, self.n_groups * self.rank_out),
-            "ffn_gate_tid2eid": table,
-            **dict.fromkeys(("hc_attn_fn", "hc_ffn_fn"), (mix, streams * d)),
-            **dict.fromkeys(("hc_attn_base", "hc_ffn_base"), (mix,)),
-            **dict.fromkeys(("hc_attn_scale", "hc_ffn_scale"), (3,)),
-            "output_hc_fn": (streams, streams * d),
-            "output_hc_base": (streams,),
-            "output_hc_scale": (1,),
+    def reads(self, name: str) -> bool:
+        """Return False for the biases of layers in which a table chooses the experts."""
+        layers = range(self.n_hashed)
+        return name not in {f"{self.facts.layers}.{i}.ffn.gate.bias" for i in layers}
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        d, dim, size = self.facts.n_embd, self.index_dim, self.block_sizes[layer]
+        return {
+            "indexer.attn_q_b": (self.n_index_head * dim, self.rank_q),
+            "indexer.proj": (self.n_index_head, d),
+            "indexer_compressor_ape": (size, 2 * dim),
+            "indexer_compressor_norm": (dim,),
+            **dict.fromkeys(("indexer_compressor_kv", "indexer_compressor_gate"), (2 * dim, d)),
         }
-        if size:
-            shapes |= dict.fromkeys(("attn_compressor_kv", "attn_compressor_gate"), (of_blocks, d))
-            shapes |= {"attn_compressor_ape": (size, of_blocks), "attn_compressor_norm": (dim,)}
-        if self.overlaps[layer]:
-            shapes |= dict.fromkeys(("indexer_compressor_kv", "indexer_compressor_gate"), (of_index, d))
-            shapes |= {
-                "indexer_compressor_ape": (size, of_index),
-                "indexer_compressor_norm": (self.index_dim,),
-                "indexer.attn_q_b": (self.n_index_head * self.index_dim, self.rank_q),
-                "indexer.proj": (self.n_index_head, d),
-            }
-        return shapes
+
+    def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
+        """Return the table of the experts of each token, which the file has in 32 bits."""
+        if stem == "attn_compressor_ape" and len(values) != self.block_sizes[layer]:
+            raise ValueError(f"blocks of {self.block_sizes[layer]} tokens")
+        if stem != "ffn_gate_tid2eid":
+            return None
+        n = self.facts.n_expert
+        if values.min() < 0 or values.max() >= n:
+            raise FormatError(
+                f"the table ffn.gate.tid2eid of layer {layer} of the checkpoint must name experts from 0 to "
+                f"{n - 1}, and has {values.min()} to {values.max()}; download it again"
+            )
+        return Table(values)
 
 
-def _block_sizes(config: dict[str, Any], n_layer: int) -> tuple[list[int], list[bool]]:
-    """See HFCompressed."""
-    ratios = config.get("compress_ratios")
+def _block_sizes(config: dict[str, Any], n_layer: int) -> list[int]:
+    """Return Compressed.block_sizes."""
+    ratios: list[int] | None = config.get("compress_ratios")
     if ratios is not None:  # as published, perhaps also of layers behind the model's
         known = isinstance(ratios, list) and all(type(n) is int and n in (0, 4, 128) for n in ratios)
         if not known or len(ratios) < n_layer:
             raise FormatError("compress_ratios in config.json must hold 0, 4 or 128 for each layer")
-        return ratios[:n_layer], [ratio == 4 for ratio in ratios[:n_layer]]
+        return ratios[:n_layer]
     csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"
     rates = config.get("compress_rates") or {}
     if not isinstance(rates, dict):
@@ -175,19 +238,35 @@ def _block_sizes(config: dict[str, Any], n_layer: int) -> tuple[list[int], list[
     types = config.get("layer_types")
     if types is None:  # as transformers' class has it
         types = [hca if i < 2 or i % 2 == 0 else csa for i in range(n_layer)]
-    types = checked_types(types, n_layer, tuple(sizes))
-    return [sizes[kind] for kind in types], [kind == csa for kind in types]
+    return [sizes[kind] for kind in checked_types(types, n_layer, tuple(sizes))]
 
 
-class HFAltUp:
-    """Sizes of Gemma 3n (model/config.py, AltUp): streams, the width of a layer's embedding of a token and
-    its tokens, the rank of the branch beside attention, layers without keys and values of their own."""
+def token_rows(values: np.ndarray, n_vocab: int) -> Origin:
+    """Return as many rows as there are tokens; a token without a row has the first, as in transformers."""
+    ids = np.arange(n_vocab)
+    return Origin(values, rows=np.where(ids < len(values), ids, 0))
 
-    def __init__(self, config: dict[str, Any], n_layer: int) -> None:
+
+class AltUp(Part):
+    """Gemma 3n (model/config.py, AltUp): streams, the width of a layer's embedding of a token, layers without
+    keys and values of their own, widths of the FFN by layer."""
+
+    adapts = False
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        config, n_layer = facts.raw, facts.n_layer
+        widths = config.get("intermediate_sizes")
+        if widths is not None and len(widths) != n_layer:
+            raise FormatError(
+                f"intermediate_size in config.json must hold a number for each of {n_layer} layers"
+            )
+        if widths is not None:
+            entry = "intermediate_size"
+            widths = [integer({entry: width}, entry, high=1 << 22) for width in widths]
+            facts.n_ff_of_layers = widths if len(set(widths)) > 1 else None
         self.n_streams = integer(config, "altup_num_inputs", high=1 << 10)
         self.width = integer(config, "hidden_size_per_layer_input", high=1 << 16)
-        self.n_vocab = integer(config, "vocab_size_per_layer_input", high=1 << 24)
-        self.rank = integer(config, "laurel_rank", high=1 << 16)
         self.n_shared = integer(config, "num_kv_shared_layers", high=n_layer - 1, low=0)
         pattern = config.get("activation_sparsity_pattern")
         if pattern is None:  # transformers' class has it so
@@ -197,8 +276,24 @@ class HFAltUp:
             raise FormatError("activation_sparsity_pattern in config.json must hold numbers from 0 to 1")
         self.multipliers = [NormalDist().inv_cdf(v) if v else -math.inf for v in pattern]
 
-    def keys(self) -> dict[str, Any]:
-        """Keys of the GGUF file."""
+    @staticmethod
+    def prepared(config: dict[str, Any]) -> dict[str, Any]:
+        """Move a list of the widths of FFNs to an entry of its own."""
+        widths = config.get("intermediate_size")
+        return (
+            config | {"intermediate_size": widths[0], "intermediate_sizes": widths}
+            if (isinstance(widths, list) and widths)
+            else config
+        )
+
+    def n_parts(self, stem: str) -> int | None:
+        """Return the number of residual streams but the first."""
+        return self.n_streams - 1 if stem.startswith("altup_") else None
+
+    def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
+        return token_rows(values, self.facts.n_vocab) if stem == "per_layer_token_embd" else None
+
+    def sizes(self) -> dict[str, Any]:
         return {
             "altup.num_inputs": self.n_streams,
             "altup.active_idx": 0,
@@ -208,115 +303,30 @@ class HFAltUp:
         }
 
 
-class HFGatedStreams:
-    """Sizes of Qwen4-Exp (model/config.py, GatedStreams and Ngrams): streams, the rank of their gates, heads
-    of the indexer and the channels of one, tokens that it chooses and those of a block, embeddings of
-    n-grams (None: no layer has them)."""
+class ProportionalRope(HFRope):
+    """Gemma 4's rotation: the first pairs of channels turn, the others stay."""
 
-    def __init__(self, config: dict[str, Any], n_layer: int) -> None:
-        self.n = integer(config, "hc_count", high=MAX_STREAMS, low=2)
-        self.rank = integer(config, "hc_lowrank", high=1 << 20)
-        self.n_index_heads = integer(config, "indexer_n_heads", high=1 << 14)
-        self.index_dim = integer(config, "indexer_head_dim", high=1 << 14)
-        self.budget, self.block = integer(config, "indexer_budget"), integer(config, "indexer_compress_ratio")
-        layers = config.get("ple_layer_ids")
-        self.ngrams = HFNgrams(config, layers, n_layer) if layers else None
-        if isinstance(types := config.get("layer_types"), list):  # transformers writes what it makes of them
-            config["layer_types"] = ["full_attention" if t == "indexed_attention" else t for t in types]
+    as_tensors = (*HFRope.as_tensors, "proportional")
 
-    def keys(self) -> dict[str, Any]:
-        """Keys of the GGUF file."""
-        keys = {
-            "hyper_connection.count": self.n,
-            "hyper_connection.low_rank": self.rank,
-            "attention.indexer.head_count": self.n_index_heads,
-            "attention.indexer.key_length": self.index_dim,
-            "attention.indexer.top_k": self.budget,
-        }
-        return keys | ({} if self.ngrams is None else self.ngrams.keys())
-
-    def block_keys(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Tokens of a block, of the layers that attend. keys: those that say which these are."""
-        recurrent = keys["attention.recurrent_layers"]
-        return {"attention.compress_ratios": [0 if own else self.block for own in recurrent]}
-
-    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that only such models have, of the width d."""
-        width, rank = self.n * d, self.rank
-        shapes: dict[str, tuple[int, ...]] = {
-            "q_proj": (self.n_index_heads * self.index_dim, d),
-            "k_proj": (self.index_dim, d),
-            **dict.fromkeys(("q_norm", "k_norm"), (self.index_dim,)),
-        }
-        for stem in ("hc_attn", "hc_ffn", "output_hc"):
-            shapes |= {f"{stem}_norm": (width,), f"{stem}_down": (rank, width), f"{stem}_up": (width, rank)}
-            shapes |= {} if stem == "output_hc" else {f"{stem}_inject": (self.n, width)}
-        if (ngrams := self.ngrams) is not None:
-            shapes |= {
-                "per_layer_token_embd": (ngrams.n_parts, -1, ngrams.width),
-                "ple_key": (width, ngrams.width * ngrams.n_heads),
-                "ple_value": (d, ngrams.width * ngrams.n_heads),
-                "ple_conv1d": (width, ngrams.kernel),
-                **dict.fromkeys(("ple_norm_key", "ple_norm_query", "ple_norm_conv"), (width,)),
-            }
-        return shapes
+    def divisors(self) -> dict[str, np.ndarray]:
+        rope = self.parameters()
+        if rope["rope_type"] != "proportional":
+            return super().divisors()
+        pairs, n = np.arange(self.head_dim // 2), self.head_dim
+        turn = pairs < int(number(rope, "partial_rotary_factor", 1.0) * n // 2)
+        return {LLAMA3_FACTORS: np.where(turn, np.float32(1), np.float32(1e30))}
 
 
-class HFNgrams:
-    """Embeddings of n-grams: the layer that adds them, the length of the longest, heads of all lengths, the
-    width of one's embedding, tensors that their rows are split into, the kernel of their convolution, the
-    token that ends a text.
-
-    constants: tensors of the layer that are keys of the file.
-    """
-
-    constants: ClassVar = {
-        "ple.ple_embedding.layer_multipliers": "ple.layer_multipliers",
-        "ple.ple_embedding.ngram_heads_offsets": "ple.head_offsets",
-        "ple.ple_embedding.ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
-    }
-
-    def __init__(self, config: dict[str, Any], layers: Any, n_layer: int) -> None:
-        if not isinstance(layers, list) or len(layers) != 1:
-            raise UnsupportedModelError("ple_layer_ids in config.json must name one layer, or none")
-        self.layer = integer({"ple_layer_ids": layers[0]}, "ple_layer_ids", high=n_layer) - 1
-        self.n = integer(config, "ngram_size", high=MAX_NGRAM, low=2)
-        self.per_length = integer(config, "heads_per_ngram", high=MAX_NGRAM_HEADS // (self.n - 1))
-        self.n_heads = self.per_length * (self.n - 1)
-        width = integer(config, "ple_embed_dim", config.get("hidden_size"), 1 << 20)
-        if width % self.n_heads:
-            raise FormatError(
-                f"ple_embed_dim in config.json is {width}, not a multiple of {self.n_heads} heads"
-            )
-        self.width = width // self.n_heads
-        self.n_parts = integer(config, "split_ngram_parts", high=1 << 16)
-        self.kernel = integer(config, "ple_conv_kernel_size", high=MAX_CONV_KERNEL)
-        eos = config.get("eos_token_id")
-        # Of several llama.cpp's converter takes the last.
-        first = eos[0] if isinstance(eos, list) and eos else eos
-        self.eos = integer({"eos_token_id": first}, "eos_token_id", high=1 << 24, low=0)
-        self.image = None
-        if config.get("image_token_id") is not None:
-            self.image = integer(config, "image_token_id", high=1 << 24, low=0)
-
-    def keys(self) -> dict[str, Any]:
-        """Keys of the GGUF file, but for the constants."""
-        return {
-            "ple.layers": [self.layer],
-            "ple.ngram_size": self.n,
-            "ple.heads_per_ngram": self.per_length,
-            "ple.conv_kernel": self.kernel,
-            "ple.eos_token_id": self.eos,
-            "embedding_length_per_layer_input": self.width,
-        } | ({} if self.image is None else {"ple.image_token_id": self.image})
-
-
-class HFWindowHeads:
+class WindowHeads(Part):
     """Gemma 4's layers: heads of keys and values and the channels of one, of layers with a window and of the
     others; which take keys for values; the width of the embedding that each layer adds and its tokens; how
     many layers at the end attend the keys and values of others, whose FFNs may be twice as wide."""
 
-    def __init__(self, config: dict[str, Any], n_layer: int, n_head: int) -> None:
+    adapts = False
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        config, n_layer, n_head = facts.raw, facts.n_layer, facts.n_head
         if config.get("use_bidirectional_attention") not in (None, "vision", False):
             raise UnsupportedModelError("use_bidirectional_attention in config.json is not supported")
         types = config.get("layer_types")
@@ -341,17 +351,17 @@ class HFWindowHeads:
         if not own and self.key_is_value:
             self.n_kv_full = integer(config, "num_global_key_value_heads", self.n_kv)
         self.width = integer(config, "hidden_size_per_layer_input", high=1 << 16, low=0)
-        self.n_vocab = integer(config, "vocab_size_per_layer_input", high=1 << 24)
         self.n_shared = integer(config, "num_kv_shared_layers", high=n_layer - 1, low=0)
-        self.doubles_ff = config.get("use_double_wide_mlp") is True
+        if config.get("use_double_wide_mlp") is True and self.n_shared:
+            wide = integer({"intermediate_size": 2 * facts.n_ff}, "intermediate_size", high=1 << 22)
+            facts.n_ff_of_layers = [facts.n_ff] * (n_layer - self.n_shared) + [wide] * self.n_shared
+        facts.head_dim = facts.n_rot = self.dim_full  # channels that are not rotated have no frequency
 
-    def heads_of(self, layer: int) -> tuple[int, int]:
-        """Heads of keys and values, and the channels of one."""
-        return (self.n_kv, self.dim) if self.windowed[layer] else (self.n_kv_full, self.dim_full)
+    def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
+        return token_rows(values, self.facts.n_vocab) if stem == "per_layer_token_embd" else None
 
-    def keys(self) -> dict[str, Any]:
-        """Keys of the GGUF file."""
-        n_kv = [self.heads_of(i)[0] for i in range(len(self.windowed))]
+    def sizes(self) -> dict[str, Any]:
+        n_kv = [self.n_kv if windowed else self.n_kv_full for windowed in self.windowed]
         return {
             "attention.head_count_kv": n_kv if len(set(n_kv)) > 1 else n_kv[0],
             "attention.key_length": self.dim_full,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from hotset.convert.checkpoints.classes import HFClass
-from hotset.convert.hf_values import integer, number, positive
+from hotset.convert.hf_part import Facts
+from hotset.convert.hf_values import integer, number
 from hotset.errors import FormatError, UnsupportedModelError
-from hotset.model.architectures import ARCHITECTURES
-from hotset.model.keys import LLAMA3_FACTORS, LONG_FACTORS, MAX_HEAD_DIM, SHORT_FACTORS, YARN_LOG_MULTIPLIER
+from hotset.model.keys import LLAMA3_FACTORS, LONG_FACTORS, MAX_HEAD_DIM, SHORT_FACTORS
 
 
 def neighbours(n_rows: int, head_dim: int) -> np.ndarray:
@@ -21,44 +20,45 @@ def neighbours(n_rows: int, head_dim: int) -> np.ndarray:
     return np.arange(n_rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
 
 
-def _layer_bases(config: dict[str, Any]) -> list[float]:
-    """layer_rope_theta: the base of each layer's rotation, 0: it has none. Empty without that entry."""
-    values, n_layer = config.get("layer_rope_theta"), integer(config, "num_hidden_layers")
-    if values is None:
-        return []
-    if not isinstance(values, list) or len(values) != n_layer:
-        raise FormatError(f"layer_rope_theta in config.json must hold a number for each of {n_layer} layers")
-    bases = [float(number({"layer_rope_theta": value}, "layer_rope_theta")) for value in values]
-    if min(bases) < 0:
-        raise FormatError("layer_rope_theta in config.json must hold no number below 0")
-    if len(set(bases) - {0.0}) > 1:
-        raise UnsupportedModelError(
-            "layer_rope_theta in config.json must be the same in all layers, or 0: layers with rotations of "
-            "different bases are not supported"
-        )
-    return bases
-
-
 class HFRope:
-    """RoPE as config.json has it. n_ctx: the context in tokens; head_dim: channels of a head; n_rot: those
-    that are rotated, where another part of config.json says it; None: the RoPE's parameters do.
+    """RoPE as config.json has it. A class of checkpoints may name a subclass (HFClass.rope).
 
     Raises UnsupportedModelError for scalings that are not computed, FormatError for what makes no sense.
+
+    as_tensors: scalings without keys; rope_freqs.weight has them.
     """
 
-    def __init__(
-        self, raw: dict[str, Any], hf_class: HFClass, n_ctx: int, head_dim: int, n_rot: int | None
-    ) -> None:
-        self.raw, self.hf_class, self.row = raw, hf_class, ARCHITECTURES[hf_class.architecture]
-        self.n_ctx, self.head_dim, self.n_rot = n_ctx, head_dim, n_rot
-        self.layer_bases = _layer_bases(raw) if hf_class.layer_bases else []
+    as_tensors: ClassVar[tuple[str, ...]] = ("default", "llama3")
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.raw, self.row = facts, facts.raw, facts.row
+        self.n_ctx, self.head_dim = facts.n_ctx, facts.head_dim
+
+    def resolved(self, rope: dict[str, Any], kind: Any) -> Any:
+        """Return the scaling that a model of the class means by `kind`, and complete its parameters."""
+        return kind
+
+    def own_keys(self, rope: dict[str, Any]) -> dict[str, Any]:
+        """Return keys that only models of the class have."""
+        return {}
+
+    def magnitude_keys(self, rope: dict[str, Any], log_factor: float) -> dict[str, Any]:
+        """Return what YaRN scales queries and keys by. log_factor: 0.1 * log(factor)."""
+        if rope.get("attention_factor") is not None:
+            return {"rope.scaling.yarn_attn_factor": float(number(rope, "attention_factor"))}
+        if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+            return {}
+        above, below = (log_factor * number(rope, k) + 1 for k in ("mscale", "mscale_all_dim"))
+        if not below > 0:
+            raise FormatError("mscale_all_dim in config.json makes a RoPE scaling that divides by zero")
+        return {"rope.scaling.yarn_attn_factor": above / below}
 
     def _ropes(self, layers: str) -> dict[str, Any]:
         """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
         where it distinguishes them, or in all."""
         rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
         if rope is None:
-            rope = self.hf_class.defaults.get("rope_parameters", {})
+            rope = self.facts.default_rope
         if isinstance(rope, dict) and rope.keys() & {"full_attention", "sliding_attention"}:
             rope = rope.get(layers) or {}
         elif layers == "sliding_attention":
@@ -67,33 +67,17 @@ class HFRope:
             raise FormatError("rope_parameters in config.json must be an object")
         return dict(rope)
 
-    def _rope(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
         config, rope = self.raw, self._ropes("full_attention")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        match self.hf_class.dynamic:
-            case "base" if kind == "dynamic" and rope.get("alpha"):
-                # Scaled for the longest context, whatever the context is.
-                rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
-                if self.head_dim <= 2:
-                    raise FormatError(
-                        f"the RoPE scaling in config.json divides by zero: heads of {self.head_dim} channels"
-                    )
-                rope["rope_theta"] *= positive(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
-                kind = "default"
-            case "key":
-                scaled = kind in ("dynamic", "xdrope") and rope.get("alpha")
-                rope["alpha"], kind = (number(rope, "alpha"), "default") if scaled else (None, kind)
-            case "beyond" if kind == "dynamic":
-                kind = "default"
+        kind = self.resolved(rope, kind)
         if kind == "mrope":  # of a text all dimensions of a position are the same
             kind = "default"
         if kind == "su" or (kind == "yarn" and "long_factor" in rope):  # what Phi 3 called it first
             kind = "longrope"
         rope["rope_type"] = kind
         rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-        if any(self.layer_bases):  # they win over rope_theta
-            rope["rope_theta"] = max(self.layer_bases)
         original = "original_max_position_embeddings"
         if config.get(original) is not None:  # it wins over that of the scaling
             rope[original] = config[original]
@@ -118,17 +102,17 @@ class HFRope:
         default: their base if rope_parameters has none, as in transformers 5. Raises UnsupportedModelError
         for a scaling.
         """
-        base, full = self.windowed_base(default), float(number(self._rope(), "rope_theta"))
+        base, full = self.windowed_base(default), float(number(self.parameters(), "rope_theta"))
         return {} if base == full else {"rope.freq_base_swa": base}
 
     def _n_rot(self, rope: dict[str, Any]) -> int:
         """Channels of a head that are rotated."""
-        if self.n_rot is not None:
-            return self.n_rot
+        if self.facts.n_rot is not None:
+            return self.facts.n_rot
         factor = number(rope, "partial_rotary_factor", number(self.raw, "partial_rotary_factor", 1.0))
-        if self.hf_class.partial and self.raw.get("rotary_dim") is not None:
+        if self.facts.partial and self.raw.get("rotary_dim") is not None:
             factor = integer(self.raw, "rotary_dim", high=self.head_dim) / self.head_dim
-        if factor != 1.0 and not self.hf_class.partial:
+        if factor != 1.0 and not self.facts.partial:
             raise UnsupportedModelError(
                 "a partial_rotary_factor other than 1 in config.json is not supported"
             )
@@ -138,23 +122,18 @@ class HFRope:
         return n_rot
 
     def keys(self) -> dict[str, Any]:
-        rope = self._rope()
+        """Return the keys of the file."""
+        rope = self.parameters()
         kind = rope["rope_type"]
         keys: dict[str, Any] = {
             "rope.dimension_count": self._n_rot(rope),
             "rope.freq_base": float(number(rope, "rope_theta")),
         }
-        if 0.0 in self.layer_bases:
-            keys["attention.rope_pattern"] = [base > 0 for base in self.layer_bases]
-        if self.hf_class.dynamic == "key" and rope["alpha"] is not None:
-            keys["rope.scaling.alpha"] = float(rope["alpha"])
+        keys |= self.own_keys(rope)
         if (tempered := self.row.tempered) and rope.get("llama_4_scaling_beta"):
             keys["attention.temperature_scale"] = float(number(rope, "llama_4_scaling_beta"))
             keys[tempered] = integer(rope, "original_max_position_embeddings")
-        if self.hf_class.latent and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):
-            raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
-        if kind in ("default", "llama3") or (kind == "proportional" and self.hf_class.window_heads):
-            # The scaling is the tensor rope_freqs.weight.
+        if kind in self.as_tensors:
             return keys
         if kind not in ("linear", "yarn", "longrope"):
             raise UnsupportedModelError(
@@ -177,24 +156,7 @@ class HFRope:
             keys["rope.scaling.original_context_length"] = original
             keys["rope.scaling.yarn_beta_fast"] = float(number(rope, "beta_fast", 32.0))
             keys["rope.scaling.yarn_beta_slow"] = float(number(rope, "beta_slow", 1.0))
-            of_all = rope.get("mscale_all_dim")
-            if self.hf_class.latent and of_all:  # scales the scores as well, and the key makes that known
-                keys[YARN_LOG_MULTIPLIER] = 0.1 * number(rope, "mscale_all_dim")
-                keys["rope.scaling.yarn_attn_factor"] = (
-                    0.1 * math.log(max(keys["rope.scaling.factor"], 1)) + 1
-                )
-            if rope.get("attention_factor") is not None:
-                keys["rope.scaling.yarn_attn_factor"] = float(number(rope, "attention_factor"))
-            elif self.hf_class.log_multiplier and of_all and number(rope, "mscale", 0.0) == 1:
-                keys[YARN_LOG_MULTIPLIER] = float(number(rope, "mscale_all_dim"))  # as llama.cpp reads it
-            elif rope.get("mscale") and of_all:
-                scale = 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0))
-                above, below = (scale * number(rope, k) + 1 for k in ("mscale", "mscale_all_dim"))
-                if not below > 0:
-                    raise FormatError(
-                        "mscale_all_dim in config.json makes a RoPE scaling that divides by zero"
-                    )
-                keys["rope.scaling.yarn_attn_factor"] = above / below
+            keys |= self.magnitude_keys(rope, 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0)))
         return keys
 
     def sections(self) -> list[int]:
@@ -203,7 +165,7 @@ class HFRope:
         A text has no part in it, but llama.cpp loads no file without the key and ends where the sections are
         more than a head has. Without mrope_section: a third each, which is 11, 11, 10 in published models.
         """
-        rope = self._rope()
+        rope = self.parameters()
         found = rope.get("mrope_section", rope.get("xdrope_section"))
         if found is None:
             found = [(self._n_rot(rope) // 2 + 2 - i) // 3 for i in range(3)]
@@ -230,13 +192,9 @@ class HFRope:
         """Scalings that GGUF stores as tensors: what each frequency is divided by, float32 [n_rot / 2]."""
         if self.row.rope is None:
             return {}
-        rope = self._rope()
+        rope = self.parameters()
         if rope["rope_type"] == "llama3":
             return {LLAMA3_FACTORS: self._llama3_divisors(rope)}
-        if rope["rope_type"] == "proportional":  # the first pairs turn, the others stay
-            pairs, n = np.arange(self.head_dim // 2), self.head_dim
-            turn = pairs < int(number(rope, "partial_rotary_factor", 1.0) * n // 2)
-            return {LLAMA3_FACTORS: np.where(turn, np.float32(1), np.float32(1e30))}
         if rope["rope_type"] == "longrope":
             names = {SHORT_FACTORS: "short_factor", LONG_FACTORS: "long_factor"}
             return {name: self._factors(rope, entry) for name, entry in names.items()}

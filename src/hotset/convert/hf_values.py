@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hotset.errors import FormatError
+from hotset.errors import FormatError, UnsupportedModelError
+
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+DELTA_TYPES = ("full_attention", "linear_attention")
+LEGACY_PARTS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -44,3 +48,10 @@ def integer(
     if not isinstance(value, int) or not low <= value <= high:
         raise FormatError(f"{key} in config.json must be an integer from {low} to {high}, not {value!r}")
     return value
+
+
+def checked_types(types: Any, n: int, known: tuple[str, ...]) -> list[str]:
+    """Return layer_types of n layers. Raises UnsupportedModelError for anything else than known kinds."""
+    if not isinstance(types, list) or len(types) != n or any(kind not in known for kind in types):
+        raise UnsupportedModelError("layer_types in config.json holds a kind of layer that is not supported")
+    return types

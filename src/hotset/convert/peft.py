@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ _MOST_ALPHA = 1e30
 _MOST_PAIRS = 4096  # of matrices, and as many patterns
 _CONFIG_BYTES, _HEADER_BYTES = 1 << 20, 16 << 20
 _LITERAL = re.compile(r"[A-Za-z0-9_.]+")
-# What a conversion does to matrices beyond the order of rows of q and k: adapters would need it done too.
-_CHANGED = (
-    "indexed", "query_factor", "grouped_qkv", "depth_scales", "scattered_groups", "latent", "stored_by_input",
-    "short_conv", "altup", "window_heads", "ternary", "parts", "state_space", "channel_space", "multiplied",
-    "unit_output_at",
-)  # fmt: skip
 # Entries that change what an adapter means, and the values that do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,), "lora_bias": (False,), "fan_in_fan_out": (False,), "bias": ("none",),
@@ -125,17 +118,17 @@ class _Names:
 
 
 def _changes(hf: HFClass) -> bool:
-    defaults = {one.name: one.default for one in fields(HFClass)}
-    return any(getattr(hf, name) != defaults[name] for name in _CHANGED)
+    """Return whether a conversion changes matrices by more than the order of the rows of q and k."""
+    return hf.grouped_qkv or bool(hf.stored_by_input) or not all(part.adapts for part in hf.parts)
 
 
 def _target(module: str, hf: HFClass) -> str | None:
     module = hf.full_name(f"{hf.text_name(module)}.weight").removesuffix(".weight")
     match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", module)
     if match is not None:
-        inside = hf.layer_tensors.get(match[2])
+        inside = hf.target(match[2])
         return None if inside is None else f"blk.{int(match[1])}.{inside}.weight"
-    outside = hf.tensors.get(module)
+    outside = hf.outer_target(module)
     return None if outside is None else f"{outside}.weight"
 
 

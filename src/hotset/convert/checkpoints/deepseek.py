@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotset.convert.checkpoints.classes import HFClass, HFExperts
+from hotset.convert.checkpoints.classes import HFClass, HFExperts, every_head
 from hotset.convert.checkpoints.names import (
     DEEPSEEK_EXPERTS,
-    EXPERT_NAMES,
     GROUPED_EXPERTS,
     LATENT_DEFAULTS,
-    LATENT_NAMES,
-    LLAMA_NAMES,
-    SHARED_EXPERTS,
 )
+from hotset.convert.hf_parts import Compressed, IndexedLatent, Latent, LatentRope, PlainLatent
+
+_LATENT: dict[str, Any] = {"kv_heads": every_head, "rotates": "norm", "rope": LatentRope, "parts": (Latent,)}
 
 _INDEXED: dict[str, Any] = {
-    "layer_tensors": LATENT_NAMES
-    | {
-        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **_LATENT,
+    "parts": (IndexedLatent,),
+    "layer_tensors": {
         "self_attn.indexer.wq_b": "indexer.attn_q_b",
         "self_attn.indexer.wk": "indexer.attn_k",
         "self_attn.indexer.k_norm": "indexer.k_norm",
         "self_attn.indexer.weights_proj": "indexer.proj",
     },
     "numbers": {"expert_weights_scale": "routed_scaling_factor"},
-    "rotates": "norm",
-    "latent": True,
-    "indexed": True,
     "experts": HFExperts(
         **GROUPED_EXPERTS,
         scoring="sigmoid",
@@ -40,51 +36,8 @@ _INDEXED_DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
     "index_topk": 2048, "index_head_dim": 128,
 }  # fmt: skip
-_COMPRESSED_TENSORS = {  # as published, and as transformers writes them
-    **dict.fromkeys(("model.embed", "model.embed_tokens"), "token_embd"),
-    "model.norm": "output_norm",
-    "model.head": "output",
-    **{
-        f"model.{stem}_{part}": f"output_hc_{part}.weight"
-        for stem in ("hc_head", "hc_head.hc")
-        for part in ("fn", "base", "scale")
-    },
-}
-_COMPRESSED_NAMES = {
-    **{f"hc_{of}_{part}": f"hc_{of}_{part}" for of in ("attn", "ffn") for part in ("fn", "base", "scale")},
-    "attn_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "attn.attn_sink": "attn_sinks",
-    "attn.wq_a": "attn_q_a",
-    "attn.q_norm": "attn_q_a_norm",
-    "attn.wq_b": "attn_q_b",
-    "attn.wkv": "attn_kv",
-    **dict.fromkeys(("attn.kv_norm", "attn.norm"), "attn_kv_a_norm"),
-    "attn.wo_a": "attn_output_a",
-    "attn.wo_b": "attn_output_b",
-    "attn.compressor.ape": "attn_compressor_ape",
-    "attn.compressor.wkv": "attn_compressor_kv",
-    "attn.compressor.wgate": "attn_compressor_gate",
-    "attn.compressor.norm": "attn_compressor_norm",
-    "attn.indexer.wq_b": "indexer.attn_q_b",
-    "attn.indexer.weights_proj": "indexer.proj",
-    "attn.indexer.compressor.ape": "indexer_compressor_ape",
-    "attn.indexer.compressor.wkv": "indexer_compressor_kv",
-    "attn.indexer.compressor.wgate": "indexer_compressor_gate",
-    "attn.indexer.compressor.norm": "indexer_compressor_norm",
-    "ffn.gate": "ffn_gate_inp",
-    "ffn.gate.bias": "exp_probs_b.bias",
-    "ffn.gate.tid2eid": "ffn_gate_tid2eid",
-    "ffn.experts.*.w1": "ffn_gate_exps",
-    "ffn.experts.*.w2": "ffn_down_exps",
-    "ffn.experts.*.w3": "ffn_up_exps",
-    "ffn.shared_experts.w1": "ffn_gate_shexp",
-    "ffn.shared_experts.w2": "ffn_down_shexp",
-    "ffn.shared_experts.w3": "ffn_up_shexp",
-}
 _DEEPSEEK_OCR = HFClass(
     "deepseek2-ocr",
-    layer_tensors=LLAMA_NAMES | EXPERT_NAMES | SHARED_EXPERTS,
     required={
         "use_mla": False,
         "moe_layer_freq": 1,
@@ -100,20 +53,17 @@ _DEEPSEEK_OCR = HFClass(
 CLASSES: dict[str, HFClass] = {
     "DeepseekForCausalLM": HFClass(
         "deepseek",
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES | SHARED_EXPERTS,
         required={"moe_layer_freq": 1, "scoring_func": "softmax"},
         experts=HFExperts(**DEEPSEEK_EXPERTS),
     ),
     "DeepseekV2ForCausalLM": HFClass(
         "deepseek2",
-        layer_tensors=LATENT_NAMES,
         defaults=LATENT_DEFAULTS
         | {"num_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
         | {"routed_scaling_factor": 1.0},
         required={"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
-        rotates="norm",
-        latent=True,
+        **_LATENT,
         experts=HFExperts(
             **GROUPED_EXPERTS,
             scoring="softmax",
@@ -122,16 +72,14 @@ CLASSES: dict[str, HFClass] = {
     ),
     "PLMForCausalLM": HFClass(
         "plm",
-        layer_tensors=LATENT_NAMES | {"self_attn.kv_b_proj": "attn_kv_b"},
+        layer_tensors={"self_attn.kv_b_proj": "attn_kv_b"},
         tied=True,
         defaults=LATENT_DEFAULTS | {"q_lora_rank": None, "hidden_act": "relu2"},
         required={"attention_bias": False},
-        rotates="norm",
-        latent=True,
+        **_LATENT | {"parts": (PlainLatent,)},
     ),
     "DeepseekV3ForCausalLM": HFClass(  # R1, Moonlight, Kimi K2
         "deepseek2",
-        layer_tensors=LATENT_NAMES | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
         defaults={
             **LATENT_DEFAULTS,
             "max_position_embeddings": 4096,
@@ -141,8 +89,7 @@ CLASSES: dict[str, HFClass] = {
         },
         required={"moe_layer_freq": 1, "scoring_func": "sigmoid", "rope_interleave": True},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
-        rotates="norm",
-        latent=True,
+        **_LATENT,
         experts=HFExperts(
             **GROUPED_EXPERTS,
             scoring="sigmoid",
@@ -156,8 +103,14 @@ CLASSES: dict[str, HFClass] = {
     ),
     "DeepseekV4ForCausalLM": HFClass(
         "deepseek4",
-        tensors=_COMPRESSED_TENSORS,
-        layer_tensors=_COMPRESSED_NAMES,
+        layer_tensors={
+            "attn.indexer.wq_b": "indexer.attn_q_b",
+            "attn.indexer.weights_proj": "indexer.proj",
+            "attn.indexer.compressor.ape": "indexer_compressor_ape",
+            "attn.indexer.compressor.wkv": "indexer_compressor_kv",
+            "attn.indexer.compressor.wgate": "indexer_compressor_gate",
+            "attn.indexer.compressor.norm": "indexer_compressor_norm",
+        },
         ff="moe_intermediate_size",
         defaults={
             "hidden_act": "silu",
@@ -190,7 +143,7 @@ CLASSES: dict[str, HFClass] = {
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         windows=("sliding_window",),
         rotates="norm",
-        compressed=True,
+        parts=(Compressed,),
         experts=HFExperts(n_shared="n_shared_experts", scoring="sqrt_softplus"),
     ),
     "GlmMoeDsaForCausalLM": HFClass(

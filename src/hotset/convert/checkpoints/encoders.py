@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from hotset.convert.checkpoints.classes import HFClass, HFExperts
+import numpy as np
 
-_BERT_ATTENTION = {
-    "attention.self.query": "attn_q",
-    "attention.self.key": "attn_k",
-    "attention.self.value": "attn_v",
-    "attention.output.dense": "attn_output",
-    "attention.output.LayerNorm": "attn_output_norm",
-}
+from hotset.convert.checkpoints.classes import HFClass, HFExperts, every_head
+from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_values import integer, number
+
+
+class PaddedPositions(Part):
+    """RoBERTa, whose first learned positions, up to pad_token_id, are of no token."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        facts.n_unused_positions = 1 + int(number(facts.raw, "pad_token_id"))
+        entry = "max_position_embeddings"
+        facts.n_ctx = integer({entry: facts.n_ctx - facts.n_unused_positions}, entry)
+
+
+class NomicExperts(Part):
+    """The matrices of all experts, one under the other and as by input."""
+
+    def learn(self, tensors: Mapping[str, np.ndarray]) -> None:
+        self.tensors = tensors
+
+    def reads(self, name: str) -> bool:
+        """Return False for a bias of zeros that all experts share."""
+        values = self.tensors.get(name) if name.endswith(".mlp.experts.bias") else None
+        return values is None or bool(values.any())
+
+    def split(self, values: np.ndarray, i: int, stems: list[str]) -> np.ndarray | None:
+        if not stems[0].endswith("_exps") or values.ndim != 2:
+            return None
+        parts = values.reshape(-1, self.facts.n_ff_expert, self.facts.n_embd)
+        return parts.swapaxes(1, 2) if stems[0] == "ffn_down_exps" else parts
+
+
+def _nomic(hf_class: HFClass, raw: dict[str, Any]) -> HFClass:
+    """Return the class of transformers, or one of the authors' own code."""
+    if "activation_function" not in raw:
+        return hf_class
+    return _NOMIC_MOE if raw.get("moe_every_n_layers") else _PUBLISHED_NOMIC
+
+
 _BERT = HFClass(
     "bert",
-    tensors={
-        "bert.embeddings.word_embeddings": "token_embd",
-        "bert.embeddings.position_embeddings": "position_embd",
-        "bert.embeddings.token_type_embeddings": "token_types",
-        "bert.embeddings.LayerNorm": "token_embd_norm",
-    },
     layers="bert.encoder.layer",
-    layer_tensors=_BERT_ATTENTION
-    | {
-        "intermediate.dense": "ffn_up",
-        "output.dense": "ffn_down",
-        "output.LayerNorm": "layer_output_norm",
-    },
-    kv_heads="every",
+    kv_heads=every_head,
     epsilon="layer_norm_eps",
     tied=True,
     defaults={
@@ -41,34 +64,18 @@ _BERT = HFClass(
 )
 _ROBERTA = replace(
     _BERT,
-    tensors={name.replace("bert.", "roberta."): target for name, target in _BERT.tensors.items()},
     layers="roberta.encoder.layer",
     defaults=_BERT.defaults | {"pad_token_id": 1},
-    padded_positions=True,
+    parts=(PaddedPositions,),
 )
 _ROBERTA_SCORES = replace(
     _ROBERTA,
-    tensors=_ROBERTA.tensors
-    | {"roberta.classifier.dense": "cls", "roberta.classifier.out_proj": "cls.output"},
+    tensors={"roberta.classifier.dense": "cls", "roberta.classifier.out_proj": "cls.output"},
 )
 _NOMIC = HFClass(
     "nomic-bert",
-    tensors={
-        "encoder.embeddings.word_embeddings": "token_embd",
-        "encoder.embeddings.token_type_embeddings": "token_types",
-        "encoder.emb_ln": "token_embd_norm",
-    },
     layers="encoder.layers",
-    layer_tensors={
-        "attn.Wqkv": "attn_qkv",
-        "attn.out_proj": "attn_output",
-        "norm1": "attn_output_norm",
-        "mlp.fc11": "ffn_up",
-        "mlp.fc12": "ffn_gate",
-        "mlp.fc2": "ffn_down",
-        "norm2": "layer_output_norm",
-    },
-    kv_heads="every",
+    kv_heads=every_head,
     epsilon="layer_norm_eps",
     tied=True,
     defaults={
@@ -79,7 +86,7 @@ _NOMIC = HFClass(
         "type_vocab_size": 2,
     },
 )
-PUBLISHED_NOMIC = replace(  # the configuration of the authors' own code
+_PUBLISHED_NOMIC = replace(  # the configuration of the authors' own code
     _NOMIC,
     own_names={
         "intermediate_size": "n_inner",
@@ -96,55 +103,25 @@ PUBLISHED_NOMIC = replace(  # the configuration of the authors' own code
         "causal": False,
     },
 )
-NOMIC_MOE = replace(
-    PUBLISHED_NOMIC,
+_NOMIC_MOE = replace(
+    _PUBLISHED_NOMIC,
     architecture="nomic-bert-moe",
-    layer_tensors={
-        "attn.Wqkv": "attn_qkv",
-        "attn.out_proj": "attn_output",
-        "norm1": "attn_output_norm",
-        "mlp.fc1": "ffn_up",
-        "mlp.fc2": "ffn_down",
-        "mlp.router.layer": "ffn_gate_inp",
-        "mlp.experts.mlp.w1": "ffn_up_exps",
-        "mlp.experts.mlp.w2": "ffn_down_exps",
-        "norm2": "layer_output_norm",
-    },
-    required=PUBLISHED_NOMIC.required
+    required=_PUBLISHED_NOMIC.required
     | {"moe_every_n_layers": 2, "moe_normalize_expert_weights": False, "expert_choice_router": False},
     integers={"moe_every_n_layers": "moe_every_n_layers"},
+    parts=(NomicExperts,),
     experts=HFExperts(ff="intermediate_size", n_used="moe_top_k", normalised=None, says_ff=False),
 )
 _JINA_BERT = replace(
     _BERT,
     architecture="jina-bert-v2",
-    tensors={name: target for name, target in _BERT.tensors.items() if target != "position_embd"},
-    layer_tensors=_BERT_ATTENTION
-    | {
-        "mlp.gated_layers": "ffn_up",
-        "mlp.wo": "ffn_down",
-        "mlp.layernorm": "layer_output_norm",
-    },
     required={"is_decoder": False, "position_embedding_type": "alibi", "feed_forward_type": "geglu"},
     fused_gate=True,
 )
 _MODERN_BERT = HFClass(
     "modern-bert",
-    tensors={
-        "model.embeddings.tok_embeddings": "token_embd",
-        "model.embeddings.norm": "token_embd_norm",
-        "model.final_norm": "output_norm",
-    },
-    layer_tensors={
-        "attn_norm": "attn_norm",
-        "attn.Wqkv": "attn_qkv",
-        "attn.Wo": "attn_output",
-        "mlp_norm": "ffn_norm",
-        "mlp.Wi": "ffn_up",
-        "mlp.Wo": "ffn_down",
-    },
     activation="hidden_activation",
-    kv_heads="every",
+    kv_heads=every_head,
     epsilon="norm_eps",
     tied=True,
     defaults={
@@ -171,7 +148,7 @@ CLASSES: dict[str, HFClass] = {
     "BertForMaskedLM": _BERT,
     "BertForSequenceClassification": replace(
         _BERT,
-        tensors=_BERT.tensors | {"bert.pooler.dense": "cls", "bert.classifier": "cls.output"},
+        tensors={"bert.pooler.dense": "cls", "bert.classifier": "cls.output"},
     ),
     "XLMRobertaModel": _ROBERTA,
     "XLMRobertaForMaskedLM": _ROBERTA,
@@ -184,23 +161,15 @@ CLASSES: dict[str, HFClass] = {
     "ModernBertForMaskedLM": _MODERN_BERT,
     "ModernBertForSequenceClassification": replace(
         _MODERN_BERT,
-        tensors=_MODERN_BERT.tensors
-        | {"model.head.dense": "cls", "model.head.norm": "cls.norm", "model.classifier": "cls.output"},
+        tensors={"model.head.dense": "cls", "model.head.norm": "cls.norm", "model.classifier": "cls.output"},
     ),
-    "NomicBertModel": _NOMIC,
+    "NomicBertModel": replace(_NOMIC, variant=_nomic),
     "JinaBertModel": _JINA_BERT,
     "JinaBertForMaskedLM": _JINA_BERT,
     "JinaEmbeddingsV3Model": replace(
         _NOMIC,
         architecture="jina-bert-v3",
-        layer_tensors={
-            "mixer.Wqkv": "attn_qkv",
-            "mixer.out_proj": "attn_output",
-            "norm1": "attn_output_norm",
-            "mlp.fc1": "ffn_up",
-            "mlp.fc2": "ffn_down",
-            "norm2": "layer_output_norm",
-        },
+        layer_tensors={"mixer.out_proj": "attn_output"},
         defaults={
             "hidden_act": "gelu",
             "layer_norm_eps": 1e-5,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
-from hotset.convert.checkpoints.names import EXPERT_NAMES, LLAMA_NAMES, SHARED_EXPERTS
 
 _ERNIE_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -23,13 +22,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "Ernie4_5_MoeForCausalLM": HFClass(
         "ernie4_5-moe",
-        layer_tensors=LLAMA_NAMES
-        | EXPERT_NAMES
-        | SHARED_EXPERTS
-        | {
-            "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
-            "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
-        },
         tied=True,
         defaults=_ERNIE_DEFAULTS
         | {

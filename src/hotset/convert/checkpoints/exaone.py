@@ -6,14 +6,9 @@ from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
 from hotset.convert.checkpoints.names import (
-    BIASED_CHOICE,
-    EXPERT_NAMES,
-    GPT2_TENSORS,
     GROUPS,
-    LLAMA_NAMES,
     OLMO_DEFAULTS,
-    POST_NORMS,
-    SHARED_EXPERTS,
+    POST_NORM,
 )
 
 _EXAONE_DEFAULTS: dict[str, Any] = OLMO_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 32}
@@ -21,11 +16,10 @@ _EXAONE_WINDOWS = ("sliding_window", "layer_types", "sliding_window_pattern")
 
 CLASSES: dict[str, HFClass] = {
     "Exaone4ForCausalLM": HFClass(
-        "exaone4", layer_tensors=POST_NORMS, defaults=_EXAONE_DEFAULTS, windows=_EXAONE_WINDOWS
+        "exaone4", layer_tensors=POST_NORM, defaults=_EXAONE_DEFAULTS, windows=_EXAONE_WINDOWS
     ),
     "ExaoneMoeForCausalLM": HFClass(
         "exaone-moe",
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES | SHARED_EXPERTS | BIASED_CHOICE,
         defaults=_EXAONE_DEFAULTS
         | {
             "moe_intermediate_size": 1024,
@@ -44,19 +38,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "ExaoneForCausalLM": HFClass(
         "exaone",
-        tensors=GPT2_TENSORS,
         layers="transformer.h",
-        layer_tensors={
-            "ln_1": "attn_norm",
-            "attn.attention.q_proj": "attn_q",
-            "attn.attention.k_proj": "attn_k",
-            "attn.attention.v_proj": "attn_v",
-            "attn.attention.out_proj": "attn_output",
-            "ln_2": "ffn_norm",
-            "mlp.c_fc_0": "ffn_gate",
-            "mlp.c_fc_1": "ffn_up",
-            "mlp.c_proj": "ffn_down",
-        },
         activation="activation_function",
         epsilon="layer_norm_epsilon",
         own_names={"num_hidden_layers": "num_layers"},

@@ -6,20 +6,34 @@ from dataclasses import replace
 from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
-from hotset.convert.checkpoints.names import LLAMA_NAMES, LLAMA_TENSORS
+from hotset.convert.checkpoints.names import POST_NORM
+from hotset.convert.hf_part import Part
+from hotset.convert.hf_parts import AltUp, ProportionalRope, WindowHeads
+from hotset.convert.hf_values import positive
+
+
+class QueryScale(Part):
+    """The entry whose inverse root scales the scores, if it is not the width of a head."""
+
+    def keys(self) -> dict[str, Any]:
+        facts, scalar = self.facts, positive(self.facts.raw, "query_pre_attn_scalar")
+        narrow = facts.n_layer == facts.row.narrow_scale_at
+        plain = facts.n_embd // facts.n_head if narrow else facts.head_dim
+        return {} if scalar == plain else {"attention.scale": scalar**-0.5}
+
+
+def _experts_if_enabled(hf_class: HFClass, raw: dict[str, Any]) -> HFClass:
+    """Return the class of Gemma 4, whose layers have no experts unless enable_moe_block is true."""
+    return hf_class if raw.get("enable_moe_block") is True else replace(hf_class, experts=None)
+
 
 _GEMMA: dict[str, Any] = {
-    "layer_tensors": {
-        **LLAMA_NAMES,
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
+    "layer_tensors": POST_NORM,
     "activation": "hidden_activation",
     "tied": True,
-    "query_scalar": "query_pre_attn_scalar",
     "required": {"use_bidirectional_attention": False},
     "norms_less_one": True,
+    "parts": (QueryScale,),
 }
 _GEMMA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -28,26 +42,6 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-}
-_ALTUP_TENSORS = {
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "model.altup_projections.*": "altup_proj",
-    "model.altup_unembed_projections.*": "altup_unembd_proj",
-}
-_ALTUP_NAMES = {
-    "altup.correct_output_scale": "altup_correct_scale",
-    "altup.correction_coefs": "altup_correct_coef",
-    "altup.prediction_coefs": "altup_predict_coef",
-    "altup.modality_router": "altup_router",
-    "altup.router_norm": "altup_router_norm",
-    "laurel.linear_left": "laurel_l",
-    "laurel.linear_right": "laurel_r",
-    "laurel.post_laurel_norm": "laurel_post_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
 }
 _GEMMA3N_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -64,23 +58,9 @@ _GEMMA3N_DEFAULTS: dict[str, Any] = {
     "num_kv_shared_layers": 15,
     "laurel_rank": 64,
 }
-_GEMMA4 = HFClass(  # without enable_moe_block its layers have no experts (hf_config)
+_GEMMA4 = HFClass(
     "gemma4",
-    tensors=LLAMA_TENSORS
-    | {name: stem for name, stem in _ALTUP_TENSORS.items() if stem.startswith("per_layer_")},
-    layer_tensors=_GEMMA["layer_tensors"]
-    | {name: stem for name, stem in _ALTUP_NAMES.items() if stem in ("inp_gate", "proj", "post_norm")}
-    | {
-        "layer_scalar": "layer_output_scale",
-        "router.proj": "ffn_gate_inp",
-        "router.scale": "ffn_gate_inp.scale",
-        "router.per_expert_scale": "ffn_down_exps.scale",
-        "experts.gate_up_proj": "ffn_gate_up_exps",
-        "experts.down_proj": "ffn_down_exps",
-        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-        "post_feedforward_layernorm_1": "post_ffw_norm_1",
-        "post_feedforward_layernorm_2": "post_ffw_norm_2",
-    },
+    layer_tensors=POST_NORM,
     activation="hidden_activation",
     tied=True,
     defaults={
@@ -105,20 +85,21 @@ _GEMMA4 = HFClass(  # without enable_moe_block its layers have no experts (hf_co
     required={"attention_bias": False},
     numbers={"final_logit_softcapping": "final_logit_softcapping"},
     windows=("sliding_window", "layer_types"),
-    window_heads=True,
+    rope=ProportionalRope,
+    parts=(WindowHeads,),
+    variant=_experts_if_enabled,
     experts=HFExperts(n_used="top_k_experts", normalised=None),
 )
 _GEMMA3N = HFClass(
     "gemma3n",
-    tensors=LLAMA_TENSORS | _ALTUP_TENSORS,
-    layer_tensors=_GEMMA["layer_tensors"] | _ALTUP_NAMES,
+    layer_tensors=POST_NORM,
     activation="hidden_activation",
     tied=True,
     defaults=_GEMMA3N_DEFAULTS,
     required={"use_bidirectional_attention": False, "altup_active_idx": 0, "altup_correct_scale": True},
     numbers={"final_logit_softcapping": "final_logit_softcapping"},
     windows=("sliding_window", "layer_types"),
-    altup=True,
+    parts=(AltUp,),
 )
 
 CLASSES: dict[str, HFClass] = {

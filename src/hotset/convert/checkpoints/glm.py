@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
-from hotset.convert.checkpoints.names import EXPERT_NAMES, GROUPED_EXPERTS, LLAMA_NAMES, SHARED_EXPERTS
+from hotset.convert.checkpoints.names import (
+    GROUPED_EXPERTS,
+    POST_NORM,
+)
 
 CLASSES: dict[str, HFClass] = {
     "GlmForCausalLM": HFClass(
         "chatglm",
-        layer_tensors=LLAMA_NAMES | {"mlp.gate_up_proj": "ffn_up"},
         defaults={"hidden_act": "silu", "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072}
         | {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5},
         rotates="norm",
@@ -17,12 +19,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "Glm4ForCausalLM": HFClass(
         "glm4",
-        layer_tensors={
-            **LLAMA_NAMES,
-            "post_self_attn_layernorm": "post_attention_norm",
-            "post_mlp_layernorm": "post_ffw_norm",
-            "mlp.gate_up_proj": "ffn_up",
-        },
         defaults={"hidden_act": "silu", "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072}
         | {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5},
         rotates="norm",
@@ -31,13 +27,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "Glm4MoeForCausalLM": HFClass(
         "glm4moe",
-        layer_tensors={
-            **LLAMA_NAMES,
-            **EXPERT_NAMES,
-            "post_attention_layernorm": "post_attention_norm",
-            **SHARED_EXPERTS,
-            "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-        },
+        layer_tensors=POST_NORM,
         defaults={
             **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
             **{"num_key_value_heads": 8, "partial_rotary_factor": 0.5},

@@ -4,35 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotset.convert.checkpoints.classes import HFClass
+from hotset.convert.checkpoints.classes import HFClass, every_head, multi_query_heads
 from hotset.convert.checkpoints.names import (
-    GPT2_TENSORS,
     LLAMA_DEFAULTS,
-    LLAMA_NAMES,
-    LLAMA_TENSORS,
     four_times,
     two_thirds_of_four_times,
 )
+from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_values import integer
+from hotset.errors import UnsupportedModelError
+
+
+class Mpt(Part):
+    """MPT, whose attn_config has entries of attention."""
+
+    @staticmethod
+    def prepared(config: dict[str, Any]) -> dict[str, Any]:
+        own = config.get("attn_config")
+        return config | own if isinstance(own, dict) else config
+
+
+class Opt(Part):
+    """OPT, of one width."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        if facts.raw.get("word_embed_proj_dim") not in (None, facts.n_embd):
+            raise UnsupportedModelError("word_embed_proj_dim other than hidden_size is not supported")
+
+
+def _falcon_heads(raw: dict[str, Any], n_head: int) -> int:
+    """Return Falcon's heads of keys and values."""
+    if raw.get("new_decoder_architecture") is True or "n_head_kv" in raw:
+        return integer(raw, "num_kv_heads", raw.get("n_head_kv", n_head))
+    return multi_query_heads(raw, n_head)
+
 
 _FALCON = HFClass(
     "falcon",
-    kv_heads="falcon",
+    kv_heads=_falcon_heads,
     ff_of_width=four_times,
-    tensors={
-        "transformer.word_embeddings": "token_embd",
-        "transformer.ln_f": "output_norm",
-        "lm_head": "output",
-    },
     layers="transformer.h",
-    layer_tensors={
-        "input_layernorm": "attn_norm",
-        "ln_mlp": "attn_norm",
-        "ln_attn": "attn_norm_2",
-        "self_attention.query_key_value": "attn_qkv",
-        "self_attention.dense": "attn_output",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-    },
     ff="ffn_hidden_size",
     activation="activation",
     epsilon="layer_norm_epsilon",
@@ -42,18 +54,8 @@ _FALCON = HFClass(
     required={"alibi": False, "parallel_attn": True},
     grouped_qkv=True,
 )
-_GPT2_NAMES = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
 _GPT2: dict[str, Any] = {
-    "tensors": GPT2_TENSORS,
     "layers": "transformer.h",
-    "layer_tensors": _GPT2_NAMES,
     "ff": "n_inner",
     "ff_of_width": four_times,
     "activation": "activation_function",
@@ -66,7 +68,7 @@ CLASSES: dict[str, HFClass] = {
     "GPT2LMHeadModel": HFClass(
         "gpt2",
         **_GPT2,
-        kv_heads="every",
+        kv_heads=every_head,
         defaults=_GPT2_DEFAULTS | {"activation_function": "gelu_new"},
         required={
             "scale_attn_weights": True,
@@ -77,22 +79,8 @@ CLASSES: dict[str, HFClass] = {
     ),
     "GPTNeoXForCausalLM": HFClass(
         "gptneox",
-        kv_heads="every",
-        tensors={
-            "gpt_neox.embed_in": "token_embd",
-            "gpt_neox.final_layer_norm": "output_norm",
-            "gpt_neox.embed_out": "output",
-            "lm_head": "output",
-        },
+        kv_heads=every_head,
         layers="gpt_neox.layers",
-        layer_tensors={
-            "input_layernorm": "attn_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "attention.query_key_value": "attn_qkv",
-            "attention.dense": "attn_output",
-            "mlp.dense_h_to_4h": "ffn_up",
-            "mlp.dense_4h_to_h": "ffn_down",
-        },
         epsilon="layer_norm_eps",
         defaults={
             "hidden_act": "gelu",
@@ -108,9 +96,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "PhiForCausalLM": HFClass(
         "phi2",
-        tensors=LLAMA_TENSORS | {"model.final_layernorm": "output_norm"},
-        layer_tensors=LLAMA_NAMES
-        | {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
         epsilon="layer_norm_eps",
         defaults={
             "hidden_act": "gelu_new",
@@ -123,7 +108,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "Starcoder2ForCausalLM": HFClass(
         "starcoder2",
-        layer_tensors=LLAMA_NAMES | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
         epsilon="norm_epsilon",
         tied=True,
         defaults={
@@ -138,24 +122,8 @@ CLASSES: dict[str, HFClass] = {
     "RWForCausalLM": _FALCON,
     "OPTForCausalLM": HFClass(
         "opt",
-        kv_heads="every",
-        tensors={
-            "model.decoder.embed_tokens": "token_embd",
-            "model.decoder.embed_positions": "position_embd",
-            "model.decoder.final_layer_norm": "output_norm",
-            "lm_head": "output",
-        },
+        kv_heads=every_head,
         layers="model.decoder.layers",
-        layer_tensors={
-            "self_attn_layer_norm": "attn_norm",
-            "self_attn.q_proj": "attn_q",
-            "self_attn.k_proj": "attn_k",
-            "self_attn.v_proj": "attn_v",
-            "self_attn.out_proj": "attn_output",
-            "final_layer_norm": "ffn_norm",
-            "fc1": "ffn_up",
-            "fc2": "ffn_down",
-        },
         ff="ffn_dim",
         activation="activation_function",
         epsilon=None,
@@ -166,21 +134,13 @@ CLASSES: dict[str, HFClass] = {
             "_remove_final_layer_norm": False,
             "layer_norm_elementwise_affine": True,
         },
+        parts=(Opt,),
     ),
     "MptForCausalLM": HFClass(
         "mpt",
-        kv_heads="every",
+        kv_heads=every_head,
         ff_of_width=four_times,
-        tensors={"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "lm_head": "output"},
         layers="transformer.blocks",
-        layer_tensors={
-            "norm_1": "attn_norm",
-            "attn.Wqkv": "attn_qkv",
-            "attn.out_proj": "attn_output",
-            "norm_2": "ffn_norm",
-            "ffn.up_proj": "ffn_up",
-            "ffn.down_proj": "ffn_down",
-        },
         activation=None,
         epsilon="layer_norm_epsilon",
         tied=True,
@@ -199,26 +159,13 @@ CLASSES: dict[str, HFClass] = {
         },
         ff="n_inner",
         numbers={"attention.max_alibi_bias": "alibi_bias_max"},
+        parts=(Mpt,),
     ),
     "BloomForCausalLM": HFClass(
         "bloom",
-        kv_heads="every",
+        kv_heads=every_head,
         ff_of_width=four_times,
-        tensors={
-            "transformer.word_embeddings": "token_embd",
-            "transformer.word_embeddings_layernorm": "token_embd_norm",
-            "transformer.ln_f": "output_norm",
-            "lm_head": "output",
-        },
         layers="transformer.h",
-        layer_tensors={
-            "input_layernorm": "attn_norm",
-            "self_attention.query_key_value": "attn_qkv",
-            "self_attention.dense": "attn_output",
-            "post_attention_layernorm": "ffn_norm",
-            "mlp.dense_h_to_4h": "ffn_up",
-            "mlp.dense_4h_to_h": "ffn_down",
-        },
         ff="n_inner",
         activation=None,
         epsilon="layer_norm_epsilon",
@@ -230,11 +177,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "Phi3ForCausalLM": HFClass(
         "phi3",
-        layer_tensors={
-            **LLAMA_NAMES,
-            "self_attn.qkv_proj": "attn_qkv",
-            "mlp.gate_up_proj": "ffn_up",
-        },
         defaults=LLAMA_DEFAULTS
         | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         windows=("sliding_window",),
@@ -244,38 +186,27 @@ CLASSES: dict[str, HFClass] = {
     "GPTBigCodeForCausalLM": HFClass(
         "starcoder",
         **_GPT2,
-        kv_heads="multi_query",
+        kv_heads=multi_query_heads,
         defaults=_GPT2_DEFAULTS | {"activation_function": "gelu_pytorch_tanh"},
         required={"scale_attn_weights": True, "add_cross_attention": False},
         grouped_qkv=True,
     ),
     "GPTRefactForCausalLM": HFClass(
         "refact",
-        tensors=GPT2_TENSORS,
+        layer_tensors={"mlp.gate_up_proj": "ffn_gate ffn_up"},
         layers="transformer.h",
-        layer_tensors={
-            "ln_1": "attn_norm",
-            "attn.q": "attn_q",
-            "attn.kv": "attn_k attn_v",
-            "attn.c_proj": "attn_output",
-            "ln_2": "ffn_norm",
-            "mlp.gate_up_proj": "ffn_gate ffn_up",
-            "mlp.c_proj": "ffn_down",
-        },
         ff="n_inner",
         ff_of_width=two_thirds_of_four_times,
         activation=None,
         epsilon="layer_norm_epsilon",
-        kv_heads="multi_query",
+        kv_heads=multi_query_heads,
         defaults=_GPT2_DEFAULTS,
         required={"n_inner": None, "multi_query": True},
         numbers={"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},  # as llama.cpp needs it
     ),
     "CodeShellForCausalLM": HFClass(
         "codeshell",
-        tensors=GPT2_TENSORS,
         layers="transformer.h",
-        layer_tensors=_GPT2_NAMES,
         ff="n_inner",
         activation="activation_function",
         epsilon="layer_norm_epsilon",

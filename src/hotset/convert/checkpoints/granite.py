@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
-from hotset.convert.checkpoints.names import LLAMA_DEFAULTS, LLAMA_NAMES, SSM_NAMES, below
+from hotset.convert.checkpoints.names import LLAMA_DEFAULTS
+from hotset.convert.hf_mixers import HybridSpace
+from hotset.convert.hf_part import Facts
+from hotset.convert.hf_rope import HFRope
+from hotset.convert.hf_values import number
+from hotset.errors import FormatError, UnsupportedModelError
+
+
+class LayerBases(HFRope):
+    """Granite SWA, whose layer_rope_theta may hold the base of each rotation: the same for all, or 0: none.
+
+    layer_bases: that entry; empty without it.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        values, n_layer, entry = self.raw.get("layer_rope_theta"), facts.n_layer, "layer_rope_theta"
+        if values is not None and (not isinstance(values, list) or len(values) != n_layer):
+            raise FormatError(f"{entry} in config.json must hold a number for each of {n_layer} layers")
+        self.layer_bases = [float(number({entry: value}, entry)) for value in values or []]
+        if min(self.layer_bases, default=0) < 0:
+            raise FormatError(f"{entry} in config.json must hold no number below 0")
+        if len(set(self.layer_bases) - {0.0}) > 1:
+            raise UnsupportedModelError(
+                f"{entry} in config.json must be the same in all layers, or 0: layers with rotations of "
+                "different bases are not supported"
+            )
+
+    def resolved(self, rope: dict[str, Any], kind: Any) -> Any:
+        if any(self.layer_bases):  # they win over rope_theta
+            rope["rope_theta"] = max(self.layer_bases)
+        return kind
+
+    def own_keys(self, rope: dict[str, Any]) -> dict[str, Any]:
+        rotates = [base > 0 for base in self.layer_bases]
+        return {} if all(rotates) else {"attention.rope_pattern": rotates}
+
+
+def _hybrid(hf_class: HFClass, raw: dict[str, Any]) -> HFClass:
+    """Return the class of Granite 4, or the class of its dense models."""
+    if 0 not in (raw.get("num_local_experts"), raw.get("num_experts")):
+        return hf_class
+    names = {"shared_mlp.input_linear": "ffn_gate ffn_up", "shared_mlp.output_linear": "ffn_down"}
+    return replace(
+        hf_class,
+        ff="shared_intermediate_size",
+        layer_tensors=names,
+        experts=None,
+    )
+
 
 _GRANITE_DEFAULTS: dict[str, Any] = {
     **LLAMA_DEFAULTS,
@@ -23,22 +73,14 @@ _GRANITE: dict[str, Any] = {
         "logit_scale": "logits_scaling",
     },
 }
-_GRANITE_EXPERTS = {
-    **LLAMA_NAMES,
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "block_sparse_moe.router": "ffn_gate_inp",
-    "block_sparse_moe.input_linear": "ffn_gate_exps ffn_up_exps",
-    "block_sparse_moe.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
-    "block_sparse_moe.output_linear": "ffn_down_exps",
-    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
-}
+_SHARED = HFExperts("intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False)
 _GRANITE_WINDOWS: dict[str, Any] = {
     **_GRANITE,
     # transformers ignores no_rope_layers, from which llama.cpp's converter takes the layers that rotate.
     "required": {"no_rope_layers": None},
     "windows": ("sliding_window", "layer_types"),
     "writes_pattern": True,
-    "layer_bases": True,
+    "rope": LayerBases,
 }
 
 CLASSES: dict[str, HFClass] = {
@@ -47,47 +89,33 @@ CLASSES: dict[str, HFClass] = {
         "granitemoe",
         **_GRANITE,
         defaults=_GRANITE_MOE_DEFAULTS,
-        layer_tensors=_GRANITE_EXPERTS,
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "GraniteMoeSharedForCausalLM": HFClass(
         "granitemoe",
         **_GRANITE,
         defaults=_GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 0},
-        layer_tensors=_GRANITE_EXPERTS
-        | {
-            "shared_mlp.input_linear": "ffn_gate_shexp ffn_up_shexp",
-            "shared_mlp.output_linear": "ffn_down_shexp",
-        },
-        experts=HFExperts(
-            "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
-        ),
+        experts=_SHARED,
     ),
     "GraniteSWAForCausalLM": HFClass(
         "granite_swa",
         **_GRANITE_WINDOWS,
         tied=True,
-        layer_tensors=LLAMA_NAMES | {"self_attn.sinks": "attn_sinks"},
         defaults=_GRANITE_DEFAULTS
         | {"sliding_window": 128}
         | {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 4},
     ),
     "GraniteMoeSWAForCausalLM": HFClass(
         "granite_swa",
-        **_GRANITE_WINDOWS,
-        layer_tensors=_GRANITE_EXPERTS
-        | {
-            "self_attn.sinks": "attn_sinks",
+        layer_tensors={
             "block_sparse_moe.input_linear": "ffn_gate_up_exps",
             "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps",
             "shared_mlp.input_linear": "ffn_up_shexp",
-            "shared_mlp.output_linear": "ffn_down_shexp",
         },
+        **_GRANITE_WINDOWS,
         defaults=_GRANITE_MOE_DEFAULTS | {"sliding_window": 128} | {"shared_intermediate_size": 0},
         fused_gate=True,
-        experts=HFExperts(
-            "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
-        ),
+        experts=_SHARED,
     ),
     "GraniteMoeHybridForCausalLM": HFClass(
         "granitehybrid",
@@ -102,21 +130,14 @@ CLASSES: dict[str, HFClass] = {
             "mamba_d_conv": 4,
             "mamba_expand": 2,
         },
-        layer_tensors=_GRANITE_EXPERTS
-        | {
-            "shared_mlp.input_linear": "ffn_gate_shexp ffn_up_shexp",
-            "shared_mlp.output_linear": "ffn_down_shexp",
-        }
-        | below(SSM_NAMES, "mixer", "mamba"),
         required={
             "hidden_act": "silu",
             "attention_bias": False,
             "mamba_conv_bias": True,
             "mamba_proj_bias": False,
         },
-        state_space=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
-        experts=HFExperts(
-            "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
-        ),
+        parts=(HybridSpace,),
+        variant=_hybrid,
+        experts=_SHARED,
     ),
 }

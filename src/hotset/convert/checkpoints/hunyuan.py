@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from hotset.convert.checkpoints.classes import HFClass, HFExperts
-from hotset.convert.checkpoints.names import EXPERT_NAMES, LLAMA_NAMES, OLMO_DEFAULTS, SHARED_EXPERTS
+from typing import Any
 
-_HUNYUAN_NAMES = {
-    **LLAMA_NAMES,
-    "self_attn.query_layernorm": "attn_q_norm",
-    "self_attn.key_layernorm": "attn_k_norm",
-}
+from hotset.convert.checkpoints.classes import HFClass, HFExperts
+from hotset.convert.checkpoints.names import OLMO_DEFAULTS
+from hotset.convert.hf_rope import HFRope
+from hotset.convert.hf_values import number, positive
+from hotset.errors import FormatError
+
+
+class ScaledBase(HFRope):
+    """A scaling whose alpha is in the base, for the longest context, whatever the context is."""
+
+    def resolved(self, rope: dict[str, Any], kind: Any) -> Any:
+        if kind != "dynamic" or not rope.get("alpha"):
+            return kind
+        base, dim = number(rope, "rope_theta", number(self.raw, "rope_theta", 10000.0)), self.head_dim
+        if dim <= 2:
+            raise FormatError(f"the RoPE scaling in config.json divides by zero: heads of {dim} channels")
+        rope["rope_theta"] = base * positive(rope, "alpha") ** (dim / (dim - 2))
+        return "default"
+
+
+class AlphaKey(HFRope):
+    """A scaling whose alpha is a key of the file."""
+
+    def resolved(self, rope: dict[str, Any], kind: Any) -> Any:
+        scaled = kind in ("dynamic", "xdrope") and rope.get("alpha")
+        rope["alpha"] = float(number(rope, "alpha")) if scaled else None
+        return "default" if scaled else kind
+
+    def own_keys(self, rope: dict[str, Any]) -> dict[str, Any]:
+        return {} if rope["alpha"] is None else {"rope.scaling.alpha": rope["alpha"]}
+
 
 CLASSES: dict[str, HFClass] = {
-    "HunYuanDenseV1ForCausalLM": HFClass(
-        "hunyuan-dense", dynamic="base", layer_tensors=_HUNYUAN_NAMES, defaults=OLMO_DEFAULTS
-    ),
+    "HunYuanDenseV1ForCausalLM": HFClass("hunyuan-dense", rope=ScaledBase, defaults=OLMO_DEFAULTS),
     "HunYuanMoEV1ForCausalLM": HFClass(
         "hunyuan-moe",
-        dynamic="base",
-        layer_tensors=_HUNYUAN_NAMES
-        | EXPERT_NAMES
-        | {
-            "mlp.gate.wg": "ffn_gate_inp",
-            "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
-            "mlp.shared_mlp.up_proj": "ffn_up_shexp",
-            "mlp.shared_mlp.down_proj": "ffn_down_shexp",
-        },
+        rope=ScaledBase,
         defaults=OLMO_DEFAULTS | {"num_experts": 1, "moe_topk": 1},
         experts=HFExperts(
             "intermediate_size", n_used="moe_topk", normalised=None, ff_shared="intermediate_size"
@@ -33,8 +48,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "HunYuanVLForConditionalGeneration": HFClass(
         "hunyuan_vl",
-        dynamic="key",
-        layer_tensors=_HUNYUAN_NAMES,
+        rope=AlphaKey,
         tied=True,
         defaults=OLMO_DEFAULTS,
         sections=True,
@@ -42,17 +56,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "HYV3ForCausalLM": HFClass(
         "hy_v3",
-        layer_tensors=LLAMA_NAMES
-        | EXPERT_NAMES
-        | SHARED_EXPERTS
-        | {
-            "mlp.router.gate": "ffn_gate_inp",
-            "mlp.expert_bias": "exp_probs_b",
-            "mlp.e_score_correction_bias": "exp_probs_b",
-            "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
-            "mlp.shared_mlp.up_proj": "ffn_up_shexp",
-            "mlp.shared_mlp.down_proj": "ffn_down_shexp",
-        },
+        layer_tensors={"mlp.e_score_correction_bias": "exp_probs_b."},
         defaults={
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,

@@ -5,14 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hotset.convert.checkpoints.classes import HFClass, HFExperts
+from hotset.convert.checkpoints.classes import HFClass, HFExperts, every_head
 from hotset.convert.checkpoints.names import (
     GROUPED_EXPERTS,
     LATENT_DEFAULTS,
-    LATENT_NAMES,
     LLAMA_DEFAULTS,
-    MIXTRAL_NAMES,
 )
+from hotset.convert.hf_parts import Latent, LatentRope
+from hotset.convert.hf_rope import HFRope
+from hotset.convert.hf_values import number
+from hotset.model.keys import YARN_LOG_MULTIPLIER
+
+
+class LoggedRope(HFRope):
+    """YaRN whose mscale_all_dim is a key, as llama.cpp reads it."""
+
+    def magnitude_keys(self, rope: dict[str, Any], log_factor: float) -> dict[str, Any]:
+        of_all = rope.get("mscale_all_dim")
+        if rope.get("attention_factor") is None and of_all and number(rope, "mscale", 0.0) == 1:
+            return {YARN_LOG_MULTIPLIER: float(number(rope, "mscale_all_dim"))}
+        return super().magnitude_keys(rope, log_factor)
+
 
 _MIXTRAL: dict[str, Any] = {
     "defaults": {
@@ -32,7 +45,7 @@ _MINISTRAL_ROPE: dict[str, Any] = {
 }  # fmt: skip
 _MINISTRAL = HFClass(
     "mistral3",
-    log_multiplier=True,
+    rope=LoggedRope,
     defaults=LLAMA_DEFAULTS
     | {
         "max_position_embeddings": 262144,
@@ -54,26 +67,23 @@ CLASSES: dict[str, HFClass] = {
     "MixtralForCausalLM": HFClass(
         "llama",
         **_MIXTRAL,
-        layer_tensors=MIXTRAL_NAMES,
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "TurboSparseMixtralForCausalLM": HFClass(  # its act stands before gate and up
         "llama",
-        **_MIXTRAL,
-        layer_tensors=MIXTRAL_NAMES
-        | {
+        layer_tensors={
             "block_sparse_moe.experts.*.predictor.fc1": "fc1_exps",
             "block_sparse_moe.experts.*.predictor.fc2": "fc2_exps",
         },
+        **_MIXTRAL,
         required={"hidden_act": "relu"},
-        activates_up=True,
+        means="drelu",
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "Ministral3ForCausalLM": _MINISTRAL,
     "Mistral3ForConditionalGeneration": replace(_MINISTRAL, sees=True),
     "Mistral4ForCausalLM": HFClass(
         "mistral4",
-        layer_tensors=LATENT_NAMES,
         defaults=LATENT_DEFAULTS
         | {
             "max_position_embeddings": 1048576,
@@ -94,8 +104,10 @@ CLASSES: dict[str, HFClass] = {
         },
         required={"rope_interleave": True},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
+        kv_heads=every_head,
         rotates="norm",
-        latent=True,
+        rope=LatentRope,
+        parts=(Latent,),
         experts=HFExperts(**GROUPED_EXPERTS, scoring="softmax"),
     ),
 }

@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
 from hotset.convert.checkpoints.names import (
-    BIASED_CHOICE,
-    EXPERT_NAMES,
     GROUPED_EXPERTS,
     GROUPS,
     LLAMA_DEFAULTS,
-    LLAMA_NAMES,
-    LLAMA_TENSORS,
-    MIXTRAL_NAMES,
-    SHARED_EXPERTS,
+    POST_NORM,
 )
+from hotset.convert.hf_part import Part
+from hotset.convert.hf_values import integer
+from hotset.errors import FormatError, UnsupportedModelError
 
-_BAILING_TENSORS = LLAMA_TENSORS | {"model.word_embeddings": "token_embd"}
-_BAILING_NAMES = LLAMA_NAMES | EXPERT_NAMES | SHARED_EXPERTS | {"attention.dense": "attn_output"}
+
+class Layouts(Part):
+    """SmallThinker: sliding_window_layout and rope_layout name the layers with a window or a rotation."""
+
+    def keys(self) -> dict[str, Any]:
+        """Return the windows, which the layers with a rotation must have, or all layers rotate."""
+        raw, n_layer, found = self.facts.raw, self.facts.n_layer, {}
+        for entry, default in (("sliding_window_layout", 0), ("rope_layout", 1)):
+            layout = raw.get(entry, [default] * n_layer)
+            if not isinstance(layout, list) or len(layout) != n_layer or any(v not in (0, 1) for v in layout):
+                raise FormatError(f"{entry} in config.json must hold 0 or 1 for {n_layer} layers")
+            found[entry] = [value == 1 for value in layout]
+        windowed, rotated = found.values()
+        if rotated != (windowed if any(windowed) else [True] * n_layer):
+            raise UnsupportedModelError(
+                "rope_layout in config.json must name the layers with a window, or all layers if none has one"
+            )
+        if not any(windowed):
+            return {}
+        window = integer(raw, "sliding_window_size")
+        return {"attention.sliding_window": window, "attention.sliding_window_pattern": windowed}
+
+
+class TransposedExperts(Part):
+    """gpt-oss: matrices of all experts are stored by input, gate and up column by column, or in MXFP4."""
+
+    @staticmethod
+    def dequantises(quantised: Any) -> bool:
+        return isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+
+    def split(self, values: np.ndarray, i: int, stems: list[str]) -> np.ndarray | None:
+        if not stems[0].endswith("_exps"):
+            return None
+        part = values[..., i :: len(stems)]
+        return part.swapaxes(1, 2) if part.ndim == 3 else part
+
 
 CLASSES: dict[str, HFClass] = {
     "MiniMaxM2ForCausalLM": HFClass(
         "minimax-m2",
-        layer_tensors=MIXTRAL_NAMES
-        | {
-            "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
-            "mlp.e_score_correction_bias": "exp_probs_b.bias",
-        },
         defaults={
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
@@ -42,7 +73,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "Dots1ForCausalLM": HFClass(
         "dots1",
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES | SHARED_EXPERTS | BIASED_CHOICE,
         defaults=LLAMA_DEFAULTS
         | {
             "num_key_value_heads": 32,
@@ -61,17 +91,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "AfmoeForCausalLM": HFClass(
         "afmoe",
-        layer_tensors=LLAMA_NAMES
-        | EXPERT_NAMES
-        | SHARED_EXPERTS
-        | {
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_mlp_layernorm": "ffn_norm",
-            "post_mlp_layernorm": "post_ffw_norm",
-            "self_attn.gate_proj": "attn_gate",
-            "mlp.router.gate": "ffn_gate_inp",
-            "mlp.expert_bias": "exp_probs_b.bias",
-        },
+        layer_tensors=POST_NORM | {"mlp.expert_bias": "exp_probs_b.bias"},
         defaults={
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
@@ -93,13 +113,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "SmallThinkerForCausalLM": HFClass(
         "smallthinker",
-        layer_tensors={
-            **LLAMA_NAMES,
-            "block_sparse_moe.primary_router": "ffn_gate_inp",
-            "block_sparse_moe.experts.*.gate": "ffn_gate_exps",
-            "block_sparse_moe.experts.*.up": "ffn_up_exps",
-            "block_sparse_moe.experts.*.down": "ffn_down_exps",
-        },
         ff="moe_ffn_hidden_size",
         tied=True,
         defaults={"hidden_act": "relu", "head_dim": 128, "sliding_window_size": 4096},
@@ -116,24 +129,11 @@ CLASSES: dict[str, HFClass] = {
             normalised=None,
             softmax="moe_primary_router_apply_softmax",
         ),
-        layouts=True,
+        parts=(Layouts,),
     ),
     "GptOssForCausalLM": HFClass(
         "gpt-oss",
-        layer_tensors={
-            **LLAMA_NAMES,
-            "self_attn.sinks": "attn_sinks",
-            "post_attention_layernorm": "post_attention_norm",
-            "mlp.router": "ffn_gate_inp",
-            "mlp.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
-            "mlp.experts.gate_up_proj_bias": "ffn_gate_exps.bias ffn_up_exps.bias",
-            "mlp.experts.gate_up_proj_blocks": "ffn_gate_exps.blocks ffn_up_exps.blocks",
-            "mlp.experts.gate_up_proj_scales": "ffn_gate_exps.scales ffn_up_exps.scales",
-            "mlp.experts.down_proj_blocks": "ffn_down_exps.blocks",
-            "mlp.experts.down_proj_scales": "ffn_down_exps.scales",
-            "mlp.experts.down_proj": "ffn_down_exps",
-            "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
-        },
+        layer_tensors=POST_NORM,
         activation=None,
         defaults={
             "rms_norm_eps": 1e-5,
@@ -155,11 +155,11 @@ CLASSES: dict[str, HFClass] = {
         },
         windows=("sliding_window", "layer_types"),
         required={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True},
-        experts=HFExperts("intermediate_size", normalised=None, transposed=True),
+        experts=HFExperts("intermediate_size", normalised=None),
+        parts=(TransposedExperts,),
     ),
     "MellumForCausalLM": HFClass(
         "mellum",
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES,
         defaults=LLAMA_DEFAULTS
         | {
             "max_position_embeddings": 131072,
@@ -182,21 +182,12 @@ CLASSES: dict[str, HFClass] = {
     ),
     "BailingMoeForCausalLM": HFClass(
         "bailingmoe",
-        tensors=_BAILING_TENSORS,
-        layer_tensors=_BAILING_NAMES | {"attention.query_key_value": "attn_q attn_k attn_v"},
+        layer_tensors={"attention.query_key_value": "attn_q attn_k attn_v"},
         required={"norm_head": False, "multi_gate": False, "routed_scaling_factor": 1.0},
         experts=HFExperts(n_shared="num_shared_experts", n_dense="first_k_dense_replace"),
     ),
     "BailingMoeV2ForCausalLM": HFClass(
         "bailingmoe2",
-        tensors=_BAILING_TENSORS,
-        layer_tensors=_BAILING_NAMES
-        | {
-            "attention.query_key_value": "attn_qkv",
-            "attention.query_layernorm": "attn_q_norm",
-            "attention.key_layernorm": "attn_k_norm",
-            "mlp.gate.expert_bias": "exp_probs_b.bias",
-        },
         defaults={"partial_rotary_factor": 0.5},
         required={"score_function": "sigmoid", "use_qk_norm": True, "norm_head": False},
         numbers={"expert_weights_scale": "routed_scaling_factor"},

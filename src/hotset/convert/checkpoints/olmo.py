@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
 from hotset.convert.checkpoints.names import (
-    EXPERT_NAMES,
     LLAMA_DEFAULTS,
-    LLAMA_NAMES,
     OLMO_DEFAULTS,
-    POST_NORMS,
+    POST_NORM,
 )
 
 CLASSES: dict[str, HFClass] = {
-    "Olmo2ForCausalLM": HFClass("olmo2", layer_tensors=POST_NORMS, defaults=OLMO_DEFAULTS),
+    "Olmo2ForCausalLM": HFClass("olmo2", layer_tensors=POST_NORM, defaults=OLMO_DEFAULTS),
     "Olmo3ForCausalLM": HFClass(
         "olmo2",
-        layer_tensors=POST_NORMS,
+        layer_tensors=POST_NORM,
         defaults=OLMO_DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5},
         windows=("sliding_window", "layer_types"),
     ),
@@ -24,7 +22,6 @@ CLASSES: dict[str, HFClass] = {
         defaults=LLAMA_DEFAULTS
         | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64}
         | {"num_experts_per_tok": 8},
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES,
         required={"clip_qkv": None},
         experts=HFExperts("intermediate_size", says_ff=False),
     ),

@@ -2,44 +2,166 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
 from hotset.convert.checkpoints.names import (
-    EXPERT_NAMES,
-    GPT2_TENSORS,
     LLAMA_DEFAULTS,
-    LLAMA_NAMES,
+    POST_NORM,
     SPARSE_LM,
 )
+from hotset.convert.hf_mixers import DeltaNet, GroupedDeltaNet
+from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_values import integer
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.model.keys import MAX_CONV_KERNEL, MAX_NGRAM, MAX_NGRAM_HEADS, MAX_STREAMS
+
+
+class ExpertsByInput(Part):
+    """Qwen3-VL: matrices of all experts may be stored by input, which those that are not square show."""
+
+    by_input = False
+
+    def learn(self, tensors: Mapping[str, np.ndarray]) -> None:
+        n, d = self.facts.n_ff_expert, self.facts.n_embd
+        for stem, shape in (("gate_up_proj", (d, 2 * n)), ("down_proj", (n, d))):
+            found = (values for name, values in tensors.items() if name.endswith(f".mlp.experts.{stem}"))
+            if shape[0] != shape[1] and any(values.shape[1:] == shape for values in found):
+                self.by_input = True
+
+    def split(self, values: np.ndarray, i: int, stems: list[str]) -> np.ndarray | None:
+        if not self.by_input or not stems[0].endswith("_exps") or values.ndim != 3:
+            return None
+        return np.split(values.swapaxes(1, 2), len(stems), axis=1)[i]
+
+
+class Ngrams:
+    """Embeddings of n-grams: the layer that adds them, the length of the longest, heads of all lengths, the
+    width of one's embedding, tensors that their rows are split into, the kernel of their convolution, the
+    token that ends a text."""
+
+    def __init__(self, config: dict[str, Any], layers: Any, n_layer: int) -> None:
+        if not isinstance(layers, list) or len(layers) != 1:
+            raise UnsupportedModelError("ple_layer_ids in config.json must name one layer, or none")
+        self.layer = integer({"ple_layer_ids": layers[0]}, "ple_layer_ids", high=n_layer) - 1
+        self.n = integer(config, "ngram_size", high=MAX_NGRAM, low=2)
+        self.per_length = integer(config, "heads_per_ngram", high=MAX_NGRAM_HEADS // (self.n - 1))
+        self.n_heads = self.per_length * (self.n - 1)
+        width = integer(config, "ple_embed_dim", config.get("hidden_size"), 1 << 20)
+        if width % self.n_heads:
+            raise FormatError(
+                f"ple_embed_dim in config.json is {width}, not a multiple of {self.n_heads} heads"
+            )
+        self.width = width // self.n_heads
+        self.n_parts = integer(config, "split_ngram_parts", high=1 << 16)
+        self.kernel = integer(config, "ple_conv_kernel_size", high=MAX_CONV_KERNEL)
+        eos = config.get("eos_token_id")
+        # llama.cpp's converter takes the last of several.
+        first = eos[0] if isinstance(eos, list) and eos else eos
+        self.eos = integer({"eos_token_id": first}, "eos_token_id", high=1 << 24, low=0)
+        self.image = None
+        if config.get("image_token_id") is not None:
+            self.image = integer(config, "image_token_id", high=1 << 24, low=0)
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the GGUF file, but for the constants."""
+        return {
+            "ple.layers": [self.layer],
+            "ple.ngram_size": self.n,
+            "ple.heads_per_ngram": self.per_length,
+            "ple.conv_kernel": self.kernel,
+            "ple.eos_token_id": self.eos,
+            "embedding_length_per_layer_input": self.width,
+        } | ({} if self.image is None else {"ple.image_token_id": self.image})
+
+
+class GatedStreams(DeltaNet):
+    """Qwen4-Exp (model/config.py, GatedStreams and Ngrams): streams, the rank of their gates, heads of the
+    indexer and the channels of one, the tokens that it chooses and the tokens of a block,
+    embeddings of n-grams (None: no layer has them)."""
+
+    hashes: ClassVar = {
+        "ple.ple_embedding.layer_multipliers": "ple.layer_multipliers",
+        "ple.ple_embedding.ngram_heads_offsets": "ple.head_offsets",
+        "ple.ple_embedding.ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
+    }
+    constants: ClassVar = tuple(hashes)
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        config = facts.raw
+        self.n = integer(config, "hc_count", high=MAX_STREAMS, low=2)
+        self.rank = integer(config, "hc_lowrank", high=1 << 20)
+        self.n_index_heads = integer(config, "indexer_n_heads", high=1 << 14)
+        self.index_dim = integer(config, "indexer_head_dim", high=1 << 14)
+        self.budget, self.block = integer(config, "indexer_budget"), integer(config, "indexer_compress_ratio")
+        layers = config.get("ple_layer_ids")
+        self.ngrams = Ngrams(config, layers, facts.n_layer) if layers else None
+        if isinstance(types := config.get("layer_types"), list):  # as transformers writes them
+            config["layer_types"] = ["full_attention" if t == "indexed_attention" else t for t in types]
+
+    def sizes(self) -> dict[str, Any]:
+        keys = {
+            "hyper_connection.count": self.n,
+            "hyper_connection.low_rank": self.rank,
+            "attention.indexer.head_count": self.n_index_heads,
+            "attention.indexer.key_length": self.index_dim,
+            "attention.indexer.top_k": self.budget,
+        }
+        return keys | ({} if self.ngrams is None else self.ngrams.keys())
+
+    def keys(self) -> dict[str, Any]:
+        keys = super().keys()
+        blocks = [0 if own else self.block for own in keys["attention.recurrent_layers"]]
+        return keys | {"attention.compress_ratios": blocks}
+
+    def learn(self, tensors: Mapping[str, np.ndarray]) -> None:
+        self.tensors = tensors
+
+    def tensor_keys(self, architecture: str) -> dict[str, Any]:
+        """Return the constants of the hashes of n-grams, whole numbers."""
+        found: dict[str, Any] = {}
+        if self.ngrams is None:
+            return found
+        layer = self.ngrams.layer
+        for stem, key in self.hashes.items():
+            values = self.tensors.get(f"{self.facts.layers}.{layer}.{stem}", np.empty(0))
+            if values.dtype != np.int64 or values.ndim != 1 or (values < 0).any():
+                raise FormatError(
+                    f"the checkpoint must have whole numbers in the tensor {stem} of layer {layer}"
+                )
+            found[f"{architecture}.{key}"] = values.astype("<u8")
+        return found
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        d, dim = self.facts.n_embd, self.index_dim
+        norms = dict.fromkeys(("indexer.q_norm", "indexer.k_norm"), (dim,))
+        return norms | {"indexer.q_proj": (self.n_index_heads * dim, d), "indexer.k_proj": (dim, d)}
+
+    def n_parts(self, stem: str) -> int | None:
+        return self.ngrams.n_parts if self.ngrams and stem == "per_layer_token_embd" else None
+
+    def split(self, values: np.ndarray, i: int, stems: list[str]) -> np.ndarray | None:
+        """Split the rows of queries and keys of the indexer, which has one key."""
+        if stems != ["indexer.q_proj", "indexer.k_proj"]:
+            return None
+        return np.split(values, [self.n_index_heads * self.index_dim])[i]
+
 
 _QWEN_DEFAULTS: dict[str, Any] = LLAMA_DEFAULTS | {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
     "sliding_window": 4096,
 }
-_DELTA_NAMES = {
-    **LLAMA_NAMES,
-    "post_attention_layernorm": "post_attention_norm",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "linear_attn.in_proj_qkvz": "attn_qkv attn_gate",
-    "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
+_DELTA: dict[str, Any] = {
+    "layer_tensors": POST_NORM,
+    "norms_less_one": True,
+    "partial": True,
+    "parts": (DeltaNet,),
 }
-_GATED_SHARE = {
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-}
-_DELTA: dict[str, Any] = {"norms_less_one": True, "partial": True}
 _DELTA_DEFAULTS: dict[str, Any] = {
     **LLAMA_DEFAULTS,
     "max_position_embeddings": 32768,
@@ -57,41 +179,17 @@ _DELTA_EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "num_experts": 512,
 }
-_STREAM_NAMES = {
-    f"{part}_hyper_connection.{name}": f"hc_{short}_{target}"
-    for part, short in (("attn", "attn"), ("mlp", "ffn"))
-    for name, target in (
-        ("hc_norm", "norm"),
-        ("input_mix_weight_down", "down"),
-        ("input_mix_weight_up", "up"),
-        ("block_inject_weight", "inject"),
-    )
-}
 _QWEN4 = HFClass(
     "qwen4exp",
-    **_DELTA,
-    tensors={
-        "model.embed_tokens": "token_embd",
-        "lm_head": "output",
-        "model.hyper_connection_mixer.hc_norm": "output_hc_norm",
-        "model.hyper_connection_mixer.input_mix_weight_down": "output_hc_down",
-        "model.hyper_connection_mixer.input_mix_weight_up": "output_hc_up",
-    },
-    layer_tensors={
-        **_DELTA_NAMES,
-        **EXPERT_NAMES,
-        **_GATED_SHARE,
-        **_STREAM_NAMES,
-        "self_attn.indexer.index_qk_proj": "indexer.q_proj indexer.k_proj",
-        "self_attn.indexer.q_layernorm": "indexer.q_norm",
-        "self_attn.indexer.k_layernorm": "indexer.k_norm",
-        "ple.ple_embedding.ngram_embedding.shard_*": "per_layer_token_embd",
-        "ple.key_proj": "ple_key",
-        "ple.value_proj": "ple_value",
-        "ple.norm_key": "ple_norm_key",
-        "ple.norm_query": "ple_norm_query",
-        "ple.norm_conv": "ple_norm_conv",
-        "ple.conv1d": "ple_conv1d",
+    **_DELTA
+    | {
+        "layer_tensors": {
+            **POST_NORM,
+            "self_attn.indexer.index_qk_proj": "indexer.q_proj indexer.k_proj",
+            "self_attn.indexer.q_layernorm": "indexer.q_norm",
+            "self_attn.indexer.k_layernorm": "indexer.k_norm",
+        },
+        "parts": (GatedStreams,),
     },
     ff="moe_intermediate_size",
     defaults=_DELTA_DEFAULTS
@@ -102,7 +200,6 @@ _QWEN4 = HFClass(
     required={"output_gate_type": "sigmoid", "norm_topk_prob": True, "indexer_kv_heads": 1},
     sections=True,
     sees=True,
-    gated_streams=True,
     experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
 )
 _ALL_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # in every layer
@@ -134,7 +231,6 @@ CLASSES: dict[str, HFClass] = {
         | {"num_key_value_heads": 16, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
         | {"num_experts": 60, "num_experts_per_tok": 4},
         windows=("sliding_window", "use_sliding_window", "layer_types"),
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES | _GATED_SHARE,
         required=_ALL_EXPERTS | {"qkv_bias": True},
         experts=HFExperts(ff_shared="shared_expert_intermediate_size"),
     ),
@@ -149,7 +245,6 @@ CLASSES: dict[str, HFClass] = {
         | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128}
         | {"num_experts_per_tok": 8},
         windows=("sliding_window", "use_sliding_window"),
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES,
         required=_ALL_EXPERTS,
         experts=HFExperts(),
     ),
@@ -164,7 +259,6 @@ CLASSES: dict[str, HFClass] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": HFClass(
         "qwen3vlmoe",
-        layer_tensors=LLAMA_NAMES | EXPERT_NAMES,
         defaults=LLAMA_DEFAULTS
         | {
             "max_position_embeddings": 128000,
@@ -177,12 +271,12 @@ CLASSES: dict[str, HFClass] = {
         required=_ALL_EXPERTS,
         sections=True,
         sees=True,
-        experts=HFExperts(normalised=None, by_input=True),
+        experts=HFExperts(normalised=None),
+        parts=(ExpertsByInput,),
     ),
     "Qwen3NextForCausalLM": HFClass(
         "qwen3next",
-        **_DELTA,
-        layer_tensors=_DELTA_NAMES | EXPERT_NAMES | _GATED_SHARE,
+        **_DELTA | {"parts": (GroupedDeltaNet,)},
         ff="moe_intermediate_size",
         defaults=_DELTA_DEFAULTS | _DELTA_EXPERTS | {"num_experts_per_tok": 10, "norm_topk_prob": True},
         required=_ALL_EXPERTS,
@@ -191,14 +285,12 @@ CLASSES: dict[str, HFClass] = {
     "Qwen3_5ForCausalLM": HFClass(
         "qwen35",
         **_DELTA,
-        layer_tensors=_DELTA_NAMES,
         defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
         sections=True,
     ),
     "Qwen3_5MoeForCausalLM": HFClass(
         "qwen35moe",
         **_DELTA,
-        layer_tensors=_DELTA_NAMES | EXPERT_NAMES | _GATED_SHARE,
         ff="moe_intermediate_size",
         defaults=_DELTA_DEFAULTS | _DELTA_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
         sections=True,
@@ -208,17 +300,7 @@ CLASSES: dict[str, HFClass] = {
     "Qwen4ExpForConditionalGeneration": _QWEN4,
     "QWenLMHeadModel": HFClass(  # beyond seq_length it is another function
         "qwen",
-        tensors=GPT2_TENSORS,
         layers="transformer.h",
-        layer_tensors={
-            "ln_1": "attn_norm",
-            "attn.c_attn": "attn_qkv",
-            "attn.c_proj": "attn_output",
-            "ln_2": "ffn_norm",
-            "mlp.w2": "ffn_gate",
-            "mlp.w1": "ffn_up",
-            "mlp.c_proj": "ffn_down",
-        },
         activation=None,
         epsilon="layer_norm_epsilon",
         own_names={

@@ -2,56 +2,146 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from hotset.convert.checkpoints.classes import HFClass, HFExperts
+from hotset.convert.checkpoints.classes import HFClass, HFExperts, every_head
 from hotset.convert.checkpoints.names import (
-    BIASED_CHOICE,
     GROUPS,
     LATENT_DEFAULTS,
-    LATENT_NAMES,
-    LLAMA_NAMES,
-    LLAMA_TENSORS,
-    MIXTRAL_NAMES,
-    SHARED_EXPERTS,
-    SSM_NAMES,
-    below,
+    POST_NORM,
     four_times,
 )
-from hotset.convert.hf_rwkv import NAMES_6, NAMES_7, ffn_width_6
+from hotset.convert.hf_mixers import (
+    ChannelSpace,
+    FalconMamba,
+    Jamba,
+    KimiDelta,
+    ParallelSpace,
+    StateSpace,
+)
+from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_parts import LatentRope
+from hotset.convert.hf_rwkv import Rwkv6, Rwkv7, ffn_width_6
+from hotset.convert.hf_values import LEGACY_PARTS, checked_types, integer, number
+from hotset.errors import FormatError
+from hotset.model.keys import EPSILON_KEYS, MAX_CONV_KERNEL
 
-_BACKBONE = {
-    "backbone.embeddings": "token_embd",
-    "backbone.norm_f": "output_norm",
-    "lm_head": "output",
-}
-_LFM2_NAMES = {
-    "operator_norm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-}
+_PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of a pattern
+
+
+class ShortConv(Part):
+    """LFM2's short convolutions, which layer_types puts in place of attention."""
+
+    adapts = False
+
+    @staticmethod
+    def prepared(config: dict[str, Any]) -> dict[str, Any]:
+        """Read tie_embedding, as the first checkpoints call it."""
+        tied = {"tie_word_embeddings": config["tie_embedding"]} if "tie_embedding" in config else {}
+        return config | tied
+
+    def types(self) -> Any:
+        """Return the kind of each layer."""
+        if (types := self.facts.raw.get("layer_types")) is None:
+            raise FormatError("config.json has no layer_types")
+        return types
+
+    def keys(self) -> dict[str, Any]:
+        facts = self.facts
+        types = checked_types(self.types(), facts.n_layer, ("full_attention", "conv"))
+        return {
+            "attention.head_count_kv": [0 if kind == "conv" else facts.n_head_kv for kind in types],
+            "shortconv.l_cache": integer(facts.raw, "conv_L_cache", 3, MAX_CONV_KERNEL),
+        }
+
+
+class DenseShortConv(ShortConv):
+    """LFM2 without experts, whose FFNs may have two thirds of the neurons that config.json says."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        config = facts.raw
+        n_ff = integer(config, "block_ff_dim", facts.n_ff, 1 << 22)
+        if config.get("block_auto_adjust_ff_dim", True) is not False:
+            n_ff = 2 * n_ff // 3
+            if config.get("block_ffn_dim_multiplier", 1.0) is not None:
+                multiple = integer(config, "block_multiple_of", 256, 1 << 22)
+                n_ff = int(number(config, "block_ffn_dim_multiplier", 1.0) * n_ff)
+                n_ff = -(-n_ff // multiple) * multiple
+        facts.n_ff = integer({"block_ff_dim": n_ff}, "block_ff_dim", high=1 << 22)
+
+    def types(self) -> Any:
+        """Return the kind of each layer; older checkpoints have full_attn_idxs, or attention everywhere."""
+        if (types := self.facts.raw.get("layer_types")) is not None:
+            return types
+        layers = range(self.facts.n_layer)
+        attends = self.facts.raw.get("full_attn_idxs")
+        attends = list(layers) if attends is None else attends
+        if not isinstance(attends, list):
+            raise FormatError("full_attn_idxs in config.json must be a list of layers")
+        return ["full_attention" if i in attends else "conv" for i in layers]
+
+
+class OnePartLayers(StateSpace):
+    """Nemotron-H, each of whose layers is a state space, attention, an FFN or experts.
+
+    n_latent: the width of what experts read and yield, if it is not the model's; 0: it is.
+    """
+
+    entries = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    limits = None
+    in_parts = True
+
+    @staticmethod
+    def prepared(config: dict[str, Any]) -> dict[str, Any]:
+        """Set num_hidden_layers, and layers_block_type in the form that keys reads."""
+        parts = _parts_of(config)
+        return config | {"layers_block_type": parts, "num_hidden_layers": len(parts)}
+
+    def keys(self) -> dict[str, Any]:
+        facts = self.facts
+        parts, behind, n_ff_expert = facts.raw["layers_block_type"], facts.n_nextn, facts.n_ff_expert
+        kv = [facts.n_head_kv if part == "full_attention" else 0 for part in parts]
+        widths = {"mlp": facts.n_ff, "moe": n_ff_expert}
+        n_ff = [widths.get(part, 0) for part in parts]
+        keys: dict[str, Any] = {
+            "attention.head_count_kv": kv + [facts.n_head_kv] * behind,
+            "feed_forward_length": n_ff + [n_ff_expert] * behind,
+            EPSILON_KEYS["layer"]: float(number(facts.raw, "layer_norm_epsilon")),  # engines read either
+        }
+        if facts.n_expert and facts.raw.get("moe_latent_size") is not None:
+            keys["moe_latent_size"] = integer(facts.raw, "moe_latent_size", high=1 << 20)
+        return keys | super().keys()
+
+
+def _parts_of(config: dict[str, Any]) -> list[str]:
+    """Return the kind of each layer of a Nemotron-H."""
+    parts = config.get("layers_block_type") or config.get("layer_types")
+    if parts is None:
+        pattern = config.get("hybrid_override_pattern")
+        if pattern is None:
+            raise FormatError("config.json has no layers_block_type")
+        parts = [_PARTS.get(c) for c in pattern] if isinstance(pattern, str) else pattern
+    if not isinstance(parts, list) or not parts:
+        raise FormatError("layers_block_type in config.json must be a list of layers")
+    parts = [LEGACY_PARTS.get(part, part) if isinstance(part, str) else part for part in parts]
+    return checked_types(parts, len(parts), tuple(_PARTS.values()))
+
+
+def _nemotron_h(hf_class: HFClass, raw: dict[str, Any]) -> HFClass:
+    """Return the class of Nemotron-H, of which models without experts are another architecture."""
+    parts = _parts_of(raw)
+    if "moe" not in parts:
+        return replace(hf_class, architecture="nemotron_h", numbers={}, experts=None)
+    return hf_class if "mlp" in parts else replace(hf_class, ff="moe_intermediate_size")
+
+
 _LFM2: dict[str, Any] = {
-    "tensors": {
-        "model.embed_tokens": "token_embd",
-        "model.embedding_norm": "token_embd_norm",
-        "lm_head": "output",
-    },
     "activation": None,
     "epsilon": "norm_eps",
     "tied": True,
     "required": {"conv_bias": False},
-    "short_conv": True,
 }
 _LFM2_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -60,19 +150,8 @@ _LFM2_DEFAULTS: dict[str, Any] = {
     "rope_theta": 1e6,
     "conv_L_cache": 3,
 }
-_MAMBA_NAMES = {
-    "mixer.in_proj": "ssm_in",
-    "mixer.conv1d": "ssm_conv1d",
-    "mixer.x_proj": "ssm_x",
-    "mixer.dt_proj": "ssm_dt",
-    "mixer.A_log": "ssm_a",
-    "mixer.D": "ssm_d",
-    "mixer.out_proj": "ssm_out",
-}
 _MAMBA: dict[str, Any] = {
-    "tensors": _BACKBONE,
     "layers": "backbone.layers",
-    "layer_tensors": _MAMBA_NAMES | {"norm": "attn_norm"},
     "ff": None,
     "activation": None,
     "epsilon": "layer_norm_epsilon",
@@ -86,27 +165,6 @@ _MAMBA: dict[str, Any] = {
         "time_step_rank": "auto",
     },
     "required": {"hidden_act": "silu", "use_conv_bias": True, "use_bias": False},
-    "channel_space": ("expand", "state_size", "conv_kernel", "time_step_rank"),
-}
-_NEMOTRON_H_NAMES = {
-    **SSM_NAMES,
-    "norm": "attn_norm",
-    "mixer.q_proj": "attn_q",
-    "mixer.k_proj": "attn_k",
-    "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
-    "mixer.up_proj": "ffn_up",
-    "mixer.down_proj": "ffn_down",
-    "mixer.gate": "ffn_gate_inp",
-    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mixer.experts.*.up_proj": "ffn_up_exps",
-    "mixer.experts.*.down_proj": "ffn_down_exps",
-    "mixer.experts.up_proj": "ffn_up_exps",
-    "mixer.experts.down_proj": "ffn_down_exps",
-    "mixer.shared_experts.up_proj": "ffn_up_shexp",
-    "mixer.shared_experts.down_proj": "ffn_down_shexp",
-    "mixer.fc1_latent_proj": "ffn_latent_down",
-    "mixer.fc2_latent_proj": "ffn_latent_up",
 }
 _NEMOTRON_H_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -129,27 +187,10 @@ _NEMOTRON_H_DEFAULTS: dict[str, Any] = {
     "topk_group": 1,
 }
 
-_KIMI_GATE = {"f_a_proj": "ssm_f_a", "f_b_proj": "ssm_f_b", "dt_bias": "ssm_dt.bias", "A_log": "ssm_a"}
 
 CLASSES: dict[str, HFClass] = {
     "KimiLinearForCausalLM": HFClass(
         "kimi-linear",
-        layer_tensors={
-            **LATENT_NAMES,
-            **MIXTRAL_NAMES,
-            **BIASED_CHOICE,
-            # As transformers saves them, also layers without experts.
-            **below(LLAMA_NAMES | SHARED_EXPERTS, "mlp", "block_sparse_moe"),
-            **below(BIASED_CHOICE, "mlp", "block_sparse_moe"),
-            **{f"self_attn.{name}": target for name, target in _KIMI_GATE.items()},
-            **{f"self_attn.forget_gate.{name}": target for name, target in _KIMI_GATE.items()},
-            **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
-            "self_attn.conv1d": "ssm_conv1d_q ssm_conv1d_k ssm_conv1d_v",
-            "self_attn.b_proj": "ssm_beta",
-            "self_attn.g_a_proj": "ssm_g_a",
-            "self_attn.g_b_proj": "ssm_g_b",
-            "self_attn.o_norm": "ssm_norm",
-        },
         defaults=LATENT_DEFAULTS
         | {
             "rms_norm_eps": 1e-5,
@@ -171,7 +212,9 @@ CLASSES: dict[str, HFClass] = {
         required={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
         | {"hidden_act": "silu", "attention_bias": False},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
-        latent=True,
+        kv_heads=every_head,
+        rope=LatentRope,
+        parts=(KimiDelta,),
         experts=HFExperts(
             n_used="num_experts_per_token",
             normalised="moe_renormalize",
@@ -183,9 +226,8 @@ CLASSES: dict[str, HFClass] = {
     ),
     "NemotronHForCausalLM": HFClass(
         "nemotron_h_moe",
-        tensors=_BACKBONE,
+        layer_tensors=POST_NORM,
         layers="backbone.layers",
-        layer_tensors=_NEMOTRON_H_NAMES,
         activation="mlp_hidden_act",
         epsilon="layer_norm_epsilon",
         defaults=_NEMOTRON_H_DEFAULTS,
@@ -198,16 +240,12 @@ CLASSES: dict[str, HFClass] = {
             "sliding_window": None,
         },
         numbers={"expert_weights_scale": "routed_scaling_factor"},
-        parts=True,
-        state_space=("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+        parts=(OnePartLayers,),
+        variant=_nemotron_h,
         experts=HFExperts(ff_shared="moe_shared_expert_intermediate_size", groups=GROUPS),
     ),
     "FalconH1ForCausalLM": HFClass(
         "falcon-h1",
-        tensors=LLAMA_TENSORS | {"model.final_layernorm": "output_norm"},
-        layer_tensors=below(LLAMA_NAMES, "mlp", "feed_forward")
-        | below(SSM_NAMES, "mixer", "mamba")
-        | {"pre_ff_layernorm": "ffn_norm"},
         defaults={
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
@@ -229,15 +267,11 @@ CLASSES: dict[str, HFClass] = {
             "mamba_conv_bias": True,
             "mamba_proj_bias": False,
         },
-        state_space=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
-        bare=("ffn_norm",),
-        multiplied=True,
+        parts=(ParallelSpace,),
     ),
     "Mamba2ForCausalLM": HFClass(
         "mamba2",
-        tensors=_BACKBONE,
         layers="backbone.layers",
-        layer_tensors=SSM_NAMES | {"norm": "attn_norm"},
         ff=None,
         activation=None,
         epsilon="layer_norm_epsilon",
@@ -251,29 +285,17 @@ CLASSES: dict[str, HFClass] = {
             "conv_kernel": 4,
         },
         required={"hidden_act": "silu", "use_conv_bias": True, "use_bias": False},
-        state_space=("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+        parts=(StateSpace,),
     ),
-    "MambaForCausalLM": HFClass("mamba", **_MAMBA),
+    "MambaForCausalLM": HFClass("mamba", **_MAMBA, parts=(ChannelSpace,)),
     "FalconMambaForCausalLM": HFClass(
-        "mamba", **_MAMBA | {"defaults": _MAMBA["defaults"] | {"mixer_rms_eps": 1e-6}}
+        "mamba",
+        **_MAMBA | {"defaults": _MAMBA["defaults"] | {"mixer_rms_eps": 1e-6}},
+        parts=(FalconMamba,),
     ),
     "JambaForCausalLM": HFClass(
         "jamba",
-        tensors=LLAMA_TENSORS | {"model.final_layernorm": "output_norm"},
-        layer_tensors={
-            **below(LLAMA_NAMES, "mlp", "feed_forward"),
-            "pre_ff_layernorm": "ffn_norm",
-            **below(_MAMBA_NAMES, "mixer", "mamba"),
-            "mamba.dt_layernorm": "ssm_dt_norm",
-            "mamba.b_layernorm": "ssm_b_norm",
-            "mamba.c_layernorm": "ssm_c_norm",
-            "feed_forward.router": "ffn_gate_inp",
-            "feed_forward.experts.*.gate_proj": "ffn_gate_exps",
-            "feed_forward.experts.*.up_proj": "ffn_up_exps",
-            "feed_forward.experts.*.down_proj": "ffn_down_exps",
-            "feed_forward.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
-            "feed_forward.experts.down_proj": "ffn_down_exps",
-        },
+        layer_tensors={"pre_ff_layernorm": "ffn_norm"},
         defaults={
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
@@ -289,19 +311,13 @@ CLASSES: dict[str, HFClass] = {
             "mamba_dt_rank": "auto",
         },
         required={"hidden_act": "silu", "mamba_conv_bias": True, "mamba_proj_bias": False},
-        channel_space=("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank"),
+        parts=(Jamba,),
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "Rwkv6ForCausalLM": HFClass(
         "rwkv6",
-        tensors={
-            "rwkv.embeddings": "token_embd",
-            "rwkv.blocks.0.pre_ln": "token_embd_norm",
-            "rwkv.ln_out": "output_norm",
-            "rwkv.head": "output",
-        },
         layers="rwkv.blocks",
-        layer_tensors=NAMES_6,
+        parts=(Rwkv6,),
         activation=None,
         epsilon="layer_norm_epsilon",
         ff_of_width=ffn_width_6,
@@ -309,35 +325,18 @@ CLASSES: dict[str, HFClass] = {
     ),
     "RWKV7ForCausalLM": HFClass(
         "rwkv7",
-        tensors={
-            "model.embeddings": "token_embd",
-            "model.layers.0.pre_norm": "token_embd_norm",
-            "model.norm": "output_norm",
-            "lm_head": "output",
-        },
-        layer_tensors=NAMES_7,
+        layer_tensors={"ffn_norm": "attn_norm_2"},
+        parts=(Rwkv7,),
         activation=None,
         epsilon="norm_eps",
         ff_of_width=four_times,
         defaults={"norm_eps": 1e-5, "max_position_embeddings": 1 << 20},
         required={"hidden_act": "sqrelu", "norm_first": True, "norm_bias": True, "attn": None},
     ),
-    "Lfm2ForCausalLM": HFClass(
-        "lfm2", **_LFM2, layer_tensors=_LFM2_NAMES, defaults=_LFM2_DEFAULTS, adjusted_ff=True
-    ),
+    "Lfm2ForCausalLM": HFClass("lfm2", **_LFM2, defaults=_LFM2_DEFAULTS, parts=(DenseShortConv,)),
     "Lfm2MoeForCausalLM": HFClass(
         "lfm2moe",
         **_LFM2,
-        layer_tensors={
-            **_LFM2_NAMES,
-            "feed_forward.gate": "ffn_gate_inp",
-            "feed_forward.expert_bias": "exp_probs_b.bias",
-            "feed_forward.experts.*.w1": "ffn_gate_exps",
-            "feed_forward.experts.*.w3": "ffn_up_exps",
-            "feed_forward.experts.*.w2": "ffn_down_exps",
-            "feed_forward.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
-            "feed_forward.experts.down_proj": "ffn_down_exps",
-        },
         defaults={
             **_LFM2_DEFAULTS,
             **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792},
@@ -345,5 +344,6 @@ CLASSES: dict[str, HFClass] = {
         },
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         experts=HFExperts(n_dense="num_dense_layers"),
+        parts=(ShortConv,),
     ),
 }
