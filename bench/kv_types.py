@@ -19,6 +19,7 @@ from peers import machine, print_json, print_table
 
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.stage import BackendOptions
 from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
@@ -56,7 +57,9 @@ def main() -> None:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         cost = Cost(graph, gguf.tensors)
         backends = [
-            CpuBackend(gguf, graph, n_pages=n_pages, max_batch=most, kv_type=name, runtime=runtime)
+            CpuBackend(
+                gguf, graph, BackendOptions(n_pages=n_pages, max_batch=most, kv_type=name), runtime=runtime
+            )
             for name in types
         ]
         batch = step(args.tokens, args.depth)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import cpu_backend
 from byte_models import write_model
 from drafters import steady
 from made_once import made_once
@@ -135,8 +136,8 @@ class Recorded:
     def check(self) -> None:
         """They are those of the layer over the whole text, read at once, in a cache of its own."""
         model, options = self._model, {"n_pages": N_PAGES, "n_threads": 1}
-        layer = CpuBackend(model.weights, describe_nextn(model.config, model.weights.tensors), **options)
-        whole = CpuBackend(model.weights, model.graph, **options)
+        layer = cpu_backend(model.weights, describe_nextn(model.config, model.weights.tensors), **options)
+        whole = cpu_backend(model.weights, model.graph, **options)
         reads, hidden = self._drafter.reads, dict[tuple[int, ...], np.ndarray]()
         for tokens, rows in sorted(self.logits.items(), key=lambda each: -len(each[0])):
             text = next((text for text in hidden if text[: len(tokens)] == tokens), tokens)

@@ -26,9 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py of bench/
 from peers import print_table
 
+from hotset.backends.device.stage import CpuShare
+from hotset.backends.stage import BackendOptions
 from hotset.backends.triton import cpu_offload, launch, matrix
 from hotset.backends.triton.kernels import Kernels
 from hotset.backends.triton.matrix import DeviceMatrix
+from hotset.backends.triton.options import GpuOptions
 from hotset.backends.triton.stage import GpuStage
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
@@ -135,9 +138,13 @@ def _launches(
         patches.enter_context(patch("hotset.backends.triton.stage.find_device", lambda name: META))
         patches.enter_context(patch.object(DeviceMatrix, "from_bytes", without_memory))
         stage = GpuStage(
-            source, graph, "meta", n_pages=N_PAGES, max_batch=1, kernels=Kernels(META, triton=True),
-            hot=hot, cold=None if kind is None else Cold(kind, log, has_experts=has_experts), sparse=sparse,
-            input_major=[op.weight for op in thresholded_products(graph)],
+            source, graph, "meta", BackendOptions(n_pages=N_PAGES, max_batch=1, sparse=sparse),
+            share=CpuShare(hot or {}),
+            worker=None if kind is None else Cold(kind, log, has_experts=has_experts),
+            gpu=GpuOptions(
+                kernels=Kernels(META, triton=True),
+                input_major=[op.weight for op in thresholded_products(graph)],
+            ),
         )  # fmt: skip
         patches.enter_context(patch.object(GpuStage, "_call", call))
         patches.enter_context(Operations(log))

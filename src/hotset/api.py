@@ -118,12 +118,10 @@ class Model:
         self.placement, self.ram, self.stored = decided.placement, decided.ram, decided.stored
         speculator = open_speculator(decided, backend, lambda: self.tokenizer)
         self.engine = Engine(
-            backend, self.n_ctx, decided.settings.max_sequences,
-            collect_stats=self.config.leaves_out or self.graph.has_thresholds,
-            thresholded=decided.thresholded, flops=self.cost.flops_per_token,
-            is_encoder=self.graph.is_encoder, speculator=speculator,
-            prompt_cache=open_prompt_cache(decided, backend, speculator),
+            backend, self.n_ctx, decided.settings.max_sequences, speculator=speculator,
+            traits=decided.traits, prompt_cache=open_prompt_cache(decided, backend, speculator),
         )  # fmt: skip
+        self.engine.collect_stats = self.config.leaves_out or self.graph.has_thresholds
         self.thread = EngineThread(self.engine)
         self.adapters = open_adapters(decided, self.thread)
         self._closed = False

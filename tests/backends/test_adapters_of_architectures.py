@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_runs import batch
+from backend_runs import batch, cpu_backend
 from derived_bounds import Oracle
 from tiny_adapters import give, random_adapter, scales_of
 
 from hotset.backends.base import Batch
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -36,7 +35,7 @@ def test_every_operation_is_right_and_neighbours_are_as_ever(run_folder: Path, n
     with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
         graph = describe(config_from_gguf(gguf).for_context(256), gguf.tensors)
         given = {"n_pages": 8, "n_states": 8, "kv_type": "f32", "max_batch": 64}
-        backend = CpuBackend(gguf, graph, n_threads=2, sparse=True, **given)  # type: ignore[arg-type]
+        backend = cpu_backend(gguf, graph, n_threads=2, sparse=True, **given)  # type: ignore[arg-type]
         adapter = random_adapter(graph, gguf.tensors, factor=0.1)
         give(backend, [adapter])
 

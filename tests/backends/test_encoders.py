@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import assert_every_operation_is_right
+from backend_runs import assert_every_operation_is_right, cpu_backend
 from fuzz import fuzz_reads
 
 import hotset
@@ -72,7 +72,7 @@ def test_the_graph_in_torch_computes_the_same(recipe: Any) -> None:
 
 def test_every_operation_is_right(recipe: Any) -> None:
     gguf, graph, _ = recipe
-    with closing(CpuBackend(gguf, graph, n_pages=2, max_batch=100, n_threads=1, kv_type="f32")) as backend:
+    with closing(cpu_backend(gguf, graph, n_pages=2, max_batch=100, n_threads=1, kv_type="f32")) as backend:
         assert_every_operation_is_right(gguf, graph, backend, texts()[1], [], [0, 1])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import PAGES, batch
+from backend_runs import PAGES, batch, cpu_backend
 
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
@@ -75,7 +75,7 @@ def test_attention_and_experts_of_nemotron(tmp_path: Path) -> None:
 
 def backend_of(gguf: GGUFFile, **options: Any) -> CpuBackend:
     graph = describe_nextn(config_from_gguf(gguf), gguf.tensors)
-    return CpuBackend(gguf, graph, n_pages=PAGES, max_batch=64, kv_type="f32", **options)
+    return cpu_backend(gguf, graph, n_pages=PAGES, max_batch=64, kv_type="f32", **options)
 
 
 def reference_of(gguf: GGUFFile) -> ReferenceBackend:
@@ -86,7 +86,7 @@ def test_logits_are_those_of_a_layer_of_transformers(nextn: Nextn) -> None:
     """Behind the model's own hidden states; whole, chunk by chunk, beside another, by any threads."""
     config = config_from_gguf(nextn.gguf)
     tokens = np.random.default_rng(2).integers(0, tiny_models.VOCABULARY, N_TOKENS + 1).astype(np.int32)
-    trunk = CpuBackend(
+    trunk = cpu_backend(
         nextn.gguf, describe(config, nextn.gguf.tensors), n_pages=PAGES, max_batch=64, n_threads=2
     )
     step = batch([(tokens[:-1], 0, [0])], (NEXTN_INPUT,)).with_states_of_rows(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import ISAS
+from backend_runs import ISAS, cpu_backend
 from cases import quick_are
 from drafters import Guesser, steady
 from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score, score_together
@@ -65,7 +65,7 @@ def gguf(path: Path) -> Iterator[GGUFFile]:
 def backend(gguf: GGUFFile, **options: Any) -> CpuBackend:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     how = {"n_pages": 16, "n_states": 40, "max_batch": 256, "kv_type": "f16", "n_threads": 1}
-    return CpuBackend(gguf, graph, **how | options)
+    return cpu_backend(gguf, graph, **how | options)
 
 
 def assert_computed_alone(gguf: GGUFFile, sequence: Request, rows: list[np.ndarray]) -> None:

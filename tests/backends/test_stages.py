@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from sparse_runs import MODELS, prepared, write
 from tiny_gguf import write_llama
 
@@ -22,6 +22,7 @@ from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.pipeline import HOST, ChainBackend
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.stage import Span
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType as T
@@ -39,9 +40,7 @@ def chain(weights: Any, graph: Graph, splits: Sequence[int], **options: Any) -> 
     """The model on the CPU in parts that begin with the tokens and with each layer of `cuts`."""
     given = OPTIONS | options
     ends = [0, *(graph.layer_starts[layer] for layer in splits), len(graph.ops)]
-    stages = [
-        CpuBackend(weights, graph, first_op=first, last_op=last, **given) for first, last in pairwise(ends)
-    ]
+    stages = [cpu_backend(weights, graph, span=Span(first, last), **given) for first, last in pairwise(ends)]
     return ChainBackend(
         "parts", stages, [HOST] * len(stages), n_pages=given["n_pages"], max_batch=given["max_batch"]
     )
@@ -53,7 +52,7 @@ def chain(weights: Any, graph: Graph, splits: Sequence[int], **options: Any) -> 
 def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str, splits: list[int]) -> None:
     ready, graph = prepared(write(tmp_path, model, ranks=(32, 64, 32)), mode)
     sparse = mode != "dense"
-    whole = CpuBackend(ready.weights, graph, sparse=sparse, **OPTIONS)
+    whole = cpu_backend(ready.weights, graph, sparse=sparse, **OPTIONS)
     parts = chain(ready.weights, graph, splits, sparse=sparse)
     ids = tokens(30)
     ends = [7, *range(26, 30)]  # prompts, then one by one
@@ -85,7 +84,7 @@ def test_parts_of_quantised_models(tmp_path: Path, type_: T, kv_type: str) -> No
     path = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128, type_of=lambda name: type_)
     gguf = open_gguf(path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    whole = CpuBackend(gguf, graph, **OPTIONS | {"kv_type": kv_type})
+    whole = cpu_backend(gguf, graph, **OPTIONS | {"kv_type": kv_type})
     parts = chain(gguf, graph, [1, 2], kv_type=kv_type)
     ids = tokens(40)
     np.testing.assert_array_equal(logits_of(parts, ids, [33], [1]), logits_of(whole, ids, [33], [1]))
@@ -93,7 +92,7 @@ def test_parts_of_quantised_models(tmp_path: Path, type_: T, kv_type: str) -> No
 
 def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
     ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "predicted")
-    whole = CpuBackend(ready.weights, graph, sparse=True, **OPTIONS)
+    whole = cpu_backend(ready.weights, graph, sparse=True, **OPTIONS)
     parts = chain(ready.weights, graph, [1, 2], sparse=True)
     # Every value of the model, the streams that cross among them, in turn and together.
     names = [op.out.name for op in graph.primitives][:-1]
@@ -112,7 +111,7 @@ def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
 def test_many_random_steps(tmp_path: Path) -> None:
     """Threads that are late in one step may find the rows of the next one: no bit of either changes."""
     ready, graph = prepared(write(tmp_path, "bamboo", ranks=(32, 64, 32)), "predicted")
-    whole = CpuBackend(ready.weights, graph, sparse=True, **OPTIONS)
+    whole = cpu_backend(ready.weights, graph, sparse=True, **OPTIONS)
     parts = chain(ready.weights, graph, [1, 3], sparse=True, n_threads=3)
     rng = np.random.default_rng(3)
     for _ in range(200):

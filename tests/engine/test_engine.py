@@ -598,7 +598,8 @@ def test_statistics_are_not_asked_for_unless_they_are_wanted():
 
 
 def test_every_token_has_the_statistics_of_its_step():
-    counting = Engine(FakeBackend(max_batch=16), 512, collect_stats=True)
+    counting = Engine(FakeBackend(max_batch=16), 512)
+    counting.collect_stats = True
     sequence = generate(counting, prompt(40), seed=1, max_tokens=5)
     assert counting.backend.batches == [16, 16, 8, 1, 1, 1, 1]
     assert counting.backend.n_stats_asked == 7
@@ -616,7 +617,8 @@ def test_every_token_has_the_statistics_of_its_step():
 
 
 def test_sequences_side_by_side_each_have_the_steps_that_they_were_in():
-    counting = Engine(FakeBackend(), 512, collect_stats=True)
+    counting = Engine(FakeBackend(), 512)
+    counting.collect_stats = True
     long, short = (
         counting.enqueue(counting.prepare(prompt(9, seed=i), SamplingParams(seed=i, max_tokens=n)))
         for i, n in enumerate((6, 3))

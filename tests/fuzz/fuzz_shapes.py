@@ -31,12 +31,12 @@ import numpy as np
 if __name__ == "__main__":  # as pytest does for the tests
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
+from backend_runs import cpu_backend
 from derived_bounds import Oracle
 from tiny_gguf import write_llama, write_relu
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.convert.hf import convert_hf
 from hotset.convert.reorder import reorder
 from hotset.errors import InvalidRequestError
@@ -47,7 +47,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
-from hotset.offload.weight_store import StoredWeights, sizes_of
+from hotset.offload.weight_store import StoredWeights, Use, sizes_of
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
@@ -378,9 +378,9 @@ def stored(
         ring = bool(rng.integers(2)) and _core.ring_allowed()
         reader = _core.Reader(ring, int(rng.integers(1, 9)))
         gap = int(one_of(rng, 0, 4096, 65536))
-        return StoredWeights(weights, graph, n_bytes, sparse=sparse, reader=reader, gap=gap, step=step)
+        return StoredWeights(weights, graph, n_bytes, Use(sparse=sparse, step=step), reader=reader, gap=gap)
 
-    sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step)
+    sizes = sizes_of(graph, weights.tensors, Use(sparse=sparse, step=step))
     share = float(one_of(rng, 0.0, 0.1, 0.5, 1.0))
     most = sizes.all
     return within(sizes.least_of_all + int(share * max(most - sizes.least_of_all, 0)))
@@ -409,7 +409,7 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
             given = {
                 **common, "channel_rates": dict.fromkeys(GGMLType, float(one_of(rng, 0.5, 100.0))), **options,
             }  # fmt: skip
-            backend = CpuBackend(source, graph, **given)
+            backend = cpu_backend(source, graph, **given)
             oracle = Oracle(weights, graph, **common)
             room, rows = most_tapped, {}
             try:

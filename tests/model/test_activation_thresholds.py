@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, tokens
+from backend_runs import batch, cpu_backend, tokens
 from derived_bounds import Oracle
 from threshold_models import (
     CASES,
@@ -32,14 +32,14 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
-from hotset.engine.engine import Engine, ThresholdedTokens
+from hotset.engine.engine import Engine, ModelTraits, ThresholdedTokens
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.operations import Threshold
 from hotset.model.thresholds import LayerThresholds
-from hotset.offload.weight_store import StoredWeights, sizes_of
+from hotset.offload.weight_store import StoredWeights, Use, sizes_of
 from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelRates
 from hotset.sparsity.thresholds import BaseMode, thresholds_path
@@ -192,9 +192,9 @@ def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType)
     weights, graph = graph_of(gguf, EVERY)
     ids, thresholded = tokens(24), np.arange(24) % 5 > 1
     expected = run(cpu(gguf, EVERY), ids, thresholded)
-    least = sizes_of(graph, weights.tensors, sparse=True).least_of_all
-    stored = StoredWeights(weights, graph, least, sparse=True, reader=_core.Reader(False, 2), gap=0)
-    found = CpuBackend(
+    least = sizes_of(graph, weights.tensors, Use(sparse=True)).least_of_all
+    stored = StoredWeights(weights, graph, least, Use(sparse=True), reader=_core.Reader(False, 2), gap=0)
+    found = cpu_backend(
         stored, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True, channel_rates=ANY_SHARE
     )
     np.testing.assert_array_equal(run(found, ids, thresholded, [*range(1, 24)]), expected)
@@ -325,10 +325,13 @@ def answer(engine: Engine, prompt: Sequence[int], n: int = 12) -> list[int]:
     return sequence.generated
 
 
+ANSWERS = ModelTraits(thresholded="answers")
+
+
 @pytest.mark.parametrize(("thresholded", "first"), [("none", 99), ("answers", 20), ("all", 0)])
 def test_which_tokens_the_engine_cuts(tmp_path: Path, thresholded: ThresholdedTokens, first: int) -> None:
     backend = watched(write(tmp_path))
-    answer(Engine(backend, 256, thresholded=thresholded), tokens(20))
+    answer(Engine(backend, 256, traits=ModelTraits(thresholded=thresholded)), tokens(20))
     assert sorted(backend.seen) == [(i, i >= first) for i in range(31)]
 
 
@@ -338,7 +341,8 @@ def test_a_prefix_is_reused_only_where_it_was_computed_so(
 ) -> None:
     """Check that an answer in the next prompt is computed again, unless prompts have thresholds too."""
     backend, prompt = watched(write(tmp_path)), tokens(50)
-    engine = Engine(backend, 256, thresholded=thresholded)
+    traits = ModelTraits(thresholded=thresholded)
+    engine = Engine(backend, 256, traits=traits)
     longer = [*prompt, *answer(engine, prompt, 100)]
     n_reused = []
     for next_prompt in (longer, longer):
@@ -346,10 +350,8 @@ def test_a_prefix_is_reused_only_where_it_was_computed_so(
         while sequence.finish_reason is None:
             engine.step()
         n_reused.append(sequence.n_reused)
-        alone = answer(
-            Engine(watched(open_gguf(tmp_path / "model.gguf")), 256, thresholded=thresholded), next_prompt, 9
-        )
-        assert sequence.generated == alone
+        alone = Engine(watched(open_gguf(tmp_path / "model.gguf")), 256, traits=traits)
+        assert sequence.generated == answer(alone, next_prompt, 9)
     assert n_reused == ([0, 128] if thresholded == "answers" else [128, 128])
 
 
@@ -364,8 +366,8 @@ def test_without_cuts_an_answer_is_reused(tmp_path: Path) -> None:
 
 def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     gguf, prompts = write(tmp_path), [tokens(60), tokens(61)[::-1], tokens(70)]
-    alone = [answer(Engine(watched(gguf), 256, thresholded="answers"), prompt, 80) for prompt in prompts]
-    engine = Engine(watched(gguf, n_pages=6), 256, thresholded="answers")
+    alone = [answer(Engine(watched(gguf), 256, traits=ANSWERS), prompt, 80) for prompt in prompts]
+    engine = Engine(watched(gguf, n_pages=6), 256, traits=ANSWERS)
     running = [
         engine.enqueue(engine.prepare(prompt, SamplingParams(temperature=0, max_tokens=80)))
         for prompt in prompts
@@ -378,7 +380,7 @@ def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path)
 
 def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path), tokens(30)
-    engine = Engine(watched(gguf), 256, thresholded="answers")
+    engine = Engine(watched(gguf), 256, traits=ANSWERS)
     for as_answer in (False, True):
         expected = run(cpu(gguf, EVERY), ids, np.full(30, as_answer))
         np.testing.assert_array_equal(scores(engine, ids, as_answer=as_answer), expected)

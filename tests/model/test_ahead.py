@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from sparse_runs import cpu, prepared, write
 from stored_weights import PAGES, graph_of, stored, streaming
 
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.fusion import fuse
@@ -53,7 +52,7 @@ def test_a_router_before_attention_begins_the_reads(tmp_path: Path) -> None:
     graph, ids = graph_of(gguf), tokens(40)
     attention, begin, experts = places(graph)
     assert all(a < b < c for a, b, c in zip(begin, attention, experts, strict=True))
-    whole = CpuBackend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
+    whole = cpu_backend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
     expected = logits_of(whole, ids, [], PAGES)
     for share in (0.0, 0.3, 0.7):
         backend, weights = streaming(gguf, share)
@@ -73,7 +72,7 @@ def test_what_all_tokens_share_is_computed_while_experts_are_read(tmp_path: Path
     graph, ids = graph_of(gguf), tokens(20)
     attention, begin, experts = places(graph)
     assert all(a < b < c - 1 for a, b, c in zip(attention, begin, experts, strict=True))
-    whole = CpuBackend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
+    whole = cpu_backend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
     backend, _ = streaming(gguf, 0.4)
     for splits in ([], list(range(1, 20))):
         np.testing.assert_array_equal(

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import assert_every_operation_is_right, batch, tokens
+from backend_runs import assert_every_operation_is_right, batch, cpu_backend, tokens
 from tiny_gguf import with_other_keys
 
 import hotset
 from hotset import _core
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.cli import models
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -39,7 +38,7 @@ def test_every_operation_is_the_references(path: Path) -> None:
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         for isa in _core.available_isas():
-            with closing(CpuBackend(gguf, graph, n_pages=2, max_batch=80, n_threads=2, isa=isa)) as backend:
+            with closing(cpu_backend(gguf, graph, n_pages=2, max_batch=80, n_threads=2, isa=isa)) as backend:
                 assert_every_operation_is_right(gguf, graph, backend, tokens(70), [40, 41], [1, 0])
                 found = [
                     backend.step(batch([(tokens(70), 0, [1, 0])], taps)).logits.copy()

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_runs import batch
+from backend_runs import batch, cpu_backend
 from derived_bounds import Oracle
 
 from hotset import _core
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.backends.torch.graph import TorchGraph
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
@@ -110,13 +109,13 @@ def test_the_reference_is_transformers_module(tmp_path: Path, n: int, d: int, it
 def test_every_kernel_is_the_reference(tmp_path: Path, n: int, d: int, iterations: int) -> None:
     gguf, graph = written(tmp_path, n, d), graph_of(n, d, iterations)
     names = tuple(value.name for value in graph.values)
-    backend = CpuBackend(gguf, graph, n_pages=1, n_threads=2)
+    backend = cpu_backend(gguf, graph, n_pages=1, n_threads=2)
     tapped = batch([(np.arange(N_TOKENS, dtype=np.int32), 0, [0])], names)
     Oracle(gguf, graph, n_pages=1).check(tapped, backend.step(tapped))
     expected = backend.step(step()).logits.copy()
     for isa in _core.available_isas():
         for n_threads in (1, 3):
-            other = CpuBackend(gguf, graph, n_pages=1, n_threads=n_threads, isa=isa)
+            other = cpu_backend(gguf, graph, n_pages=1, n_threads=n_threads, isa=isa)
             np.testing.assert_array_equal(other.step(step()).logits, expected)
     alone = batch([(np.array([7], np.int32), 0, [0])])
     np.testing.assert_array_equal(backend.step(alone).logits[0], expected[7])

@@ -25,7 +25,7 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.operations import NgramEmbed
-from hotset.offload.weight_store import sizes_of
+from hotset.offload.weight_store import Use, sizes_of
 
 torch = pytest.importorskip("torch")
 
@@ -89,7 +89,7 @@ def test_a_memory_budget_leaves_the_table_of_ngrams_in_the_file(run_folder: Path
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         table = gguf.tensors["per_layer_token_embd.weight"].nbytes
-        assert sizes_of(graph, gguf.tensors, sparse=False).all < 0.1 * table
+        assert sizes_of(graph, gguf.tensors, Use(sparse=False)).all < 0.1 * table
     found = {}
     for budget in (None, 2.0):
         with hotset.load(path, device="cpu", n_threads=2, n_ctx=256, ram_budget=budget) as model:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from cases import quick_if
 from expert_models import FORMS
 from expert_models import model as write_experts
@@ -18,11 +18,10 @@ from sparse_runs import ONE_BY_ONE, cpu, prepared, write
 from stored_weights import PAGES, failures_of, stored
 
 from hotset import _core
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
 from hotset.formats.quants import GGMLType
 from hotset.offload import weight_store as stored_module
-from hotset.offload.weight_store import StoredWeights, embeddings_of
+from hotset.offload.weight_store import StoredWeights, Use, embeddings_of
 
 KINDS = [False, pytest.param(True, marks=pytest.mark.skipif(not _core.ring_allowed(), reason="no io_uring"))]
 
@@ -205,7 +204,7 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLT
     ids, pages = tokens(24), [2, 0]
     ready, graph = prepared(gguf, "dense")
     expected = logits_of(
-        CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2), ids, [], pages
+        cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2), ids, [], pages
     )
     whole = cpu(gguf, "exact")
     logits_of(whole, ids, ONE_BY_ONE, pages)
@@ -229,7 +228,7 @@ def test_a_down_matrix_by_output_is_no_row_of_neurons(tmp_path: Path, model: str
     """Though it is as wide as it is high."""
     gguf = write(tmp_path, model, GGMLType.Q8_0, dialect="gguf", n_ff=64)
     ready, graph = prepared(gguf, "dense")
-    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
+    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
     backend, _ = stored(gguf, "dense", 0.5)
     ids = tokens(24)
     np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), logits_of(whole, ids, [], [2]))
@@ -241,7 +240,7 @@ def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -
     gguf = write(tmp_path, model, GGMLType.Q4_0)
     ids, pages = tokens(24), [2, 0]
     ready, graph = prepared(gguf, "predicted", "svd")
-    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
     for share in (0.0, 0.3, 1.0):
         backend, weights = stored(gguf, "predicted", share, predictor="svd", ring=ring)
         for splits in (ONE_BY_ONE, []):
@@ -263,7 +262,7 @@ def test_experts_come_as_the_router_names_them(tmp_path: Path, form: str) -> Non
     gguf = write_experts(tmp_path, **FORMS[form])
     ids, pages = tokens(40), [2, 0]
     ready, graph = prepared(gguf, "dense")
-    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
+    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
     expected = logits_of(whole, ids, [], pages)
     for share in (0.0, 0.4, 1.0):
         backend, weights = stored(gguf, "dense", share)
@@ -288,7 +287,7 @@ def test_a_step_that_needs_more_than_usual_borrows(
     predictor = "svd" if mode == "predicted" else None
     ready, graph = prepared(gguf, mode, predictor)
     ids, pages = tokens(40), [2, 0]
-    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
     expected = logits_of(whole, ids, [], pages)
     backend, weights = stored(gguf, mode, 0.6, predictor=predictor)
     assert weights.store is not None
@@ -351,7 +350,7 @@ def test_gates_first_counts_as_one_operation_does(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama", GGMLType.Q8_0)
     backend, _ = stored(gguf, "exact", 0.5)
     ready, graph = prepared(gguf, "exact")
-    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
     for step in (batch([(tokens(1), 0, [2])]), batch([(tokens(24), 0, [2])])):
         found = []
         for each in (backend, whole):
@@ -366,7 +365,7 @@ def test_what_a_budget_cannot_do_is_a_sentence(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama", GGMLType.Q8_0)
     ready, graph = prepared(gguf, "exact")
     with pytest.raises(OutOfMemoryError, match=r"raise the memory budget by"):
-        StoredWeights(ready.weights, graph, 1000, sparse=True, reader=_core.Reader(False, 2), gap=0)
+        StoredWeights(ready.weights, graph, 1000, Use(sparse=True), reader=_core.Reader(False, 2), gap=0)
     backend, _ = stored(gguf, "exact", 0.5)
     with pytest.raises(InvalidRequestError, match=r"blk\.0\.ffn_gate lies inside an FFN"):
         backend.step(batch([(tokens(1), 0, [2])], taps=("blk.0.ffn_gate",)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, cpu, logits_of, mixed_types, tokens
+from backend_runs import batch, cpu, cpu_backend, logits_of, mixed_types, tokens
 from expert_models import FORMS
 from expert_models import model as write_experts
 from stored_weights import PAGES, failures_of, graph_of, streaming
@@ -18,11 +18,10 @@ from tiny_gguf import write_llama
 from waiting import WATCHDOG
 
 from hotset import _core
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import ReadError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.offload.streaming import Piece, arrange, least_for, pieces_of
-from hotset.offload.weight_store import share_out, sizes_of
+from hotset.offload.weight_store import Use, share_out, sizes_of
 
 
 def dense(tmp_path: Path, **options: Any) -> GGUFFile:
@@ -67,7 +66,7 @@ def test_a_moe_streams_what_its_router_does_not_name(tmp_path: Path, form: str) 
     """Attention and shared experts stream, and a plan with every tap does too."""
     gguf, ids = write_experts(tmp_path, **FORMS[form]), tokens(20)
     graph = graph_of(gguf)
-    whole = CpuBackend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
+    whole = cpu_backend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
     expected = logits_of(whole, ids, [], PAGES)
     backend, weights = streaming(gguf, 0.0)
     assert weights.shares.streamed > 0
@@ -142,7 +141,7 @@ def test_the_largest_stay_and_the_others_stream_everywhere() -> None:
 def test_rows_have_little_where_weights_stream(tmp_path: Path) -> None:
     """And all that is left where they do not."""
     gguf = write_experts(tmp_path, **next(iter(FORMS.values())))
-    sizes = sizes_of(graph_of(gguf), gguf.tensors, sparse=False)
+    sizes = sizes_of(graph_of(gguf), gguf.tensors, Use(sparse=False))
     for n_bytes in range(sizes.least_of_all, sizes.resident + sizes.most + 1, 997):
         shares = share_out(sizes, n_bytes)
         assert shares.rows >= sizes.least

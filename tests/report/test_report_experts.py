@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from backend_runs import cpu_backend
 from cases import quick_are
 from cli_runs import inside
 from html_page import check_self_contained
 from random_traces import EXPERTS, moe_layer, random_trace, traced
 
 import hotset
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.convert.reorder import reorder
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
@@ -36,7 +36,7 @@ RELU = {"llama.hidden_activation": "relu"}
 
 def profiled(gguf: GGUFFile, tokens: np.ndarray = TOKENS) -> Profile:
     config = config_from_gguf(gguf)
-    backend = CpuBackend(
+    backend = cpu_backend(
         gguf, describe(config, gguf.tensors), n_pages=3, max_batch=50, kv_type="f16", sparse=config.has_zeros
     )
     return collect(of_backend(backend), config, tokens, model=fingerprint(gguf), longest=192)

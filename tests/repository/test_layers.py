@@ -163,9 +163,9 @@ def test_imports_run_downward() -> None:
 
 
 def is_part_of_plugin(name: str) -> bool:
-    """Return whether a module is a part of a device backend that knows of placement."""
+    """Return whether a module is a part of device backends that knows of placement."""
     folder, _, part = name.removeprefix("backends.").partition(".")
-    return folder in DEVICE_BACKENDS and part in PARTS_OF_PLUGINS
+    return folder in (*DEVICE_BACKENDS, "device") and part in PARTS_OF_PLUGINS
 
 
 def test_device_backends_are_plugins() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import N_VOCAB, batch, logits_of, tokens
+from backend_runs import N_VOCAB, batch, cpu_backend, logits_of, tokens
 from fake_backend import FakeBackend
 from tiny_gguf import write_llama
 from waiting import until
@@ -24,7 +24,6 @@ from waiting import until
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
 from hotset.backends.base import Batch, StepResult
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import (
@@ -195,7 +194,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("counts", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[int], kind: type[Workers]):
     gguf = open_gguf(path)
-    whole = CpuBackend(
+    whole = cpu_backend(
         gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=8, max_batch=48, n_threads=1
     )
     stages = kind(path, [Split("x", n) for n in counts])

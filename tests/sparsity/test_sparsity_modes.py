@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import logits_of, tokens
+from backend_runs import cpu_backend, logits_of, tokens
 from tiny_gguf import write_llama, write_relu
 
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
@@ -140,8 +139,8 @@ def test_a_type_without_planes_is_copied_by_input(tmp_path: Path) -> None:
     assert [isinstance(op, Linear) and op.input_major is not None for op in downs] == [True] * 2
     plain = describe(config_from_gguf(gguf), gguf.tensors)
     ids = tokens(30)
-    expected = logits_of(CpuBackend(gguf, plain, n_pages=1, max_batch=64, n_threads=1), ids, [], [0])
-    backend = CpuBackend(ready.weights, graph, n_pages=1, max_batch=64, n_threads=2)
+    expected = logits_of(cpu_backend(gguf, plain, n_pages=1, max_batch=64, n_threads=1), ids, [], [0])
+    backend = cpu_backend(ready.weights, graph, n_pages=1, max_batch=64, n_threads=2)
     np.testing.assert_array_equal(logits_of(backend, ids, list(range(1, 30)), [0]), expected)
     assert prepared(gguf, "dense").notes == []
 

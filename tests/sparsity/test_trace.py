@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import cpu_backend
 from byte_models import N_VOCAB
 from cli_runs import inside
 from random_traces import TEXT, moe_layer, random_trace, simulate, traced
@@ -17,7 +18,6 @@ from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
 
 import hotset
 from hotset.backends.base import Batch
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, ModelNotFoundError
 from hotset.formats.gguf import GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
@@ -48,7 +48,7 @@ def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> Non
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         names = tuple(f"blk.{i}.ffn_route" for i in range(3))
         for row, start in zip(ids, found.starts, strict=True):
-            backend = CpuBackend(gguf, graph, n_pages=2, max_batch=70, kv_type="f16")
+            backend = cpu_backend(gguf, graph, n_pages=2, max_batch=70, kv_type="f16")
             pages, none = np.array([[0, 1]], np.int32), np.zeros(0, np.int32)
             batch = Batch(row, np.arange(70, dtype=np.int32), np.zeros(70, np.int32), pages, none, names)
             taps = backend.step(batch).taps

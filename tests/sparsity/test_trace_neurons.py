@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, tokens
+from backend_runs import batch, cpu_backend, tokens
 from byte_models import write_sparse
 from cli_runs import inside
 from expert_models import FORMS
@@ -53,7 +53,7 @@ def random_trace(n_tokens: int = 60, seed: int = 0) -> NeuronTrace:
 def traced(gguf: GGUFFile, mode: str, predictor: str | None = None) -> NeuronTrace | RouteTrace:
     """Return some of test_cpu_backend's tokens."""
     ready, graph = prepared(gguf, mode, predictor)
-    backend = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=mode != "dense")
+    backend = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=mode != "dense")
 
     def steps(ids: Any, names: Any) -> Iterator[Any]:
         return taps.of_backend(backend)(ids, names)
@@ -71,7 +71,7 @@ def test_a_trace_has_the_neurons_that_a_step_needs(tmp_path: Path, mode: str) ->
     assert isinstance(trace, NeuronTrace)
     assert trace.sparsity == mode
     ready, graph = prepared(gguf, mode, "svd" if mode == "predicted" else None)
-    backend = CpuBackend(ready.weights, graph, n_pages=8, max_batch=1, n_threads=1, sparse=True)
+    backend = cpu_backend(ready.weights, graph, n_pages=8, max_batch=1, n_threads=1, sparse=True)
     for i, id in enumerate(tokens(N_TOKENS)):
         backend.step(batch([(np.array([id]), i, [0])]))
         stats = backend.stats()

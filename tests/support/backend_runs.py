@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from hotset import _core
 from hotset.backends.base import Batch, StepStats
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.stage import BackendOptions
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType
+from hotset.formats.source import WeightSource
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
@@ -31,9 +34,22 @@ def mixed_types(name: str) -> GGMLType:
     return MIXED.get(name.split(".")[-1], GGMLType.Q4_K if "ffn" in name else GGMLType.Q4_1)
 
 
+Record = TypeVar("Record")
+
+
+def taken(record: type[Record], given: dict[str, Any]) -> Record:
+    """Take the fields of a record out of keyword arguments."""
+    names = [each.name for each in fields(record) if each.name in given]  # type: ignore[arg-type]
+    return record(**{name: given.pop(name) for name in names})
+
+
+def cpu_backend(weights: WeightSource, graph: Graph, **options: Any) -> CpuBackend:
+    return CpuBackend(weights, graph, taken(BackendOptions, options), **options)
+
+
 def cpu(gguf: GGUFFile, **options: Any) -> CpuBackend:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    return CpuBackend(gguf, graph, **{"n_pages": PAGES, "max_batch": 128, "n_threads": 2, **options})
+    return cpu_backend(gguf, graph, **{"n_pages": PAGES, "max_batch": 128, "n_threads": 2, **options})
 
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:

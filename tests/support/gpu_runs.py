@@ -9,17 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, logits_of, taken, tokens
 from fake_cold import FakeCpuWorker
 from sparse_runs import MODELS, prepared
 from tiny_gguf import write_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hotset.backends.device.stage import CpuShare
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.stage import WHOLE, BackendOptions, Span
 from hotset.backends.torch.graph import TorchGraph
 from hotset.backends.triton import open_gpu
 from hotset.backends.triton.backend import GpuBackend
+from hotset.backends.triton.options import GpuOptions
 from hotset.backends.triton.stage import GpuStage
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -36,8 +39,16 @@ def write(path: Path, model: str, type: GGMLType = T.F32, **options: Any) -> GGU
 
 
 def gpu(weights: Any, graph: Any, **options: Any) -> GpuBackend:
-    given = {"device": "simulated", "n_pages": 8, "max_batch": 64, "kv_type": "f32", **options}
-    return open_gpu(weights, graph, **given)
+    given = {"n_pages": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, **options}
+    how = taken(BackendOptions, given)
+    return open_gpu(weights, graph, given.pop("device", "simulated"), how, gpu=taken(GpuOptions, given), **given)
+
+
+def gpu_stage(weights: Any, graph: Any, *, hot: Any = None, span: Span = WHOLE, **options: Any) -> GpuStage:
+    given = {"n_pages": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, "worker": None, **options}
+    how, worker = taken(BackendOptions, given), given.pop("worker")
+    gpu = GpuOptions(**given)
+    return GpuStage(weights, graph, "simulated", how, span=span, share=CpuShare(hot or {}), worker=worker, gpu=gpu)
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
@@ -65,15 +76,7 @@ def split(
     weights: Any, graph: Any, hot: dict[int, np.ndarray], **options: Any
 ) -> tuple[GpuStage, FakeCpuWorker]:
     cold = FakeCpuWorker(weights, graph, hot, max_batch=options.get("max_batch", 64))
-    given = {
-        "device": "simulated",
-        "n_pages": 8,
-        "max_batch": 64,
-        "kv_type": "f32",
-        "stream_from": None,
-        **options,
-    }
-    return GpuStage(weights, graph, hot=hot, cold=cold, **given), cold
+    return gpu_stage(weights, graph, hot=hot, worker=cold, **{"stream_from": None, **options}), cold
 
 
 def run(stage: GpuStage, ids: np.ndarray, splits: Sequence[int] = (), at: int = 0) -> np.ndarray:

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from backend_runs import taken
 from sparse_runs import N_FF, hot_neurons
+from waiting import WATCHDOG
 
 from hotset.backends.pipeline import ChainBackend
-from hotset.backends.triton.opening import open_chain
+from hotset.backends.stage import BackendOptions
+from hotset.backends.triton.opening import WorkerOptions, open_chain
+from hotset.backends.triton.options import GpuOptions
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType as T
+from hotset.formats.source import WeightSource
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.graph import Graph
 from hotset.offload.misses import MissRates
 from hotset.placement.table import CPU, LayerPlacement, Placement
 
 
 def hybrid(gguf: GGUFFile, owners: tuple[int, ...] = (0, 0), **options: Any) -> ChainBackend:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    given: dict[str, Any] = {"n_pages": 8, "max_batch": 128, "kv_type": "f32", "n_threads": 2, "timeout": 30}
-    return open_chain(whole(owners), gguf, graph, **given | options)
+    return chain(whole(owners), gguf, graph, **{"max_batch": 128, "n_threads": 2, **options})
+
+
+def chain(placement: Placement, weights: WeightSource, graph: Graph, **options: Any) -> ChainBackend:
+    """The CPU and torch's devices. expert_slots, fetching: of each device."""
+    given = {"n_pages": 8, "max_batch": 48, "kv_type": "f32", "sparse": True, "timeout": WATCHDOG, **options}
+    n = len(placement.devices)
+    if "expert_slots" in given:
+        slots, fetching = given.pop("expert_slots"), given.pop("fetching", None)
+        placement = replace(placement, expert_slots=(slots,) * n, fetching=(fetching,) * n)
+    how, worker = taken(BackendOptions, given), taken(WorkerOptions, given)
+    return open_chain(placement, weights, graph, how, worker=worker, gpu=GpuOptions(**given))
 
 
 LINK_ONLY = MissRates(cpu=1.0, cpu_beside=1.0, many=1.0, link=1e12, link_beside=1e12)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from backend_runs import assert_every_operation_is_right, batch, logits_of, tokens
+from backend_runs import assert_every_operation_is_right, batch, cpu_backend, logits_of, tokens
 from tiny_gguf import write_relu
 
 from hotset.backends.base import Batch
@@ -48,7 +48,7 @@ def prepared(gguf: GGUFFile, mode: str, predictor: str | None = None) -> tuple[P
 def cpu(gguf: GGUFFile, mode: str, predictor: str | None = None, **options: Any) -> CpuBackend:
     ready, graph = prepared(gguf, mode, predictor)
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
-    return CpuBackend(ready.weights, graph, **given)
+    return cpu_backend(ready.weights, graph, **given)
 
 
 def assert_every_value_is_right(gguf: GGUFFile, mode: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from backend_runs import batch
+from backend_runs import batch, cpu_backend
 from sparse_runs import prepared
 
 from hotset import _core
@@ -19,7 +19,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.offload import weight_store as stored_module
-from hotset.offload.weight_store import StoredWeights, sizes_of
+from hotset.offload.weight_store import StoredWeights, Use, sizes_of
 from hotset.settings import LoadSettings
 
 
@@ -33,8 +33,8 @@ def stored(
 
     def weights(n_bytes: int) -> StoredWeights:
         return StoredWeights(
-            ready.weights, graph, n_bytes, sparse=mode != "dense", reader=reader, gap=gap,  # type: ignore[arg-type]
-            step=step,  # type: ignore[arg-type]
+            ready.weights, graph, n_bytes, Use(sparse=mode != "dense", step=step),  # type: ignore[arg-type]
+            reader=reader, gap=gap,  # type: ignore[arg-type]
         )  # fmt: skip
 
     all_of_it = weights(1 << 30)
@@ -43,7 +43,7 @@ def stored(
     sizes = all_of_it.sizes
     made = weights(sizes.all if share == 1 else sizes.resident + least + int(share * (most - least)))
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
-    return CpuBackend(made, graph, **given), made  # type: ignore[arg-type]
+    return cpu_backend(made, graph, **given), made  # type: ignore[arg-type]
 
 
 PAGES = [2, 0]
@@ -72,13 +72,13 @@ def graph_of(gguf: GGUFFile) -> Graph:
 
 def streaming(gguf: GGUFFile, share: float, **options: Any) -> tuple[CpuBackend, StoredWeights]:
     """A backend with the least memory that works, and a share of the rest."""
-    graph = graph_of(gguf)
-    sizes = sizes_of(graph, gguf.tensors, sparse=False)
+    graph, use = graph_of(gguf), Use(sparse=False)
+    sizes = sizes_of(graph, gguf.tensors, use)
     n_bytes = sizes.least_of_all + int(share * (sizes.resident + sizes.most - sizes.least_of_all))
     reader = _core.Reader(options.pop("ring", False), 4)
-    weights = StoredWeights(Overlay(gguf), graph, n_bytes, sparse=False, reader=reader, gap=0)
+    weights = StoredWeights(Overlay(gguf), graph, n_bytes, use, reader=reader, gap=0)
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, **options}
-    return CpuBackend(weights, graph, **given), weights
+    return cpu_backend(weights, graph, **given), weights
 
 
 def least_of(model: Path, **settings: Any) -> int:

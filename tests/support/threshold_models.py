@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from backend_runs import batch, tokens
+from backend_runs import batch, cpu_backend, tokens
 from tiny_gguf import write_llama, write_relu
 
 from hotset.backends.cpu.backend import CpuBackend
@@ -56,7 +56,7 @@ def cpu(
     gguf: GGUFFile, layer_thresholds: LayerThresholds, mode: BaseMode | None = None, **options: Any
 ) -> CpuBackend:
     weights, graph = graph_of(gguf, layer_thresholds, mode)
-    return CpuBackend(
+    return cpu_backend(
         weights, graph, **{"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": True, **options}
     )
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import taken
 from sparse_runs import N_FF, hot_neurons, prepared
 
+from hotset.backends.stage import BackendOptions
 from hotset.backends.triton.cpu_offload import CpuOffload
 from hotset.formats.gguf import GGUFFile
 
@@ -22,8 +24,12 @@ def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> Cp
     ready, graph = prepared(gguf, mode)
     hot = options.pop("hot", None)
     layers = {i: hot_neurons(share, seed=i) for i in LAYERS} if hot is None else dict.fromkeys(LAYERS, hot)
-    given = {"max_batch": 16, "n_threads": 2, **options}
-    return CpuOffload(ready.weights, graph, layers, "cpu", **given)
+    return offload(ready.weights, graph, layers, **{"n_threads": 2, **options})
+
+
+def offload(weights: Any, graph: Any, layers: Any, **options: Any) -> CpuOffload:
+    given = {"n_pages": 1, "max_batch": 16, "sparse": True, **options}
+    return CpuOffload(weights, graph, layers, "cpu", taken(BackendOptions, given), **given)
 
 
 def packed(selected: np.ndarray) -> torch.Tensor:

@@ -425,7 +425,8 @@ def test_pairs_of_another_activation_are_not_learned_from(tmp_path: Path) -> Non
     told = [Told() for _ in range(3)]
     firing = []
     for activation, one in zip(("relu", "fatrelu:0.5", "fatrelu:0.5"), told, strict=True):
-        train_predictors(path, [TEXT], folder, None, QUICK, activation=activation, keep=True, progress=one)
+        kept = replace(QUICK, keep=True)
+        train_predictors(path, [TEXT], folder, None, kept, activation=activation, progress=one)
         with PairShards(folder / "training" / "pairs", [SHAPE.ff] * SHAPE.layers) as pairs:
             part = pairs.layer(0, "held_out")
             firing.append(float((part.batch(np.arange(len(part)))[1] > 0).mean()))
@@ -435,7 +436,7 @@ def test_pairs_of_another_activation_are_not_learned_from(tmp_path: Path) -> Non
 
 
 def run_it(path: Path, folder: Path, settings: PredictorSettings) -> None:
-    train_predictors(path, [TEXT], folder, None, settings, keep=True)
+    train_predictors(path, [TEXT], folder, None, replace(settings, keep=True))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.errors import InvalidRequestError
+from hotset.offload.cache_stats import CacheStats
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
 SAVED_TOKENS = 17  # of a sequence in a step, the last ones, behind which a recurrent state can be saved
@@ -269,6 +270,15 @@ class Backend(Protocol):
         """Counts and times of the latest step; None where the backend keeps none."""
         ...
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of this machine's memory for the values of a step; 0 if the backend does not count them."""
+        ...
+
+    def expert_counts(self) -> CacheStats:
+        """Return what became of the experts that its devices needed, since it was made."""
+        ...
+
     def device_bytes(self) -> list[dict[str, int]]:
         """Bytes that it holds on each device, by kind, in the order of a placement; none on the CPU alone."""
         ...
@@ -276,3 +286,20 @@ class Backend(Protocol):
     def close(self) -> None:
         """Frees threads and memory; safe to call twice."""
         ...
+
+
+class WithoutDevices:
+    """The answers of a backend that has no device."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return 0, as Backend.workspace_bytes."""
+        return 0
+
+    def expert_counts(self) -> CacheStats:
+        """Return nothing, as Backend.expert_counts."""
+        return CacheStats()
+
+    def device_bytes(self) -> list[dict[str, int]]:
+        """Return nothing, as Backend.device_bytes."""
+        return []

@@ -134,6 +134,11 @@ class ChainBackend:
         )
 
     @property
+    def workspace_bytes(self) -> int:
+        """Return 0: a placement plans the values of a step."""
+        return 0
+
+    @property
     def n_layer(self) -> int:
         """Layers of the model."""
         return self.stages[0].n_layer

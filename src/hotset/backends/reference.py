@@ -14,7 +14,16 @@ from typing import assert_never
 import numpy as np
 
 from hotset.backends.adapters import AdapterSet
-from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
+from hotset.backends.base import (
+    COUNTS,
+    PAGE_SIZE,
+    Batch,
+    StepResult,
+    StepStats,
+    WithoutDevices,
+    cache_slots,
+    check_states,
+)
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.embedding import encoded_rows
 from hotset.errors import InvalidRequestError, StepCancelledError
@@ -71,7 +80,7 @@ from hotset.model.rope import cos_sin, key_centre, position_gain, turn
 F32 = np.float32
 
 
-class ReferenceBackend:
+class ReferenceBackend(WithoutDevices):
     """The Backend protocol over NumPy float32.
 
     kv_type says how keys and values are rounded when they are stored: f32 not at all, f16 to half precision,
@@ -127,10 +136,6 @@ class ReferenceBackend:
     def cancel(self) -> None:
         """Ends the step in flight after its operation, from any thread; it raises StepCancelledError."""
         self._cancelled = True
-
-    def device_bytes(self) -> list[dict[str, int]]:
-        """There is no device."""
-        return []
 
     def close(self) -> None:
         """Drops the cache and the decoded weights; safe to call twice."""

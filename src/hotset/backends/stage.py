@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -130,30 +130,49 @@ class CacheStage(Stage, CacheMemory, Protocol):
     max_batch: int
 
 
+@dataclass(frozen=True)
+class Span:
+    """The operations [first, last) of a graph. last: None for the end of the graph."""
+
+    first: int = 0
+    last: int | None = None
+
+    def of(self, graph: Graph) -> tuple[Graph, Value | None]:
+        """Return these operations, and the value that enters them; None if they begin with the tokens."""
+        return graph.split(self.first, len(graph.ops) if self.last is None else self.last)
+
+    def ends(self, graph: Graph) -> bool:
+        """Return whether the graph ends with these operations."""
+        return self.last in (None, len(graph.ops))
+
+
+WHOLE = Span()
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
     """How the backend of a model is built, wherever it computes.
 
-    n_pages: pages of the cache. max_batch: most tokens of a step. kv_type: how keys and values are stored.
-    n_states: slots for recurrent states; 0 for a model without recurrent layers. n_threads: of the CPU; None:
-    every core. sparse: leave out neurons that do not fire. channel_rates, whole: as in CpuBackend.
+    n_pages: pages of the cache. max_batch: most tokens of a step. kv_type: how keys and values are stored
+    (model/cost.py; f32 for tests). n_states: slots for recurrent states, if the model has any. n_threads: of
+    the CPU; None: every core that this process may use.
+
+    sparse: skip the unneeded rows of an FFN with zeros: up rows of neurons whose gate does not fire, down
+    rows of zero neurons, and all rows of neurons that a predictor does not name. The bits are the same.
+    channel_rates: of types, the bytes per second read input-major over those read by row, 1 for the others
+    (placement/channels.py). whole: up matrices that are read as a whole, although their gates have
+    thresholds, because leaving rows out does not pay.
     """
 
     n_pages: int
-    max_batch: int
-    kv_type: KVType
-    n_states: int = 0
+    max_batch: int = 512
+    kv_type: KVType = "f16"
+    n_states: int = 2
     n_threads: int | None = None
     sparse: bool = False
     channel_rates: Mapping[GGMLType, float] = field(default_factory=dict)
     whole: Collection[str] = ()
     progress: Reporter | None = field(default=None, compare=False)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """The arguments that every backend and stage takes."""
-        states = {"n_states": self.n_states} if self.n_states else {}
-        return {"n_pages": self.n_pages, "max_batch": self.max_batch, "kv_type": self.kv_type, **states}
 
 
 @runtime_checkable

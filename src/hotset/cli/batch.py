@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hotset.api import Model
 
 
-def batch(  # noqa: PLR0913 - options of a subcommand
+def batch(
     requests: Annotated[
         Path, typer.Argument(help="A request a line, as OpenAI's batches have them.", show_default=False)
     ],

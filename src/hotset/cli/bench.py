@@ -36,7 +36,7 @@ from hotset.cli.progress import ProgressBar
 from hotset.energy import EnergyCounters
 from hotset.engine.counters import Counters
 from hotset.engine.driver import EngineThread
-from hotset.engine.engine import Engine
+from hotset.engine.engine import Engine, ModelTraits
 from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
 from hotset.engine.step_sizes import measure_steps
@@ -137,7 +137,7 @@ class Measurement:
     joules: list[float] = field(default_factory=list)
 
 
-def bench(  # noqa: PLR0913 - options of a subcommand
+def bench(
     models: _Models = None,
     prompt: Annotated[
         str, typer.Option("--n-prompt", help="Prompt sizes: 512 or 128,512; 0 for none.")
@@ -390,7 +390,7 @@ class _Requests:
         n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
         self.engine = Engine(
             backend, n_ctx, 1, max_batch=conditions.batch, prompt_seconds=math.inf,
-            thresholded=conditions.thresholded, speculator=conditions.speculator,
+            traits=ModelTraits(thresholded=conditions.thresholded), speculator=conditions.speculator,
         )  # fmt: skip
         self.stats: list[StepStats] = []  # of the steps of the latest request
         self.joules: list[float] = []  # of its timed part, or none where they are not counted

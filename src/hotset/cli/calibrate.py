@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hotset.training.thresholds import CalibratedThresholds
 
 
-def calibrate(  # noqa: PLR0913 - options of a subcommand
+def calibrate(
     model: options.ModelName,
     file: Annotated[
         Path,

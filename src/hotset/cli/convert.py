@@ -17,7 +17,7 @@ from hotset.units import human_size
 _ARGUMENTS = {"run": "", "embed": " TEXT", "rerank": " QUERY DOC"}
 
 
-def convert(  # noqa: PLR0913 - options of a subcommand
+def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC_DIR", help="Folder of the checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     type: Annotated[

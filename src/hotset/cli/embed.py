@@ -30,7 +30,7 @@ TextsFile = Annotated[
 ]
 
 
-def embed(  # noqa: PLR0913 - options of a subcommand
+def embed(
     model: options.ModelName,
     texts: Annotated[
         list[str] | None, typer.Argument(metavar="TEXT", help="Texts, beside those of --file.")

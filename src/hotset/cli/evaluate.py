@@ -59,7 +59,7 @@ LogSamples = Annotated[
 ]
 
 
-def evaluate(  # noqa: PLR0913 - options of a subcommand
+def evaluate(
     model: options.ModelName,
     file: Annotated[
         Path,

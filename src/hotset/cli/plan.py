@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _BATCH = 512  # tokens of a step, as `hotset run` has it
 
 
-def plan(  # noqa: PLR0913 - options of a subcommand
+def plan(
     model: options.ModelName,
     ctx_size: options.ContextSize = None,
     contexts: options.Contexts = 1,

@@ -38,7 +38,7 @@ _ExistingFolder = Annotated[
 ]
 
 
-def profile(  # noqa: PLR0913 - options of a subcommand
+def profile(
     model: options.ModelName,
     file: Annotated[
         Path | None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hotset.formats.requantize import PlannedTensor
 
 
-def quantize(  # noqa: PLR0913 - options of a subcommand
+def quantize(
     source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
     target: Annotated[
         Path | None, typer.Argument(metavar="OUT.gguf", help="The file to write; not with --dry-run.")

@@ -46,7 +46,7 @@ _WITHOUT_ANSWERS = ("embedding", "reranker")  # kinds of models
 _QUALITY_TOKENS = 128  # over which --stats measures a predictor
 
 
-def run(  # noqa: PLR0913 - options of a subcommand
+def run(
     model: options.OptionalModel = None,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one a terminal opens a chat.")

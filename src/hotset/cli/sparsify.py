@@ -160,7 +160,7 @@ class TextOptions:
     ] = None
 
 
-def sparsify(  # noqa: PLR0913 - options of a subcommand
+def sparsify(
     model: options.ModelName,
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The ReLU model to write.")],
     adapters: Annotated[

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hotset.sparsity.trace import Trace
 
 
-def trace(  # noqa: PLR0913 - options of a subcommand
+def trace(
     model: options.OptionalModel = None,
     file: Annotated[
         Path | None,

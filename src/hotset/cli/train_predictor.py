@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,7 +85,7 @@ class TrainOptions:
         )
 
 
-def train_predictor(  # noqa: PLR0913 - options of a subcommand
+def train_predictor(
     model: options.ModelName,
     file: Annotated[
         list[Path],
@@ -124,7 +124,7 @@ def train_predictor(  # noqa: PLR0913 - options of a subcommand
         if error.name != "torch":
             raise
         raise HotsetError(f"training needs PyTorch; install it with: {install_command('train')}") from None
-    settings = training.settings()
+    settings = replace(training.settings(), n_threads=threads, keep=keep)
     texts = [read_text(path, "-f") for path in file]
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
@@ -137,8 +137,6 @@ def train_predictor(  # noqa: PLR0913 - options of a subcommand
             settings,
             activation=activation,
             dialect=DIALECTS[format] if format else None,
-            n_threads=threads,
-            keep=keep,
             progress=bar,
         )
     if json:

@@ -84,35 +84,46 @@ class _Answer:
     drawn: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelTraits:
+    """The facts of a model that the engine needs.
+
+    thresholded: the tokens whose small values are zero if the graph has thresholds (operations.Threshold):
+    the tokens of answers, or of prompts too, in every step. flops: operations of a token, by the number of
+    tokens before it; None: the same for all. is_encoder: texts are computed for their values
+    (`Engine.prepare_tap`), each in one step, and nothing is generated.
+    """
+
+    thresholded: ThresholdedTokens = "none"
+    flops: Callable[[float], float] | None = None
+    is_encoder: bool = False
+
+
+NO_TRAITS = ModelTraits()
+
+
 class Engine:
     """An engine that runs several sequences at once on a backend.
 
     n_ctx: the longest sequence in tokens, prompt and answer together. max_sequences: how many run at once, or
     fewer if the backend lacks slots for recurrent states. max_batch: tokens per step, at most the backend's.
     prompt_seconds: by how much prompts may lengthen a step, but at least by the time of a decode step; inf:
-    no limit, as for a single sequence (engine/pacing.py). flops: operations of a token by the number of
-    tokens before it; None: the same for all. thresholded: for which tokens small values are set to zero in
-    graphs with thresholds (operations.Threshold): generated tokens, or also prompts; it does not depend on
-    the step. speculator: drafts tokens (engine/speculation.py); None: one token per sequence and step.
-    prompt_cache: stores and finds blocks on disk; None: off. is_encoder: texts are computed only for a tap
-    (`prepare_tap`), each in one step. collect_stats: collect the backend's statistics of every step in
-    step_stats.
+    no limit, as for a single sequence (engine/pacing.py). speculator: drafts tokens (engine/speculation.py);
+    None: one token per sequence and step. prompt_cache: stores and finds blocks on disk; None: off.
+    collect_stats: collect the backend's statistics of every step in step_stats.
 
     Raises OutOfMemoryError if the backend's cache cannot hold one whole context.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         backend: Backend,
         n_ctx: int,
         max_sequences: int = 16,
         *,
         max_batch: int | None = None,
-        collect_stats: bool = False,
         prompt_seconds: float = PROMPT_SECONDS,
-        thresholded: ThresholdedTokens = "none",
-        flops: Callable[[float], float] | None = None,
-        is_encoder: bool = False,
+        traits: ModelTraits = NO_TRAITS,
         speculator: Speculator | None = None,
         prompt_cache: PromptCache | None = None,
     ) -> None:
@@ -125,10 +136,11 @@ class Engine:
                 f"which has {backend.n_pages}; lower n_ctx to {backend.n_pages * PAGE_SIZE}"
             )
         self.backend = backend
+        is_encoder, thresholded = traits.is_encoder, traits.thresholded
         self.is_encoder, self.speculator = is_encoder, speculator
         max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self.n_ctx = min(n_ctx, max_batch) if is_encoder else n_ctx
-        self.collect_stats = collect_stats
+        self.collect_stats = False
         if backend.n_states:  # each sequence reads one and writes another, and `take_states` needs two
             if backend.n_states < 4:
                 raise OutOfMemoryError(
@@ -141,7 +153,7 @@ class Engine:
         self.latest_error: Exception | None = None  # that ended a sequence
         self._counted = Counters()
         self.scheduler = Scheduler(
-            backend, max_sequences, max_pages, max_batch, prompt_seconds, flops, self._counted,
+            backend, max_sequences, max_pages, max_batch, prompt_seconds, traits.flops, self._counted,
             whole_texts=is_encoder,
         )  # fmt: skip
         self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache

@@ -297,10 +297,13 @@ def open_backend(
 ) -> Backend:
     """Build a backend without a device: CPU or REFERENCE. runtime: as in CpuBackend."""
     if name == CPU:
-        return CpuBackend.opened(weights, graph, options, runtime=runtime)
+        return CpuBackend(weights, graph, options, runtime=runtime)
     from hotset.backends.reference import ReferenceBackend
 
-    return ReferenceBackend(weights, graph, sparse=options.sparse, **options.sizes)
+    return ReferenceBackend(
+        weights, graph, sparse=options.sparse, n_pages=options.n_pages, max_batch=options.max_batch,
+        kv_type=options.kv_type, n_states=options.n_states,
+    )  # fmt: skip
 
 
 def open_measuring(decided: Decided, backend: Backend) -> Backend:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.registry import Capabilities, capabilities_of
 from hotset.backends.stage import BackendOptions
-from hotset.engine.engine import ThresholdedTokens
+from hotset.engine.engine import ModelTraits, ThresholdedTokens
 from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
@@ -24,7 +24,7 @@ from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Attention
 from hotset.model.predictor import Predictor
-from hotset.offload.weight_store import sizes_of
+from hotset.offload.weight_store import Use, sizes_of
 from hotset.settings import LoadSettings
 from hotset.sparsity.modes import Choice, Prepared
 from hotset.sparsity.thresholds import Thresholds
@@ -157,8 +157,14 @@ class Decided:
         )  # fmt: skip
 
     @property
-    def thresholded(self) -> ThresholdedTokens:
-        """Which tokens are thresholded (engine.Engine)."""
+    def traits(self) -> ModelTraits:
+        """Return the facts of the model that the engine needs."""
+        return ModelTraits(
+            thresholded=self._thresholded, flops=self.cost.flops_per_token, is_encoder=self.graph.is_encoder
+        )
+
+    @property
+    def _thresholded(self) -> ThresholdedTokens:
         if not self.graph.has_thresholds:
             return "none"
         thresholds = self.choice.thresholds
@@ -240,7 +246,7 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
 def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
     """A default context that leaves most of n_bytes to rows, and none to stream; whole pages."""
     settings, cost = decided.settings, decided.cost
-    sizes = sizes_of(decided.graph, decided.weights.tensors, sparse=decided.is_sparse)
+    sizes = sizes_of(decided.graph, decided.weights.tensors, Use(sparse=decided.is_sparse))
     n_bytes -= _n_states(settings, cost, decided.n_ctx) * cost.state_bytes + sizes.resident + sizes.least
     kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)
     if not kv_bytes:  # without attention a longer context costs nothing

@@ -150,7 +150,7 @@ def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
         decided.notes.extend(f"drafts: {note}" for note in (draft.choice.reason, *draft.notes))
         draft, own = build(draft, drafts_for=backend)
         closing.callback(own.close)
-        return SelfDrafter(own, draft.thresholded != "none", closing.pop_all().close)
+        return SelfDrafter(own, draft.traits.thresholded != "none", closing.pop_all().close)
 
 
 def _with_fewer_experts(draft: Decided) -> Decided:

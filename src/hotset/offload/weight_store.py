@@ -23,7 +23,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +77,19 @@ Helped = Mapping[int, "np.ndarray | None"]
 
 The value is None for experts, of which the device may lack any.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a backend uses the weights of a store.
+
+    sparse: as of the backend. step: the most tokens of a step, unless all weights have room. helped: layers
+    of devices that the CPU helps; they are in the graph only for that (placement/build.py: host_part).
+    """
+
+    sparse: bool
+    step: int = STEP
+    helped: Helped = field(default_factory=dict)
 
 
 def groups_of(
@@ -202,15 +215,12 @@ class Shares:
 def sizes_of(
     graph: Graph,
     tensors: Mapping[str, TensorInfo],
-    *,
-    sparse: bool,
-    step: int = STEP,
-    helped: Helped | None = None,
+    use: Use,
 ) -> Sizes:
     """Return the sizes of StoredWeights."""
-    groups = list(groups_of(graph, tensors, sparse=sparse, helped=helped))
-    embeddings = embeddings_of(graph, tensors, step)
-    pieces, fixed = _whole(graph, tensors, [*groups, *embeddings], helped)
+    groups = list(groups_of(graph, tensors, sparse=use.sparse, helped=use.helped))
+    embeddings = embeddings_of(graph, tensors, use.step)
+    pieces, fixed = _whole(graph, tensors, [*groups, *embeddings], use.helped)
     tables = sum(group.n_rows * (_PER_ROW + _PER_PART * len(group.names)) for group in groups)
     return Sizes(
         sum(padded(tensors[name].nbytes) for name in fixed), tuple(pieces),
@@ -264,34 +274,30 @@ def _whole(
 class StoredWeights:
     """A WeightSource that uses at most `n_bytes` of memory, in addition to tables of n-grams (tables_of).
 
-    weights: the files; they remain the caller's, and must stay open. sparse: as in the backend. gap: two
-    reads are combined if at most this many bytes between them are read unnecessarily. needed: layer → the
-    share of tokens that needed each neuron or expert, float [n]: the hottest ones that fit are read at once,
-    and evictions consider it. empty: read nothing and touch no memory, to find out how much memory a backend
-    needs in addition to weights. step: the largest step, unless everything fits. helped: with devices, whose
-    layers are in the graph only if the CPU helps (placement/build.py selects the CPU's part of a graph).
+    weights: the files; they remain the caller's, and must stay open. gap: two reads are combined if at most
+    this many bytes between them are read unnecessarily. needed: layer → the share of tokens that needed each
+    neuron or expert, float [n]: the hottest ones that fit are read at once, and evictions consider it. empty:
+    read nothing and touch no memory, to find out how much memory a backend needs in addition to weights.
 
     Raises OutOfMemoryError if n_bytes is too small, and ReadError.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         weights: Overlay,
         graph: Graph,
         n_bytes: int,
+        use: Use,
         *,
-        sparse: bool,
         reader: _core.Reader,
         gap: int,
         needed: Mapping[int, np.ndarray] | None = None,
         empty: bool = False,
-        step: int = STEP,
-        helped: Helped | None = None,
     ) -> None:
         self._weights, self.tables = weights, tables_of(graph)
         self.reader = reader
-        groups = list(groups_of(graph, weights.tensors, sparse=sparse, helped=helped))
-        self.sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step, helped=helped)
+        groups = list(groups_of(graph, weights.tensors, sparse=use.sparse, helped=use.helped))
+        self.sizes = sizes_of(graph, weights.tensors, use)
         if n_bytes < self.sizes.least_of_all:
             raise OutOfMemoryError(
                 f"{human_size(n_bytes)} are left for weights, but this model needs at least "
@@ -304,14 +310,14 @@ class StoredWeights:
         self._n_bytes = self._n_reads = 0  # of `read`
         self._lock = threading.Lock()
         self._together: dict[str, tuple[str, ...]] = {}  # tensor → the tensors of its group
-        embeddings = embeddings_of(graph, weights.tensors, step)
+        embeddings = embeddings_of(graph, weights.tensors, use.step)
         self.store = self._open(reader, gap, groups, self.shares.rows)
         if self.store is not None and not empty:
             self.store.touch_ahead()
         # In a separate store, because these rows are needed only once.
         rows = [] if self.shares.whole else embeddings
         self._embeddings = self._open(reader, 0, rows, self.sizes.staging)
-        pieces, names = _whole(graph, weights.tensors, [*groups, *embeddings], helped)
+        pieces, names = _whole(graph, weights.tensors, [*groups, *embeddings], use.helped)
         if self.shares.whole:
             names += [name for group in embeddings for name in group.names]
         stays = list(zip(pieces, self.shares.streaming.stays, strict=True))
@@ -320,9 +326,7 @@ class StoredWeights:
         self._resident = self._read(names, empty) | self._views()
         if self.store is not None and not empty:
             layers = {weight.name: op.layer for op in graph.primitives for weight in op.weights_read}
-            self._preload(
-                self.store, [layers[group.names[0]] for group in groups], needed or {}, helped or {}
-            )
+            self._preload(self.store, [layers[group.names[0]] for group in groups], needed or {}, use.helped)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hotset.backends.base import Backend
 from hotset.backends.registry import plugin_of
-from hotset.backends.stage import BackendOptions
+from hotset.backends.stage import BackendOptions, Span
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
@@ -126,6 +126,11 @@ class PlacedPiece:
     first_op: int
     last_op: int
     layers: range
+
+    @property
+    def span(self) -> Span:
+        """Return the same operations as a Span."""
+        return Span(self.first_op, self.last_op)
 
 
 def pieces_of(graph: Graph, placement: Placement) -> list[PlacedPiece]:

@@ -17,6 +17,7 @@ import numpy as np
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.processor import isa
+from hotset.backends.stage import BackendOptions
 from hotset.cores import usable_cores
 from hotset.formats.channels import LAYOUT, copy_bytes, copy_name, copy_shape
 from hotset.formats.gguf import TensorInfo
@@ -124,8 +125,11 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
     try:
         for sparse in (False, True):
             backend = CpuBackend(
-                weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=runtime,
-                channel_rates={work.type: 1 / KEPT},
+                weights, graph,
+                BackendOptions(
+                    n_pages=1, max_batch=1, sparse=sparse, channel_rates={work.type: 1 / KEPT}
+                ),
+                runtime=runtime,
             )  # fmt: skip
             opened.append(backend)
             backend.step(batch)

@@ -23,6 +23,7 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.stage import BackendOptions
 from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.files import replacing
 from hotset.formats.powerinfer import activation_files, read_gpu_index
@@ -165,10 +166,9 @@ def _run_builtin(model: ModelToPlace, mark: str) -> Profile:
     backend = CpuBackend(
         model.weights,
         describe(config, model.weights.tensors),
-        n_pages=-(-n_tokens // PAGE_SIZE),
-        max_batch=_STEP,
-        n_threads=settings.n_threads,
-        sparse=True,
+        BackendOptions(
+            n_pages=-(-n_tokens // PAGE_SIZE), max_batch=_STEP, n_threads=settings.n_threads, sparse=True
+        ),
     )
     try:
         return collect(

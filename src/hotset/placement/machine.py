@@ -23,6 +23,7 @@ import numpy as np
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.processor import isa
+from hotset.backends.stage import BackendOptions
 from hotset.cores import usable_cores
 from hotset.errors import FormatError, HotsetError
 from hotset.files import read_small_text, write_whole
@@ -171,13 +172,15 @@ class CpuLoop:
         weights, graph = _ffn_weights(), _ffn_graph()
         self._runtime = new_runtime(n_threads)
         self._backends = {
-            sparse: CpuBackend(weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=self._runtime)
+            sparse: CpuBackend(
+                weights, graph, BackendOptions(n_pages=1, max_batch=1, sparse=sparse), runtime=self._runtime
+            )
             for sparse in (False, True)
         }
         zero = np.zeros(1, np.int32)
         self._batch = Batch(zero, zero, zero, zero[None], zero)
         self._many = CpuBackend(
-            weights, _products_graph(), n_pages=1, max_batch=_MANY, sparse=False, runtime=self._runtime
+            weights, _products_graph(), BackendOptions(n_pages=1, max_batch=_MANY), runtime=self._runtime
         )
         rows = N_LAYER * N_FF * 3 * row_bytes(TYPE, WIDTH)
         self._bytes = {False: rows, True: _ACTIVE * rows}

@@ -15,11 +15,12 @@ import numpy as np
 
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.registry import SIMULATED, plugin_of
+from hotset.backends.stage import BackendOptions
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
 from hotset.model.graph import Graph
-from hotset.offload.weight_store import STEP, Helped, Sizes, StoredWeights, share_out, sizes_of
+from hotset.offload.weight_store import STEP, Sizes, StoredWeights, Use, share_out, sizes_of
 from hotset.placement.budget import MemoryBudget
 from hotset.placement.build import host_part
 from hotset.placement.disk import DiskRates
@@ -88,27 +89,25 @@ class HostMemory:
         placement: Placement | None = None,
     ) -> None:
         self._weights, self._whole, self._settings, self._placement = weights, graph, settings, placement
-        self._sparse, self._n_pages, self._n_states = sparse, n_pages, n_states
+        self._n_pages, self._n_states = n_pages, n_states
         # An encoder computes a text in one step.
-        self.graph, self._step = graph, max(settings.max_batch, STEP) if graph.is_encoder else STEP
-        self._helped: Helped = {}
+        step = max(settings.max_batch, STEP) if graph.is_encoder else STEP
+        self.graph, self._use = graph, Use(sparse=sparse, step=step)
         if placement is not None:
             part = host_part(placement, graph)
-            self.graph, self._helped = part.graph, part.helped
-            self._step = STEP if part.n_layers else max(settings.max_batch, STEP)
+            step = STEP if part.n_layers else max(settings.max_batch, STEP)
+            self.graph, self._use = part.graph, Use(sparse=sparse, step=step, helped=part.helped)
 
     def plan(self, limit: int, disk: DiskRates, cache_bytes: int) -> RamPlan:
         """What goes where within `limit` bytes. cache_bytes: of the CPU's layers. Raises OutOfMemoryError
         with the smallest limit that works."""
-        sizes = sizes_of(
-            self.graph, self._weights.tensors, sparse=self._sparse, step=self._step, helped=self._helped
-        )
+        sizes = sizes_of(self.graph, self._weights.tensors, self._use)
         self._weights.let_go()
         program = own_memory() + _PROGRAM + self._whole.result.width * _PER_TOKEN
         devices = () if self._placement is None else self._placement.devices
         program += _OF_DEVICES if {*devices} - {SIMULATED} else 0
         max_batch = self._settings.max_batch
-        step = min(max_batch, self._step)
+        step = min(max_batch, self._use.step)
         workspace = self._workspace(disk, sizes, step, sizes.least_of_all)
         fixed = program + cache_bytes + workspace
         least = fixed + sizes.least_of_all
@@ -139,8 +138,7 @@ class HostMemory:
 
     def _stored(self, n_bytes: int, reader: _core.Reader, **options: Any) -> StoredWeights:
         return StoredWeights(
-            self._weights, self.graph, n_bytes, sparse=self._sparse, reader=reader, step=self._step,
-            helped=self._helped, **options,
+            self._weights, self.graph, n_bytes, self._use, reader=reader, **options
         )  # fmt: skip
 
     def _workspace(self, disk: DiskRates, sizes: Sizes, max_batch: int, n_bytes: int) -> int:
@@ -148,16 +146,15 @@ class HostMemory:
         nothing is written."""
         reader = disk.reader()
         empty = self._stored(n_bytes, reader, gap=0, empty=True)
-        given: dict[str, Any] = {
-            "max_batch": max_batch, "sparse": self._sparse, "n_threads": self._settings.n_threads,
-        }  # fmt: skip
+        options = BackendOptions(
+            n_pages=self._n_pages if self._placement is not None else 1, n_states=self._n_states,
+            max_batch=max_batch, sparse=self._use.sparse, n_threads=self._settings.n_threads,
+        )  # fmt: skip
         if self._placement is not None:
             opening = plugin_of(self._placement.devices[0], "opening")
-            taken: int = opening.host_workspace(
-                self._placement, empty, self._whole, n_pages=self._n_pages, **given
-            )
+            taken: int = opening.host_workspace(self._placement, empty, self._whole, options)
         else:
-            backend = CpuBackend(empty, self._whole, n_pages=1, n_states=self._n_states, **given)
+            backend = CpuBackend(empty, self._whole, options)
             taken = backend.workspace_bytes
             backend.close()
         return taken + reader.buffer_bytes + sizes.tables

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.pipeline import ChainBackend
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.replacement import arrange
 from hotset.report.activity import LAGS
@@ -98,7 +97,7 @@ def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights |
     """
     if not any(ffn.route is not None for ffn in graph.ffns):
         return None
-    beside = backend.expert_counts() if isinstance(backend, ChainBackend) else None
+    beside = None if backend is None else backend.expert_counts()
     if beside is not None and not beside.needed:  # a device has all experts
         beside = None
     if stored is None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hotset.api import Model
-from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, cache_slots
+from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, WithoutDevices, cache_slots
 from hotset.errors import (
     CacheLostError,
     DeviceError,
@@ -143,7 +143,7 @@ class _Stage:
     actor: Any = None
 
 
-class StagedBackend:
+class StagedBackend(WithoutDevices):
     """The Backend of a model whose stages are on machines (see the module).
 
     model: what each machine opens. decided: how, with the graph. Raises DeviceError for a machine that is not
@@ -257,10 +257,6 @@ class StagedBackend:
             for stage in self._stages:
                 if stage.actor is not None:
                     stage.actor.cancel.options(concurrency_group=_CONTROL).remote(self._step)
-
-    def device_bytes(self) -> list[dict[str, int]]:
-        """There is no device."""
-        return []
 
     def close(self) -> None:
         """Ends the stages; safe to call twice."""

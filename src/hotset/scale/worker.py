@@ -22,6 +22,7 @@ import psutil
 
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.stage import BackendOptions, Span
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.loader.build import open_model, plan_model
@@ -83,14 +84,12 @@ class StageWorker:
             self._stage = CpuBackend(
                 decided.weights,
                 decided.graph,
-                n_pages=n_pages,
-                max_batch=settings.max_batch,
-                kv_type=settings.kv_type,
-                n_threads=settings.n_threads,
-                sparse=decided.choice.mode != "dense",
-                first_op=first_op,
-                last_op=last_op,
-            )
+                BackendOptions(
+                    n_pages=n_pages, max_batch=settings.max_batch, kv_type=settings.kv_type,
+                    n_threads=settings.n_threads, sparse=decided.is_sparse,
+                ),
+                span=Span(first_op, last_op),
+            )  # fmt: skip
         except Exception as error:
             self._undone.close()
             return Failed.of(error)

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from hotset.api import Model
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import HotsetError, OutOfMemoryError
 from hotset.loader.build import open_model
 from hotset.loader.decide import MachineFacts, Opened, cache_bytes, context, longest_default
@@ -190,8 +189,7 @@ def bytes_of(model: Model) -> int:
     beside = decided.reserved.drafter + model.adapters.nbytes
     if model.ram is not None:
         return model.ram.limit + beside
-    buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
-    more = buffers + beside + backend.n_vocab * _TOKENIZER_BYTES
+    more = backend.workspace_bytes + beside + backend.n_vocab * _TOKENIZER_BYTES
     return sum(parts_of(model)) + more
 
 

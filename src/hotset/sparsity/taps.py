@@ -13,6 +13,7 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.stage import BackendOptions
 from hotset.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ BackendFactory = Callable[["WeightSource", "Graph"], "Backend"]
 
 def open_cpu(weights: WeightSource, graph: Graph) -> Backend:
     """Return a CPU backend that skips inactive neurons, with a cache for MAX_SEQUENCE tokens."""
-    return CpuBackend(weights, graph, n_pages=_N_PAGES, max_batch=_STEP, kv_type="f16", sparse=True)
+    return CpuBackend(weights, graph, BackendOptions(n_pages=_N_PAGES, max_batch=_STEP, sparse=True))
 
 
 def of_backend(backend: Backend) -> TapSteps:

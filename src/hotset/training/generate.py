@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotset.engine.engine import Engine
+from hotset.engine.engine import Engine, ModelTraits
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import FormatError
 from hotset.files import appending, check_target
@@ -122,7 +122,8 @@ def _write(
         return
     kept = thrown = 0  # tokens
     texts = [text for text in texts if len(text) > CONTINUED]
-    engine = Engine(model.backend, longest(model.config), N_SEQUENCES, thresholded=model.engine.thresholded)
+    traits = ModelTraits(thresholded=model.engine.thresholded)
+    engine = Engine(model.backend, longest(model.config), N_SEQUENCES, traits=traits)
     stop_ids = model.tokenizer.stop_ids
 
     def begin() -> EngineSequence:

@@ -87,7 +87,7 @@ class PredictorSettings:
     max_bytes: of the pairs on disk. n_tokens: limit of the texts. n_ctx: tokens of a sequence. n_measured:
     limit of the held-out tokens for the perplexity; half of them are scored. device: a word of
     LoadSettings for a device of torch. jobs: layers trained in parallel; None: one per usable core, one on a
-    GPU.
+    GPU. n_threads: that run the model; None: every core. keep: leave the state of the training in its folder.
     """
 
     recall: float = 0.98
@@ -102,6 +102,8 @@ class PredictorSettings:
     schedule: Schedule = field(default_factory=Schedule)
     device: str = "cpu"
     jobs: int | None = None
+    n_threads: int | None = None
+    keep: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (("recall", 0, 1), ("precision", 0, 1), ("max_share", 0, 1)):
@@ -173,7 +175,7 @@ class Trained:
         return value
 
 
-def train_predictors(  # noqa: PLR0913
+def train_predictors(
     model: str | os.PathLike[str],
     texts: Sequence[str],
     folder: str | os.PathLike[str],
@@ -182,17 +184,15 @@ def train_predictors(  # noqa: PLR0913
     *,
     activation: str | None = None,
     dialect: Dialect | None = None,
-    n_threads: int | None = None,
-    keep: bool = False,
     progress: Reporter | None = None,
 ) -> Trained:
     """Train a predictor for each layer of a model file and write them.
 
     texts: the text on which the model runs. folder: receives model_<layer>.pt and config.json, and during the
-    training its state, from which a killed run continues; keep: keep that state. out: the model file with
-    predictors; None: do not write one. dialect: None chooses PowerInfer's format if it can hold the model
-    unchanged. Raises HotsetError for a model without zeros, too short texts, predictors that cannot be small
-    enough, and files that cannot be written.
+    training its state, from which a killed run continues. out: the model file with predictors; None: do not
+    write one. dialect: None chooses PowerInfer's format if it can hold the model unchanged. Raises HotsetError
+    for a model without zeros, too short texts, predictors that cannot be small enough, and files that cannot
+    be written.
     """
     settings = settings or PredictorSettings()
     folder = Path(folder)
@@ -203,7 +203,7 @@ def train_predictors(  # noqa: PLR0913
         check_target(out)
     settings = replace(settings, device=torch_device(settings.device))
     loading = LoadSettings(
-        n_threads=n_threads, device="cpu", sparsity="exact", activation=activation, max_batch=256,
+        n_threads=settings.n_threads, device="cpu", sparsity="exact", activation=activation, max_batch=256,
         progress=progress,
     )  # fmt: skip
     with (
@@ -225,7 +225,7 @@ def train_predictors(  # noqa: PLR0913
         if out is not None:
             predictor_files.write_merged(Path(out), loaded.gguf, loaded.config, run.weights, run.type, chosen)
             files.insert(0, Path(out))
-    if not keep:
+    if not settings.keep:
         shutil.rmtree(folder / "training", ignore_errors=True)
     return replace(trained, files=tuple(files), dialect=chosen)
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_runs import N_VOCAB, batch, tokens
+from backend_runs import N_VOCAB, batch, cpu_backend, tokens
 from cases import quick_if
 from tiny_gguf import write_llama
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
@@ -63,11 +62,11 @@ def in_one_step_and_in_many(gguf: GGUFFile, lengths: list[int], n_threads: int) 
         n_pages = -(-length // PAGE_SIZE)
         parts.append((tokens(length, i), 0, list(range(at, at + n_pages))))
         at += n_pages
-    together = CpuBackend(gguf, graph, n_pages=at, max_batch=total, n_threads=n_threads)
+    together = cpu_backend(gguf, graph, n_pages=at, max_batch=total, n_threads=n_threads)
     found = together.step(batch(parts)).logits.copy()
     assert found.shape == (total, N_VOCAB)
     assert np.isfinite(found).all()
-    apart = CpuBackend(gguf, graph, n_pages=at, max_batch=8, n_threads=1)
+    apart = cpu_backend(gguf, graph, n_pages=at, max_batch=8, n_threads=1)
     rows = [
         apart.step(batch([(ids[first : first + 8], first, pages)])).logits.copy()
         for ids, _, pages in parts

@@ -15,6 +15,7 @@ import numpy as np
 import threshold_models
 from backend_runs import batch, logits_of, tokens
 from fake_cold import FakeCpuWorker
+from gpu_runs import gpu, gpu_stage
 from interpreted_triton import patch_once
 from sparse_runs import MODELS, prepared
 from threshold_models import EVERY, graph_of
@@ -73,14 +74,14 @@ def main(folder: Path, *names: str) -> None:
         gguf = open_gguf(write_relu(folder / f"{name}.gguf", **options))
         ready, graph = prepared(gguf, mode, predictor)
         expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=2), ids, [], [1, 0])
-        given: Any = {"device": "simulated", "n_pages": 2, "max_batch": 16, "kv_type": "f32"}
+        given: Any = {"n_pages": 2, "max_batch": 16}
         backend: GpuBackend | GpuStage
         if name.endswith(SPLIT):
             hot = {0: np.arange(N_FF) % 3 == 0}
             cold = FakeCpuWorker(ready.weights, graph, hot, 16)
-            backend = stage = GpuStage(ready.weights, graph, hot=hot, cold=cold, **given)
+            backend = stage = gpu_stage(ready.weights, graph, hot=hot, worker=cold, **given)
         else:
-            backend = GpuBackend(ready.weights, graph, **given)
+            backend = gpu(ready.weights, graph, **given)
             stage = backend.stage
         assert stage.kernels.name == "triton"
         assert stage.kernels.linear.__module__.endswith("triton_kernels")
@@ -92,10 +93,8 @@ def thresholded_by_the_kernels(folder: Path) -> float:
     """The same error of a model with every threshold, its matrices input-major."""
     gguf, expected = threshold_models.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
     weights, graph = graph_of(gguf, EVERY)
-    backend = GpuBackend(
-        weights, graph, device="simulated", n_pages=8, max_batch=16, kv_type="f32",
-        input_major=[op.weight for op in thresholded_products(graph)],
-    )  # fmt: skip
+    names = [op.weight for op in thresholded_products(graph)]
+    backend = gpu(weights, graph, max_batch=16, input_major=names)
     assert backend.stage.kernels.name == "triton"
     found = threshold_models.run(backend, threshold_models.IDS, threshold_models.THRESHOLDED, [9, 10])
     stats = backend.stats()
@@ -122,7 +121,7 @@ def fused_by_the_kernels(folder: Path) -> float:
         before(kernel, *args, **options)
 
     with patch.object(triton_kernels, "MATVEC_PROGRAMS", 1), patch.object(launch, "launch", note):
-        backend = GpuBackend(gguf, graph, device="simulated", n_pages=2, max_batch=16, kv_type="f32")
+        backend = gpu(gguf, graph, n_pages=2, max_batch=16)
         found = run(backend, [9, 11, 12], ids)
     layer = ["_project_heads_kernel", "_attention_kernel", *["_matvec_kernel"] * 3]
     once = ["_norm_kernel", "_angles_kernel"], ["_norm_kernel", "_matvec_kernel"]

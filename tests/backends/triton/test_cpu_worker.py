@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda
 from sparse_runs import MODELS, N_FF, cpu, hot_neurons, prepared, step, write
 from tiny_gguf import write_llama, write_relu
 from waiting import WATCHDOG, until, when, within
-from worker_runs import LAYERS, N_EMBD, ask, inputs, packed, random_bits, service, torch
+from worker_runs import LAYERS, N_EMBD, ask, inputs, offload, packed, random_bits, service, torch
 
 from hotset import _core
 from hotset.backends.cpu.worker import split_ffns
@@ -169,7 +169,7 @@ def test_what_is_wrong_is_said_before_a_step(tmp_path: Path) -> None:
     silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
     ready, graph = prepared(silu, "dense")
     with pytest.raises(UnsupportedModelError, match="the neurons of layer 0 cannot be shared"):
-        CpuOffload(ready.weights, graph, {0: np.zeros(96, np.bool_)}, "cpu", max_batch=1)
+        offload(ready.weights, graph, {0: np.zeros(96, np.bool_)}, max_batch=1)
     cold = service(gguf, "exact")
     with pytest.raises(ValueError, match="takes 1 to 16 tokens, not 17"):
         cold.begin_step(17)
@@ -337,9 +337,8 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     gguf = open_gguf(path)
     ready, graph = prepared(gguf, "exact")
     h = torch.from_numpy(np.random.default_rng(0).standard_normal((1024, 512)).astype(np.float32))
-    slow = CpuOffload(
-        ready.weights, graph, {0: np.zeros(2048, np.bool_)}, "cpu", max_batch=1024, n_threads=1, timeout=1e-3
-    )
+    layers = {0: np.zeros(2048, np.bool_)}
+    slow = offload(ready.weights, graph, layers, max_batch=1024, n_threads=1, timeout=1e-3)
 
     def work() -> None:
         while True:  # the thread that watches may come too late for one layer, not for every layer

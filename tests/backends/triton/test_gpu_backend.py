@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from cases import quick_are, quick_if
 from fake_cold import FakeCpuWorker
-from gpu_runs import N_FF, N_LAYER, T, assert_close, gpu, masks, run, split, write
+from gpu_runs import N_FF, N_LAYER, T, assert_close, gpu, gpu_stage, masks, run, split, write
 from sparse_runs import ACTIVATIONS, MODELS, ONE_BY_ONE, Replayed, prepared
 from tiny_gguf import write_llama
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.stage import WHOLE, Span
 from hotset.backends.triton.kernels import Kernels
-from hotset.backends.triton.stage import GpuStage
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
@@ -372,10 +371,7 @@ def test_an_ffn_that_can_go_first_is_posted_before_attention(
     kernels.attention = noted("attention", kernels.attention)  # type: ignore[method-assign]
     cold.post = noted("post", cold.post)  # type: ignore[method-assign]
     cold.collect = noted("collect", cold.collect)  # type: ignore[method-assign]
-    stage = GpuStage(
-        ready.weights, graph, "simulated", n_pages=8, max_batch=64, kv_type="f32", hot=hot, cold=cold,
-        kernels=kernels,
-    )  # fmt: skip
+    stage = gpu_stage(ready.weights, graph, hot=hot, worker=cold, kernels=kernels)
     run(stage, tokens(5))
     first = ["post", "attention"] if "falcon" in model else ["attention", "post"]
     assert events == [*first, "collect"] * N_LAYER
@@ -387,10 +383,8 @@ def test_two_stages_are_one(tmp_path: Path, model: str, predictor: str | None) -
     ready, graph = prepared(write(tmp_path, model), "exact" if predictor is None else "predicted", predictor)
     ids = tokens(20)
     middle = graph.layer_starts[1]
-    options = {"device": "simulated", "n_pages": 8, "max_batch": 64, "kv_type": "f32"}
-    first = GpuStage(ready.weights, graph, last_op=middle, **options)  # type: ignore[arg-type]
-    second = GpuStage(ready.weights, graph, first_op=middle, **options)  # type: ignore[arg-type]
-    whole = GpuStage(ready.weights, graph, **options)  # type: ignore[arg-type]
+    spans = Span(0, middle), Span(middle), WHOLE
+    first, second, whole = (gpu_stage(ready.weights, graph, span=span) for span in spans)
     for part, at in ((ids[:13], 0), (ids[13:], 13)):
         step = batch([(part, at, [1])])
         x = first.run(step)
@@ -431,9 +425,7 @@ def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"layer 0 .* split"):
         split(dense, describe(config_from_gguf(dense), dense.tensors), masks(0.3, 96))
     with pytest.raises(InvalidRequestError, match="needs a service"):
-        GpuStage(
-            ready.weights, graph, device="simulated", n_pages=1, max_batch=8, kv_type="f32", hot=masks(0.3)
-        )
+        gpu_stage(ready.weights, graph, n_pages=1, max_batch=8, hot=masks(0.3))
 
 
 def test_a_failure_of_the_cold_half_ends_the_step(tmp_path: Path) -> None:
@@ -454,8 +446,8 @@ def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
     """Weights of every tensor but the embedding, and keys and values, to the byte."""
     gguf = write(tmp_path, "llama", T.Q4_0)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    options = {"device": "simulated", "max_batch": 8, "n_pages": 4, "kv_type": "f16"}
-    whole = GpuStage(gguf, graph, **options)  # type: ignore[arg-type]
+    options: Any = {"max_batch": 8, "n_pages": 4, "kv_type": "f16"}
+    whole = gpu_stage(gguf, graph, **options)
     left_out = ("token_embd.weight", "fc1", "fc2")
     expected = sum(info.nbytes for name, info in gguf.tensors.items() if not any(x in name for x in left_out))
     assert whole.nbytes["weights"] == expected
@@ -465,7 +457,7 @@ def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
     assert whole.nbytes == before
     hot = {i: np.arange(N_FF) < 64 for i in range(N_LAYER)}
     cold = FakeCpuWorker(gguf, graph, hot, 8)
-    part = GpuStage(gguf, graph, hot=hot, cold=cold, **options)  # type: ignore[arg-type]
+    part = gpu_stage(gguf, graph, hot=hot, worker=cold, **options)
     row, numbers = 64 // 32 * 18, 4 * 64 + 8 * (N_FF // 32)  # which neurons the rows are
     less = N_LAYER * (3 * (N_FF - 64) * row - numbers)
     assert whole.nbytes["weights"] - part.nbytes["weights"] == less
@@ -504,7 +496,7 @@ def test_the_engine_takes_it_as_any_backend(tmp_path: Path) -> None:
     gguf = open_gguf(write_llama(tmp_path / "m.gguf"))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     texts = []
-    for backend in (gpu(gguf, graph), CpuBackend(gguf, graph, n_pages=8, kv_type="f32", n_threads=1)):
+    for backend in (gpu(gguf, graph), cpu_backend(gguf, graph, n_pages=8, kv_type="f32", n_threads=1)):
         engine = Engine(backend, 128)
         sequences = [
             engine.enqueue(

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from cases import quick_are
+from gpu_runs import gpu
+from hybrid_runs import chain
 from transformers_oracle import (
     LENGTHS,
     N_CTX,
@@ -20,8 +22,6 @@ from transformers_oracle import (
 )
 
 from hotset.backends.base import Backend
-from hotset.backends.triton import open_gpu
-from hotset.backends.triton.opening import open_chain
 from hotset.errors import UnsupportedModelError
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -40,11 +40,11 @@ def test_logits_match_transformers(recipe: Any, plan: str) -> None:
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
 
     def opened() -> Backend:
-        given: Any = {"n_pages": PAGES_EACH * len(LENGTHS), "max_batch": 256, "kv_type": "f32"}
+        given: Any = {"n_pages": PAGES_EACH * len(LENGTHS), "max_batch": 256}
         if any(ffn.route is not None for ffn in graph.ffns):
             placement = Placement(("simulated",), (LayerPlacement(0),) * graph.n_layer, 0)
-            return open_chain(placement, gguf, graph, n_threads=1, expert_slots=7, **given)
-        return open_gpu(gguf, graph, device="simulated", **given)
+            return chain(placement, gguf, graph, n_threads=1, expert_slots=7, **given)
+        return gpu(gguf, graph, **given)
 
     is_masked = any(isinstance(ffn.select, MaskedRoute) for ffn in graph.ffns)
     is_refused = any(

@@ -420,7 +420,7 @@ def test_without_torch_a_sentence_says_what_to_install() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from hotset.backends.triton import open_gpu\n"
         "from hotset.errors import DeviceError\n"
-        "try: open_gpu(None, None, device='cuda', n_pages=1)\n"
+        "try: open_gpu(None, None, 'cuda', None)\n"
         "except DeviceError as error: print(error)\n"
     )
     assert "pip install '.[gpu]'" in python(code)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from cases import quick_are
 from expert_models import FORMS, model
+from worker_runs import offload
 
 torch = pytest.importorskip("torch")
 
@@ -21,11 +22,9 @@ from hybrid_runs import EVEN, LINK_ONLY, SMALL, TOLERANCE, hybrid, relative_erro
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from waiting import within  # noqa: E402
 
-from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.backends.triton import fallback  # noqa: E402
-from hotset.backends.triton.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.triton.experts import GpuExpertCache, can_hold  # noqa: E402
 from hotset.backends.triton.stage import GpuStage  # noqa: E402
 from hotset.backends.triton.weights import DeviceWeights  # noqa: E402
@@ -64,7 +63,7 @@ def alone(gguf: GGUFFile, layer: int, h: np.ndarray, scores: np.ndarray) -> tupl
     routed = graph.add(Heads(graph.value("scores", scores.shape[1]), both, 1, h.shape[1]))
     own = {value: graph.value(value.name, value.width) for value in inner_values(ffn)}
     graph.add(moved(ffn, own | {ffn.x: x, ffn.select.x: routed}))
-    backend = CpuBackend(gguf, graph, n_pages=8, max_batch=len(h), n_threads=2)
+    backend = cpu_backend(gguf, graph, n_pages=8, max_batch=len(h), n_threads=2)
     name = ffn.select.out.name
     rows = backend.run(batch([(tokens(len(h)), 0, [0, 1])], (name,)), np.concatenate([h, scores], 1)).copy()
     return backend.tapped[name], rows
@@ -98,7 +97,7 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
     routed, expected = alone(gguf, 1, h, rng.standard_normal((70, route.x.width)).astype(np.float32))
     ids, weights = torch.from_numpy(routed).split(route.n_used, dim=1)
     for n_threads, n in ((1, 1), (2, 2), (2, 9), (2, 70)):
-        service = CpuOffload(gguf, graph, {}, "cpu", experts=[0, 1], max_batch=n, n_threads=n_threads)
+        service = offload(gguf, graph, {}, experts=[0, 1], max_batch=n, n_threads=n_threads)
         with service.step(n):
             service.post(1, torch.from_numpy(h[:n]), ids[:n].to(torch.int32))
             parts = service.collect(1).view(n, route.n_used, -1)
@@ -111,7 +110,7 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
 def test_what_the_device_computes_is_not_asked_of_the_cpu(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    service = CpuOffload(gguf, graph, {}, "cpu", experts=[0], max_batch=4, n_threads=2)
+    service = offload(gguf, graph, {}, experts=[0], max_batch=4, n_threads=2)
     h = torch.ones(2, graph.ffns[0].x.width)
     for asked in ([[3, -1 - 2, 8], [-1 - 3, -1 - 8, -1]], [[-1, -2, -3], [-4, -5, -6]]):
         ids = torch.tensor(asked, dtype=torch.int32)

@@ -123,7 +123,7 @@ def test_a_dense_model_is_counted_too(tmp_path: Path) -> None:
         options: dict[str, Any] = {"n_pages": 2, "max_batch": 64, "kv_type": "f16"}
         facts = model_facts(graph, gguf.tensors, mode="dense", **options)
         assert [layer.n_split for layer in facts.layers] == [0] * config.n_layer
-        backend = open_gpu(gguf, graph, device="simulated", sparse=False, **options)
+        backend = open_gpu(gguf, graph, "simulated", BackendOptions(**options))
         (held,) = backend.device_bytes()
         assert sum(held.values()) <= facts.whole_bytes
         assert held["kv"] == sum(layer.kv_bytes for layer in facts.layers)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hybrid_runs
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
@@ -23,6 +24,7 @@ from threshold_models import (
     write,
     write_experts,
 )
+from worker_runs import offload
 
 torch = pytest.importorskip("torch")
 
@@ -39,8 +41,6 @@ from waiting import within  # noqa: E402
 import hotset  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.triton import measuring  # noqa: E402
-from hotset.backends.triton.cpu_offload import CpuOffload  # noqa: E402
-from hotset.backends.triton.opening import open_chain  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.graph import thresholded_products  # noqa: E402
@@ -129,8 +129,7 @@ def chain(
     gguf: GGUFFile, layer_thresholds: LayerThresholds, placement: Placement, **options: Any
 ) -> ChainBackend:
     weights, graph = graph_of(gguf, layer_thresholds)
-    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "timeout": 30}
-    return open_chain(placement, weights, graph, **given | options)
+    return hybrid_runs.chain(placement, weights, graph, **{"n_threads": 2, **options})
 
 
 def close_to(backend: ChainBackend, expected: np.ndarray, splits: Sequence[int]) -> bool:
@@ -196,9 +195,8 @@ def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     taps = backend.step(replace(batch([(IDS, 0, [0])], names), thresholded=THRESHOLDED)).taps
     h, expected = (taps[name] for name in names)
     for n_threads, steps in ((1, [12]), (2, [1, 5, 12]), (2, [*range(1, 13)])):
-        service = CpuOffload(
-            weights, graph, {0: np.zeros(ffn.n_ff, np.bool_)}, "cpu", max_batch=12, n_threads=n_threads
-        )
+        layers = {0: np.zeros(ffn.n_ff, np.bool_)}
+        service = offload(weights, graph, layers, max_batch=12, n_threads=n_threads)
         first = 0
         for last in steps:
             with service.step(last - first, THRESHOLDED[first:last].copy()):

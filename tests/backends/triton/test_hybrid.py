@@ -8,22 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from cases import quick_are, quick_if
 from sparse_runs import MODELS, N_FF, prepared, write
 from tiny_gguf import write_llama
 
 torch = pytest.importorskip("torch")
 
-from hybrid_runs import ORDERS, TOLERANCE, relative_error, split, whole  # noqa: E402
-from waiting import WATCHDOG, within  # noqa: E402
+from hybrid_runs import ORDERS, TOLERANCE, chain, relative_error, split, whole  # noqa: E402
+from waiting import within  # noqa: E402
 
 from hotset import _core  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.triton.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.triton.kernels import Kernels  # noqa: E402
-from hotset.backends.triton.opening import open_chain  # noqa: E402
 from hotset.errors import (  # noqa: E402
     DeviceError,
     InvalidRequestError,
@@ -54,8 +53,8 @@ def both(
     ready, graph = prepared(gguf, mode)
     given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
     sparse = mode != "dense"
-    hybrid = open_chain(placement, ready.weights, graph, sparse=sparse, timeout=WATCHDOG, **given, **options)
-    return CpuBackend(ready.weights, graph, sparse=sparse, **given), hybrid
+    hybrid = chain(placement, ready.weights, graph, sparse=sparse, **given, **options)
+    return cpu_backend(ready.weights, graph, sparse=sparse, **given), hybrid
 
 
 def assert_same_logits(
@@ -151,7 +150,7 @@ def test_a_service_holds_the_steps_that_do_not_stream(
     tmp_path: Path, stream_from: int | None, most: int
 ) -> None:
     hybrid = hybrid_of(write(tmp_path, "llama"), split(0.3), stream_from=stream_from)
-    assert [stage._cold.max_batch for stage in hybrid.stages] == [most]  # type: ignore[union-attr]
+    assert [stage._worker.max_batch for stage in hybrid.stages] == [most]  # type: ignore[union-attr]
     hybrid.close()
 
 
@@ -320,8 +319,7 @@ def test_a_step_that_is_cancelled(tmp_path: Path, at: int) -> None:
 
 def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBackend:
     ready, graph = prepared(gguf, "exact")
-    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "n_threads": 3, "timeout": 30, **options}
-    return open_chain(placement, ready.weights, graph, sparse=True, **given)
+    return chain(placement, ready.weights, graph, **{"kv_type": "f16", "n_threads": 3, **options})
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,13 @@ torch = pytest.importorskip("torch")
 
 from expert_models import FORMS  # noqa: E402
 from expert_models import model as write_experts  # noqa: E402
-from hybrid_runs import ORDERS, split, whole  # noqa: E402
-from waiting import WATCHDOG  # noqa: E402
+from hybrid_runs import ORDERS, chain, split, whole  # noqa: E402
 
 import hotset  # noqa: E402
 from hotset import _core  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.stage import BackendOptions  # noqa: E402
-from hotset.backends.triton.opening import open_chain  # noqa: E402
 from hotset.backends.triton.stage import GpuStage  # noqa: E402
 from hotset.errors import DeviceError, OutOfMemoryError, ReadError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
@@ -41,7 +39,7 @@ from hotset.loader.build import open_model, plan_model  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Graph  # noqa: E402
-from hotset.offload.weight_store import StoredWeights, sizes_of  # noqa: E402
+from hotset.offload.weight_store import StoredWeights, Use, sizes_of  # noqa: E402
 from hotset.placement import ram  # noqa: E402
 from hotset.placement.build import host_part, open_placed  # noqa: E402
 from hotset.placement.table import CPU, Placement  # noqa: E402
@@ -69,14 +67,14 @@ def chains(
     given: dict[str, Any] = {
         "n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "sparse": mode != "dense", **options,
     }  # fmt: skip
-    yield open_chain(placement, files, graph, timeout=WATCHDOG, **given), None
+    yield chain(placement, files, graph, **given), None
     part = host_part(placement, graph)
     for share in shares:
-        how: dict[str, Any] = {"sparse": given["sparse"], "helped": part.helped, "step": 48}
-        sizes = sizes_of(part.graph, files.tensors, **how)
+        use = Use(sparse=given["sparse"], helped=part.helped, step=48)
+        sizes = sizes_of(part.graph, files.tensors, use)
         n_bytes = sizes.least_of_all + int(share * (sizes.all - sizes.least_of_all))
-        weights = StoredWeights(files, part.graph, n_bytes, reader=_core.Reader(False, 4), gap=4096, **how)
-        backend = open_chain(placement, weights, graph, timeout=WATCHDOG, **given)
+        weights = StoredWeights(files, part.graph, n_bytes, use, reader=_core.Reader(False, 4), gap=4096)
+        backend = chain(placement, weights, graph, **given)
         weights.start_counting()
         yield backend, weights
 
@@ -150,7 +148,7 @@ def test_what_a_device_has_is_not_in_memory(tmp_path: Path) -> None:
     ready, graph = prepared(gguf, "predicted")
     placement = split(0.3)
     part = host_part(placement, graph)
-    sizes = sizes_of(part.graph, ready.weights.tensors, sparse=True, helped=part.helped)
+    sizes = sizes_of(part.graph, ready.weights.tensors, Use(sparse=True, helped=part.helped))
     n_cold = sum(int((~hot_neurons(0.3, N_FF, i)).sum()) for i in range(2))
     rows = 3 * 64 * 34 // 32  # of a neuron, 64 wide
     assert n_cold * rows <= sizes.most <= n_cold * (rows + 3 * 64)
@@ -167,12 +165,11 @@ def test_a_model_that_is_wholly_on_a_device_leaves_its_embedding(tmp_path: Path)
     placement, ids = whole([0, 0]), tokens(20)
     options = BackendOptions(n_pages=8, max_batch=48, kv_type="f32", sparse=True)
     expected = logits_of(open_placed(placement, ready.weights, graph, options), ids, [], [2])
-    part = host_part(placement, graph)
-    sizes = sizes_of(part.graph, ready.weights.tensors, sparse=True, step=48)
+    part, use = host_part(placement, graph), Use(sparse=True, step=48)
+    sizes = sizes_of(part.graph, ready.weights.tensors, use)
     weights = StoredWeights(
-        ready.weights, part.graph, sizes.least_of_all, sparse=True, reader=_core.Reader(False, 4), gap=0,
-        step=48,
-    )  # fmt: skip
+        ready.weights, part.graph, sizes.least_of_all, use, reader=_core.Reader(False, 4), gap=0
+    )
     assert weights.store is None
     backend = open_placed(placement, weights, graph, options)
     np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
@@ -328,7 +325,9 @@ def held_within_its_plan(loaded: hotset.Model) -> None:
     assert weights is not None
     assert weights.resident.nbytes <= planned.weights + 128
     assert isinstance(loaded.backend, ChainBackend)
-    services = [stage._cold for stage in loaded.backend.stages if isinstance(stage, GpuStage) and stage._cold]
+    services = [
+        stage._worker for stage in loaded.backend.stages if isinstance(stage, GpuStage) and stage._worker
+    ]
     own = [stage for stage in loaded.backend.stages if isinstance(stage, CpuBackend)]
     held = sum(one.buffer_bytes for one in (*services, *own))  # type: ignore[union-attr]
     assert loaded.backend.runtime is None or held + loaded.backend.runtime.nbytes <= planned.workspace

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_server
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from byte_models import write_model
 from cases import quick_are
 from cli_runs import inside
@@ -22,7 +22,6 @@ from vulkan_runs import check_cancelled_beside_worker, check_failing_worker, sta
 import hotset
 from hotset import _core
 from hotset.backends.base import Batch
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan import budget, devices, planning
 from hotset.backends.vulkan.experts import VulkanExpertCache, cached_layers
@@ -71,7 +70,7 @@ def assert_the_same_bits(gguf: GGUFFile) -> None:
     assert route is not None
     ids, n_all = tokens(24), graph.n_layer * route.x.width
     expected = logits_of(vulkan(gguf), ids, STEPS, [2])
-    cpu = CpuBackend(gguf, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
+    cpu = cpu_backend(gguf, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
     assert relative_error(expected, logits_of(cpu, ids, STEPS, [2])) < QUANTIZED_TOLERANCE
     for share in (0, 0.25, 0.5, 0.75, 1):
         n_slots = max(int(share * n_all), 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import batch, cpu_backend, logits_of, tokens
 from byte_models import N_PLANTED, PLANTED_LAYERS, write_model, write_sparse
 from cases import quick_are, quick_if
 from hybrid_runs import TOLERANCE, relative_error
@@ -18,7 +18,6 @@ from vulkan_runs import check_cancelled_beside_worker, check_failing_worker, sta
 import hotset
 from hotset import _core
 from hotset.backends.base import Batch
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan import devices, planning
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
@@ -95,7 +94,7 @@ def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors, None, (found_of,) * 2)
     hot = {i: hot_neurons(0.5, seed=i) for i in range(2)}
     split = vulkan(ready.weights, graph, hot=hot, n_threads=2)  # type: ignore[arg-type]
-    alone = CpuBackend(ready.weights, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
+    alone = cpu_backend(ready.weights, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
     step = batch([(ids, 0, [0])])
     plain = alone.step(step).logits.copy()
     thresholded = replace(step, thresholded=np.arange(30) % 3 > 0)

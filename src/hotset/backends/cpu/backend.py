@@ -6,7 +6,6 @@ A value that is asked for as a tap is kept, and what would fuse it away is not f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,16 @@ from hotset.backends.base import (
     Batch,
     StepResult,
     StepStats,
+    WithoutDevices,
 )
 from hotset.backends.cpu.lowering import Lowered, LoweringOptions, lower
-from hotset.backends.stage import BackendOptions, Rows, on_host
+from hotset.backends.stage import WHOLE, BackendOptions, Rows, Span, on_host
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
-from hotset.formats.quants import GGMLType
 from hotset.formats.source import WeightSource
-from hotset.model.cost import KVType, check_cache, kv_formats
+from hotset.model.cost import check_cache, kv_formats
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Recurrent
-from hotset.offload.cache_stats import CacheStats
 from hotset.offload.weight_store import StoredWeights
 
 assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
@@ -57,55 +55,39 @@ def new_runtime(n_threads: int | None = None) -> _core.Runtime:
     return _core.Runtime(n_threads or min(usable_cores(), 256))
 
 
-class CpuBackend:
+class CpuBackend(WithoutDevices):
     """The Backend protocol over the native core, and the Stage protocol over a part of a graph.
 
-    first_op, last_op: the operations that it executes; a part of the model has no `step`, only `run`.
-
-    n_states: slots for recurrent states, where the graph has any.
-    kv_type: how keys and values are stored (model/cost.py; f32 for tests). n_threads: None takes every core
-    that this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
-    sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
-    rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
-    channel_rates: of types, the bytes per second that are read input-major over those by row, 1 where nothing
-    is said (placement/channels.py). whole: up matrices of which every row is read, though gates have
-    thresholds, since leaving some out does not pay.
-    runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
-    cache_of: another backend of the same layers, pages and kv_type, whose keys and values it reads and
-    writes.
+    span: the operations that it executes; a part of the model has no `step`, only `run`. isa: forces a set
+    of kernels, as the environment variable HOTSET_ISA does. runtime: threads and memory that others use too,
+    instead of n_threads of its own; it stays open. cache_of: another backend of the same layers, pages and
+    kv_type, whose keys and values it reads and writes.
     Raises UnsupportedModelError for tensor types without a kernel and heads that kv_type does not fit.
     """
 
     name = "cpu"
     is_on_device = False
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         weights: WeightSource,
         graph: Graph,
+        options: BackendOptions,
         *,
-        n_pages: int,
-        n_states: int = 2,
-        max_batch: int = 512,
-        kv_type: KVType = "f16",
-        n_threads: int | None = None,
+        span: Span = WHOLE,
         isa: str | None = None,
-        sparse: bool = False,
-        channel_rates: Mapping[GGMLType, float] | None = None,
-        whole: Collection[str] = (),
         runtime: _core.Runtime | None = None,
         cache_of: CpuBackend | None = None,
-        first_op: int = 0,
-        last_op: int | None = None,
     ) -> None:
-        self.weights, self.sparse = weights, sparse
-        self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
+        self.weights, self.sparse = weights, options.sparse
+        self.graph, self.entering = span.of(graph)
         self._has_thresholds = self.graph.has_thresholds
-        self.has_output = last_op in (None, len(graph.ops))
+        self.has_output = span.ends(graph)
         self.n_layer = max(graph.n_layer, 1)
-        self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
+        self.n_pages, self.max_batch, self.kv_type = options.n_pages, options.max_batch, options.kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
-        self._isa, self._channel_rates, self._whole = isa, channel_rates or {}, frozenset(whole)
+        self._isa, self._channel_rates = isa, options.channel_rates
+        self._whole = frozenset(options.whole)
         self._cache: dict[int, tuple[np.ndarray | None, ...]] = {}
         if cache_of is not None:
             self._cache = cache_of._cache  # noqa: SLF001
@@ -113,10 +95,11 @@ class CpuBackend:
             for op in self.graph.ops:
                 if isinstance(op, Attention) and op.source is None:
                     self._cache[op.layer] = self._shared_cache(op) or self._new_cache(op)
-        self.n_states = n_states if graph.recurrent else 0
+        self.n_states = options.n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
         self._states = {
-            op.out: np.zeros((n_states, math.prod(op.state_shape)), np.float32) for op in self.graph.recurrent
+            op.out: np.zeros((self.n_states, math.prod(op.state_shape)), np.float32)
+            for op in self.graph.recurrent
         }
         # Of a page, and of a slot: as CacheMemory has them.
         self.page_nbytes = sum(part.shape[1] for part in self._page_parts())
@@ -128,7 +111,7 @@ class CpuBackend:
         self.candidates = None  # all logits are in this memory
         self.notes: tuple[str, ...] = ()
         self._closes_runtime = runtime is None
-        self._runtime: _core.Runtime | None = runtime or new_runtime(n_threads)
+        self._runtime: _core.Runtime | None = runtime or new_runtime(options.n_threads)
         self.n_threads = self._runtime.n_threads
         try:
             self._plan_for(frozenset())
@@ -148,21 +131,11 @@ class CpuBackend:
 
     def open_draft(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> CpuBackend:
         """Open a draft, as WholeModel.open_draft."""
-        return CpuBackend.opened(weights, graph, options, runtime=self._runtime, cache_of=self)
+        return CpuBackend(weights, graph, options, runtime=self._runtime, cache_of=self)
 
     def open_layer(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> CpuBackend:
         """Open a layer, as WholeModel.open_layer."""
-        return CpuBackend.opened(weights, graph, options, runtime=self._runtime)
-
-    @classmethod
-    def opened(
-        cls, weights: WeightSource, graph: Graph, options: BackendOptions, **shared: Any
-    ) -> CpuBackend:
-        """Build the backend of a whole model. shared: `runtime` and `cache_of` of another backend."""
-        return cls(
-            weights, graph, n_threads=options.n_threads, sparse=options.sparse,
-            channel_rates=options.channel_rates, whole=options.whole, **options.sizes, **shared,
-        )  # fmt: skip
+        return CpuBackend(weights, graph, options, runtime=self._runtime)
 
     @property
     def isa(self) -> str:
@@ -238,10 +211,6 @@ class CpuBackend:
         """Of a device's memory: none."""
         return {}
 
-    def device_bytes(self) -> list[dict[str, int]]:
-        """There is no device."""
-        return []
-
     def counts(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer, len(COUNTS)]."""
         if self._latest is None:
@@ -266,10 +235,6 @@ class CpuBackend:
     def cpu_worker_seconds(self) -> np.ndarray:
         """No neurons of a device's layers are computed here: zeros [n_layer]."""
         return np.zeros(self.n_layer)
-
-    def expert_counts(self) -> CacheStats:
-        """No device asks here."""
-        return CacheStats()
 
     def _page_parts(self) -> list[np.ndarray]:
         """Keys, values and scales of all layers, each uint8 [n_pages, bytes of a page]."""

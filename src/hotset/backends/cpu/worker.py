@@ -19,6 +19,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.cpu.backend import new_runtime
 from hotset.backends.cpu.lowering import lower_ffns
+from hotset.backends.stage import BackendOptions
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
@@ -43,8 +44,7 @@ class CpuWorker:
 
     layers: which neurons the *device* has of each layer, bool [n_ff]; the worker computes the others, and
     never one of these. experts: layers whose FFN is an MoE layer; what is submitted says which experts the
-    device computes. sparse: as and whole: as in CpuBackend, of these layers. max_batch: tokens of a step, at
-    most. timeout: seconds that a layer may take before the step is given up. n_threads, runtime: as in
+    device computes. timeout: seconds that a layer may take before the step is given up. runtime: as in
     CpuBackend.
 
     One thread drives a worker; `cancel` and `close` may come from any. Raises UnsupportedModelError for a
@@ -54,22 +54,19 @@ class CpuWorker:
 
     _named = "the device"
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         weights: WeightSource,
         graph: Graph,
         layers: Mapping[int, np.ndarray],
+        options: BackendOptions,
         *,
         experts: Collection[int] = (),
-        sparse: bool = True,
-        max_batch: int,
-        n_threads: int | None = None,
         runtime: _core.Runtime | None = None,
         timeout: float = TIMEOUT,
         isa: str | None = None,
-        whole: Collection[str] = (),
     ) -> None:
-        self.max_batch = max_batch
+        self.max_batch = max_batch = options.max_batch
         self.layers = tuple(sorted({*layers, *experts}))
         if not self.layers:
             raise InvalidRequestError("no layer has neurons on the CPU")
@@ -91,7 +88,7 @@ class CpuWorker:
         self._finalizer = weakref.finalize(self, _close_all, self._closing)
         try:
             if runtime is None:
-                runtime = new_runtime(n_threads)
+                runtime = new_runtime(options.n_threads)
                 self._closing.append(runtime.close)
             self.n_threads = runtime.n_threads
             plan = _core.Plan(max(max_rows, max_batch), 1, 1, runtime, isa)
@@ -102,8 +99,8 @@ class CpuWorker:
                 plan,
                 max_batch=max_batch,
                 timeout=timeout,
-                sparse=sparse,
-                whole=whole,
+                sparse=options.sparse,
+                whole=options.whole,
             )
             self._closing.insert(0, self._native.close)
             self._native.start()

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from hotset import _core
 from hotset.backends.cpu.worker import CpuWorker, sentence_of
+from hotset.backends.stage import BackendOptions
 from hotset.backends.triton.capture import Graphs
 from hotset.backends.triton.devices import current
 from hotset.errors import DeviceError, InvalidRequestError, install_command
@@ -62,8 +63,8 @@ class CpuOffload(CpuWorker):
     """A CPU worker whose requests a device of torch submits, and whose answers it gathers, on its stream.
 
     As CpuWorker. Give bits to `post` if, and only if, the graph has a predictor for the layer. device: whose
-    tensors `post` takes and `collect` returns. kind: None chooses. driver: of tests. Raises what CpuWorker
-    raises, and DeviceError for a kind that the device does not offer.
+    tensors `post` takes and `collect` returns. kind: None chooses. driver: of tests. given: keyword arguments
+    of CpuWorker. Raises the errors of CpuWorker, and DeviceError for a kind that the device does not offer.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class CpuOffload(CpuWorker):
         graph: Graph,
         layers: Mapping[int, np.ndarray],
         device: torch.device | str,
+        options: BackendOptions,
         *,
         kind: Kind | None = None,
         driver: Driver | None = None,
-        **options: Any,
+        **given: Any,
     ) -> None:
         self.device, self._named = torch.device(device), str(device)
-        super().__init__(weights, graph, layers, **options)
+        super().__init__(weights, graph, layers, options, **given)
         try:
             chosen = (
                 ChosenKind(kind, None, f"host-device synchronisation {kind}")

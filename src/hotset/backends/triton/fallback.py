@@ -164,7 +164,7 @@ def linear_t(
     return _finish(y, bias, residual, out)
 
 
-def neurons(  # noqa: PLR0913
+def neurons(
     h: Tensor,
     gate: DeviceMatrix | None,
     up: DeviceMatrix,
@@ -208,7 +208,7 @@ def neurons(  # noqa: PLR0913
     return value
 
 
-def fired(  # noqa: PLR0913
+def fired(
     gate: Tensor,
     up: Tensor | None = None,
     *,
@@ -249,7 +249,7 @@ def gated(
     return fired(gate, up, activation=activation, threshold=threshold, up_activation=up_activation)
 
 
-def sparse_ffn(  # noqa: PLR0913
+def sparse_ffn(
     h: Tensor,
     gate: DeviceMatrix | None,
     up: DeviceMatrix,
@@ -303,7 +303,7 @@ def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
     return (bits[:, index // 8] >> (index % 8).to(torch.uint8)) & 1 != 0
 
 
-def experts(  # noqa: PLR0913
+def experts(
     h: Tensor,
     slots: Tensor,
     gate: DeviceMatrix | None,
@@ -522,7 +522,7 @@ def store_kv(
         pages[page[kept], :, slot[kept]] = heads[kept]
 
 
-def rotate_store(  # noqa: PLR0913
+def rotate_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -549,7 +549,7 @@ def rotate_store(  # noqa: PLR0913
     return q
 
 
-def project_heads(  # noqa: PLR0913
+def project_heads(
     h: Entering,
     m: DeviceMatrix,
     bias: Tensor | None,
@@ -572,7 +572,7 @@ def project_heads(  # noqa: PLR0913
     return rotate_store(q, k, v, cos_sin, k_pages, v_pages, *where, n_head=n_head, kind=kind)
 
 
-def attention(  # noqa: PLR0913
+def attention(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,

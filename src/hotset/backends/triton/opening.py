@@ -6,21 +6,22 @@ Layers may be placed in any order; the solver has reasons of its own to put the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.worker import TIMEOUT
+from hotset.backends.device.opening import open_chain as chain_of
+from hotset.backends.device.stage import CpuShare
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.registry import SIMULATED
-from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, BackendOptions, Stage
+from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_BYTES, STREAM_FROM, BackendOptions, Stage
 from hotset.backends.triton import open_gpu
 from hotset.backends.triton.devices import find_device, limit_memory
 from hotset.backends.triton.measuring import synchronisation
+from hotset.backends.triton.options import DEFAULT_OPTIONS, GpuOptions
 from hotset.formats.source import WeightSource
 from hotset.model.cost import Cost
 from hotset.model.graph import Graph
@@ -34,7 +35,6 @@ from hotset.placement.table import CPU, Placement
 if TYPE_CHECKING:
     from hotset import _core
     from hotset.backends.triton.cpu_offload import CpuOffload, Kind
-    from hotset.model.cost import KVType
     from hotset.placement.channels import ChannelPlan
 
 
@@ -42,24 +42,21 @@ def open_placed(
     placement: Placement,
     weights: WeightSource,
     graph: Graph,
-    how: BackendOptions,
+    options: BackendOptions,
     channels: ChannelPlan | None,
 ) -> Backend:
     """Build one GPU's backend if it has everything, otherwise a chain of stages, as Opener.open_placed."""
     planned = placement.budget.devices if placement.budget else ()
     for device in planned:
         limit_memory(find_device(device.device), device.limit - device.context)
-    given = {**how.sizes, "sparse": how.sparse}
+    input_major = () if channels is None else channels.on_device
     if placement.is_whole and not mixed_layers(graph):
         needed = planned[0].total - planned[0].context if planned else 0
-        return open_gpu(
-            _of_devices(weights), graph, device=placement.devices[0], needed=needed,
-            weight_bytes=_weight_bytes(planned),
-            input_major=() if channels is None else channels.on_device, **given,
-        )  # fmt: skip
-    if placement.budget is not None and placement.budget.stream:
-        given["stream_bytes"] = placement.budget.stream // 2
-    return open_chain(placement, weights, graph, n_threads=how.n_threads, channels=channels, **given)
+        gpu = GpuOptions(weight_bytes=_weight_bytes(planned), input_major=input_major)
+        return open_gpu(_of_devices(weights), graph, placement.devices[0], options, needed=needed, gpu=gpu)
+    stream = placement.budget.stream // 2 if placement.budget is not None else 0
+    gpu = GpuOptions(stream_bytes=stream or STREAM_BYTES, input_major=input_major)
+    return open_chain(placement, weights, graph, options, gpu=gpu)
 
 
 def reserved_bytes(device: str) -> int:
@@ -71,148 +68,134 @@ def reserved_bytes(device: str) -> int:
     return int(torch.cuda.max_memory_reserved(device))
 
 
-def open_chain(  # noqa: PLR0913
-    placement: Placement,
-    weights: WeightSource,
-    graph: Graph,
-    *,
-    n_pages: int,
-    max_batch: int = 512,
-    kv_type: KVType = "f16",
-    n_threads: int | None = None,
-    sparse: bool = True,
-    stream_from: int | None = STREAM_FROM,
-    synchronisation: Kind | None = None,
-    timeout: float | None = None,
-    isa: str | None = None,
-    channels: ChannelPlan | None = None,
-    **options: Any,
-) -> ChainBackend:
-    """The CPU and the devices of a placement in a chain.
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How the CPU works for devices.
 
-    sparse: as in CpuBackend and GpuStage; layers can be split only with it. n_threads: of the CPU, for its
-    own layers and for cold neurons. synchronisation: forces a kind (cpu_offload.KINDS). timeout: seconds that
-    the CPU may take for the cold neurons of a layer. stream_from: see GpuStage. channels: as in open_placed.
-    options: of every GpuStage.
-
-    Raises InvalidRequestError for a placement that is not of this model, and what GpuStage, CpuOffload and
-    CpuBackend raise; then nothing stays open.
+    synchronisation: forces a kind (cpu_offload.KINDS). timeout: seconds that it may take for the cold neurons
+    of a layer. isa: as in CpuBackend.
     """
-    pieces = pieces_of(graph, placement)
-    mixed = mixed_layers(graph)
-    splits = any(
-        place.is_split or (place.device != CPU and i in mixed) for i, place in enumerate(placement.layers)
-    )
-    given: dict[str, Any] = {
-        "n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type, "sparse": sparse,
-    }  # fmt: skip
-    of_cpu: dict[str, Any] = {}
-    whole: Collection[str] = ()
-    if channels is not None:
-        whole, options = channels.whole, {"input_major": channels.on_device, **options}
-        of_cpu = {"channel_rates": channels.rates, "whole": whole}
-    stages: list[Stage] = []
-    notes: list[str] = []
-    runtime = None
-    try:
-        if splits or any(piece.device == CPU for piece in pieces):
-            runtime = new_runtime(n_threads)  # one for the CPU's layers and all CPU workers: they take turns
-        for piece in pieces:
-            span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
-            if piece.device == CPU:
-                stages.append(CpuBackend(weights, graph, runtime=runtime, isa=isa, **span, **given, **of_cpu))
-                continue
-            stage, more = _device_stage(
-                placement, piece, weights, graph,
-                {
-                    **given, **options, **span, "stream_from": stream_from,
-                    "weight_bytes": _weight_bytes(_planned_for(piece, pieces, placement)),
-                },
-                {"runtime": runtime, "kind": synchronisation, "isa": isa, "timeout": timeout, "whole": whole},
-            )  # fmt: skip
-            stages.append(stage)
-            notes += more
-        return ChainBackend(
-            "hybrid", stages, [piece.device for piece in pieces], n_pages=n_pages, max_batch=max_batch,
-            runtime=runtime, notes=notes,
-        )  # fmt: skip
-    except BaseException:
-        for stage in stages:
-            stage.close()
-        if runtime is not None:
-            runtime.close()
-        raise
+
+    synchronisation: Kind | None = None
+    timeout: float = TIMEOUT
+    isa: str | None = None
 
 
-def _device_stage(
+DEFAULT_WORKER = WorkerOptions()
+
+
+def open_chain(
     placement: Placement,
-    piece: PlacedPiece,
     weights: WeightSource,
     graph: Graph,
-    options: dict[str, Any],
-    cpu_worker_options: dict[str, Any],
-) -> tuple[Stage, list[str]]:
-    """A stage on a device, with a CPU worker of its own where layers are split; and what to say of it."""
-    from hotset.backends.triton.stage import GpuStage
+    options: BackendOptions,
+    *,
+    worker: WorkerOptions = DEFAULT_WORKER,
+    gpu: GpuOptions = DEFAULT_OPTIONS,
+) -> ChainBackend:
+    """Open the CPU and the devices of a placement in a chain, as device.opening.open_chain.
 
-    device = placement.devices[piece.device]
-    hot, experts = _shared(placement, piece, graph)
-    service = None
-    notes = []
-    if hot or experts:
-        chosen = None if cpu_worker_options["kind"] else synchronisation(device)
-        cpu_worker_options = cpu_worker_options | {
-            "kind": chosen.kind if chosen else cpu_worker_options["kind"]
-        }
-        service = _cpu_offload(placement, piece, weights, graph, device, options, cpu_worker_options)
-        shared = [f"{len(hot)} layers share their neurons"] if hot else []
-        shared += [f"{len(experts)} layers their experts"] if experts else []
-        reason = chosen.reason if chosen else service.reason
-        notes.append(f"{device}: {' and '.join(shared)} with the CPU; {reason}")
-    if experts and placement.expert_slots:
-        mixed, n_slots = mixed_layers(graph), placement.expert_slots[piece.device]
-        options = {"expert_slots": share_of(n_slots, mixed, piece, placement)} | options
-        if placement.fetching and (fetching := placement.fetching[piece.device]) is not None:
-            n_spare = share_of(fetching.n_spare, mixed, piece, placement)
-            options = {"fetching": replace(fetching, n_spare=n_spare)} | options
-    try:
-        source = _of_devices(weights, cpu_worker_options["runtime"])
-        stage = GpuStage(source, graph, device, hot=hot, cold=service, **options)
-    except BaseException:
-        if service is not None:
-            service.close()
-        raise
-    notes.append(f"{device}: kernels in {stage.kernels.name}")
-    return stage, notes
+    options.sparse: of all stages; layers can be split only with it. Raises the errors of GpuStage, CpuOffload
+    and CpuBackend.
+    """
+    opener = _StageOpener(placement, weights, graph, options, worker, gpu)
+    return chain_of(opener, placement, weights, graph, options, isa=worker.isa)
 
 
-def _shared(
-    placement: Placement, piece: PlacedPiece, graph: Graph
-) -> tuple[dict[int, np.ndarray], list[int]]:
-    """Of a device's piece the hot neurons of the layers that are split, and the layers with experts."""
-    return hot_of(placement, piece), [i for i in piece.layers if i in mixed_layers(graph)]
+class _StageOpener:
+    """Opens stages of torch's devices, each with a CPU worker of its own if layers are split."""
+
+    name, chain = "hybrid", ChainBackend
+
+    def __init__(
+        self,
+        placement: Placement,
+        weights: WeightSource,
+        graph: Graph,
+        options: BackendOptions,
+        worker: WorkerOptions,
+        gpu: GpuOptions,
+    ) -> None:
+        self._placement, self._weights, self._graph = placement, weights, graph
+        self._options, self._worker, self._gpu = options, worker, gpu
+        self._pieces = pieces_of(graph, placement)
+        self.notes: list[str] = []
+
+    def share(self, piece: PlacedPiece) -> CpuShare:
+        """Return the CPU's share, as StageOpener.share."""
+        return _share(self._placement, piece, self._graph)
+
+    def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
+        """Open a stage, as StageOpener.open_stage."""
+        from hotset.backends.triton.stage import GpuStage
+
+        device = self._placement.devices[piece.device]
+        planned = _planned_for(piece, self._pieces, self._placement)
+        gpu = replace(self._gpu, weight_bytes=_weight_bytes(planned))
+        worker = None
+        if share:
+            worker = self._open_worker(device, share, gpu.stream_from, runtime)
+        try:
+            stage = GpuStage(
+                _of_devices(self._weights, runtime), self._graph, device, self._options, span=piece.span,
+                share=share, worker=worker, gpu=gpu,
+            )  # fmt: skip
+        except BaseException:
+            if worker is not None:
+                worker.close()
+            raise
+        self.notes.append(f"{device}: kernels in {stage.kernels.name}")
+        return stage
+
+    def _open_worker(
+        self, device: str, share: CpuShare, stream_from: int | None, runtime: _core.Runtime | None
+    ) -> CpuOffload:
+        """Open the CPU worker of a device's layers, and note the reason for its synchronisation."""
+        chosen = None if self._worker.synchronisation else synchronisation(device)
+        worker = replace(self._worker, synchronisation=chosen.kind) if chosen else self._worker
+        opened = _cpu_offload(
+            self._weights, self._graph, share, device, self._options, worker, stream_from, runtime
+        )
+        shared = [f"{len(share.hot)} layers share their neurons"] if share.hot else []
+        shared += [f"{len(share.experts)} layers their experts"] if share.experts else []
+        reason = chosen.reason if chosen else opened.reason
+        self.notes.append(f"{device}: {' and '.join(shared)} with the CPU; {reason}")
+        return opened
+
+
+def _share(placement: Placement, piece: PlacedPiece, graph: Graph) -> CpuShare:
+    """Return the hot neurons of split layers of a piece, and its layers with experts on the CPU."""
+    mixed = mixed_layers(graph)
+    experts = [i for i in piece.layers if i in mixed]
+    share = CpuShare(hot_of(placement, piece), experts)
+    if not experts or not placement.expert_slots:
+        return share
+    fetching = placement.fetching[piece.device] if placement.fetching else None
+    if fetching is not None:
+        fetching = replace(fetching, n_spare=share_of(fetching.n_spare, mixed, piece, placement))
+    n_slots = share_of(placement.expert_slots[piece.device], mixed, piece, placement)
+    return replace(share, expert_slots=n_slots, fetching=fetching)
 
 
 def _cpu_offload(
-    placement: Placement,
-    piece: PlacedPiece,
     weights: WeightSource,
     graph: Graph,
+    share: CpuShare,
     device: str,
-    options: dict[str, Any],
-    cpu_worker_options: dict[str, Any],
+    options: BackendOptions,
+    worker: WorkerOptions,
+    stream_from: int | None,
+    runtime: _core.Runtime | None,
 ) -> CpuOffload:
-    """What the CPU does of a device's layers."""
+    """Open the CPU's half of a device's layers."""
     from hotset.backends.triton.cpu_offload import CpuOffload
 
-    hot, experts = _shared(placement, piece, graph)
-    stream_from, most = options["stream_from"], options["max_batch"]
-    if stream_from is not None and not experts:
+    most = options.max_batch
+    if stream_from is not None and not share.experts:
         most = max(min(most, stream_from - 1), 1)
     return CpuOffload(
-        weights, graph, hot, find_device(device), experts=experts,
-        sparse=options["sparse"], max_batch=most,
-        **cpu_worker_options | {"timeout": cpu_worker_options["timeout"] or TIMEOUT},
+        weights, graph, share.hot, device, replace(options, max_batch=most), experts=share.experts,
+        runtime=runtime, kind=worker.synchronisation, timeout=worker.timeout, isa=worker.isa,
     )  # fmt: skip
 
 
@@ -234,42 +217,34 @@ def _planned_for(
 
 
 def host_workspace(
-    placement: Placement,
-    weights: StoredWeights,
-    graph: Graph,
-    *,
-    n_pages: int,
-    max_batch: int,
-    sparse: bool,
-    n_threads: int | None,
+    placement: Placement, weights: StoredWeights, graph: Graph, options: BackendOptions
 ) -> int:
-    """Bytes of this machine's memory that the chain of a placement takes beside weights and cache: of the
-    CPU's stages and services, which are built for this without devices, and for what goes to devices and
-    comes from them. weights: empty ones."""
-    given: dict[str, Any] = {"max_batch": max_batch, "sparse": sparse}
-    cpu_worker_options: dict[str, Any] = {"kind": "direct", "isa": None, "timeout": None}
+    """Return the bytes of host memory that the chain of a placement takes, without weights and cache.
+
+    They belong to the CPU's stages and workers, which are built for this without devices, and to the bytes on
+    their way to devices and back. weights: empty ones.
+    """
+    worker = WorkerOptions(synchronisation="direct")
     total, is_on_host = 0, False
-    runtime = new_runtime(n_threads)
+    runtime = new_runtime(options.n_threads)
     try:
         for piece in pieces_of(graph, placement):
             is_on_host = piece.device == CPU
             if is_on_host:
-                span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
-                stage = CpuBackend(weights, graph, n_pages=1, runtime=runtime, **span, **given)
+                small = replace(options, n_pages=1)
+                stage = CpuBackend(weights, graph, small, span=piece.span, runtime=runtime)
                 total += stage.buffer_bytes
                 stage.close()
                 continue
-            total += _exchanged_bytes(graph, n_pages, max_batch)
-            if any(_shared(placement, piece, graph)):
-                service = _cpu_offload(
-                    placement, piece, weights, graph, SIMULATED, given | {"stream_from": STREAM_FROM},
-                    cpu_worker_options | {"runtime": runtime},
-                )  # fmt: skip
+            total += _exchanged_bytes(graph, options.n_pages, options.max_batch)
+            if share := _share(placement, piece, graph):
+                service = _cpu_offload(weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime)
                 total += service.buffer_bytes
                 service.close()
         total += runtime.nbytes
     finally:
         runtime.close()
+    max_batch = options.max_batch
     if not is_on_host:  # logits, in slices that are put together where there are several
         total += FLOAT_BYTES * max_batch * graph.result.width * (1 if max_batch <= OUTPUT_ROWS else 2)
     return total + _staged_bytes(placement, weights, graph)

@@ -12,16 +12,22 @@ is, and its calls are then recorded and replayed, without Python or launches bet
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import COUNTS, PAGE_SIZE, Batch
+from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
 from hotset.backends.embedding import lookup
-from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
+from hotset.backends.stage import (
+    OUTPUT_ROWS,
+    WHOLE,
+    BackendOptions,
+    Rows,
+    Span,
+)
 from hotset.backends.triton.capture import MAX_CAPTURED, Captured, Graphs
 from hotset.backends.triton.cpu_offload import CudaDriver
 from hotset.backends.triton.devices import current, find_device, memory_errors, synchronize
@@ -31,12 +37,12 @@ from hotset.backends.triton.fallback import N_COUNTS
 from hotset.backends.triton.kernels import Kernels
 from hotset.backends.triton.kv import OUTPUTS, PagedCache, StepInputs, StepOutputs
 from hotset.backends.triton.launch import compiled_first
+from hotset.backends.triton.options import DEFAULT_OPTIONS, GpuOptions
 from hotset.backends.triton.program import Call, CpuWorkerProtocol, Program, RunningStep, StageParts
 from hotset.backends.triton.stream import CopyStream
 from hotset.backends.triton.weights import DeviceWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
 from hotset.formats.source import WeightSource
-from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
 from hotset.offload.cache_stats import CacheStats
@@ -44,84 +50,61 @@ from hotset.offload.misses import Fetching
 
 # Of steps, in tokens, beside the largest: each size of tiles once.
 WARM_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
-Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
 
 
-class GpuStage:
-    """The Stage protocol over graph.ops[first_op:last_op] on `device`.
+class GpuStage(DeviceStage):
+    """The Stage protocol over the operations of `span` on `device`.
 
-    hot: layer → bool [n_ff], the neurons whose rows (gate, up, down_t, biases) are on the device; the layers
-    that are not in it are there as a whole. cold: computes the others, where there are any, and the experts
-    of MoE models; it is closed with the stage.
-    notes: what a person should know of how it runs, a sentence each.
-    stream_from: number of tokens from which on cold rows come to the device and the service is not used;
-    None: never. sparse: False computes every neuron (no layer can be split then).
-    expert_slots: experts of MoE models that are kept in the device's memory, as its replacement policy says.
-    fetching: of those that a step lacks, where that is quicker than to leave them to the CPU; None: never.
-    weight_bytes: what its weights were planned to take, where there is a plan.
-    input_major: matrices with thresholded inputs, in the layout that leaves channels of zeros unread; they
-    are there once, and every step reads them so.
+    options.sparse: False computes every neuron (no layer can be split then). worker: computes what `share`
+    leaves to the CPU; it is closed with the stage. notes: sentences for a person about how it runs.
     nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
     """
 
     n_states = 0
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         weights: WeightSource,
         graph: Graph,
         device: str,
+        options: BackendOptions,
         *,
-        first_op: int = 0,
-        last_op: int | None = None,
-        n_pages: int,
-        max_batch: int,
-        kv_type: KVType = "f16",
-        hot: Mapping[int, np.ndarray] | None = None,
-        cold: CpuWorkerProtocol | None = None,
-        kernels: Kernels | None = None,
-        sparse: bool = True,
-        stream_from: int | None = STREAM_FROM,
-        stream_bytes: int = STREAM_BYTES,
-        capture: Capture | None = None,
-        expert_slots: int = 0,
-        fetching: Fetching | None = None,
-        weight_bytes: int = 0,
-        input_major: Collection[str] = (),
+        span: Span = WHOLE,
+        share: CpuShare = NOTHING_SHARED,
+        worker: CpuWorkerProtocol | None = None,
+        gpu: GpuOptions = DEFAULT_OPTIONS,
     ) -> None:
+        super().__init__(graph, options, span)
         self.device = find_device(device)
-        self.kernels = kernels or Kernels(self.device)
-        self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
-        self.n_pages, self.max_batch, self.sparse = n_pages, max_batch, sparse
+        self.kernels = gpu.kernels or Kernels(self.device)
+        self.sparse = options.sparse
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         layers = {op.layer for op in attention}
-        self._hot = {i: mask for i, mask in (hot or {}).items() if i in layers and not mask.all()}
+        self._hot = {i: mask for i, mask in share.hot.items() if i in layers and not mask.all()}
         self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
-        self._cold = self._checked(cold, stream_from)
+        self._worker: CpuWorkerProtocol | None = self._checked(worker, gpu.stream_from)
         self._n_on_cpu = 0  # experts of tokens that the CPU computed, where there is no cache
-        self._is_served = False  # whether the CPU worker took part in the latest step
-        self._stream_from, self._stream_bytes = stream_from, stream_bytes
-        self._input_major = frozenset(input_major)
+        self._stream_from, self._stream_bytes = gpu.stream_from, gpu.stream_bytes
+        self._input_major = frozenset(gpu.input_major)
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self.has_output = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
         entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
         self._source = weights
-        self._weights = DeviceWeights(weights, self.device, weight_bytes)
+        self._weights = DeviceWeights(weights, self.device, gpu.weight_bytes)
         self._copies = CopyStream(self.device)
         self._expert_cache: GpuExpertCache | None = None
         self._fetcher: Fetcher | None = None
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
-        self._capture = capture
-        if capture is None and self.kernels.capturable and (self._cold is None or self._cold.capturable):
+        self._capture = gpu.capture
+        worker_captures = self._worker is None or self._worker.capturable
+        if gpu.capture is None and self.kernels.capturable and worker_captures:
             self._capture = Graphs(self.device)
         self.notes: list[str] = []
-        self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
         self.largest: np.ndarray | None = None  # of the latest step, as StepResult.largest
         self.candidates = None  # all logits of a step are copied to the host
         self.timed = False  # measures each group, which forbids captured graphs on a GPU
-        self.n_layer = graph.n_layer
         self._seconds = np.zeros((self.n_layer, len(PARTS)))
         self._warming = False
         self._cancelled = False
@@ -129,10 +112,10 @@ class GpuStage:
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
             self._outputs = StepOutputs(self._counts, self.graph.result.width if self.has_output else 0)
-            self._cache = PagedCache(attention, n_pages, kv_type, self.device)
+            self._cache = PagedCache(attention, self.n_pages, options.kv_type, self.device)
             widths = {value.id: value.width for value in entering}
-            self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
-            self._add_experts(expert_slots, fetching)
+            self._inputs = StepInputs(self.max_batch, self.n_pages, widths, self.device)
+            self._add_experts(share.expert_slots, share.fetching)
             self._program(frozenset())
             if self.device.type == "cuda":
                 self.warm_up()
@@ -175,17 +158,11 @@ class GpuStage:
         vectors: dict[int, np.ndarray | Tensor] = {
             op.out.id: lookup(self._source, op, batch) for op in self._embeds
         }
-        if (self.entering is None) != (x is None):
-            raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
         n, n_outputs = len(batch.tokens), len(batch.outputs)
+        self.check_rows(x, n)
         if self.entering is not None and x is not None:
-            if tuple(x.shape) != (n, self.entering.width):
-                raise InvalidRequestError(
-                    f"the rows that enter are [{n}, {self.entering.width}], a row per token; these are "
-                    f"{list(x.shape)}"
-                )
             vectors[self.entering.id] = x
-        cold = None if self._streams(n) and not self._experts else self._cold
+        cold = None if self._streams(n) and not self._experts else self._worker
         self._is_served = cold is not None
         advice = "load the model with a smaller max_batch or --vram-budget"
         with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
@@ -214,22 +191,15 @@ class GpuStage:
         """As Stage.counts, the CPU worker's neurons among them."""
         self._outputs.wait()
         counts: np.ndarray = self._outputs.counts.numpy().copy()
-        if self._cold is not None and self._is_served:
-            cold = self._cold.counts()
-            counts[list(self._cold.layers), : cold.shape[1]] += cold
+        if self._worker is not None and self._is_served:
+            cold = self._worker.counts()
+            counts[list(self._worker.layers), : cold.shape[1]] += cold
         return counts
 
     def expert_counts(self) -> CacheStats:
         """Of MoE models, since the stage was made."""
         cache = self._expert_cache
         return CacheStats(on_cpu=self._n_on_cpu) if cache is None else cache.stats
-
-    def active_on_cpu(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer]: the active neurons of the CPU worker."""
-        active = np.zeros(self.n_layer, np.int64)
-        if self._cold is not None and self._is_served:
-            active[list(self._cold.layers)] = self._cold.counts()[:, COUNTS.index("active")]
-        return active
 
     def seconds(self) -> np.ndarray:
         """Of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
@@ -238,26 +208,19 @@ class GpuStage:
         """
         return self._seconds
 
-    def cpu_worker_seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer]: how long the CPU worker took for each layer."""
-        seconds = np.zeros(self.n_layer)
-        if self._cold is not None and self._is_served:
-            seconds[list(self._cold.layers)] += self._cold.seconds()
-        return seconds
-
     def cancel(self) -> None:
         """Ends the step in flight before its next call, from any thread; it raises StepCancelledError.
 
         A step that is replayed as a whole, of few tokens, goes on to its end, but for what it waits for.
         """
         self._cancelled = True
-        if self._cold is not None:
-            self._cold.cancel("it was cancelled")
+        if self._worker is not None:
+            self._worker.cancel("it was cancelled")
 
     def close(self) -> None:
         """Ends the CPU worker and frees the memory of the device; safe to call twice."""
-        if self._cold is not None:
-            self._cold.close()
+        if self._worker is not None:
+            self._worker.close()
         if self._expert_cache is not None:
             self._expert_cache.close()
         self._captured.clear()
@@ -415,7 +378,7 @@ class GpuStage:
             while len(self._programs) > 2:  # the plain program and the latest two with taps stay
                 self._programs.pop(next(key for key in self._programs if key))
             parts = StageParts(
-                self._weights, self._cache, self.kernels, self._hot, self._cold, self._counts, self._copies,
+                self._weights, self._cache, self.kernels, self._hot, self._worker, self._counts, self._copies,
                 self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
                 stream_bytes=self._stream_bytes, input_major=self._input_major,
             )  # fmt: skip

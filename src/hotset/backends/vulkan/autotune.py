@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, validates
 from hotset.backends.vulkan.program import rounded_input
 from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, default_shapes
-from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
 from hotset.backends.vulkan.weights import COMPUTED
 from hotset.errors import HotsetError
 from hotset.formats.gguf import TensorInfo
@@ -153,7 +154,8 @@ def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Ite
         stages = {}
         for n_rows, n in {(n_rows, n) for n_rows, n, _ in _MEASURED.values()}:
             model = products(n, type_, n_rows)
-            stages[n_rows] = VulkanStage(*model, info, n_pages=1, max_batch=32, kv_type="f16", opened=device)
+            opened = OpenDevice.of(info, device)
+            stages[n_rows] = VulkanStage(*model, opened, BackendOptions(n_pages=1, max_batch=32))
             closing.callback(stages[n_rows].close)
 
         def seconds_of(shapes: ProductShapes, name: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import BackendOptions
-from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.stage import Loaded, VulkanStage
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 
@@ -24,14 +24,14 @@ class WholeVulkan(ChainBackend):
 
     def open_draft(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> WholeVulkan:
         """Open a draft, as WholeModel.open_draft. It uses the weights on the device."""
-        stage = VulkanStage(
-            weights, graph, self.stage.info, beside=self.stage, cache_of=self.stage, **options.sizes
-        )
+        loaded = Loaded(self.stage.matrices, self.stage.cache)
+        stage = VulkanStage(weights, graph, self.stage.opened, options, loaded=loaded)
         return WholeVulkan("vulkan", [stage], [0], n_pages=stage.n_pages, max_batch=stage.max_batch)
 
     def open_layer(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> VulkanStage:
         """Open a layer, as WholeModel.open_layer."""
-        return VulkanStage(weights, graph, self.stage.info, beside=self.stage, **options.sizes)
+        loaded = Loaded(self.stage.matrices)
+        return VulkanStage(weights, graph, self.stage.opened, options, loaded=loaded)
 
     @property
     def graph(self) -> Graph:

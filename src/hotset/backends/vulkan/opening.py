@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.worker import CpuWorker
+from hotset.backends.device.opening import open_chain
+from hotset.backends.device.stage import CpuShare
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import BackendOptions, Stage
 from hotset.backends.vulkan.autotune import product_types, tuned
@@ -16,11 +17,11 @@ from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device
 from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.shapes import DeviceShapes
-from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.placement.build import PlacedPiece, hot_of, pieces_of, share_of
-from hotset.placement.table import CPU, Placement
+from hotset.placement.build import PlacedPiece, hot_of, share_of
+from hotset.placement.table import Placement
 
 if TYPE_CHECKING:
     from hotset import _core
@@ -43,76 +44,65 @@ def open_placed(
 ) -> ChainBackend:
     """Build a chain of the CPU and the Vulkan devices of a placement, as Opener.open_placed.
 
-    options.sparse: of the CPU's layers and neurons. staged: as in VulkanStage. Each device is opened once and
-    tuned if it was not (autotune.py); its stages together stay within its limit. After an error nothing stays
-    open.
+    options.sparse: of the CPU's layers and neurons. staged: as in pipelines.open_device.
     """
-    pieces = pieces_of(graph, placement)
-    budgets = placement.budget.devices if placement.budget else ()
-    opened: dict[int, tuple[VulkanInfo, _core.VulkanDevice, DeviceShapes]] = {}
-    stages: list[Stage] = []
-    runtime = None
-    try:
-        for piece in pieces:
-            span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
-            if piece.device == CPU:
-                runtime = runtime or new_runtime(options.n_threads)
-                stages.append(
-                    CpuBackend(
-                        weights, graph, runtime=runtime, sparse=options.sparse, **span, **options.sizes
-                    )
-                )
-                continue
-            if piece.device not in opened:
-                info = find_device(placement.devices[piece.device])
-                limit = budgets[piece.device].limit if budgets else None
-                device = open_device(info, budget=limit, staged=staged)
-                types = product_types(graph, weights.tensors)
-                opened[piece.device] = info, device, tuned(info, device, types, progress=options.progress)
-            info, device, shapes = opened[piece.device]
-            hot, experts, n_slots = _split(placement, piece, weights, graph)
-            worker = None
-            if hot or experts:
-                runtime = runtime or new_runtime(options.n_threads)
-                worker = CpuWorker(
-                    weights, graph, hot, experts=experts, sparse=options.sparse, max_batch=options.max_batch,
-                    runtime=runtime,
-                )  # fmt: skip
-            try:
-                stages.append(
-                    VulkanStage(
-                        weights, graph, info, opened=device, hot=hot, worker=worker, expert_slots=n_slots,
-                        shapes=shapes, **span, **options.sizes,
-                    )
-                )  # fmt: skip
-            except BaseException:
-                if worker is not None:
-                    worker.close()
-                raise
-        kind = WholeVulkan if runtime is None and len(stages) == 1 else ChainBackend
-        chain = kind(
-            NAME, stages, [piece.device for piece in pieces], n_pages=options.n_pages,
-            max_batch=options.max_batch, runtime=runtime,
-        )  # fmt: skip
-        chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder leaves no logits
-        return chain
-    except BaseException:
-        for stage in stages:
-            stage.close()
-        if runtime is not None:
-            runtime.close()
-        raise
+    opener = _StageOpener(placement, weights, graph, options, staged=staged)
+    return open_chain(opener, placement, weights, graph, options)
 
 
-def _split(
-    placement: Placement, piece: PlacedPiece, weights: WeightSource, graph: Graph
-) -> tuple[dict[int, np.ndarray], list[int], int]:
-    """Return the hot neurons of split layers of a piece, its layers with experts on the CPU, and slots for
-    these on the device."""
-    # A kernel multiplies with a row at least: if no neuron pays on the device, it has the first.
-    masks = hot_of(placement, piece)
-    hot = {i: mask if mask.any() else np.arange(len(mask)) == 0 for i, mask in masks.items()}
-    n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0
-    cached = cached_layers(graph, weights.tensors)[0] if n_slots else {}
-    experts = [i for i in piece.layers if i in cached]
-    return hot, experts, share_of(n_slots, cached, piece, placement)
+class _StageOpener:
+    """Opens each device of a placement once, and tunes it if it was not (autotune.py); the stages of a device
+    stay within its limit together."""
+
+    name, chain, notes = NAME, WholeVulkan, ()
+
+    def __init__(
+        self,
+        placement: Placement,
+        weights: WeightSource,
+        graph: Graph,
+        options: BackendOptions,
+        *,
+        staged: bool,
+    ) -> None:
+        self._placement, self._weights, self._graph = placement, weights, graph
+        self._options, self._staged = options, staged
+        self._opened: dict[int, tuple[VulkanInfo, _core.VulkanDevice, DeviceShapes]] = {}
+
+    def share(self, piece: PlacedPiece) -> CpuShare:
+        """Return the CPU's share, as StageOpener.share."""
+        placement = self._placement
+        # A kernel multiplies with a row at least: if no neuron pays on the device, it has the first.
+        masks = hot_of(placement, piece)
+        hot = {i: mask if mask.any() else np.arange(len(mask)) == 0 for i, mask in masks.items()}
+        n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0
+        cached = cached_layers(self._graph, self._weights.tensors)[0] if n_slots else {}
+        experts = [i for i in piece.layers if i in cached]
+        return CpuShare(hot, experts, share_of(n_slots, cached, piece, placement))
+
+    def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
+        """Open a stage, as StageOpener.open_stage."""
+        opened = OpenDevice.of(*self._device(piece.device))
+        worker = None
+        if share:
+            worker = CpuWorker(
+                self._weights, self._graph, share.hot, self._options, experts=share.experts, runtime=runtime
+            )
+        try:
+            return VulkanStage(
+                self._weights, self._graph, opened, self._options, span=piece.span, share=share,
+                worker=worker,
+            )  # fmt: skip
+        except BaseException:
+            if worker is not None:
+                worker.close()
+            raise
+
+    def _device(self, i: int) -> tuple[VulkanInfo, _core.VulkanDevice, DeviceShapes]:
+        if i not in self._opened:
+            budgets = self._placement.budget.devices if self._placement.budget else ()
+            info = find_device(self._placement.devices[i])
+            device = open_device(info, budget=budgets[i].limit if budgets else None, staged=self._staged)
+            types = product_types(self._graph, self._weights.tensors)
+            self._opened[i] = info, device, tuned(info, device, types, progress=self._options.progress)
+        return self._opened[i]

@@ -56,7 +56,7 @@ def keep(info: VulkanInfo, device: _core.VulkanDevice) -> None:
 
 def open_device(info: VulkanInfo, *, budget: int | None = None, staged: bool = False) -> _core.VulkanDevice:
     """A device, opened; with the kernels that were compiled before. budget: bytes that it gives at most;
-    staged: as of VulkanStage. Raises DeviceError."""
+    staged: the host copies to the device even if it could write its memory. Raises DeviceError."""
     device = _core.VulkanDevice(info.index, validates(), staged, read(info))
     if budget is not None:
         device.limit(budget)

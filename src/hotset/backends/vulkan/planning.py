@@ -20,13 +20,14 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.worker import split_ffns
+from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan import budget
 from hotset.backends.vulkan.autotune import WIDTH, device_key, products
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device
 from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.kernels import shaders_digest
 from hotset.backends.vulkan.report import VulkanRates
-from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
 from hotset.errors import OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
@@ -114,7 +115,8 @@ def measure_now(info: VulkanInfo) -> VulkanRates:
 
 def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
     """Of a step of one token, as it is recorded: the median of some."""
-    with contextlib.closing(VulkanStage(*model, info, n_pages=1, max_batch=1, kv_type="f16")) as stage:
+    options = BackendOptions(n_pages=1, max_batch=1)
+    with contextlib.closing(VulkanStage(*model, OpenDevice.of(info), options)) as stage:
         stage.rerun()
         return median_seconds(stage.rerun, _SECONDS)
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, N_CANDIDATES, Batch, cache_slots
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker, moe_layers
+from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
 from hotset.backends.embedding import lookup
-from hotset.backends.stage import Rows, on_host
+from hotset.backends.stage import WHOLE, BackendOptions, Rows, Span, on_host
 from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.budget import cache_sizes, state_bytes
@@ -34,7 +36,7 @@ from hotset.backends.vulkan.split import SharedLayers
 from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.source import WeightSource
-from hotset.model.cost import KVType, check_cache
+from hotset.model.cost import check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Embed, NgramEmbed, PositionGain, Value
 from hotset.model.rope import position_gain
@@ -46,112 +48,113 @@ _PLAIN = frozenset[str](), False  # the program without taps and adapters
 
 @dataclass
 class OpenDevice:
-    """A device, and what its stages of one model share: kernels, and one thread at a time, for that of a
-    prompt cache copies from it. stages: the model's, and those that draft for it."""
+    """An open device, and what its stages of one model share.
 
+    in_use: held by the thread that uses the device, such as a prompt cache that copies from it. stages: the
+    model's, and those that draft for it.
+    """
+
+    info: VulkanInfo
     device: _core.VulkanDevice
     kernels: VulkanKernels
     in_use: threading.RLock = field(default_factory=threading.RLock)
     stages: list[VulkanStage] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls, info: VulkanInfo, device: _core.VulkanDevice | None = None, shapes: DeviceShapes | None = None
+    ) -> Self:
+        """Return a device that is open, or open it. shapes: of workgroups; None for the device's defaults."""
+        device = device or pipelines.open_device(info)
+        return cls(info, device, VulkanKernels(device, shapes or DeviceShapes(default_shapes(info))))
 
-class VulkanStage:
-    """The Stage protocol over graph.ops[first_op:last_op] on a Vulkan device.
 
-    budget: bytes of the device's memory that it takes at most, loading and computing; None: what is there.
-    n_states: slots for recurrent states, where the graph has any; fewer where the device binds no more.
-    staged: the host copies to the device even where it could write its memory (of tests). opened: the device,
-    which other stages have too, and its budget with it. hot: of layers whose neurons are split bool [n_ff],
-    those that the device has, one at least; expert_slots: of the MoE layers of the worker, experts that are
-    kept on the device (experts.py). worker: the CPU's half of these layers, for steps of max_batch tokens,
-    closed with the stage. shapes: of workgroups; None: the device's defaults. beside: a stage of the same
-    model whose device and weights it uses too; cache_of: of the same layers and pages, whose keys and values
-    it reads and writes.
+class Loaded(NamedTuple):
+    """The device memory of another stage on the same device, that a new stage uses too.
 
-    nbytes: what the stage holds, by kind: weights, experts, kv (with states), workspace. It is CacheMemory,
-    too (backends/base.py). Raises DeviceError, OutOfMemoryError where the model does not fit, and
-    UnsupportedModelError for what no kernel computes.
+    weights: those that are uploaded. cache: keys and values of the same layers and pages, to read and write.
     """
 
-    def __init__(  # noqa: PLR0913
+    weights: VulkanWeights | None = None
+    cache: dict[int, CacheOfLayer] = {}  # noqa: RUF012 - never changed
+
+
+NOTHING_LOADED = Loaded()
+
+
+class VulkanStage(DeviceStage):
+    """The Stage protocol over the operations of `span` on a Vulkan device.
+
+    options.n_states: slots for recurrent states; fewer if the device cannot bind them all. share: a split
+    layer needs at least one neuron on the device. worker: computes what `share` leaves to the CPU, for steps
+    of max_batch tokens; it is closed with the stage. loaded: memory of a stage of the same model.
+
+    nbytes: what the stage holds, by kind: weights, experts, kv (with states), workspace. It is CacheMemory,
+    too (backends/base.py). Raises DeviceError, OutOfMemoryError if the model does not fit, and
+    UnsupportedModelError for operations without a kernel.
+    """
+
+    def __init__(
         self,
         weights: WeightSource,
         graph: Graph,
-        device: VulkanInfo,
+        opened: OpenDevice,
+        options: BackendOptions,
         *,
-        first_op: int = 0,
-        last_op: int | None = None,
-        n_pages: int,
-        n_states: int = 2,
-        max_batch: int,
-        kv_type: KVType = "f16",
-        budget: int | None = None,
-        staged: bool = False,
-        opened: _core.VulkanDevice | None = None,
-        hot: Mapping[int, np.ndarray] | None = None,
-        expert_slots: int = 0,
+        span: Span = WHOLE,
+        share: CpuShare = NOTHING_SHARED,
         worker: CpuWorker | None = None,
-        shapes: DeviceShapes | None = None,
-        beside: VulkanStage | None = None,
-        cache_of: VulkanStage | None = None,
+        loaded: Loaded = NOTHING_LOADED,
     ) -> None:
-        self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
-        self.has_output = last_op in (None, len(graph.ops))
-        self.n_layer, self.n_pages, self.max_batch, self.kv_type = graph.n_layer, n_pages, max_batch, kv_type
-        if kv_type not in KV_CODES:
+        super().__init__(graph, options, span)
+        self.has_output, self.kv_type = span.ends(graph), options.kv_type
+        if self.kv_type not in KV_CODES:
             raise UnsupportedModelError(
-                f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave --device out, and the "
-                "CPU computes"
+                f"a {self.kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave --device out, and "
+                "the CPU computes"
             )
-        self.name = device.name
-        self.weights = weights
-        self.info = device
-        if beside is None:
-            opened = opened or pipelines.open_device(device, budget=budget, staged=staged)
-            kernels = VulkanKernels(opened, shapes or DeviceShapes(default_shapes(device)))
-            self.opened = OpenDevice(opened, kernels)
-        else:
-            self.opened = beside.opened
-        self._device, self._kernels = self.opened.device, self.opened.kernels
-        loaded = None if beside is None else beside.matrices
-        self.matrices: VulkanWeights = VulkanWeights(weights, self._device, loaded)
+        self.weights, self.opened, self.info = weights, opened, opened.info
+        self.name = self.info.name
+        self._device, self._kernels = opened.device, opened.kernels
+        self.matrices: VulkanWeights = VulkanWeights(weights, self._device, loaded.weights)
         self._kv = BufferArena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self._gains = [op for op in self.graph.ops if isinstance(op, PositionGain)]
         self._ngrams: dict[Value, CpuBackend] = {}
-        self.n_states = self._most_states(n_states) if graph.recurrent else 0
-        shape = InputShape.of(
-            self.graph, self.entering, max_batch=max_batch, n_pages=n_pages, n_states=self.n_states
-        )
-        self._inputs = VulkanInputs(self._device, shape)
+        self.n_states = self._most_states(options.n_states) if graph.recurrent else 0
+        self._inputs = VulkanInputs(
+            self._device,
+            InputShape.of(
+                self.graph, self.entering, max_batch=self.max_batch, n_pages=self.n_pages,
+                n_states=self.n_states,
+            ),
+        )  # fmt: skip
+        of_ngrams = replace(options, n_states=self.n_states, n_threads=1, sparse=False)
         for op in self.graph.ops:
             if isinstance(op, NgramEmbed):  # its table is large, and its state a few tokens: both stay here
-                self._ngrams[op.out] = CpuBackend(
-                    weights, Graph([op], graph.values), n_pages=n_pages, n_states=self.n_states,
-                    max_batch=max_batch, n_threads=1,
-                )  # fmt: skip
-        self.cache: dict[int, CacheOfLayer] = {} if cache_of is None else cache_of.cache
+                self._ngrams[op.out] = CpuBackend(weights, Graph([op], graph.values), of_ngrams)
+        self.cache: dict[int, CacheOfLayer] = dict(loaded.cache)
         self._allocate_caches()
-        self._worker = worker
+        self._worker: CpuWorker | None = worker
+        self._is_served = worker is not None
         self._shared: SharedLayers | None = None
         self._experts: VulkanExpertCache | None = None
         if worker is not None:
-            self._experts = self._expert_cache(worker, expert_slots)
-            self._shared = SharedLayers(self._device, self.graph, hot or {}, self._experts, worker)
+            self._experts = self._expert_cache(worker, share.expert_slots)
+            self._shared = SharedLayers(self._device, self.graph, share.hot, self._experts, worker)
         self._parts = VulkanParts(
-            self.matrices, self._kernels, self._inputs, self.cache, self._states, kv_type, max_batch,
-            n_pages, self._shared,
+            self.matrices, self._kernels, self._inputs, self.cache, self._states, self.kv_type,
+            self.max_batch, self.n_pages, self._shared,
         )  # fmt: skip
         self._lowered: dict[tuple[frozenset[str], bool], RecordedGraph] = {}  # taps, with adapters
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._on_device: DeviceAdapters | None = None
-        self.tapped: dict[str, np.ndarray] = {}
         self.largest = None  # of logits: it is not found here
         self.candidates: np.ndarray | None = None  # of the latest step, as StepResult.candidates
         self._closed = False
         self._program(frozenset())
-        pipelines.keep(device, self._device)
+        pipelines.keep(self.info, self._device)
         self.opened.stages.append(self)  # at the end: one that fails is in no cycle, and frees its memory
 
     def _expert_cache(self, worker: CpuWorker, n_slots: int) -> VulkanExpertCache | None:
@@ -228,14 +231,8 @@ class VulkanStage:
         plain = replace(batch, taps=(), adapter_scales=None)
         rows |= {value: backend.run(plain) for value, backend in self._ngrams.items()}
         rows |= {op.out: position_gain(op, batch.positions) for op in self._gains}
-        if (self.entering is None) != (x is None):
-            raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
+        self.check_rows(x, n)
         if self.entering is not None and x is not None:
-            if tuple(x.shape) != (n, self.entering.width):
-                raise InvalidRequestError(
-                    f"the rows that enter are [{n}, {self.entering.width}], a row per token; these are "
-                    f"{list(x.shape)}"
-                )
             rows[self.entering] = on_host(x)
         # Without n_vocab: the chain has checked the tokens.
         slots = cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=None)
@@ -392,23 +389,9 @@ class VulkanStage:
         """As Stage.counts: no neurons are counted."""
         return np.zeros((self.n_layer, len(COUNTS)), np.int64)
 
-    def active_on_cpu(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer]: the active neurons of the CPU worker."""
-        active = np.zeros(self.n_layer, np.int64)
-        if self._worker is not None:
-            active[list(self._worker.layers)] = self._worker.counts()[:, COUNTS.index("active")]
-        return active
-
     def seconds(self) -> np.ndarray:
         """As Stage.seconds: nothing is measured by layer."""
         return np.zeros((self.n_layer, len(PARTS)))
-
-    def cpu_worker_seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer]: how long the CPU worker took for each layer."""
-        seconds = np.zeros(self.n_layer)
-        if self._worker is not None:
-            seconds[list(self._worker.layers)] = self._worker.seconds()
-        return seconds
 
     def expert_counts(self) -> CacheStats:
         """As Stage.expert_counts: of the layers with an expert cache."""

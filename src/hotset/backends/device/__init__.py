@@ -1,0 +1,1 @@
+"""The parts that device backends share."""

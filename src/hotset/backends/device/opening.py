@@ -1,0 +1,81 @@
+"""A chain of stages for a placement: on the CPU and on devices of one backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.device.stage import CpuShare
+from hotset.backends.pipeline import ChainBackend
+from hotset.backends.stage import BackendOptions, Stage
+from hotset.formats.source import WeightSource
+from hotset.model.graph import Graph
+from hotset.placement.build import PlacedPiece, pieces_of
+from hotset.placement.table import CPU, Placement
+
+if TYPE_CHECKING:
+    from hotset import _core
+
+
+class StageOpener(Protocol):
+    """The part of a device backend that opens its stages."""
+
+    name: str
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences for a person on the stages that it opened."""
+        ...
+
+    @property
+    def chain(self) -> type[ChainBackend]:
+        """The class of a chain of one stage without the CPU."""
+        ...
+
+    def share(self, piece: PlacedPiece) -> CpuShare:
+        """Return the work that the device leaves to the CPU in a piece."""
+        ...
+
+    def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
+        """Open the stage of a piece. runtime: the CPU's, for `share`."""
+        ...
+
+
+def open_chain(
+    opener: StageOpener,
+    placement: Placement,
+    weights: WeightSource,
+    graph: Graph,
+    options: BackendOptions,
+    *,
+    isa: str | None = None,
+) -> ChainBackend:
+    """Open the stages of a placement. After an error nothing stays open.
+
+    options: of every stage; n_threads and sparse of the CPU's. isa: as in CpuBackend. Raises
+    InvalidRequestError for a placement that is not of this model, and the errors of the stages.
+    """
+    pieces = pieces_of(graph, placement)
+    shares = [None if piece.device == CPU else opener.share(piece) for piece in pieces]
+    with ExitStack() as opened:
+        runtime = None
+        if not all(share is not None and not share for share in shares):
+            runtime = new_runtime(options.n_threads)  # one for all on the CPU: they take turns
+            opened.callback(runtime.close)
+        stages: list[Stage] = []
+        for piece, share in zip(pieces, shares, strict=True):
+            if share is None:
+                stages.append(CpuBackend(weights, graph, options, span=piece.span, runtime=runtime, isa=isa))
+            else:
+                stages.append(opener.open_stage(piece, share, runtime))
+            opened.callback(stages[-1].close)
+        kind = opener.chain if runtime is None and len(stages) == 1 else ChainBackend
+        chain = kind(
+            opener.name, stages, [piece.device for piece in pieces], n_pages=options.n_pages,
+            max_batch=options.max_batch, runtime=runtime, notes=opener.notes,
+        )  # fmt: skip
+        chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder leaves no logits
+        opened.pop_all()
+    return chain
