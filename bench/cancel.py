@@ -29,7 +29,7 @@ N_LAYER = 4
 
 def layers(runtime: _core.Runtime, n_tokens: int, kind: str) -> Any:
     """Return a plan of N_LAYER layers that share their weights. kind: of the down projection."""
-    n_pages = -(-n_tokens // _core.PAGE_SIZE)
+    n_pages = -(-n_tokens // _core.KV_BLOCK_SIZE)
     plan = _core.Plan(n_tokens, n_pages, n_pages, runtime)
     rng = np.random.default_rng(0)
 
@@ -44,7 +44,7 @@ def layers(runtime: _core.Runtime, n_tokens: int, kind: str) -> Any:
     buffer = lambda width: plan.buffer(width, False)  # noqa: E731
     x, q, k, v, a, o, h = (buffer(WIDTH) for _ in range(7))
     f = buffer(N_FF)
-    caches = [np.zeros(n_pages * HEADS * _core.PAGE_SIZE * HEAD_DIM * 2, np.uint8) for _ in range(2)]
+    caches = [np.zeros(n_pages * HEADS * _core.KV_BLOCK_SIZE * HEAD_DIM * 2, np.uint8) for _ in range(2)]
     plan.add("embed", weight=(Q4_0, square), of="token", first_row=0, out=x)
     for _ in range(N_LAYER):
         plan.add("linear", x=x, parts=[{"weight": (Q4_0, square), "out": out} for out in (q, k, v)])
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     n = args.tokens
     ids, zeros = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
-    table = np.arange(-(-n // _core.PAGE_SIZE), dtype=np.int32)[None]
+    table = np.arange(-(-n // _core.KV_BLOCK_SIZE), dtype=np.int32)[None]
     began = 0.0
 
     def interrupt(*_: object) -> None:

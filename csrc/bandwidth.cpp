@@ -11,10 +11,9 @@
 namespace hotset {
 namespace {
 
-constexpr size_t kUnit = 256;         // bytes: what Kernels::read takes a multiple of
-constexpr size_t kStretch = 1 << 20;  // read at a time; a thread that is done early helps with the rest
-constexpr size_t kAtLeast =
-    size_t(1) << 30;  // bytes: less is read several times, so that starting threads costs nothing
+constexpr size_t kUnit = 256;                 // bytes: Kernels::read reads a multiple of this
+constexpr size_t kStretch = 1 << 20;          // bytes of a read, so that an early thread can help with others
+constexpr size_t kAtLeast = size_t(1) << 30;  // bytes to read, so that the start of threads is negligible
 
 }  // namespace
 
@@ -24,7 +23,7 @@ double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes,
     const size_t passes = (kAtLeast + bytes - 1) / bytes;
     const size_t part = (bytes / n_threads + kStretch - 1) / kStretch * kStretch;
     std::vector<std::atomic<size_t>> next(n_threads);
-    std::atomic<float> sink{0.0f};  // keeps the reads
+    std::atomic<float> sink{0.0f};  // prevents the compiler from removing the reads
     auto work = [&](int self) {
         for (int i = 0; i < n_threads; i++) {
             const size_t begin = size_t((self + i) % n_threads) * part;
@@ -46,7 +45,7 @@ double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes,
             threads.push_back(start_thread("only " + std::to_string(i) + " of " + std::to_string(n_threads) +
                                                " threads could be started",
                                            [&work, i] { work(i); }));
-    } catch (...) {  // fewer would measure something else
+    } catch (...) {  // with fewer threads the measurement would be wrong
         for (std::thread& thread : threads) thread.join();
         throw;
     }

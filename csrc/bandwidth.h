@@ -1,4 +1,4 @@
-// What the memory of this machine gives: the ceiling that every benchmark is held against.
+// The memory bandwidth of this machine: the ceiling of every benchmark.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace hotset {
 
-// Reads `bytes` bytes with `n_threads` threads, each a contiguous part, as often as makes a gigabyte; bytes
-// per second.
+// Read `bytes` bytes with `n_threads` threads, a contiguous part each, repeatedly up to a gigabyte. Returns
+// bytes per second.
 double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes, int n_threads);
 
 }  // namespace hotset

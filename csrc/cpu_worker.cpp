@@ -12,16 +12,16 @@
 namespace hotset {
 namespace {
 
-constexpr size_t kPageBytes = 4096;  // what a device maps
+constexpr size_t kPageBytes = 4096;  // granularity at which a device maps memory
 constexpr size_t kLineBytes = 64;
-constexpr int64_t kSpin_ns = 20'000;  // before a waiting thread offers its core to others
+constexpr int64_t kSpin_ns = 20'000;  // before a waiting thread yields its core
 constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;
 constexpr auto kNap = std::chrono::microseconds(50);
-// A device that asks for nothing may be compiling its kernels: it gets many times as long as a layer here.
+// A device without requests may be compiling its kernels: it gets many times a layer's timeout.
 constexpr int kSilentTimeouts = 10;
-constexpr int kTurns = 4;  // of the watchdog in a timeout
+constexpr int kTurns = 4;  // periods of the watchdog per timeout
 
-// Scores of eight neurons by their bits: 1 wanted, -1 not.
+// Scores of eight neurons by their bits: 1 for wanted, -1 for not.
 struct ScoreTable {
     float scores[256][8];
     constexpr ScoreTable() : scores() {
@@ -41,7 +41,7 @@ std::string seconds(int64_t ns) {
     return text.str();
 }
 
-// One turn of a thread that waits for a flag since `start`: spins, then yields, then naps.
+// Wait one turn for a flag: spin, then yield, then sleep, depending on the time since `start_ns`.
 void pause(int64_t start_ns, int turn) {
     relax();
     if (turn % 32) return;
@@ -61,26 +61,26 @@ CpuWorkerPlan::CpuWorkerPlan(Plan& plan, int64_t width, int max_tokens, int64_t 
       timeout_ns_(timeout_ns),
       thread_choice_(plan.n_threads()),
       plan_(plan),
-      service_(new Service) {
+      state_(new State) {
     thresholded_.resize(max_tokens_);
     row_thresholded_.resize(max_rows_);
 }
 
 CpuWorkerPlan::~CpuWorkerPlan() {
-    if (service_->born != n_forks()) return;  // its threads are the parent's, and so may be its lock
-    close(*service_);
-    delete service_;
+    if (state_->born != n_forks()) return;  // the threads, and perhaps the lock, belong to the parent
+    close(*state_);
+    delete state_;
 }
 
-// After a fork the parent's threads are not here, and one of them may hold the lock: all of it is left as it
-// is, and a step that was open there is none here.
-CpuWorkerPlan::Service& CpuWorkerPlan::service() const {
-    if (service_->born != n_forks()) {
-        Service* inherited = service_;
-        service_ = new Service;
-        service_->closed = inherited->closed;
+// After a fork the parent's threads do not exist, and one of them may hold the lock. The inherited state is
+// left untouched. A step that the parent had open is not open here.
+CpuWorkerPlan::State& CpuWorkerPlan::state() const {
+    if (state_->born != n_forks()) {
+        State* inherited = state_;
+        state_ = new State;
+        state_->closed = inherited->closed;
     }
-    return *service_;
+    return *state_;
 }
 
 int CpuWorkerPlan::add_layer(CpuWorkerLayer layer) {
@@ -88,7 +88,7 @@ int CpuWorkerPlan::add_layer(CpuWorkerLayer layer) {
     return n_layers() - 1;
 }
 
-int64_t CpuWorkerPlan::asked_bytes(int layer) const {
+int64_t CpuWorkerPlan::request_bytes(int layer) const {
     const Layer& of = layers_[layer];
     return of.n_used ? of.n_used * int64_t(sizeof(int32_t)) : ceil_div(of.n_neurons, 8);
 }
@@ -99,18 +99,18 @@ int64_t CpuWorkerPlan::answer_width(int layer) const {
 
 void CpuWorkerPlan::start() {
     plan_.finish();
-    int64_t asked = 0, answered = 0;
+    int64_t requested = 0, answered = 0;
     for (int i = 0; i < n_layers(); i++) {
-        asked = std::max(asked, asked_bytes(i));
+        requested = std::max(requested, request_bytes(i));
         answered = std::max(answered, answer_width(i));
-        layers_[i].asked_route.reserve(size_t(max_tokens_) * layers_[i].n_used);
+        layers_[i].requested_route.reserve(size_t(max_tokens_) * layers_[i].n_used);
         misses_.reserve(size_t(max_tokens_) * layers_[i].n_used);
     }
     const size_t tokens = size_t(max_tokens_);
     done_offset_ = round_up(layers_.size() * kFlagBytes, kLineBytes);
     h_offset_ = 2 * done_offset_;
     bits_offset_ = round_up(h_offset_ + tokens * width_ * sizeof(float), kLineBytes);
-    out_offset_ = round_up(bits_offset_ + tokens * asked, kLineBytes);
+    out_offset_ = round_up(bits_offset_ + tokens * requested, kLineBytes);
     memory_bytes_ = round_up(out_offset_ + tokens * answered * sizeof(float), kPageBytes);
     allocation_ = Memory(memory_bytes_ + kPageBytes);
     memory_ =
@@ -118,41 +118,41 @@ void CpuWorkerPlan::start() {
     std::memset(memory_, 0, memory_bytes_);
     for (int i = 0; i < n_layers(); i++) host_calls_.push_back({this, i});
     started_ = true;
-    start_threads(service());
+    start_threads(state());
 }
 
-void CpuWorkerPlan::start_threads(Service& service) {
+void CpuWorkerPlan::start_threads(State& state) {
     try {
-        service.server = start_thread("the thread of the CPU's half cannot be started",
-                                      [this, &service] { serve(service); });
-        service.watchdog = start_thread("the thread that watches the CPU's half cannot be started",
-                                        [this, &service] { watch(service); });
+        state.worker =
+            start_thread("the thread of the CPU worker cannot be started", [this, &state] { serve(state); });
+        state.watchdog = start_thread("the watchdog thread of the CPU worker cannot be started",
+                                      [this, &state] { watch(state); });
     } catch (...) {
-        close(service);
+        close(state);
         throw;
     }
 }
 
-// ---- a step, as the device's side sees it
+// ---- a step, from the device's side
 
 std::string CpuWorkerPlan::begin(int n_tokens, const uint8_t* thresholded) {
-    Service& s = service();
-    if (!s.closed && !s.server.joinable()) {  // in a child of the process that started them
+    State& s = state();
+    if (!s.closed && !s.worker.joinable()) {  // in a forked child
         in_step_.store(false);
         start_threads(s);
     }
     std::unique_lock lock(s.mutex);
-    if (s.closed) return "the CPU's half was closed";
-    if (s.open) return "the CPU's half is in the middle of a step";
+    if (s.closed) return "the CPU worker was closed";
+    if (s.open) return "the CPU worker is in the middle of a step";
     const auto limit = std::chrono::nanoseconds(timeout_ns_);
     if (!s.changed.wait_for(lock, limit, [&] { return !s.serving || s.closed; }))
-        return "the CPU's half is still busy with a layer of the step before";
-    if (s.closed) return "the CPU's half was closed";
+        return "the CPU worker is still busy with a layer of the previous step";
+    if (s.closed) return "the CPU worker was closed";
     for (int i = 0; i < n_layers(); i++) {
         request(i).store(0, std::memory_order_relaxed);
         done(i).store(0, std::memory_order_relaxed);
         layers_[i].counts = {};
-        layers_[i].asked_route.clear();
+        layers_[i].requested_route.clear();
     }
     s.reason.clear();
     poisoned_.store(false);
@@ -170,87 +170,87 @@ std::string CpuWorkerPlan::begin(int n_tokens, const uint8_t* thresholded) {
 }
 
 std::string CpuWorkerPlan::end() {
-    Service& s = service();
+    State& s = state();
     std::unique_lock lock(s.mutex);
-    if (!s.open) return s.closed ? "the CPU's half was closed" : "there is no step to end";
+    if (!s.open) return s.closed ? "the CPU worker was closed" : "there is no step to end";
     for (int i = 0; i < n_layers() && s.reason.empty(); i++)
         if (request(i).load() || done(i).load() || computing_.load() == i)
             poison_locked(s, "the cold neurons of layer " + std::to_string(layers_[i].number) +
-                                 " were asked for and not gathered");
+                                 " were submitted and not collected");
     in_step_.store(false);
     s.open = false;
     s.changed.notify_all();
-    // A server that is stuck in a layer is waited for by the next step, not by this one.
+    // If the worker is stuck in a layer, the next step waits for it instead of this one.
     if (s.reason.empty()) s.changed.wait(lock, [&] { return !s.serving; });
     return s.reason;
 }
 
 void CpuWorkerPlan::poison(const std::string& reason) {
-    Service& s = service();
+    State& s = state();
     std::scoped_lock lock(s.mutex);
     poison_locked(s, reason);
 }
 
-void CpuWorkerPlan::poison_locked(Service& service, const std::string& reason) {
-    if (service.reason.empty()) service.reason = reason;
+void CpuWorkerPlan::poison_locked(State& state, const std::string& reason) {
+    if (state.reason.empty()) state.reason = reason;
     poisoned_.store(true);
     plan_.cancel();
     for (int i = 0; i < n_layers(); i++) done(i).store(1, std::memory_order_release);
 }
 
 std::string CpuWorkerPlan::poisoned() const {
-    Service& s = service();
+    State& s = state();
     std::scoped_lock lock(s.mutex);
     return s.reason;
 }
 
 void CpuWorkerPlan::close() {
-    close(service());
+    close(state());
 }
 
-void CpuWorkerPlan::close(Service& s) {
+void CpuWorkerPlan::close(State& s) {
     {
         std::scoped_lock lock(s.mutex);
         s.closed = true;
-        if (started_) poison_locked(s, "the CPU's half was closed");
+        if (started_) poison_locked(s, "the CPU worker was closed");
         in_step_.store(false);
         s.open = false;
         s.changed.notify_all();
     }
-    if (s.server.joinable()) s.server.join();
+    if (s.worker.joinable()) s.worker.join();
     if (s.watchdog.joinable()) s.watchdog.join();
 }
 
-void CpuWorkerPlan::post(int layer) {
+void CpuWorkerPlan::submit(int layer) {
     request(layer).store(1, std::memory_order_release);
 }
 
-CpuWorkerPlan::Wait CpuWorkerPlan::wait(int layer, int64_t timeout_ns) {
+CpuWorkerPlan::Collected CpuWorkerPlan::collect(int layer, int64_t timeout_ns) {
     const int64_t start = now_ns();
     for (int turn = 1;; turn++) {
         if (done(layer).load(std::memory_order_acquire)) {
             done(layer).store(0, std::memory_order_relaxed);
-            return poisoned_.load() ? Wait::Poisoned : Wait::Done;
+            return poisoned_.load() ? Collected::Poisoned : Collected::Done;
         }
-        if (poisoned_.load()) return Wait::Poisoned;
+        if (poisoned_.load()) return Collected::Poisoned;
         pause(start, turn);
-        if (turn % 32 == 0 && now_ns() - start > timeout_ns) return Wait::TimedOut;
+        if (turn % 32 == 0 && now_ns() - start > timeout_ns) return Collected::TimedOut;
     }
 }
 
 void cpu_worker_submit_on_stream(void* call) {
     const auto& [plan, layer] = *static_cast<CpuWorkerPlan::HostCall*>(call);
-    plan->post(layer);
+    plan->submit(layer);
 }
 
-void cpu_worker_wait_on_stream(void* call) {
+void cpu_worker_collect_on_stream(void* call) {
     const auto& [plan, layer] = *static_cast<CpuWorkerPlan::HostCall*>(call);
-    plan->wait(layer, INT64_MAX);  // the watchdog ends it
+    plan->collect(layer, INT64_MAX);  // the watchdog ends the wait
 }
 
-// ---- the thread that serves
+// ---- the worker thread
 
-void CpuWorkerPlan::serve(Service& s) {
+void CpuWorkerPlan::serve(State& s) {
     for (;;) {
         {
             std::unique_lock lock(s.mutex);
@@ -280,7 +280,7 @@ void CpuWorkerPlan::serve_step() {
         try {
             if (!poisoned_.load()) compute(layers_[i]);
         } catch (const std::exception& error) {
-            poison("the CPU's half of layer " + std::to_string(layers_[i].number) +
+            poison("the CPU worker's computation of layer " + std::to_string(layers_[i].number) +
                    " failed: " + error.what());
         }
         const int64_t end = now_ns();
@@ -293,7 +293,7 @@ void CpuWorkerPlan::serve_step() {
     }
 }
 
-// The device asks for layers in order, but it may leave some out.
+// Find the next request. A device submits layers in order, but may skip some.
 int CpuWorkerPlan::next_request(int from) const {
     for (int i = from; i < n_layers(); i++)
         if (request(i).load(std::memory_order_acquire)) return i;
@@ -307,7 +307,7 @@ void CpuWorkerPlan::compute(Layer& layer) {
     layer.counts.requests++;
     if (layer.n_used) return compute_experts(layer);
     const int64_t bytes = expand(layer, n) * layer.neuron_bytes;
-    if (!bytes) {  // no neuron at all
+    if (!bytes) {  // no neurons to compute
         std::fill_n(out(), n * width_, 0.0f);
         return;
     }
@@ -321,17 +321,17 @@ void CpuWorkerPlan::compute(Layer& layer) {
     count(layer);
 }
 
-// The experts that are not the device's, by expert, so that the rows of one are read once for all its tokens.
+// Compute the experts that the device lacks, by expert: its rows are read once for all tokens.
 void CpuWorkerPlan::compute_experts(Layer& layer) {
-    const int32_t* asked = reinterpret_cast<const int32_t*>(memory_ + bits_offset_);
-    layer.asked_route.assign(asked, asked + n_tokens_.load() * layer.n_used);
+    const int32_t* requested = reinterpret_cast<const int32_t*>(memory_ + bits_offset_);
+    layer.requested_route.assign(requested, requested + n_tokens_.load() * layer.n_used);
     misses_.clear();
-    for (int i = 0; i < int(layer.asked_route.size()); i++) {
-        int32_t& id = layer.asked_route[i];
+    for (int i = 0; i < int(layer.requested_route.size()); i++) {
+        int32_t& id = layer.requested_route[i];
         id = std::clamp(id, -layer.n_expert, layer.n_expert - 1);
         if (id >= 0) misses_.push_back(i);
     }
-    std::ranges::stable_sort(misses_, {}, [&](int32_t i) { return layer.asked_route[i]; });
+    std::ranges::stable_sort(misses_, {}, [&](int32_t i) { return layer.requested_route[i]; });
     for (size_t first = 0; first < misses_.size(); first += size_t(max_rows_)) {
         const int n = int(std::min(misses_.size() - first, size_t(max_rows_)));
         const int32_t* places = misses_.data() + first;
@@ -339,7 +339,7 @@ void CpuWorkerPlan::compute_experts(Layer& layer) {
             const int64_t token = places[i] / layer.n_used;
             std::copy_n(h() + token * width_, width_, plan_.buffer(layer.x).row(i));
             row_thresholded_[i] = thresholded_[token];
-            plan_.buffer(layer.route).row(i)[0] = float(layer.asked_route[places[i]]);
+            plan_.buffer(layer.route).row(i)[0] = float(layer.requested_route[places[i]]);
             plan_.buffer(layer.route).row(i)[1] = 1.0f;
         }
         if (!plan_.run_rows(layer.first_op, layer.end_op, n, row_thresholded_.data())) return;  // poisoned
@@ -349,7 +349,7 @@ void CpuWorkerPlan::compute_experts(Layer& layer) {
     }
 }
 
-// Adds what the operations of a layer did just now.
+// Add the latest counts of a layer's operations.
 void CpuWorkerPlan::count(Layer& layer) {
     for (int op = layer.first_op; op < layer.end_op; op++) {
         FfnCounts c = plan_.op(op).counters.get();
@@ -362,8 +362,8 @@ void CpuWorkerPlan::count(Layer& layer) {
     }
 }
 
-// Writes the scores: above zero where a neuron is cold and, with a predictor, named. Returns how many are, of
-// a token each by itself.
+// Write the scores: positive if a neuron is cold and, with a predictor, predicted. Returns the number of
+// positive scores over all tokens.
 int64_t CpuWorkerPlan::expand(const Layer& layer, int n_tokens) {
     const int64_t n = layer.n_neurons, n_bytes = ceil_div(n, 8);
     const Buffer& scores = plan_.buffer(layer.scores);
@@ -381,10 +381,10 @@ int64_t CpuWorkerPlan::expand(const Layer& layer, int n_tokens) {
     return n_wanted;
 }
 
-// ---- the thread that watches the time
+// ---- the watchdog thread
 
-// Time is counted in its own turns: a process that was stopped for a while has not taken long.
-void CpuWorkerPlan::watch(Service& s) {
+// The watchdog counts its own periods, so that the time in which the process is stopped does not count.
+void CpuWorkerPlan::watch(State& s) {
     std::unique_lock lock(s.mutex);
     const auto period = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns_ / kTurns, 100'000));
     int64_t progress = 0;
@@ -400,10 +400,10 @@ void CpuWorkerPlan::watch(Service& s) {
         progress = progress_ns_.load();
         const int layer = computing_.load();
         if (layer >= 0 && turns >= kTurns)
-            poison_locked(s, "the CPU's half of layer " + std::to_string(layers_[layer].number) +
+            poison_locked(s, "layer " + std::to_string(layers_[layer].number) + " of the CPU worker" +
                                  " took more than " + seconds(timeout_ns_));
         else if (layer < 0 && turns >= kTurns * kSilentTimeouts)
-            poison_locked(s, "the device asked for no layer for " + seconds(kSilentTimeouts * timeout_ns_));
+            poison_locked(s, "the device submitted no layer for " + seconds(kSilentTimeouts * timeout_ns_));
     }
 }
 

@@ -11,19 +11,19 @@
 namespace hotset {
 namespace {
 
-constexpr size_t kClaim = 256 << 10;  // bytes that a thread writes at a time, about
-constexpr size_t kAhead = 256;        // bytes of a row that are fetched before they are read, at least
-constexpr size_t kPartBytes = 16;     // of the scales of scales of 256 columns
+constexpr size_t kClaim = 256 << 10;  // approximate bytes that a thread writes at a time
+constexpr size_t kAhead = 256;        // least bytes of a row to prefetch
+constexpr size_t kPartBytes = 16;     // sub-block scales of 256 columns
 
-// Of a block: 16 bytes of codes for each 32 columns, how often; bytes of its scales, and of bits above those
-// of the codes.
+// The layout of a block. vectors: number of 16-byte vectors of codes per 32 columns. scale_bytes, high_bytes:
+// bytes of scales, and of the codes' high bits.
 struct Layout {
     Type type;
     size_t vectors, scale_bytes = 0, high_bytes = 0;
 
     constexpr bool is_k() const { return type_facts(type).block_size == 256; }
     constexpr size_t cols() const { return is_k() ? 256 : 32; }
-    constexpr size_t more_bytes() const {  // of 32 rows
+    constexpr size_t more_bytes() const {  // for 32 rows
         return kTileRows * (scale_bytes + high_bytes + (is_k() ? kPartBytes : 0));
     }
 };
@@ -47,24 +47,24 @@ void store(uint8_t* p, Word word) {
     std::memcpy(p, &word, sizeof word);
 }
 
-// Bits of 32 columns: byte i gets those of every fourth column from i on.
+// Permute the bits of 32 columns: byte i of the result holds columns i, i + 4, i + 8, ...
 uint32_t by_fourths(uint32_t bits) {
     uint32_t word = 0;
     for (int k = 0; k < 8; k++) word |= ((bits >> 4 * k & 15) * 0x00204081 & 0x01010101) << k;
     return word;
 }
 
-// The same of bits from `shift` on of bytes, one of 32 columns or two of 16.
+// The same for the bits from `shift` on of each byte: one bit each of 32 bytes, or two each of 16.
 template <int n_bits>
 uint32_t by_fourths(const uint8_t* bytes, size_t shift) {
-    uint64_t word = 0;  // of eight columns at a time: the others of a fourth are in its upper half
+    uint64_t word = 0;  // eight columns at a time; the upper half holds the other four
     for (size_t j = 0; j < 4 / n_bits; j++)
         word |= (load<uint64_t>(bytes + 8 * j) >> shift & (2 * n_bits - 1) * 0x0101010101010101)
                 << 2 * n_bits * j;
     return uint32_t(word | word >> (32 - n_bits));
 }
 
-// The bytes of two words in turn.
+// Interleave the bytes of two words.
 uint64_t in_turn(uint64_t first, uint64_t second) {
     const auto apart = [](uint64_t bytes) {
         bytes = (bytes | bytes << 16) & 0x0000ffff0000ffff;
@@ -73,7 +73,7 @@ uint64_t in_turn(uint64_t first, uint64_t second) {
     return apart(first) | apart(second) << 8;
 }
 
-// Block `p` of row r of a tile: of 32 columns, whose scales come first, high bits next.
+// Store block `p` of row r of a tile, for blocks of 32 columns that begin with scales and high bits.
 template <Layout l>
 void put_plain(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
     if constexpr (l.high_bytes > 0) store(more + 4 * r, by_fourths(load<uint32_t>(p + l.scale_bytes)));
@@ -83,7 +83,7 @@ void put_plain(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
         std::memcpy(codes + 16 * (kTileRows * v + r), p + l.scale_bytes + l.high_bytes + 16 * v, 16);
 }
 
-// The same of 256 columns (kernels/blocks.h): codes of 32 columns are stored as a block of Q4_0 has them.
+// The same for blocks of 256 columns (kernels/blocks.h). 32 columns have codes like a Q4_0 block.
 template <Layout l>
 void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
     constexpr bool is_q6 = l.type == Type::Q6_K;
@@ -93,7 +93,7 @@ void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
     uint8_t parts[kPartBytes];
     if constexpr (is_q6) {
         std::memcpy(parts, p + 192, kPartBytes);
-    } else {  // scales and minimums in turn (unpack_scale_min)
+    } else {  // interleave scales and minimums (unpack_scale_min)
         const uint32_t a = load<uint32_t>(p + 4), b = load<uint32_t>(p + 8), c = load<uint32_t>(p + 12);
         store(parts, in_turn(a & 0x3f3f3f3f, b & 0x3f3f3f3f));
         store(parts + 8, in_turn((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030),
@@ -118,7 +118,7 @@ void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
     }
 }
 
-// next: the rows of another tile, whose beginning is fetched.
+// Store one tile. next: the rows of the next tile, whose beginning is prefetched.
 template <Layout l>
 void put_tile(const uint8_t* const* rows, const uint8_t* const* next, int64_t cols, uint8_t* codes,
               uint8_t* more) {
@@ -136,7 +136,7 @@ void put_tile(const uint8_t* const* rows, const uint8_t* const* next, int64_t co
             const uint8_t* p = rows[r] + at;
             for (size_t line = 0; line < kBytes; line += 64) prefetch_line(fetched[r] + ahead + line);
             uint8_t last[kBytes];
-            if (is_float(l.type) && row_bytes - at < kBytes) {  // which fill no block
+            if (is_float(l.type) && row_bytes - at < kBytes) {  // less than a block is left
                 std::fill(std::copy_n(p, row_bytes - at, last), last + kBytes, uint8_t(0));
                 p = last;
             }
@@ -157,7 +157,7 @@ constexpr auto tiles_of(std::index_sequence<i...>) {
 
 constexpr auto kPutTile = tiles_of(std::make_index_sequence<std::size(kLayouts)>());
 
-// Of a type; the number of layouts: no kernel decodes it.
+// Return the index of the type's layout; the number of layouts if no kernel decodes the type.
 size_t find(Type type) {
     return size_t(std::find_if(std::begin(kLayouts), std::end(kLayouts),
                                [&](const Layout& layout) { return layout.type == type; }) -

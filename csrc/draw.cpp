@@ -13,17 +13,17 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kMany = 4;         // groups for each that may matter; otherwise all logits are read
-constexpr size_t kMostLikely = 100;  // tokens by which mirostat 1 estimates how the probabilities fall
-constexpr size_t kFewExact = 512;    // logits whose exponentials are the C library's
-constexpr size_t kSumBlock = 8192;   // values that NumPy converts and adds up at a time
+constexpr int64_t kMany = 4;         // groups per relevant token from which on reading groups is worth it
+constexpr size_t kMostLikely = 100;  // tokens from which mirostat 1 estimates how fast the probabilities fall
+constexpr size_t kFewExact = 512;    // logits whose exponentials come from the C library
+constexpr size_t kSumBlock = 8192;   // values that NumPy converts and sums at a time
 constexpr size_t kBlock = 512;       // tokens that are weighed at a time
-constexpr double kDoubt = 1e-9;      // of a surprise, by the order of a sum
+constexpr double kDoubt = 1e-9;      // error of a surprise due to the order of a sum
 constexpr double kUnit = 0x1p-53;    // the largest relative error of an addition
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kOut = -std::numeric_limits<float>::infinity();
 
-// A NaN stays.
+// Clamp to finite floats. NaN is kept.
 float bounded(float value) {
     return value < -kLargest ? -kLargest : value > kLargest ? kLargest : value;
 }
@@ -33,7 +33,7 @@ struct Logit {
     float value;
 };
 
-// The scratch memory of a thread, kept for its next draw.
+// A thread's scratch memory, kept for its next draw.
 struct Scratch {
     std::vector<float> values, near, maxima, best, exponentials;
     std::vector<uint32_t> places;
@@ -49,9 +49,9 @@ Scratch& scratch() {
     return of_thread;
 }
 
-// The largest of each kLogitGroup values, and of all: NaN if one is.
+// Find the maximum of each group of kLogitGroup values, and of all: NaN if a value is NaN.
 float find_maxima(const float* values, size_t n, std::vector<float>& maxima) {
-    constexpr size_t kLanes = 8;  // that compilers turn into vectors
+    constexpr size_t kLanes = 8;  // compilers vectorise a loop over lanes
     maxima.resize((n + kLogitGroup - 1) / kLogitGroup);
     bool has_nan = false;
     float highest = kOut;
@@ -78,8 +78,8 @@ float find_maxima(const float* values, size_t n, std::vector<float>& maxima) {
     return has_nan ? std::numeric_limits<float>::quiet_NaN() : highest;
 }
 
-// The k-th of the maxima of groups, which are distinct logits: at most the k-th logit. -inf if there are
-// fewer.
+// Return the k-th largest maximum. The maxima are distinct logits, so it is at most the k-th largest logit.
+// Returns -inf if there are fewer than k.
 float bound_of(size_t k, const std::vector<float>& maxima, std::vector<float>& best) {
     if (k > maxima.size()) return kOut;
     best.assign(maxima.begin(), maxima.begin() + long(k));
@@ -93,8 +93,8 @@ float bound_of(size_t k, const std::vector<float>& maxima, std::vector<float>& b
     return best.front();
 }
 
-// Calls f(index, value, whether it is) for all values of groups with one that is not below the bound, nor
-// -inf.
+// Call f(index, value, is_in) for all values of the groups whose maximum reaches the bound. is_in: whether
+// the value reaches the bound and is not -inf.
 template <class F>
 void for_each_above(float bound, const float* values, size_t n, const std::vector<float>& maxima, F f) {
     for (size_t g = 0; g < maxima.size(); g++) {
@@ -150,7 +150,7 @@ bool Draw::is_quick(const LogitRow& row) const {
     return kMany * k <= n_groups && kMany * int64_t(r.bias.size() + counts_.size()) <= n_groups;
 }
 
-// One draw. `at` functions return the place of a token's logit, or null if it is not there.
+// One draw. The `at` functions return a pointer to a token's logit, or null if the row does not have it.
 class Draw::Work {
   public:
     Work(const Draw& draw, const LogitRow& row, const Kernels* kernels)
@@ -212,7 +212,7 @@ class Draw::Work {
         return !rules_.bias.empty() || !draw_.counts_.empty() || draw_.repetitions_.has_value();
     }
 
-    // Reads only the groups that can matter; -1: they do not decide.
+    // Read only the groups that can matter. Returns -1 if they do not decide.
     int64_t by_groups() {
         find_changed();
         s_.maxima.assign(row_.largest, row_.largest + row_.n / kLogitGroup);
@@ -244,7 +244,7 @@ class Draw::Work {
                 n_found += is_in;
             }
         }
-        if (n_found < k) return -1;  // (they are not the largest of this row)
+        if (n_found < k) return -1;  // `largest` does not belong to this row
         s_.ranked.rank(*kernels_);
         if (rules_.temperature == 0.0) return int64_t(s_.ranked.place(0));
         s_.ranked.keep_first(k);
@@ -252,7 +252,7 @@ class Draw::Work {
         return s_.ranked.in_doubt() ? -1 : int64_t(place);
     }
 
-    // The few logits that bias and penalties change, by rising id.
+    // Collect the few logits that bias and penalties change, ordered by id.
     void find_changed() {
         std::vector<Logit>& changed = s_.changed;
         changed.clear();
@@ -278,7 +278,7 @@ class Draw::Work {
         return s_.group;
     }
 
-    // The logits after bias, penalties and what is allowed, in values_ and n_.
+    // Put the logits after bias, penalties and allowed tokens into values_ and n_.
     void prepare() {
         values_ = row_.logits;
         n_ = size_t(row_.n);
@@ -314,7 +314,7 @@ class Draw::Work {
             const unsigned bits = has_bits ? row_.allowed_bits[byte] : 0;
             if (bits == 255) continue;
             const size_t end = std::min<size_t>(n_, byte * 8 + 8);
-            for (size_t i = byte * 8; i < end; i++)  // (a NaN stays one)
+            for (size_t i = byte * 8; i < end; i++)  // NaN is kept
                 s_.values[i] = s_.values[i] + (bits >> (i % 8) & 1 ? 0.0f : kOut);
         }
     }
@@ -325,8 +325,8 @@ class Draw::Work {
         return row_.candidates ? int64_t(row_.candidates[place]) : int64_t(place);
     }
 
-    // Leaves the logits at most top_n_sigma standard deviations below the largest (arXiv 2411.07641): mean
-    // and deviation are those of the finite logits.
+    // Keep the logits at most top_n_sigma standard deviations below the largest (arXiv 2411.07641). Mean and
+    // deviation are over the finite logits.
     void keep_near() {
         s_.wide.resize(n_);
         size_t n = 0;
@@ -352,7 +352,7 @@ class Draw::Work {
         find_maxima(values_, n_, s_.maxima);
     }
 
-    // -1: it is in doubt.
+    // Return the drawn token, or -1 if it is in doubt.
     int64_t filtered(Order order) {
         const bool has_entropy = rules_.typical_p < 1.0 || rules_.dynatemp_range > 0.0;
         if (rules_.top_k > 0 && rules_.top_k < draw_.n_vocab_) {
@@ -368,7 +368,7 @@ class Draw::Work {
         if (rules_.typical_p == 1.0) {
             if (rules_.min_p > 0.0) cut = std::log(rules_.min_p);
             if (rules_.top_p < 1.0) {
-                // All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
+                // All tokens less likely than (1 - top_p) / n together have less than 1 - top_p.
                 total = sum_of_all();
                 cut = std::max(cut, std::log((1.0 - rules_.top_p) * total / double(n_)));
             }
@@ -376,7 +376,7 @@ class Draw::Work {
         const bool is_ordered =
             std::isfinite(cut) || rules_.top_n_sigma > 0.0 || has_entropy || rules_.xtc_probability > 0.0;
         if (!is_ordered) return by_index(order);
-        const float bound = float(cut - 1e-3);  // (a margin for float32; the exact cut follows)
+        const float bound = float(cut - 1e-3);  // margin for float32; the exact filter follows
         s_.ranked.begin(order, 0.0, 1.0, n_, has_entropy);
         for (size_t g = 0; g < s_.maxima.size(); g++) {
             if (s_.maxima[g] - highest_ < bound) continue;
@@ -390,7 +390,7 @@ class Draw::Work {
         return token_at(finish(total));
     }
 
-    // The token that is drawn from all, in the order of their indices; -1: it is in doubt.
+    // Draw from all tokens in the order of their ids. Returns -1 if the token is in doubt.
     int64_t by_index(Order order) {
         if (order == Order::exact || n_ <= kFewExact) {
             s_.wide.resize(n_);
@@ -399,7 +399,7 @@ class Draw::Work {
                 sum += std::exp(double(values_[i] - highest_) / rules_.temperature);
                 s_.wide[i] = sum;
             }
-            // A float below 1 times the total can round up to it, past the last that has a probability.
+            // A float below 1 times the total can round up to it, past the last possible token.
             const auto begin = s_.wide.begin(), end = begin + long(n_);
             return token_at(size_t(
                 std::min(std::upper_bound(begin, end, row_.u * sum), std::lower_bound(begin, end, sum)) -
@@ -430,7 +430,7 @@ class Draw::Work {
         return -1;
     }
 
-    // Weighs a block of tokens from the first on. Returns how many it has.
+    // Weigh a block of tokens starting at `first`. Returns the number of tokens.
     size_t weigh_block(size_t first, double* weights) const {
         double relatives[kBlock];
         const size_t n = std::min(kBlock, n_ - first);
@@ -439,14 +439,14 @@ class Draw::Work {
         return n;
     }
 
-    // The sum of the exponentials in float32, as the definition of top-p has it.
+    // Return the sum of the exponentials in float32, as top-p is defined.
     double sum_of_all() {
         s_.exponentials.resize(n_);
         kernels_->exponentials(values_, highest_, int64_t(n_), s_.exponentials.data());
         return double(pairwise_sum(s_.exponentials.data(), n_));
     }
 
-    // The place of the token that is drawn from the candidates after all filters. total: as of keep_top_p.
+    // Apply all filters and return the place of the drawn token. total: as for keep_top_p.
     size_t finish(double total) {
         Ranked& ranked = s_.ranked;
         if (rules_.typical_p < 1.0) ranked.keep_typical(rules_.typical_p);
@@ -460,8 +460,8 @@ class Draw::Work {
         return ranked.place(ranked.drawn(temperature, row_.u));
     }
 
-    // Draws so that the surprise stays near tau bits (arXiv 2007.14966): version 1 estimates by Zipf's law
-    // how many tokens to keep, 2 keeps those whose surprise is at most mu. A negative token: it is in doubt.
+    // Draw so that the surprise stays near tau bits (arXiv 2007.14966). Version 1 estimates with Zipf's law
+    // how many tokens to keep; 2 keeps those with a surprise of at most mu. Negative: doubt.
     Drawn mirostat(Order order) {
         const double bit = std::log(2.0);
         const bool is_certain = rules_.mirostat == 1 ? keep_by_zipf(order) : keep_by_surprise(order);
@@ -519,16 +519,16 @@ class Draw::Work {
         return true;
     }
 
-    // Ranks the k likeliest at least.
+    // Rank at least the k most likely tokens.
     void rank_likely(size_t k, Order order) {
         const float bound = bound_of(k, s_.maxima, s_.best);
-        const double lowest = relative(bound);  // what is as likely after the division belongs to them
-        const float lower = float(bound - 1e-6 * (double(highest_) - double(bound)));  // nothing below is
+        const double lowest = relative(bound);  // includes tokens that are equal after the division
+        const float lower = float(bound - 1e-6 * (double(highest_) - double(bound)));  // no lower one is
         s_.ranked.begin(order, double(highest_), rules_.temperature, n_);
         for (size_t g = 0; g < s_.maxima.size(); g++) {
             if (relative(s_.maxima[g]) < lowest) continue;
             const size_t end = std::min(n_, (g + 1) * kLogitGroup);
-            for (size_t i = g * kLogitGroup; i < end; i++) {  // (a division takes longer than all else)
+            for (size_t i = g * kLogitGroup; i < end; i++) {  // compare first: a division is slow
                 const float value = values_[i];
                 const bool is_in = value >= bound || (value >= lower && relative(value) >= lowest);
                 s_.ranked.add(value, i, is_in & (value != kOut));
@@ -549,7 +549,7 @@ class Draw::Work {
             pairwise_sum(falls.data(), falls.size()) / pairwise_sum(squares.data(), squares.size());
         const double n_vocab = double(draw_.n_vocab_), power = std::pow(2.0, draw_.mu_);
         const double rest = 1.0 - std::pow(n_vocab, 1.0 - s);
-        const double k = rest == 0.0  // s = 1: what (s - 1) / rest tends to
+        const double k = rest == 0.0  // s = 1: the limit of (s - 1) / rest
                              ? power / std::log(std::max(n_vocab, 2.0))
                              : std::pow((s - 1.0) * power / rest, 1.0 / s);
         return std::isfinite(k) ? size_t(std::min(std::max(k, 1.0), double(n))) : n;
@@ -576,7 +576,7 @@ void Draw::adjust(const float* logits, float* out) const {
 
 namespace {
 
-// log(sum(exp(logits))).
+// Return log(sum(exp(logits))).
 double log_sum_exp(const float* logits, int64_t n, const Kernels& kernels) {
     Scratch& s = scratch();
     const float highest = find_maxima(logits, size_t(n), s.maxima);
@@ -592,7 +592,7 @@ double log_sum_exp(const float* logits, int64_t n, const Kernels& kernels) {
     return double(highest) + std::log(sum);
 }
 
-// The k largest logits. Call it after log_sum_exp of the same row, which finds the maxima of its groups.
+// Return the k largest logits. It must follow log_sum_exp of the same row, which finds the maxima of groups.
 std::vector<int64_t> largest_logits(const float* logits, int64_t n, int64_t k) {
     Scratch& s = scratch();
     std::vector<Logit>& found = s.changed;
@@ -619,7 +619,7 @@ RowLogprobs logprobs_of(const float* logits, int64_t n, int64_t n_top, const Ker
     return found;
 }
 
-// Fills the results of some places by f(place), a chunk each.
+// Set the results of `places` to f(place), in one chunk each.
 template <class T, class F>
 class EachPlace : public Job {
   public:
@@ -636,7 +636,7 @@ class EachPlace : public Job {
         try {
             for (size_t i = size_t(chunk); i < places_.size(); i += size_t(n_chunks(0)))
                 found.push_back(f_(places_[i]));
-        } catch (...) {  // (there was no memory)
+        } catch (...) {  // out of memory
             failure = std::current_exception();
         }
         if (!worker.begin_commit()) return;
@@ -657,8 +657,8 @@ class EachPlace : public Job {
     mutable std::vector<std::exception_ptr> failures_ = std::vector<std::exception_ptr>(size_t(kMaxChunks));
 };
 
-// Fills the results of the places, of which several are computed on the threads of the runtime, if there is
-// one. A late thread may compute f of a place again, and drops it.
+// Set the results of `places` to f(place), on the runtime's threads unless it is null or has a single thread.
+// A late thread may compute a place again, and discards the result.
 template <class T, class F>
 void fill(std::vector<T>& results, const std::vector<size_t>& places, Runtime* runtime, const F& f) {
     if (runtime == nullptr || runtime->n_threads() == 1 || places.size() < 2) {

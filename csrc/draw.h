@@ -1,6 +1,6 @@
-// From a row of logits to a token. The parameters are those of SamplingParams (engine/sampler.py), which says
-// what they mean, and in which order they apply. tests/support/sampling_reference.py does the same in NumPy:
-// the tokens are equal for every seed.
+// Draws a token from a row of logits. The parameters belong to SamplingParams (engine/sampler.py), which
+// defines their meaning and order. tests/support/sampling_reference.py does the same in NumPy: the tokens are
+// equal for every seed.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@
 namespace hotset {
 
 struct DrawRules {
-    double temperature = 0.0;  // 0: the likeliest
-    int64_t top_k = 0;         // 0: all
+    double temperature = 0.0;  // 0: the most likely token
+    int64_t top_k = 0;         // 0: no limit
     double top_p = 1.0, min_p = 0.0, typical_p = 1.0, top_n_sigma = -1.0;
     double xtc_probability = 0.0, xtc_threshold = 0.1;
     double dynatemp_range = 0.0, dynatemp_exponent = 1.0;
     int64_t mirostat = 0;
     double mirostat_tau = 5.0, mirostat_eta = 0.1;
     float repetition = 1.0f, frequency = 0.0f, presence = 0.0f;  // penalties
-    int64_t penalty_last_n = 0;                                  // tokens that they count; -1: all
+    int64_t penalty_last_n = 0;                                  // latest tokens to penalise; -1: all
     double dry_multiplier = 0.0, dry_base = 1.75;
-    int64_t dry_allowed_length = 2, dry_last_n = 0;    // tokens that DRY looks at; -1: all
-    std::vector<std::pair<int64_t, float>> bias;       // by rising id; -inf: forbidden
+    int64_t dry_allowed_length = 2, dry_last_n = 0;    // latest tokens for DRY; -1: all
+    std::vector<std::pair<int64_t, float>> bias;       // ordered by id; -inf: forbidden
     std::vector<std::vector<int64_t>> dry_breakers{};  // see Repetitions
 };
 
@@ -35,14 +35,14 @@ struct DrawRules {
 struct LogitRow {
     const float* logits;  // [n]
     int64_t n;
-    const int32_t* candidates = nullptr;    // [n], rising: of these tokens; null: of all, n is n_vocab
-    const float* largest = nullptr;         // [n / kLogitGroup], of each group, as LinearPart::largest
-    const uint8_t* allowed_bits = nullptr;  // token i: bit i % 8 of byte i / 8; null: all are allowed
-    int64_t n_allowed_bytes = 0;            // tokens beyond are not allowed
-    const int64_t* allowed = nullptr;       // the same as ids, if they are few
+    const int32_t* candidates = nullptr;    // [n], rising: the tokens of the row; null: the whole vocabulary
+    const float* largest = nullptr;         // [n / kLogitGroup]: LinearPart::largest of each group
+    const uint8_t* allowed_bits = nullptr;  // bit i % 8 of byte i / 8 for token i; null: all are allowed
+    int64_t n_allowed_bytes = 0;            // tokens beyond are forbidden
+    const int64_t* allowed = nullptr;       // instead of bits: the allowed ids, if they are few
     int64_t n_allowed = 0;
-    double u = 0.0;        // in [0, 1): draws
-    bool has_xtc = false;  // whether top choices are excluded this time
+    double u = 0.0;        // random number in [0, 1)
+    bool has_xtc = false;  // whether XTC excludes top choices this time
 };
 
 struct Drawn {
@@ -50,16 +50,16 @@ struct Drawn {
     static constexpr int64_t kNotNumbers = -2;  // a logit is NaN, or the largest is infinite
 
     int64_t token;
-    double mu;  // of mirostat, from now on
+    double mu;  // mirostat's new state
 };
 
-// What turns a row of logits into log-probabilities, and where the largest are.
+// What converts a row of logits to log-probabilities, and the indices of the largest.
 struct RowLogprobs {
     double log_total = 0.0;    // log(sum(exp(logits))), summed in float64 as NumPy does; NaN for damaged rows
     std::vector<int64_t> top;  // indices by falling logit, equal ones by rising index
 };
 
-// Of one sequence. `draw` may run in several threads at once; the others change the sequence.
+// The sampler of one sequence. Several threads may call `draw` at once; other methods change it.
 class Draw {
   public:
     // tokens: the prompt.
@@ -67,15 +67,15 @@ class Draw {
 
     int64_t n_vocab() const { return n_vocab_; }
     int64_t n_penalised() const { return int64_t(counts_.size()); }
-    // Whether groups may decide (LogitRow::largest), so that a draw takes microseconds.
+    // Whether `largest` (LogitRow) may decide, so that a draw takes microseconds.
     bool is_quick(const LogitRow& row) const;
 
     Drawn draw(const LogitRow& row, const Kernels& kernels) const;
-    // Has `accept` move mu. A draw that is repeated because its token was not accepted moves it once.
+    // Make the next `accept` update mu. If a rejected token is drawn again, mu is updated once.
     void keep(const Drawn& drawn) { next_mu_ = drawn.mu; }
     void accept(int64_t token);
 
-    // Logits of all tokens with bias, penalties and DRY.
+    // Compute the logits of all tokens with bias, penalties and DRY.
     void adjust(const float* logits, float* out) const;
 
   private:
@@ -86,20 +86,20 @@ class Draw {
 
     DrawRules rules_;
     int64_t n_vocab_;
-    double mu_, next_mu_;          // now, and after the token that was drawn
-    std::vector<int64_t> recent_;  // those that penalties count: a ring, if their number is bounded
+    double mu_, next_mu_;          // current, and after the drawn token
+    std::vector<int64_t> recent_;  // the tokens that penalties count: a ring if their number is limited
     size_t oldest_ = 0;
     std::unordered_map<int64_t, int64_t> counts_;
     std::optional<Repetitions> repetitions_;
 };
 
-// One draw of several that may run at once, each of another sequence.
+// One of several draws that may run at once, each for another sequence.
 struct DrawJob {
     static constexpr int64_t kNoLogprobs = -1;
 
     Draw* draw;
     LogitRow row;
-    int64_t n_top = kNoLogprobs;  // at most row.n; otherwise RowLogprobs of a whole row are wanted
+    int64_t n_top = kNoLogprobs;  // at most row.n; logprobs of the whole row with n_top largest
 };
 
 struct DrawnToken {
@@ -107,11 +107,11 @@ struct DrawnToken {
     RowLogprobs logprobs;
 };
 
-// Draws a token for each, on the threads of the runtime if several take long; null: on this thread.
+// Draw a token for each job. Slow jobs run on the runtime's threads; null: on this thread.
 std::vector<DrawnToken> draw_tokens(const std::vector<DrawJob>& jobs, const Kernels& kernels,
                                     Runtime* runtime);
 
-// The same of logits [n_rows, n]: n_top of the largest of each row.
+// Return the logprobs of logits [n_rows, n], with the n_top largest of each row.
 std::vector<RowLogprobs> row_logprobs(const float* logits, int64_t n_rows, int64_t n, int64_t n_top,
                                       const Kernels& kernels, Runtime* runtime);
 

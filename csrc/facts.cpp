@@ -8,7 +8,7 @@ namespace hotset {
 namespace {
 
 std::map<std::string, Registered::Make>& registry() {
-    static std::map<std::string, Registered::Make> operations;  // made when the first registers, in any file
+    static std::map<std::string, Registered::Make> operations;  // constructed when the first file registers
     return operations;
 }
 
@@ -154,7 +154,7 @@ Matrix Facts::matrix(const Tensor& tensor, int64_t rows, int64_t cols) {
 
 namespace {
 
-// Experts whose matrices are rows of a store, from the matrix row `first` on.
+// Return experts whose matrices are rows of a store, starting at matrix row `first`.
 ExpertMatrices stored_experts(const Facts::Tensor& tensor, int n_expert, int64_t rows, int64_t cols,
                               int64_t stored, int64_t first) {
     const auto& [store, group, part] = tensor.stored;

@@ -33,7 +33,7 @@ void map_cached(const GuardedFile*, size_t, size_t) {}
 
 namespace hotset {
 
-// Never freed, since the handler may be looking at it in any thread, but used again.
+// An entry is reused but never freed, since the handler may read it in any thread.
 struct GuardedFile {
     std::atomic<bool> used{true};
     std::atomic<uintptr_t> begin{0};
@@ -49,10 +49,10 @@ namespace {
 std::atomic<GuardedFile*> files{nullptr};
 std::atomic<size_t> page_bytes{0};
 struct sigaction previous;
-bool chains_back = false;             // whether `previous` was installed over `handle`, and may call it again
-std::atomic<bool> passing_on{false};  // a fault to the previous handler
+bool chains_back = false;             // `previous` was installed after `handle`, and may call it again
+std::atomic<bool> passing_on{false};  // a previous handler is handling a fault
 
-// Everything in here and below must be safe in a signal handler: atomics and system calls.
+// Everything from here on must be safe in a signal handler: atomics and system calls only.
 bool put_zeros(uintptr_t address) {
     for (GuardedFile* file = files.load(std::memory_order_acquire); file; file = file->next) {
         const uintptr_t begin = file->begin.load(std::memory_order_relaxed);
@@ -60,7 +60,7 @@ bool put_zeros(uintptr_t address) {
         if (address - begin >= bytes) continue;
         const uintptr_t page = address / page_bytes * page_bytes;
         file->truncated.store(true, std::memory_order_release);
-        // What is gone goes on to the end, as a rule: all of it at once, not a page and a fault at a time.
+        // Usually the rest of the file is missing: replace all of it at once instead of a page per fault.
         return mmap(reinterpret_cast<void*>(page), begin + bytes - page, PROT_READ,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
     }
@@ -69,12 +69,12 @@ bool put_zeros(uintptr_t address) {
 
 void handle(int signal, siginfo_t* info, void* context) {
     const int saved = errno;
-    const bool is_fault = info->si_code > 0;  // else sent by a process, and without an address
+    const bool is_fault = info->si_code > 0;  // otherwise a process sent it, without an address
     if (is_fault && put_zeros(reinterpret_cast<uintptr_t>(info->si_addr))) {
         errno = saved;
         return;
     }
-    // Handlers such as faulthandler's put back what they found, which may be this one, and raise again.
+    // A handler such as faulthandler restores the one it found, which may be this one, and raises again.
     const bool again = passing_on.exchange(true);
     const bool is_function = (previous.sa_flags & SA_SIGINFO) ||
                              (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN);
@@ -88,7 +88,7 @@ void handle(int signal, siginfo_t* info, void* context) {
         deadly.sa_handler = SIG_DFL;
         sigemptyset(&deadly.sa_mask);
         sigaction(signal, &deadly, nullptr);
-        if (!is_fault) raise(signal);  // comes when this handler returns; a fault comes again by itself
+        if (!is_fault) raise(signal);  // delivered when this handler returns; a fault repeats by itself
         errno = saved;
         return;
     }
@@ -96,7 +96,7 @@ void handle(int signal, siginfo_t* info, void* context) {
     errno = saved;
 }
 
-// Others may have installed theirs since (faulthandler): it becomes the one that other faults go to.
+// Another handler may have been installed since (faulthandler). Other faults then go to that handler.
 void install() {
     struct sigaction now = {};
     if (sigaction(SIGBUS, nullptr, &now) != 0 || ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == handle))
@@ -153,14 +153,14 @@ bool is_truncated(const GuardedFile* file) {
 }
 
 #ifdef __linux__
-#ifndef MADV_POPULATE_READ  // of Linux 5.14; older headers lack it, and older systems say so
+#ifndef MADV_POPULATE_READ  // since Linux 5.14; older headers lack it, older systems reject it
 #define MADV_POPULATE_READ 22
 #endif
 void map_cached(const GuardedFile* file, size_t begin, size_t end) {
-    // Of others' files the system says that all is in the cache (mincore(2)).
+    // mincore(2) reports all pages of other users' files as cached.
     struct stat facts = {};
     if (fstat(file->descriptor, &facts) != 0 || (facts.st_uid != geteuid() && geteuid() != 0)) return;
-    constexpr size_t kPages = 4096;  // that are looked at together
+    constexpr size_t kPages = 4096;  // pages that one call examines
     unsigned char cached[kPages];
     end = std::min(end, file->bytes.load());
     for (size_t at = begin / page_bytes * page_bytes; at < end; at += kPages * page_bytes) {

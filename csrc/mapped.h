@@ -1,12 +1,12 @@
-// Files that are mapped, and cut short by another program while they are in use.
+// Mapped files that another program truncates while they are in use.
 //
-// To read a page of a mapped file that no longer exists raises SIGBUS, in whatever thread reads: it ends the
-// process without a word. So each mapped file is registered here. When a fault lies in such a file, zeros are
-// put in the place of what is gone, a note is made, and the thread goes on: the step comes to its end, with
-// anything as its result, and a caller of `check` then gets an error message instead. Other faults go on to
-// the handler that was there before.
+// Reading a page that no longer exists raises SIGBUS in the reading thread, which ends the process without a
+// message. So each mapped file is registered here. If a fault lies in a registered file, zero pages replace
+// the missing ones, the file is marked as truncated, and the thread continues. The step completes with an
+// undefined result, and a caller of `is_truncated` can report the error. Other faults go to the previously
+// installed handler.
 //
-// Windows refuses to shorten a file that is mapped: there is nothing to guard.
+// Windows does not allow a mapped file to be shortened, so it needs no guard.
 #pragma once
 
 #include <cstddef>
@@ -16,19 +16,18 @@ namespace hotset {
 
 struct GuardedFile;
 
-// The mapping of a whole file: bytes from its beginning on, and a descriptor, of which a copy is kept until
-// `unguard`. Throws std::system_error.
+// Register the mapping of a whole file. Keeps a copy of the descriptor until `unguard_file`. Throws
+// std::system_error.
 GuardedFile* guard_file(const uint8_t* mapping, size_t bytes, int descriptor);
 
-// Before or after the mapping goes.
+// Call before or after the file is unmapped.
 void unguard_file(GuardedFile* file);
 
-// Whether the file is shorter than its mapping, or a page of it could not be read.
+// Whether the file is shorter than its mapping, or reading one of its pages failed.
 bool is_truncated(const GuardedFile* file);
 
-// Maps what the system's cache has of bytes begin..end of the file, whose first use then costs no fault.
-// Nothing is read from the disk; where the system takes no advice, or does not report what it has, nothing
-// happens.
+// Map the pages of bytes begin..end that the system has cached, so that their first use causes no fault.
+// Reads nothing from the disk. Does nothing if the system cannot report cached pages or map them in advance.
 void map_cached(const GuardedFile* file, size_t begin, size_t end);
 
 }  // namespace hotset

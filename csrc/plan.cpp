@@ -7,7 +7,7 @@
 
 namespace hotset {
 
-// The phases of one step, and its tokens: what a slot of the thread pool holds.
+// The phases and tokens of one step: the contents of a slot of the thread pool.
 class Plan::Step : public Job {
   public:
     struct Phase {
@@ -18,7 +18,7 @@ class Plan::Step : public Job {
     };
     StepTokens tokens;
     std::vector<Phase> phases;
-    // When each phase began, and when the last one ended: [phases + 1].
+    // The start time of each phase and the end of the last one: [phases + 1].
     mutable std::vector<int64_t> reached_ns;
 
     int n_phases() const override { return int(phases.size()); }
@@ -40,8 +40,11 @@ void Norm::apply(const Kernels& kernels, const float* x, int64_t n, float* out) 
         kernels.rms_norm(x, weight.data(), eps, n, out);
 }
 
-Plan::Plan(const Kernels& kernels, int max_tokens, int max_pages, std::shared_ptr<Runtime> runtime)
-    : kernels_(kernels), max_tokens_(max_tokens), max_pages_(max_pages), runtime_(std::move(runtime)) {
+Plan::Plan(const Kernels& kernels, int max_tokens, int max_kv_blocks, std::shared_ptr<Runtime> runtime)
+    : kernels_(kernels),
+      max_tokens_(max_tokens),
+      max_kv_blocks_(max_kv_blocks),
+      runtime_(std::move(runtime)) {
     for (int i = 0; i < runtime_->n_slots(); i++) steps_.push_back(std::make_unique<Step>());
 }
 
@@ -81,7 +84,7 @@ void Plan::finish() {
          most.shared_bytes});
     for (const auto& step : steps_) {
         StepTokens& t = step->tokens;
-        // Allocated here, so that no step has to.
+        // Allocate here, so that steps do not allocate.
         for (std::vector<int32_t>* v : {&t.tokens, &t.positions, &t.sequences, &t.outputs})
             v->resize(max_tokens_);
         t.thresholded.resize(max_tokens_);
@@ -92,14 +95,14 @@ void Plan::finish() {
             t.rope_cos[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
             t.rope_sin[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
         }
-        step->phases.reserve(ops_.size() * 2);  // most have one or two; where they have more, it grows
+        step->phases.reserve(ops_.size() * 2);  // most operations have one or two phases
     }
 }
 
 bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
-               int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-               int n_outputs, const uint8_t* thresholded, const int32_t* states, const int32_t* saves,
-               const float* scales) {
+               int n_tokens, const int32_t* kv_blocks, int n_sequences, int max_kv_blocks,
+               const int32_t* outputs, int n_outputs, const uint8_t* thresholded, const int32_t* states,
+               const int32_t* saves, const float* scales) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, poll);
@@ -109,7 +112,7 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     StepTokens& t = step.tokens;
     t.n_tokens = n_tokens;
     t.n_outputs = n_outputs;
-    t.max_pages = max_pages;
+    t.max_kv_blocks = max_kv_blocks;
     std::copy_n(tokens, n_tokens, t.tokens.begin());
     std::copy_n(positions, n_tokens, t.positions.begin());
     std::copy_n(sequences, n_tokens, t.sequences.begin());
@@ -123,7 +126,7 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
         t.n_positions = std::max(t.n_positions, positions[i] + 1);
     }
     t.set_thresholded(thresholded);
-    t.pages.assign(pages, pages + size_t(n_sequences) * max_pages);
+    t.kv_blocks.assign(kv_blocks, kv_blocks + size_t(n_sequences) * max_kv_blocks);
     t.n_adapters = limits_.n_adapters;
     if (scales) t.scales.assign(scales, scales + size_t(n_sequences) * t.n_adapters);
     if (states) t.states.assign(states, states + n_sequences);
@@ -165,9 +168,8 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
         const int n_phases = op->n_phases(step.tokens);
         for (int phase = 0; phase < n_phases; phase++) {
             const int n = op->n_chunks(phase, step.tokens);
-            // Arrays of the thread pool have room for so many: a mistake in an operation must not become a
-            // write
-            // past them.
+            // The arrays of the thread pool have kMaxChunks entries: a faulty operation must not write past
+            // them.
             if (n < 0 || n > kMaxChunks)
                 throw std::logic_error("operation " + std::to_string(i) + " splits phase " +
                                        std::to_string(phase) + " of " + std::to_string(n_phases) + " into " +

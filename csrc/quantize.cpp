@@ -10,7 +10,7 @@ namespace hotset {
 namespace {
 
 constexpr int64_t kStrip = 4096;              // weights decoded at a time: whole blocks of every type
-constexpr int64_t kClaim = int64_t(1) << 16;  // weights that a thread takes at a time, about
+constexpr int64_t kClaim = int64_t(1) << 16;  // approximate weights that a thread takes at a time
 
 }  // namespace
 

@@ -1,23 +1,24 @@
-// Whole matrices from one type to another: decoded and encoded in strips that stay in cache, by threads.
+// Converts whole matrices to another type, on several threads, in strips that fit into the caches.
 #pragma once
 
 #include "kernels/kernels.h"
 
 namespace hotset {
 
-// Whether `kernels` can write the type.
+// Whether `kernels` can encode the type.
 static inline bool can_encode(const Kernels& kernels, Type type) {
     return kernels.encode[int(type)] != nullptr;
 }
 
-// Encodes the rows of `from` one after another at `out`, whole blocks each. -1, or a row that holds a value
-// which the type cannot store: NaN, an infinity, or one too large for the type's f16 (F32 and BF16 store
-// any); `out` is then of no use. importance: how much errors count, `cols` numbers for each `rows_per_matrix`
-// rows, of which `first_row` lie before `from`; null: what the type does without.
+// Weights of the squared errors: `cols` numbers for each `rows_per_matrix` rows. `first_row` rows precede
+// `from`. null: each type's default.
 struct Importance {
     const float* weights = nullptr;
     int64_t rows_per_matrix = 1, first_row = 0;
 };
+// Encode the rows of `from` at `out`, whole blocks each. Returns -1, or a row with a value that the type
+// cannot store: NaN, infinity or a value too large for the type's f16 (F32 and BF16 store all). `out` is then
+// invalid.
 int64_t quantize_matrix(const Kernels& kernels, const Matrix& from, Type to, uint8_t* out, int n_threads,
                         const Importance& importance);
 

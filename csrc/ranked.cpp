@@ -10,18 +10,17 @@
 namespace hotset {
 namespace {
 
-constexpr size_t kFew = 512;       // candidates that are sorted as a whole
+constexpr size_t kFew = 512;       // candidates that are sorted completely
 constexpr size_t kBlock = 512;     // candidates that are weighed at a time
-constexpr size_t kAtOnce = 16;     // candidates whose buckets are looked at without a branch
+constexpr size_t kAtOnce = 16;     // candidates whose buckets are compared without a branch
 constexpr double kUnit = 0x1p-53;  // the largest relative error of an addition
-// By how much two ways to add up, or two exponentials, may differ: absolute of logits, relative of weights.
+// The largest difference between orders of summation or versions of exp: absolute (logits), relative.
 constexpr double kNear = 1e-10;
-constexpr double kEdge =
-    2e-5;  // how far a candidate may be beyond the edge of its bucket, by float's rounding
+constexpr double kEdge = 2e-5;  // how far float rounding can put a candidate beyond the edge of its bucket
 
-// The least of some numbers, of which one at least is finite.
+// Return the least of some numbers, at least one of which is finite.
 float least(const float* values, size_t n) {
-    constexpr size_t kLanes = 8;  // that compilers turn into vectors
+    constexpr size_t kLanes = 8;  // compilers vectorise a loop over lanes
     float lanes[kLanes];
     std::fill_n(lanes, kLanes, std::numeric_limits<float>::infinity());
     size_t i = 0;
@@ -43,7 +42,7 @@ void Ranked::begin(Order order, double base, double divisor, size_t most, bool h
     is_shifted_ = in_doubt_ = false;
     temperature_ = slack_ = 0.0;
     n_ = 0;
-    if (keys_.size() < most + 1) {  // (one more may be written that is not in)
+    if (keys_.size() < most + 1) {  // `add` may write one candidate that is not kept
         keys_.resize(most + 1);
         places_.resize(most + 1);
     }
@@ -72,7 +71,7 @@ void Ranked::rank(const Kernels& kernels) {
     if (order_ == Order::exact) settle_range(first_, last_);
 }
 
-// Finds the bucket of each candidate, and how many each bucket has.
+// Find the bucket of each candidate, and count the candidates of each bucket.
 void Ranked::spread() {
     lowest_ = (double(least(keys_.data(), n_)) - base_) / divisor_;
     per_unit_ = kMostPerUnit;
@@ -84,7 +83,7 @@ void Ranked::spread() {
         buckets_[i] = uint16_t(int32_t(below < deepest ? below : deepest));
     }
     std::fill_n(buckets_.begin() + long(n_), kAtOnce, uint16_t(kBuckets));
-    // (Two counts for each: neighbours of one bucket do not wait for each other.)
+    // Two counters per bucket, so that adjacent candidates in one bucket do not wait for each other.
     ends_.assign(2 * kBuckets + 2, 0);
     for (size_t i = 0; i < n_; i += 2) {
         ends_[2 * size_t(buckets_[i])]++;
@@ -99,7 +98,7 @@ void Ranked::spread() {
     round_ = 0;
 }
 
-// Copies the candidates of buckets from the first to the last, by rising place within a bucket.
+// Copy the candidates of the buckets first..last into items_, ordered by place within a bucket.
 void Ranked::gather(size_t first, size_t last) {
     if (std::all_of(gathered_.begin() + long(first), gathered_.begin() + long(last) + 1,
                     [](uint8_t each) { return each; }))
@@ -119,7 +118,7 @@ void Ranked::gather(size_t first, size_t last) {
     std::fill(gathered_.begin() + long(first), gathered_.begin() + long(last) + 1, true);
 }
 
-// Gathers a bucket, and those next to it, which are often looked at too.
+// Gather a bucket and its neighbours, which are often needed next.
 void Ranked::gather_near(size_t bucket) {
     if (!gathered_[bucket])
         gather(bucket - std::min<size_t>(bucket, 2), std::min(bucket + 2, gathered_.size() - 1));
@@ -132,7 +131,7 @@ void Ranked::settle(size_t bucket) {
     const auto begin = items_.begin() + starts_[bucket], end = items_.begin() + starts_[bucket + 1];
     if (std::is_sorted(begin, end)) return;
     std::sort(begin, end);
-    if (divisor_ != 1.0)  // it may make logits equal; equal ones are in the order of their places
+    if (divisor_ != 1.0)  // the division may make logits equal; sort equal ones by place
         for (auto run = begin; run != end;) {
             const double value = relative_of(*run);
             const auto next =
@@ -143,7 +142,7 @@ void Ranked::settle(size_t bucket) {
     if (!is_exact()) weighed_[bucket] = 0;
 }
 
-// What is left of a bucket; nothing if the first is not below the last.
+// Return the range of the bucket's remaining candidates. It is empty if first >= second.
 std::pair<size_t, size_t> Ranked::part(size_t bucket) const {
     return {std::max<size_t>(starts_[bucket], first_), std::min<size_t>(starts_[bucket + 1], last_)};
 }
@@ -187,7 +186,7 @@ void Ranked::shift_to_first() {
 void Ranked::keep_first(size_t k) {
     if (k >= size()) return;
     const size_t last = first_ + k, b = bucket_at(last - 1);
-    if (!settled_[b]) {  // no order is needed within the bucket
+    if (!settled_[b]) {  // the order within the bucket does not matter
         gather_near(b);
         const auto begin = items_.begin();
         std::nth_element(begin + starts_[b], begin + long(last - 1), begin + starts_[b + 1]);
@@ -197,8 +196,8 @@ void Ranked::keep_first(size_t k) {
 
 // ---- weights and sums ----
 
-// Weights of what is left; those of the fast order are relative to the first candidate of all, for only their
-// ratios matter.
+// Weigh the remaining candidates. In the fast order, weights are relative to the first of all candidates,
+// because only ratios matter.
 void Ranked::weigh(double temperature) {
     if (temperature_ == temperature) return;
     temperature_ = temperature;
@@ -224,15 +223,15 @@ void Ranked::weigh(double temperature) {
     if (depth / temperature < -300.0) in_doubt_ = true;
 }
 
-// Adds up the weights of all candidates by bucket: the weight of the bucket's edge, times the sum of the
-// exponentials of the distances to it, for which a short series is exact.
+// Sum the weights of all candidates by bucket: the weight of the bucket's edge times the sum of the
+// exponentials of the distances to it. A short series computes those exactly.
 void Ranked::weigh_all() {
     constexpr size_t kDeep = kBuckets - 1;
     const bool has_moments = has_entropy_ && temperature_ == 1.0;
     const bool has_series = temperature_ >= 0.25 && divisor_ >= 1e-3 && divisor_ <= 1e3;
     const double inverse = 1.0 / divisor_, rate = 1.0 / temperature_, width = 1.0 / per_unit_;
     double relatives[kBlock], weights[kBlock];
-    // Two sums for each bucket: neighbours of one bucket do not wait for each other.
+    // Two sums per bucket, so that adjacent candidates in one bucket do not wait for each other.
     lanes_.assign(2 * kBuckets, 0.0);
     moment_lanes_.assign(has_moments ? 2 * kBuckets : 0, 0.0);
     for (size_t begin = 0; begin < n_; begin += kBlock) {
@@ -268,7 +267,7 @@ void Ranked::weigh_all() {
         if (has_moments) moments_[b] = factors_[b] * (moment_lanes_[2 * b] + moment_lanes_[2 * b + 1]);
     }
     if (!has_series || starts_[kDeep] == n_) return;
-    sums_[kDeep] = moments_[kDeep] = 0.0;  // those are far from the edge
+    sums_[kDeep] = moments_[kDeep] = 0.0;  // these candidates are far from the edge
     size_t n_deep = 0;
     for (size_t i = 0; i < n_; i++) {
         relatives[n_deep] = (double(keys_[i]) - base_) * inverse;
@@ -283,7 +282,7 @@ void Ranked::weigh_all() {
     }
 }
 
-// Finds the weights of the candidates of a bucket.
+// Compute the weights of the candidates of a bucket.
 void Ranked::weigh_bucket(size_t bucket) {
     if (is_exact() || weighed_[bucket] == round_) return;
     gather_near(bucket);
@@ -292,7 +291,7 @@ void Ranked::weigh_bucket(size_t bucket) {
 }
 
 void Ranked::find_relatives(size_t first, size_t last) {
-    if (divisor_ == 1.0)  // a division takes longer than all else
+    if (divisor_ == 1.0)  // avoids the division, the slowest part
         for (size_t i = first; i < last; i++) relatives_[i] = key_of(items_[i]) - base_;
     else
         for (size_t i = first; i < last; i++) relatives_[i] = relative_of(items_[i]);
@@ -318,19 +317,19 @@ double Ranked::total() {
     return sum;
 }
 
-// The sum of weights times relative logits.
+// Return the sum of weights times relative logits.
 double Ranked::moment() {
     double sum = 0.0;
     for (size_t b = bucket_at(first_), last = bucket_at(last_ - 1); b <= last; b++) sum += moment_of(b);
     return sum;
 }
 
-// By how much a sum over buckets may differ from one that is added up one by one.
+// Return how far a sum over buckets may be from the sum in the defined order.
 double Ranked::margin(double total) const {
     return total * (double(2 * size() + kBuckets + 100) * kUnit + slack_);
 }
 
-// Where the running sum of the weights reaches the target, or goes beyond it.
+// Return where the running sum of the weights reaches the target, or exceeds it if `beyond`.
 size_t Ranked::reached(double target, bool beyond, double total) {
     double sum = 0.0;
     const auto has = [&] { return beyond ? sum > target : sum >= target; };
@@ -363,14 +362,14 @@ size_t Ranked::reached(double target, bool beyond, double total) {
     return last_ - 1;
 }
 
-// Where the candidates begin whose relative logit is below that; in doubt, if one is no farther from it than
-// that.
+// Return the first candidate whose relative logit is below `relative`. The result is in doubt if a candidate
+// is within `doubt` of it.
 size_t Ranked::first_below(double relative, double doubt) {
     const auto is_above = [&](uint64_t item) { return relative_of(item) - shift_ - more_shift_ >= relative; };
     const auto begin = items_.begin();
     if (is_exact())
         return size_t(std::partition_point(begin + long(first_), begin + long(last_), is_above) - begin);
-    // It is in this bucket, or, by rounding, in one of its neighbours.
+    // The boundary is in this bucket or, by rounding, in one of its neighbours.
     const double bucket = (relative + shift_ + more_shift_) * -per_unit_;
     const size_t middle = size_t(std::clamp(bucket, 0.0, double(kBuckets - 1)));
     if (last_ == n_ && lowest_ - shift_ - more_shift_ - relative > doubt) return last_;
@@ -384,7 +383,7 @@ size_t Ranked::first_below(double relative, double doubt) {
             in_doubt_ |= std::abs(relative_of(*item) - shift_ - more_shift_ - relative) <= doubt;
         if (settled_[b]) {
             at = size_t(std::partition_point(from, to, is_above) - begin);
-        } else {  // no order is needed within the bucket
+        } else {  // the order within the bucket does not matter
             at = size_t(std::partition(from, to, is_above) - begin);
             weighed_[b] = 0;
         }
@@ -393,7 +392,7 @@ size_t Ranked::first_below(double relative, double doubt) {
     return at;
 }
 
-// Where the candidates begin whose weight is below that.
+// Return the first candidate whose weight is below `weight`.
 size_t Ranked::first_lighter(double weight) {
     if (is_exact())
         return size_t(std::partition_point(weights_.begin() + long(first_), weights_.begin() + long(last_),
@@ -414,7 +413,7 @@ void Ranked::keep_top_p(double p, double total_of_all, double min_p) {
         else
             of_these = total();
         const double whole = total_of_all != 0.0 ? total_of_all : of_these;
-        // (of all logits a part may have been left out, which is never reached)
+        // If the total covers all logits, the sum over the candidates may never reach p * total.
         const bool is_reached = is_exact() || p * whole < of_these - margin(of_these);
         if (!is_reached) in_doubt_ = true;
         last = std::min(reached(p * whole, false, of_these) + 1, last_);
@@ -446,7 +445,7 @@ void Ranked::keep_typical_exactly(double p) {
     narrow(first_, first_ + n_kept);
 }
 
-// The buckets of a typical range, from the expected surprise outwards.
+// Extends a range of buckets outwards from the expected surprise.
 class Ranked::Outwards {
   public:
     Outwards(Ranked& of, double centre) : of_(of), centre_(centre), width_(1.0 / of.per_unit_) {
@@ -457,13 +456,13 @@ class Ranked::Outwards {
         weight = of_.weight_of(begin);
     }
     double width() const { return width_; }
-    // How far from the centre a candidate of a bucket may be.
+    // Return the largest distance from the centre of a candidate in the bucket.
     double farthest(size_t b) const {
         if (b + 1 == kBuckets) return std::numeric_limits<double>::infinity();
         return std::max(std::abs(double(b) * width_ + centre_), std::abs(double(b + 1) * width_ + centre_)) +
                kEdge;
     }
-    // Takes the nearest bucket. Returns false if all are taken.
+    // Add the nearest bucket. Returns false if none is left.
     bool extend() {
         if (begin == 0 && end == kBuckets) return false;
         const bool is_up = end == kBuckets || (begin > 0 && farthest(begin - 1) <= farthest(end));
@@ -473,16 +472,16 @@ class Ranked::Outwards {
         return true;
     }
 
-    size_t begin, end;  // buckets that are in
-    double weight;      // of them
-    double reach;       // how far the latest reaches
+    size_t begin, end;  // the range of added buckets
+    double weight;      // their total weight
+    double reach;       // the largest distance of a candidate in the latest bucket
 
   private:
     Ranked& of_;
     const double centre_, width_;
 };
 
-// Whether all candidates of a bucket are left.
+// Whether all candidates of the bucket remain.
 bool Ranked::is_whole(size_t bucket) const {
     return starts_[bucket] >= first_ && starts_[bucket + 1] <= last_;
 }
@@ -505,17 +504,17 @@ double Ranked::moment_of(size_t bucket) {
     return sum;
 }
 
-// Whole buckets are kept from the expected surprise outwards, and of those in which the last one may be, the
-// outer ones, single candidates. False: it is not certain which.
+// Keep whole buckets outwards from the expected surprise, and single candidates of the buckets near the
+// boundary. Returns false if the boundary is not certain.
 bool Ranked::keep_typical_buckets(double p) {
     weigh(1.0);
     const double sum = total(), doubt = margin(sum), target = p * sum;
-    const double centre = moment() / sum;  // the relative logit whose surprise is the expected one
+    const double centre = moment() / sum;  // the relative logit with the expected surprise
     Outwards in(*this, centre);
     while (in.weight < target - doubt && in.extend()) {
     }
     if (!std::isfinite(in.reach)) return false;
-    // The last one that is kept is away by `reach` at most, and by a width less at least.
+    // The last candidate to keep is at a distance between `reach` minus a bucket's width and `reach`.
     const double inside = in.reach - in.width() - 4.0 * kEdge;
     struct Outer {
         double away;
@@ -551,8 +550,8 @@ bool Ranked::keep_typical_buckets(double p) {
         last = std::max(last, at + 1);
     }
     if (n_outer == 0 || kept - target <= doubt || target - before <= doubt) return false;
-    if (last - first != n_kept + n_outer) return false;  // of equal logits above the centre not all are kept
-    const auto is_unlike = [&](size_t a, size_t b) {     // which of two comes first is not certain
+    if (last - first != n_kept + n_outer) return false;  // equal logits that are only partly kept
+    const auto is_unlike = [&](size_t a, size_t b) {     // whose order is not certain
         return std::abs(outer[a].away - outer[b].away) < kNear &&
                items_[outer[a].at] >> 32 != items_[outer[b].at] >> 32;
     };
@@ -580,7 +579,7 @@ void Ranked::drop_top_choices(double threshold) {
 }
 
 void Ranked::keep_surprising(double most, double doubt) {
-    if (is_exact()) {  // the caller decides about few
+    if (is_exact()) {  // the caller filters few candidates itself
         in_doubt_ = true;
         return;
     }
@@ -614,7 +613,7 @@ size_t Ranked::drawn(double temperature, double u) {
     if (!is_exact()) return reached(u * total(), true, total()) - first_;
     double sum = 0.0;
     for (size_t at = first_; at < last_; at++) sum += weights_[at];
-    // A float below 1 times the total can round up to it, past the last that has a probability.
+    // A float below 1 times the total can round up to the total, past the last candidate with a probability.
     return std::min(reached(u * sum, true, sum), reached(sum, false, sum)) - first_;
 }
 

@@ -1,12 +1,12 @@
-// The candidates of a token by falling logit, put in order no further than the samplers look.
+// The candidates for the next token by falling logit, sorted only as far as the samplers need.
 //
-// Full vocabularies are not sorted: each candidate belongs to a bucket by its logit. A histogram has the
-// number and the weight of each bucket's candidates; sums run over whole buckets. The candidates of a bucket
-// are gathered and sorted when a boundary lies in it (where top-p cuts, the token that is drawn).
-// Such sums have another order than those over sorted candidates, which the definition of a seed's tokens has
-// (tests/support/sampling_reference.py). So each decision is compared with the largest difference that the
-// order can make: if it is not certain, `in_doubt` becomes true, and the caller begins again with
-// `Order::exact`, which sorts everything and adds up in the defined order. Few candidates are always exact.
+// A full vocabulary is not sorted: each candidate belongs to a bucket by its logit. A histogram holds the
+// number and the weight of each bucket's candidates, and sums run over whole buckets. Candidates of a bucket
+// are sorted only if a boundary is in it, such as top-p's, or the drawn token. These sums add in another
+// order than the definition of a seed's tokens (tests/support/sampling_reference.py), which sorts candidates.
+// So each decision is compared with the largest difference that the order can cause. If it is not certain,
+// `in_doubt` becomes true, and the caller starts again with `Order::exact`, which sums in the defined order.
+// A small number of candidates is always exact.
 #pragma once
 
 #include <bit>
@@ -22,10 +22,10 @@ enum class Order { fast, exact };
 
 class Ranked {
   public:
-    // Forgets all candidates, and makes room for so many. A candidate's relative logit is (key - base) /
-    // divisor, at most 0. has_entropy: weights at temperature 1 come with what entropies need.
+    // Forget all candidates and make room for `most`. A candidate's relative logit is (key - base) / divisor,
+    // at most 0. has_entropy: weights at temperature 1 include the sums that entropies need.
     void begin(Order order, double base, double divisor, size_t most, bool has_entropy = false);
-    // place: at most 2^32 - 1, rising; key: finite. is_in: false adds nothing, without a branch.
+    // place: rising, at most 2^32 - 1. key: finite. is_in: if false, nothing is added; avoids a branch.
     void add(float key, size_t place, bool is_in = true) {
         keys_[n_] = key;
         places_[n_] = uint32_t(place);
@@ -35,28 +35,28 @@ class Ranked {
 
     size_t size() const { return last_ - first_; }
     bool in_doubt() const { return in_doubt_; }
-    size_t place(size_t rank);  // of the candidate of this rank among those that are left
+    size_t place(size_t rank);  // of the candidate with this rank among the remaining ones
     double relative(size_t rank);
 
-    // Filters: engine/sampler.py defines their parameters. They leave one candidate at least.
+    // Filters. engine/sampler.py defines their parameters. Each keeps at least one candidate.
     void keep_first(size_t k);
     void keep_typical(double p);
-    // total: of the exponentials of all logits, 0: of the candidates.
+    // total: the sum of the exponentials of all logits; 0: sum over the candidates.
     void keep_top_p(double p, double total, double min_p);
     void drop_top_choices(double threshold);
-    // Keeps those whose surprise is at most that; doubt: by how much it may differ. Only in the fast order.
+    // Keep candidates with a surprise of at most `most`. doubt: its error. Only in the fast order.
     void keep_surprising(double most, double doubt);
 
     double dynamic_temperature(double low, double high, double exponent);
-    // The rank of the candidate that u, in [0, 1), draws.
+    // Return the rank of the candidate drawn by u in [0, 1).
     size_t drawn(double temperature, double u);
-    // log(sum of exponentials) - relative(rank): the surprise of a candidate.
+    // Return the surprise of a candidate: log(sum of exponentials) - relative(rank).
     double surprise(size_t rank);
 
   private:
     static constexpr uint32_t kSign = 0x80000000;
-    // Relative logits from 0 to -64 at least; the last bucket has all that are deeper. The narrower all
-    // logits lie, the narrower are the buckets: powers of two, for exact edges.
+    // Relative logits down to at least -64; the last bucket holds all below. If the logits span less, the
+    // buckets are narrower, by powers of two, so that edges are exact.
     static constexpr size_t kBuckets = 8192;
     static constexpr double kLeastPerUnit = 128.0, kMostPerUnit = 1024.0;
 
@@ -103,29 +103,29 @@ class Ranked {
     Order order_ = Order::exact;
     const Kernels* kernels_ = nullptr;
     double base_ = 0.0, divisor_ = 1.0;
-    double shift_ = 0.0, more_shift_ = 0.0;  // the relative logit of the first, once and twice
+    double shift_ = 0.0, more_shift_ = 0.0;  // the first candidate's relative logit, after one shift and two
     bool is_shifted_ = false;
-    double temperature_ = 0.0;  // of weights_; 0: there are none
-    double slack_ = 0.0;        // of weights_ beyond that of their sums, relative
+    double temperature_ = 0.0;  // of weights_; 0: weights_ is empty
+    double slack_ = 0.0;        // relative error of weights_ in addition to the sums' error
     bool in_doubt_ = false;
     bool has_entropy_ = false;
     double lowest_ = 0.0;          // the least relative logit
-    double per_unit_ = 0.0;        // buckets of a logit
+    double per_unit_ = 0.0;        // buckets per unit of the relative logit
     size_t n_ = 0;                 // candidates
-    size_t first_ = 0, last_ = 0;  // what is left of items_
-    std::vector<float> keys_;      // [n_], by rising place
+    size_t first_ = 0, last_ = 0;  // the remaining range of items_
+    std::vector<float> keys_;      // [n_], ordered by place
     std::vector<uint32_t> places_;
     std::vector<uint16_t> buckets_;
-    // By bucket, and then by rank. Only the parts of gathered buckets are there.
-    std::vector<uint64_t> items_;  // key, so that it falls, and place
+    // Ordered by bucket, then by rank. Only the ranges of gathered buckets are valid.
+    std::vector<uint64_t> items_;  // the key, so that it sorts falling, and the place
     std::vector<double> relatives_, weights_;
-    // [n_buckets], and one more of starts_, which are positions in items_. weighed_: the round of the weights
-    // that are there. sums_: weights of all candidates of a bucket; moments_: times their relative logits.
+    // [n_buckets]; starts_ has one more, of positions in items_. weighed_: the round of a bucket's weights.
+    // sums_: total weights. moments_: sums of weights times relative logits.
     std::vector<uint32_t> starts_, ends_, weighed_;
     uint32_t round_ = 0;
     std::vector<uint8_t> gathered_, settled_;
     std::vector<double> sums_, moments_;
-    std::vector<double> lanes_, moment_lanes_, factors_;  // of weigh_all
+    std::vector<double> lanes_, moment_lanes_, factors_;  // scratch memory of weigh_all
 };
 
 }  // namespace hotset

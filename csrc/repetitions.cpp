@@ -5,7 +5,7 @@
 namespace hotset {
 namespace {
 
-// The Z algorithm, from the end.
+// The Z algorithm, backwards from the end.
 std::vector<int32_t> lengths_of(const std::vector<int64_t>& tokens) {
     const size_t n = tokens.size();
     std::vector<int32_t> found(n, int32_t(n));
@@ -69,7 +69,7 @@ std::vector<std::pair<int64_t, int64_t>> Repetitions::continued(int64_t at_least
         const int64_t token = tokens_[size_t(i + 1)];
         int32_t& known = longest[size_t(token)];
         if (known == 0) found.push_back({token, 0});
-        known = std::max(known, int32_t(length + 1));  // (a length may be 0)
+        known = std::max(known, int32_t(length + 1));  // a length may be 0
     }
     for (auto& [token, length] : found) {
         length = longest[size_t(token)] - 1;

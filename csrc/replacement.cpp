@@ -10,9 +10,9 @@ namespace hotset {
 
 namespace {
 
-constexpr int kLargestExponent = 512;  // of a credit's weight before all are scaled down, with room for sums
-constexpr double kTrust = 0.25;        // in what is expected: another text may use others (decisions/013)
-constexpr size_t kAhead = 16;  // entries that are fetched before they are looked at: they lie here and there
+constexpr int kLargestExponent = 512;  // of a credit's weight, before all are scaled down, with room for sums
+constexpr double kTrust = 0.25;        // weight of expected use: other texts use other entries (decision 013)
+constexpr size_t kAhead = 16;          // entries to prefetch, since they are scattered in memory
 
 }  // namespace
 
@@ -29,7 +29,7 @@ Replacement::Replacement(int n_layers, int n_ids, std::vector<int32_t> slots, in
         first += slots[i];
     }
     slots_.resize(size_t(first), kNone);
-    // By square roots and products, which every machine rounds alike.
+    // Square roots and products round the same on every machine.
     double root = 2;
     for (int n = half_life; n > 1; n /= 2) root = std::sqrt(root);
     for (int i = 0; i < std::max(half_life, 1); ++i) powers_.push_back(i ? powers_.back() * root : 1.0);
@@ -44,7 +44,7 @@ bool Replacement::goes_later(const Node& a, const Node& b) {
 void Replacement::expect(int layer, const float* shares) {
     if (half_life_ == 0) return;
     const double root = half_life_ > 1 ? powers_[1] : 2.0;
-    const double always = root / (root - 1);  // the credit of what every step uses
+    const double always = root / (root - 1);  // the credit of an entry that every step uses
     for (int32_t id = 0; id < n_ids_; ++id)
         entries_[key(layer, id)].credit = double(shares[id]) * (kTrust * always * weight_);
 }
@@ -73,7 +73,7 @@ void Replacement::rescale() {
     for (Entry& entry : entries_) entry.credit = std::ldexp(entry.credit, -exponent_);
     for (Pool& pool : pools_) {
         for (Node& node : pool.heap) node.credit = std::ldexp(node.credit, -exponent_);
-        std::make_heap(pool.heap.begin(), pool.heap.end(), goes_later);  // what was tiny is equal now
+        std::make_heap(pool.heap.begin(), pool.heap.end(), goes_later);  // tiny credits have become equal
     }
     exponent_ = 0;
 }
@@ -103,14 +103,14 @@ void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, P
         if (places[i].hit) continue;
         const size_t entry = key(layer, ids[i]);
         places[i].slot = entries_[entry].slot;
-        places[i].hit = places[i].slot != kNone;  // the id has come before
+        places[i].hit = places[i].slot != kNone;  // an earlier id of this lookup is the same
         if (places[i].hit) continue;
         use(entries_[entry], credit);
         place_in(pool, int32_t(entry), places[i]);
     }
 }
 
-// Brings the slot that goes first to the top of the pool's heap; false where every slot is in use.
+// Bring the slot to evict next to the top of the pool's heap. Returns false if every slot is in use.
 bool Replacement::find_victim(Pool& pool) {
     while (!pool.heap.empty()) {
         Node node = pool.heap.front();
@@ -193,9 +193,9 @@ void Replacement::replay(const int32_t* ids, const int32_t* counts, size_t n_tok
 }
 
 int64_t optimal_hits(const Span* spans, size_t n_spans, int32_t n_lookups, int32_t first, int64_t n_slots) {
-    // Entries that are needed again in the same lookup are as good as each other: their number is enough.
+    // Entries that are needed again in the same lookup are interchangeable: counting them is enough.
     std::vector<int64_t> held(size_t(n_lookups), 0);
-    std::priority_queue<int32_t> later;  // lookups with some that are held, the last on top
+    std::priority_queue<int32_t> later;  // lookups that need held entries, the latest on top
     int64_t n_held = 0, hits = 0;
     size_t next = 0;
     const auto take = [&](int32_t now) {
@@ -218,7 +218,7 @@ int64_t optimal_hits(const Span* spans, size_t n_spans, int32_t n_lookups, int32
     for (int32_t lookup = first; lookup < n_lookups; ++lookup) {
         hits += held[size_t(lookup)];
         n_held -= held[size_t(lookup)];
-        held[size_t(lookup)] = 0;  // it lies at the bottom of the queue for ever
+        held[size_t(lookup)] = 0;  // its stale entry in the queue is harmless
         take(lookup);
     }
     return hits;

@@ -26,7 +26,7 @@ Runtime::Runtime(int n_threads) : n_threads_(n_threads), state_(new State(n_thre
 
 Runtime::~Runtime() {
     State* state = state_.load();
-    // A lock of another process's thread must not be destroyed; its threads are not here to be joined.
+    // A lock held by another process's thread must not be destroyed, and its threads cannot be joined here.
     if (state->born == n_forks()) delete state;
 }
 
@@ -36,7 +36,7 @@ Runtime::State& Runtime::state() {
         State* state = state_.load(std::memory_order_acquire);
         const uint64_t now = n_forks();
         if (state->born == now) return *state;
-        // After a fork the state stays where it is: a thread that is not here may hold its lock, or be in
+        // After a fork the inherited state is left untouched: a parent's thread may hold its lock or be in
         // the middle of a step.
         uint64_t other = renewing_.load();
         if (other == now || !renewing_.compare_exchange_strong(other, now)) {

@@ -1,10 +1,10 @@
-// What all plans of one processor share: the thread pool and the memory in which it works.
+// State that all plans of one processor share: the thread pool and its scratch memory.
 //
-// One runtime serves a process half (the CPU of a model): its plain plan, its plans with taps, and the cold
-// services beside devices. They take turns, a step at a time, so that no two teams want the same cores and no
-// scratch memory lies idle. Each plan holds on to the runtime; before a plan's own memory goes, `leave` waits
-// until no straggler reads it. The owner of the runtime closes it: plans may live on, held by views of
-// their results or by the frames of an exception, but no thread does.
+// One runtime serves the CPU of one model: its plain plan, its plans with taps, and its CPU workers. They
+// take turns, one step at a time, so that two plans never compete for the cores and share the scratch memory.
+// Each plan holds a reference to the runtime. Before a plan frees its own memory, `leave` waits until no
+// straggler reads it. The owner of the runtime closes it, which ends its threads. Plans may live on, held by
+// views of their results or by the frames of an exception.
 #pragma once
 
 #include <atomic>
@@ -25,29 +25,28 @@ class Runtime {
     int n_threads() const { return n_threads_; }
     int n_slots() const { return n_threads_ + 1; }
 
-    // Bytes: of each worker, and of the memory that lies between the phases of an operation.
+    // Bytes for each worker, and for memory kept between the phases of an operation.
     struct Scratch {
         size_t kernel = 0, results = 0, inputs = 0, shared = 0;
     };
-    // Afterwards there is as much at least. Waits for a step that runs.
+    // Reserve at least this much. Waits for a running step.
     void reserve(const Scratch& bytes);
-    size_t bytes() const {  // of all that was reserved
+    size_t bytes() const {  // all reserved bytes
         return size_t(n_threads_) * (bytes_.kernel + bytes_.results + bytes_.inputs) + bytes_.shared;
     }
-    uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; what it holds lasts one operation
+    uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; its contents last one operation
 
-    // The right to run a step, and its floating point, while it lives.
+    // The right to run a step, with the default floating point, while the object lives.
     class Turn;
 
-    // Returns when no thread reads what belongs to `owner` (see ThreadPool::run), none of whose steps is
-    // running.
+    // Return when no thread reads data of `owner` (see ThreadPool::run). No step of `owner` may be running.
     void leave(const void* owner);
-    // Waits for a step that runs, and ends the threads; no step can run any more. Safe to call twice. Out of
-    // a step's own poll (a signal handler) the threads end with the last who holds the runtime.
+    // Wait for a running step, then end the threads; no step can run afterwards. Safe to call twice. If a
+    // step's own poll (a signal handler) calls it, the threads end when the last holder releases the runtime.
     void close();
 
   private:
-    // What a child of this process cannot take over: it leaves it as it is and makes its own.
+    // State that a forked child cannot use. The child leaves it untouched and makes its own.
     struct State {
         State(int n_threads, const Scratch& bytes);
         void allocate(const Scratch& bytes, const Scratch& before);
@@ -57,7 +56,7 @@ class Runtime {
         std::atomic<std::thread::id> holder{};
         ThreadPool pool;
     };
-    State& state();  // throws std::logic_error once it was closed
+    State& state();  // throws std::logic_error after `close`
 
     const int n_threads_;
     Scratch bytes_;
@@ -69,9 +68,9 @@ class Runtime {
 
 class Runtime::Turn {
   public:
-    // Waits; false in a condition: `cancel` came first. Throws std::logic_error where this thread runs a step
-    // of this runtime already (a signal handler that calls in) or the runtime was closed, ThreadError in a
-    // child without threads.
+    // Wait for the turn. False as a condition if `cancel` was set first. Throws std::logic_error if this
+    // thread already runs a step of this runtime (a signal handler that calls in) or the runtime was closed,
+    // and ThreadError in a child that cannot start threads.
     Turn(Runtime& runtime, std::atomic<bool>& cancel, const Poll* poll);
     ~Turn();
     Turn(const Turn&) = delete;

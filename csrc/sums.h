@@ -1,5 +1,5 @@
-// Sums in the order in which NumPy adds up a contiguous array (`pairwise_sum` of its umath loops): eight
-// accumulators over at most 128 values, and halves of what is longer.
+// Sums values in NumPy's order for a contiguous array (`pairwise_sum` in its umath loops): eight accumulators
+// for up to 128 values, and two halves for more.
 #pragma once
 
 #include <cstddef>

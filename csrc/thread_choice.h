@@ -1,8 +1,8 @@
-// How many threads of a pool compute a piece of work quickest: tried, for each size of the work.
+// Measures how many threads of a pool compute a piece of work fastest, for each size of work.
 //
-// Threads that meet cost time, which no count of bytes tells: a few microseconds on a desktop, a hundred for
-// fifteen threads of a virtual machine. Work that takes less is quicker with fewer of them. Results never
-// depend on it.
+// Synchronising threads costs from a few microseconds on a desktop to a hundred for fifteen threads of a
+// virtual machine. Pieces of work that are shorter than that run faster on fewer threads. Results do not
+// depend on the choice.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ class ThreadChoice {
   public:
     explicit ThreadChoice(int most) : most_(most) {}
 
-    // For work that reads so many bytes. All threads at first, then half as many, and so on, as long as fewer
-    // are not much slower; then the quickest of these.
+    // Choose the threads for work that reads `bytes` bytes. Tries all threads first, then half as many, and
+    // so on, until fewer are much slower. Then returns the fastest count.
     int choose(int64_t bytes) {
         const auto& tried = of(bytes);
         const Tried* best = &tried.front();
@@ -31,8 +31,8 @@ class ThreadChoice {
         return best->n_threads;
     }
 
-    // What work took that `choose` was asked about. After kAgain pieces of a size all is tried anew, since
-    // other processes come and go.
+    // Record the duration of a piece of work that `choose` was called for. After kAgain pieces of a size the
+    // trials begin again, since other processes come and go.
     void note(int64_t bytes, int n_threads, int64_t ns) {
         auto& tried = of(bytes);
         int64_t n_pieces = 0;
@@ -47,7 +47,7 @@ class ThreadChoice {
         if (n_pieces >= kAgain) tried.clear();
     }
 
-    static constexpr int kTrials = 4;  // of a number of threads; the quickest counts
+    static constexpr int kTrials = 4;  // per number of threads; the fastest counts
     static constexpr int64_t kAgain = 4096;
 
   private:
@@ -58,7 +58,7 @@ class ThreadChoice {
         double ns_per_byte = std::numeric_limits<double>::infinity();
     };
 
-    // Of sizes between two powers of two.
+    // One entry per power of two of bytes.
     std::vector<Tried>& of(int64_t bytes) {
         auto& tried = sizes_[std::bit_width(uint64_t(std::max<int64_t>(bytes, 0)))];
         if (tried.empty())

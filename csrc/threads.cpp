@@ -22,15 +22,15 @@ namespace {
 
 constexpr int kTicketBits = 20;
 constexpr uint64_t kTicketMask = (uint64_t(1) << kTicketBits) - 1;
-constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;  // longer than what lies between two tokens
-constexpr int64_t kPatience_ns = 20'000;            // before another thread's chunk is computed again
-constexpr int kPrefetchPhases = 3;                  // how far a waiting thread looks for something to fetch
-constexpr int64_t kLook_ns = 1'000'000;             // of chunks between two looks at the clock, about
+constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;  // longer than the time between two tokens
+constexpr int64_t kPatience_ns = 20'000;            // before a thread computes another thread's chunk again
+constexpr int kPrefetchPhases = 3;       // phases that a waiting thread searches for data to prefetch
+constexpr int64_t kLook_ns = 1'000'000;  // approximate time of chunks between two reads of the clock
 
 std::atomic<uint64_t> forks{0};
 
-// The word of a thread that says how it rounds, and whether it flushes denormals; 0 is the default (of x86
-// all exceptions are masked in it).
+// The default value of the register that controls rounding and denormals. On x86 the default masks all
+// exceptions.
 #if defined(__x86_64__) || defined(_M_X64)
 constexpr uint64_t kDefaultFloats = 0x1f80;
 uint64_t float_control() {
@@ -94,7 +94,7 @@ void run_on_threads(int n_threads, const std::function<void()>& work) {
     threads.reserve(size_t(std::max(n_threads, 0)));
     try {
         for (int i = 1; i < n_threads; i++) threads.emplace_back([&work] { work(); });
-    } catch (const std::exception&) {  // fewer do the same
+    } catch (const std::exception&) {  // fewer threads do the same work
     }
     work();
     for (std::thread& thread : threads) thread.join();
@@ -158,8 +158,8 @@ void Slot::open(uint64_t new_epoch) {
     if (new_epoch < end_epoch)
         for (Ticket& ticket : tickets)
             ticket.value.store(new_epoch << kTicketBits, std::memory_order_release);
-    // Since the tickets are out, others may have finished this phase, and opened more, before this thread
-    // goes on (it may just have lost its core): the epoch must never go back.
+    // Other threads may have finished this phase and opened later ones since the tickets were stored, for
+    // example if this thread lost its core. The epoch must never decrease.
     raise_epoch(new_epoch);
 }
 
@@ -182,10 +182,10 @@ bool Worker::cancelled() {
     return slot_->cancel->load(std::memory_order_relaxed);
 }
 
-// The thread that called `run` and computes chunks must notice signals in time.
+// Poll for signals on the thread that called `run`, which also computes chunks.
 void Worker::poll_at(int64_t now) {
     if (!poll_ || now < next_poll_ns_) return;
-    // The flag is the owner's: const for all but the step itself.
+    // Only the step itself may write its owner's flag.
     if ((*poll_)()) const_cast<std::atomic<bool>*>(slot_->cancel)->store(true);
     next_poll_ns_ = now_ns() + ThreadPool::kPoll_ns;
 }
@@ -195,7 +195,7 @@ ThreadPool::ThreadPool(int n_threads) {
         workers_.push_back(std::make_unique<Worker>());
         workers_.back()->index_ = i;
     }
-    for (int i = 0; i <= n_threads; i++) {  // the current one, a late thread in each other: one is left
+    for (int i = 0; i <= n_threads; i++) {  // for the current step, one per straggler, and a free one
         auto slot = std::make_unique<Slot>();
         slot->index = i;
         slot->tickets = std::vector<Slot::Ticket>(n_threads);
@@ -234,7 +234,7 @@ bool ThreadPool::anyone_in(const Slot* slot) const {
 int ThreadPool::free_slot() const {
     for (;;) {
         for (const auto& slot : slots_)
-            // A thread may be about to enter the current slot; any other it can only have entered already.
+            // A thread may be about to enter the current slot. No thread can newly enter any other.
             if (slot.get() != current_.load() && !anyone_in(slot.get())) return slot->index;
         std::this_thread::yield();
     }
@@ -243,7 +243,7 @@ int ThreadPool::free_slot() const {
 void ThreadPool::leave(const void* owner) {
     for (const auto& slot : slots_) {
         if (slot->owner.load() != owner) continue;
-        // From here on no thread enters it: one that announces itself later finds that it is not current.
+        // No thread enters it from now on: a thread that announces itself later finds another current slot.
         Slot* last = slot.get();
         current_.compare_exchange_strong(last, nullptr);
         while (slot->owner.load() == owner && anyone_in(slot.get())) std::this_thread::yield();
@@ -281,7 +281,7 @@ bool ThreadPool::run(int slot_index, const Job& job, std::atomic<bool>& cancel, 
     return done;
 }
 
-// Ends a cancelled step where it stands. True: it came to its end all the same.
+// End a cancelled step. Returns true if all of its phases were complete.
 bool ThreadPool::abandon(Slot& slot) {
     for (;;) {
         const uint64_t epoch = slot.epoch.load(std::memory_order_acquire);
@@ -295,13 +295,13 @@ bool ThreadPool::abandon(Slot& slot) {
             }
             n_dropped += seen < epoch;
         }
-        if (n_dropped == 0) {  // all are committed, or about to be: the next phase opens
+        if (n_dropped == 0) {  // all chunks are committed or about to be: the next phase opens
             while (slot.epoch.load(std::memory_order_acquire) == epoch) std::this_thread::yield();
             continue;
         }
-        // Now the phase can never complete. Those who took a chunk before are in the middle of their copies.
+        // Now the phase can never complete. Threads that took a chunk earlier are copying it.
         while (slot.n_committed.load(std::memory_order_acquire) < n - n_dropped) std::this_thread::yield();
-        for (Slot::Ticket& ticket : slot.tickets) ticket.value.fetch_add(kMaxChunks);  // none is left
+        for (Slot::Ticket& ticket : slot.tickets) ticket.value.fetch_add(kMaxChunks);  // nothing to claim
         slot.raise_epoch(slot.end_epoch);
         return false;
     }
@@ -325,15 +325,15 @@ void ThreadPool::serve(Worker& worker) {
         if (stop_.load()) return;
         Slot* slot = current_.load();
         worker.inside_.store(slot);
-        // The announcement counts only if the slot is still the current one: else it may be being refilled,
-        // or what its step read may be gone.
+        // The announcement counts only if the slot is still current. Otherwise the slot may be in
+        // preparation, or the data of its step may be freed.
         if (slot && current_.load() == slot && generation_.load() == seen && worker.index_ < slot->n_threads)
             participate(worker, *slot);
         worker.inside_.store(nullptr);
     }
 }
 
-// Claims and runs a chunk of the range of thread `owner`; false when none is left, or the step is cancelled.
+// Claim and run a chunk of thread `owner`'s range. False: none is left, or the step is cancelled.
 bool ThreadPool::claim(Worker& worker, Slot& slot, int owner) {
     if (slot.cancel->load(std::memory_order_relaxed)) return false;
     auto range_of = [&](uint64_t ticket) {
@@ -343,24 +343,24 @@ bool ThreadPool::claim(Worker& worker, Slot& slot, int owner) {
     };
     std::atomic<uint64_t>& next = slot.tickets[owner].value;
     uint64_t ticket = next.load(std::memory_order_acquire);
-    if (int(ticket & kTicketMask) >= range_of(ticket).second) return false;  // without disturbing the others
+    if (int(ticket & kTicketMask) >= range_of(ticket).second) return false;  // without a disturbing write
     const auto forbidden = [&](uint64_t of) {
         return worker.index_ != 0 && slot.job->alone(int((of >> kTicketBits) - slot.first_epoch));
     };
     if (forbidden(ticket)) return false;
-    ticket = next.fetch_add(1, std::memory_order_acq_rel);  // perhaps of a later phase by now
+    ticket = next.fetch_add(1, std::memory_order_acq_rel);  // possibly of a later phase by now
     const auto [first, count] = range_of(ticket);
     const int claimed = int(ticket & kTicketMask);
     if (claimed >= count) return false;
-    if (forbidden(ticket)) return false;  // a phase that opened just now: who may do it finds it undone
+    if (forbidden(ticket)) return false;  // of a phase that just opened: thread 0 computes it again
     worker.epoch_ = ticket >> kTicketBits;
     worker.chunk_ = first + claimed;
-    prefetch_line(&slot.taken[worker.chunk_]);  // for the commit: weights have driven it out of the caches
+    prefetch_line(&slot.taken[worker.chunk_]);  // for the commit: weights have evicted it from the caches
     slot.job->run_chunk(int(worker.epoch_ - slot.first_epoch), worker.chunk_, worker);
     return true;
 }
 
-// Returns when the step is over; the thread that called `run`, also when it is cancelled.
+// Work until the step is over. On the thread that called `run`, return also when it is cancelled.
 void ThreadPool::participate(Worker& worker, Slot& slot) {
     worker.slot_ = &slot;
     for (;;) {
@@ -383,15 +383,15 @@ void ThreadPool::participate(Worker& worker, Slot& slot) {
     }
 }
 
-// Until the phase is over, or the step.
+// Sleep until the phase or the step is over.
 void ThreadPool::sleep_until_over(Slot& slot, uint64_t epoch) {
     slot.n_asleep.fetch_add(1);
     slot.epoch.wait(epoch);
     slot.n_asleep.fetch_sub(1);
 }
 
-// All chunks of the phase are claimed, since `start`. Waits for the next phase, and fetches what this thread
-// will read there; a chunk that takes much longer than our own did is computed again here.
+// All chunks of the phase have been claimed since `start`. Wait for the next phase, and prefetch its data.
+// Compute another thread's chunk again if it takes much longer than this thread's own did.
 void ThreadPool::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t start,
                               int64_t patience_ns) {
     auto over = [&] { return slot.epoch.load(std::memory_order_acquire) != epoch; };
@@ -409,7 +409,7 @@ void ThreadPool::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_
         if (ahead <= kPrefetchPhases && phase + ahead < n_phases) {
             const int chunk = int(int64_t(job.n_chunks(phase + ahead)) * worker.index_ / slot.n_threads);
             if (job.prefetch(phase + ahead, chunk, piece++)) continue;
-            ahead = piece > 1 ? n_phases : ahead + 1;  // one phase with something to fetch is enough
+            ahead = piece > 1 ? n_phases : ahead + 1;  // one phase with data to prefetch is enough
             piece = 0;
             continue;
         }
@@ -428,7 +428,7 @@ void ThreadPool::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_
             worker.chunk_ = chunk;
             job.run_chunk(phase, chunk, worker);
         }
-        std::this_thread::yield();  // the thread in the middle of its copy may be waiting for this core
+        std::this_thread::yield();  // a thread that is copying may need this core
         patience_ns *= 2;
     }
 }

@@ -1,8 +1,8 @@
 // Tensor types of GGUF: ids, block sizes, and the view of a matrix in a mapped file.
 //
-// Functions of this header and of kernels.h are static, members HOTSET_INLINE: of an inline function that is
-// compiled in several files the linker keeps any copy, perhaps one with AVX-512, for processors without it
-// too.
+// Functions in this header and in kernels.h are static, and members are HOTSET_INLINE. The linker keeps one
+// copy of an inline function that several files compile. That copy could contain AVX-512 and then run on a
+// processor without it.
 #pragma once
 
 #include <bit>
@@ -41,21 +41,21 @@ enum class Type : int {
     IQ4_XS = 23,
     IQ1_M = 29,
     BF16 = 30,
-    // Not types of GGUF: codes by row, scales by 32 rows and column (see Matrix::scales).
-    Planes4 = 31,  // of each 32 columns 16 bytes, codes as in a block of Q4_0
-    Planes8 = 32,  // a byte a column
+    // Not GGUF types: codes by row, and one scale per column for each 32 rows (see Matrix::scales).
+    Planes4 = 31,  // 16 bytes per 32 columns, codes as in a Q4_0 block
+    Planes8 = 32,  // one byte per column
     TQ1_0 = 34,
     TQ2_0 = 35,
     MXFP4 = 39,
 };
 
 constexpr int kTypeCount = 40;
-constexpr int kPlaneRows = 32;  // rows that share a row of scales
+constexpr int kPlaneRows = 32;  // rows that share one row of scales
 
 struct TypeFacts {
     const char* name;
     int block_size;   // weights per block
-    int block_bytes;  // bytes per block; 0: the type is not supported
+    int block_bytes;  // bytes per block; 0: unsupported type
 };
 
 static constexpr TypeFacts type_facts(Type type) {
@@ -126,19 +126,19 @@ static constexpr bool is_planes(Type type) {
     return type == Type::Planes4 || type == Type::Planes8;
 }
 
-// A weight matrix where it lies in the file: `rows` rows of `cols` weights each. Of a store (store/store.h)
-// each row lies somewhere: only kernels that ask for one row at a time may be given it.
+// A weight matrix in the mapped file: `rows` rows of `cols` weights each. The rows of a store (store/store.h)
+// are at separate addresses, so such a matrix needs a kernel that asks for one row at a time.
 struct Matrix {
     Type type = Type::F32;
     const uint8_t* data = nullptr;
     int64_t rows = 0;
     int64_t cols = 0;
     size_t row_bytes = 0;
-    const uint16_t* scales = nullptr;        // of planes: f16 [ceil(rows / kPlaneRows)][cols]
-    const uint8_t* const* places = nullptr;  // of a store: the address of each row; `data` is where it ends
+    const uint16_t* scales = nullptr;        // planes only: f16 [ceil(rows / kPlaneRows)][cols]
+    const uint8_t* const* places = nullptr;  // store only: the address of each row; `data` is the end
 
     HOTSET_INLINE const uint8_t* row(int64_t r) const { return places ? places[r] : data + r * row_bytes; }
-    // Nothing may be read from here on.
+    // The first address that must not be read.
     HOTSET_INLINE const uint8_t* end() const { return places ? data : data + rows * row_bytes; }
 };
 
@@ -146,7 +146,7 @@ static inline float f32_from_bits(uint32_t bits) {
     return std::bit_cast<float>(bits);
 }
 
-// IEEE half to float, exactly, without relying on the compiler's support for half types.
+// Convert IEEE half to float exactly, without the compiler's half types.
 static inline float f16_to_f32(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16;
     const uint32_t exponent = (h >> 10) & 0x1f;
@@ -157,7 +157,7 @@ static inline float f16_to_f32(uint16_t h) {
     return sign ? -tiny : tiny;
 }
 
-// Float to IEEE half, rounding to nearest even.
+// Convert float to IEEE half, rounding to nearest even.
 static inline uint16_t f32_to_f16(float f) {
     const uint32_t bits = std::bit_cast<uint32_t>(f);
     const uint32_t sign = (bits >> 16) & 0x8000;
@@ -177,8 +177,8 @@ static inline float bf16_to_f32(uint16_t b) {
     return f32_from_bits(uint32_t(b) << 16);
 }
 
-// Half of the power of two that the exponent of an MXFP4 block stands for, as the values of its codes are
-// doubled: 2^(e - 128). Exact: the first two are subnormal.
+// Return 2^(e - 128), half of an MXFP4 block's scale: its code values are stored doubled. The result is
+// exact; the two smallest are subnormal.
 static inline float half_of_e8m0(uint8_t e) {
     return f32_from_bits(e < 2 ? 0x00200000u << e : uint32_t(e - 1) << 23);
 }
@@ -199,7 +199,7 @@ static inline float load_f16(const uint8_t* p) {
     return f16_to_f32(load_u16(p));
 }
 
-// Decodes one row of `cols` weights to float: the readable truth about every format.
+// Decode one row of `cols` weights to float. This is the reference for every format.
 void dequantize_row(Type type, const uint8_t* row, int64_t cols, float* out);
 
 }  // namespace hotset

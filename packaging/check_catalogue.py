@@ -1,10 +1,10 @@
-"""Compares the entries of the catalogue's file with the hub, and notes in it which ones are as it says.
+"""Compare the entries of the catalogue file with the hub, and record which ones agree.
 
     python packaging/check_catalogue.py [--write] [--file FILE] [NAME ...]
 
-Of each entry: the repository is there, it has a file of the quantisation, its architecture is one that
-hotset runs, its licence is the entry's. With --write the file gets sizes, architectures, licences and the
-date of the check; an entry that does not agree gets none. The exit code is 1 where one does not.
+It checks for each entry that the repository exists, that it has a file of the quantisation, that hotset runs
+its architecture, and that the licences agree. --write stores sizes, architectures, licences and the
+date of the check; an entry that differs gets no date. The exit code is 1 if an entry differs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def compared(entry: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the hub says of an entry, and in what that is not what the entry says. Raises HotsetError."""
+    """Return the hub's facts of an entry, and their differences from it. Raises HotsetError."""
     selection = select_files(entry["repo"], entry["quant"])
     shards = [file for file in selection.files if file.path.endswith(".gguf")]
     listing = json.loads(repository_listing(entry["repo"]))
@@ -58,7 +58,7 @@ def compared(entry: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tag.removeprefix("license:") for tag in listing.get("tags") or [] if tag.startswith("license:")
     ]
     licence = licences[0] if licences else ""
-    if licence == "other":  # one of its own, which the card names
+    if licence == "other":  # a licence of its own, named by the model card
         licence = (listing.get("cardData") or {}).get("license_name") or licence
     problems = []
     if architecture not in ARCHITECTURES:

@@ -1,13 +1,12 @@
-"""Makes one file for Linux or Windows that needs no Python: it unpacks itself once, and then starts hotset.
+"""Make one file for Linux or Windows that needs no Python. It unpacks itself once, then starts hotset.
 
     python packaging/onefile.py --python PREFIX dist/hotset-*.whl -o dist/hotset-linux-x86_64
     python packaging/onefile.py --python PREFIX dist/hotset-*-win_amd64.whl -o dist/hotset.exe
 
-PREFIX is a CPython that can be moved, of the wheel's version: with pip for Linux (python-build-standalone
-has such), for Windows the folder of `python.exe` (`make wheels` fetches one, build/wheels/windows-abi3). A
-file for Windows is made on any system, with ziglang of PyPI, which compiles the program in front
-(onefile.zig).
-Why it is no frozen program: decision 032.
+PREFIX is a relocatable CPython of the wheel's version. For Linux it has pip (python-build-standalone offers
+such builds). For Windows it is the folder of `python.exe` (`make wheels` fetches one into
+build/wheels/windows-abi3). A Windows file can be made on any system: ziglang from PyPI compiles the program
+in front of the archive (onefile.zig). Why it is not a frozen program: decision 032.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ if [ ! -d "$home" ]; then
   mkdir -p "${home%/*}" && part=$(mktemp -d "$home.XXXXXX") || exit 1
   trap 'rm -rf "$part"' EXIT
   trap 'exit 1' HUP INT TERM
-  if ! said=$(tail -n +@LINE@ "$0" | tar -xz -C "$part" 2>&1); then # tar says it of each file that is left
+  if ! said=$(tail -n +@LINE@ "$0" | tar -xz -C "$part" 2>&1); then # tar reports each remaining file
     echo "hotset cannot be unpacked: $(echo "$said" | tail -n 2 | head -n 1)" >&2
     exit 1
   fi
   mv -T "$part" "$home" 2>/dev/null || [ -d "$home" ] || exit 1 # another process may have been first
   rm -rf "$part"
 fi
-if [ ! -O "$home" ] || [ -L "$home" ]; then # in a cache folder that others write too
+if [ ! -O "$home" ] || [ -L "$home" ]; then # in a cache folder that other users can write to
   echo "hotset: $home is not a folder of this user: delete it, or set XDG_CACHE_HOME" >&2
   exit 1
 fi
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def installed(prefix: Path, wheel: Path, folder: Path) -> Path:
-    """A copy of the Python with hotset and its server, and nothing that neither needs."""
+    """Return a copy of the Python with hotset and its server, without unneeded files."""
     [library] = [path for path in (prefix / "lib").glob("python3.*") if (path / "os.py").is_file()]
     target = folder / "lib" / library.name
     shutil.copytree(library, target, ignore=shutil.ignore_patterns(*LEFT_OUT, "site-packages"), symlinks=True)
@@ -83,14 +82,14 @@ def installed(prefix: Path, wheel: Path, folder: Path) -> Path:
 
 
 def installed_for_windows(prefix: Path, wheel: Path, folder: Path) -> Path:
-    """The same of a CPython for Windows, by the pip of the Python that runs this."""
+    """Do the same for a CPython for Windows, with the pip of the running Python."""
     ignored = shutil.ignore_patterns(*LEFT_OUT, *LEFT_OUT_FOR_WINDOWS)
     shutil.copytree(prefix, folder, ignore=ignored)
     [library] = prefix.glob("python3[0-9]*.dll")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:", "--no-compile"]
     pip += ["--platform", "win_amd64", "--python-version", library.stem.removeprefix("python")]
     packages = folder / "Lib" / "site-packages"
-    # pip asks this system, and not the other, whether a package is for Windows alone.
+    # pip evaluates system markers on this system, so the Windows-only requirement is added here.
     subprocess.run([*pip, "--target", packages, f"{wheel}[serve]", "colorama"], check=True)
     _leave_out(packages)
     return folder
@@ -104,7 +103,7 @@ def _leave_out(packages: Path) -> None:
 
 
 def packed(folder: Path) -> bytes:
-    """The folder as an archive whose bytes depend on its files alone."""
+    """Return the folder as an archive whose bytes depend only on its files."""
     data = io.BytesIO()
     with (
         gzip.GzipFile("", "wb", 9, data, mtime=0) as zipped,
@@ -130,7 +129,7 @@ def write(path: Path, archive: bytes) -> None:
 
 
 def write_for_windows(path: Path, folder: Path) -> None:
-    """A program with an archive behind it, whose only folder has a name of its own for what is in it."""
+    """Write a program followed by an archive, whose only folder is named by a hash of its contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).with_suffix(".zig")
     zig = [sys.executable, "-m", "ziglang", "build-exe", source, "-target", "x86_64-windows-gnu"]

@@ -1,16 +1,16 @@
-//! The program in front of the archive of a file for Windows (onefile.py): it unpacks it once, and starts hotset.
+//! The program in front of the archive of a Windows file (onefile.py): it unpacks the archive once and starts hotset.
 //!
-//! The archive's only folder is named by a hash of what is in it. It comes to stand in %LOCALAPPDATA%, under another
-//! name until it is whole.
+//! The archive's only folder is named by a hash of its contents. It is unpacked in %LOCALAPPDATA% under another name,
+//! and renamed when it is complete.
 
 const std = @import("std");
 
 const Handler = *const fn (u32) callconv(.winapi) c_int;
 extern "kernel32" fn SetConsoleCtrlHandler(Handler, c_int) callconv(.winapi) c_int;
-/// Zig's own rename and delete ask for what Wine 8 has not.
+/// Zig's own rename and delete call functions that Wine 8 lacks.
 extern "kernel32" fn MoveFileExW([*:0]const u16, [*:0]const u16, u32) callconv(.winapi) c_int;
 
-/// The console sends Ctrl-C to both programs: hotset's answer to it is the one that counts.
+/// The console sends Ctrl-C to both programs: only hotset responds to it.
 fn keepWaiting(_: u32) callconv(.winapi) c_int {
     return 1;
 }
@@ -33,7 +33,7 @@ pub fn main(init: std.process.Init) !void {
     }
 }
 
-/// The folder with Python and hotset.
+/// Return the folder with Python and hotset.
 fn unpacked(memory: std.mem.Allocator, io: std.Io, place: []const u8) ![]const u8 {
     const itself = try std.process.openExecutable(io, .{});
     defer itself.close(io);
@@ -49,7 +49,7 @@ fn unpacked(memory: std.mem.Allocator, io: std.Io, place: []const u8) ![]const u
 
     std.debug.print("Unpacking hotset into {s}, once.\n", .{home});
     const part = try std.fmt.allocPrint(memory, "{s}.{d}", .{ home, std.os.windows.GetCurrentProcessId() });
-    here.deleteTree(io, part) catch {}; // of a process that was killed and had this number
+    here.deleteTree(io, part) catch {}; // left by a killed process with the same number
     defer here.deleteTree(io, part) catch {};
     {
         const folder = try here.createDirPathOpen(io, part, .{});

@@ -1,9 +1,9 @@
-"""Tests a wheel as a stranger would: a fresh environment, no compiler, an answer, a server, no trace.
+"""Test a wheel in a fresh environment without a compiler: install, answer, serve, uninstall.
 
     python packaging/release_check.py dist/hotset-*.whl [--model FILE]
 
-Needs the network: dependencies come from PyPI, and so does the demo model unless --model names a file.
-Prints what it measured, and ends with exit code 1 at the first thing that is wrong.
+Needs the network: the dependencies come from PyPI, and the demo model is downloaded unless --model names a
+file. Prints its measurements. The first failure ends it with exit code 1.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def expect(right: bool, wrong: str) -> None:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Version, licences and man pages, without installing it."""
+    """Check the version, licences and man pages of the wheel, without installing it."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
     expect(wheel.name.startswith(f"hotset-{version}-"), f"{wheel.name} is not of version {version}")
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
@@ -147,7 +147,7 @@ class Stranger:
         say(f"installed in {time.perf_counter() - begin:.0f} s, no package compiled")
 
     def files(self) -> list[str]:
-        """Of hotset in the environment: what has its name in it."""
+        """Return the environment's files whose path contains "hotset"."""
         paths = (path.relative_to(self.environment) for path in self.environment.rglob("*") if path.is_file())
         return sorted(str(path) for path in paths if "hotset" in str(path))
 
@@ -157,7 +157,7 @@ def check_program(stranger: Stranger) -> None:
     said = stranger.run(stranger.hotset, "--version").strip()
     expect(said == f"hotset {version}", f"hotset --version says {said!r}")
     chosen = json.loads(stranger.run(stranger.hotset, "doctor", "--json"))["kernels"]["chosen"]
-    if bash := shutil.which("bash"):  # the script is that of the shell which calls hotset
+    if bash := shutil.which("bash"):  # the script is for the shell that calls hotset
         script = stranger.run(bash, "-c", f"'{stranger.hotset}' --show-completion; exit $?")
         expect("_HOTSET_COMPLETE" in script, "no completion")
     timed = "import time; t = time.perf_counter(); import hotset; print(time.perf_counter() - t)"
@@ -175,7 +175,7 @@ def check_run(stranger: Stranger, model: str) -> None:
 
 @contextmanager
 def serving(stranger: Stranger, model: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and its address once it listens."""
+    """Start the server, and yield its process and address once it listens."""
     command = [str(stranger.hotset), "serve", model, "--port", "0", "--alias", "checked"]
     with subprocess.Popen(
         command, env=stranger.variables(), cwd=stranger.home, stderr=subprocess.PIPE, text=True
@@ -209,7 +209,7 @@ def check_serve(stranger: Stranger, model: str) -> None:
 
 
 def ask(url: str, body: dict[str, object] | None = None) -> dict[str, object] | None:  # type: ignore[type-arg]
-    """The JSON of a reply; None for an error."""
+    """Return the JSON of a reply; None after an error."""
     data = json.dumps(body).encode() if body is not None else None
     try:
         with urllib.request.urlopen(url, data, timeout=120) as reply:

@@ -1,9 +1,9 @@
-"""Writes what an installation of hotset consists of as a CycloneDX 1.6 document: `make sbom`.
+"""Write the components of a hotset installation as a CycloneDX 1.6 document: `make sbom`.
 
     python packaging/sbom.py [EXTRA ...] -o hotset.cdx.json
 
-Packages are those of the interpreter that runs this, from hotset's requirements on, with their versions and
-licences; beside them what is bundled in the wheel (THIRD_PARTY_NOTICES.md). An extra adds its requirements.
+The packages are hotset's requirements in the running interpreter, with versions and licences, plus the
+components bundled in the wheel (THIRD_PARTY_NOTICES.md). An extra adds its requirements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUNDLED = (
     ("LLVM's runtimes", "Apache-2.0 WITH LLVM-exception", "pkg:github/llvm/llvm-project"),
     ("MinGW-w64's runtime", "ZPL-2.1", "pkg:generic/mingw-w64"),
 )
-"""Name, as THIRD_PARTY_NOTICES.md has it, licence, address. The last two are in wheels of zig alone."""
+"""Name as in THIRD_PARTY_NOTICES.md, licence, address. Only wheels built with zig have the last two."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def document(extras: Iterable[str] = ()) -> dict[str, Any]:
-    """The bill of materials of the hotset that is installed here."""
+    """Return the bill of materials of the installed hotset."""
     main, needs = distribution("hotset"), {}
     _add(main, extras, needs)
     found = {name: distribution(name) for name in needs if name != "hotset"}
@@ -67,7 +67,7 @@ def document(extras: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _add(one: Distribution, extras: Iterable[str], needs: dict[str, set[str]]) -> None:
-    """Collects in `needs` what a package requires, and what that requires."""
+    """Collect in `needs` the requirements of a package, recursively."""
     name = canonical(one.metadata["Name"])
     known = needs.setdefault(name, set())
     for text in one.requires or ():
@@ -81,14 +81,14 @@ def _add(one: Distribution, extras: Iterable[str], needs: dict[str, set[str]]) -
         try:
             found = distribution(needed)
         except PackageNotFoundError:
-            raise SystemExit(f"{needed}, which {name} needs, is not installed here") from None
+            raise SystemExit(f"{needed}, which {name} requires, is not installed") from None
         known.add(needed)
         if needed not in needs or requirement.extras:
             _add(found, requirement.extras, needs)
 
 
 def bundled_component(name: str, licence: str, url: str) -> dict[str, Any]:
-    """With a version where it is a file of the page, which says it in its first lines."""
+    """Return a bundled component. Files of the chat page state their version in the first lines."""
     texts = [
         path.read_text("utf-8") for path in sorted(VENDOR.glob(f"{name}.*")) if path.suffix != ".LICENSE"
     ]
@@ -118,7 +118,7 @@ def component(one: Distribution) -> dict[str, Any]:
 
 
 def licence_of(one: Distribution) -> str:
-    """By the classifiers, else the first line of the field."""
+    """Return the licence from the classifiers, otherwise the first line of the licence field."""
     classified = [
         text.rpartition(" :: ")[2]
         for text in one.metadata.get_all("Classifier", ())

@@ -1,6 +1,5 @@
-// What the files of this folder share: arrays as Python gives them, and the checks of what comes with them.
-// They are the only ones that know Python: they check every argument, release the GIL and turn errors into
-// sentences.
+// Array types and argument checks that the files of this folder share. Only this folder knows Python: it
+// checks every argument, releases the GIL and turns C++ exceptions into Python's.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -35,33 +34,34 @@ using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::devi
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntMatrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Of the instruction set that is named, else HOTSET_ISA's, else the best.
+// Return the kernels of the named instruction set; by default HOTSET_ISA's, or the best one available.
 const Kernels& chosen_kernels(const std::optional<std::string>& isa);
 
 Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols);
 
-void check_threads(int n_threads);  // of a thread pool, or of one function
+void check_threads(int n_threads);  // for a thread pool or one function
 
-// What every backend wants of the batch of a step, whose arrays are those of base.Batch.
+// The batch of a step in the arrays of base.Batch, as every backend needs it.
 struct BatchArrays {
     const Ints &tokens, &positions, &sequences;
-    const IntMatrix& pages;
+    const IntMatrix& kv_blocks;
     const Ints& outputs;
 };
-// n_vocab: none where no token is looked up. n_positions: of learned position embeddings, 0 without.
+// n_vocab: none if no token is looked up. n_positions: of learned position embeddings; 0: none.
 struct BatchLimits {
-    int max_tokens, n_pages;
+    int max_tokens, n_kv_blocks;
     std::optional<int64_t> n_vocab;
     int64_t n_positions = 0;
 };
 void check_batch(const BatchLimits& limits, const BatchArrays& batch);
 
-// The rows of one part of a group of a store, in place of the bytes of a matrix.
+// The rows of one part of a store's group, in place of a matrix's bytes.
 struct StoredRows {
     std::shared_ptr<RowStore> store;
     int group, part;
 };
-// For Python, which frees it.
+
+// Allocate an array that Python frees.
 template <class T, class... Shape>
 nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape... shape) {
     data = new T[(size_t(shape) * ... * 1)];
@@ -71,7 +71,7 @@ nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape.
 
 struct StepCancelled : std::exception {};
 
-// Each adds a subject to the module.
+// Each function adds one subject to the module.
 void bind_checks(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_plan(nb::module_& m);

@@ -6,27 +6,26 @@
 namespace hotset::bindings {
 namespace {
 
-// The CPU worker of a hybrid engine (csrc/cpu_worker.h). Steps are begun and ended by one thread; `poison`
-// and
-// `close` may come from any.
+// The CPU worker of a hybrid engine (csrc/cpu_worker.h). One thread begins and ends steps; any thread may
+// call `poison` and `close`.
 class CpuWorker {
   public:
-    // plan: not finished; its rows are computed at a time, and an expert of a token is a row.
+    // plan: not finished; it limits the rows per computation. An expert of a token is one row.
     CpuWorker(nb::object plan, int64_t width, int max_tokens, double timeout)
         : owner_(std::move(plan)), builder_(nb::cast<PlanBuilder&>(owner_)) {
         require(width > 0 && max_tokens > 0 && max_tokens <= builder_.plan().max_tokens(),
-                "the CPU's half needs a width and tokens");
+                "the CPU worker needs a width and tokens");
         require(timeout > 0 && timeout <= 1e6, "a timeout is more than 0 and at most a million seconds");
         plan_ = std::make_unique<CpuWorkerPlan>(builder_.plan(), width, max_tokens, int64_t(timeout * 1e9));
     }
     ~CpuWorker() {
-        nb::gil_scoped_release release;  // as in PlanBuilder
+        nb::gil_scoped_release release;  // see PlanBuilder
         plan_.reset();
     }
 
-    // The operations [first_op, end_op) of the plan, which read buffer x and leave their result in `sum`.
-    // cold: bit i % 8 of byte i / 8 for each neuron. gates, of_firing: operations that compute gates alone,
-    // and what is made of those that fire.
+    // Add a layer: the operations [first_op, end_op) of the plan, which read buffer x and write `sum`. cold:
+    // bit i % 8 of byte i / 8 for neuron i. gates: operations that compute only gates. of_firing: operations
+    // that compute the neurons that fire.
     int layer(int number, int first_op, int end_op, const std::vector<int>& gates,
               const std::vector<int>& of_firing, int x, int sum, int64_t n_neurons, int64_t neuron_bytes,
               const Bytes& cold, bool predicted, int scores) {
@@ -42,20 +41,20 @@ class CpuWorker {
         return plan_->add_layer(std::move(layer));
     }
 
-    // In an MoE model, n_used experts a token.
+    // Add an MoE layer with n_used experts per token.
     int experts(int number, int first_op, int end_op, int x, int sum, int n_expert, int n_used, int route) {
         CpuWorkerLayer layer = described(number, first_op, end_op, {}, {}, x, sum);
         require(n_expert > 0 && n_expert <= kMaxExperts && n_used > 0 && n_used <= n_expert,
-                "a token has some of the experts");
+                "the number of experts per token must be between 1 and the number of experts");
         require(builder_.width(route) == 2, "a row of the plan is one expert of a token");
         layer.n_expert = n_expert, layer.n_used = n_used, layer.route = route;
         return plan_->add_layer(std::move(layer));
     }
-    // What was asked for of an MoE model's layer in the latest step: [n_tokens * n_used].
+    // Return the experts submitted for an MoE layer in the latest step, [n_tokens * n_used].
     nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> route(int layer) const;
 
     void start() {
-        require(!started_ && plan_->n_layers() > 0, "the CPU's half starts once, with a layer at least");
+        require(!started_ && plan_->n_layers() > 0, "the CPU worker starts once, with at least one layer");
         started_ = true;
         nb::gil_scoped_release release;
         plan_->start();
@@ -65,7 +64,7 @@ class CpuWorker {
         check_started();
         return {plan_->memory(), {plan_->memory_bytes()}, self};
     }
-    // Of memory(): request, done, h, bits, out.
+    // Offsets in memory() of request, done, h, bits and out.
     std::vector<size_t> offsets() const {
         check_started();
         return {plan_->request_offset(), plan_->done_offset(), plan_->h_offset(), plan_->bits_offset(),
@@ -75,7 +74,7 @@ class CpuWorker {
     std::string begin(int n_tokens, const std::optional<Bytes>& thresholded) {
         check_started();
         require(n_tokens > 0 && n_tokens <= plan_->max_tokens(),
-                "a step of the CPU's half takes 1 to " + std::to_string(plan_->max_tokens()) +
+                "a step of the CPU worker takes 1 to " + std::to_string(plan_->max_tokens()) +
                     " tokens, not " + std::to_string(n_tokens));
         require(!thresholded || int64_t(thresholded->size()) == n_tokens,
                 "one flag per token says whether it is thresholded");
@@ -98,47 +97,47 @@ class CpuWorker {
         plan_->close();
     }
 
-    void post(int layer) { plan_->post(checked(layer)); }
-    // False: the step was given up. Ctrl-C gets through.
-    bool wait(int layer) {
+    void submit(int layer) { plan_->submit(checked(layer)); }
+    // Return false if the step was poisoned. Signals such as Ctrl-C are handled meanwhile.
+    bool collect(int layer) {
         checked(layer);
         for (;;) {
-            CpuWorkerPlan::Wait result;
+            CpuWorkerPlan::Collected result;
             {
                 nb::gil_scoped_release release;
-                result = plan_->wait(layer, kSignal_ns);
+                result = plan_->collect(layer, kSignal_ns);
             }
-            if (result != CpuWorkerPlan::Wait::TimedOut) return result == CpuWorkerPlan::Wait::Done;
+            if (result != CpuWorkerPlan::Collected::TimedOut) return result == CpuWorkerPlan::Collected::Done;
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
         }
     }
 
-    // Of functions void(void*) for a device's stream: post, wait.
+    // Addresses of the functions void(void*) for a device's stream: submit, collect.
     static std::pair<uintptr_t, uintptr_t> host_functions() {
         return {reinterpret_cast<uintptr_t>(&cpu_worker_submit_on_stream),
-                reinterpret_cast<uintptr_t>(&cpu_worker_wait_on_stream)};
+                reinterpret_cast<uintptr_t>(&cpu_worker_collect_on_stream)};
     }
     uintptr_t host_argument(int layer) {
         return reinterpret_cast<uintptr_t>(plan_->host_call(checked(layer)));
     }
 
-    // Of buffers and exchange, without what the runtime has.
+    // Bytes of buffers and exchange memory, without the runtime's.
     size_t bytes() const { return plan_->bytes(); }
 
-    // For who runs the device's side in native code; valid as long as this is.
+    // For native code that runs the device's side; valid as long as this object.
     CpuWorkerPlan& started_plan() {
         check_started();
         return *plan_;
     }
 
-    // [n_layers, 6]: requests, and FfnCounts. Seconds: [n_layers].
+    // [n_layers, 6]: requests and FfnCounts. Seconds: [n_layers].
     nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> counts() const;
     nb::ndarray<nb::numpy, double, nb::ndim<1>> seconds() const;
 
   private:
     static constexpr int64_t kSignal_ns = 20'000'000;
 
-    void check_started() const { require(started_, "the CPU's half was not started"); }
+    void check_started() const { require(started_, "the CPU worker was not started"); }
     int checked(int layer) const {
         check_started();
         require(layer >= 0 && layer < plan_->n_layers(), "there is no layer " + std::to_string(layer));
@@ -150,20 +149,20 @@ class CpuWorker {
         require(first_op >= 0 && first_op < end_op && end_op <= builder_.n_ops(),
                 "a layer has operations of the plan");
         require(builder_.width(x) == plan_->width() && builder_.width(sum) == plan_->width(),
-                "what a layer reads and leaves has the width of the exchange");
+                "the input and the result of a layer have the width of the exchange");
         CpuWorkerLayer layer;
         layer.number = number, layer.first_op = first_op, layer.end_op = end_op;
         layer.x = x, layer.sum = sum;
         layer.counted.resize(size_t(end_op - first_op), Counted::All);
         for (const auto& [ops, counted] : {std::pair(gates, Counted::Gates), {of_firing, Counted::OfFiring}})
             for (const int op : ops) {
-                require(op >= first_op && op < end_op, "an operation that counts is one of the layer's");
+                require(op >= first_op && op < end_op, "a counted operation belongs to the layer");
                 layer.counted[op - first_op] = counted;
             }
         return layer;
     }
 
-    nb::object owner_;  // of the plan that plan_ runs, whose threads read it until its end
+    nb::object owner_;  // of the plan that plan_ runs; its threads read the plan until they end
     PlanBuilder& builder_;
     std::unique_ptr<CpuWorkerPlan> plan_;
     bool started_ = false;
@@ -198,8 +197,8 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> CpuWorker::seconds() const {
 }  // namespace
 
 void bind_cpu_worker(nb::module_& m) {
-    [[maybe_unused]] const nb::class_<CpuWorkerPlan> plan(m, "CpuWorkerPlan",
-                                                          "What a CpuWorker runs (csrc/cpu_worker.h).");
+    [[maybe_unused]] const nb::class_<CpuWorkerPlan> plan(
+        m, "CpuWorkerPlan", "The native part of a CpuWorker (csrc/cpu_worker.h).");
     nb::class_<CpuWorker>(m, "CpuWorker", "The CPU worker of a hybrid engine (csrc/cpu_worker.h).")
         .def(nb::init<nb::object, int64_t, int, double>(), "plan"_a, "width"_a, "max_tokens"_a, "timeout"_a)
         .def("layer", &CpuWorker::layer, "number"_a, "first_op"_a, "end_op"_a, "gates"_a, "of_firing"_a,
@@ -215,8 +214,8 @@ void bind_cpu_worker(nb::module_& m) {
         .def("poison", &CpuWorker::poison, "reason"_a)
         .def("poisoned", &CpuWorker::poisoned)
         .def("close", &CpuWorker::close)
-        .def("post", &CpuWorker::post, "layer"_a)
-        .def("wait", &CpuWorker::wait, "layer"_a)
+        .def("submit", &CpuWorker::submit, "layer"_a)
+        .def("collect", &CpuWorker::collect, "layer"_a)
         .def_static("host_functions", &CpuWorker::host_functions)
         .def("host_argument", &CpuWorker::host_argument, "layer"_a)
         .def_prop_ro("nbytes", &CpuWorker::bytes)

@@ -9,14 +9,14 @@ namespace {
 using Tokens = std::vector<int64_t>;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// What a token is drawn from: the draw, logits, the largest of groups, candidates, bits and ids of what is
-// allowed, u, whether top choices are excluded (LogitRow), and DrawJob::n_top.
+// The input of one draw: the sampler, logits, maxima of groups, candidates, allowed tokens as bits and as
+// ids, u, whether XTC applies (LogitRow), and DrawJob::n_top.
 using PythonJob = std::tuple<Draw*, Floats, std::optional<Floats>, std::optional<Ints>, std::optional<Bytes>,
                              std::optional<Ids>, double, bool, std::optional<int64_t>>;
 using PythonLogprobs = std::pair<double, Tokens>;
 
 void require_tokens(const Tokens& tokens, int64_t n_vocab) {
-    for (const int64_t token : tokens) require(token >= 0 && token < n_vocab, "a token is in the vocabulary");
+    for (const int64_t token : tokens) require(token >= 0 && token < n_vocab, "a token is out of range");
 }
 
 template <class T>
@@ -49,14 +49,14 @@ DrawRules rules_of(const nb::dict& from, int64_t n_vocab) {
     read(from, "dry_penalty_last_n", rules.dry_last_n);
     read(from, "bias", rules.bias);
     read(from, "breakers", rules.dry_breakers);
-    require(rules.temperature >= 0.0 && rules.top_k >= 0, "a token is drawn from some of the likely ones");
+    require(rules.temperature >= 0.0 && rules.top_k >= 0, "temperature and top_k must not be negative");
     for (const auto& [id, value] : rules.bias) require_tokens({id}, n_vocab);
-    for (const Tokens& breaker : rules.dry_breakers) require(!breaker.empty(), "a breaker has tokens");
+    for (const Tokens& breaker : rules.dry_breakers) require(!breaker.empty(), "a DRY breaker is empty");
     return rules;
 }
 
 std::unique_ptr<Draw> make_draw(int64_t n_vocab, const nb::dict& rules, const Tokens& tokens) {
-    require(n_vocab > 0 && n_vocab <= std::numeric_limits<int32_t>::max(), "a vocabulary has tokens");
+    require(n_vocab > 0 && n_vocab <= std::numeric_limits<int32_t>::max(), "n_vocab is out of range");
     require_tokens(tokens, n_vocab);
     return std::make_unique<Draw>(rules_of(rules, n_vocab), n_vocab, tokens);
 }
@@ -66,33 +66,33 @@ DrawJob job_of(const PythonJob& from) {
     LogitRow row = {logits.data(), int64_t(logits.size())};
     row.u = u;
     row.has_xtc = has_xtc;
-    require(draw != nullptr && row.n > 0, "a token is drawn from logits");
+    require(draw != nullptr && row.n > 0, "a draw needs logits");
     if (candidates) {
-        require(int64_t(candidates->size()) == row.n, "each candidate has a logit");
+        require(int64_t(candidates->size()) == row.n, "candidates and logits differ in length");
         row.candidates = candidates->data();
         for (int64_t i = 0; i < row.n; i++) {
             const int64_t id = row.candidates[i];
             require(id >= 0 && id < draw->n_vocab() && (i == 0 || row.candidates[i - 1] < id),
-                    "candidates are tokens in rising order");
+                    "candidates must be token ids in rising order");
         }
     } else {
-        require(row.n == draw->n_vocab(), "a row of logits has one for each token");
+        require(row.n == draw->n_vocab(), "there must be one logit per token of the vocabulary");
     }
-    require(!(candidates && (bits || ids)), "what is allowed is found among all tokens");
+    require(!(candidates && (bits || ids)), "allowed tokens cannot be combined with candidates");
     if (largest && !candidates) {
-        require(int64_t(largest->size()) * kLogitGroup == row.n, "each group of logits has a largest");
+        require(int64_t(largest->size()) * kLogitGroup == row.n, "each group needs one maximum");
         row.largest = largest->data();
     }
     if (ids) {
         row.allowed = ids->data();
         row.n_allowed = int64_t(ids->size());
         for (int64_t i = 0; i < row.n_allowed; i++)
-            require(row.allowed[i] >= 0 && row.allowed[i] < row.n, "what is allowed is a token");
+            require(row.allowed[i] >= 0 && row.allowed[i] < row.n, "an allowed token is out of range");
     } else if (bits) {
         row.allowed_bits = bits->data();
         row.n_allowed_bytes = int64_t(bits->size());
     }
-    require(!n_top || (!candidates && *n_top >= 0 && *n_top <= row.n), "logprobs are those of a whole row");
+    require(!n_top || (!candidates && *n_top >= 0 && *n_top <= row.n), "logprobs need a whole row");
     return {draw, row, n_top.value_or(DrawJob::kNoLogprobs)};
 }
 
@@ -122,7 +122,7 @@ void accept(Draw& draw, int64_t token) {
 }
 
 nb::object adjusted(const Draw& draw, const Floats& logits) {
-    require(int64_t(logits.size()) == draw.n_vocab(), "a row of logits has one for each token");
+    require(int64_t(logits.size()) == draw.n_vocab(), "there must be one logit per token of the vocabulary");
     float* out;
     auto result = new_array<float>(out, draw.n_vocab());
     draw.adjust(logits.data(), out);
@@ -132,7 +132,7 @@ nb::object adjusted(const Draw& draw, const Floats& logits) {
 std::vector<PythonLogprobs> logprobs(const FloatMatrix& rows, int64_t n_top,
                                      const std::shared_ptr<Runtime>& runtime) {
     const auto n_rows = int64_t(rows.shape(0)), n = int64_t(rows.shape(1));
-    require(n > 0 && n_top >= 0 && n_top <= n, "some of the logits are the largest");
+    require(n > 0 && n_top >= 0 && n_top <= n, "n_top must be between 0 and the number of logits");
     const Kernels& kernels = chosen_kernels(std::nullopt);
     std::vector<PythonLogprobs> result;
     const nb::gil_scoped_release release;

@@ -8,7 +8,7 @@
 namespace hotset::bindings {
 namespace {
 
-// The product of one matrix and rows of activations, for tests and benchmarks of single kernels.
+// Multiply one matrix by rows of activations.
 nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& x,
                   const std::optional<std::string>& isa) {
     const int n = int(x.shape(0));
@@ -53,7 +53,7 @@ nb::object dequantize(int type, const Bytes& data, int64_t rows, int64_t cols) {
     return nb::cast(result);
 }
 
-// Encodes a matrix of one type as another into `out`; -1, or the row that cannot be stored.
+// Encode a matrix as another type into `out`. Returns -1, or a row that the type cannot store.
 int64_t quantize(int from, const Bytes& data, int64_t rows, int64_t cols, int to, const WritableBytes& out,
                  int n_threads, const std::optional<FloatMatrix>& importance, int64_t rows_per_matrix,
                  int64_t first_row) {
@@ -98,19 +98,18 @@ std::vector<std::string> available_isas() {
 void bind_kernels(nb::module_& m) {
     m.def(
         "isa", [] { return std::string(chosen_kernels(std::nullopt).isa); },
-        "The instruction set whose kernels are used: HOTSET_ISA, or the best that this processor has.");
-    m.def("available_isas", &available_isas, "The instruction sets that this processor can run, best first.");
+        "Return the instruction set whose kernels are used: HOTSET_ISA, or this processor's best.");
+    m.def("available_isas", &available_isas, "Return the instruction sets of this processor, best first.");
     m.def("read_bandwidth", &measured_read_bandwidth, "data"_a, "n_threads"_a,
-          "Reads the bytes, a small array several times; bytes per second.");
+          "Return the bytes per second of reading `data`; a small array is read several times.");
     m.def("linear", &linear, "type"_a, "data"_a, "rows"_a, "x"_a, "isa"_a.none() = nb::none(),
-          "x [n, k] times a matrix of `rows` rows of k weights of a GGML type, by the kernel that a plan "
-          "would use.");
+          "Multiply x [n, k] by a matrix of `rows` rows of k weights of a GGML type, with a plan's kernel.");
     m.def("dequantize", &dequantize, "type"_a, "data"_a, "rows"_a, "cols"_a,
-          "Decodes a matrix to float32 [rows, cols].");
+          "Decode a matrix to float32 [rows, cols].");
     m.def(
         "quantize", &quantize, "from_type"_a, "data"_a, "rows"_a, "cols"_a, "to_type"_a, "out"_a,
         "n_threads"_a, "importance"_a = nb::none(), "rows_per_matrix"_a = 1, "first_row"_a = 0,
-        "Encodes a matrix of one GGML type as another into `out`; -1, or a row that holds a value which the "
+        "Encode a matrix of one GGML type as another into `out`. Returns -1, or a row with a value that the "
         "type cannot store. importance: of each column, float32 [n_matrices, cols].");
 }
 

@@ -1,4 +1,4 @@
-// The module itself, its errors, and what belongs to no plan.
+// The module, its exceptions, and functions that belong to no plan.
 #include "bindings/bindings.h"
 
 #include "mapped.h"
@@ -14,7 +14,7 @@ nb::object error_class(const char* name) {
     return nb::module_::import_("hotset.errors").attr(name);
 }
 
-// What needs another type than ValueError.
+// Translate exceptions that are not ValueErrors in Python.
 void translate(const std::exception_ptr& thrown, void*) {
     try {
         std::rethrow_exception(thrown);
@@ -37,34 +37,34 @@ std::shared_ptr<Runtime> make_runtime(int n_threads) {
 }
 
 void bind_mapped(nb::module_& m) {
-    // Numbers, not objects: maps live as long as any view of them, which may be to the very end.
+    // Files are numbers here, not objects, because a mapping lives as long as any view of it.
     m.def(
         "guard_file",
         [](const Bytes& mapping, int descriptor) {
             return reinterpret_cast<uintptr_t>(guard_file(mapping.data(), mapping.size(), descriptor));
         },
         "mapping"_a, "descriptor"_a,
-        "Keeps a mapped file that is cut short from ending the process (csrc/mapped.h); a number for the "
-        "other two.");
+        "Keep the truncation of a mapped file from ending the process (csrc/mapped.h). Returns a number for "
+        "the other two functions.");
     m.def(
         "is_truncated", [](uintptr_t file) { return is_truncated(reinterpret_cast<GuardedFile*>(file)); },
-        "file"_a, "Whether a guarded file is shorter than its map, or a page of it could not be read.");
+        "file"_a, "Return whether a guarded file is shorter than its mapping, or a read of it failed.");
     m.def(
         "unguard_file", [](uintptr_t file) { unguard_file(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
-        "Ends the guard, once.");
+        "End the guard. May be called once.");
     m.def(
         "map_cached",
         [](uintptr_t file, size_t begin, size_t end) {
             map_cached(reinterpret_cast<const GuardedFile*>(file), begin, end);
         },
         "file"_a, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "Maps what the system's cache has of these bytes of a guarded file (csrc/mapped.h).");
+        "Map the bytes of a guarded file that the system has cached (csrc/mapped.h).");
 }
 
 void bind_runtime(nb::module_& m) {
     nb::class_<Runtime>(m, "Runtime",
-                        "The thread pool and its memory, which plans and CPU workers share, a step at a "
-                        "time (csrc/runtime.h).")
+                        "The thread pool and scratch memory that plans and CPU workers share "
+                        "(csrc/runtime.h).")
         .def(nb::new_(&make_runtime), "n_threads"_a)
         .def_prop_ro("n_threads", &Runtime::n_threads)
         .def_prop_ro("nbytes", &Runtime::bytes)
@@ -78,7 +78,7 @@ void bind_runtime(nb::module_& m) {
 NB_MODULE(_core, m) {
     using namespace hotset::bindings;
     m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
-    m.attr("PAGE_SIZE") = hotset::kPageSize;
+    m.attr("KV_BLOCK_SIZE") = hotset::kKvBlockSize;
     m.attr("SAVED_TOKENS") = hotset::kSavedTokens;
     m.attr("LOGIT_GROUP") = hotset::kLogitGroup;
     nb::register_exception_translator(&translate);

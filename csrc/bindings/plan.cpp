@@ -1,4 +1,4 @@
-// What a plan begins and ends with, what is done row by row, a step, and what is known of the last one.
+// The plan's beginning and end, the checks of a step, and the counters of the latest one.
 #include "bindings/plan_builder.h"
 
 #include <algorithm>
@@ -7,15 +7,15 @@
 
 namespace hotset::bindings {
 
-PlanBuilder::PlanBuilder(int max_tokens, int n_pages, int max_pages, std::shared_ptr<Runtime> runtime,
+PlanBuilder::PlanBuilder(int max_tokens, int n_kv_blocks, int max_kv_blocks, std::shared_ptr<Runtime> runtime,
                          const std::optional<std::string>& isa) {
-    require(max_tokens > 0 && n_pages > 0 && max_pages > 0, "a plan needs tokens and pages");
-    plan_ = std::make_unique<Plan>(chosen_kernels(isa), max_tokens, max_pages, std::move(runtime));
-    plan_->limits().n_pages = n_pages;
+    require(max_tokens > 0 && n_kv_blocks > 0 && max_kv_blocks > 0, "a plan needs tokens and KV blocks");
+    plan_ = std::make_unique<Plan>(chosen_kernels(isa), max_tokens, max_kv_blocks, std::move(runtime));
+    plan_->limits().n_kv_blocks = n_kv_blocks;
 }
 
 PlanBuilder::~PlanBuilder() {
-    // Waits for stragglers of the thread pool: a thread that runs a step of another plan needs the GIL.
+    // Waits for stragglers of the thread pool. A thread that runs another plan's step may need the GIL.
     nb::gil_scoped_release release;
     plan_.reset();
 }
@@ -27,7 +27,7 @@ int PlanBuilder::buffer(int64_t width, bool outputs) {
 
 void PlanBuilder::input(int out) {
     require(!finished_ && input_ < 0 && !plan_->buffer(checked(out)).outputs,
-            "a plan has one input, a row per token");
+            "a plan has at most one input, with a row per token");
     input_ = out;
 }
 
@@ -46,26 +46,26 @@ void PlanBuilder::finish() {
 }
 
 void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& sequences,
-                      const IntMatrix& pages, const Ints& outputs, const std::optional<FloatMatrix>& x,
+                      const IntMatrix& kv_blocks, const Ints& outputs, const std::optional<FloatMatrix>& x,
                       const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
                       const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales) {
     require(finished_, "the plan is not finished");
     const Plan::Limits& limits = plan_->limits();
-    const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
+    const int n = int(tokens.size()), n_sequences = int(kv_blocks.shape(0)),
+              max_kv_blocks = int(kv_blocks.shape(1));
     const int n_outputs = int(outputs.size());
-    require(max_pages <= plan_->max_pages(), "a sequence has more pages than the plan allows");
+    require(max_kv_blocks <= plan_->max_kv_blocks(), "a sequence has more KV blocks than the plan allows");
     const std::optional<int64_t> n_vocab = embeds_tokens() ? std::optional(limits.n_vocab) : std::nullopt;
-    check_batch({plan_->max_tokens(), limits.n_pages, n_vocab, limits.n_positions},
-                {tokens, positions, sequences, pages, outputs});
+    check_batch({plan_->max_tokens(), limits.n_kv_blocks, n_vocab, limits.n_positions},
+                {tokens, positions, sequences, kv_blocks, outputs});
     if (limits.n_states) check_states(positions, sequences, n_sequences, states, saves);
     require((input_ >= 0) == x.has_value(),
             "a plan that begins with tokens takes no rows; one that begins with rows needs them");
     if (x) {
         require(int(x->shape(0)) == n && int64_t(x->shape(1)) == width(input_),
-                "the rows that enter are [" + std::to_string(n) + ", " + std::to_string(width(input_)) +
+                "the input rows must be [" + std::to_string(n) + ", " + std::to_string(width(input_)) +
                     "], a row per token");
-        // As any operation's buffer in a new step: a late thread of the last one may read it, never
-        // commit.
+        // Like any buffer of a new step: a straggler of the previous step may read it, but never commits.
         std::copy_n(x->data(), n * width(input_), plan_->buffer(input_).row(0));
     }
     require(!thresholded || int(thresholded->size()) == n,
@@ -73,11 +73,11 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
     require(
         bool(limits.n_adapters) == scales.has_value() &&
             (!scales || (int(scales->shape(0)) == n_sequences && int(scales->shape(1)) == limits.n_adapters)),
-        "a plan with adapters, and no other, needs a scale of each for each sequence");
+        "a plan with adapters needs one scale per adapter and sequence; other plans take no scales");
     n_tokens_ = n;
     n_outputs_ = n_outputs;
     bool done;
-    std::exception_ptr raised;  // by a signal handler, while the step ran
+    std::exception_ptr raised;  // by a signal handler during the step
     {
         nb::gil_scoped_release release;
         const Poll poll = [&] {
@@ -85,11 +85,11 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
             if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
             return bool(raised);
         };
-        done =
-            plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(), n_sequences,
-                       max_pages, outputs.data(), n_outputs, thresholded ? thresholded->data() : nullptr,
-                       limits.n_states ? states->data() : nullptr, limits.n_states ? saves->data() : nullptr,
-                       scales ? scales->data() : nullptr);
+        done = plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, kv_blocks.data(),
+                          n_sequences, max_kv_blocks, outputs.data(), n_outputs,
+                          thresholded ? thresholded->data() : nullptr,
+                          limits.n_states ? states->data() : nullptr,
+                          limits.n_states ? saves->data() : nullptr, scales ? scales->data() : nullptr);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -109,36 +109,36 @@ void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int
                                const std::optional<Ints>& states, const std::optional<Ints>& saves) const {
     const int n = int(sequences.size());
     require(states && saves && int(states->size()) == n_sequences && int(saves->size()) == n,
-            "a model with recurrent layers needs slots for the states of a batch");
+            "a model with recurrent layers needs state slots for the batch");
     const int n_states = plan_->limits().n_states;
     std::vector<char> used(n_states), seen(n_sequences);
     int left = 0;  // tokens of the same sequence from t on
     const auto use = [&](int slot) -> char* {
         require(slot >= -1 && slot < n_states,
-                "a state of the batch lies outside the " + std::to_string(n_states) + " slots of the cache");
+                "a state slot of the batch is outside the cache's " + std::to_string(n_states) + " slots");
         return slot < 0 ? nullptr : &used[slot];
     };
     for (int t = 0; t < n; t++) {
         const int sequence = sequences.data()[t], position = positions.data()[t];
         if (t > 0 && sequences.data()[t - 1] == sequence) {
             require(positions.data()[t - 1] + 1 == position,
-                    "tokens of a sequence with a state must follow one another");
+                    "tokens of a sequence with a state must be consecutive");
             continue;
         }
-        require(!seen[sequence], "tokens of a sequence with a state must follow one another");
+        require(!seen[sequence], "tokens of a sequence with a state must be consecutive");
         seen[sequence] = 1;
         const int slot = states->data()[sequence];
         if (char* mark = use(slot)) *mark = 1;
-        require((slot < 0) == (position == 0), "a sequence has a state before every token but its first");
+        require((slot < 0) == (position == 0), "a sequence needs a state exactly if it does not begin");
     }
     for (int t = n - 1; t >= 0; t--) {
         left = t + 1 < n && sequences.data()[t + 1] == sequences.data()[t] ? left + 1 : 1;
         char* mark = use(saves->data()[t]);
         if (!mark) continue;
-        require(!*mark, "a step writes a state once, and none that it reads");
+        require(!*mark, "a step must write a state only once, and none that it reads");
         *mark = 1;
-        require(left <= kSavedTokens || (positions.data()[t] + 1) % kPageSize == 0,
-                "a state is saved at the end of a page or of a sequence's tokens");
+        require(left <= kSavedTokens || (positions.data()[t] + 1) % kKvBlockSize == 0,
+                "a state can be saved only at the end of a KV block or among a sequence's last tokens");
     }
 }
 
@@ -153,7 +153,7 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds(const Ints& 
 }
 
 nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> PlanBuilder::op_counts(const Ints& cells, int n_cells) const {
-    constexpr int kAhead = 16;  // operations whose counters are fetched: weights have driven them out
+    constexpr int kAhead = 16;  // operations whose counters are prefetched: weights have evicted them
     check_cells(cells, 6, n_cells);
     int64_t* out;
     auto result = new_array<int64_t>(out, n_cells);
@@ -170,17 +170,17 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> PlanBuilder::op_counts(const Ints& 
 
 void PlanBuilder::check_cells(const Ints& cells, int n_each, int n_cells) const {
     require(int64_t(cells.size()) == int64_t(plan_->n_ops()) * n_each,
-            "there are " + std::to_string(n_each) + " cells for each operation");
+            "there must be " + std::to_string(n_each) + " cells per operation");
     const int32_t* cell = cells.data();
     require(std::all_of(cell, cell + cells.size(), [&](int32_t c) { return c >= 0 && c < n_cells; }),
-            "a cell lies outside of the sums");
+            "a cell is outside the sums");
 }
 
 void bind_plan(nb::module_& m) {
     nb::class_<PlanBuilder>(m, "Plan",
                             "The operations of one step; built once, run once per step (csrc/plan.h).")
         .def(nb::init<int, int, int, std::shared_ptr<Runtime>, const std::optional<std::string>&>(),
-             "max_tokens"_a, "n_pages"_a, "max_pages"_a, "runtime"_a, "isa"_a.none() = nb::none())
+             "max_tokens"_a, "n_kv_blocks"_a, "max_kv_blocks"_a, "runtime"_a, "isa"_a.none() = nb::none())
         .def("buffer", &PlanBuilder::buffer, "width"_a, "outputs"_a)
         .def("input", &PlanBuilder::input, "out"_a)
         .def("add", &PlanBuilder::add, "operation"_a, "facts"_a)
@@ -188,7 +188,7 @@ void bind_plan(nb::module_& m) {
         .def("op_counts", &PlanBuilder::op_counts, "cells"_a, "n_cells"_a)
         .def("finish", &PlanBuilder::finish)
         .def("cancel", &PlanBuilder::cancel)
-        .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
+        .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "kv_blocks"_a, "outputs"_a,
              "x"_a.none() = nb::none(), "thresholded"_a.none() = nb::none(), "states"_a.none() = nb::none(),
              "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none())
         .def(

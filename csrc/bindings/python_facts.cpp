@@ -103,7 +103,7 @@ Facts::Tensor PythonFacts::tensor_of(nb::handle given, const char* name) {
     int type = -1;
     require(nb::try_cast<nb::tuple>(given, tuple) && (tuple.size() == 2 || tuple.size() == 3) &&
                 nb::try_cast<int>(tuple[0], type),
-            std::string(name) + " is not a tensor: type, data and perhaps scales");
+            std::string(name) + " is not a tensor of type, data and optionally scales");
     require(type >= 0 && type < kTypeCount, "tensor type " + std::to_string(type) + " has no kernel");
     Tensor tensor{Type(type), {}, {}, {}};
     StoredRows* rows = nullptr;
@@ -124,7 +124,7 @@ Facts::Tensor PythonFacts::tensor(const char* name) {
 std::vector<Facts::Tensor> PythonFacts::tensors(const char* name) {
     std::vector<Tensor> found;
     for (nb::handle one : as<nb::list>(name, "a list of tensors")) found.push_back(tensor_of(one, name));
-    require(!found.empty(), std::string(name) + " names no tensor");
+    require(!found.empty(), std::string(name) + " has no tensor");
     return found;
 }
 

@@ -1,5 +1,5 @@
-// The facts of an operation from Python: a dict, whose values are numbers, strings, arrays, tensors as tuples
-// (type, data[, scales]) with bytes or StoredRows as data, stores, streams, and records, which are dicts.
+// Reads an operation's facts from a Python dict. Its values are numbers, strings, arrays, stores, streams,
+// records (dicts) and tensors, which are tuples (type, data[, scales]) with bytes or StoredRows as data.
 #pragma once
 
 #include <set>
@@ -11,7 +11,7 @@ namespace hotset::bindings {
 
 class PythonFacts : public Facts {
   public:
-    // kept: takes what must stay alive as long as the plan.
+    // kept: receives the objects that must live as long as the plan.
     PythonFacts(Plan& plan, nb::dict values, std::vector<nb::object>& kept);
 
     bool has(const char* name) override;
@@ -32,7 +32,7 @@ class PythonFacts : public Facts {
     std::unique_ptr<Facts> record(const char* name) override;
     std::vector<std::unique_ptr<Facts>> records(const char* name) override;
 
-    // Every fact was read: a name that no operation knows is a mistake of the caller.
+    // Check that every fact was read. An unread name is a mistake of the caller.
     void check_all_read(const std::string& operation) const;
 
     using Facts::flag;

@@ -10,15 +10,15 @@ std::unique_ptr<Replacement> make_replacement(int n_layers, int n_ids, const std
     require(n_layers > 0 && n_ids > 0 && int64_t(n_layers) * n_ids < INT32_MAX,
             "a cache needs layers and entries");
     require(slots.size() == 1 || slots.size() == size_t(n_layers),
-            "slots are those of all layers or of each one");
+            "slots must be one number for all layers, or one per layer");
     int64_t n_slots = 0;
     for (int32_t n : slots) {
-        require(n >= 0, "there is no negative number of slots");
+        require(n >= 0, "the number of slots is negative");
         n_slots += n;
     }
-    require(n_slots < INT32_MAX, "a cache has fewer than 2^31 slots");
+    require(n_slots < INT32_MAX, "a cache must have fewer than 2^31 slots");
     require(half_life >= 0 && half_life <= 1 << 20 && (half_life & (half_life - 1)) == 0,
-            "a half-life is a power of two, or 0");
+            "a half-life must be a power of two, or 0");
     return std::make_unique<Replacement>(n_layers, n_ids, slots, half_life);
 }
 
@@ -29,11 +29,11 @@ void require_entry(const Replacement& policy, int layer, int32_t id) {
 
 void expect(Replacement& policy, int layer, const Floats& shares) {
     require_entry(policy, layer, 0);
-    require(shares.size() == size_t(policy.n_ids()), "an entry has a share");
+    require(shares.size() == size_t(policy.n_ids()), "there must be one share per entry");
     policy.expect(layer, shares.data());
 }
 
-// int32 [3][n]: slots, whether each is a hit, what was evicted.
+// Returns int32 [3][n]: slots, whether each is a hit, evicted ids.
 nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credit) {
     const size_t n = ids.size();
     require_entry(policy, layer, 0);
@@ -52,13 +52,13 @@ nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credi
 
 std::vector<int64_t> replayed(Replacement& policy, const Ints& ids, const IntMatrix& counts, size_t first,
                               bool by_layer) {
-    require(counts.shape(1) == size_t(policy.n_layers()), "a trace has as many layers as its cache");
+    require(counts.shape(1) == size_t(policy.n_layers()), "the trace and the cache differ in their layers");
     int64_t n = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
-        require(counts.data()[i] >= 0, "a lookup has no negative length");
+        require(counts.data()[i] >= 0, "the length of a lookup is negative");
         n += counts.data()[i];
     }
-    require(n == int64_t(ids.size()), "a trace has as many entries as its counts say");
+    require(n == int64_t(ids.size()), "the number of ids differs from the sum of counts");
     for (size_t i = 0; i < ids.size(); ++i) require_entry(policy, 0, ids.data()[i]);
     std::vector<int64_t> hits(counts.shape(1));
     nb::gil_scoped_release release;
@@ -66,15 +66,15 @@ std::vector<int64_t> replayed(Replacement& policy, const Ints& ids, const IntMat
     return hits;
 }
 
-// spans: [n][3], as Span.
+// spans: [n][3], the fields of Span.
 int64_t optimal(const IntMatrix& spans, int32_t n_lookups, int32_t first, int64_t n_slots) {
-    require(spans.shape(1) == 3 && first >= 0 && first <= n_lookups && n_slots >= 0, "these are no spans");
+    require(spans.shape(1) == 3 && first >= 0 && first <= n_lookups && n_slots >= 0, "spans do not fit");
     std::vector<Span> made(spans.shape(0));
     for (size_t i = 0; i < made.size(); ++i) {
         const int32_t* s = spans.data() + 3 * i;
         require(
             0 <= s[0] && s[0] < s[1] && s[1] < n_lookups && s[2] > 0 && (i == 0 || made[i - 1].from <= s[0]),
-            "spans begin in order, and end later, within the lookups");
+            "spans must begin in rising order, and end later, within the lookups");
         made[i] = {s[0], s[1], s[2]};
     }
     nb::gil_scoped_release release;
@@ -85,7 +85,7 @@ int64_t optimal(const IntMatrix& spans, int32_t n_lookups, int32_t first, int64_
 
 void bind_replacement(nb::module_& m) {
     nb::class_<Replacement>(m, "Replacement",
-                            "Which entries a cache of few slots holds (csrc/replacement.h).")
+                            "The replacement policy of a cache with few slots (csrc/replacement.h).")
         .def(nb::new_(&make_replacement), "n_layers"_a, "n_ids"_a, "slots"_a, "half_life"_a)
         .def_prop_ro("n_slots", &Replacement::n_slots)
         .def("expect", &expect, "layer"_a, "shares"_a)
@@ -107,7 +107,7 @@ void bind_replacement(nb::module_& m) {
             "layer"_a, "id"_a)
         .def("replay", &replayed, "ids"_a, "counts"_a, "first"_a, "by_layer"_a);
     m.def("optimal_hits", &optimal, "spans"_a, "n_lookups"_a, "first"_a, "n_slots"_a,
-          "Hits of a cache that knows what will be asked for (csrc/replacement.h).");
+          "Return the hits of a cache that knows the future (csrc/replacement.h).");
 }
 
 }  // namespace hotset::bindings

@@ -1,5 +1,4 @@
 #include <algorithm>
-// What is read under a budget (csrc/store/).
 #include "bindings/bindings.h"
 #include "runtime.h"
 
@@ -10,20 +9,20 @@ using PartArguments =
     std::tuple<std::string, uint64_t, size_t, size_t>;  // path, offset, bytes of a row, stride
 
 int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>& parts, int64_t usual,
-              int64_t at_once, std::optional<int64_t> n_asked) {
-    require(n_rows > 0 && n_rows < INT32_MAX && !parts.empty() && !store.end(), "a group has rows and parts");
-    require(!n_asked || (*n_asked > 0 && *n_asked <= n_rows), "some of a group's rows are asked for");
-    require(usual > 0 && at_once > 0, "rows come in steps of one at least");
+              int64_t at_once, std::optional<int64_t> n_needed) {
+    require(n_rows > 0 && n_rows < INT32_MAX && !parts.empty() && !store.end(), "a group needs rows, parts");
+    require(!n_needed || (*n_needed > 0 && *n_needed <= n_rows), "n_needed must be between 1 and n_rows");
+    require(usual > 0 && at_once > 0, "usual and at_once must be at least 1");
     std::vector<RowStore::Part> built;
     for (const auto& [path, offset, row_bytes, stride] : parts) {
         const StoredFile* file = store.files().open(path).get();
         require(row_bytes > 0 && row_bytes <= stride && stride < INT64_MAX / size_t(n_rows) &&
                     offset <= file->bytes() &&
                     stride * size_t(n_rows - 1) + row_bytes <= file->bytes() - offset,
-                "rows of " + path + " lie beyond its end; download or convert it again");
+                "rows of " + path + " are past its end; download or convert it again");
         built.push_back({file, offset, row_bytes, stride});
     }
-    return store.add_group(n_rows, std::move(built), usual, at_once, n_asked.value_or(n_rows));
+    return store.add_group(n_rows, std::move(built), usual, at_once, n_needed.value_or(n_rows));
 }
 
 void allocate(RowStore& store, size_t bytes) {
@@ -32,7 +31,7 @@ void allocate(RowStore& store, size_t bytes) {
     store.allocate(bytes);
 }
 
-// Runs what may be cancelled, without the GIL; throws what a signal raised.
+// Run a cancellable function without the GIL. Throws the exception of a signal handler.
 template <class F>
 bool run_with_signals(F f) {
     std::exception_ptr raised;
@@ -49,30 +48,29 @@ bool run_with_signals(F f) {
     return done;
 }
 
-// Whether rows are different, and those of a group that has its memory.
+// Check that the rows rise, and that their group has its memory.
 void check_rows(const RowStore& store, int group, const Ints& rows) {
     require(group >= 0 && group < store.n_groups() && store.end(), "there is no such group of rows");
     for (size_t i = 0; i < rows.size(); i++)
         require(rows.data()[i] >= (i ? rows.data()[i - 1] + 1 : 0) && rows.data()[i] < store.n_rows(group),
-                "rows rise");
+                "rows must rise");
 }
 
 void preload(RowStore& store, int group, const Ints& rows) {
     check_rows(store, group, rows);
-    require(int64_t(rows.size()) <= store.n_slots(group), "what is read beforehand has slots");
+    require(int64_t(rows.size()) <= store.n_slots(group), "there are fewer slots than rows to preload");
     run_with_signals([&](const auto& cancelled) {
         return store.preload(group, rows.data(), int64_t(rows.size()), cancelled);
     });
 }
 
-// Of each part uint8 [rows * bytes of a row]. runtime: whose plans use the store too; a step that was given
-// up may still be in one of them.
+// Return uint8 [rows * bytes of a row] for each part. runtime: the one whose plans also use the store;
+// stragglers of a cancelled step may still read it.
 std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& store, int group,
                                                                     const Ints& rows,
                                                                     std::shared_ptr<Runtime> runtime) {
     check_rows(store, group, rows);
-    require(int64_t(rows.size()) <= store.at_once(group),
-            "more rows were asked for than there may be at once");
+    require(int64_t(rows.size()) <= store.at_once(group), "there are more rows than one fetch may have");
     std::atomic<bool> never{false};
     std::vector<uint8_t*> to(size_t(store.n_parts(group)));
     std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copies;
@@ -87,7 +85,7 @@ std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& st
     return copies;
 }
 
-// Bytes of a row's part, or nothing where it is not there. runtime: as above.
+// Return the bytes of a row's part, or nothing if it is not loaded. runtime: see above.
 std::optional<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> peek_row(
     const RowStore& store, int group, int32_t row, int part, const std::shared_ptr<Runtime>& runtime) {
     require(group >= 0 && group < store.n_groups() && store.end() && part >= 0 &&
@@ -115,12 +113,12 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, double> counts_of(const RowStore&
 using PieceArguments = std::tuple<std::string, uint64_t, size_t>;  // path, offset, bytes
 
 int add_piece(Stream& stream, const std::vector<PieceArguments>& parts) {
-    require(!parts.empty() && !stream.allocated(), "a piece has parts");
+    require(!parts.empty() && !stream.allocated(), "a piece needs parts");
     std::vector<Stream::Part> built;
     for (const auto& [path, offset, bytes] : parts) {
         const StoredFile* file = stream.files().open(path).get();
         require(bytes > 0 && offset <= file->bytes() && bytes <= file->bytes() - offset,
-                "bytes of " + path + " lie beyond its end; download or convert it again");
+                "bytes of " + path + " are past its end; download or convert it again");
         built.push_back({file, offset, bytes});
     }
     return stream.add_piece(std::move(built));
@@ -132,8 +130,8 @@ void allocate_ring(Stream& stream, size_t bytes) {
     stream.allocate(bytes);
 }
 
-// Where a part is when its piece is there. Keeps the ring alive and not the stream: at a process's end NumPy
-// lets arrays go that native code holds, and an object of ours behind one would be reported as a leak.
+// A view of a part's memory, valid while its piece is loaded. It keeps the ring alive but not the stream: at
+// the end of a process NumPy releases arrays late, and nanobind would report our objects as leaks.
 nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> data_of(const Stream& stream, int piece, int part) {
     require(stream.allocated() && piece >= 0 && piece < stream.n_pieces() && part >= 0 &&
                 part < stream.n_parts(piece),
@@ -148,14 +146,14 @@ std::tuple<int64_t, int64_t, double> counts_of_stream(const Stream& stream) {
     return {c.bytes_read, c.n_reads, c.seconds_waited};
 }
 
-// Fills arrays with bytes of a file, many reads at a time.
+// Fill arrays with bytes of a file, using many concurrent reads.
 void read_arrays(Reader& reader, const std::string& path,
                  const std::vector<std::pair<uint64_t, WritableBytes>>& arrays) {
     const StoredFile file(path);
     Reader::Batch batch;
     for (const auto& [offset, array] : arrays) {
         require(offset <= file.bytes() && array.size() <= file.bytes() - offset,
-                "bytes of " + path + " lie beyond its end; download or convert it again");
+                "bytes of " + path + " are past its end; download or convert it again");
         add_reads(batch, &file, offset, array.size(), array.data(), 0);
     }
     run_with_signals([&](const auto& cancelled) {
@@ -169,10 +167,10 @@ void read_arrays(Reader& reader, const std::string& path,
 }  // namespace
 
 void bind_store(nb::module_& m) {
-    m.def("ring_allowed", &Reader::ring_allowed, "Whether the kernel gives this process a ring for reads.");
-    nb::class_<Reader>(m, "Reader", "Reads pieces of files, many at a time (csrc/store/reader.h).")
+    m.def("ring_allowed", &Reader::ring_allowed, "Return whether this process may use io_uring.");
+    nb::class_<Reader>(m, "Reader", "Reads parts of files, many at a time (csrc/store/reader.h).")
         .def(nb::new_([](bool ring, int depth) {
-                 require(depth > 0 && depth <= 256, "1 to 256 reads are in flight");
+                 require(depth > 0 && depth <= 256, "depth must be between 1 and 256");
                  return std::make_shared<Reader>(ring ? Reader::Kind::Ring : Reader::Kind::Threads, depth);
              }),
              "ring"_a, "depth"_a)
@@ -184,7 +182,7 @@ void bind_store(nb::module_& m) {
             "rate",
             [](Reader& reader, const std::string& path, uint32_t size, double seconds) {
                 require(size > 0 && size % kReadAlign == 0 && size <= Reader::kMostBytes,
-                        "reads are whole pages, of 512 KB at most");
+                        "the size of reads must be whole pages, at most 512 KB");
                 nb::gil_scoped_release release;
                 return read_rate(StoredFile(path), reader, size, seconds);
             },
@@ -192,23 +190,23 @@ void bind_store(nb::module_& m) {
         .def("inject_faults", &Reader::inject_faults, "share"_a, "seed"_a, "short_only"_a = false);
     m.def(
         "reads_directly", [](const std::string& path) { return StoredFile(path).direct(); }, "path"_a,
-        "Whether a file can be read past the page cache.");
-    nb::class_<StoredRows>(m, "StoredRows", "Rows of a store, where a plan takes the bytes of a matrix.")
+        "Return whether a file can be read past the page cache.");
+    nb::class_<StoredRows>(m, "StoredRows", "Rows of a store, used in place of a matrix's bytes.")
         .def_ro("store", &StoredRows::store)
         .def_ro("group", &StoredRows::group);
-    nb::class_<RowStore>(m, "RowStore", "Rows that are read when they are needed (csrc/store/store.h).")
+    nb::class_<RowStore>(m, "RowStore", "Rows that are read as needed (csrc/store/store.h).")
         .def(nb::new_([](std::shared_ptr<Reader> reader, uint64_t gap, int half_life) {
                  require(half_life >= 0 && (half_life & (half_life - 1)) == 0 && gap <= Reader::kMostBytes,
-                         "a credit halves in a power of two of requests");
+                         "a half-life must be a power of two of requests");
                  return std::make_shared<RowStore>(std::move(reader), gap, half_life);
              }),
              "reader"_a, "gap"_a, "half_life"_a)
         .def("group", &add_group, "n_rows"_a, "parts"_a, "usual"_a, "at_once"_a,
-             "n_asked"_a.none() = nb::none())
+             "n_needed"_a.none() = nb::none())
         .def("allocate", &allocate, "bytes"_a)
         .def("touch_ahead",
              [](RowStore& store) {
-                 require(store.end(), "a store that has its memory can have it touched");
+                 require(store.end(), "the store has no memory yet");
                  store.touch_ahead();
              })
         .def(
@@ -224,7 +222,7 @@ void bind_store(nb::module_& m) {
             [](RowStore& store, int group, const Floats& shares) {
                 require(group >= 0 && group < store.n_groups() && store.end() &&
                             int64_t(shares.size()) == store.n_rows(group),
-                        "a row of a group has a share");
+                        "there must be one share per row of the group");
                 store.expect(group, shares.data());
             },
             "group"_a, "shares"_a)
@@ -251,13 +249,13 @@ void bind_store(nb::module_& m) {
                 std::vector<RowStore::Size> sizes;
                 for (const auto& [rows, slot, usual] : groups) {
                     require(rows > 0 && rows < INT32_MAX && slot > 0 && slot < size_t(1) << 44 && usual > 0,
-                            "a group has rows");
+                            "a group needs rows");
                     sizes.push_back({rows, slot, std::min(usual, rows), rows});
                 }
                 return RowStore::share_out(sizes, bytes).slots;
             },
             "groups"_a, "bytes"_a);
-    nb::class_<Stream>(m, "Stream", "Weights that are read anew in every step (csrc/store/stream.h).")
+    nb::class_<Stream>(m, "Stream", "Weights that are read again in every step (csrc/store/stream.h).")
         .def(nb::new_(
                  [](std::shared_ptr<Reader> reader) { return std::make_shared<Stream>(std::move(reader)); }),
              "reader"_a)

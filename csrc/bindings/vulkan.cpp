@@ -20,7 +20,7 @@ Place place_of(const std::string& name) {
     if (name == "device") return Place::Device;
     if (name == "to_device") return Place::ToDevice;
     if (name == "staging") return Place::Staging;
-    require(name == "from_device", "memory is of the device, to_device, from_device or staging");
+    require(name == "from_device", "the place must be device, to_device, from_device or staging");
     return Place::FromDevice;
 }
 
@@ -43,16 +43,16 @@ void fail(const std::string& name, int n, int result) {
     vulkan::fail_call(name, n, VkResult(result));
 }
 
-// heaps: bytes and flags; types: heap and flags, as Vulkan has them.
+// heaps: bytes and flags. types: heap and flags, as in Vulkan.
 std::optional<uint32_t> memory_type(const std::vector<std::pair<uint64_t, uint32_t>>& heaps,
                                     const std::vector<std::pair<uint32_t, uint32_t>>& types, uint32_t allowed,
                                     const std::string& place) {
     VkPhysicalDeviceMemoryProperties memories{};
     require(heaps.size() <= VK_MAX_MEMORY_HEAPS && types.size() <= VK_MAX_MEMORY_TYPES,
-            "more memory than Vulkan has names for");
+            "there are more heaps or types than Vulkan allows");
     for (const auto& [size, flags] : heaps) memories.memoryHeaps[memories.memoryHeapCount++] = {size, flags};
     for (const auto& [heap, flags] : types) {
-        require(heap < heaps.size(), "a type of memory is of one of the heaps");
+        require(heap < heaps.size(), "a memory type names no heap");
         memories.memoryTypes[memories.memoryTypeCount++] = {flags, heap};
     }
     return vulkan::choose_memory(memories, allowed, place_of(place));
@@ -87,7 +87,7 @@ std::shared_ptr<Buffer> allocate(const std::shared_ptr<Device>& device, uint64_t
 }
 
 void check_range(const Buffer& buffer, uint64_t offset, uint64_t size) {
-    require(offset <= buffer.size() && size <= buffer.size() - offset, "bytes lie outside of a buffer");
+    require(offset <= buffer.size() && size <= buffer.size() - offset, "the range is outside the buffer");
 }
 
 void write(Buffer& buffer, uint64_t offset, const Bytes& bytes) {
@@ -108,10 +108,10 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> read(Buffer& buffer, uint64_t offse
     return result;
 }
 
-// A view of a buffer that the host sees; it keeps the buffer alive.
+// Return a view of a host-visible buffer. It keeps the buffer alive.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(nb::handle self) {
     auto& buffer = nb::cast<Buffer&>(self);
-    require(buffer.mapped() != nullptr, "the host does not see this buffer");
+    require(buffer.mapped() != nullptr, "the buffer is not host-visible");
     return {buffer.mapped(), {size_t(buffer.size())}, self};
 }
 
@@ -119,25 +119,25 @@ using Matrices = nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::devic
 
 TileBytes tile_bytes(int type, int64_t cols) {
     require(type >= 0 && type < kTypeCount && cols > 0 && cols <= int64_t(1) << 40,
-            "a tile is of a type and of columns");
+            "the type or the number of columns is out of range");
     const TileBytes bytes = hotset::tile_bytes(Type(type), cols);
-    require(bytes.codes > 0, "no kernel of a device decodes the type " + std::to_string(type));
-    require(cols % type_facts(Type(type)).block_size == 0, "a row has whole blocks");
+    require(bytes.codes > 0, "no device kernel decodes the type " + std::to_string(type));
+    require(cols % type_facts(Type(type)).block_size == 0, "a row must have whole blocks");
     return bytes;
 }
 
-// Some rows of each of several matrices [n, rows, bytes of a row]; zeros, which must stay, fill the last tile
-// of each.
+// Return the chosen rows of several matrices [n, rows, bytes of a row]. Rows of zeros pad the last tile of
+// each matrix; `zeros` must stay alive.
 TileRows rows_of(int type, int64_t cols, const Matrices& data, const Ints& chosen,
                  std::vector<uint8_t>& zeros) {
     tile_bytes(type, cols);
     const TypeFacts facts = type_facts(Type(type));
     const size_t row_bytes = data.shape(2), n_rows = data.shape(1);
     require(int64_t(row_bytes) == cols / facts.block_size * facts.block_bytes,
-            "a row has the bytes of its columns");
-    require(chosen.size() <= n_rows, "rows of a matrix are chosen once each");
+            "the bytes of a row do not match its columns");
+    require(chosen.size() <= n_rows, "more rows were chosen than the matrix has");
     for (size_t i = 0; i < chosen.size(); i++)
-        require(chosen.data()[i] >= 0 && size_t(chosen.data()[i]) < n_rows, "a row is one of the matrix");
+        require(chosen.data()[i] >= 0 && size_t(chosen.data()[i]) < n_rows, "a row is outside the matrix");
     zeros.resize(row_bytes);
     TileRows rows{Type(type), cols, {}};
     for (size_t matrix = 0; matrix < data.shape(0); matrix++) {
@@ -163,7 +163,7 @@ nb::tuple rearranged(int type, int64_t cols, const Matrices& data, const Ints& c
     return nb::make_tuple(of_codes, of_more);
 }
 
-using Spot = std::pair<std::shared_ptr<Buffer>, uint64_t>;  // a buffer, and an offset there
+using Spot = std::pair<std::shared_ptr<Buffer>, uint64_t>;  // a buffer and an offset in it
 
 vulkan::Target target_of(const Spot& spot, uint64_t size) {
     check_range(*spot.first, spot.second, size);
@@ -176,7 +176,7 @@ void upload(int type, int64_t cols, const Matrices& data, const Ints& chosen, co
     const TileRows rows = rows_of(type, cols, data, chosen, zeros);
     check_threads(n_threads);
     const TileBytes bytes = hotset::tile_bytes(rows.type, cols);
-    require(more.has_value() == (bytes.more > 0), "what blocks have beside codes has a place");
+    require(more.has_value() == (bytes.more > 0), "`more` must be given exactly if the type needs it");
     const vulkan::Target to = target_of(codes, rows.n_tiles() * bytes.codes);
     const vulkan::Target rest = more ? target_of(*more, rows.n_tiles() * bytes.more) : vulkan::Target{};
     nb::gil_scoped_release release;
@@ -186,7 +186,7 @@ void upload(int type, int64_t cols, const Matrices& data, const Ints& chosen, co
 std::shared_ptr<Kernel> make_kernel(const std::shared_ptr<Device>& device, const Bytes& spirv, int n_buffers,
                                     int push_bytes, const vulkan::Constants& constants) {
     require(spirv.size() >= 20 && spirv.size() % 4 == 0 && load_u32(spirv.data()) == 0x07230203,
-            "a kernel is SPIR-V");
+            "the kernel is not SPIR-V");
     require(n_buffers > 0 && n_buffers <= 16 && push_bytes >= 0 && push_bytes <= 128 && push_bytes % 4 == 0,
             "a kernel has up to 16 buffers and 128 bytes of push constants");
     std::vector<uint32_t> words(spirv.size() / 4);
@@ -220,21 +220,21 @@ void dispatch_indirect(Program& program, const std::shared_ptr<Kernel>& kernel,
     program.dispatch_indirect(kernel, bindings_of(bound), bytes_of(push), counts, offset);
 }
 
-// Ends runs from any thread.
+// Cancels runs from any thread.
 struct Cancel {
-    std::atomic<bool> asked{false};
+    std::atomic<bool> requested{false};
 };
 
-// exchange: of layers whose neurons a CPU worker shares, in a step of n_tokens.
+// exchange: for layers whose neurons or experts a CPU worker shares, in a step of n_tokens.
 void run(const std::vector<Program*>& programs, Cancel& cancel, const Exchange* exchange, int n_tokens) {
-    std::exception_ptr raised;  // by a signal handler, while the step ran
+    std::exception_ptr raised;  // by a signal handler during the step
     bool done;
     {
         nb::gil_scoped_release release;
         const auto is_cancelled = [&] {
             nb::gil_scoped_acquire acquire;
             if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
-            return raised || cancel.asked;
+            return raised || cancel.requested;
         };
         std::function<bool(int)> on_host;
         if (exchange) on_host = [&](int layer) { return exchange->serve(layer, n_tokens, is_cancelled); };
@@ -248,7 +248,7 @@ void run(const std::vector<Program*>& programs, Cancel& cancel, const Exchange* 
 
 void bind_vulkan(nb::module_& m) {
     m.def("vulkan_devices", &devices, "validate"_a,
-          "What the Vulkan driver has, a dict each; DeviceError where there is none (csrc/vulkan/loader.h).");
+          "Return a dict per Vulkan device; raises DeviceError if there is none (csrc/vulkan/loader.h).");
     nb::class_<Device>(m, "VulkanDevice", "An open device (csrc/vulkan/device.h).")
         .def(nb::new_(&open_device), "index"_a, "validate"_a = false, "staged"_a = false,
              "cache"_a = nb::bytes("", 0))
@@ -260,7 +260,7 @@ void bind_vulkan(nb::module_& m) {
         .def_prop_ro("max_range",
                      [](const Device& device) {
                          const uint64_t most =
-                             device.info().max_allocation & ~uint64_t(255);  // of Arena's pieces
+                             device.info().max_allocation & ~uint64_t(255);  // Arena's alignment
                          return std::min<uint64_t>(device.info().limits.maxStorageBufferRange, most);
                      })
         .def_prop_ro("max_allocation", [](const Device& device) { return device.info().max_allocation; })
@@ -276,12 +276,12 @@ void bind_vulkan(nb::module_& m) {
         .def("view", [](nb::handle self) { return view(self); });
     [[maybe_unused]] const nb::class_<Kernel> kernel(m, "VulkanKernel",
                                                      "A compute pipeline (csrc/vulkan/device.h).");
-    nb::class_<Cancel>(m, "VulkanCancel", "Ends a run of programs from any thread; `asked` stays set.")
+    nb::class_<Cancel>(m, "VulkanCancel", "Cancels a run of programs from any thread; `requested` stays set.")
         .def(nb::init<>())
         .def_prop_rw(
-            "asked", [](const Cancel& cancel) { return cancel.asked.load(); },
-            [](Cancel& cancel, bool asked) { cancel.asked = asked; });
-    nb::class_<Program>(m, "VulkanProgram", "Dispatches, recorded once (csrc/vulkan/program.h).")
+            "requested", [](const Cancel& cancel) { return cancel.requested.load(); },
+            [](Cancel& cancel, bool requested) { cancel.requested = requested; });
+    nb::class_<Program>(m, "VulkanProgram", "Dispatches that are recorded once (csrc/vulkan/program.h).")
         .def(nb::init<std::shared_ptr<Device>>(), "device"_a)
         .def("dispatch", &dispatch, "kernel"_a, "bindings"_a, "push"_a, "groups"_a)
         .def("dispatch_indirect", &dispatch_indirect, "kernel"_a, "bindings"_a, "push"_a, "counts"_a,
@@ -290,31 +290,32 @@ void bind_vulkan(nb::module_& m) {
         .def("cut_for_host", &Program::cut_for_host, "layer"_a)
         .def("finish", &Program::finish);
     nb::class_<Exchange>(m, "VulkanExchange",
-                         "What passes between a device and a CPU worker (csrc/vulkan/exchange.h).")
+                         "The memory that a device and a CPU worker exchange (csrc/vulkan/exchange.h).")
         .def(nb::init<CpuWorkerPlan&, std::shared_ptr<Buffer>, std::shared_ptr<Buffer>, uint64_t>(),
-             "worker"_a, "from_device"_a, "to_device"_a, "asked_offset"_a, nb::keep_alive<1, 2>());
+             "worker"_a, "from_device"_a, "to_device"_a, "bits_offset"_a, nb::keep_alive<1, 2>());
     m.def(
         "vulkan_tile_bytes",
         [](int type, int64_t cols) {
             const TileBytes bytes = tile_bytes(type, cols);
             return std::pair(bytes.codes, bytes.more);
         },
-        "type"_a, "cols"_a, "Bytes of 32 rows on a device: of the codes, and of the rest.");
+        "type"_a, "cols"_a, "Return the bytes of 32 rows on a device: codes, and the rest.");
     m.def("vulkan_rearranged", &rearranged, "type"_a, "cols"_a, "data"_a, "rows"_a, "n_threads"_a,
-          "Rows of matrices [n, rows, bytes of a row] as a device has them: codes, and the rest "
+          "Rearrange rows of matrices [n, rows, bytes of a row] for a device: codes, and the rest "
           "(csrc/device_tiles.h).");
     m.def("vulkan_upload", &upload, "type"_a, "cols"_a, "data"_a, "rows"_a, "codes"_a, "more"_a.none(),
-          "n_threads"_a, "The same, written to buffers of a device, from an offset on.");
+          "n_threads"_a, "Rearrange rows and write them to a device's buffers, starting at an offset.");
     m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,
-          "Makes the n-th call from now on of a function of Vulkan end with a VkResult; 0: none (of tests).");
+          "Make the n-th next call of a Vulkan function return a VkResult; 0: none (for tests).");
     m.def("vulkan_memory_type", &memory_type, "heaps"_a, "types"_a, "allowed"_a, "place"_a,
-          "The type that memory of a place has on a device with these (csrc/vulkan/device.h); of tests.");
+          "Return the memory type for a place on a device (csrc/vulkan/device.h; for tests).");
     m.def(
         "vulkan_late_messages", [] { return vulkan::Instance::open(true)->late_messages(); },
-        "What the validation layer reported of devices that were closed: objects left open, above all.");
-    m.def("vulkan_run", &run, "programs"_a, "cancel"_a, "exchange"_a = nb::none(), "n_tokens"_a = 0,
-          "Runs programs one after the other and waits; StepCancelledError where it was cancelled, or where "
-          "the exchange's worker gave the step up.");
+        "Return the validation layer's reports about closed devices, mostly objects left open.");
+    m.def(
+        "vulkan_run", &run, "programs"_a, "cancel"_a, "exchange"_a = nb::none(), "n_tokens"_a = 0,
+        "Run programs one after another and wait. Raises StepCancelledError if the run was cancelled or the "
+        "exchange's worker poisoned the step.");
 }
 
 }  // namespace hotset::bindings

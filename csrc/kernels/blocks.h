@@ -1,7 +1,7 @@
-// The quantised block formats of GGUF, one 32-weight block at a time, in plain scalar code.
-// Included inside a namespace (each instruction set compiles its own copy).
+// Decodes the quantised block formats of GGUF, 32 weights at a time, in plain scalar code. Included inside a
+// namespace: each instruction set compiles its own copy.
 //
-// Bit diagrams: lowest byte first; "16 x u8: hi|lo" means byte i holds weight i in its low nibble and weight
+// Bit diagrams: lowest byte first. "16 x u8: hi|lo" means byte i holds weight i in its low nibble and weight
 // i + 16 in its high nibble.
 
 // Weight i of the block is (scale * sub_scale[i / 16]) * q[i] + min * sub_min[i / 16].
@@ -15,7 +15,7 @@ struct Block32 {
 
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// Twice the numbers that four bits of MXFP4 are: a sign, two bits of exponent, one of mantissa.
+// Twice the values of MXFP4's four bits: a sign, two exponent bits, one mantissa bit.
 constexpr int8_t kFp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // Q4_K and Q5_K: eight 6-bit scales and minimums in 12 bytes.
@@ -40,7 +40,7 @@ inline int unpack_scale_q3(const uint8_t* s, int j) {
     return (low | ((s[8 + j % 4] >> (2 * (j / 4))) & 3) << 4) - 32;
 }
 
-// Bytes of seven signs with their eighth: the number of negative ones of a group is even.
+// Add the eighth sign to bytes of seven signs: the number of negative signs in a group is even.
 inline uint64_t with_eighth_signs(uint64_t seven) {
     uint64_t odd = seven ^ seven >> 4;
     odd ^= odd >> 2;
@@ -48,12 +48,12 @@ inline uint64_t with_eighth_signs(uint64_t seven) {
     return seven | (odd & 0x0101010101010101) << 7;
 }
 
-// 28 bits as four bytes of seven.
+// Spread 28 bits over four bytes, seven bits each.
 inline uint32_t four_sevens(uint32_t bits) {
     return (bits & 0x7f) | (bits << 1 & 0x7f00) | (bits << 2 & 0x7f0000) | (bits << 3 & 0x7f000000);
 }
 
-// Weights of a codebook's group, negative where a bit of `signs` is set.
+// Decode the weights of a codebook group, negative where a bit of `signs` is set.
 template <class Word>
 inline void signed_group(Word group, uint32_t signs, int* q) {
     for (int i = 0; i < int(sizeof(Word)); i++) {
@@ -62,23 +62,23 @@ inline void signed_group(Word group, uint32_t signs, int* q) {
     }
 }
 
-// Eight weights of IQ1: eight times -1, 0 or 1, and a delta of 1 or -1.
+// Decode eight weights of IQ1: eight times -1, 0 or 1, plus a delta of 1 or -1.
 inline void delta_group(uint64_t group, bool negative, int* q) {
     for (int i = 0; i < 8; i++) q[i] = int(group >> (8 * i) & 255) - kIq1Zero - (negative ? 2 : 0);
 }
 
-// The scale of an IQ1_M super-block, spread over the high bits of four words.
+// Return the scale of an IQ1_M super-block, whose bits are the high bits of four words.
 inline float scale_iq1_m(const uint8_t* words) {
     return f16_to_f32(uint16_t(load_u16(words) >> 12 | (load_u16(words + 2) >> 8 & 0xf0) |
                                (load_u16(words + 4) >> 4 & 0xf00) | (load_u16(words + 6) & 0xf000)));
 }
 
-// Block `b` (32 weights) of a row.
+// Decode block `b` (32 weights) of a row.
 inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
     Block32 out = {{}, 0.0f, 0.0f, {1, 1}, {1, 1}};
     const TypeFacts facts = type_facts(type);
     const uint8_t* p = row + b / (facts.block_size / 32) * facts.block_bytes;
-    const int j = int(b % (facts.block_size / 32));  // which 32 of a super-block
+    const int j = int(b % (facts.block_size / 32));  // index of the 32 weights in a super-block
     switch (type) {
         case Type::Q4_0:  // f16 d | 16 x u8: hi|lo
             out.scale = load_f16(p);
@@ -155,7 +155,7 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
             break;
         }
         case Type::Q6_K: {  // 128 x u8 low nibbles | 64 x u8 high 2 bits | 16 x i8 scales | f16 d
-            // Of each 128 weights: low nibbles of bytes 0..63 are weights 0..63, high nibbles 64..127.
+            // In each 128 weights, low nibbles of bytes 0..63 are weights 0..63, high ones 64..127.
             const uint8_t* low = p + 64 * (j / 4) + 32 * (j % 2);
             const uint8_t* high = p + 128 + 32 * (j / 4);
             out.scale = load_f16(p + 208);
@@ -164,11 +164,11 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
                 out.q[i] = ((low[i] >> (j % 4 / 2 * 4) & 15) | (high[i] >> (2 * (j % 4)) & 3) << 4) - 32;
             break;
         }
-        // A digit in base 3 of a byte x that holds some as a fraction of 256: times 3 to the digit's number,
-        // without what overflows, and the integer part of three times that.
+        // A byte x of TQ1_0 holds base-3 digits as a fraction x / 256. Multiplying by 3^k modulo 256 moves
+        // digit k to the front; the integer part of three times the result is that digit.
         case Type::TQ1_0:  // 48 x u8: five digits | 4 x u8: four digits | f16 d
-            // The digits of bytes 0..31 are 160 weights, 32 by 32; of bytes 32..47 80, 16 by 16; of the last
-            // four bytes 16, 4 by 4.
+            // The digits of bytes 0..31 are 160 weights in runs of 32, of bytes 32..47 80 weights in runs of
+            // 16, of the last four bytes 16 weights in runs of 4.
             out.scale = load_f16(p + 52);
             for (int i = 0; i < 32; i++) {
                 constexpr uint8_t kPower[5] = {1, 3, 9, 27, 81};
@@ -185,8 +185,8 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
             for (int i = 0; i < 32; i++) out.q[i] = (codes[i] >> (2 * (j % 4)) & 3) - 1;
             break;
         }
-        // Indices into a codebook, signs, and scales with half a step added, in units of an eighth, a quarter
-        // or the whole of d. Every product of these is exact.
+        // Indices into a codebook, signs, and scales with half a step added, in units of d / 8, d / 4 or d.
+        // All products of these are exact.
         case Type::IQ2_XXS: {  // f16 d | 8 x (4 x u8 indices | u32: four times seven signs, 4 bits scale)
             const uint8_t* index = p + 2 + 8 * j;
             const uint32_t signs = load_u32(index + 4);
@@ -266,12 +266,12 @@ constexpr bool has_min(Type type) {
            type == Type::Q5_K;
 }
 
-// Of a power of two.
+// Return the logarithm of a power of two.
 constexpr int log2_of(int n) {
     return n <= 1 ? 0 : 1 + log2_of(n / 2);
 }
 
-// Sub-blocks of 16 weights with integer scales: their products are summed as integers.
+// Sub-blocks of 16 weights with integer scales. Their products are summed as integers.
 constexpr bool has_sub_blocks(Type type) {
     return type == Type::Q2_K || type == Type::Q3_K || type == Type::Q6_K || type == Type::IQ2_XS ||
            type == Type::IQ2_S || type == Type::IQ1_M;

@@ -1,21 +1,20 @@
-// A matrix product of one token that leaves out channels whose input is zero, from an input-major copy of the
-// matrix (ChannelMatrix): bitwise identical to the kernels of rows. A block's dot product is exact however
-// its terms are added, a block goes into its lane as ever, and one that is all zeros changes no lane.
+// A matrix product for one token that skips channels whose input is zero, using an input-major copy of the
+// matrix (ChannelMatrix). Its results are bitwise equal to the row kernels' results: a block's dot
+// product is exact in any order, a block is added to the same lane, and a block of zeros changes no lane.
 //
-// Written once over the sixteen lanes `V`; an instruction set has a function of its own, included before:
+// Written once over the sixteen lanes `V`. An instruction set provides this function, included earlier:
 //     void block_dots<kFour, kHigh>(rows, col, n_cols, start, dots)
-// dots[i] holds, for the outputs 16 i .. 16 i + 15 from col on (n_cols of them, a multiple of 32 and at most
-// kChannelColumns), the products of codes and of the quads' bytes, added up; of eight bits the code is code +
-// 128, and of four it has kHigh bits above these. They begin with `start`, which takes off what codes are
-// above their values. Beyond n_cols: anything.
-// Included inside the namespace of an instruction set.
+// dots[i] receives, for outputs 16 i .. 16 i + 15 from col on, the sum of the products of codes and the
+// quads' bytes. n_cols is a multiple of 32, at most kChannelColumns; lanes beyond it are undefined. An
+// eight-bit code is stored as code + 128. A four-bit code has kHigh more bits above. The sum begins with
+// `start`, which corrects for the codes' offset. Included inside the namespace of an instruction set.
 
-// While outputs of a block are computed, as large a share of a later block is fetched: about so many bytes
-// ahead, and four channels side by side, since several long pieces at a time are what memory is quickest at.
+// While some outputs of a block are computed, the same share of a later block is prefetched, about this many
+// bytes ahead, four channels at a time: several long streams use the memory best.
 constexpr int64_t kBytesAhead = 6144;
 constexpr int64_t kMostBlocksAhead = 64;
 
-// Outputs col0 .. col0 + n_cols of an input-major matrix, all of one tile.
+// Outputs col0 .. col0 + n_cols of an input-major matrix, all in one tile.
 template <Type kType>
 class ChannelTile {
   public:
@@ -39,7 +38,7 @@ class ChannelTile {
         ahead_ = int(imin(imax(1, kBytesAhead / bytes), kMostBlocksAhead));
     }
 
-    // Adds the blocks of one lane to `lane`, [n_cols].
+    // Add the blocks of one lane to `lane`, [n_cols].
     void add_turn(int turn, float* lane) const {
         const int last = active_.first_of[16] - 1;
         for (int i = active_.first_of[turn]; i < active_.first_of[turn + 1]; i++)
@@ -51,12 +50,12 @@ class ChannelTile {
     static constexpr bool kFour = kFormat.codes == 16, kHasMin = has_min(kType),
                           kHalves = has_sub_blocks(kType);
     static constexpr bool kGrouped = kFormat.group_head > 0;
-    // What codes are above their values.
+    // The offset of codes from their values.
     static constexpr int kZero = kType == Type::Q4_0 ? 8 : kType == Type::Q6_K ? 32 : kFour ? 0 : 128;
 
     static int lines(int64_t bytes) { return int((bytes + 63) / 64); }
 
-    // The scales of a block, and those of its group, of the types that have some.
+    // Return the scales of a block, and of its group for types with groups.
     const uint8_t* head_of(const ActiveChannels::Block& block) const {
         if constexpr (!kGrouped) return data_ + block.index * block_bytes_;
         return group_of(block) + width_ * kFormat.group_head + block.index % 8 * block_bytes_;
@@ -64,14 +63,14 @@ class ChannelTile {
     const uint8_t* group_of(const ActiveChannels::Block& block) const {
         return data_ + block.index / 8 * group_bytes_;
     }
-    // Of a head of kBytes, each number having kSize, those of some columns.
+    // Prefetch a head of kBytes per output, in numbers of kSize bytes, for some columns.
     template <int kBytes, int kSize>
     void fetch_head(const uint8_t* head, int64_t c) const {
         for (int h = 0; h < kBytes / kSize; h++)
             for (int i = 0; i < kChannelColumns * kSize; i += 64)
                 V::fetch(head + (h * width_ + inside_ + c) * kSize + i);
     }
-    // Numbers of a head as they are stored, from output `at` of the tile on.
+    // Load numbers of a head, starting at output `at` of the tile.
     V half_floats(const uint8_t* head, int64_t at) const {
         return V::load_f16(reinterpret_cast<const uint16_t*>(head) + at);
     }
@@ -86,7 +85,7 @@ class ChannelTile {
         rows.high = high_at_, rows.plane = width_ / 8;
         for (int i = 0; i < 4 * rows.n_quads; i++) rows.row[i] = codes + channels[i] * stride_;
     }
-    // A line of a channel's codes, or of its high bits.
+    // Return a cache line of a channel's codes or high bits.
     const uint8_t* line_of(const ChannelRows& rows, int channel, int line) const {
         const uint8_t* row = rows.row[channel];
         if constexpr (kFormat.high_bits > 0) {
@@ -98,14 +97,14 @@ class ChannelTile {
         return row + 64 * line;
     }
 
-    // The channels of one half of a block. A quad of both halves is in each, with the others' bytes zero.
+    // The channels of one half of a block. A quad of both halves is in each, the other's bytes zero.
     struct Half {
         ChannelRows rows;
         uint32_t quads[5];
 
         Half(const ChannelRows& of, int n_first, bool second) {
             const int first = second ? n_first / 4 : 0, last = second ? of.n_quads : (n_first + 3) / 4;
-            const uint32_t before = (uint32_t(1) << 8 * (n_first % 4)) - 1;  // of the first half, in a quad
+            const uint32_t before = (uint32_t(1) << 8 * (n_first % 4)) - 1;  // first half's bits of a quad
             rows.n_quads = last - first, rows.quads = quads, rows.high = of.high, rows.plane = of.plane;
             for (int j = first; j < last; j++) {
                 const uint32_t mask = j != n_first / 4 ? ~uint32_t(0) : second ? ~before : before;
@@ -136,7 +135,7 @@ class ChannelTile {
         rows_of(later, next);
         const int n_steps = (n_cols_ + kChannelColumns - 1) / kChannelColumns;
         const int lines_a_step = (next.n_quads * lines_ + n_steps - 1) / n_steps;
-        int quad = 0, line = 0;  // the next to fetch
+        int quad = 0, line = 0;  // the next line to prefetch
         const std::conditional_t<kHalves, Halves, NoHalves> halves(here, block.n_first);
         for (int c = 0; c < n_cols_; c += kChannelColumns) {
             for (int n = 0; n < lines_a_step && quad < next.n_quads; n++) {
@@ -156,7 +155,7 @@ class ChannelTile {
             auto add = [&](int j) {
                 const int64_t at = inside_ + c + 16 * j;
                 V weight = half_floats(kGrouped ? group : head, at), product = dots[j], min = V::zero();
-                if constexpr (kHalves) {  // exact: less than 2^24; and no zero below zero
+                if constexpr (kHalves) {  // exact, since below 2^24; adding zero removes a negative zero
                     product = fma(bytes(head, at), product, bytes(head, width_ + at) * others[j]) + V::zero();
                 } else if constexpr (kGrouped) {
                     weight = weight * bytes(head, at);
@@ -169,7 +168,7 @@ class ChannelTile {
                 if constexpr (kHasMin) acc = fma(min, sum, acc);
                 acc.store(to);
             };
-            if (n == kChannelColumns)  // a loop that is unrolled: dots stay in registers
+            if (n == kChannelColumns)  // an unrolled loop keeps dots in registers
                 for (int j = 0; j < kChannelColumns / 16; j++) add(j);
             else
                 for (int j = 0; j < n / 16; j++) add(j);
@@ -180,11 +179,10 @@ class ChannelTile {
     const Inputs& x_;
     const int n_cols_;
     const uint8_t* data_;                                 // of the tile
-    int64_t width_, stride_, block_bytes_, group_bytes_;  // outputs of the tile; bytes
-    int64_t inside_, codes_at_, high_at_;  // where the wanted outputs are: in the tile, in a block,
-                                           // behind a channel's codes
-    int code_lines_, lines_;               // of memory, of a channel: codes, and with high bits
-    int ahead_;                            // blocks
+    int64_t width_, stride_, block_bytes_, group_bytes_;  // outputs per tile; bytes
+    int64_t inside_, codes_at_, high_at_;  // offsets: of the outputs in the tile, in a block, after the codes
+    int code_lines_, lines_;               // cache lines per channel: codes only, and with high bits
+    int ahead_;                            // blocks to prefetch ahead
 };
 
 template <Type kType>

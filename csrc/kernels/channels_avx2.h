@@ -1,9 +1,9 @@
-// Integer part of channel_kernels.h. Four channels' codes are interleaved, so that a maddubs adds two terms
-// to each of the two halves of an int32. A code of eight bits is taken as two of four: so the halves hold
-// what the 32 channels of a block add up to, at most 16 * 2 * 15 * 128 = 61,440 in two halves of 30,720.
-// Included inside the namespace of an instruction set.
+// Integer part of channel_kernels.h. The codes of four channels are interleaved, so that one maddubs adds two
+// terms to each half of an int32. An eight-bit code is processed as two four-bit codes. So a half holds the
+// sum of a block's 32 channels: at most 16 * 2 * 15 * 128 = 61,440, split into two halves of 30,720. Included
+// inside the namespace of an instruction set.
 
-// Of four rows a, b, c, d the bytes (a[i] b[i] c[i] d[i]), i = 4 v .. 4 v + 3 of each 16 bytes in out[v].
+// Interleave four rows a, b, c, d: out[v] gets (a[i] b[i] c[i] d[i]) for i = 4 v .. 4 v + 3 of each 16 bytes.
 inline void interleave(const __m256i* row, __m256i* out) {
     const __m256i ab0 = _mm256_unpacklo_epi8(row[0], row[1]), ab1 = _mm256_unpackhi_epi8(row[0], row[1]);
     const __m256i cd0 = _mm256_unpacklo_epi8(row[2], row[3]), cd1 = _mm256_unpackhi_epi8(row[2], row[3]);
@@ -13,7 +13,7 @@ inline void interleave(const __m256i* row, __m256i* out) {
     out[3] = _mm256_unpackhi_epi16(ab1, cd1);
 }
 
-// sums[v] holds 4 v .. 4 v + 3 of each of two groups of 16: out[stride * g] becomes group g.
+// sums[v] holds elements 4 v .. 4 v + 3 of two groups of 16. Store group g to out[stride * g].
 inline void order_groups(const __m256i* sums, V* out, int stride) {
     auto pair = [](__m256i a, __m256i b, auto half) {
         return _mm256_cvtepi32_ps(_mm256_permute2x128_si256(a, b, decltype(half)::value));
@@ -24,14 +24,14 @@ inline void order_groups(const __m256i* sums, V* out, int stride) {
     out[stride] = {pair(sums[0], sums[1], upper), pair(sums[2], sums[3], upper)};
 }
 
-// 32 bytes of a row, or its last 16.
+// Load 32 bytes of a row, or its last 16.
 inline __m256i row_bytes(const uint8_t* p, bool whole) {
     if (whole) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-// The bytes of a plane of high bits, of four channels side by side: of 32 outputs a lane has four bytes of
-// each channel, byte i then holding bits of the outputs i, i + 4, i + 8 and so on.
+// Load the bytes of one plane of high bits for four channels, interleaved. For 32 outputs a lane has four
+// bytes per channel; byte i holds bits of outputs i, i + 4, i + 8, ...
 inline __m256i high_bytes(const uint8_t* const* row, int64_t at, bool whole) {
     const __m256i lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     const __m128i bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -44,8 +44,8 @@ inline __m256i high_bytes(const uint8_t* const* row, int64_t at, bool whole) {
     return _mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(codes, lanes), _mm256_broadcastsi128_si256(bytes));
 }
 
-// Adds what the high bits of 64 columns give to the sums of the lower ones, `low` and `high` as order_groups
-// takes them. In half an int32 32 channels add up to 16 * 3 * 128 = 6,144 at most.
+// Add the high bits' part of 64 columns to the sums `low` and `high`, in the order of order_groups. In half
+// an int32, 32 channels add up to at most 16 * 3 * 128 = 6,144.
 template <int kHigh>
 HOTSET_INLINE void add_high(const ChannelRows& rows, int64_t at, bool whole, __m256i* low, __m256i* high) {
     const __m256i field = _mm256_set1_epi8((1 << kHigh) - 1), ones = _mm256_set1_epi16(1);
@@ -69,7 +69,7 @@ HOTSET_INLINE void add_high(const ChannelRows& rows, int64_t at, bool whole, __m
 
 template <bool kFour, int kHigh>
 HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, int32_t start, V* dots) {
-    constexpr int kColumns = kFour ? 64 : 32;  // of 32 bytes
+    constexpr int kColumns = kFour ? 64 : 32;  // columns per 32 bytes
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), from = _mm256_set1_epi32(start);
     for (int c = 0; c < n_cols; c += kColumns) {
         const int64_t at = (col + c) * 32 / kColumns;

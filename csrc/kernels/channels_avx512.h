@@ -1,7 +1,7 @@
-// Integer part of channel_kernels.h. Four channels' codes are interleaved, so that a dpbusd adds four terms.
-// Included inside the namespace of an instruction set.
+// Integer part of channel_kernels.h. The codes of four channels are interleaved, so that one dpbusd adds four
+// terms. Included inside the namespace of an instruction set.
 
-// Of four rows a, b, c, d the bytes (a[i] b[i] c[i] d[i]), i = 4 v .. 4 v + 3 of each 16 bytes in out[v].
+// Interleave four rows a, b, c, d: out[v] gets (a[i] b[i] c[i] d[i]) for i = 4 v .. 4 v + 3 of each 16 bytes.
 inline void interleave(const __m512i* row, __m512i* out) {
     const __m512i ab0 = _mm512_unpacklo_epi8(row[0], row[1]), ab1 = _mm512_unpackhi_epi8(row[0], row[1]);
     const __m512i cd0 = _mm512_unpacklo_epi8(row[2], row[3]), cd1 = _mm512_unpackhi_epi8(row[2], row[3]);
@@ -11,7 +11,7 @@ inline void interleave(const __m512i* row, __m512i* out) {
     out[3] = _mm512_unpackhi_epi16(ab1, cd1);
 }
 
-// sums[v] holds 4 v .. 4 v + 3 of each of four groups of 16: out[stride * g] becomes group g.
+// sums[v] holds elements 4 v .. 4 v + 3 of four groups of 16. Store group g to out[stride * g].
 inline void order_groups(const __m512i* sums, V* out, int stride) {
     const __m512i a = _mm512_shuffle_i32x4(sums[0], sums[1], 0x44),
                   b = _mm512_shuffle_i32x4(sums[2], sums[3], 0x44);
@@ -23,8 +23,8 @@ inline void order_groups(const __m512i* sums, V* out, int stride) {
     out[3 * stride] = {_mm512_cvtepi32_ps(_mm512_shuffle_i32x4(c, d, 0xdd))};
 }
 
-// The bytes of a plane of high bits, of four channels side by side: of 32 outputs a lane has four bytes of
-// each channel, byte i then holding bits of the outputs i, i + 4, i + 8 and so on.
+// Load the bytes of one plane of high bits for four channels, interleaved. For 32 outputs a lane has four
+// bytes per channel; byte i holds bits of outputs i, i + 4, i + 8, ...
 inline __m512i high_bytes(const uint8_t* const* row, int64_t at, __mmask8 some) {
     const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m128i bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -37,13 +37,13 @@ inline __m512i high_bytes(const uint8_t* const* row, int64_t at, __mmask8 some) 
 
 template <bool kFour, int kHigh>
 HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, int32_t start, V* dots) {
-    constexpr int kColumns = kFour ? 128 : 64;  // of 64 bytes
+    constexpr int kColumns = kFour ? 128 : 64;  // columns per 64 bytes
     for (int c = 0; c < kChannelColumns; c += kColumns) {
         const int bytes = imax(0, imin(kColumns, n_cols - c)) * 64 / kColumns;
         const __mmask64 some = bytes ? ~uint64_t(0) >> (64 - bytes) : 0;
         const int64_t at = (col + c) * 64 / kColumns;
-        // Of four bits, `sums` are those of whole bytes: sixteen times the high codes', and the low ones'.
-        // above: of high bits, those of `low` and then the others.
+        // With four bits, `sums` holds the sums of whole bytes: sixteen times the high codes' plus the low
+        // ones'. above: sums of the high bits, first those for `low`, then the others.
         __m512i sums[4], low[4], above[8];
         const __mmask8 groups = __mmask8((1 << imax(0, imin(kColumns, n_cols - c)) / 32) - 1);
         const __m512i field = _mm512_set1_epi8((1 << kHigh) - 1);

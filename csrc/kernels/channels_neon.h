@@ -1,7 +1,7 @@
-// Integer part of channel_kernels.h. Four channels' codes are interleaved, so that a vdot adds four terms.
-// Included inside the namespace of an instruction set.
+// Integer part of channel_kernels.h. The codes of four channels are interleaved, so that one vdot adds four
+// terms. Included inside the namespace of an instruction set.
 
-// Of four rows a, b, c, d the bytes (a[i] b[i] c[i] d[i]), i = 4 v .. 4 v + 3 in out[v].
+// Interleave four rows a, b, c, d: out[v] gets (a[i] b[i] c[i] d[i]) for i = 4 v .. 4 v + 3.
 inline void interleave(const uint8x16_t* row, uint8x16_t* out) {
     const uint16x8_t ab0 = vreinterpretq_u16_u8(vzip1q_u8(row[0], row[1]));
     const uint16x8_t ab1 = vreinterpretq_u16_u8(vzip2q_u8(row[0], row[1]));
@@ -13,8 +13,8 @@ inline void interleave(const uint8x16_t* row, uint8x16_t* out) {
     out[3] = vreinterpretq_u8_u16(vzip2q_u16(ab1, cd1));
 }
 
-// The bytes of a plane of high bits, of four channels side by side: four bytes of each, byte i then holding
-// bits of the outputs i, i + 4, i + 8 and so on, of 32.
+// Load the bytes of one plane of high bits for four channels, interleaved, four bytes each. Byte i holds bits
+// of outputs i, i + 4, i + 8, ... of 32.
 inline uint8x16_t high_bytes(const uint8_t* const* row, int64_t at) {
     constexpr uint8_t kBytes[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     uint32_t of_row[4];
@@ -24,13 +24,13 @@ inline uint8x16_t high_bytes(const uint8_t* const* row, int64_t at) {
 
 template <bool kFour, int kHigh>
 HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, int32_t start, V* dots) {
-    constexpr int kColumns = kFour ? 32 : 16;  // of 16 bytes
-    // As a signed byte a code of eight bits is its value: there is nothing to take off.
+    constexpr int kColumns = kFour ? 32 : 16;  // columns per 16 bytes
+    // Read as a signed byte, an eight-bit code equals its value: no correction is needed.
     const int32x4_t from = vdupq_n_s32(kFour ? start : 0);
     for (int c = 0; c < n_cols; c += kColumns) {
         const int64_t at = (col + c) * 16 / kColumns;
         int32x4_t low[4] = {from, from, from, from}, high[4] = {from, from, from, from};
-        int32x4_t above[8];  // of high bits: those of `low` and then of `high`
+        int32x4_t above[8];  // sums of the high bits, first for `low`, then for `high`
         for (int32x4_t& sum : above) sum = vdupq_n_s32(0);
         for (int j = 0; j < rows.n_quads; j++) {
             const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(rows.quads[j]));

@@ -1,4 +1,4 @@
-// The readable reference of channels_avx2.h, channels_avx512.h and channels_neon.h: see channel_kernels.h.
+// The readable reference of channels_avx2.h, channels_avx512.h and channels_neon.h; see channel_kernels.h.
 // Included inside the namespace of an instruction set.
 
 template <bool kFour, int kHigh>

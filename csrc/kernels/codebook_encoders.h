@@ -1,12 +1,12 @@
-// Encoders of the IQ types, whose weights are points of a codebook under a scale. Included after
-// encode_kernels.h, inside the namespace of an instruction set. Layouts: blocks.h.
+// Encoders of the IQ types, whose weights are codebook points times a scale. Included after encode_kernels.h,
+// inside the namespace of an instruction set. Layouts: blocks.h.
 //
-// A sub-block of 16 or 32 weights has one scale e. Its error, the sum of w * (x - e * p)^2 with the best
-// point p for each group, is found for any e by trying every point: of a group and a point only sum w x p and
-// sum w p^2 matter. So a block first finds the best e of each sub-block among trials, then the unit d under
-// which the stored scales, nearest or next to nearest, give the least error of all, and then the points.
+// A sub-block of 16 or 32 weights has one scale e. Its error is the sum of w * (x - e * p)^2 with the best
+// point p for each group, found by trying every point: only sum w x p and sum w p^2 of a group matter. An
+// encoder first finds the best e of each sub-block among trials, then the unit d for which the stored scales
+// (nearest or adjacent integers) give the least total error, and finally the points.
 
-// The weights of n values: importance, or without any the magnitude plus the root mean square.
+// Compute the weights of n values: their importance or, without it, magnitude plus root mean square.
 inline void weigh_block(const float* x, const float* importance, int n, float* w) {
     if (importance && largest_bits(importance, n)) {
         std::memcpy(w, importance, size_t(n) * 4);
@@ -18,13 +18,13 @@ inline void weigh_block(const float* x, const float* importance, int n, float* w
     for (int i = 0; i < n; i += 16) (rms + abs(V::load(x + i))).store(w + i);
 }
 
-// The block's unit d, stored as f16, and of each of n sub-blocks the stored scale: those of least error.
-// best: the scales that the sub-blocks would have. error(i, e): of sub-block i under scale e. Rule: kLast,
-// the last of the stored scales 0, 1, ...; factor(s), what a scale is in units of d; nearest(e, d), the s
-// nearest. False: d is too large for f16.
+// Find the block's unit d, stored as f16, and the stored scales of n sub-blocks with the least error. best:
+// the ideal scales. error(i, e): the error of sub-block i for scale e. Rule: kLast, the last of the stored
+// scales 0, 1, ...; factor(s), a scale in units of d; nearest(e, d), the nearest s. Returns false if d is too
+// large for f16.
 template <class Rule, class Error>
 inline bool choose_scales(const float* best, int n, const Error& error, uint8_t* d, int* scales) {
-    constexpr int kUnits = 9;  // the largest scale becomes the largest factor times 0.8 to 1.2
+    constexpr int kUnits = 9;  // the largest scale is mapped to 0.8 to 1.2 times the largest factor
     float top = 0.0f, least = INFINITY;
     for (int i = 0; i < n; i++)
         if (fabsf(best[i]) > fabsf(top)) top = best[i];
@@ -57,9 +57,9 @@ inline int to_range(float value, int last) {
     return rounded < 0.0f ? 0 : rounded > float(last) ? last : int(rounded);
 }
 
-// ---- lattices ------------------------------------------------------------------------------------------
+// ---- lattices
 
-// kCount points of kSize coordinates, a coordinate of all points side by side.
+// kCount points of kSize coordinates; each coordinate is contiguous over all points.
 template <int kSize, int kCount>
 struct Points {
     alignas(64) float coordinate[kSize][kCount];
@@ -79,14 +79,14 @@ const Points<kSize, kCount>& points_of() {
     static const Points<kSize, kCount> found(kBook, 0.0f, 1.0f, 0.0f);
     return found;
 }
-// IQ1's under a delta of 1/8, then under -1/8: one of the two for a sub-block, or (IQ1_M) a group.
+// IQ1's points with a delta of 1/8, then of -1/8: one of the two for a sub-block or, in IQ1_M, for a group.
 template <>
 inline const Points<8, 4096>& points_of<kIq1, 8, 4096>() {
     static const Points<8, 4096> found(kIq1, float(kIq1Zero + 1), 0.125f, 0.125f);
     return found;
 }
 
-// Of one group of weights and every point p: twice sum w x p, negative, and sum w p^2.
+// For one group of weights and every point p: -2 sum w x p, and sum w p^2.
 template <int kCount>
 struct Products {
     alignas(64) float xp[kCount];
@@ -104,14 +104,14 @@ struct Products {
             a.store(xp + k), b.store(pp + k);
         }
     }
-    // The error of the best of the points [first, last) at scale e, over e and without sum w x^2.
+    // Return the error of the best of the points [first, last), divided by e and without sum w x^2.
     float least(float e, int first, int last) const {
         V lowest = V::set(INFINITY);
         for (int k = first; k < last; k += 16)
             lowest = min(lowest, fma(V::set(e), V::load(pp + k), V::load(xp + k)));
         return -max_lane(V::zero() - lowest);
     }
-    // That point, the first of equals.
+    // Return that point, the first among equals.
     int find(float e, int first, int last) const {
         const float lowest = least(e, first, last);
         alignas(64) float error[16];
@@ -124,8 +124,8 @@ struct Products {
     }
 };
 
-// What the lattices differ in. kSub: weights under one scale. kSigns: of eight weights all eight signs are
-// stored, or seven, whose number is then even, or none. kVariants: of the codebook, one for a sub-block.
+// The differences between lattices. kSub: weights per scale. kSigns: signs stored per eight weights: 8, 7
+// with an even number of negative ones, or none. kVariants: codebooks, one chosen per sub-block.
 enum class Signs { kNone, kSeven, kEight };
 
 template <const auto& kBook, int kSize_, int kCount_, int kSub_, Signs kSigns_, int kLast_, int kUnit,
@@ -149,7 +149,7 @@ using Iq3S = Lattice<kIq3S, 4, 512, 32, Signs::kEight, 15, 1>;
 using Iq1S = Lattice<kIq1, 8, 4096, 32, Signs::kNone, 7, 1, 2>;
 using Iq1M = Lattice<kIq1, 8, 4096, 16, Signs::kNone, 7, 1>;
 
-// A block on its way: what a layout needs is `index`, `signs` and `scale`.
+// A block during encoding. The layouts need `index`, `signs` and `scale`.
 template <class L>
 struct LatticeBlock {
     static constexpr int kGroups = 256 / L::kSize, kSubs = 256 / L::kSub, kOfSub = L::kSub / L::kSize;
@@ -157,7 +157,7 @@ struct LatticeBlock {
 
     Products<L::kCount> products[kGroups];
     int index[kGroups];
-    uint8_t signs[32];  // a bit a weight
+    uint8_t signs[32];  // one bit per weight
     int scale[kSubs];
 
     bool fit(const float* x, const float* importance, uint8_t* d) {
@@ -175,7 +175,7 @@ struct LatticeBlock {
     }
 
   private:
-    // Magnitudes; where the number of negative signs must be even one that matters least gets the wrong sign.
+    // Split off signs. For an even number of negative ones the least important sign may be wrong.
     void take_signs(const float* x, const float* w, float* magnitude) {
         for (int g = 0; g < 32; g++) {
             signs[g] = 0;
@@ -192,7 +192,7 @@ struct LatticeBlock {
             }
         }
     }
-    // Of a sub-block under scale e, and the variant that has it.
+    // Return the error of a sub-block for scale e, and the variant that gives it.
     float error(int sub, float e, int* variant = nullptr) const {
         float lowest = INFINITY;
         for (int v = 0; v < L::kVariants; v++) {
@@ -207,7 +207,7 @@ struct LatticeBlock {
         return lowest;
     }
     float best_scale(const float* x, int sub) const {
-        constexpr int kSteps = 18;  // the largest magnitude becomes the largest coordinate over 0.3 to 1.15
+        constexpr int kSteps = 18;  // the largest magnitude is the largest coordinate / 0.3 to 1.15
         const float largest = std::bit_cast<float>(largest_bits(x, L::kSub));
         const auto& points = L::points();
         float best = 0.0f, lowest = 0.0f, reach = 0.0f;
@@ -224,7 +224,7 @@ struct LatticeBlock {
         for (int g = sub * kOfSub; g < (sub + 1) * kOfSub; g++)
             index[g] = products[g].find(e, variant * kOfVariant, (variant + 1) * kOfVariant);
     }
-    // The unit that is best for these scales and points, if all are no worse for it.
+    // Refit the unit for these scales and points, if the total error does not grow.
     void refit(uint8_t* d) {
         const float unit = load_f16(d);
         float xp = 0.0f, pp = 0.0f, before = 0.0f, after = 0.0f;
@@ -248,7 +248,7 @@ inline void store_u16(uint8_t* p, uint32_t value) {
     p[0] = uint8_t(value), p[1] = uint8_t(value >> 8);
 }
 
-// Four times seven signs, and a scale of four bits.
+// Store four times seven signs, and a scale of four bits.
 inline void pack_signs_and_scale(const uint8_t* signs, int scale, uint8_t* p) {
     uint32_t bits = uint32_t(scale) << 28;
     for (int l = 0; l < 4; l++) bits |= uint32_t(signs[l] & 127) << (7 * l);
@@ -311,7 +311,7 @@ inline void pack(const LatticeBlock<Iq1S>& block, uint8_t* p) {
 
 inline void pack(const LatticeBlock<Iq1M>& block, const uint8_t* d, uint8_t* p) {
     for (int g = 0; g < 32; g++) p[g] = uint8_t(block.index[g]);
-    for (int i = 0; i < 16; i++)  // the delta of a point is bit 11 of its index
+    for (int i = 0; i < 16; i++)  // a point's delta is bit 11 of its index
         p[32 + i] = uint8_t(block.index[2 * i] >> 8 | block.index[2 * i + 1] >> 8 << 4);
     const int unit = d[0] | d[1] << 8;
     for (int i = 0; i < 4; i++) {
@@ -338,13 +338,13 @@ bool encode_lattice(const float* x, const float* importance, int64_t n, uint8_t*
     return true;
 }
 
-// ---- four bits -----------------------------------------------------------------------------------------
+// ---- four bits
 
 // 32 weights and the 16 values of IQ4_NL and IQ4_XS.
 struct FourBits {
     const float *x, *w;
 
-    // Under scale e, without sum w x^2.
+    // Return the error for scale e, without sum w x^2.
     float error(float e) const {
         V total = V::zero();
         for (int i = 0; i < 32; i += 16) {
@@ -358,9 +358,9 @@ struct FourBits {
         }
         return sum(total);
     }
-    // Of either sign: the values are not symmetric.
+    // Return the best scale of either sign: the values are not symmetric.
     float best_scale() const {
-        constexpr int kSteps = 16;  // the largest magnitude becomes 120 over 0.6 to 1.35
+        constexpr int kSteps = 16;  // the largest magnitude is mapped to 120 divided by 0.6 to 1.35
         const float largest = std::bit_cast<float>(largest_bits(x, 32));
         float best = 0.0f, lowest = INFINITY;
         for (int step = 0; step < 2 * kSteps; step++) {

@@ -1,17 +1,17 @@
-// The codebooks of the IQ formats: which points of a lattice they may store.
+// The codebooks of the IQ formats: the lattice points that they can store.
 //
-// A group of 8 weights (4 in IQ3) is one of the points that are listed here, up to signs and scales. A point
-// is a number whose digits are its coordinates, the first the lowest: in base 3 for groups of 8, in base 8
-// for groups of 4. The points of a codebook are sorted, and its text holds the gaps between neighbours: a
-// character a gap, 0-9, A-Z and a-y for 0 to 60, before it a z for each 61 more.
-// (formats/codebooks.py has the same texts for the NumPy decoders.)
+// A group of 8 weights (4 in IQ3) is one of these points, up to signs and scales. A point is a number whose
+// digits are its coordinates, lowest first: in base 3 for groups of 8, in base 8 for groups of 4. A
+// codebook's points are sorted, and its text holds the gaps between neighbours. One character is one gap:
+// 0-9, A-Z and a-y mean 0 to 60; each z before it adds 61. formats/codebooks.py has the same texts for the
+// NumPy decoders.
 #pragma once
 
 #include <cstdint>
 
 namespace hotset {
 
-// kCount groups, a byte a weight: the digits are replaced by `values`.
+// kCount groups, one byte per weight. `values` replaces the digits.
 template <class Word, int kCount>
 struct Codebook {
     alignas(64) Word group[kCount] = {};
@@ -35,8 +35,8 @@ struct Codebook {
 constexpr uint8_t kIq2Values[3] = {8, 25, 43};
 constexpr uint8_t kIq3XxsValues[8] = {4, 12, 20, 28, 36, 44, 52, 62};
 constexpr uint8_t kIq3SValues[8] = {1, 3, 5, 7, 9, 11, 13, 15};
-// Eight times -1, 0 or 1, and 1 for the delta of an eighth, and an offset of kIq1Zero to be unsigned. A
-// negative delta takes 2 away.
+// Eight times -1, 0 or 1, plus 1 for a delta of 1/8, plus kIq1Zero to be unsigned. A negative delta subtracts
+// 2.
 constexpr int kIq1Zero = 16;
 constexpr uint8_t kIq1Values[3] = {kIq1Zero - 8 + 1, kIq1Zero + 1, kIq1Zero + 8 + 1};
 

@@ -1,16 +1,16 @@
-// Encoders: floats to blocks of every type that hotset writes. Included inside the namespace of an
-// instruction set, after float_kernels.h. Layouts: blocks.h. All instruction sets give the same bytes.
+// Encoders from floats to blocks of every type that hotset writes. Included after float_kernels.h, inside the
+// namespace of an instruction set. Layouts: blocks.h. All instruction sets give the same bytes.
 //
-// Round-to-nearest types give the bytes of GGML's reference quantisers. What is written there as a loop that
-// remembers the first largest value is split here into reductions of integers, which compilers vectorise.
-// With an importance matrix Q4_0, Q4_1, Q5_0 and Q5_1 are then fitted.
+// Round-to-nearest types give the bytes of GGML's reference quantisers. The reference finds the first largest
+// value in one loop; here integer reductions do, which compilers vectorise. With an importance matrix, Q4_0,
+// Q4_1, Q5_0 and Q5_1 are then fitted.
 //
-// K types are fitted: of some trial scales per group of 16 or 32 the best by weighted least squares, then
-// integer scales, then the codes under the scales that will be read. The weight of a value is that of an
-// importance matrix; without one its magnitude plus the group's root mean square: errors of large weights
-// cost more. Lanes are groups, so that no sum goes across lanes.
+// K types are fitted: first the best of some trial scales per group of 16 or 32 by weighted least squares,
+// then integer scales, then the codes for the scales as a reader will see them. A value's weight comes from
+// an importance matrix; without it, it is the value's magnitude plus the group's root mean square, because
+// errors of large weights cost more. Lanes are groups, so that no sum crosses lanes.
 
-// Whether the first of 32 values with the largest magnitude is negative; a zero is not.
+// Whether the first of the 32 values with the largest magnitude is negative; false if it is zero.
 inline bool first_largest_is_negative(const float* x, uint32_t largest) {
     if (!largest) return false;
     uint32_t positive = 0, negative = 0;
@@ -25,13 +25,13 @@ inline bool first_largest_is_negative(const float* x, uint32_t largest) {
             return std::bit_cast<uint32_t>(x[i]) > kMagnitude;
 }
 
-// 1 / d, and 0 where d is 0 or so small that 1 / d overflows (its f16 is 0 as well).
+// Return 1 / d, or 0 if d is 0 or so small that 1 / d overflows (its f16 is then 0 as well).
 inline float inverse_of(float d) {
     const float inverse = 1.0f / d;
     return (std::bit_cast<uint32_t>(inverse) & kMagnitude) < kInfinity ? inverse : 0.0f;
 }
 
-// Stores a scale; false: it is too large for f16.
+// Store a scale. Returns false if it is too large for f16.
 inline bool store_half(float value, uint8_t* p) {
     const uint16_t half = f32_to_f16(value);
     std::memcpy(p, &half, 2);
@@ -48,7 +48,7 @@ inline void pack_fifth_bits(const int32_t* q, uint8_t* p) {
     std::memcpy(p, &bits, 4);
 }
 
-// Q4_0 (kHalf = 8) and Q5_0 (16): the first value of largest magnitude becomes -kHalf.
+// Q4_0 (kHalf = 8) and Q5_0 (16): the first value of the largest magnitude becomes -kHalf.
 template <int kHalf>
 inline bool encode_symmetric(const float* x, uint8_t* p) {
     const uint32_t largest = largest_bits(x, 32);
@@ -78,7 +78,7 @@ inline bool encode_affine(const float* x, uint8_t* p) {
             const uint32_t bits = std::bit_cast<uint32_t>(x[i]);
             if (!(bits & kMagnitude)) low = std::bit_cast<float>(bits);
         }
-    const float d = (high - low) / float(kLast) + 0.0f;  // of zeros of both signs, +0
+    const float d = (high - low) / float(kLast) + 0.0f;  // +0 if all values are zeros of either sign
     const float inverse = inverse_of(d);
     int32_t q[32];
     for (int i = 0; i < 32; i++) {
@@ -90,11 +90,11 @@ inline bool encode_affine(const float* x, uint8_t* p) {
     return store_half(d, p) && store_half(low, p + 2);
 }
 
-// 32 values as nearly d * q + m with whole q in [first, last]; w: how much the error of each counts.
+// Fits 32 values by d * q + m with integers q in [first, last]. w: the weight of each value's error.
 struct Line {
     const float *x, *w;
     float first, last;
-    bool has_minimum;  // otherwise m is 0
+    bool has_minimum;  // if false, m is 0
 
     V codes(int i, float d, float m) const {
         const V q = (V::load(x + i) - V::set(m)) * V::set(inverse_of(d));
@@ -108,7 +108,7 @@ struct Line {
         }
         return sum(total);
     }
-    // Moves d and m to the least squares of the codes that they give.
+    // Move d and m to the least squares for their codes.
     void refine(float& d, float& m) const {
         V sums[5] = {V::zero(), V::zero(), V::zero(), V::zero(), V::zero()};
         for (int i = 0; i < 32; i += 16) {
@@ -125,14 +125,14 @@ struct Line {
     }
 };
 
-// Lowers the weighted error of the block at p, whose values were rounded to nearest. Tries units around its
-// d, moves each to least squares, and keeps the stored header with the least error. kFirst, kLast: of the
+// Reduce the weighted error of the block at p, which was rounded to nearest. Tries units near its d, moves
+// each to least squares, and keeps the stored header with the least error. kFirst, kLast: the range of the
 // codes.
 template <int kFirst, int kLast, bool kMinimum>
 inline void refit(const float* x, const float* w, uint8_t* p) {
     constexpr int kTrials = 21, kTurns = 3, kHeader = kMinimum ? 4 : 2;
     constexpr bool kFiveBits = kLast - kFirst == 31;
-    constexpr float kEnd = float(kMinimum ? kLast : -kFirst);  // the code of the largest, of either sign
+    constexpr float kEnd = float(kMinimum ? kLast : -kFirst);  // the code of the largest value
     const Line line = {x, w, float(kFirst), float(kLast), kMinimum};
     const float nearest = load_f16(p), low = kMinimum ? load_f16(p + 2) : 0.0f;
     float least = line.error(nearest, low);
@@ -155,7 +155,7 @@ inline void refit(const float* x, const float* w, uint8_t* p) {
     pack_nibbles(q, p + kHeader + (kFiveBits ? 4 : 0));
 }
 
-// With importance the block is fitted, unless no column of it has any.
+// Fit the block if there is importance, unless all of it is zero.
 template <int kHalf>
 inline bool encode_symmetric(const float* x, const float* importance, uint8_t* p) {
     if (!encode_symmetric<kHalf>(x, p)) return false;
@@ -174,7 +174,7 @@ inline bool encode_q8_0(const float* x, uint8_t* p) {
     if (largest >= kInfinity) return false;
     const float d = std::bit_cast<float>(largest) / 127.0f;
     const float inverse = inverse_of(d);
-    for (int i = 0; i < 32; i++) {  // halves away from zero; not int(v + 0.5f): 0.49999997f + 0.5f is 1
+    for (int i = 0; i < 32; i++) {  // halves away from zero, unlike int(v + 0.5f) for 0.49999997f
         const float scaled = x[i] * inverse;
         const int whole = int(scaled);
         p[2 + i] = uint8_t(whole + int(2.0f * (scaled - float(whole))));
@@ -182,7 +182,7 @@ inline bool encode_q8_0(const float* x, uint8_t* p) {
     return store_half(d, p);
 }
 
-// The largest magnitude gets the largest power of two, each value the nearest number, the first of two.
+// The largest magnitude gets the largest power of two, and each value the nearest number.
 inline bool encode_mxfp4(const float* x, uint8_t* p) {
     const uint32_t largest = largest_bits(x, 32);
     if (largest >= kInfinity) return false;
@@ -204,12 +204,12 @@ inline bool encode_mxfp4(const float* x, uint8_t* p) {
     return true;
 }
 
-// 256 values as 0, 1 or 2: minus the largest magnitude, nothing, that magnitude.
+// Encode 256 values as 0, 1 or 2: minus the largest magnitude, zero, that magnitude.
 inline bool ternary_digits(const float* x, uint8_t* d, uint8_t* digits) {
     const uint32_t largest = largest_bits(x, 256);
     if (largest >= kInfinity) return false;
     const float magnitude = std::bit_cast<float>(largest), inverse = inverse_of(magnitude);
-    for (int i = 0; i < 256; i++) {  // halves away from zero
+    for (int i = 0; i < 256; i++) {  // round half away from zero
         const float scaled = x[i] * inverse;
         const int whole = int(scaled);
         digits[i] = uint8_t(whole + int(2.0f * (scaled - float(whole))) + 1);
@@ -220,7 +220,7 @@ inline bool ternary_digits(const float* x, uint8_t* d, uint8_t* digits) {
 inline bool encode_tq1_0(const float* x, uint8_t* p) {
     uint8_t digits[256];
     if (!ternary_digits(x, p + 52, digits)) return false;
-    // `count` bytes, each the fraction of 256, rounded up, that has `places` digits, `count` apart.
+    // Pack `count` bytes, each a fraction of 256 that holds `places` digits, `count` apart.
     auto pack = [&p](const uint8_t* from, int count, int places) {
         for (int i = 0; i < count; i++) {
             int number = 0;
@@ -245,14 +245,14 @@ inline bool encode_tq2_0(const float* x, uint8_t* p) {
     return true;
 }
 
-// ---- K types -------------------------------------------------------------------------------------------
+// ---- K types
 
-// 256 weights as lanes: lane l of step i is weight i of the l-th 16 weights.
+// 256 weights in lanes: lane l of step i is weight i of the l-th 16 weights.
 struct Groups {
     alignas(64) float x[16][16];
     alignas(64) float w[16][16];          // importance
     alignas(64) float low[16], high[16];  // of the lane's group
-    int lanes;                            // that make a group: 1 or 2
+    int lanes;                            // lanes per group: 1 or 2
 
     Groups(const float* values, const float* importance, int group) : lanes(group / 16) {
         for (int l = 0; l < 16; l++)
@@ -276,7 +276,7 @@ struct Groups {
         if (importance) weigh(importance);
     }
 
-    // Importance in place of weights, but in groups without any.
+    // Use importance as weights, except in groups whose importance is all zero.
     void weigh(const float* importance) {
         for (int l = 0; l < 16; l++) {
             const float* of_group = importance + 16 * (l / lanes * lanes);
@@ -292,7 +292,7 @@ inline V clamp(V v, float low, float high) {
 
 constexpr int kTrials = 20;
 
-// A scale for each of 16 groups: x is nearly scale * q with q in [-half, half).
+// Find a scale for each of 16 groups: x is nearly scale * q with q in [-half, half).
 inline void fit_scales(const Groups& groups, int half, float* scale) {
     alignas(64) float largest[16], inverse[16], xq[16], qq[16];
     float best[16] = {};
@@ -317,8 +317,8 @@ inline void fit_scales(const Groups& groups, int half, float* scale) {
     }
 }
 
-// A scale and a minimum for each group (of one or two lanes): x is nearly scale * q - minimum with q in
-// [0, last] and neither below zero.
+// Find a scale and a minimum for each group of one or two lanes: x is nearly scale * q - minimum with q in
+// [0, last]; both are at least zero.
 inline void fit_scales_and_minimums(const Groups& groups, int last, float* scale, float* minimum) {
     const int n = 16 / groups.lanes;
     alignas(64) float base[16], inverse[16], sums[5][16];
@@ -329,7 +329,7 @@ inline void fit_scales_and_minimums(const Groups& groups, int last, float* scale
     }
     total_w.store(sums[0]), total_x.store(sums[1]);
     for (int l = 0; l < 16; l++) base[l] = groups.low[l] < 0.0f ? groups.low[l] : 0.0f;
-    // A group without a spread is its minimum.
+    // A group without spread is its minimum.
     float best[16];
     for (int g = 0; g < n; g++) scale[g] = 0.0f, minimum[g] = -base[g * groups.lanes], best[g] = INFINITY;
     for (int trial = 0; trial < kTrials; trial++) {  // the maximum becomes last - 1 to last + 0.9
@@ -362,7 +362,7 @@ inline void fit_scales_and_minimums(const Groups& groups, int last, float* scale
     }
 }
 
-// The codes of n values: round((x + minimum) / scale) in [low, high].
+// Compute the codes of n values: round((x + minimum) / scale), clamped to [low, high].
 inline void fill_codes(const float* x, int n, float scale, float minimum, int low, int high, int8_t* q) {
     const V inverse = V::set(inverse_of(scale)), m = V::set(minimum);
     for (int i = 0; i < n; i += 16)
@@ -374,7 +374,7 @@ inline int to_integer(float value, float unit, int low, int high) {
     return i < low ? low : i > high ? high : i;
 }
 
-// Sixteen scales as integers in [-half, half) under one f16, and the codes in [-codes, codes) under those.
+// Encode sixteen scales as integers in [-half, half) times one f16, and codes in [-codes, codes).
 inline bool encode_signed_groups(const float* x, const float* importance, int half, int codes, uint8_t* d,
                                  int* integers, int8_t* q) {
     alignas(64) float scale[16];
@@ -391,7 +391,7 @@ inline bool encode_signed_groups(const float* x, const float* importance, int ha
     return true;
 }
 
-// The error of each group under scales and minimums of its lanes.
+// Compute each group's error for its scale and minimum.
 inline void affine_errors(const Groups& groups, int last, const float* scale, const float* minimum,
                           float* out) {
     alignas(64) float inverse[16], sums[16];
@@ -408,7 +408,7 @@ inline void affine_errors(const Groups& groups, int last, const float* scale, co
         out[g] = groups.lanes == 2 ? sums[2 * g] + sums[2 * g + 1] : sums[g];
 }
 
-// Integers for scales and minimums, the nearest or one beside it, of least error; returns the error of all.
+// Choose integers (nearest or adjacent) for scales and minimums; return the least total error.
 inline float choose_integers(const Groups& groups, int largest, int last, const uint8_t* d,
                              const float* scale, const float* minimum, int* scales, int* mins) {
     const int n = 16 / groups.lanes;
@@ -432,7 +432,7 @@ inline float choose_integers(const Groups& groups, int largest, int last, const 
     return total;
 }
 
-// The two units that are best for the codes under these integers, if with them the error is less.
+// Refit the two units for these codes and integers, and keep them if the error decreases.
 inline void refit_units(const Groups& groups, int largest, int last, uint8_t* d, const float* scale,
                         const float* minimum, int* scales, int* mins) {
     float error = choose_integers(groups, largest, last, d, scale, minimum, scales, mins);
@@ -464,7 +464,7 @@ inline void refit_units(const Groups& groups, int largest, int last, uint8_t* d,
     }
 }
 
-// Scales and minimums as integers in [0, largest] under two f16, and the codes in [0, last] under those.
+// Encode scales and minimums as integers in [0, largest] times two f16, and codes in [0, last].
 inline bool encode_affine_groups(const float* x, const float* importance, int group, int largest, int last,
                                  uint8_t* d, int* scales, int* mins, int8_t* q) {
     alignas(64) float scale[16], minimum[16];
@@ -489,7 +489,7 @@ inline bool encode_affine_groups(const float* x, const float* importance, int gr
     return true;
 }
 
-// Two-bit planes of Q2_K and Q3_K.
+// Pack the two-bit planes of Q2_K and Q3_K.
 inline void pack_two_bits(const int8_t* q, uint8_t* p) {
     for (int h = 0; h < 2; h++)
         for (int j = 0; j < 32; j++) {
@@ -571,7 +571,7 @@ inline bool encode_q6_k(const float* x, const float* importance, uint8_t* p) {
     return true;
 }
 
-// ---- rows ----------------------------------------------------------------------------------------------
+// ---- rows
 
 template <Type kType, bool (*kBlock)(const float*, uint8_t*)>
 bool encode_blocks(const float* x, const float*, int64_t n, uint8_t* out) {
@@ -581,12 +581,12 @@ bool encode_blocks(const float* x, const float*, int64_t n, uint8_t* out) {
     return true;
 }
 
-// No type that is fitted reaches 1e9, and squares of what is below do not overflow.
+// No fitted type reaches 1e9, and squares of smaller values do not overflow.
 inline bool is_beyond_fitting(const float* x, int n) {
     return largest_bits(x, n) > std::bit_cast<uint32_t>(1e9f);
 }
 
-// The same for types that are fitted.
+// Encode blocks of a fitted type.
 template <Type kType, bool (*kBlock)(const float*, const float*, uint8_t*)>
 bool encode_fitted(const float* x, const float* importance, int64_t n, uint8_t* out) {
     constexpr TypeFacts facts = type_facts(kType);
@@ -618,7 +618,7 @@ inline bool encode_bf16(const float* x, const float*, int64_t n, uint8_t* out) {
     for (int64_t i = 0; i < n; i++) {
         const uint32_t bits = std::bit_cast<uint32_t>(x[i]);
         const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        // Rounding a NaN could make it an infinity.
+        // Rounding a NaN could turn it into an infinity.
         const uint16_t half = uint16_t((bits & kMagnitude) > kInfinity ? bits >> 16 | 0x40 : rounded);
         std::memcpy(out + 2 * i, &half, 2);
     }

@@ -1,5 +1,5 @@
-// Everything in float, written once over the sixteen lanes `V` of an instruction set, and so bitwise equal
-// on all of them. Included inside the namespace of an instruction set, after its simd_*.h.
+// All float computations, written once over the sixteen lanes `V` of an instruction set, and therefore
+// bitwise equal on all of them. Included inside the namespace of an instruction set, after its simd_*.h.
 
 inline int imin(int64_t a, int64_t b) {
     return int(a < b ? a : b);
@@ -8,7 +8,7 @@ inline int imax(int64_t a, int64_t b) {
     return int(a > b ? a : b);
 }
 
-// e^x to about one unit in the last place; 0 below -88, exactly 1 at 0.
+// Compute e^x to about one unit in the last place; 0 below -88, exactly 1 at 0.
 inline V exp(V x) {
     x = max(x, V::set(-88.5f));
     x = min(x, V::set(89.0f));
@@ -30,7 +30,7 @@ inline float exp1(float x) {
     return lanes[0];
 }
 
-// cap * tanh(x / cap), off by less than 2e-7 of cap.
+// Compute cap * tanh(x / cap) with an error below 2e-7 * cap.
 inline V soft_cap(V cap, V x) {
     const V two = V::set(2.0f);
     return cap - two * cap / (exp(two * x / cap) + V::set(1.0f));
@@ -89,7 +89,7 @@ inline V activate(Activation kind, V threshold, V x) {
     return x;
 }
 
-// Calls f(offset, count) for each run of up to sixteen elements.
+// Call f(offset, count) for each run of up to sixteen elements.
 template <class F>
 inline void for_lanes(int64_t n, F f) {
     for (int64_t i = 0; i < n; i += 16) f(i, imin(n - i, 16));
@@ -144,8 +144,8 @@ void softmax(const float* x, int64_t n, float* out) {
     for_lanes(n, [&](int64_t i, int c) { (V::load_n(out + i, c) / sums).store_n(out + i, c); });
 }
 
-// As NumPy computes it with AVX2 and AVX-512 (Cody and Waite's reduction, a quotient of two polynomials), to
-// the bit: where top-p cuts depends on the sum, and so the tokens that a seed gives.
+// exp as NumPy computes it with AVX2 and AVX-512 (Cody and Waite's reduction, a quotient of two polynomials),
+// bit for bit. Top-p's boundary depends on the sum, and so do the tokens of a seed.
 void exponentials(const float* x, float less, int64_t n, float* out) {
     const V shift = V::set(less);
     for_lanes(n, [&](int64_t i, int c) {
@@ -165,10 +165,10 @@ void exponentials(const float* x, float less, int64_t n, float* out) {
     });
 }
 
-// A plain loop, which compilers turn into vectors: a series of twelve terms around the nearest power of two.
-// A bound of floating point would be a branch; as integers, negative numbers rise as they fall.
+// A plain loop, which compilers vectorise: a series of twelve terms around the nearest power of two. A
+// floating-point bound would be a branch; as integers, negative floats rise as their values fall.
 void weights(const double* x, double divisor, int64_t n, double* out) {
-    constexpr double kShift = 0x1.8p52;  // a sum with it has the nearest integer in its low bits
+    constexpr double kShift = 0x1.8p52;  // adding it puts the nearest integer into the low bits
     constexpr int64_t kSignBit = INT64_MIN;
     constexpr int64_t kLowest = std::bit_cast<int64_t>(-700.0);
     for (int64_t i = 0; i < n; i++) {
@@ -209,7 +209,7 @@ struct Moments {
     float mean, variance;
 };
 
-// Lanes in order, then the tree of `sum`; the variance, over n, of what is left without the mean.
+// Sum the lanes in order, then by the tree of `sum`. The variance divides by n and subtracts the mean first.
 inline Moments moments(const float* x, int64_t n) {
     V total = V::zero();
     for_lanes(n, [&](int64_t i, int c) { total = total + V::load_n(x + i, c); });
@@ -239,14 +239,14 @@ void gaussian_top_k(const float* x, float multiplier, int64_t n, float* out) {
               [&](int64_t i, int c) { max(V::zero(), V::load_n(x + i, c) - threshold).store_n(out + i, c); });
 }
 
-// Four blocks at a time, whose largest values and sums are found together.
+// Four blocks at a time, whose maxima and sums are reduced together.
 void quantize(const float* x, int64_t k, const QuantizedRow& out) {
     const int64_t blocks = padded(k) / 32;
     int64_t b = 0;
-    for (; b * 32 < k || b % kInterleaved; b += 4) {  // whole groups, so that zeros lie together too
+    for (; b * 32 < k || b % kInterleaved; b += 4) {  // whole groups, so that padding is zero as well
         const int count = int(imax(imin(k - b * 32, 128), 0));
         const float* at = x + (count ? b * 32 : 0);
-        V half[2][4], highest[4];  // the first sixteen values of each block, the others
+        V half[2][4], highest[4];  // the first sixteen values of each block, then the others
         for (int j = 0; j < 4; j++) {
             for (int h = 0; h < 2; h++)
                 half[h][j] = count == 128 ? V::load(at + j * 32 + h * 16)
@@ -257,7 +257,7 @@ void quantize(const float* x, int64_t k, const QuantizedRow& out) {
         float largest[4], inverse[4], own_scale[4], own_sum[4], total[2][4];
         max_lanes(highest, largest);
         for (int j = 0; j < 4; j++) {
-            // Below 3.8e-37 the inverse overflows (of zeros as well): all codes are then 0.
+            // Below 3.8e-37 (and for zeros) the inverse overflows: all codes are then 0.
             const float steps = 127.0f / largest[j];
             inverse[j] = steps < INFINITY ? steps : 0.0f;
             own_scale[j] = largest[j] / 127.0f;
@@ -270,7 +270,7 @@ void quantize(const float* x, int64_t k, const QuantizedRow& out) {
         const float any = (own_sum[0] + own_sum[1]) + (own_sum[2] + own_sum[3]);
         for (int j = 0; any != any && j < 4; j++) {
             if (own_sum[j] == own_sum[j]) continue;
-            // A value is not finite: nor is any product with this block.
+            // A value is not finite: make every product with this block NaN.
             half[0][j] = half[1][j] = V::zero();
             total[0][j] = total[1][j] = 0.0f;
             own_scale[j] = NAN;
@@ -294,7 +294,6 @@ void quantize(const float* x, int64_t k, const QuantizedRow& out) {
 }
 
 // ---- Matrix products with float weights
-// -------------------------------------------------------------------------
 
 struct F32Weights {
     static V load(const uint8_t* p) { return V::load(reinterpret_cast<const float*>(p)); }
@@ -309,7 +308,7 @@ struct BF16Weights {
     static constexpr int kBytes = 2;
 };
 
-// R rows by T tokens, each pair with its own sixteen lanes.
+// Multiply R rows by T tokens, each pair with its own sixteen lanes.
 template <class W, int R, int T>
 inline void float_tile(const Matrix& w, int64_t row, const Inputs& x, int token, float* out, int64_t ld) {
     V acc[R][T];
@@ -322,8 +321,7 @@ inline void float_tile(const Matrix& w, int64_t row, const Inputs& x, int token,
         V weights[R];
         for (int r = 0; r < R; r++) {
             weights[r] = W::load(rows + r * w.row_bytes + i * W::kBytes);
-            // With one token memory is the limit, and R streams are more than the processor follows by
-            // itself.
+            // With one token memory is the limit, and R streams are too many for the hardware prefetcher.
             if (T == 1 && i * W::kBytes % 64 == 0) V::fetch(rows + (R + r) * w.row_bytes + i * W::kBytes);
         }
         for (int t = 0; t < T; t++) {
@@ -376,24 +374,23 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
     for (; r < row1; r++) float_rows<W, 1>(w, r, x, t0, t1, out + (r - row0), ld);
 }
 
-// ---- Attention over pages
-// ---------------------------------------------------------------------------------------
+// ---- Attention over KV blocks
 
-constexpr int kRowTile = V::kRegisters == 1 ? 8 : 6;  // query rows that share one read of the keys, at most
-constexpr int kRowTileOfMany = 6;  // where one pass is not enough for them: these have twice the columns
+constexpr int kRowTile = V::kRegisters == 1 ? 8 : 6;  // most query rows that share one read of the keys
+constexpr int kRowTileOfMany = 6;  // if one pass is not enough: these use twice the columns
 
-// Vectors of positions or channels at once for R query rows: as many as there are registers for their sums.
+// Vectors of positions or channels at once for R query rows, limited by registers for their sums.
 template <int R>
 constexpr int kColumns = V::kRegisters == 1 ? (R <= 6 ? 4 : 2)
                          : R == 1           ? 4
                          : R <= 3           ? 2
                                             : 1;
 
-// What is read next, fetched a piece at a time while something else is computed: slabs are too short, and
-// those of a head too far apart, for the processor to see by itself what comes.
+// The next data to read, prefetched one piece at a time during other computation. Slabs are too short, and
+// the slabs of a head too far apart, for the hardware prefetcher.
 struct Upcoming {
     const uint8_t* bytes = nullptr;
-    int64_t piece = 0;  // bytes; 0: nothing
+    int64_t piece = 0;  // bytes; 0: nothing to prefetch
 
     HOTSET_INLINE void fetch(int64_t i) const {
         for (int64_t at = 0; at < piece; at += 64) V::fetch(bytes + i * piece + at);
@@ -407,7 +404,7 @@ inline V load_kv(const uint8_t* p, int64_t i) {
     if constexpr (kType == KvType::Q8_0) return V::load_i8(reinterpret_cast<const int8_t*>(p) + i);
 }
 
-// Calls f with the type as a template argument.
+// Call f with the type as a template argument.
 template <class F>
 inline void with_type(KvType type, F f) {
     switch (type) {
@@ -422,13 +419,13 @@ inline void with_type(KvType type, F f) {
     }
 }
 
-// scores[r][0:64] = q_r · k for the 64 positions of a page: lanes are positions, channels are added in order,
-// those of Q4_0 in pairs of the two halves of a block.
+// scores[r][0:64] = q_r · k for the 64 positions of a KV block. Lanes are positions. Channels are added in
+// order; for Q4_0 in pairs from the two halves of a block.
 template <KvType kType, int R, int C>
-inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* scales, const float* const* q,
-                        const Upcoming& upcoming, float (*scores)[kPageSize]) {
+inline void kv_block_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* scales,
+                            const float* const* q, const Upcoming& upcoming, float (*scores)[kKvBlockSize]) {
     int64_t n_done = 0;
-    for (int position = 0; position < kPageSize; position += 16 * C) {
+    for (int position = 0; position < kKvBlockSize; position += 16 * C) {
         V acc[R][C];
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++) acc[r][c] = V::zero();
@@ -443,11 +440,12 @@ inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* 
             for (int d = first; d < last; d++)
                 if constexpr (kType == KvType::Q4_0) {
                     const int pair = (d - first) / 2, high = (d - first) % 2;
-                    const uint8_t* codes = keys + (first / 2 + pair) * kPageSize;
+                    const uint8_t* codes = keys + (first / 2 + pair) * kKvBlockSize;
                     add_channel(first + pair + high * 16,
                                 [&](int at) { return V::load_nibbles(codes + at, high * 4); });
                 } else {
-                    add_channel(d, [&](int at) { return load_kv<kType>(keys, int64_t(d) * kPageSize + at); });
+                    add_channel(d,
+                                [&](int at) { return load_kv<kType>(keys, int64_t(d) * kKvBlockSize + at); });
                 }
         };
         if constexpr (kType == KvType::Q8_0 || kType == KvType::Q4_0) {
@@ -459,7 +457,7 @@ inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* 
                     for (int c = 0; c < C; c++) acc[r][c] = V::zero();
                 add(block * 32, block * 32 + 32);
                 for (int c = 0; c < C; c++) {
-                    const V scale = V::load_f16(scales + block * kPageSize + position + c * 16);
+                    const V scale = V::load_f16(scales + block * kKvBlockSize + position + c * 16);
                     for (int r = 0; r < R; r++) total[r][c] = fma(scale, acc[r][c], total[r][c]);
                 }
             }
@@ -473,22 +471,22 @@ inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* 
     }
 }
 
-// out_r += sum over slots [first, last) of p[r][slot] * value, in order of slots, C vectors of sixteen
-// channels wide.
+// out_r += sum over slots [first, last) of p[r][slot] * value, in the order of the slots, for C vectors of
+// sixteen channels.
 template <KvType kType, int R, int C>
-inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t* scales, int channel,
-                        int first, int last, const float (*p)[kPageSize], const Upcoming& upcoming,
-                        float* out) {
+inline void kv_block_values(const KvLayer& kv, const uint8_t* values, const uint16_t* scales, int channel,
+                            int first, int last, const float (*p)[kKvBlockSize], const Upcoming& upcoming,
+                            float* out) {
     const int stride = kv.value_stride();
     V acc[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) acc[r][c] = V::load(out + r * stride + channel + c * 16);
     if constexpr (kType == KvType::Q4_0) {
-        const int block = channel / 32, half = channel % 32 / 16;  // half: 0 where C is even
-        alignas(64) float weights[(C + 1) / 2][R][kPageSize];      // p times the scales
+        const int block = channel / 32, half = channel % 32 / 16;  // half: 0 if C is even
+        alignas(64) float weights[(C + 1) / 2][R][kKvBlockSize];   // p times the scales
         for (int b = 0; b < (C + 1) / 2; b++)
-            for (int slot = 0; slot < kPageSize; slot += 16) {
-                const V scale = V::load_f16(scales + (block + b) * kPageSize + slot);
+            for (int slot = 0; slot < kKvBlockSize; slot += 16) {
+                const V scale = V::load_f16(scales + (block + b) * kKvBlockSize + slot);
                 for (int r = 0; r < R; r++) (V::load(p[r] + slot) * scale).store(weights[b][r] + slot);
             }
         for (int slot = first; slot < last; slot++) {
@@ -523,32 +521,33 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
 
 alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// fetches: the page's values and the keys of the next one (-1: there is none) are not on their way yet.
+// fetches: whether the KV block's values and the keys of the next one (-1: none) still need to be prefetched.
 template <int R>
-inline void attend_page(const KvLayer& kv, int head, int page, int base, bool fetches, int next_page,
-                        float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
-                        const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
+inline void attend_kv_block(const KvLayer& kv, int head, int kv_block, int base, bool fetches,
+                            int next_kv_block, float softcap, const float* slopes, const float* const* q,
+                            const int32_t* row_first, const int32_t* row_last, const int32_t* row_at,
+                            AttentionState* state, float* out) {
     const int stride = kv.value_stride();
-    int lowest = kPageSize, highest = 0;
+    int lowest = kKvBlockSize, highest = 0;
     for (int r = 0; r < R; r++) {
-        const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kPageSize);
+        const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kKvBlockSize);
         if (first >= last) continue;
         lowest = imin(lowest, first);
         highest = imax(highest, last);
     }
     if (lowest >= highest) return;
 
-    const int64_t slab = int64_t(page) * kv.n_head_kv + head;
-    alignas(64) float p[R][kPageSize];
+    const int64_t slab = int64_t(kv_block) * kv.n_head_kv + head;
+    alignas(64) float p[R][kKvBlockSize];
     with_type(kv.k_type, [&]<KvType kType>() {
         constexpr int C = kColumns<R>;
         const Upcoming values{kv.v + slab * kv.v_slab_bytes(),
-                              fetches ? int64_t(kv.v_slab_bytes()) / kv.head_dim * C * 16 / kPageSize : 0};
-        page_scores<kType, R, C>(kv, kv.k + slab * kv.k_slab_bytes(),
-                                 kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, values, p);
+                              fetches ? int64_t(kv.v_slab_bytes()) / kv.head_dim * C * 16 / kKvBlockSize : 0};
+        kv_block_scores<kType, R, C>(kv, kv.k + slab * kv.k_slab_bytes(),
+                                     kv.k_scale + slab * (kv.head_dim / 32) * kKvBlockSize, q, values, p);
     });
     for (int r = 0; r < R; r++) {
-        const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kPageSize);
+        const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kKvBlockSize);
         if (first >= last) {
             for (int c = 0; c < 4; c++) V::zero().store(p[r] + c * 16);
             continue;
@@ -574,33 +573,33 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, bool fe
             score[c] = exp(score[c] - shift);
             score[c].store(p[r] + c * 16);
         }
-        const float page_sum = sum((score[0] + score[1]) + (score[2] + score[3]));
+        const float block_sum = sum((score[0] + score[1]) + (score[2] + score[3]));
         const float rescale = exp1(state[r].max - new_max);
-        state[r].sum = fmaf(state[r].sum, rescale, page_sum);
+        state[r].sum = fmaf(state[r].sum, rescale, block_sum);
         state[r].max = new_max;
         if (rescale != 1.0f)
             for (int c = 0; c < stride; c += 16)
                 (V::load(out + r * stride + c) * V::set(rescale)).store(out + r * stride + c);
     }
     const uint8_t* values = kv.v + slab * kv.v_slab_bytes();
-    const uint16_t* value_scales = kv.v_scale + slab * (kv.head_dim_v / 32) * kPageSize;
+    const uint16_t* value_scales = kv.v_scale + slab * (kv.head_dim_v / 32) * kKvBlockSize;
     with_type(kv.v_type, [&]<KvType kType>() {
         constexpr int C = kColumns<R>;
         const int64_t piece =
-            fetches && next_page >= 0 ? int64_t(kv.k_slab_bytes()) / kPageSize * C * 16 / stride : 0;
-        const int64_t next_slab = int64_t(imax(next_page, 0)) * kv.n_head_kv + head;
+            fetches && next_kv_block >= 0 ? int64_t(kv.k_slab_bytes()) / kKvBlockSize * C * 16 / stride : 0;
+        const int64_t next_slab = int64_t(imax(next_kv_block, 0)) * kv.n_head_kv + head;
         Upcoming keys{kv.k + next_slab * kv.k_slab_bytes(), piece};
         int channel = 0;
         for (; channel + 16 * C <= stride; channel += 16 * C) {
-            page_values<kType, R, C>(kv, values, value_scales, channel, lowest, highest, p, keys, out);
-            keys.bytes += piece * kPageSize;
+            kv_block_values<kType, R, C>(kv, values, value_scales, channel, lowest, highest, p, keys, out);
+            keys.bytes += piece * kKvBlockSize;
         }
         for (; channel < stride; channel += 16)
-            page_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, {}, out);
+            kv_block_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, {}, out);
     });
 }
 
-void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
+void attention(const KvLayer& kv, int head, const int32_t* kv_blocks, int first, int last, int n_rows,
                float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
                const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out, bool more) {
     const int stride = kv.value_stride();
@@ -608,19 +607,19 @@ void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int
         state[r] = {-INFINITY, 0.0f};
         for (int c = 0; c < stride; c += 16) V::zero().store(out + r * stride + c);
     }
-    for (int index = first / kPageSize; index * kPageSize < last; index++) {
-        const int next = (index + 1) * kPageSize < last ? pages[index + 1] : -1;
+    for (int index = first / kKvBlockSize; index * kKvBlockSize < last; index++) {
+        const int next = (index + 1) * kKvBlockSize < last ? kv_blocks[index + 1] : -1;
         int r = 0;
         auto rows = [&]<int R>() {
-            attend_page<R>(kv, head, pages[index], index * kPageSize, r == 0, next, softcap,
-                           slopes ? slopes + r : nullptr, q + r, row_first + r, row_last + r, row_at + r,
-                           state + r, out + r * stride);
+            attend_kv_block<R>(kv, head, kv_blocks[index], index * kKvBlockSize, r == 0, next, softcap,
+                               slopes ? slopes + r : nullptr, q + r, row_first + r, row_last + r, row_at + r,
+                               state + r, out + r * stride);
             r += R;
         };
         while (r < n_rows) {
             const int most = n_rows - r <= kRowTile ? kRowTile : kRowTileOfMany;
             const int passes = (n_rows - r + most - 1) / most;
-            const int alike = (n_rows - r + passes - 1) / passes;  // 9 rows are 5 and 4
+            const int alike = (n_rows - r + passes - 1) / passes;  // for example, 9 rows are 5 and 4
             [&]<int... R>(std::integer_sequence<int, R...>) {
                 ((R + 1 == alike && (rows.template operator()<R + 1>(), true)) || ...);
             }(std::make_integer_sequence<int, kRowTile>());
@@ -633,7 +632,7 @@ void merge_attention(int n_parts, const AttentionState* states, const float* par
     float top = states[0].max;
     for (int i = 1; i < n_parts; i++) top = states[i].max > top ? states[i].max : top;
     float total = 0.0f;
-    for (int i = 0; i < n_parts; i++) {  // a part with no visible position has max -inf, weight 0
+    for (int i = 0; i < n_parts; i++) {  // a part without visible positions has max -inf and weight 0
         const float weight = exp1(states[i].max - top);
         total = fmaf(weight, states[i].sum, total);
         for_lanes(n, [&](int64_t c, int count) {
@@ -652,7 +651,7 @@ inline uint16_t to_f16(float x) {
 
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 
-// The largest magnitude, as bits: kInfinity or more where a value is not finite.
+// Return the largest magnitude as bits; at least kInfinity if a value is not finite.
 inline uint32_t largest_bits(const float* x, int n) {
     uint32_t largest = 0;
     for (int i = 0; i < n; i++) {
@@ -662,7 +661,7 @@ inline uint32_t largest_bits(const float* x, int n) {
     return largest;
 }
 
-// 32 values and their scale as a q8_0 cache stores them. A value that is not finite makes all of them NaN.
+// Quantise 32 values as a Q8_0 cache stores them. A value that is not finite makes all of them NaN.
 inline uint16_t quantize_q8_0(const float* x, int8_t* q) {
     if (largest_bits(x, 32) >= kInfinity) {
         memset(q, 0, 32);
@@ -673,7 +672,7 @@ inline uint16_t quantize_q8_0(const float* x, int8_t* q) {
     const uint16_t half = to_f16(largest / 127.0f);
     const float scale = f16_to_f32(half);
     const V inverse = V::set(scale > 0.0f ? 1.0f / scale : 0.0f);
-    const V bound = V::set(127.0f);  // the rounded scale may be a little small
+    const V bound = V::set(127.0f);  // the rounded scale may be slightly too small
     max(min(round(lo * inverse), bound), V::zero() - bound).store_i8(q);
     max(min(round(hi * inverse), bound), V::zero() - bound).store_i8(q + 16);
     return half;
@@ -682,8 +681,8 @@ inline uint16_t quantize_q8_0(const float* x, int8_t* q) {
 template <int kHalf>
 bool encode_symmetric(const float* x, uint8_t* p);  // encode_kernels.h
 
-// 16 bytes with the codes of 32 values, and their scale, as Q4_0 stores them. A value that is not finite
-// makes all of them NaN.
+// Quantise 32 values to 16 bytes of codes and a scale, as Q4_0 stores them. A value that is not finite makes
+// all of them NaN.
 inline uint16_t quantize_q4_0(const float* x, uint8_t* q) {
     uint8_t block[18] = {0xff, 0x7f};
     encode_symmetric<8>(x, block);
@@ -691,41 +690,41 @@ inline uint16_t quantize_q4_0(const float* x, uint8_t* q) {
     return uint16_t(block[0] | block[1] << 8);
 }
 
-void store_key(const KvLayer& kv, int page, int slot, int head, const float* k) {
-    const int64_t slab = int64_t(page) * kv.n_head_kv + head, blocks = kv.head_dim / 32;
+void store_key(const KvLayer& kv, int kv_block, int slot, int head, const float* k) {
+    const int64_t slab = int64_t(kv_block) * kv.n_head_kv + head, blocks = kv.head_dim / 32;
     uint8_t* const keys = kv.k + slab * kv.k_slab_bytes();
-    uint16_t* const scales = kv.k_scale + slab * blocks * kPageSize + slot;
+    uint16_t* const scales = kv.k_scale + slab * blocks * kKvBlockSize + slot;
     switch (kv.k_type) {
         case KvType::F32:
             for (int64_t d = 0; d < kv.head_dim; d++)
-                reinterpret_cast<float*>(keys)[d * kPageSize + slot] = k[d];
+                reinterpret_cast<float*>(keys)[d * kKvBlockSize + slot] = k[d];
             break;
         case KvType::F16:
             for (int64_t d = 0; d < kv.head_dim; d++)
-                reinterpret_cast<uint16_t*>(keys)[d * kPageSize + slot] = to_f16(k[d]);
+                reinterpret_cast<uint16_t*>(keys)[d * kKvBlockSize + slot] = to_f16(k[d]);
             break;
         case KvType::Q8_0:
             for (int64_t block = 0; block < blocks; block++) {
                 int8_t q[32];
-                scales[block * kPageSize] = quantize_q8_0(k + block * 32, q);
-                for (int i = 0; i < 32; i++) keys[(block * 32 + i) * kPageSize + slot] = uint8_t(q[i]);
+                scales[block * kKvBlockSize] = quantize_q8_0(k + block * 32, q);
+                for (int i = 0; i < 32; i++) keys[(block * 32 + i) * kKvBlockSize + slot] = uint8_t(q[i]);
             }
             break;
         case KvType::Q4_0:
             for (int64_t block = 0; block < blocks; block++) {
                 uint8_t q[16];
-                scales[block * kPageSize] = quantize_q4_0(k + block * 32, q);
-                for (int i = 0; i < 16; i++) keys[(block * 16 + i) * kPageSize + slot] = q[i];
+                scales[block * kKvBlockSize] = quantize_q4_0(k + block * 32, q);
+                for (int i = 0; i < 16; i++) keys[(block * 16 + i) * kKvBlockSize + slot] = q[i];
             }
             break;
     }
 }
 
-void store_value(const KvLayer& kv, int page, int slot, int head, const float* v) {
-    const int64_t slab = int64_t(page) * kv.n_head_kv + head, blocks = kv.head_dim_v / 32;
+void store_value(const KvLayer& kv, int kv_block, int slot, int head, const float* v) {
+    const int64_t slab = int64_t(kv_block) * kv.n_head_kv + head, blocks = kv.head_dim_v / 32;
     const int stride = kv.value_stride();
-    uint8_t* const row = kv.v + slab * kv.v_slab_bytes() + slot * (kv.v_slab_bytes() / kPageSize);
-    uint16_t* const scales = kv.v_scale + slab * blocks * kPageSize;
+    uint8_t* const row = kv.v + slab * kv.v_slab_bytes() + slot * (kv.v_slab_bytes() / kKvBlockSize);
+    uint16_t* const scales = kv.v_scale + slab * blocks * kKvBlockSize;
     switch (kv.v_type) {
         case KvType::F32:
             for (int c = 0; c < stride; c++)
@@ -742,12 +741,12 @@ void store_value(const KvLayer& kv, int page, int slot, int head, const float* v
             break;
         case KvType::Q4_0:
             for (int64_t block = 0; block < blocks; block++)
-                scales[block * kPageSize + slot] = quantize_q4_0(v + block * 32, row + block * 16);
+                scales[block * kKvBlockSize + slot] = quantize_q4_0(v + block * 32, row + block * 16);
             break;
     }
 }
 
-// Butterflies of ever wider distance; the narrow ones within lanes.
+// Butterflies of increasing distance; the short distances are within lanes.
 void hadamard(int64_t n, int width, float* x) {
     const V scale = V::set(1.0f / sqrtf(float(width)));
     for (int64_t block = 0; block < n; block += width) {
@@ -768,7 +767,7 @@ void hadamard(int64_t n, int width, float* x) {
     }
 }
 
-// C vectors of columns, of the last only `rest` lanes.
+// C vectors of columns; the last has only `rest` lanes.
 template <int C>
 inline void delta_columns(int dim_k, int dim_v, const float* q, const float* k, const float* v, V decay,
                           V beta, int rest, float* state, float* out) {
@@ -807,7 +806,7 @@ void delta_rule(int dim_k, int dim_v, const float* q, const float* k, const floa
         delta_columns<1>(dim_k, dim_v, q, k, v + c, g, b, imin(dim_v - c, 16), state + c, out + c);
 }
 
-// C vectors of columns, of the last only `rest` lanes.
+// C vectors of columns; the last has only `rest` lanes.
 template <int C>
 inline void scan_columns(int dim_k, int dim_v, const float* b, const float* c, const float* x, V decay,
                          int rest, float* state, float* out) {
@@ -854,7 +853,7 @@ void channel_scan(int dim_k, int dim_v, const float* b, const float* c, const fl
     });
 }
 
-// C vectors of columns, of the last only `rest` lanes.
+// C vectors of columns; the last has only `rest` lanes.
 template <int C>
 inline void wkv_columns(int dim_k, int dim_v, const float* r, const float* w, const float* k, const float* v,
                         const float* a, const float* b, int rest, float* state, float* out) {

@@ -1,5 +1,5 @@
-// Every quantised format, and their matrix products in a table of kernels.
-// Included inside the namespace of an instruction set, after its formats, `linear` and sparse_kernels.h.
+// Adds the matrix products of every quantised format to a table of kernels. Included inside the namespace of
+// an instruction set, after its formats, `linear` and sparse_kernels.h.
 
 template <class Add>
 inline void for_formats(Add add) {

@@ -1,16 +1,16 @@
-// AMX (TILE, INT8) with AVX-512: the integer products of many tokens. All else is isa_avx512.cpp.
+// AMX (TILE, INT8) with AVX-512: the integer products of many tokens. Everything else is in isa_avx512.cpp.
 #include "tiles.h"
 
 namespace hotset {
 namespace {
 
-// Tiles 0 to 3 are dot products, 4 and 5 tokens, 6 and 7 rows.
+// Tiles 0 to 3 hold dot products, 4 and 5 tokens, 6 and 7 rows.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    constexpr explicit TileShapes(int depth) {  // weights of a row that a product takes
+    constexpr explicit TileShapes(int depth) {  // weights of a row per product
         for (int i = 0; i < 8; i++) {
             row_bytes[i] = uint16_t(i == 4 || i == 5 ? depth : 64);
             rows[i] = uint8_t(i < 6 ? 16 : depth / 4);
@@ -21,8 +21,8 @@ struct alignas(64) TileShapes {
 constexpr int kBatch = 4;
 using Dots = int32_t[kBatch][16][16];  // [token][row]
 
-// Multiplies kBatch blocks, or both halves of half as many, and stores the dot products of the batch before:
-// a tile that is stored at once would hold up those after it.
+// Multiply kBatch blocks, or both halves of half as many, and store the dot products of the previous batch:
+// storing a tile immediately would stall the following products.
 template <bool kSub>
 HOTSET_INLINE void multiply_batch(const int8_t* q, const int8_t* codes, Dots& before) {
     constexpr int kRowBytes = kSub ? 256 : 512;
@@ -54,8 +54,8 @@ HOTSET_INLINE __m512 floats(const int32_t* p) {
     return _mm512_cvtepi32_ps(_mm512_load_si512(p));
 }
 
-// Adds block b to the sums of one lane, a vector a token. Sums of two halves with their scales are below
-// 2^24, so floats hold them as exactly as integers would.
+// Add block b to the sums of one lane, one vector per token. Sums of two halves times their scales are below
+// 2^24, so floats are exact.
 template <bool kMin, bool kSub, class Fetch>
 HOTSET_INLINE void add_block(const Panel& panel, const TokenTile& x, int64_t b, const int32_t (*dots)[16][16],
                              const Fetch& fetch, __m512 (&acc)[16]) {
@@ -67,7 +67,7 @@ HOTSET_INLINE void add_block(const Panel& panel, const TokenTile& x, int64_t b, 
         sub[h] = floats(panel.sub_scale + b * 32 + 16 * h);
         if constexpr (kMin) sub_min[h] = floats(panel.sub_min + b * 32 + 16 * h);
     }
-#pragma GCC unroll 16  // sums stay in registers
+#pragma GCC unroll 16  // keeps sums in registers
     for (int t = 0; t < 16; t++) {
         fetch(t);
         __m512 dot = floats(dots[0][t]);
@@ -83,7 +83,7 @@ HOTSET_INLINE void add_block(const Panel& panel, const TokenTile& x, int64_t b, 
     }
 }
 
-// Adds what is open to the sums of a turn, and leaves those open unless it is the last.
+// Add the open sums that this turn completes, and leave the result open unless it is the last.
 HOTSET_INLINE void close_turn(int turn, float (*open)[16][16], __m512 (&acc)[16]) {
     int n_open = (turn & 1) + (turn >> 1 & 1) + (turn >> 2 & 1) + (turn >> 3);
     for (int bit = 1; turn & bit; bit *= 2) {
@@ -105,19 +105,19 @@ HOTSET_INLINE void store_sums(const TileWork& work, int panel, int tile, const _
         if (t < tokens) _mm512_mask_storeu_ps(out + t * work.ld, there, acc[t]);
 }
 
-// So many blocks of a panel are multiplied with all tiles before those after them, so that they are read from
-// the first cache again.
+// Blocks of a panel that are multiplied with all tiles before the next blocks, so that they are read from the
+// first-level cache.
 constexpr int kRunBlocks = 16;
 
-// Turns of a run: a power of two.
+// Return the turns of a run, a power of two.
 inline int turns_of_run(const TurnOrder& order) {
     int turns = 16;
     while (turns > 1 && turns * order.first_of[16] > 16 * kRunBlocks) turns /= 2;
     return turns;
 }
 
-// Batch after batch of each panel, run and tile. The last batch of a run may go on behind it: what it finds
-// there is multiplied, but not read.
+// Iterates over the batches of each panel, run and tile. The last batch of a run may extend past it: its
+// extra products are computed but not read.
 template <bool kSub>
 class Batches {
   public:
@@ -135,7 +135,7 @@ class Batches {
         if (turn_ == 16) turn_ = 0, panel_ = panel_ + 1 < work_.n_panels ? panel_ + 1 : 0;
         enter();
     }
-    // Of block i of the batch to come, one of sixteen lines.
+    // Prefetch one of the sixteen lines of block i of the next batch.
     HOTSET_INLINE void fetch(int i, int line) const {
         const int8_t* const from = line < 8 ? q_ : codes_;
         _mm_prefetch(reinterpret_cast<const char*>(from) + i * 512 + line % 8 * 64, _MM_HINT_T0);
@@ -156,8 +156,8 @@ class Batches {
     const int8_t *q_ = nullptr, *codes_ = nullptr;
 };
 
-// The sums of one lane after the other, a vector a token; those that wait for the other half of their tree
-// are in `open`, as many as bits are set in the number of turns.
+// Computes the sums of one lane after another, one vector per token. Sums that wait for the other half of
+// their tree are in `open`, as many as bits are set in the number of turns.
 template <bool kMin, bool kSub>
 void multiply_tiles(const TileWork& work, const TurnOrder& order) {
     constexpr int kTiles = kSub ? 2 : 1, kBlocks = Batches<kSub>::kBlocks;
@@ -169,7 +169,7 @@ void multiply_tiles(const TileWork& work, const TurnOrder& order) {
     for (int i = 0; i < work.n_panels; i++)
         for (int turn0 = 0; turn0 < 16; turn0 += turns)
             for (int j = 0; j < work.n_tiles; j++) {
-                int b = order.first_of[turn0], first = b - kBlocks;  // of the blocks in `dots`
+                int b = order.first_of[turn0], first = b - kBlocks;  // first: the first block in `dots`
                 for (int turn = turn0; turn < turn0 + turns; turn++) {
                     __m512 acc[16];
 #pragma GCC unroll 16
@@ -202,7 +202,7 @@ void begin_tiles(bool sub_blocks) {
 }
 
 void end_tiles() {
-    _tile_release();  // a thread without tiles has less to save
+    _tile_release();  // a thread without tiles has less state to save
 }
 
 }  // namespace hotset

@@ -1,18 +1,18 @@
-// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks, a 128-bit lane each: blocks g and g + 4
-// of eight. Where four such pairs are added up within their lanes, the sums are in the order of the blocks;
-// and both blocks of a super-block's pair are stored alike, so that one shift brings out the codes of both.
+// AVX2, FMA and F16C. A vector holds half a 32-block of each block of a pair, one 128-bit lane per block:
+// blocks g and g + 4 of eight. Adding four such pairs within lanes gives sums in the order of the blocks.
+// Both blocks of a super-block's pair are stored alike, so that one shift extracts the codes of both.
 //
-// One token: eight blocks a step, their dot products summed into one vector, a lane a block; the sixteen
-// lanes of the canonical order are two accumulators, for even and odd steps. Many tokens: eight rows are
-// packed into a panel whose lanes are rows, so that nothing is summed across lanes.
+// One token: eight blocks per step, whose dot products are summed into one vector, one lane per block. The
+// sixteen lanes of the canonical order are two accumulators, for even and odd steps. Many tokens: eight rows
+// are packed into a panel whose lanes are rows, so that no sum crosses lanes.
 //
 // maddubs multiplies unsigned codes by signed inputs and adds pairs in int16, where it would saturate
-// silently. Inputs lie in [-127, 127], so a pair of codes up to kMaxCode stays within 254 * kMaxCode:
-// `kInt16Terms` such pairs may be added before they are widened. Signed codes up to 128 go in as magnitudes,
-// their signs moved to the inputs.
+// silently. Inputs are in [-127, 127], so a pair with codes up to kMaxCode is within 254 * kMaxCode.
+// `kInt16Terms` such pairs may be added before widening. Signed codes up to 128 are passed as magnitudes,
+// with their signs moved to the inputs.
 //
-// With HOTSET_AVX_VNNI these are the kernels of AVX-VNNI: several tokens times unsigned codes, four products
-// at once added in int32.
+// With HOTSET_AVX_VNNI these are the AVX-VNNI kernels: for several tokens and unsigned codes, four products
+// at once are added in int32.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -37,10 +37,10 @@ inline float half(uint16_t bits) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
 
-// Scales of eight blocks of one row, a lane a block. Integer scales of sub-blocks are int16, two a lane.
+// Scales of eight blocks of one row, one lane per block. Sub-blocks' int16 scales are two per lane.
 struct Scales {
     __m256 scale;
-    __m256 min;  // of K-quants as stored, which is what add_min() takes away
+    __m256 min;  // K-quants: as stored, to be subtracted by add_min()
     __m256i sub_scale;
     __m256i sub_min;
 };
@@ -54,8 +54,8 @@ inline __m256i load256(const void* p) {
 inline __m256i broadcast128(const uint8_t* p) {
     return _mm256_broadcastsi128_si256(load128(p));
 }
-// 16 bytes at a and 16 at b, which lie behind a. A load that has the latter in its upper lane is an operand
-// of the blend; to insert them takes as long as two shuffles.
+// Load 16 bytes at a and 16 at b, with a < b. The blend takes its upper lane from memory directly; inserting
+// it would take as long as two shuffles.
 inline __m256i two_lanes(const uint8_t* a, const uint8_t* b) {
     return _mm256_blend_epi32(_mm256_castsi128_si256(load128(a)), load256(b - 16), 0xf0);
 }
@@ -67,8 +67,8 @@ inline __m256i high_nibbles(__m256i v) {
     return low_nibbles(_mm256_srli_epi16(v, 4));
 }
 
-// The bits of each byte that kMask has when they have been moved left by kLeft (right where negative). They
-// must have been in the same byte.
+// Shift bits left by kLeft (right if negative) and mask each byte with kMask. The bits must stay in their
+// byte.
 template <int kLeft, int kMask>
 inline __m256i moved_bits(__m256i bytes) {
     __m256i moved = bytes;
@@ -76,15 +76,15 @@ inline __m256i moved_bits(__m256i bytes) {
     if constexpr (kLeft < 0) moved = _mm256_srli_epi16(bytes, -kLeft);
     return _mm256_and_si256(moved, _mm256_set1_epi8(kMask));
 }
-// Of bytes whose bit j belongs to block j of eight: bit g is that of block g in the lower 128-bit lane, and
-// of block g + 4 in the upper.
+// Bytes whose bit j belongs to block j of eight: shift so that bit g is block g's in the lower 128-bit lane,
+// and block g + 4's in the upper.
 inline __m256i bits_of_pairs(const uint8_t* p) {
     return _mm256_srlv_epi32(broadcast128(p), _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
 }
 
-// kCount 4-byte words, kStride bytes apart; the other lanes hold anything. A load that has each word in its
-// lane is an operand of the blend; one that would reach behind the last word is a broadcast, which costs one
-// more. A gather is slow on most processors that stop at AVX2.
+// Load kCount 4-byte words, kStride bytes apart; other lanes are undefined. A load with the word in its lane
+// is an operand of the blend. A load that would read past the last word is a broadcast instead, which costs
+// one instruction more. A gather is slow on most processors without AVX-512.
 template <int kStride, int kCount, int kAll = kCount>
 inline __m256i words_at_stride(const uint8_t* p) {
     constexpr int i = kCount - 1, kFirst = (kStride - 4) * i, kEnd = kStride * (kAll - 1) + 4;
@@ -93,12 +93,12 @@ inline __m256i words_at_stride(const uint8_t* p) {
     if constexpr (kCount == 1) {
         return word;
     } else {
-        const __m256i others = words_at_stride<kStride, i, kAll>(p);  // named: the blend may be a macro
+        const __m256i others = words_at_stride<kStride, i, kAll>(p);  // the blend may be a macro
         return _mm256_blend_epi32(others, word, 1 << i);
     }
 }
 
-// Eight 2-byte words, kStride bytes apart.
+// Load eight 2-byte words, kStride bytes apart.
 template <int kStride, int kCount = 8>
 inline __m128i halves_at_stride(const uint8_t* p) {
     if constexpr (kCount == 0) {
@@ -110,12 +110,12 @@ inline __m128i halves_at_stride(const uint8_t* p) {
     }
 }
 
-// Each format: unpack<g, n>(p, a, b) gives the codes of blocks g and g + 4 of the n at p: first halves in a,
-// second halves in b. scales<n>(p) gives the scales of all n. Weight = code - kZero; kMaxCode bounds the
-// magnitude of codes. Nothing past the n blocks is read; block g + 4 holds anything if it is not of the n.
+// Each format has unpack<g, n>(p, a, b), which decodes blocks g and g + 4 of the n at p: first halves into a,
+// second halves into b; and scales<n>(p) for all n. Weight = code - kZero; kMaxCode bounds codes. Nothing
+// past the n blocks is read; block g + 4 is undefined if it is not one of the n.
 
-// Types with 32-blocks: f16 scale (and minimum) at the head of each block, sixteen bytes of codes kHead bytes
-// on.
+// Types with 32-blocks: an f16 scale (and minimum) at the beginning of each block, then sixteen bytes of
+// codes at offset kHead.
 template <int kHead, int kBlockBytes, bool kMin>
 struct Nibbles {
     static constexpr bool kSigned = false;
@@ -137,7 +137,7 @@ struct Nibbles {
         if constexpr (kMin) s.min = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
         return s;
     }
-    // 16 bytes of codes of each block of the pair, kSkip on; the first stands in for one that is missing.
+    // Load 16 bytes of codes of each block of the pair, at offset kSkip; the first for a missing one.
     template <int g, int n, int kSkip = 0>
     static __m256i codes(const uint8_t* p) {
         const uint8_t* first = p + g * kBlockBytes + kHead + kSkip;
@@ -167,7 +167,7 @@ struct FiveBits : Nibbles<kHead, kBlockBytes, kMin> {
     using Base = Nibbles<kHead, kBlockBytes, kMin>;
     static constexpr int kMaxCode = 31;
 
-    // Bit i of the two bytes that `pick` repeats, as 16 or 0 in byte i.
+    // Return bit i of the two bytes that `pick` repeats, as 16 or 0 in byte i.
     static __m256i spread(__m256i bits, __m256i pick) {
         const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
         const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, pick), each), each);
@@ -186,7 +186,7 @@ struct FiveBits : Nibbles<kHead, kBlockBytes, kMin> {
     }
 };
 
-// The codes lie four bytes on, after the fifth bits.
+// The codes follow the fifth bits, four bytes later.
 struct FormatQ5_0 : FiveBits<6, 22, false> {
     static constexpr Type kType = Type::Q5_0;
     static constexpr int kZero = 16;
@@ -244,7 +244,7 @@ struct FormatMXFP4 : Nibbles<1, 17, false> {
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
-        // Half of 2^(e - 127): of the float with the exponent e, and of 2^-127, a denormal, where e is 0.
+        // Half of 2^(e - 127): half of the float with exponent e or, if e is 0, of 2^-127, a denormal.
         const __m256i twice = _mm256_srli_epi32(_mm256_slli_epi32(words_at_stride<17, n>(p), 24), 1);
         const __m256i power = _mm256_max_epi32(twice, _mm256_set1_epi32(1 << 22));
         Scales s = {};
@@ -255,8 +255,8 @@ struct FormatMXFP4 : Nibbles<1, 17, false> {
 
 // Types with super-blocks: always eight blocks, which are one super-block.
 
-// Two f16 side by side, each in all lanes. One that is wanted alone comes with its neighbour: to bring it
-// there by itself takes more.
+// Load two adjacent f16, each into all lanes. A single one is loaded with its neighbour, because loading it
+// separately takes longer.
 inline void two_halves(const uint8_t* p, __m256& first, __m256& second) {
     float word;
     memcpy(&word, p, 4);
@@ -302,8 +302,8 @@ struct FormatIQ4_XS {
     }
 };
 
-// Q4_K and Q5_K: their 6-bit scales and minimums (unpack_scale_min), unpacked in general registers, since
-// vectors have enough to do.
+// Q4_K and Q5_K: their 6-bit scales and minimums (unpack_scale_min) are unpacked in general registers, since
+// the vector units are busy.
 struct KScales {
     static constexpr bool kSigned = false;
 
@@ -426,7 +426,7 @@ struct FormatQ2_K {
     }
 };
 
-// Ternary types: codes 0 to 2 (3 of TQ2_0's is no value, but may be stored).
+// Ternary types: codes 0 to 2. TQ2_0 may store 3, which is not a value.
 
 struct FormatTQ2_0 {
     static constexpr Type kType = Type::TQ2_0;
@@ -453,9 +453,9 @@ struct FormatTQ1_0 {
     static constexpr bool kSigned = false;
     static constexpr int kBytes = 54;
 
-    // Bytes times powers of three, modulo 256; of the fractions that this leaves the first digit in base 3.
+    // Multiply bytes by powers of three modulo 256; return the fractions' first base-3 digit.
     static __m256i digits(__m256i bytes, __m256i powers) {
-        // Each byte as the high one of a word.
+        // Each byte as the high byte of a word.
         const __m256i three = _mm256_set1_epi16(3);
         const __m256i even = _mm256_mullo_epi16(_mm256_slli_epi16(bytes, 8), powers);
         const __m256i odd =
@@ -468,7 +468,7 @@ struct FormatTQ1_0 {
     }
     template <int g, int n>
     static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        // Block j < 5 has 32 bytes and the power j; of the next 16 bytes each half of a block has a power.
+        // Blocks j < 5 have 32 bytes and power j. The next 16 bytes have a power per half block.
         if constexpr (g == 0) {
             a = digits(broadcast128(p), lane_powers(1, 81));
             b = digits(broadcast128(p + 16), lane_powers(1, 81));
@@ -491,9 +491,9 @@ struct FormatTQ1_0 {
     }
 };
 
-// Lattices: groups of a codebook, found one by one and brought together; then signs, a bit a weight.
+// Lattices: codebook groups are looked up one by one and combined; then signs, one bit per weight.
 
-// Of eight groups of eight those of first halves, and of second halves, of two blocks.
+// Combine sixteen groups of eight weights into the first halves, and the second halves, of two blocks.
 template <class Book, class Index>
 HOTSET_INLINE void look_up(const Book& book, const Index& index, __m256i& a, __m256i& b) {
     auto one = [&](int i) {
@@ -504,7 +504,7 @@ HOTSET_INLINE void look_up(const Book& book, const Index& index, __m256i& a, __m
     b = _mm256_inserti128_si256(_mm256_castsi128_si256(two(2)), two(6), 1);
 }
 
-// Of sixteen groups of four.
+// The same with groups of four weights.
 template <class Book, class Index>
 HOTSET_INLINE void look_up_fours(const Book& book, const Index& index, __m256i& a, __m256i& b) {
     auto one = [&](int i) {
@@ -526,14 +526,14 @@ struct Indices {
         four[1] = uint64_t(_mm_extract_epi64(low, 1));
         four[2] = uint64_t(_mm_cvtsi128_si64(high));
         four[3] = uint64_t(_mm_extract_epi64(high, 1));
-#ifndef _MSC_VER  // Compilers that see where these come from take each index out of the vector by itself.
+#ifndef _MSC_VER  // keeps compilers from extracting each index from the vector
         asm("" : "+r"(four[0]), "+r"(four[1]), "+r"(four[2]), "+r"(four[3]));
 #endif
     }
     HOTSET_INLINE int operator()(int i) const { return uint16_t(four[i / 4] >> (16 * (i % 4))); }
 };
 
-// kZero plus the weights of blocks g and g + 4, negative where a bit of `signs` (32 a block) is set.
+// kZero plus the weights of blocks g and g + 4, negative where `signs` (32 bits per block) is set.
 template <int g, int kZero>
 HOTSET_INLINE void put_signs(__m256i signs, __m256i& a, __m256i& b) {
     constexpr int64_t kOnes = 0x0101010101010101;
@@ -550,10 +550,10 @@ HOTSET_INLINE void put_signs(__m256i signs, __m256i& a, __m256i& b) {
                                   kFirst + 3 * kOnes));
 }
 
-// The signs of a super-block: each format computes all of them for every pair of blocks, and the compiler
+// The signs of a super-block. Each format computes all of them for every pair of blocks; the compiler does it
 // once.
 
-// Bytes of seven signs with their eighth, which makes the number of negative ones even.
+// Add the eighth sign to bytes of seven signs, which makes the number of negative ones even.
 HOTSET_INLINE __m256i eighth_signs(__m256i seven) {
     const __m256i odd = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
@@ -561,7 +561,7 @@ HOTSET_INLINE __m256i eighth_signs(__m256i seven) {
     return _mm256_xor_si256(seven, _mm256_xor_si256(low, _mm256_shuffle_epi8(odd, high_nibbles(seven))));
 }
 
-// From words of four times seven.
+// Return the signs from words of four times seven signs.
 HOTSET_INLINE __m256i signs_of_words(__m256i words) {
     const __m256i mask = _mm256_set1_epi32(0x7f);
     const __m256i low =
@@ -579,13 +579,13 @@ inline uint64_t load_u64(const uint8_t* p) {
     return v;
 }
 
-// 2s + 1 for integers s.
+// Return 2s + 1 for integers s, times the unit.
 inline __m256 odd_scales(float unit, __m256i s) {
     const __m256i odd = _mm256_add_epi32(_mm256_add_epi32(s, s), _mm256_set1_epi32(1));
     return _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_cvtepi32_ps(odd));
 }
 
-// The scales of sixteen weights of IQ2_XS and IQ2_S: nibbles.
+// Return the scales of sixteen weights of IQ2_XS and IQ2_S, stored as nibbles.
 inline Scales nibble_scales(const uint8_t* p, const uint8_t* bytes) {
     const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
     const __m128i nibble = _mm_set1_epi8(15);
@@ -609,7 +609,7 @@ struct FormatIQ2_XXS {
         look_up(kIq2Xxs, [s](int i) { return s[i / 4 * 32 + i % 4]; }, a, b);
         put_signs<g, kZero>(signs_of_words(words(p)), a, b);
     }
-    // Signs and scales: every other word.
+    // Return the words with signs and scales: every other word.
     static HOTSET_INLINE __m256i words(const uint8_t* p) {
         const __m256 first = _mm256_castsi256_ps(load256(p + 2)), last = _mm256_castsi256_ps(load256(p + 34));
         const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(first, last, 0xdd));  // 0 1 4 5 | 2 3 6 7
@@ -751,8 +751,8 @@ struct FormatIQ1_M {
         const uint8_t* s = p + 4 * g;
         const uint32_t high = load_u16(p + 32 + 2 * g) | uint32_t(load_u16(p + 40 + 2 * g)) << 16;  // nibbles
         look_up(kIq1, [s, high](int i) { return s[i / 4 * 16 + i % 4] | (high >> (4 * i) & 7) << 8; }, a, b);
-        // The nibbles of first halves' groups (0 1 4 5), and of second halves' (2 3 6 7): bit 3 says which
-        // lose 2.
+        // Take the nibbles of the first halves' groups (0 1 4 5), then of the second halves' (2 3 6 7). If
+        // bit 3 is set, 2 is subtracted.
         auto minus = [high](__m256i weights, int i, int j, int k, int l) {
             const __m256i shift = _mm256_setr_epi64x(i, j, k, l);
             const __m256i bits = _mm256_srlv_epi64(_mm256_set1_epi64x(int64_t(high)), shift);
@@ -770,7 +770,7 @@ struct FormatIQ1_M {
             _mm256_shuffle_epi8(_mm256_set1_epi64x(int64_t(load_u64(p + 48))),
                                 _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
                                                  4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
-        // A field of three bits a word: moved to the top by a product, and down to twice its value.
+        // A word has a field of three bits: move it to the top, and down as twice its value.
         const __m256i top = _mm256_mullo_epi16(words, _mm256_set1_epi64x(0x0010008004002000));
         const __m256i twice = _mm256_and_si256(_mm256_srli_epi16(top, 12), _mm256_set1_epi16(14));
         Scales s = {};
@@ -780,14 +780,14 @@ struct FormatIQ1_M {
     }
 };
 
-// Adds minimums times their sums to the total.
+// Add minimums times their sums to the total.
 template <class Format>
 inline __m256 add_min(__m256 min, __m256 sum, __m256 total) {
     return type_facts(Format::kType).block_size == 32 ? _mm256_fmadd_ps(min, sum, total)
                                                       : _mm256_fnmadd_ps(min, sum, total);
 }
 
-// How many maddubs results may be added in int16.
+// The number of maddubs results that may be added in int16.
 template <class Format>
 constexpr int kInt16Terms = 32767 / (254 * Format::kMaxCode);
 
@@ -795,8 +795,8 @@ inline __m256i ones() {
     return _mm256_set1_epi16(1);
 }
 
-// As many eighths of each lane, whose last three bits are zeros. Eight of them cost nothing: two instructions
-// less for 256 products are 3% in the cache, but 7% of the speed at which rows come from memory (Q4_0).
+// Multiply lanes, whose last three bits are zero, by kCount / 8. Eighths cost nothing. Saving two
+// instructions per 256 products gains 3% in cache and 7% when rows come from memory (Q4_0).
 template <int kCount>
 inline __m256i eighths(__m256i v) {
     constexpr int kLeft = log2_of(kCount) - 3;
@@ -805,8 +805,8 @@ inline __m256i eighths(__m256i v) {
     return v;
 }
 
-// The weights of the two halves' input sums in a block's integer dot product, or in its minimum: int16, two a
-// lane.
+// The weights of the two halves' input sums in a block's integer dot product, or in its minimum: int16, two
+// per lane.
 template <class Format>
 inline __m256i sum_weights(const Scales& s) {
     if constexpr (has_min(Format::kType)) return s.sub_min;
@@ -814,7 +814,6 @@ inline __m256i sum_weights(const Scales& s) {
 }
 
 // ---- One token
-// --------------------------------------------------------------------------------------------------
 
 struct TokenInputs {
     const int8_t* q;
@@ -825,14 +824,14 @@ struct TokenInputs {
     const int32_t* isum8;
 };
 
-// int16 scales of half h of blocks g and g + 4, filling a 128-bit lane each.
+// The int16 scales of half h of blocks g and g + 4, each filling a 128-bit lane.
 template <int g, int h>
 inline __m256i pair_scales(__m256i sub_scale) {
     constexpr int kAt = 4 * g + 2 * h;
     return _mm256_shuffle_epi8(sub_scale, _mm256_set1_epi16(kAt | (kAt + 1) << 8));
 }
 
-// Products of a vector of codes and their inputs, pairs added in int16.
+// Multiply a vector of codes and their inputs; pairs are added in int16.
 template <class Format>
 inline __m256i products(__m256i codes, const int8_t* q) {
     if constexpr (Format::kSigned)
@@ -841,8 +840,8 @@ inline __m256i products(__m256i codes, const int8_t* q) {
         return _mm256_maddubs_epi16(codes, load256(q));
 }
 
-// Halves of two vectors' 128-bit lanes added to each other, those of a and then of b; and their quarters, two
-// by two. What hadd does, in half the time on some processors.
+// Add the halves of two vectors' 128-bit lanes, first a's, then b's; and their quarters, pairwise. Equal
+// to hadd, in half the time on some processors.
 template <class Add>
 inline __m256i add_halves(__m256i a, __m256i b, Add add) {
     return add(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
@@ -860,8 +859,8 @@ inline __m256i add32(__m256i a, __m256i b) {
     return _mm256_add_epi32(a, b);
 }
 
-// Partial sums of blocks g and g + 4, each in its 128-bit lane: where the codes allow it eight int16, of the
-// first half and of the second in turn if these have scales, otherwise four int32.
+// Return the partial sums of blocks g and g + 4, each in its 128-bit lane. They are eight int16 if the codes
+// allow it (alternately of the first and second half if these have scales), otherwise four int32.
 template <class Format, int g, int n>
 inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
     if constexpr (g >= n) return _mm256_setzero_si256();
@@ -877,8 +876,8 @@ inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
                  _mm256_madd_epi16(b, kSub ? pair_scales<g, 1>(sub_scale) : ones()));
 }
 
-// Integer dot products of the n blocks, a lane a block; with sub-scales but without an offset of the codes.
-// The sums are widened to int32 as late as the codes allow.
+// Compute the integer dot products of the n blocks, one lane per block, including sub-scales but without the
+// codes' offset. Sums are widened to int32 as late as the codes allow.
 template <class Format, int n>
 inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
     const __m256i s0 = pair_sums<Format, 0, n>(p, q, sub_scale),
@@ -898,14 +897,14 @@ inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) 
     }
 }
 
-// Whether scales are found before the dot products: those must be that belong into these, and codes that need
-// little unpacking leave registers for it. Otherwise it costs 3 to 8%.
+// Whether scales are decoded before the dot products: sub-scales are needed there, and codes that need little
+// unpacking leave registers for it. For other types this order costs 3 to 8%.
 template <class Format>
 constexpr bool kScalesFirst = has_sub_blocks(Format::kType) || Format::kType == Type::Q4_0 ||
                               Format::kType == Type::Q4_1 || Format::kType == Type::Q8_0;
 
-// Adds n <= 8 blocks of one row and one token to acc, a lane a block. Inlined by force, as `dot`: the more
-// this file holds, the sooner GCC leaves it a call, which costs 5 to 15% of a token.
+// Add n <= 8 blocks of one row and one token to acc, one lane per block. Force-inlined, like `dot`: the
+// larger this file, the earlier GCC makes it a call, which costs 5 to 15% of a token.
 template <class Format, int n>
 HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m256 acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
@@ -931,7 +930,7 @@ HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t 
     return _mm256_blend_ps(acc, total, (1 << n) - 1);
 }
 
-// kOnce: what is read by this token alone.
+// kOnce: only this token reads the data.
 template <bool kOnce>
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) {
@@ -942,8 +941,8 @@ HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     }
 }
 
-// The sixteen lanes of a dot product. `kTail`: see by_tail. `ahead`: what is fetched meanwhile, as long as
-// the row.
+// Compute the sixteen lanes of a dot product. kTail: see by_tail. ahead: data as long as the row, to prefetch
+// meanwhile.
 template <class Format, int kTail, bool kOnce>
 HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
     __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
@@ -972,8 +971,8 @@ HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks
     return {lo, hi};
 }
 
-// f<kTail>(): 0 and 8 are blocks % 16; 1 to 7, of types that have such, blocks % 8, with eight before these
-// or not; 24 is all (the 768 inputs of many models' experts: without a loop a tenth quicker).
+// Call f<kTail>(). 0 and 8 are blocks % 16; 1 to 7 are blocks % 8, if the type allows it, with or without
+// eight before; 24 means exactly 24 blocks (common in MoE models: without a loop a tenth faster).
 template <class Format, class F>
 HOTSET_INLINE auto by_tail(int64_t blocks, F f) {
     if constexpr (type_facts(Format::kType).block_size == 32) {
@@ -1006,7 +1005,7 @@ inline TokenInputs inputs_of(const Inputs& x, int token) {
             isum + width / 32,   x.isum8 + token * (width / 32)};
 }
 
-// One row times one token.
+// Multiply one row by one token.
 template <class Format>
 inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int token, const uint8_t* ahead) {
     const TokenInputs inputs = inputs_of(x, token);
@@ -1015,7 +1014,7 @@ inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int tok
     });
 }
 
-// sum() of four.
+// sum() of four vectors.
 inline void sums(const V v[4], float out[4]) {
     auto four_apart = [&](int i) {
         const __m256 a = _mm256_add_ps(v[i].lo, v[i].hi), b = _mm256_add_ps(v[i + 1].lo, v[i + 1].hi);
@@ -1031,12 +1030,12 @@ inline void sums(const V v[4], float out[4]) {
     _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(all, order)));
 }
 
-// Rows one after the other; a call for each would be a fifth of the time of short ones.
+// Multiply rows one after another. One call per row would take a fifth of the time of short rows.
 template <class Format, bool kOnce>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
     const TokenInputs inputs = inputs_of(x, token);
     by_tail<Format>(x.k / 32, [&]<int kTail>() {
-        // One place that has a row's product: with a second GCC leaves it a call.
+        // Only one place computes a row's product: with a second one GCC makes it a call.
         V lanes[4];
         int n = 0;
         for (int64_t r = row0; r < row1; r++) {
@@ -1050,26 +1049,24 @@ void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int
 }
 
 // ---- Several tokens
-// --------------------------------------------------------------------------------------------------
 //
-// Eight blocks of a row as for one token, but their codes are transposed: word i of each block lies in vector
-// i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for each
-// token are the products.
+// As for one token, but the codes of eight blocks are transposed: word i of each block is in vector i, one
+// lane per block. The inputs are transposed once per call. Per token only the products are left.
 
-constexpr int kRows = 8;         // that share a pass over the inputs
-constexpr int kTileTokens = 32;  // that share the unpacking of a row: more inputs leave the first-level cache
+constexpr int kRows = 8;         // rows that share a pass over the inputs
+constexpr int kTileTokens = 32;  // tokens that share a row's unpacking; more exceed the first-level cache
 
-// Eight blocks of a row, a lane each.
+// Eight blocks of a row, one lane each.
 struct Blocks {
-    __m256i codes[8];       // four bytes of each
+    __m256i codes[8];       // four bytes of each block
     __m256i magnitudes[8];  // of signed codes
-    __m256i sub_scale[2];   // int16: that of the first half twice a lane, that of the second half
+    __m256i sub_scale[2];   // int16: the first half's scale twice per lane, and the second half's
     __m256i by_sum;         // int16: sum_weights()
     __m256 scale;
     __m256 min;
 };
 
-// Pairs of int16 scales of halves, apart.
+// Separate pairs of int16 scales of halves.
 inline void split_sub_scale(__m256i both, __m256i out[2]) {
     const __m256i shifted = _mm256_slli_epi32(both, 16);
     out[0] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
@@ -1080,11 +1077,11 @@ inline void split_sub_scale(__m256i both, __m256i out[2]) {
 struct BlockInputs {
     __m256i words[8];
     __m256 scale;
-    __m256i sums;  // what the format needs: float sums, or corrections
+    __m256i sums;  // as the format needs: float sums, or corrections
 };
 
-// What a format needs of a token's block beside its products: with minimums the sum (a float's bits), else,
-// of the sums of its halves, kZero times both or, with sub-blocks, both as int16.
+// Return a format's data of a token's block in addition to its products. With minimums: the sum (as a float's
+// bits). Otherwise, from the sums of its halves: kZero times both or, with sub-blocks, both as int16.
 template <class Format>
 inline int32_t block_sums(const Inputs& x, int token, int64_t b) {
     const int64_t blocks = padded(x.k) / 32;
@@ -1096,9 +1093,8 @@ inline int32_t block_sums(const Inputs& x, int token, int64_t b) {
     return int32_t(uint32_t(Format::kZero) * (isum0 + isum1));
 }
 
-// Sum in int16 of the products of kCount words from kFirst on, one added after the other: where a compiler
-// makes a tree of the sum, so many are open at a time that codes leave their registers, and loads are what is
-// scarce.
+// Sum the products of kCount words, starting at kFirst, in int16, strictly one after another. If the compiler
+// makes a tree of the sum, the open terms push codes out of registers, and loads are the bottleneck.
 template <int kFirst, int kCount>
 HOTSET_INLINE __m256i sum_of_products(const __m256i codes[8], const __m256i words[8]) {
     __m256i sum = _mm256_maddubs_epi16(codes[kFirst], words[kFirst]);
@@ -1111,7 +1107,7 @@ HOTSET_INLINE __m256i sum_of_products(const __m256i codes[8], const __m256i word
     return sum;
 }
 
-// Sum of the products of kCount words as int32, after madd with `by`; widened as late as the codes allow.
+// Sum the products of kCount words as int32, after madd with `by`; widen as late as the codes allow.
 template <class Format, int kFirst, int kCount = 4>
 HOTSET_INLINE __m256i wide_sum(const __m256i codes[8], const __m256i words[8], __m256i by) {
     if constexpr (kCount <= kInt16Terms<Format>)
@@ -1121,7 +1117,7 @@ HOTSET_INLINE __m256i wide_sum(const __m256i codes[8], const __m256i words[8], _
                                 wide_sum<Format, kFirst + kCount / 2, kCount / 2>(codes, words, by));
 }
 
-// The integer dot products without an offset of the codes.
+// Compute the integer dot products without the codes' offset.
 template <class Format>
 HOTSET_INLINE __m256i dots(const Blocks& blocks, const __m256i words[8]) {
 #ifdef HOTSET_AVX_VNNI
@@ -1154,7 +1150,7 @@ HOTSET_INLINE __m256i dots(const Blocks& blocks, const __m256i words[8]) {
 #endif
 }
 
-// Adds the products with a token to acc.
+// Add the products with a token to acc.
 template <class Format>
 HOTSET_INLINE __m256 add_products(const Blocks& blocks, const BlockInputs& x, __m256 acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
@@ -1173,7 +1169,7 @@ HOTSET_INLINE __m256 add_products(const Blocks& blocks, const BlockInputs& x, __
         return total;
 }
 
-// Eight blocks that may lie at the end of the mapped file, copied to where all can be read.
+// Copy eight blocks at the end of the mapped file to where all can be read.
 template <class Format>
 inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
     if (Format::kBytes <= end - p) return p;
@@ -1183,7 +1179,7 @@ inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint
     return copy;
 }
 
-// Of blocks g and g + 4 with four words each in v[g], word i of all eight in v[i].
+// Transpose: v[g] has four words of blocks g and g + 4; the result has word i of all eight blocks in v[i].
 inline void transpose_words(__m256i v[4]) {
     const __m256i ab_lo = _mm256_unpacklo_epi32(v[0], v[1]), ab_hi = _mm256_unpackhi_epi32(v[0], v[1]);
     const __m256i cd_lo = _mm256_unpacklo_epi32(v[2], v[3]), cd_hi = _mm256_unpackhi_epi32(v[2], v[3]);
@@ -1234,12 +1230,12 @@ HOTSET_INLINE void unpack_blocks(const uint8_t* p, Blocks& blocks) {
     }
 }
 
-// Adds the first n of eight blocks at p, times each token, to half h of its acc. kWhole: n is 8.
+// Add the first n of eight blocks at p, times each token, to half h of the token's acc. kWhole: n is 8.
 template <class Format, bool kWhole>
 HOTSET_INLINE void add_to_tokens(const uint8_t* p, int n, const BlockInputs* x, int tokens, V* acc, int h) {
     Blocks blocks;
     unpack_blocks<Format>(p, blocks);
-    // Other lanes may hold anything, NaN too: they are masked, never multiplied by zero.
+    // Other lanes are undefined and may be NaN: they are masked, not multiplied by zero.
     const __m256 lanes = _mm256_castsi256_ps(V::below(n));
     __m256* sums = h ? &acc->hi : &acc->lo;
     for (int t = 0; t < tokens; t++, sums += 2) {
@@ -1248,17 +1244,17 @@ HOTSET_INLINE void add_to_tokens(const uint8_t* p, int n, const BlockInputs* x, 
     }
 }
 
-// At most kTileTokens of them.
+// For at most kTileTokens tokens.
 template <class Format>
 void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out,
              int64_t ld, uint8_t* scratch) {
     static_assert(kRows % 4 == 0);
-    // Of a tile that many bytes for each input: kernel_scratch_bytes() has more.
+    // Bytes per input of a tile; kernel_scratch_bytes() reserves more.
     static_assert(sizeof(BlockInputs) * kTileTokens / 256 < kPanelRows);
     BlockInputs* inputs = reinterpret_cast<BlockInputs*>(scratch);
     transpose_inputs<Format>(x, t0, n, inputs);
     const int64_t blocks = x.k / 32;
-    // Fetched in the order in which rows lie.
+    // Prefetched in the order of the rows.
     const uint8_t* ahead = w.row(row0) + (kRows - 1) * w.row_bytes + kAhead;
     for (int64_t r = row0; r < row1; r += kRows) {
         V acc[kRows][kTileTokens];
@@ -1291,17 +1287,15 @@ void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t
 }
 
 // ---- Panels
-// --------------------------------------------------------------------------------------------------
 //
-// Eight rows a vector, whose lanes are rows. No lane is empty, whatever the width, but each word of the
-// inputs is wanted in all lanes: as many loads again as there are products, and loads are what AVX2
-// processors have fewest of (decision 011). So this is for narrow matrices, of whose last eight
-// blocks most would be missing; types with super-blocks have none.
+// Eight rows per vector, one lane each. No lane is empty, but each word of the inputs is needed in all lanes,
+// which doubles the loads, the bottleneck of AVX2 processors (decision 011). So panels are for narrow
+// matrices whose last eight blocks would be mostly missing; types with super-blocks never are.
 
 constexpr int kLanes = 8;         // rows of a panel
-constexpr int kPanelTokens = 16;  // that share one pass over a panel
+constexpr int kPanelTokens = 16;  // tokens that share one pass over a panel
 
-// Transposes eight vectors of eight 4-byte words.
+// Transpose eight vectors of eight 4-byte words.
 inline void transpose(__m256i v[8]) {
     __m256i t[8];
     for (int i = 0; i < 8; i += 4) {
@@ -1320,7 +1314,7 @@ inline void transpose(__m256i v[8]) {
     }
 }
 
-// Eight rows whose lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its scales.
+// Eight rows, one per lane. Per 32-block: eight vectors of codes (four bytes per row), then the scales.
 struct Panel {
     __m256i* codes;  // [blocks][8]
     __m256* scale;   // [blocks]
@@ -1376,11 +1370,11 @@ inline __m256i broadcast_word(const int8_t* p) {
     return _mm256_set1_epi32(word);
 }
 
-// Inputs of the tokens of a tile.
+// The inputs of a tile's tokens.
 struct TileInputs {
     const int8_t* q;      // [tokens][32 * stride]
     const float* scale;   // [tokens][stride]
-    const int32_t* sums;  // [tokens][stride], as BlockInputs::sums
+    const int32_t* sums;  // [tokens][stride], see BlockInputs::sums
     int64_t stride;
 };
 
@@ -1453,10 +1447,10 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     }
 }
 
-// Tokens from which one at a time is too slow: signed codes are the dearest to multiply by themselves.
+// Tokens from which one at a time is too slow: signed codes cost most to multiply one by one.
 template <class Format>
 constexpr int kSeveralFrom = Format::kSigned ? 3 : 2;
-// Bytes of weights that stay in the second-level cache from one tile of tokens to the next.
+// Bytes of weights that stay in the second-level cache between two tiles of tokens.
 constexpr int64_t kCachedBytes = 128 * 1024;
 
 template <class Format>
@@ -1475,7 +1469,7 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         }
     if constexpr (type_facts(Format::kType).block_size == 32) {
         const int64_t blocks = x.k / 32, lanes = (blocks + 7) / 8 * 8;
-        if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // (bits are the same either way)
+        if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // the bits are the same either way
             return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     }
     const int64_t rows = std::max<int64_t>(kCachedBytes / int64_t(w.row_bytes), kPanelRows);
@@ -1486,10 +1480,9 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 }
 
 // ---- Float weights, many tokens
-// ---------------------------------------------------------------------------------
 
-// Adds lanes 8h..8h + 7 of `count` columns (a multiple of 16). One half at a time, twelve accumulators and
-// four weights are just the sixteen registers; with whole lanes they would be spilled at each step.
+// Add lanes 8h..8h + 7 of `count` columns (a multiple of 16). Half the lanes at a time, twelve accumulators
+// and four weights fill the sixteen registers; whole lanes would spill.
 template <class W, int h, int R, int T>
 inline void add_columns(const uint8_t* w, size_t row_bytes, const float* x, int64_t stride, int64_t count,
                         __m256 (*acc)[T]) {
@@ -1540,7 +1533,7 @@ inline void halved_float_tile(const Matrix& w, int64_t row, const Inputs& x, int
 template <class W>
 void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
                          float* out, int64_t ld, uint8_t* scratch) {
-    constexpr int kTokens = 24;  // whose inputs stay in the second-level cache between rows
+    constexpr int kTokens = 24;  // tokens whose inputs stay in the second-level cache between rows
     const int whole = t0 + (t1 - t0) / 3 * 3;
     for (int first = t0; first < whole; first += kTokens) {
         auto tiles = [&]<int R>(int64_t row) {
@@ -1554,7 +1547,7 @@ void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inpu
     if (whole < t1) float_linear<W>(w, row0, row1, x, whole, t1, out + (whole - t0) * ld, ld, scratch);
 }
 
-// Scales of n blocks of kStride bytes whose first two bytes are an f16 scale.
+// Decode the scales of n blocks of kStride bytes that begin with an f16 scale.
 template <int kStride>
 inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
     for (int i = 0; i < n; i++) out[i] = _cvtsh_ss(load_u16(p + i * kStride));

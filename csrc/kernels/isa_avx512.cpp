@@ -1,8 +1,8 @@
-// AVX-512 (F, BW, DQ, VL, VNNI). A vector holds a half of four 32-blocks: four int32 lanes a block after
+// AVX-512 (F, BW, DQ, VL, VNNI). A vector holds halves of four 32-blocks: four int32 lanes per block after
 // dpbusd.
 //
-// One token: sixteen blocks a step, their dot products transposed into one vector, a lane a block.
-// Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that the transpose is paid once.
+// One token: sixteen blocks per step, whose dot products are transposed into one vector, one lane per block.
+// Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that the transpose is done once.
 #include <immintrin.h>
 
 #include <bit>
@@ -23,7 +23,7 @@ inline float half(uint16_t bits) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
 
-// Scales of up to sixteen blocks of one row, a lane a block.
+// Scales of up to sixteen blocks of one row, one lane per block.
 struct Scales {
     __m512 scale;
     __m512 min;
@@ -52,8 +52,8 @@ inline __m512i high_nibbles(__m512i v) {
     return low_nibbles(_mm512_srli_epi16(v, 4));
 }
 
-// Where a permutation of two registers (128 bytes from block `first` on) finds the head of each of sixteen
-// blocks.
+// Indices with which a permutation of two registers (128 bytes from block `first` on) finds the head of each
+// of sixteen blocks.
 template <class Word>
 struct HeadIndex {
     alignas(64) Word lane[64 / sizeof(Word)] = {};
@@ -63,9 +63,8 @@ struct HeadIndex {
     }
 };
 
-// Types with 32-blocks: an f16 scale at the head of each block of kStride bytes, an f16 minimum after it
-// where kMin. Sixteen heads are gathered by permutations of two registers, as many blocks at a time as 128
-// bytes hold.
+// Types with 32-blocks of kStride bytes: an f16 scale at the beginning of each, followed by an f16 minimum if
+// kMin. Permutations of two registers gather sixteen heads, as many blocks at a time as fit in 128 bytes.
 template <int kStride, bool kMin>
 struct HeadScales {
     static constexpr int kWord = kMin ? 4 : 2;
@@ -99,7 +98,7 @@ struct HeadScales {
             s.min = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
         } else if constexpr (kAtOnce > 4) {
             s.scale = _mm512_cvtph_ps(_mm512_castsi512_si256(heads<0>(p, n)));
-        } else {  // blocks so long that sixteen loads are quicker
+        } else {  // for such long blocks sixteen loads are faster
             alignas(32) uint16_t halves[16];
             for (int i = 0; i < n; i++) halves[i] = load_u16(p + i * kStride);
             s.scale = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(halves)));
@@ -108,8 +107,8 @@ struct HeadScales {
     }
 };
 
-// Each format: kBytes per sixteen blocks; kZero, what its codes are offset by; unpack(p, g, a, b) gives the
-// codes (unsigned bytes) of blocks 4g..4g+3 of the sixteen at p: first halves in a, second halves in b.
+// Each format has kBytes of sixteen blocks; kZero, the offset of its codes; unpack(p, g, a, b) for the codes
+// (bytes) of blocks 4g..4g+3 at p: first halves into a, second halves into b.
 
 template <int kHead, int kBlockBytes, bool kMin>
 struct Nibbles : HeadScales<kBlockBytes, kMin> {
@@ -207,7 +206,7 @@ struct FormatMXFP4 {
         b = codes(high_nibbles(packed));
     }
     static Scales scales(const uint8_t* p, int n) {
-        // Every other block begins at an odd byte: its exponent is the high half of the word found there.
+        // Every other block begins at an odd byte: its exponent is the high byte of the word found there.
         const __m256i words = _mm512_castsi512_si256(HeadScales<kBlockBytes, false>::heads<0>(p, n));
         const __m256i bytes =
             _mm256_and_si256(_mm256_srlv_epi16(words, _mm256_set1_epi32(8 << 16)), _mm256_set1_epi16(255));
@@ -220,7 +219,7 @@ struct FormatMXFP4 {
     }
 };
 
-// Types with super-blocks of 256: sixteen 32-blocks are two of them. `n` says whether the second is there.
+// Types with super-blocks of 256: sixteen 32-blocks are two of them. n > 8: the second exists.
 template <int kSuperBytes, class F>
 inline void for_super_blocks(const uint8_t* p, int n, F f) {
     f(p, 0);
@@ -255,15 +254,15 @@ struct FormatIQ4_XS {
     }
 };
 
-// Q4_K and Q5_K: of both super-blocks in a lane each, whether the second is there or not. (Its lanes are left
-// out where it is not, and kSlack lets it be read.)
+// Q4_K and Q5_K: both super-blocks in one lane each, even if the second is missing. Its lanes are then
+// masked, and kSlack allows the read.
 template <int kSuperBytes>
 struct KScales {
     static Scales scales(const uint8_t* p, int) { return scales_of_two(p, p + kSuperBytes); }
     static Scales scales_of_two(const uint8_t* p, const uint8_t* q) {
         const __m128i first = load128(p), second = load128(q);  // f16 d, f16 dmin, 3 words
         const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
-        // Words 0 and 2, of minimums 1 and 2, have the low bits; what words 0 and 1 have above six are high.
+        // Words 0 and 2 (minimums: 1 and 2) hold the low bits, the upper two bits of words 0 and 1 the high.
         const __m256i low_of = _mm256_broadcastsi128_si256(
             _mm_setr_epi8(4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
         const __m256i high_of = _mm256_broadcastsi128_si256(
@@ -273,7 +272,7 @@ struct KScales {
             _mm256_set1_epi64x(0x0f0f0f0f3f3f3f3f));
         const __m256i high = _mm256_and_si256(_mm256_srli_epi32(_mm256_shuffle_epi8(both, high_of), 2),
                                               _mm256_set1_epi8(0x30));
-        // Scales of both, then minimums of both.
+        // The scales of both, then the minimums of both.
         const __m256i bytes = _mm256_permute4x64_epi64(_mm256_or_si256(low, high), 0xd8);
         const __m128 d = _mm_xor_ps(_mm_cvtph_ps(_mm_unpacklo_epi32(first, second)),
                                     _mm_setr_ps(0.0f, -0.0f, 0.0f, -0.0f));  // d, -dmin of each
@@ -291,7 +290,7 @@ struct KScales {
     }
 };
 
-// 64 bytes of codes, whose 32-byte halves hold two blocks each in their nibbles, as halves of four blocks.
+// Unpack 64 bytes of codes (two blocks in the nibbles of 32 bytes) into halves of four blocks.
 inline void unpack_nibble_pairs(__m512i codes, __m512i& a, __m512i& b) {
     const __m512i low = low_nibbles(codes),
                   high = high_nibbles(codes);  // lanes: b0a b0b b2a b2b; b1a b1b b3a b3b
@@ -310,7 +309,7 @@ struct FormatQ4_K : KScales<144> {
     }
 };
 
-// Bit (first + lane * step) of each of sixteen bytes in each 128-bit lane, moved to bit 0.
+// Move bit (first + lane * step) of each byte in each 128-bit lane to bit 0.
 inline __m512i lane_bits(__m512i bytes, int first, int step, int mask) {
     const __m512i lane =
         _mm512_setr_epi64(0x0000000000000000, 0x0000000000000000, 0x0001000100010001, 0x0001000100010001,
@@ -333,7 +332,7 @@ struct FormatQ5_K : KScales<176> {
     }
 };
 
-// Splits sixteen int8 or uint8 sub-scales per super-block, widened to int32, into first and second halves.
+// Split sixteen int8 or uint8 sub-scales per super-block, widened to int32, into first and second halves.
 inline void split_pairs(__m512i first_super, __m512i second_super, __m512i out[2]) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
@@ -456,7 +455,7 @@ struct FormatTQ1_0 {
     static constexpr int kZero = 1;
     static constexpr int kBytes = 2 * 54;
 
-    // Bytes times powers of three, modulo 256; of the fractions that this leaves the first digit in base 3.
+    // Multiply bytes by powers of three modulo 256; return the fractions' first base-3 digit.
     static __m512i digits(__m512i bytes, __m512i powers) {
         const __m512i low = _mm512_set1_epi16(255);
         const __m512i even = _mm512_mullo_epi16(bytes, powers);
@@ -494,7 +493,7 @@ struct FormatTQ1_0 {
     }
 };
 
-// Lattices: groups of a codebook, found one by one and brought together; then signs, a bit a weight.
+// Lattices: codebook groups are looked up one by one and combined; then signs, one bit per weight.
 
 // Sixteen indices in general registers, four each.
 struct Indices {
@@ -506,15 +505,15 @@ struct Indices {
         four[1] = uint64_t(_mm_extract_epi64(low, 1));
         four[2] = uint64_t(_mm_cvtsi128_si64(high));
         four[3] = uint64_t(_mm_extract_epi64(high, 1));
-#ifndef _MSC_VER  // Compilers that see where these come from take each index out of the vector by itself.
+#ifndef _MSC_VER  // keeps compilers from extracting each index from the vector
         asm("" : "+r"(four[0]), "+r"(four[1]), "+r"(four[2]), "+r"(four[3]));
 #endif
     }
     HOTSET_INLINE int operator()(int i) const { return uint16_t(four[i / 4] >> (16 * (i % 4))); }
 };
 
-// Of sixteen groups of eight those of first halves, and of second halves, of four blocks. Loads and
-// unpacking: insertions, which compilers make of a list of words, are slower.
+// Combine sixteen groups of eight weights into the first halves, and the second halves, of four blocks. Uses
+// loads and unpacking: the insertions that compilers generate from a list of words are slower.
 template <class Book, class Index>
 HOTSET_INLINE void look_up(const Book& book, const Index& index, __m512i& a, __m512i& b) {
     auto one = [&](int i) {
@@ -530,7 +529,7 @@ HOTSET_INLINE void look_up(const Book& book, const Index& index, __m512i& a, __m
     b = eight(2);
 }
 
-// Of 32 groups of four.
+// The same with 32 groups of four weights.
 template <class Book, class Index>
 HOTSET_INLINE void look_up_fours(const Book& book, const Index& index, __m512i& a, __m512i& b) {
     auto one = [&](int i) {
@@ -549,7 +548,7 @@ HOTSET_INLINE void look_up_fours(const Book& book, const Index& index, __m512i& 
     b = sixteen(4);
 }
 
-// kZero plus the weights of four blocks, negative where a bit of `signs` (32 a block) is set.
+// Compute kZero plus the weights of four blocks, negative where a bit of `signs` (32 per block) is set.
 template <int kZero>
 HOTSET_INLINE void put_signs(__m128i signs, __m512i& a, __m512i& b) {
     const __m128i halves =
@@ -561,7 +560,7 @@ HOTSET_INLINE void put_signs(__m128i signs, __m512i& a, __m512i& b) {
     b = _mm512_mask_sub_epi8(_mm512_add_epi8(b, zero), second, zero, b);
 }
 
-// Bytes of seven signs with their eighth, which makes the number of negative ones even.
+// Add the eighth sign to bytes of seven signs, which makes the number of negative ones even.
 inline __m128i eighth_signs(__m128i seven) {
     const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
     const __m128i nibble = _mm_set1_epi8(15);
@@ -570,7 +569,7 @@ inline __m128i eighth_signs(__m128i seven) {
     return _mm_xor_si128(seven, _mm_xor_si128(low, high));
 }
 
-// The signs of four blocks from words of four times seven.
+// Return the signs of four blocks from words of four times seven signs.
 inline __m128i signs_of_words(__m128i words) {
     const __m128i mask = _mm_set1_epi32(0x7f);
     const __m128i low = _mm_or_si128(_mm_and_si128(words, mask),
@@ -587,13 +586,13 @@ inline __m128i load64(const uint8_t* p) {
     return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
 }
 
-// 2s + 1 for integers s.
+// Return 2s + 1 for integers s.
 inline __m512i odd_scales(__m512i s) {
     return _mm512_add_epi32(_mm512_add_epi32(s, s), _mm512_set1_epi32(1));
 }
 
-// Eight scales of each of up to two super-blocks (kBytes apart, kUnit of d each) that `steps` finds in one as
-// int32.
+// Return eight scales of each of up to two super-blocks, kBytes apart, in units of kUnit * d. `steps` reads
+// them from one super-block as int32.
 template <int kBytes, class Steps>
 inline Scales lattice_scales(const uint8_t* p, int n, float unit, Steps steps) {
     __m256i s[2] = {};
@@ -608,7 +607,7 @@ inline Scales lattice_scales(const uint8_t* p, int n, float unit, Steps steps) {
     return out;
 }
 
-// The same for scales of sixteen weights: nibbles at kAt.
+// The same for scales of sixteen weights, stored as nibbles at kAt.
 template <int kBytes, int kAt>
 inline Scales lattice_sub_scales(const uint8_t* p, int n) {
     const __m128i bytes =
@@ -655,7 +654,7 @@ struct FormatIQ2_S {
     static constexpr int kBytes = 2 * 82;
     static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 82;
-        // Four times each byte of high bits, which come to bits 8 and 9.
+        // Repeat each byte of high bits four times, and shift them to bits 8 and 9.
         const __m256i high = _mm256_cvtepu8_epi16(
             _mm_shuffle_epi8(_mm_cvtsi32_si128(int(load_u32(s + 66 + g % 2 * 4))),
                              _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)));
@@ -707,7 +706,7 @@ struct FormatIQ3_S {
     }
 };
 
-// What the bytes of a group lose whose delta is negative.
+// Subtracted from the bytes of a group whose delta is negative.
 constexpr int kDeltas = 0x02020202;
 
 struct FormatIQ1_S {
@@ -716,7 +715,7 @@ struct FormatIQ1_S {
     static constexpr int kBytes = 2 * 50;
     static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 50;
-        // Each of four words four times.
+        // Repeat each of four words four times.
         const __m256i high = _mm256_shuffle_epi8(
             _mm256_permute4x64_epi64(_mm256_castsi128_si256(load64(s + 34 + g % 2 * 8)), 0),
             _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
@@ -726,7 +725,7 @@ struct FormatIQ1_S {
                 Indices(_mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + 2 + g % 2 * 16)),
                                         _mm256_slli_epi16(_mm256_and_si256(three, _mm256_set1_epi16(7)), 8))),
                 a, b);
-        const __mmask16 negative = _mm256_movepi16_mask(high);  // four bits a block, as a and b have words
+        const __mmask16 negative = _mm256_movepi16_mask(high);  // four bits per block, like a and b
         a = _mm512_mask_sub_epi32(a, negative, a, _mm512_set1_epi32(kDeltas));
         b = _mm512_mask_sub_epi32(b, negative, b, _mm512_set1_epi32(kDeltas));
     }
@@ -772,19 +771,19 @@ struct FormatIQ1_M {
     }
 };
 
-// How far past its sixteen blocks a format may read.
+// The number of bytes that a format may read past its sixteen blocks.
 constexpr int kSlack = 128;
 
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
 
-// Sixteen blocks that may lie at the end of the mapped file, copied to where they can be read past.
+// Copy sixteen blocks at the end of the mapped file to where reading past them is allowed.
 template <class Format>
 inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
     if (p + Format::kBytes + kSlack <= end) return p;
-    constexpr int kBlocks =
-        256 / type_facts(Format::kType).block_size * 2;  // storage blocks in sixteen 32-blocks
+    // Storage blocks in sixteen 32-blocks.
+    constexpr int kBlocks = 256 / type_facts(Format::kType).block_size * 2;
     const size_t bytes = size_t(n) * Format::kBytes / 16;
     static_assert(Format::kBytes == kBlocks * type_facts(Format::kType).block_bytes);
     memset(copy + bytes, 0, Format::kBytes + kSlack - bytes);
@@ -792,7 +791,7 @@ inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint
     return copy;
 }
 
-// The sums of four int32 lanes of each of sixteen blocks, a lane a block: dots[g] holds blocks 4g..4g+3.
+// Sums of four int32 lanes of each of sixteen blocks, one lane per block; dots[g]: 4g..4g+3.
 inline __m512i lane_per_block(const __m512i dots[4]) {
     const __m512i ab =
         _mm512_add_epi32(_mm512_unpacklo_epi32(dots[0], dots[1]), _mm512_unpackhi_epi32(dots[0], dots[1]));
@@ -807,9 +806,9 @@ inline __m512i times_zero(int zero, __m512i sums) {
     return _mm512_slli_epi32(sums, log2_of(zero));  // offsets are powers of two
 }
 
-// Adds products to acc, a lane a block: of the int32 sums of first and of second halves, dots as in
-// lane_per_block (of types without sub-blocks all are in `first`), and of what inputs have for them. Lanes
-// that are not among `lanes` may hold anything, NaN too: they are masked, never multiplied by zero.
+// Add products to acc, one lane per block: from the int32 sums of first and of second halves, ordered as in
+// lane_per_block (types without sub-blocks use only `first`), and from the inputs' scales and sums. Lanes
+// outside `lanes` are undefined and may be NaN: they are masked, not multiplied by zero.
 template <class Format>
 HOTSET_INLINE __m512 add_dots(const __m512i first[4], const __m512i second[4], const Scales& s, __m512 input,
                               __m512i sums0, __m512i sums1, __m512 sum, __mmask16 lanes, __m512 acc) {
@@ -837,7 +836,7 @@ HOTSET_INLINE __m512 add_dots(const __m512i first[4], const __m512i second[4], c
     return acc;
 }
 
-// Adds `kGroups` groups of four blocks (n <= 16 blocks in all) of one row and one token to acc, a lane a
+// Add `kGroups` groups of four blocks (n <= 16 blocks in total) of one row and one token to acc, one lane per
 // block.
 template <class Format, int kGroups>
 inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* scale, const float* sum,
@@ -845,7 +844,7 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
     constexpr bool kSub = has_sub_blocks(Format::kType);
     __m512i first[4], second[4];
     for (int g = 0; g < 4; g++) first[g] = second[g] = _mm512_setzero_si512();
-#pragma GCC unroll 4  // what depends on g is known then
+#pragma GCC unroll 4  // makes g a constant
     for (int g = 0; g < kGroups; g++) {
         __m512i a, b;
         Format::unpack(p, g, a, b);
@@ -858,8 +857,8 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
                             V::first_lanes(n), acc);
 }
 
-// `ahead`: what is fetched meanwhile, as long as the row. kInside: sixteen blocks and kSlack behind the row
-// may be read.
+// ahead: data as long as the row, to prefetch meanwhile. kInside: sixteen blocks and kSlack past the row may
+// be read.
 template <class Format, bool kInside>
 HOTSET_INLINE float dot_of(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
                            const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
@@ -899,7 +898,7 @@ HOTSET_INLINE float dot_of(const uint8_t* row, const uint8_t* ahead, const uint8
     return sum(V{acc});
 }
 
-// Scales of up to eight blocks at p, and of as many at q: lanes from 8 on.
+// Return the scales of up to eight blocks at p, and of as many at q, in the lanes from 8 on.
 template <class Format>
 inline Scales scales_of_two(const uint8_t* p, const uint8_t* q, int n) {
     if constexpr (requires { Format::scales_of_two(p, q); }) {
@@ -920,8 +919,8 @@ inline Scales scales_of_two(const uint8_t* p, const uint8_t* q, int n) {
     }
 }
 
-// Two rows, one row_bytes behind the other, whose last step has five to eight blocks: these share a vector
-// (of fewer there is too little to share). As dot_of, for where all may be read.
+// Two rows, row_bytes apart, whose last step has five to eight blocks: these share a vector. With fewer
+// blocks there is too little to share. As dot_of, if all bytes may be read.
 template <class Format>
 HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, int64_t blocks,
                               const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
@@ -941,7 +940,7 @@ HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, 
     __m512i first[4], second[4];
     for (int r = 0; r < 2; r++) {
         prefetch(p[r] + ahead, n * Format::kBytes / 16);
-#pragma GCC unroll 2  // what depends on g is known then
+#pragma GCC unroll 2  // makes g a constant
         for (int g = 0; g < 2; g++) {
             __m512i a, c;
             Format::unpack(p[r], g, a, c);
@@ -974,15 +973,14 @@ inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, i
 }
 
 // ---- A few tokens
-// ------------------------------------------------------------------------------------------------
 //
-// Sixteen blocks of a row as for one token, but their codes are transposed: word i of each block lies in
-// vector i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for
-// each token are the products. Where a row ends with eight blocks or fewer, those of two rows share a vector.
+// As for one token, but the codes of sixteen blocks are transposed: word i of each block is in vector i, one
+// lane per block. The inputs are transposed once per call. Per token only the products are left. If a row
+// ends with eight blocks or fewer, two rows' blocks share a vector.
 
-constexpr int kFewRows = 8;  // that share a pass over the inputs
+constexpr int kFewRows = 8;  // rows that share a pass over the inputs
 
-// Sixteen blocks of one token: eight vectors of words, then scales and what else a format reads.
+// Sixteen blocks of one token: eight vectors of words, then scales and other data that a format needs.
 template <class Format>
 struct FewLayout {
     static constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
@@ -992,7 +990,7 @@ struct FewLayout {
     static constexpr int kVectors = kSum + (kMin ? 1 + kSub : 0);
 };
 
-// Of blocks 4g + j with four words each in v[g], word i of all sixteen in v[i], block 4g + j in lane 4j + g.
+// Transpose: v[g] has four words of blocks 4g + j; v[i] gets word i of all, 4g + j in lane 4j + g.
 inline void transpose_words(__m512i v[4]) {
     const __m512i ab_lo = _mm512_unpacklo_epi32(v[0], v[1]), ab_hi = _mm512_unpackhi_epi32(v[0], v[1]);
     const __m512i cd_lo = _mm512_unpacklo_epi32(v[2], v[3]), cd_hi = _mm512_unpackhi_epi32(v[2], v[3]);
@@ -1002,7 +1000,7 @@ inline void transpose_words(__m512i v[4]) {
     v[3] = _mm512_unpackhi_epi64(ab_hi, cd_hi);
 }
 
-// Numbers of sixteen blocks, a lane a block, in the lanes of transpose_words.
+// Reorder numbers of sixteen blocks, one lane per block, to the lanes of transpose_words.
 inline __m512i in_lanes(__m512i v) {
     return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                                     v);
@@ -1011,13 +1009,13 @@ inline __m512 in_lanes(__m512 v) {
     return _mm512_castsi512_ps(in_lanes(_mm512_castps_si512(v)));
 }
 
-// Lanes of the first n of sixteen blocks; of eight, in both halves.
+// Return the lanes of the first n of sixteen blocks or, if paired, of eight in both halves.
 inline __mmask16 block_lanes(int n, bool paired) {
     const uint32_t first = (1u << n) - 1;
     return _mm512_movepi32_mask(in_lanes(_mm512_movm_epi32(__mmask16(paired ? first | first << 8 : first))));
 }
 
-// out: [steps of sixteen blocks][n][kVectors]; the last step twice its first eight blocks where rows end so.
+// out: [steps of sixteen blocks][n][kVectors]. A last step of eight blocks has them twice.
 template <class Format>
 inline void transpose_inputs(const Inputs& x, int t0, int n, __m512i* out) {
     using Layout = FewLayout<Format>;
@@ -1064,14 +1062,14 @@ inline void transpose_inputs(const Inputs& x, int t0, int n, __m512i* out) {
     }
 }
 
-// Sixteen blocks, transposed: of a row, or up to eight of each of two.
+// Sixteen transposed blocks of a row, or up to eight of each of two rows.
 template <class Format>
 struct FewBlocks {
     __m512i codes[8];
     Scales scales;
 
     HOTSET_INLINE FewBlocks(const uint8_t* p, int n) {
-#pragma GCC unroll 4  // what depends on g is known then
+#pragma GCC unroll 4  // makes g a constant
         for (int g = 0; g < 4; g++) Format::unpack(p, g, codes[g], codes[4 + g]);
         scales = Format::scales(p, n);
         arrange();
@@ -1101,7 +1099,7 @@ struct FewBlocks {
     }
 };
 
-// Adds sixteen blocks of R rows times a token to acc; lanes: those of blocks that are there.
+// Add sixteen blocks of R rows times a token to acc. lanes: of existing blocks.
 template <class Format, int R>
 HOTSET_INLINE void add_few(const FewBlocks<Format>* rows, const __m512i* x, __mmask16 lanes, __m512 acc[R]) {
     using Layout = FewLayout<Format>;
@@ -1122,7 +1120,7 @@ HOTSET_INLINE void add_few(const FewBlocks<Format>* rows, const __m512i* x, __mm
         if constexpr (Layout::kSub)
             dot[r] = _mm512_add_epi32(_mm512_mullo_epi32(dot[r], s.sub_scale[0]),
                                       _mm512_mullo_epi32(dot1[r], s.sub_scale[1]));
-        // Other lanes may hold anything, NaN too: they are masked, never multiplied by zero.
+        // Other lanes are undefined and may be NaN: they are masked, not multiplied by zero.
         acc[r] =
             _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.scale, input), _mm512_cvtepi32_ps(dot[r]), acc[r], lanes);
         if constexpr (Layout::kMin && Layout::kSub) {
@@ -1136,7 +1134,7 @@ HOTSET_INLINE void add_few(const FewBlocks<Format>* rows, const __m512i* x, __mm
     }
 }
 
-// Adds n <= 16 blocks, at p and q, of two rows times each token to theirs of acc.
+// Add n <= 16 blocks of two rows, at p and q, times each token, to the rows' acc.
 template <class Format>
 inline void add_few_pair(const uint8_t* p, const uint8_t* q, int n, const __m512i* x, int tokens,
                          __m512* first, __m512* second) {
@@ -1161,7 +1159,7 @@ inline void add_few_pair(const uint8_t* p, const uint8_t* q, int n, const __m512
     }
 }
 
-// The sums of four vectors' lanes by the fixed tree: blocks b and b + 8, then b and b + 4, and so on.
+// Sum the lanes of four vectors by the fixed tree: blocks b and b + 8, then b and b + 4, and so on.
 inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     return across(a, b, c, d, [](__m512 v, __m512 w) { return _mm512_add_ps(v, w); });
 }
@@ -1173,8 +1171,8 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
     __m512i* inputs = reinterpret_cast<__m512i*>(scratch);
     transpose_inputs<Format>(x, t0, n, inputs);
     const int64_t blocks = x.k / 32;
-    // Fetched in the order in which rows lie: each for itself, side by side, they come at two thirds of the
-    // speed.
+    // Prefetched in the order of the rows: if each row is prefetched separately, they arrive at two thirds of
+    // the speed.
     const uint8_t* ahead = w.row(row0) + (kFewRows - 1) * w.row_bytes + kAhead;
     for (int64_t r = row0; r < row1; r += kFewRows) {
         __m512 acc[kFewRows][kFewTokens];
@@ -1208,9 +1206,8 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
 }
 
 // ---- Many tokens
-// ------------------------------------------------------------------------------------------------
 
-// Transposes sixteen vectors of sixteen 4-byte words.
+// Transpose sixteen vectors of sixteen 4-byte words.
 inline void transpose(__m512i v[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 4) {
@@ -1235,7 +1232,7 @@ inline void transpose(__m512i v[16]) {
     }
 }
 
-// at: where a block is packed. kSigned: codes without their offset, else unsigned.
+// at: the packed position of a block. kSigned: subtract the codes' offset; otherwise codes are unsigned.
 template <class Format, bool kSigned, class At>
 inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const At& at,
                        const Panel& panel) {
@@ -1280,9 +1277,9 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
     }
 }
 
-// The scratch memory of a call, taken part by part.
+// The scratch memory of a call, allocated part by part.
 struct Scratch {
-    uint8_t* free;  // aligned to 64
+    uint8_t* free;  // 64-byte aligned
 
     template <class T>
     T* of(int64_t n) {
@@ -1296,7 +1293,7 @@ struct Scratch {
     }
 };
 
-// Inputs of one token as the panel kernel reads them. `start` is minus the codes' offset times the sums.
+// One token's inputs as the panel kernel reads them. start: minus the codes' offset times the sums.
 struct TokenInputs {
     const int8_t* q;
     const float* scale;
@@ -1446,7 +1443,7 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         return few<Format>(w, row0, row1, x, t0, t1 - t0, out, ld, scratch);
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     int64_t r = row0;
-    if (!w.places) {  // nearly all rows are in one loop, which sets up what they share once
+    if (!w.places) {  // nearly all rows are in one loop, which sets up shared data once
         const int64_t width = padded(x.k), blocks = x.k / 32;
         const int8_t* const q = x.q + t0 * width;
         const float *const scale = x.scale + t0 * (width / 32), *const sum_ = x.sum + t0 * (width / 32);
@@ -1465,8 +1462,7 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     for (; r < row1; r++) out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + x.ahead);
 }
 
-// ---- Many tokens, by AMX
-// ------------------------------------------------------------------------------------------------
+// ---- Many tokens, with AMX
 
 #ifdef HOTSET_AMX
 void pack_token(const Inputs& x, int t, int place, uint8_t* tiles) {
@@ -1530,7 +1526,7 @@ void tiles(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0,
 }
 #endif
 
-// Scales of n <= 16 blocks of kStride bytes whose first two bytes are an f16 scale.
+// Decode the scales of n <= 16 blocks of kStride bytes that begin with an f16 scale.
 template <int kStride>
 inline void block_scales(const uint8_t* p, int n, const uint8_t* end, float* out) {
     if (p + 16 * kStride + kSlack <= end)

@@ -1,13 +1,12 @@
-// AArch64 NEON with the dot product extension (Armv8.2). A register holds a half of one 32-block, as signed
-// codes.
+// AArch64 NEON with the dot product extension (Armv8.2). A register holds half a 32-block, as signed codes.
 //
-// One token: sixteen blocks a step, in four groups whose dot products are added pairwise into a lane a block.
-// Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that nothing is added across
+// One token: sixteen blocks per step, in four groups whose dot products are added pairwise into one lane per
+// block. Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that no sum crosses
 // lanes.
 //
-// With HOTSET_I8MM these are the kernels of I8MM: the products of a panel, two rows times two tokens at once.
+// With HOTSET_I8MM these are the I8MM kernels: the products of a panel use two rows times two tokens at once.
 //
-// Compile with -ffp-contract=off: vmulq_f32 and vaddq_f32 are ordinary operators to the compiler.
+// Compile with -ffp-contract=off: for the compiler, vmulq_f32 and vaddq_f32 are ordinary operators.
 #include <arm_neon.h>
 
 #include <memory>
@@ -26,7 +25,7 @@ namespace hotset::neon {
 #include "simd_neon.h"
 #include "float_kernels.h"
 
-// f.operator()<0>(), f.operator()<1>(), ...: shifts and lanes must be constants.
+// Call f.operator()<0>(), f.operator()<1>(), ...: shifts and lanes must be constants.
 template <int kCount, class F>
 inline void unroll(F f) {
     [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -42,7 +41,7 @@ inline uint8x16_t shift_right(uint8x16_t v) {
         return vshrq_n_u8(v, kBits);
 }
 
-// Bits kFirst.. of each byte, as many as `mask` has.
+// Extract the bits of `mask` from each byte, starting at bit kFirst.
 template <int kFirst>
 inline uint8x16_t field(uint8x16_t bytes, uint8_t mask) {
     return vandq_u8(shift_right<kFirst>(bytes), vdupq_n_u8(mask));
@@ -63,7 +62,7 @@ inline int8x16_t minus(uint8x16_t codes, int zero) {
     return vsubq_s8(as_signed(codes), vdupq_n_s8(int8_t(zero)));
 }
 
-// `high` where bit kBit of a byte is set.
+// Return `high` in each byte whose bit kBit is set.
 template <int kBit>
 inline uint8x16_t where_bit(uint8x16_t bytes, uint8_t high) {
     return vandq_u8(vtstq_u8(bytes, vdupq_n_u8(1 << kBit)), vdupq_n_u8(high));
@@ -77,7 +76,7 @@ inline float32x4_t load_half_broadcast(const uint8_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load_u16(p))));
 }
 
-// Scales of the sixteen blocks of a step, four to a register.
+// Scales of the sixteen blocks of a step, four per register.
 struct Scales {
     float32x4_t scale[4];
     float32x4_t min[4];
@@ -85,10 +84,10 @@ struct Scales {
     int32x4_t sub_min[2][4];
 };
 
-// Each format: kBytes per sixteen blocks; unpack<i>(p, a, b) gives the codes of block i of the sixteen at p,
-// first half in a, second half in b; scales(p) those of all sixteen. None reads outside of its kBytes.
+// Each format has kBytes of sixteen blocks; unpack<i>(p, a, b) for the codes of block i at p, the first half
+// into a, the second into b; scales(p) of all sixteen. Nothing outside the kBytes is read.
 
-// Types with 32-blocks: f16 scale (and minimum) at the head of each block.
+// Types with 32-blocks: an f16 scale (and minimum) at the beginning of each block.
 template <Type kBlockType>
 struct SmallBlocks {
     static constexpr Type kType = kBlockType;
@@ -137,7 +136,7 @@ struct FormatQ4_1 : SmallBlocks<Type::Q4_1> {
     }
 };
 
-// 0xff in byte i where bit i of 2 * kHalf and the following byte is set.
+// Return 0xff in byte i if bit i of byte 2 * kHalf, or of the following byte, is set.
 template <int kHalf>
 inline uint8x16_t bits_to_bytes(uint32_t bits) {
     alignas(16) static constexpr uint8_t kBit[16] = {1, 2, 4, 8, 16, 32, 64, 128,
@@ -152,7 +151,7 @@ struct FormatQ5_0 : SmallBlocks<Type::Q5_0> {
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* at = p + kBlock * kBlockBytes + kHead;
         const uint8x16_t codes = vld1q_u8(at + 4), negative = vdupq_n_u8(0xf0);
-        // Minus 16 where the fifth bit is clear: the sign bits, and the code is signed.
+        // Subtract 16 if the fifth bit is clear: the sign bits are set, and the code is signed.
         a = as_signed(vorrq_u8(nibbles<0>(codes), vbicq_u8(negative, bits_to_bytes<0>(load_u32(at)))));
         b = as_signed(vorrq_u8(nibbles<1>(codes), vbicq_u8(negative, bits_to_bytes<1>(load_u32(at)))));
     }
@@ -213,9 +212,9 @@ struct FormatMXFP4 {
     }
 };
 
-// Types with super-blocks of 256: sixteen 32-blocks are two of them. In `unpack`, super_block<i> is where
-// that of block i starts, and kPart and kPlace say which 128 weights of it, and which 32 of those, the block
-// is.
+// Types with super-blocks of 256: sixteen 32-blocks are two of them. In `unpack`, super_block<i> is the
+// address of block i's super-block; kPart and kPlace are the block's 128 weights in it, and its 32 weights in
+// those.
 template <Type kBlockType>
 struct SuperBlocks {
     static constexpr Type kType = kBlockType;
@@ -257,7 +256,7 @@ struct FormatIQ4_XS : SuperBlocks<Type::IQ4_XS> {
     }
 };
 
-// Eight bytes as two registers of int32.
+// Widen eight bytes to two registers of int32.
 inline void widen(uint8x8_t bytes, int32x4_t out[2]) {
     const uint16x8_t wide = vmovl_u8(bytes);
     out[0] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide)));
@@ -318,7 +317,7 @@ struct FormatQ5_K : KBlocks<Type::Q5_K> {
     }
 };
 
-// Sixteen sub-block scales of a super-block: the even ones are of first halves, the odd ones of second
+// Split the sixteen sub-block scales of a super-block: even ones belong to first halves, odd ones to second
 // halves.
 inline void split_pairs(int8x16_t bytes, int super, int32x4_t out[2][4]) {
     widen(vget_low_s8(vuzp1q_s8(bytes, bytes)), out[0] + 2 * super);
@@ -354,7 +353,7 @@ struct FormatQ3_K : SuperBlocks<Type::Q3_K> {
         const uint8_t* s = super_block<kBlock>(p);
         auto codes = [](const uint8_t* low, const uint8_t* high) {
             const uint8x16_t set =
-                where_bit<kBlock % 8>(vld1q_u8(high), 0xfc);  // minus 4 where clear: the sign bits
+                where_bit<kBlock % 8>(vld1q_u8(high), 0xfc);  // minus 4 if clear: the sign bits
             return as_signed(
                 vorrq_u8(field<2 * kPlace<kBlock>>(vld1q_u8(low), 3), veorq_u8(set, vdupq_n_u8(0xfc))));
         };
@@ -416,8 +415,8 @@ struct FormatTQ2_0 : SuperBlocks<Type::TQ2_0> {
 };
 
 struct FormatTQ1_0 : SuperBlocks<Type::TQ1_0> {
-    // Bytes times powers of three, modulo 256; of the fractions that this leaves the first digit in base 3,
-    // less 1: two comparisons, each minus one where it holds.
+    // Multiply bytes by powers of three modulo 256, and return the first base-3 digit of the resulting
+    // fractions, minus 1: two comparisons, each -1 if true.
     static int8x16_t digits(uint8x16_t bytes, uint8x16_t powers) {
         const uint8x16_t x = vmulq_u8(bytes, powers);
         return as_signed(vmvnq_u8(vaddq_u8(vcgeq_u8(x, vdupq_n_u8(86)), vcgeq_u8(x, vdupq_n_u8(171)))));
@@ -447,7 +446,7 @@ struct FormatTQ1_0 : SuperBlocks<Type::TQ1_0> {
     }
 };
 
-// Lattices: groups of a codebook, found one by one; then signs, a bit a weight.
+// Lattices: codebook groups are looked up one by one; then signs, one bit per weight.
 
 inline uint8x16_t two_groups(uint64_t low, uint64_t high) {
     return vcombine_u8(vcreate_u8(low), vcreate_u8(high));
@@ -456,14 +455,14 @@ inline uint8x16_t four_groups(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return two_groups(a | uint64_t(b) << 32, c | uint64_t(d) << 32);
 }
 
-// The weights of a block's half, negative where a bit of its sixteen is set.
+// Return the weights of half a block, negative where one of its sixteen bits is set.
 template <int kHalf>
 inline int8x16_t put_signs(uint8x16_t weights, uint32_t signs) {
     const int8x16_t minus = as_signed(bits_to_bytes<kHalf>(signs));
     return vsubq_s8(veorq_s8(as_signed(weights), minus), minus);
 }
 
-// Four float scales: (2s + 1) * unit.
+// Return four float scales: (2s + 1) * unit.
 inline float32x4_t odd_scales(float32x4_t unit, uint32x4_t s) {
     return vmulq_f32(unit, vcvtq_f32_u32(vaddq_u32(vaddq_u32(s, s), vdupq_n_u32(1))));
 }
@@ -492,7 +491,7 @@ struct FormatIQ2_XXS : SuperBlocks<Type::IQ2_XXS> {
     }
 };
 
-// Scales of sixteen weights in nibbles kAt bytes on.
+// Return the scales of sixteen weights, stored as nibbles at offset kAt.
 template <class Format, int kAt>
 inline Scales nibble_scales(const uint8_t* p) {
     Scales s;
@@ -580,7 +579,7 @@ struct FormatIQ3_S : SuperBlocks<Type::IQ3_S> {
     }
 };
 
-// Weights of IQ1: kIq1Zero and, where the delta is negative, 2 taken off.
+// Return the weights of IQ1: kIq1Zero plus the value, minus 2 if the delta is negative.
 inline int8x16_t put_deltas(uint8x16_t weights, uint8x8_t low, uint8x8_t high) {
     return as_signed(vsubq_u8(weights, vcombine_u8(low, high)));
 }
@@ -618,18 +617,18 @@ struct FormatIQ1_M : SuperBlocks<Type::IQ1_M> {
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* super = super_block<kBlock>(p);
         const uint8_t* s = super + kBlock % 8 * 4;
-        const uint32_t high = load_u16(super + 32 + kBlock % 8 * 2);  // a nibble a group
+        const uint32_t high = load_u16(super + 32 + kBlock % 8 * 2);  // one nibble per group
         auto group = [&](int l) { return kIq1[s[l] | (high >> (4 * l) & 7) << 8]; };
         auto offset = [&](int l) { return delta_offset(high >> (4 * l) & 8); };
         a = put_deltas(two_groups(group(0), group(1)), offset(0), offset(1));
         b = put_deltas(two_groups(group(2), group(3)), offset(2), offset(3));
     }
     static Scales scales(const uint8_t* p) {
-        alignas(16) static constexpr int16_t kShift[8] = {1, -2, -5, -8, 1, -2, -5, -8};  // to twice the step
+        alignas(16) static constexpr int16_t kShift[8] = {1, -2, -5, -8, 1, -2, -5, -8};  // to twice a field
         Scales s;
         for (int super = 0; super < 2; super++) {
             const uint8_t* at = p + super * kSuperBytes;
-            auto steps = [&](int word) {  // of words `word` and `word` + 1, four each
+            auto steps = [&](int word) {  // four each of words `word` and `word` + 1
                 const uint16x8_t both = vcombine_u16(vdup_n_u16(load_u16(at + 48 + 2 * word)),
                                                      vdup_n_u16(load_u16(at + 50 + 2 * word)));
                 const uint16x8_t twice = vandq_u16(vshlq_u16(both, vld1q_s16(kShift)), vdupq_n_u16(14));
@@ -642,8 +641,8 @@ struct FormatIQ1_M : SuperBlocks<Type::IQ1_M> {
     }
 };
 
-// The first n of sixteen blocks at p. At the end of the mapped file they are copied to where sixteen can be
-// read.
+// Return the first n of sixteen blocks at p. At the end of the mapped file they are copied to where sixteen
+// can be read.
 template <class Format>
 inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
     if (Format::kBytes <= end - p) return p;
@@ -653,7 +652,7 @@ inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint
     return copy;
 }
 
-// Quantised inputs of one token.
+// The quantised inputs of one token.
 struct Token {
     const int8_t* q;
     const float* scale;
@@ -671,12 +670,12 @@ struct Token {
     }
 };
 
-// The sums of four registers, a lane each.
+// Return the sums of four registers, one lane each.
 inline int32x4_t lane_per_block(const int32x4_t dots[4]) {
     return vpaddq_s32(vpaddq_s32(dots[0], dots[1]), vpaddq_s32(dots[2], dots[3]));
 }
 
-// Adds the first n of sixteen blocks of one row, times each of the tokens, to theirs of acc, a lane a block.
+// Add the first n of sixteen blocks of one row, times each token, to the token's acc, one lane per block.
 template <class Format, bool kWhole>
 inline void add_blocks(const uint8_t* p, int n, const Token* tokens, int n_tokens, int64_t at, V* acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
@@ -714,7 +713,7 @@ inline void add_blocks(const uint8_t* p, int n, const Token* tokens, int n_token
     });
 }
 
-// `ahead`: what is fetched meanwhile, as long as the row; null: the processor sees for itself what comes.
+// ahead: data as long as the row, to prefetch meanwhile; null: the hardware prefetcher is enough.
 template <class Format>
 inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
                  const Token& x) {
@@ -730,17 +729,16 @@ inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, i
         alignas(16) uint8_t copy[Format::kBytes];
         V with_rest = acc;
         add_blocks<Format, false>(readable<Format>(p, n, end, copy), n, &x, 1, b, &with_rest);
-        acc = blend_range(0, n, with_rest, acc);  // lanes beyond n may hold anything, NaN too
+        acc = blend_range(0, n, with_rest, acc);  // lanes beyond n are undefined and may be NaN
     }
     return sum(acc);
 }
 
 // ---- A few tokens
-// ------------------------------------------------------------------------------------------------
 
-constexpr int kFewRows = 4;  // that share a pass over the inputs
+constexpr int kFewRows = 4;  // rows that share a pass over the inputs
 
-// As for one token, but the codes of sixteen blocks are unpacked once for all.
+// As for one token, but the codes of sixteen blocks are unpacked once for all tokens.
 template <class Format>
 void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out,
          int64_t ld) {
@@ -764,7 +762,7 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
                 for (int t = 0; t < n; t++) with_rest[t] = acc[i][t];
                 add_blocks<Format, false>(readable<Format>(p, count, w.end(), copy), count, tokens, n, b,
                                           with_rest);
-                for (int t = 0; t < n; t++)  // lanes beyond `count` may hold anything, NaN too
+                for (int t = 0; t < n; t++)  // lanes beyond `count` are undefined and may be NaN
                     acc[i][t] = blend_range(0, count, with_rest[t], acc[i][t]);
             }
         for (int i = 0; i < rows; i++)
@@ -773,10 +771,9 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
 }
 
 // ---- Many tokens
-// ------------------------------------------------------------------------------------------------
 
-// Sixteen rows, in fours whose lanes are rows. Per 32-block and four rows eight registers of codes, a
-// half block in four as `interleave` leaves them, then the block's scales.
+// Sixteen rows in groups of four, one lane per row. Per 32-block and group: eight registers of codes, four
+// per half block, as `interleave` orders them; then the block's scales.
 struct Panel {
     int8_t* codes;       // [blocks][4][8][16]
     float* scale;        // [blocks][16]
@@ -785,7 +782,7 @@ struct Panel {
     int32_t* sub_min;    // [blocks][2][16]
 };
 
-// Transposes four registers of four 4-byte words.
+// Transpose four registers of four 4-byte words.
 inline void transpose(int32x4_t v[4]) {
     const int64x2_t ab_even = vreinterpretq_s64_s32(vtrn1q_s32(v[0], v[1])),
                     ab_odd = vreinterpretq_s64_s32(vtrn2q_s32(v[0], v[1]));
@@ -797,9 +794,9 @@ inline void transpose(int32x4_t v[4]) {
     v[3] = vreinterpretq_s32_s64(vtrn2q_s64(ab_odd, cd_odd));
 }
 
-// The sixteen codes of each of four rows, as the products of a panel take them.
+// Reorder the sixteen codes of each of four rows for the products of a panel.
 inline void interleave(int32x4_t rows[4]) {
-#ifdef HOTSET_I8MM  // codes 0 to 7 of two rows a register, then codes 8 to 15
+#ifdef HOTSET_I8MM  // codes 0 to 7 of two rows per register, then codes 8 to 15
     int64x2_t v[4];
     for (int r = 0; r < 4; r++) v[r] = vreinterpretq_s64_s32(rows[r]);
     rows[0] = vreinterpretq_s32_s64(vtrn1q_s64(v[0], v[1]));
@@ -807,11 +804,11 @@ inline void interleave(int32x4_t rows[4]) {
     rows[2] = vreinterpretq_s32_s64(vtrn2q_s64(v[0], v[1]));
     rows[3] = vreinterpretq_s32_s64(vtrn2q_s64(v[2], v[3]));
 #else
-    transpose(rows);  // four codes of each row a register
+    transpose(rows);  // four codes of each row per register
 #endif
 }
 
-// Packs four rows (rows[i] is readable for sixteen blocks), the fours-th four of a panel, blocks b.. b + n.
+// Pack blocks b.. b + n of four rows as group `four` of a panel. rows[i] is readable for sixteen blocks.
 template <class Format>
 inline void pack_four(const uint8_t* const rows[4], int four, int64_t b, int n, const Panel& panel) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
@@ -875,7 +872,7 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
 
 constexpr int kTokenTile = 4;
 
-// Inputs of one block of T tokens, as products with codes of a panel take them.
+// The inputs of one block of T tokens, in the order of a panel's products.
 template <int T>
 class BlockInputs {
   public:
@@ -894,13 +891,13 @@ class BlockInputs {
 #endif
     }
 
-    // The dot products with four rows, the lanes, of kCount halves of the block from kFirst on, for each
-    // token.
+    // Compute each token's dot products with four rows, one lane per row, for kCount halves of the block
+    // starting at kFirst.
     template <int kFirst, int kCount>
     void multiply(const int8x16_t codes[8], int32x4_t dots[T]) const {
 #ifdef HOTSET_I8MM
         for (int pair = 0; pair < kPairs; pair++) {
-            int64x2_t sums[2];  // two rows of the one token, then of the other
+            int64x2_t sums[2];  // two rows of the first token, then of the second
             for (int rows = 0; rows < 2; rows++) {
                 int32x4_t sum = vdupq_n_s32(0);
                 for (int i = 2 * kFirst; i < 2 * (kFirst + kCount); i++)
@@ -926,7 +923,7 @@ class BlockInputs {
   private:
 #ifdef HOTSET_I8MM
     static constexpr int kPairs = (T + 1) / 2;
-    int8x16_t q_[kPairs][4];  // of a pair of tokens, eight inputs each; an odd last one is its own partner
+    int8x16_t q_[kPairs][4];  // eight inputs of each of two tokens; an odd last token is its own partner
 #else
     int8x16_t q_[T][2];
 #endif
@@ -1045,7 +1042,7 @@ inline float one_row(const Matrix& w, const uint8_t* row, const Inputs& x, int t
     return dot<Format>(row, ahead, w.end(), x.k / 32, Token(x, t));
 }
 
-// Scales of n blocks of kStride bytes whose first two bytes are an f16 scale.
+// Decode the scales of n blocks of kStride bytes that begin with an f16 scale.
 template <int kStride>
 inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
     for (int i = 0; i < n; i++) out[i] = load_f16(p + i * kStride);

@@ -1,4 +1,4 @@
-// The readable reference: every other instruction set must give these bits.
+// The readable reference: every other instruction set must give the same bits.
 #include <bit>
 #include <memory>
 #include <utility>
@@ -12,7 +12,7 @@ namespace hotset::scalar {
 #include "simd_scalar.h"
 #include "float_kernels.h"
 
-// One row times one token, in the canonical order that kernels.h describes.
+// Multiply one row by one token, in the canonical order of kernels.h.
 template <Type kType>
 float dot(const uint8_t* row, const Inputs& x, int token) {
     const int64_t width = padded(x.k), blocks = x.k / 32;

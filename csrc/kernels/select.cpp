@@ -25,7 +25,7 @@ namespace hotset {
 namespace {
 
 #if defined(_M_X64) || defined(__x86_64__)
-// By hand: compilers' own tests of the processor need a library that not every one of them links.
+// Without compiler builtins: these need a library that not every compiler links.
 enum Register { kEax, kEbx, kEcx, kEdx };
 
 bool cpu_bit(int leaf, Register in, int bit, int subleaf = 0) {
@@ -38,7 +38,7 @@ bool cpu_bit(int leaf, Register in, int bit, int subleaf = 0) {
 #endif
     return info[in] >> bit & 1;
 }
-// Whether the operating system saves these registers when it changes threads.
+// Whether the operating system saves these registers at thread switches.
 bool os_saves(unsigned mask) {
     if (!cpu_bit(1, kEcx, 27)) return false;
 #if defined(_MSC_VER)
@@ -72,11 +72,10 @@ bool has_avx512() {
 }
 #endif
 
-// NEON belongs to every AArch64 processor; the dot product instructions came with Armv8.2, those of i8mm
-// with 8.6.
+// NEON belongs to every AArch64 processor. Dot product instructions need Armv8.2, i8mm needs Armv8.6.
 #if defined(__aarch64__) && defined(__linux__)
 bool has_neon() {
-    // isa_neon.cpp is compiled for both: HWCAP_ASIMDDP, which older headers lack, and HWCAP_ASIMDHP.
+    // isa_neon.cpp needs both HWCAP_ASIMDDP, which older headers lack, and HWCAP_ASIMDHP.
     constexpr unsigned long kDotProduct = 1ul << 20, kHalfPrecision = 1ul << 10;
     return (~getauxval(AT_HWCAP) & (kDotProduct | kHalfPrecision)) == 0;
 }
@@ -112,7 +111,7 @@ bool has_i8mm() {
 #endif
 
 #ifdef HOTSET_AMX
-// TILE, INT8. Linux saves tiles only for processes that ask for it.
+// TILE, INT8. Linux saves tiles only for processes that request it.
 bool has_amx() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // names that older headers lack
     return os_saves(3u << 17) && cpu_bit(7, kEdx, 24) && cpu_bit(7, kEdx, 25) &&
@@ -158,10 +157,10 @@ namespace {
 struct Choice {
     const char* isa;
     bool (*runs)();
-    const Kernels* (*kernels)();  // null: they were not compiled
+    const Kernels* (*kernels)();  // null: not compiled
 };
 
-// The fastest first.
+// Fastest first.
 constexpr Choice kChoices[] = {
     {"amx", [] { return has_avx512() && has_amx(); }, amx_kernels},
     {"avx512", has_avx512, avx512_kernels},
@@ -180,7 +179,7 @@ const char* isa_name(int i) {
 
 const Kernels* select_kernels(const char* forced, const char** error) {
 #ifdef HOTSET_X86
-    if (!has_avx2()) {  // the scalar kernels are compiled for AVX2 and FMA as well
+    if (!has_avx2()) {  // the scalar kernels are compiled for AVX2 and FMA, too
         *error = "this processor lacks AVX2, which hotset needs";
         return nullptr;
     }

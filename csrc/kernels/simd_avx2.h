@@ -1,10 +1,10 @@
-// Sixteen float lanes in two registers: see simd_scalar.h for what each function means.
-// Included inside the namespace of an instruction set.
+// Sixteen float lanes in two registers. simd_scalar.h defines each function. Included inside the namespace of
+// an instruction set.
 
-constexpr int kInterleaved = 8;  // blocks whose halves lie together in Inputs::q
+constexpr int kInterleaved = 8;  // blocks whose halves are interleaved in Inputs::q
 
-// Inputs::ahead. From farther on one thread alone gets Q4_0 an eighth slower, and no type quicker: the
-// processor itself runs ahead of what is near (decision 008).
+// Inputs::ahead. With a larger distance a single thread reads Q4_0 an eighth slower and no type faster: the
+// hardware prefetcher covers short distances (decision 008).
 constexpr int kAhead = 2048, kAheadAlone = 2048;
 
 struct V {
@@ -12,8 +12,8 @@ struct V {
 
     static constexpr int kRegisters = 2;
     HOTSET_INLINE static void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-    // What is read once: it takes no room in the second and third level from what stays, as the caches of
-    // keys and values, other inputs, and Python.
+    // For data that is read once: does not evict keys and values, other inputs, and Python from the second-
+    // and third-level caches.
     HOTSET_INLINE static void fetch_once(const void* p) {
         _mm_prefetch(static_cast<const char*>(p), _MM_HINT_NTA);
     }
@@ -150,7 +150,7 @@ inline float max_lane(V a) {
     return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
 }
 
-// The lanes of four vectors, brought together by op: those two apart, neighbours, four apart.
+// Reduce the lanes of four vectors with op: two apart, then neighbours, then four apart.
 template <class Op>
 HOTSET_INLINE __m128 across(__m256 a, __m256 b, __m256 c, __m256 d, Op op) {
     auto halves = [op](__m256 v, __m256 w) {

@@ -1,10 +1,10 @@
-// Sixteen float lanes in one register: see simd_scalar.h for what each function means.
-// Included inside the namespace of an instruction set.
+// Sixteen float lanes in one register. simd_scalar.h defines each function. Included inside the namespace of
+// an instruction set.
 
-constexpr int kInterleaved = 4;  // blocks whose halves lie together in Inputs::q
+constexpr int kInterleaved = 4;  // blocks whose halves are interleaved in Inputs::q
 
-// Inputs::ahead. Memory gives one thread alone more where that is far; several together get as much from
-// less, and what is fetched behind the last row of a thread's range is wasted (decision 008).
+// Inputs::ahead. A single thread gets more bandwidth from a long distance; several threads do not, and
+// prefetches past the end of a thread's range are wasted (decision 008).
 constexpr int kAhead = 4096, kAheadAlone = 8192;
 
 struct V {
@@ -31,7 +31,7 @@ struct V {
         const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         const __m512 values = _mm512_mul_ps(
             _mm512_set1_ps(scale), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
-        lo = {_mm512_permutexvar_ps(codes, values)};  // looks at the low four bits of an index only
+        lo = {_mm512_permutexvar_ps(codes, values)};  // uses only the low four bits of an index
         hi = {_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), values)};
     }
     static V load_nibbles(const uint8_t* p, int shift) {
@@ -111,7 +111,7 @@ inline float max_lane(V a) {
     return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
 }
 
-// The lanes of four vectors, brought together by op: those two apart, neighbours, eight apart, four apart.
+// Reduce the lanes of four vectors with op: two apart, neighbours, eight apart, then four apart.
 template <class Op>
 HOTSET_INLINE __m128 across(__m512 a, __m512 b, __m512 c, __m512 d, Op op) {
     auto halves = [op](__m512 v, __m512 w) {

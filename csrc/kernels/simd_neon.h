@@ -1,15 +1,15 @@
-// Sixteen float lanes in four registers: see simd_scalar.h for what each function means.
-// Included inside the namespace of an instruction set.
+// Sixteen float lanes in four registers. simd_scalar.h defines each function. Included inside the namespace
+// of an instruction set.
 //
-// fmax, fmin and their pairwise forms are not used: they treat NaN and the sign of zero unlike a > b ? a : b.
+// fmax, fmin and pairwise forms are not used: NaN and signed zeros differ from a > b ? a : b.
 
-constexpr int kInterleaved = 4;                   // blocks whose halves lie together in Inputs::q
+constexpr int kInterleaved = 4;                   // blocks whose halves are interleaved in Inputs::q
 constexpr int kAhead = 4096, kAheadAlone = 8192;  // Inputs::ahead
 
 struct V {
     float32x4_t v[4];
 
-    // f(i) for each of the four registers.
+    // Call f(i) for each of the four registers.
     template <class F>
     static V each(F f) {
         return {{f(0), f(1), f(2), f(3)}};
@@ -156,7 +156,7 @@ inline float max_lane(V a) {
     return vgetq_lane_f32(larger(d, vextq_f32(d, d, 1)), 0);
 }
 
-// The lanes of four vectors, brought together by op.
+// Reduce the lanes of four vectors with op.
 template <class Op>
 HOTSET_INLINE float32x4_t across(const V v[4], Op op) {
     auto neighbours = [op](float32x4_t a, float32x4_t b) { return op(vuzp1q_f32(a, b), vuzp2q_f32(a, b)); };

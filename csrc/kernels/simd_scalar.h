@@ -1,15 +1,15 @@
-// Sixteen float lanes, written out: the readable reference of simd_avx2.h, simd_avx512.h and simd_neon.h.
+// Sixteen float lanes in plain code: the readable reference of simd_avx2.h, simd_avx512.h and simd_neon.h.
 // Included inside the namespace of an instruction set.
 
-constexpr int kInterleaved = 4;                   // blocks whose halves lie together in Inputs::q
+constexpr int kInterleaved = 4;                   // blocks whose halves are interleaved in Inputs::q
 constexpr int kAhead = 4096, kAheadAlone = 8192;  // Inputs::ahead
 
 struct V {
     float v[16];
 
     static constexpr int kRegisters = 16;
-    // A hint: any address may be given. Whatever does nothing but call it is inlined by force, or GCC takes
-    // it for a function without effects and leaves its calls out.
+    // Prefetch; any address is allowed. Functions that only call it must be force-inlined: otherwise GCC sees
+    // no effect and removes the calls.
     HOTSET_INLINE static void fetch(const void*) {}
     static V zero() { return set(0.0f); }
     static V set(float x) {
@@ -22,7 +22,7 @@ struct V {
         for (int i = 0; i < 16; i++) r.v[i] = p[i];
         return r;
     }
-    // The first n lanes; the others are zero.
+    // Load the first n lanes; the others are zero.
     static V load_n(const float* p, int n) {
         V r = zero();
         for (int i = 0; i < n; i++) r.v[i] = p[i];
@@ -43,14 +43,14 @@ struct V {
         for (int i = 0; i < 16; i++) r.v[i] = float(p[i]);
         return r;
     }
-    // scale * (code - 8) for the codes in the nibbles of 16 bytes: low ones in lo, high ones in hi.
+    // scale * (code - 8) for the nibbles of 16 bytes: low nibbles in lo, high ones in hi.
     static void load_q4(const uint8_t* p, float scale, V& lo, V& hi) {
         for (int i = 0; i < 16; i++) {
             lo.v[i] = scale * float((p[i] & 15) - 8);
             hi.v[i] = scale * float((p[i] >> 4) - 8);
         }
     }
-    // code - 8 for the codes in the low (shift 0) or high nibbles (shift 4) of 16 bytes.
+    // code - 8 for the low (shift 0) or high (shift 4) nibbles of 16 bytes.
     static V load_nibbles(const uint8_t* p, int shift) {
         V r;
         for (int i = 0; i < 16; i++) r.v[i] = float((p[i] >> shift & 15) - 8);
@@ -65,19 +65,19 @@ struct V {
     void store_f16(uint16_t* p) const {
         for (int i = 0; i < 16; i++) p[i] = f32_to_f16(v[i]);
     }
-    // Lanes hold integers in [-128, 127].
+    // Lanes must hold integers in [-128, 127].
     void store_i8(int8_t* p) const {
         for (int i = 0; i < 16; i++) p[i] = int8_t(v[i]);
     }
 };
 
-// A bit for each lane that is not zero, or below zero.
+// Return a bit for each lane that is not zero.
 inline uint32_t nonzero_lanes(V a) {
     uint32_t bits = 0;
     for (int i = 0; i < 16; i++) bits |= uint32_t(a.v[i] != 0.0f) << i;
     return bits;
 }
-// A bit for each lane unless it is below the bound.
+// Return a bit for each lane that is not below the bound.
 inline uint32_t not_below_lanes(V a, V bound) {
     uint32_t bits = 0;
     for (int i = 0; i < 16; i++) bits |= uint32_t(!(a.v[i] < bound.v[i])) << i;
@@ -113,16 +113,18 @@ inline V min(V a, V b) {
 inline V abs(V a) {
     HOTSET_LANEWISE(fabsf(a.v[i]));
 }
+// To nearest, ties to even.
 inline V round(V a) {
     HOTSET_LANEWISE(nearbyintf(a.v[i]));
-}  // to nearest, ties to even
+}
 inline V at_least(V a, V bound) {
     HOTSET_LANEWISE(a.v[i] >= bound.v[i] ? a.v[i] : 0.0f);
-}  // a >= bound ? a : 0
+}
+// n in [-127, 128]
 inline V pow2(V n) {
     HOTSET_LANEWISE(f32_from_bits(uint32_t(int32_t(n.v[i]) + 127) << 23));
-}  // n in [-127, 128]
-// Lanes [first, last) of a, the others of b.
+}
+// Take lanes [first, last) from a, the others from b.
 inline V blend_range(int first, int last, V a, V b) {
     HOTSET_LANEWISE(i >= first && i < last ? a.v[i] : b.v[i]);
 }
@@ -139,8 +141,8 @@ inline float max_lane(V a) {
         for (int i = 0; i < half; i++) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
     return a.v[0];
 }
-// Of four at once: what is not below any of the lanes, where none is NaN, and sums of integers, in any order
-// (NaN, where a lane is NaN).
+// Reduce four vectors at once: their maxima, if no lane is NaN, and sums of integers in any order. NaN if a
+// lane is NaN.
 inline void max_lanes(const V v[4], float out[4]) {
     for (int i = 0; i < 4; i++) out[i] = max_lane(v[i]);
 }

@@ -1,9 +1,9 @@
-// What works on rows = neurons from a list of indices, written once over the sixteen lanes `V`: the axpy of
-// the down projection, and products with gathered rows. Included inside the namespace of an instruction set,
-// after its formats.
+// Kernels for selected rows of neurons, written once over the sixteen lanes `V`: the axpy of the down
+// projection, and products with gathered rows. Included inside the namespace of an instruction set, after its
+// formats.
 
 constexpr int kAxpyRows = 4;       // rows that share one read and write of the sums
-constexpr int kAxpyColumns = 512;  // whose scales are decoded at a time: sixteen 32-blocks
+constexpr int kAxpyColumns = 512;  // columns whose scales are decoded at a time: sixteen 32-blocks
 
 inline float float_weight(const Matrix& w, int64_t row, int64_t col) {
     const uint8_t* p = w.row(row) + col * type_facts(w.type).block_bytes;
@@ -11,9 +11,9 @@ inline float float_weight(const Matrix& w, int64_t row, int64_t col) {
     return w.type == Type::F16 ? load_f16(p) : bf16_to_f32(load_u16(p));
 }
 
-// How rows of each type are read, 32 columns (a block) at a time. `Row(w, row, col0)` stands on a block;
-// scales(n) decodes the scales of the next n <= 16 blocks; load(b, lo, hi) gives block b of these; next(n)
-// goes on by n; fetch(b) fetches what block b needs from memory.
+// Readers of each type's rows, 32 columns (one block) at a time. `Row(w, row, col0)` starts at a block.
+// scales(n) decodes the scales of the next n <= 16 blocks; load(b, lo, hi) decodes block b of these; next(n)
+// advances by n; fetch(b) prefetches block b.
 
 template <class W>
 struct FloatRow {
@@ -30,7 +30,7 @@ struct FloatRow {
     }
 };
 
-// Fetches each line once, with the block in which it begins.
+// Prefetch each line once, with the block in which it begins.
 template <int kBytes>
 HOTSET_INLINE void fetch_block(const uint8_t* p, int b) {
     if (b == 0 || b * kBytes % 64 < kBytes) V::fetch(p + b * kBytes);
@@ -88,7 +88,7 @@ struct RowPlanes {
     }
 };
 
-// Every other type, by the scalar decoder.
+// All other types, with the scalar decoder.
 template <Type kType>
 struct DecodedRow {
     const uint8_t* row;
@@ -109,7 +109,7 @@ struct DecodedRow {
     HOTSET_INLINE void fetch(int) const {}
 };
 
-// Adds `kRows` rows to the sums; `coming` are fetched meanwhile.
+// Add `kRows` rows to the sums, and prefetch the rows `coming`.
 template <class Row, int kRows>
 inline void axpy_rows(const Matrix& w, const int32_t* rows, const float* values, const int32_t* coming,
                       int64_t col0, int64_t n_cols, float* acc) {
@@ -140,7 +140,7 @@ inline void axpy_rows(const Matrix& w, const int32_t* rows, const float* values,
     group(std::make_index_sequence<kRows>());
 }
 
-// The last columns of a float matrix whose width is no multiple of 32.
+// Add the last columns of a float matrix whose width is not a multiple of 32.
 inline void axpy_rest(const Matrix& w, const int32_t* rows, const float* values, int n, int64_t col0,
                       int64_t n_cols, float* acc) {
     for (int j = 0; j < n; j++)
@@ -179,7 +179,7 @@ void decode(const Matrix& w, int64_t row_index, int64_t col0, int64_t n_cols, fl
     for (int64_t c = n_cols / 32 * 32; c < n_cols; c++) out[c] = float_weight(w, row_index, col0 + c);
 }
 
-// Sums that stay in registers while the rows of a tile are added to them.
+// Sums that stay in registers while the rows of a tile are added.
 constexpr int kTileSums = V::kRegisters == 1 ? 8 : 4;
 
 template <int kSums>
@@ -207,7 +207,7 @@ void tile_axpy(const float* tile, const int32_t* rows, const float* values, int 
 
 // ---- Products with gathered rows
 
-// R rows anywhere by one token; `ahead` are fetched meanwhile. The order of float_tile.
+// Multiply R rows by one token, in the order of float_tile, and prefetch the rows `ahead`.
 template <class W, int R>
 inline void float_dots(const uint8_t* const* rows, const uint8_t* const* ahead, const float* x, int64_t k,
                        float* out) {
@@ -244,7 +244,7 @@ void gather(const Matrix& w, const uint8_t* const* rows, int n, const Inputs& x,
     for (int j = 0; j < n; j++) out[j] = one_row<Format>(w, rows[j], x, t, rows[j + kGatherAhead]);
 }
 
-// What `lanes` says of n floats, as bits in whole 64-bit words.
+// Store the bits that `lanes` returns for n floats, in whole 64-bit words.
 template <class F>
 inline void lanes_to_bits(const float* x, int64_t n, uint64_t* bits, F lanes) {
     for (int64_t i = 0; i < n; i += 64) {

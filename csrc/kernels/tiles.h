@@ -1,8 +1,8 @@
-// Products of many tokens by AMX: isa_avx512.cpp packs rows and tokens, isa_amx.cpp multiplies them.
+// Products of many tokens with AMX: isa_avx512.cpp packs rows and tokens, isa_amx.cpp multiplies them.
 //
-// A tile product of one block, sixteen tokens and sixteen rows is 16 x 16 exact integers. What is added to
-// sums, and in which order, is what every instruction set adds (kernels.h). Blocks are packed in the order of
-// turns (kLaneOrder), so that the sums of a lane stay in registers until its last block.
+// The product of one block, sixteen tokens and sixteen rows is a tile of 16 x 16 exact integers. Its terms
+// are added in the order of all instruction sets (kernels.h). Blocks are packed by turn (kLaneOrder), so that
+// the sums of a lane stay in registers until its last block.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@
 
 namespace hotset {
 
-// Sixteen rows whose vector lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its
+// Sixteen rows, one per vector lane. Per 32-block: eight vectors of codes (four bytes per row), then the
 // scales.
 struct Panel {
     __m512i* codes;      // [blocks][8]
@@ -23,9 +23,9 @@ struct Panel {
     int32_t* sub_min;    // [blocks][2][16]
 };
 
-// Where blocks of a row of `blocks` are packed: turn after turn.
+// The packed position of each of `blocks` blocks of a row: turn after turn.
 struct TurnOrder {
-    int32_t first_of[17];  // the first place of each turn
+    int32_t first_of[17];  // the first position of each turn
 
     HOTSET_INLINE explicit TurnOrder(int64_t blocks) {
         first_of[0] = 0;
@@ -36,7 +36,7 @@ struct TurnOrder {
     HOTSET_INLINE int64_t operator()(int64_t b) const { return first_of[kLaneOrder[b % 16]] + b / 16; }
 };
 
-// Sixteen tokens, blocks in the order of turns.
+// Sixteen tokens, with blocks in the order of turns.
 struct TokenTile {
     int8_t* q;        // [blocks][16][32]
     float* scale;     // [blocks][16]
@@ -44,7 +44,7 @@ struct TokenTile {
     float* half_sum;  // [blocks][2][16], Inputs::isum
 
     HOTSET_INLINE TokenTile() = default;
-    HOTSET_INLINE TokenTile(uint8_t* memory, int64_t k) {  // of tile_bytes
+    HOTSET_INLINE TokenTile(uint8_t* memory, int64_t k) {  // tile_bytes of memory
         q = reinterpret_cast<int8_t*>(memory);
         scale = reinterpret_cast<float*>(memory + padded(k) * kTileTokens);
         sum = scale + padded(k) / 32 * kTileTokens;
@@ -62,10 +62,10 @@ struct TileWork {
 };
 using TileKernel = void (*)(const TileWork& work, const TurnOrder& order);
 
-// For types with minimums, and for those with a scale for each half of a block.
+// Return the kernel for types with or without minimums, and with or without a scale per half block.
 TileKernel tile_kernel(bool min, bool sub_blocks);
 
-// Between these two a thread may call kernels for types with (or without) sub-blocks.
+// Between these two calls a thread may use kernels for types with (or without) sub-blocks.
 void begin_tiles(bool sub_blocks);
 void end_tiles();
 

@@ -1,12 +1,12 @@
-// Operations in which one thread waits for the disk, for all of the thread pool.
+// Helper for operations in which one thread waits for a disk while the others sleep.
 #pragma once
 
 #include "../plan.h"
 
 namespace hotset {
 
-// Runs work(), which says whether it came to its end; a step that is cancelled does not go on, and one whose
-// work throws fails.
+// Run work(), which returns whether it completed. If it returns false, the step is being cancelled; if it
+// throws, the step fails.
 template <class Work>
 void run_alone(const Plan& plan, Worker& worker, const Work& work) {
     try {

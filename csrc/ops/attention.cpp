@@ -1,14 +1,14 @@
-// Attention over the paged cache: norms and rotates the heads, stores keys and values, attends.
+// Attention over the KV cache: normalises and rotates the heads, stores keys and values, attends.
 //
-// A Q4_0 cache holds heads after a Hadamard transform, which spreads what single channels have among 32 or
-// more: queries are transformed as keys are, and the result is transformed back.
+// A Q4_0 cache stores heads after a Hadamard transform, which spreads outlier channels over 32 or more
+// channels. Queries are transformed like keys, and the result is transformed back.
 //
-// Positions are divided into splits of kSplitPages pages, each with its own running softmax, merged in order.
-// The limits of the splits depend on positions alone, so a token's sum is the same however the work is shared
-// out.
+// Positions are divided into splits of kSplitKvBlocks KV blocks. Each split has its own running softmax, and
+// splits are merged in order. Their limits depend only on positions, so a token's sum is the same for any
+// distribution of the work.
 //
-// Keys of blocks have a cache of their own, whose page has those of the blocks that end in the page, side by
-// side from its first position on; a split goes on with them behind its tokens.
+// Compressed blocks of tokens have keys in a cache of their own. Its KV block holds, contiguously, the keys
+// of the compressed blocks that end within its positions. A split attends to them after its tokens.
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -18,40 +18,40 @@
 namespace hotset {
 namespace {
 
-constexpr int kMaxGroup = 256;  // query heads per KV head, at most
+constexpr int kMaxGroup = 256;  // most query heads per KV head
 
 struct AttentionFacts {
-    int q = -1, k = -1, v = -1, out = -1;  // k, v: -1 where another layer has stored its own
+    int q = -1, k = -1, v = -1, out = -1;  // k, v: -1 if another layer has stored them
     int n_head = 0;
     KvLayer kv;
-    int blocks = -1;     // buffer, -1: none
-    int block_size = 0;  // tokens
+    int blocks = -1;     // buffer with keys of compressed blocks; -1: none
+    int block_size = 0;  // tokens per compressed block
     KvLayer block_kv;
     float scale = 1.0f;
     float softcap = 0.0f;       // 0: none
     int window = 0;             // 0: none
-    int first_seen = 0;         // the first position with keys and values
-    bool causal = true;         // else a token sees all tokens of its sequence, which are in one step
-    int rope = -1;              // index of a rope of the plan, -1: none (already rotated)
+    int first_seen = 0;         // the first position that has keys and values
+    bool causal = true;         // if false, a token sees all tokens of its sequence, which are in one step
+    int rope = -1;              // index of a RoPE of the plan; -1: already rotated
     Norm q_norm, k_norm;        // per head; empty weight: none
     std::vector<float> centre;  // [n_head_kv][head_dim], subtracted from keys; empty: nothing is
-    std::vector<float> sinks;   // of each query head: a score without a value; empty: none
-    std::vector<float> slopes;  // of each query head, by which scores fall with distance; empty: none
+    std::vector<float> sinks;   // per query head: a score without a value; empty: none
+    std::vector<float> slopes;  // per query head: how fast scores fall with distance (ALiBi); empty: none
 };
 
 constexpr std::pair<std::string_view, KvType> kKvTypes[] = {
     {"f32", KvType::F32}, {"f16", KvType::F16}, {"q8_0", KvType::Q8_0}, {"q4_0", KvType::Q4_0}};
 
-// The largest power of two that divides a head.
+// Return the largest power of two that divides the head.
 constexpr int hadamard_width(int head_dim) {
     return head_dim & -head_dim;
 }
 
-constexpr int kSplitTokens = kSplitPages * kPageSize;
+constexpr int kSplitTokens = kSplitKvBlocks * kKvBlockSize;
 constexpr int kTileRows = 24;  // query rows (tokens × heads of a group) that attend together
 constexpr int kStoreTokens = 4;
-constexpr int kPrefetchPieces = 128;     // that a waiting thread fetches of the cache, for few tokens,
-constexpr int64_t kPrefetchBytes = 512;  // each of this size
+constexpr int kPrefetchPieces = 128;  // pieces of the cache that a waiting thread prefetches, for few tokens
+constexpr int64_t kPrefetchBytes = 512;  // bytes of a piece
 static_assert(kTileRows <= kMaxGroup);
 
 class Attention : public Op {
@@ -62,12 +62,12 @@ class Attention : public Op {
         stride_ = f_.kv.value_stride();
         k_block_ = f_.kv.k_type == KvType::Q4_0 ? hadamard_width(f_.kv.head_dim) : 0;
         v_block_ = f_.kv.v_type == KvType::Q4_0 ? hadamard_width(f_.kv.head_dim_v) : 0;
-        max_splits_ = ceil_div(plan.max_pages(), kSplitPages);
+        max_splits_ = ceil_div(plan.max_kv_blocks(), kSplitKvBlocks);
         max_split_units_ = 4 * plan.n_threads() + f_.kv.n_head_kv;
         most_chunk_units_ = ceil_div(int64_t(plan.max_tokens()) * f_.kv.n_head_kv, kMaxChunks);
     }
 
-    // 0: store; 1: attend; 2: merge, where splits are chunks of their own
+    // 0: store; 1: attend; 2: merge, if splits have chunks of their own
     int n_phases(const StepTokens& step) const override { return splits_apart(step) ? 3 : 2; }
 
     int n_chunks(int phase, const StepTokens& step) const override {
@@ -84,16 +84,17 @@ class Attention : public Op {
         attend_all(chunk, step, worker);
     }
 
-    // Keys and values of the chunk's first pages: with few tokens they are too short for the processor to see
-    // by itself what comes.
+    // The keys and values of the chunk's first KV blocks. With few tokens these reads are too short for the
+    // hardware prefetcher.
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         if (phase != 1 || step.n_tokens > kPrivateInputs || piece >= kPrefetchPieces || splits_apart(step))
             return false;
         const int t = tile(step, chunk / f_.kv.n_head_kv).first, head = chunk % f_.kv.n_head_kv;
         const int64_t keys = int64_t(f_.kv.k_slab_bytes()), values = int64_t(f_.kv.v_slab_bytes());
-        const int64_t at = piece * kPrefetchBytes, page = at / (keys + values), within = at % (keys + values);
-        if (page > step.positions[t] / kPageSize) return false;
-        const int64_t number = int64_t(pages(step, t)[page]) * f_.kv.n_head_kv + head;
+        const int64_t at = piece * kPrefetchBytes, kv_block = at / (keys + values),
+                      within = at % (keys + values);
+        if (kv_block > step.positions[t] / kKvBlockSize) return false;
+        const int64_t number = int64_t(kv_blocks(step, t)[kv_block]) * f_.kv.n_head_kv + head;
         const uint8_t* from =
             within < keys ? f_.kv.k + number * keys + within : f_.kv.v + number * values + within - keys;
         for (int64_t i = 0; i < kPrefetchBytes; i += 64) prefetch_line(from + i);
@@ -114,13 +115,13 @@ class Attention : public Op {
 
   private:
     int tile_rows() const { return tile_tokens_ * group_; }
-    // Room for the results of so many units, whole cache lines.
+    // Floats for the results of `units` units, in whole cache lines.
     size_t chunk_floats(int units) const {
         return (size_t(units) * tile_rows() * f_.kv.head_dim_v + 15) / 16 * 16;
     }
 
-    // Tiles, from the first-th on until f returns false: a sequence's tokens, split every tile_tokens_. What
-    // each chunk does must not grow with the tokens of the step.
+    // Call f for each tile from `first` on until it returns false. A tile has up to tile_tokens_ tokens of
+    // one sequence. The work per chunk must not grow with the tokens of the step.
     template <class F>
     void for_tiles(const StepTokens& step, int first, F f) const {
         int before = 0;
@@ -140,7 +141,7 @@ class Attention : public Op {
         for (const TokenTile& all : step.stretches) n += ceil_div(all.count, tile_tokens_);
         return n;
     }
-    // A unit of work is a tile and a KV head, numbered tile by tile.
+    // A unit of work is one tile and one KV head, numbered by tile, then by head.
     int n_units(const StepTokens& step) const { return n_tiles(step) * f_.kv.n_head_kv; }
     TokenTile tile(const StepTokens& step, int wanted) const {
         TokenTile found;
@@ -149,14 +150,14 @@ class Attention : public Op {
     }
 
     int n_splits(const StepTokens& step) const { return ceil_div(step.n_positions, kSplitTokens); }
-    // With few tiles and a long context, splits are shared out as well.
+    // With few tiles and a long context, the splits are distributed as well.
     bool splits_apart(const StepTokens& step) const {
         const int units = n_units(step), splits = n_splits(step);
         return units <= max_split_units_ && units < 8 * plan_.n_threads() && splits > 1 &&
                units * splits <= kMaxChunks;
     }
 
-    // Chunks of tokens, and of each token's heads: where there is one chunk, all threads help.
+    // Chunks are groups of tokens. If there is only one group, its heads are distributed over the threads.
     int store_chunks(const StepTokens& step) const {
         return std::min(ceil_div(step.n_tokens, kStoreTokens), kMaxChunks);
     }
@@ -173,7 +174,7 @@ class Attention : public Op {
         float* k = q + int64_t(rows.count()) * n_q * dim;
         float* v = k + int64_t(rows.count()) * heads_kv.count() * dim;
         const int v_width = heads_kv.count() * f_.kv.head_dim_v;
-        float* scratch = v + (v_block_ ? int64_t(rows.count()) * v_width : 0);  // of a head
+        float* scratch = v + (v_block_ ? int64_t(rows.count()) * v_width : 0);  // for one head
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
             float* heads = q + int64_t(i) * n_q * dim;
@@ -197,14 +198,14 @@ class Attention : public Op {
             const int i = t - rows.first;
             std::copy_n(q + int64_t(i) * n_q * dim, n_q * dim, query(t) + first_q * dim);
             if (f_.k < 0) continue;
-            const int page = pages(step, t)[step.positions[t] / kPageSize],
-                      slot = step.positions[t] % kPageSize;
+            const int kv_block = kv_blocks(step, t)[step.positions[t] / kKvBlockSize],
+                      slot = step.positions[t] % kKvBlockSize;
             const float* values = v_block_ ? v + int64_t(i) * v_width
                                            : plan_.buffer(f_.v).row(t) + heads_kv.first * f_.kv.head_dim_v;
             for (int h = 0; h < heads_kv.count(); h++) {
-                plan_.kernels().store_key(f_.kv, page, slot, heads_kv.first + h,
+                plan_.kernels().store_key(f_.kv, kv_block, slot, heads_kv.first + h,
                                           k + (int64_t(i) * heads_kv.count() + h) * dim);
-                plan_.kernels().store_value(f_.kv, page, slot, heads_kv.first + h,
+                plan_.kernels().store_value(f_.kv, kv_block, slot, heads_kv.first + h,
                                             values + h * f_.kv.head_dim_v);
                 store_block(step, t, heads_kv.first + h, scratch);
             }
@@ -212,17 +213,17 @@ class Attention : public Op {
         worker.end_commit();
     }
 
-    // Blocks before position 64 * page + within, from the first on that ends in the page or behind it.
-    int blocks_before(int page, int within) const {
-        const int64_t start = int64_t(page) * kPageSize;
+    // Return the number of compressed blocks that end in this KV block, before position `within` of it.
+    int blocks_before(int kv_block, int within) const {
+        const int64_t start = int64_t(kv_block) * kKvBlockSize;
         return int((start + within) / f_.block_size - start / f_.block_size);
     }
 
-    // The key of a block that ends with token t, which is its value as well.
+    // Store the key of the compressed block that ends at token t. It also serves as the value.
     void store_block(const StepTokens& step, int t, int head, float* scratch) const {
-        const int position = step.positions[t], index = position / kPageSize, dim = f_.kv.head_dim;
+        const int position = step.positions[t], index = position / kKvBlockSize, dim = f_.kv.head_dim;
         if (f_.blocks < 0 || (position + 1) % f_.block_size != 0) return;
-        const int page = pages(step, t)[index], slot = blocks_before(index, position % kPageSize);
+        const int kv_block = kv_blocks(step, t)[index], slot = blocks_before(index, position % kKvBlockSize);
         const float* block = plan_.buffer(f_.blocks).row(t) + head * dim;
         auto transformed = [&](int width) {
             if (!width) return block;
@@ -230,8 +231,8 @@ class Attention : public Op {
             plan_.kernels().hadamard(dim, width, scratch);
             return static_cast<const float*>(scratch);
         };
-        plan_.kernels().store_key(f_.block_kv, page, slot, head, transformed(k_block_));
-        plan_.kernels().store_value(f_.block_kv, page, slot, head, transformed(v_block_));
+        plan_.kernels().store_key(f_.block_kv, kv_block, slot, head, transformed(k_block_));
+        plan_.kernels().store_value(f_.block_kv, kv_block, slot, head, transformed(v_block_));
     }
 
     void head_rows(const StepTokens& step, int t, const float* x, int heads, const Norm& norm, float* scratch,
@@ -254,9 +255,9 @@ class Attention : public Op {
         }
     }
 
-    // The plan's shared memory: the queries, normed, rotated and scaled [max_tokens][n_head][head_dim]; then,
-    // where splits are apart, sums [units][max_splits][tile rows][stride] and states [units][max_splits][tile
-    // rows].
+    // The plan's shared memory holds the queries, normalised, rotated and scaled,
+    // [max_tokens][n_head][head_dim]. If splits are apart, it also holds sums [units][max_splits][tile
+    // rows][stride] and states [units][max_splits][tile rows].
     size_t query_floats() const { return size_t(plan_.max_tokens()) * f_.n_head * f_.kv.head_dim; }
     size_t part_rows() const { return size_t(max_split_units_) * max_splits_ * tile_rows(); }
     float* query(int t) const {
@@ -266,11 +267,11 @@ class Attention : public Op {
     AttentionState* states() const {
         return reinterpret_cast<AttentionState*>(parts() + part_rows() * stride_);
     }
-    const int32_t* pages(const StepTokens& step, int t) const {
-        return step.pages.data() + int64_t(step.sequences[t]) * step.max_pages;
+    const int32_t* kv_blocks(const StepTokens& step, int t) const {
+        return step.kv_blocks.data() + int64_t(step.sequences[t]) * step.max_kv_blocks;
     }
 
-    // Attends all rows of a tile and KV head within one split.
+    // Attend all rows of a tile and KV head within one split.
     void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states,
                 float* out) const {
         const float* q[kMaxGroup];
@@ -296,22 +297,22 @@ class Attention : public Op {
             }
         begin = std::max(begin, split * kSplitTokens);
         end = std::min(end, (split + 1) * kSplitTokens);
-        plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_,
+        plan_.kernels().attention(f_.kv, head, kv_blocks(step, tile.first), begin, end, tile.count * group_,
                                   f_.softcap, f_.slopes.empty() ? nullptr : slopes, q, first, last, at,
                                   states, out, false);
         if (f_.blocks < 0) return;
         std::fill_n(first, tile.count * group_, 0);
         const int n_positions = step.positions[tile.first + tile.count - 1] + 1;
-        const int end_page = std::min((split + 1) * kSplitPages, ceil_div(n_positions, kPageSize));
-        for (int page = split * kSplitPages; page < end_page; page++) {
-            const int start = page * kPageSize;
+        const int end_kv_block = std::min((split + 1) * kSplitKvBlocks, ceil_div(n_positions, kKvBlockSize));
+        for (int kv_block = split * kSplitKvBlocks; kv_block < end_kv_block; kv_block++) {
+            const int start = kv_block * kKvBlockSize;
             for (int row = 0; row < tile.count * group_; row++)
-                last[row] = blocks_before(page, std::clamp(at[row] + 1 - start, 0, kPageSize));
+                last[row] = blocks_before(kv_block, std::clamp(at[row] + 1 - start, 0, kKvBlockSize));
             const int n_blocks = *std::max_element(last, last + tile.count * group_);
             if (n_blocks)
-                plan_.kernels().attention(f_.block_kv, head, pages(step, tile.first) + page, 0, n_blocks,
-                                          tile.count * group_, f_.softcap, nullptr, q, first, last, at,
-                                          states, out, true);
+                plan_.kernels().attention(f_.block_kv, head, kv_blocks(step, tile.first) + kv_block, 0,
+                                          n_blocks, tile.count * group_, f_.softcap, nullptr, q, first, last,
+                                          at, states, out, true);
         }
     }
 
@@ -341,7 +342,7 @@ class Attention : public Op {
         worker.end_commit();
     }
 
-    // Units one after another: one a chunk, more where there are more units than a phase may have chunks.
+    // A chunk computes one unit, or several if there are more units than chunks allowed.
     void attend_all(int chunk, const StepTokens& step, Worker& worker) const {
         const RowRange units(chunk, n_chunks(1, step), n_units(step));
         float* const out = worker.results.as<float>();  // [units][rows of the unit][head_dim_v]
@@ -362,7 +363,7 @@ class Attention : public Op {
         worker.end_commit();
     }
 
-    // Until f returns false; whether it never did.
+    // Call f for each unit until it returns false. Returns whether all calls returned true.
     template <class F>
     bool for_units(const StepTokens& step, RowRange units, F f) const {
         const int heads = f_.kv.n_head_kv;
@@ -376,7 +377,7 @@ class Attention : public Op {
         return done;
     }
 
-    // False: the step is being cancelled, and `out` holds anything.
+    // Return false if the step is being cancelled; `out` is then undefined.
     bool attend_unit(const StepTokens& step, TokenTile tile, int head, Worker& worker, float* scratch,
                      float* out) const {
         const int rows = tile.count * group_;
@@ -394,8 +395,8 @@ class Attention : public Op {
         return true;
     }
 
-    // out: [rows][head_dim_v]; parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]. A sink
-    // is one more split, whose values are zeros.
+    // out: [rows][head_dim_v]. parts: [n_splits][row_stride][stride_]. states: [n_splits][row_stride]. A sink
+    // counts as one more split whose values are zeros.
     void merge_rows(int rows, int head, int splits, const float* parts, const AttentionState* states,
                     int row_stride, float* scratch, float* out) const {
         const int dim = f_.kv.head_dim_v;
@@ -417,12 +418,12 @@ class Attention : public Op {
         }
         if (v_block_) plan_.kernels().hadamard(int64_t(rows) * dim, v_block_, out);
     }
-    // What merge_rows needs.
+    // Scratch floats for merge_rows.
     size_t sink_floats() const {
         return 2 * size_t(max_splits_ + 1) + (f_.sinks.empty() ? 0 : size_t(max_splits_ + 1) * stride_);
     }
 
-    // Copies a unit's rows out, within a commit.
+    // Copy a unit's rows out, within a commit.
     void write(TokenTile tile, int head, const float* rows) const {
         const Buffer& target = plan_.buffer(f_.out);
         const int dim = f_.kv.head_dim_v;
@@ -436,13 +437,13 @@ class Attention : public Op {
     int group_;  // query heads per KV head
     int tile_tokens_;
     int stride_;
-    int k_block_, v_block_;  // channels that are transformed together; 0: none are
+    int k_block_, v_block_;  // channels that are transformed together; 0: no transform
     int max_splits_;
     int max_split_units_;
-    int most_chunk_units_;  // units of one chunk, at most
+    int most_chunk_units_;  // most units of one chunk
 };
 
-// "f16": of keys and values; "q8_0/q4_0": of keys, of values.
+// "f16": keys and values; "q8_0/q4_0": keys, then values.
 std::array<KvType, 2> kv_types(const std::string& text) {
     const size_t slash = text.find('/');
     const std::string names[2] = {text.substr(0, slash),
@@ -464,13 +465,13 @@ uint16_t* scales_of(Facts& facts, const std::string& name, KvType type, int dim,
     return reinterpret_cast<uint16_t*>(scales.data());
 }
 
-// The cache whose facts begin with `prefix`, of so many heads and channels of keys and values.
+// Return the cache whose facts begin with `prefix`.
 KvLayer cache_of(Facts& facts, const std::string& prefix, int n_head_kv, int head_dim, int head_dim_v) {
     const auto [k_type, v_type] = kv_types(facts.text("kv_type"));
     const std::span<uint8_t> k = facts.writable_bytes((prefix + "k_cache").c_str()),
                              v = facts.writable_bytes((prefix + "v_cache").c_str());
-    const int n_pages = facts.plan().limits().n_pages;
-    const size_t places = size_t(n_pages) * n_head_kv * kPageSize;
+    const int n_kv_blocks = facts.plan().limits().n_kv_blocks;
+    const size_t places = size_t(n_kv_blocks) * n_head_kv * kKvBlockSize;
     const KvLayer kv = {k_type,
                         v_type,
                         n_head_kv,
@@ -480,8 +481,8 @@ KvLayer cache_of(Facts& facts, const std::string& prefix, int n_head_kv, int hea
                         v.data(),
                         scales_of(facts, prefix + "k_scale", k_type, head_dim, places),
                         scales_of(facts, prefix + "v_scale", v_type, head_dim_v, places)};
-    require(k.size() == n_pages * kv.k_page_bytes() && v.size() == n_pages * kv.v_page_bytes(),
-            "the cache has the size of its pages");
+    require(k.size() == n_kv_blocks * kv.k_block_bytes() && v.size() == n_kv_blocks * kv.v_block_bytes(),
+            "the size of the cache does not match its KV blocks");
     return kv;
 }
 
@@ -492,13 +493,13 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     AttentionFacts f;
     f.q = facts.buffer("q"), f.out = facts.buffer("out");
     f.k = facts.buffer_or_none("k"), f.v = facts.buffer_or_none("v");
-    require((f.k < 0) == (f.v < 0), "keys and values are stored together");
+    require((f.k < 0) == (f.v < 0), "keys and values must be stored together");
     for (int id : {f.q, f.k, f.v, f.out})
         if (id >= 0) facts.of_all_tokens(id);
     f.n_head = facts.integer("n_head", 1, INT32_MAX);
     const int n_head_kv = facts.integer("n_head_kv", 1, f.n_head);
     require(f.n_head % n_head_kv == 0 && f.n_head / n_head_kv <= kMaxGroup,
-            "query heads come in groups of equal size");
+            "the number of query heads must be a multiple of the KV heads");
     const int head_dim = facts.integer("head_dim", 1, kMaxHeadDim);
     const int head_dim_v = facts.integer("head_dim_v", 1, kMaxHeadDim);
     require(facts.width(f.q) == int64_t(f.n_head) * head_dim &&
@@ -512,10 +513,10 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     if (facts.has("first_seen")) f.first_seen = facts.integer("first_seen", 0, INT32_MAX);
     f.causal = facts.flag("causal", true);
     f.rope = facts.has("rope") ? facts.rope("rope") : -1;
-    require(f.rope < 0 || plan.rope(f.rope).n_rot <= head_dim, "a rope fits its head");
+    require(f.rope < 0 || plan.rope(f.rope).n_rot <= head_dim, "the RoPE has more channels than a head");
     f.q_norm = facts.norm("q_norm", head_dim);
     f.k_norm = facts.norm("k_norm", head_dim);
-    require(!f.q_norm.layer && !f.k_norm.layer, "heads have an RMS norm");
+    require(!f.q_norm.layer && !f.k_norm.layer, "head norms must be RMS norms");
     f.centre = facts.floats_or_none("key_centre", int64_t(n_head_kv) * head_dim);
     f.sinks = facts.floats_or_none("sinks", f.n_head);
     f.slopes = facts.floats_or_none("slopes", f.n_head);
@@ -526,7 +527,7 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
         facts.of_all_tokens(f.blocks);
         require(f.block_size > 0 && f.causal && f.k >= 0 && f.slopes.empty() && head_dim == head_dim_v &&
                     facts.width(f.blocks) == int64_t(n_head_kv) * head_dim,
-                "blocks are as wide as keys and values, and behind the tokens that they are of");
+                "compressed blocks must be as wide as keys and values, which the layer itself stores");
         f.block_kv = cache_of(facts, "block_", n_head_kv, head_dim, head_dim_v);
     }
     return std::make_unique<Attention>(plan, std::move(f));

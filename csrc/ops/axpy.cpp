@@ -1,10 +1,10 @@
-// The down projection by rows = neurons.
+// The down projection with one row per neuron.
 //
-// The neurons are split into kRanges ranges, whatever the threads and the mode. Within a range each output is
-// summed over the neurons in order, and then over the ranges in order; a neuron of value zero adds nothing,
-// read or not. One token: a chunk is a range, which reads whole rows; a second phase adds up the ranges.
-// Several: a chunk is some of the outputs, and a tile of neurons is decoded once for all tokens, of which
-// each adds its own.
+// The neurons are split into kRanges ranges, for any threads and mode. Within a range each output is summed
+// over the neurons in order, then over the ranges in order. A neuron of value zero adds nothing, whether its
+// row is read or not. With one token, a chunk is a range and reads whole rows; a second phase sums the
+// ranges. With several tokens, a chunk is some of the outputs; it decodes a tile of neurons once, and each
+// token adds its own neurons.
 #include <algorithm>
 #include <bit>
 
@@ -15,12 +15,12 @@ namespace hotset {
 namespace {
 
 constexpr int kRanges = 16;
-constexpr int kTileNeurons = 64;       // a bit each of a word; ranges begin at whole tiles
-constexpr int64_t kSumColumns = 1024;  // of a chunk that adds up the ranges
-constexpr int64_t kTileColumns = 128;  // decoded at a time: with a tile's neurons 32 KB of floats
+constexpr int kTileNeurons = 64;       // one bit each of a word; ranges begin at whole tiles
+constexpr int64_t kSumColumns = 1024;  // of a chunk of the phase that sums the ranges
+constexpr int64_t kTileColumns = 128;  // columns decoded at a time: 32 KB of floats for a tile of neurons
 constexpr int64_t kMostColumns = 512;  // of a chunk of many tokens, so that its sums stay in cache
 constexpr int kManyTokens = 16;
-constexpr int kChunksPerThread = 4;  // at least, where there are columns enough
+constexpr int kChunksPerThread = 4;  // least number, if there are enough columns
 constexpr int kMarkedTokens = 4;     // per chunk
 
 class Axpy : public Op {
@@ -88,7 +88,7 @@ class Axpy : public Op {
         float* sums = worker.results.as<float>();
         float* values = sums + cols();
         int32_t* neurons = reinterpret_cast<int32_t*>(values + range_);
-        uint64_t marked[kTileNeurons] = {};  // of the range, kTileNeurons words at a time
+        uint64_t marked[kTileNeurons] = {};  // for the range, kTileNeurons words at a time
         int n = 0;
         for (int64_t at = first; at < last; at += kTileNeurons * kTileNeurons) {
             const int64_t count = std::min<int64_t>(last - at, kTileNeurons * kTileNeurons);
@@ -128,7 +128,7 @@ class Axpy : public Op {
 
     // ---- several tokens
 
-    // Notes which neurons are not zero.
+    // Mark the neurons that are not zero.
     void mark(RowRange tokens, Worker& worker) const {
         uint64_t* own = worker.results.as<uint64_t>();
         for (int t = tokens.first; t < tokens.last; t++)
@@ -140,14 +140,14 @@ class Axpy : public Op {
 
     uint64_t* shared_marks() const { return reinterpret_cast<uint64_t*>(plan_.shared()); }
 
-    // Memory of a chunk of `count` outputs, in the worker's results.
+    // The memory of a chunk of `count` outputs, in the worker's results.
     struct Tiles {
         float* sums;        // [n][count]
         float* range_sums;  // [n][count]
         float* tile;        // [kTileNeurons][kTileColumns] decoded weights
-        float* values;      // [n][kTileNeurons] of the neurons that a token adds of a tile
-        int32_t* neurons;   // [n][kTileNeurons] their places in the tile
-        int32_t* found;     // [n] how many
+        float* values;      // [n][kTileNeurons] values of a token's neurons in the tile
+        int32_t* neurons;   // [n][kTileNeurons] their indices in the tile
+        int32_t* found;     // [n] their number
 
         Tiles(float* memory, int64_t n, int64_t count)
             : sums(memory),
@@ -188,11 +188,11 @@ class Axpy : public Op {
                 std::fill_n(m.range_sums, n * count, 0.0f);
             }
         }
-        if (chunk != 0) counts = {};  // every chunk reads of the same rows
+        if (chunk != 0) counts = {};  // all chunks read the same rows: count them once
         finish(first, count, n, m.sums, counts, worker);
     }
 
-    // Which neurons of the tile from `neuron` on each token adds; returns a bit for each that any does.
+    // List each token's neurons in the tile at `neuron`. Returns a bit per neuron of any token.
     uint64_t list_neurons(int64_t neuron, int n, const Tiles& m) const {
         const uint64_t all =
             ~uint64_t(0) >> (kTileNeurons - std::min<int64_t>(rows() - neuron, kTileNeurons));
@@ -233,12 +233,12 @@ class Axpy : public Op {
     const LinearPart part_;
     const Buffer* residual_;
     const bool sparse_;
-    const int64_t range_;  // neurons
+    const int64_t range_;  // neurons of a range
 };
 
 }  // namespace
 
-// See operations.TransposedLinear. sparse: rows of zeros are left out.
+// See operations.TransposedLinear. sparse: skip the rows of neurons that are zero.
 static const Registered kTransposedLinear("transposed_linear", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_rows(x, out);

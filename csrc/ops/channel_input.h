@@ -1,4 +1,4 @@
-// What a matrix product reads of one token whose small inputs are zero: the inputs, and which are not.
+// The input of a matrix product for one token with many zeros: the values and the nonzero channels.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace hotset {
 
-constexpr int kLanes = 16;  // of a sum
+constexpr int kLanes = 16;  // lanes of a sum
 
-// Adds the sums of n parts of the lanes, n a power of two, pair by pair. scratch: [4][count].
+// Add the sums of n parts of the lanes pair by pair; n is a power of two. scratch: [4][count].
 inline void fold_lanes(const Kernels& kernels, const float* sums, int64_t ld, int n, int64_t count,
                        float* scratch, float* out) {
     if (n == 1) {
@@ -32,13 +32,13 @@ class ChannelInput : public LinearInput {
 
         bool pays(const ChannelMatrix& w) const { return w.data && share() < w.below; }
         double share() const { return double(active->n_channels) / double(inputs.k); }
-        // Bytes of codes of the channels that are not read, of `count` outputs.
+        // Return the code bytes of the skipped channels, for `count` outputs.
         int64_t left_out(const ChannelMatrix& w, int64_t count) const {
             return (inputs.k - active->n_channels) * w.code_bytes(count);
         }
     };
 
-    // Of a step of one token. The list is made once by each worker, as the inputs are.
+    // For a step of one token. Each worker makes the list once, like the quantised inputs.
     One one(const StepTokens& step, Worker& worker) const {
         uint8_t* list = worker.inputs.data() + list_at();
         ActiveChannels* active = reinterpret_cast<ActiveChannels*>(list);

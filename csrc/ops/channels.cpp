@@ -1,6 +1,6 @@
-// Matrix products whose inputs are thresholded (operations.Threshold): one token reads the channels that are
-// not zero, from an input-major copy of the matrix, where these are few enough; else, and for several tokens,
-// whole rows. The result is bitwise identical, so no caller depends on which it was.
+// Matrix products with thresholded inputs (operations.Threshold). For one token they read only the channels
+// that are not zero, from an input-major copy of the matrix, if these are few enough. Otherwise, and for
+// several tokens, they read whole rows. The results are bitwise identical.
 #include <algorithm>
 #include <memory>
 
@@ -11,11 +11,11 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kSplitBytes = 2 << 20;  // of weights: from here on a phase more costs less than it gains
+constexpr int64_t kSplitBytes = 2 << 20;  // of weights, from which on a second phase gains more than it costs
 
-// One phase, a chunk being some outputs; of large matrices two. The first multiplies, a chunk being a tile,
-// or what some of the lanes add to it: so many threads read long pieces of memory, as channels are side by
-// side in a tile. The second adds up the lanes, a chunk being some outputs.
+// A small matrix needs one phase, in which a chunk computes some outputs. A large one needs two. In the
+// first, a chunk is a tile, or the sum of some lanes of it: many threads then read long pieces of memory, as
+// the channels of a tile are adjacent. The second phase adds the lanes; a chunk is some outputs.
 class ChannelLinear : public Op {
   public:
     ChannelLinear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
@@ -78,7 +78,7 @@ class ChannelLinear : public Op {
     }
 
   private:
-    // How a part is multiplied in a phase of its own: some outputs, of some of the lanes.
+    // How the first of two phases divides a part: into tiles of outputs, and into groups of lanes.
     struct Pieces {
         int64_t columns;
         int tiles, splits;
@@ -88,13 +88,13 @@ class ChannelLinear : public Op {
 
     bool gated() const { return tail_.kind == LinearTail::Gated; }
     bool is_one(const StepTokens& step) const { return input_.n_tokens(step) == 1; }
-    size_t n_results() const { return gated() ? 1 : parts_.size(); }  // gate and up go together
+    size_t n_results() const { return gated() ? 1 : parts_.size(); }  // gate and up are computed together
     int64_t rows(size_t p) const { return parts_[p].weight.rows; }
 
     Pieces pieces_of(size_t p) const {
         const int64_t wanted = 2 * plan_.n_threads();
-        const int64_t most =
-            ceil_div(rows(p), ceil_div(wanted, kLanes));  // that leave enough for all threads
+        // The largest number of columns that leaves enough pieces for all threads.
+        const int64_t most = ceil_div(rows(p), ceil_div(wanted, kLanes));
         const int64_t tile = channels_[p].data ? channels_[p].tile : rows(p);
         const int64_t columns = std::min(tile, (most + 31) / 32 * 32);
         const int tiles = ceil_div(rows(p), columns);
@@ -108,8 +108,7 @@ class ChannelLinear : public Op {
     }
     int result_chunks(size_t p) const { return ceil_div(rows(p), result_columns(p)); }
 
-    // What a part's pieces add up to lies in shared memory: how many sums there are of each output, then
-    // these.
+    // Return a part's place in shared memory: the number of sums per output, then the sums.
     float* shared_of(size_t p) const {
         float* at = reinterpret_cast<float*>(plan_.shared());
         for (size_t q = 0; q < p; q++) at += 16 + pieces_[q].splits * rows(q);
@@ -135,7 +134,7 @@ class ChannelLinear : public Op {
             kernels.channel_linear[int(w.type)](channels_[p], *in.active, in.inputs, first, last - first,
                                                 split * kLanes / splits, kLanes / splits, scratch, results);
             counts.left_out = split ? 0 : in.left_out(channels_[p], last - first);
-        } else {  // a share of the rows
+        } else {  // read a share of the rows instead
             const int64_t begin = first, count = last - first;
             first = begin + count * split / splits, last = begin + count * (split + 1) / splits;
             kernels.linear[int(w.type)](w, first, last, in.inputs, 0, 1, results, last - first,
@@ -149,14 +148,14 @@ class ChannelLinear : public Op {
         worker.end_commit();
     }
 
-    // The products of `count` outputs of a part from `first` on.
+    // Compute the products of `count` outputs of a part, starting at `first`.
     void product(size_t p, int64_t first, int64_t count, const ChannelInput::One* in, Worker& worker,
                  float* scratch, float* out, FfnCounts& counts) const {
         const Kernels& kernels = plan_.kernels();
         const LinearPart& part = parts_[p];
         if (!in) {
             const float* shared = shared_of(p);
-            // A late thread may read anything here.
+            // A straggler may read undefined data here.
             const int splits = shared[0] == float(pieces_[p].splits) ? pieces_[p].splits : 1;
             fold_lanes(kernels, shared + 16 + first, part.weight.rows, splits, count, scratch, out);
         } else if (in->pays(channels_[p])) {
@@ -195,8 +194,8 @@ class ChannelLinear : public Op {
     const std::vector<ChannelMatrix> channels_;
     const Buffer* residual_;
     const LinearTail tail_;
-    bool in_two_ = false;         // phases, of one token
-    std::vector<Pieces> pieces_;  // of each part
+    bool in_two_ = false;         // whether one token takes two phases
+    std::vector<Pieces> pieces_;  // per part
 };
 
 }  // namespace

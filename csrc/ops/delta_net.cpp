@@ -1,4 +1,4 @@
-// The gated delta rule: a matrix per head, which each token lets decay, corrects and reads
+// The gated delta rule: each head has a state matrix, which each token decays, corrects and reads
 // (operations.DeltaNet).
 #include <cmath>
 
@@ -8,20 +8,20 @@
 namespace hotset {
 namespace {
 
-// See operations.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; beta: a number
-// per head; alpha: too, or (by_channel) [n_head][dim_k]. A state: [n_head][dim_k][dim_v].
+// See operations.DeltaNet. x: queries and keys, [n_head_k][dim_k] each, and values [n_head][dim_v]. beta: a
+// number per head; alpha too or, with by_channel, [n_head][dim_k]. A state: [n_head][dim_k][dim_v].
 struct DeltaNetFacts {
     int x = -1, alpha = -1, beta = -1, out = -1;
     int n_head = 0, n_head_k = 0, dim_k = 0, dim_v = 0;
     bool tiled = false, by_channel = false;
     std::vector<float> rate;  // [n_head]
-    std::vector<float> step;  // as alpha
+    std::vector<float> step;  // same shape as alpha
     StateSlots states;
 
     int scratch() const { return 2 * dim_k + (by_channel ? 3 * dim_k + dim_v : 0); }
 };
 
-constexpr float kLengthEps = 1e-6f;  // of the squared length of a query or key
+constexpr float kLengthEps = 1e-6f;  // added to the squared length of a query or key
 
 class DeltaNet : public HeadStates {
   public:
@@ -29,7 +29,7 @@ class DeltaNet : public HeadStates {
         : HeadStates(plan,
                      {facts.out, facts.n_head, facts.dim_k, facts.dim_v, facts.scratch(), facts.states}),
           f_(std::move(facts)) {
-        // x / sqrt(sum of squares + eps) as an RMS norm; a query is also divided by the root of its channels.
+        // x / sqrt(sum of squares + eps) as an RMS norm. A query is also divided by the root of its length.
         const float n = float(f_.dim_k), length = 1.0f / std::sqrt(n);
         key_weight_.assign(f_.dim_k, length);
         query_weight_.assign(f_.dim_k, length / std::sqrt(n));
@@ -58,8 +58,8 @@ class DeltaNet : public HeadStates {
         kernels.delta_rule(f_.dim_k, f_.dim_v, query, key, value, decay, beta, state, out);
     }
 
-    // With decays w the state becomes diag(w) S - (beta k) ((w k)^T S) + k (beta v)^T: a step of RWKV's
-    // attention.
+    // With decays w the state becomes diag(w) S - (beta k) ((w k)^T S) + k (beta v)^T, which is a step of
+    // RWKV's attention.
     void advance_channels(int t, int head, const float* query, const float* key, const float* value,
                           float beta, float* scratch, float* state, float* out) const {
         const Kernels& kernels = plan_.kernels();
@@ -88,19 +88,19 @@ static const Registered kDeltaNet("delta_net", [](Facts& facts) -> std::unique_p
     f.x = facts.buffer("x"), f.alpha = facts.buffer("alpha"), f.beta = facts.buffer("beta");
     f.out = facts.buffer("out");
     for (int id : {f.x, f.alpha, f.beta, f.out}) facts.of_all_tokens(id);
-    require(f.x != f.out, "an operation with a state reads what it does not write");
+    require(f.x != f.out, "an operation with a state cannot write its input");
     f.n_head = facts.integer("n_head", 1, kMaxStateHeads);
     f.n_head_k = facts.integer("n_head_k", 1, f.n_head);
     f.dim_k = facts.integer("dim_k", 1, kMaxHeadDim);
     f.dim_v = facts.integer("dim_v", 1, kMaxHeadDim);
     f.tiled = facts.flag("tiled");
-    require(f.n_head % f.n_head_k == 0, "heads of values share those of keys");
+    require(f.n_head % f.n_head_k == 0, "the number of value heads must be a multiple of the key heads");
     const int64_t values = int64_t(f.n_head) * f.dim_v;
     const int64_t decays = facts.width(f.alpha);
     f.by_channel = decays != f.n_head;
     require(facts.width(f.x) == 2 * int64_t(f.n_head_k) * f.dim_k + values && facts.width(f.out) == values &&
                 (!f.by_channel || decays == int64_t(f.n_head) * f.dim_k) && facts.width(f.beta) == f.n_head,
-            "heads fill the widths of a delta net");
+            "the widths of a delta net do not match its heads");
     f.rate = facts.floats("rate", f.n_head);
     f.step = facts.floats("step", decays);
     f.states = facts.states("states", values * f.dim_k);

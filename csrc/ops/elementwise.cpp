@@ -1,5 +1,5 @@
-// Operations that treat each row by itself: embedding, selection, norms, activations, sums and products. Each
-// is described by the class of its name in model/operations.py.
+// Operations on single rows: embedding, selection, norms, activations, sums and products. Each is described
+// by the class of the same name in model/operations.py.
 #include <algorithm>
 #include <cmath>
 
@@ -14,10 +14,10 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     const std::string of = facts.text("of");
     const bool positions = of == "position";
     const int first_row = facts.integer("first_row", 0, weight.rows - 1);
-    require(!positions || !weight.places, "rows of positions are in memory");
-    require(positions || first_row == 0, "rows of tokens begin with the first");
+    require(!positions || !weight.places, "position embeddings must be in memory");
+    require(positions || first_row == 0, "first_row applies only to position embeddings");
     if (of == "type") {
-        require(!weight.places, "rows of token types are in memory");
+        require(!weight.places, "token type embeddings must be in memory");
         return make_row_op(facts.plan(), out, [=](const StepTokens&, int, float* result) {
             dequantize_row(weight.type, weight.row(0), weight.cols, result);
         });
@@ -34,7 +34,7 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
 static const Registered kSelectOutputs("select_outputs", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     require(facts.width(x) == facts.width(out) && !facts.of_outputs(x) && facts.of_outputs(out),
-            "select goes from tokens to outputs of one width");
+            "select_outputs needs equal widths, from tokens to outputs");
     const Buffer& in = facts.plan().buffer(x);
     return make_row_op(facts.plan(), out, [&in](const StepTokens& step, int r, float* result) {
         std::copy_n(in.row(step.outputs[r]), in.width, result);
@@ -44,13 +44,13 @@ static const Registered kSelectOutputs("select_outputs", [](Facts& facts) -> std
 static std::unique_ptr<Op> make_norm(Facts& facts, bool layer, int n_head) {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_shape(x, out);
-    require(n_head > 0 && facts.width(x) % n_head == 0, "heads fill the width");
+    require(n_head > 0 && facts.width(x) % n_head == 0, "the width must be a multiple of the heads");
     const int64_t width = facts.width(x) / n_head, n = layer ? facts.width(x) : width;
     const std::vector<float> weight =
         facts.has("weight") ? facts.floats("weight", n) : std::vector<float>(n, 1.0f);
     const std::vector<float> bias = layer ? facts.floats_or_none("bias", n) : std::vector<float>();
     const float eps = facts.real("eps");
-    std::vector<Norm> norms;  // of each head, or one of all
+    std::vector<Norm> norms;  // one per head, or one for all
     for (int64_t i = 0; i < n; i += width) {
         const auto part = [&](const std::vector<float>& of) {
             return of.empty() ? of : std::vector<float>(of.begin() + i, of.begin() + i + width);
@@ -84,12 +84,12 @@ static const Registered kRotate("rotate", [](Facts& facts) -> std::unique_ptr<Op
     facts.same_shape(x, out);
     const int n_head = facts.integer("n_head", 1, INT32_MAX),
               head_dim = facts.integer("head_dim", 1, INT32_MAX);
-    require(facts.width(x) == int64_t(n_head) * head_dim, "heads fill the width");
+    require(facts.width(x) == int64_t(n_head) * head_dim, "the width does not match the heads");
     const int first = facts.integer("first", 0, head_dim), rope = facts.rope("rope");
-    require(plan.rope(rope).n_rot <= head_dim - first, "a rope fits its head");
+    require(plan.rope(rope).n_rot <= head_dim - first, "the RoPE has more channels than a head");
     const Buffer& in = plan.buffer(x);
     return make_row_op(plan, out, [=, &plan, &in](const StepTokens& step, int r, float* result) {
-        const Rope& facts = plan.rope(rope);  // looked up now: those that are added later move it
+        const Rope& facts = plan.rope(rope);  // looked up here: adding a RoPE may move the others
         const int half = facts.n_rot / 2;
         for (int h = 0; h < n_head; h++) {
             const float* head = in.row(r) + h * head_dim;
@@ -102,7 +102,7 @@ static const Registered kRotate("rotate", [](Facts& facts) -> std::unique_ptr<Op
 
 static const Registered kPositionGain("position_gain", [](Facts& facts) -> std::unique_ptr<Op> {
     const int out = facts.buffer("out");
-    require(facts.width(out) == 1, "a gain is one number for each token");
+    require(facts.width(out) == 1, "a position gain is one number per token");
     facts.of_all_tokens(out);
     const double beta = facts.number("beta");
     const int length = facts.integer("length", 1, INT32_MAX);
@@ -118,13 +118,13 @@ static const Registered kHeads("heads", [](Facts& facts) -> std::unique_ptr<Op> 
     facts.same_rows(x, out);
     if (shared >= 0) facts.same_rows(shared, out);
     const int n_head = facts.integer("n_head", 1, INT32_MAX);
-    require(facts.width(x) % n_head == 0 && facts.width(out) % n_head == 0, "heads fill the width");
+    require(facts.width(x) % n_head == 0 && facts.width(out) % n_head == 0, "heads must fill the widths");
     const Buffer& in = plan.buffer(x);
     const Buffer* of_all = shared < 0 ? nullptr : &plan.buffer(shared);
     const int64_t stride = in.width / n_head, n_shared = of_all ? of_all->width : 0;
     const int64_t count = facts.width(out) / n_head - n_shared;
     const int first = facts.integer("first", 0, stride);
-    require(count > 0 && first + count <= stride, "channels are some of each head");
+    require(count > 0 && first + count <= stride, "the selected channels are outside the head");
     return make_row_op(plan, out, [=, &in](const StepTokens&, int r, float* result) {
         for (int h = 0; h < n_head; h++, result += count + n_shared) {
             std::copy_n(in.row(r) + h * stride + first, count, result);
@@ -196,7 +196,7 @@ static const Registered kMask("mask", [](Facts& facts) -> std::unique_ptr<Op> {
     const float threshold = facts.real("threshold");
     const int64_t first = facts.integer("first");
     require(first >= 0 && facts.width(scores) == facts.width(out) - first,
-            "a mask has a score for each column from `first` on");
+            "a mask needs one score per column from `first` on");
     const Buffer &in = facts.plan().buffer(x), &by = facts.plan().buffer(scores);
     return make_row_op(facts.plan(), out, [=, &in, &by](const StepTokens&, int r, float* result) {
         std::copy_n(in.row(r), in.width, result);

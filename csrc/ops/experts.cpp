@@ -1,9 +1,9 @@
-// The products of an MoE model of experts: up to the neurons of a token's experts, and down to their sum.
+// The products of an MoE layer: up to the neurons of each token's experts, and down to their sum.
 //
 // Tokens are grouped by expert, so that an expert's rows are read once for all its tokens and multiplied by
-// the kernels of many tokens; one token's experts are groups of one. Who belongs to which group is found
-// anew by every worker, from ids that are brought into their range: a late thread (threads.h) may see any.
-// What an expert gives for a token is bitwise identical in every group, and is added in the route's order.
+// the kernels for many tokens. For one token each expert is a group of its own. Every worker finds the groups
+// again from the ids, clamped to their range, because a straggler may read undefined ids. An expert's result
+// for a token is bitwise identical in every group; results are added in the route's order.
 #include <algorithm>
 #include <bit>
 
@@ -14,55 +14,54 @@
 namespace hotset {
 namespace {
 
-// The neurons of the experts that `route` names, side by side: f(gate) * g(up), or f(up) without a gate.
+// The neurons of the routed experts side by side: f(gate) * g(up), or f(up) without a gate.
 struct ExpertFacts {
     int x = -1, route = -1, out = -1;
     int n_used = 1;
-    ExpertMatrices gate, up;  // gate without weights: none
-    bool activated = false;   // always with a gate
+    ExpertMatrices gate, up;  // gate without weights: the layer has none
+    bool activated = false;   // always true with a gate
     Activation activation = Activation::Relu;
     float activation_threshold = 0.0f;
-    float gate_threshold = 0.0f;  // of the activation, for thresholded tokens
+    float gate_threshold = 0.0f;  // for the activation of thresholded tokens
     bool up_activated = false;
     Activation up_activation = Activation::Relu;
     float up_threshold = 0.0f;
-    int scores = -1;  // buffer of the experts' predictors, a column for each of `out`; -1: none
+    int scores = -1;  // buffer of predictor scores, a column per column of `out`; -1: none
     float threshold = 0.0f;
-    bool sparse = false;  // leave out what is not needed: of up, and of what scores do not name
-    // [number of experts] Where it is given, those alone for which it has `missed_which`.
+    bool sparse = false;  // skip rows that are not needed: of up, and of neurons that are not predicted
+    // [number of experts]; if set, compute only the experts whose flag equals `missed_which`.
     const uint8_t* missed = nullptr;
     bool missed_which = false;
 };
 
-// out = the sum of weight * (part of x times its expert's matrix + bias), in the order of `route`, +
-// residual.
+// out = residual + the sum of weight * (part of x times its expert's matrix + bias), in the route's order.
 struct ExpertSumFacts {
     int x = -1, route = -1, residual = -1, out = -1;
     int n_used = 1;
     ExpertMatrices down;
-    std::vector<ChannelMatrix> channels;  // of each expert; empty: none
+    std::vector<ChannelMatrix> channels;  // per expert; empty: none
     bool neuron_major = false;            // a row per neuron, which is a column of x
-    bool apart = false;                   // not summed and not weighed: side by side
-    bool sparse = false;                  // and rows of zeros are left out
+    bool apart = false;                   // results side by side, neither summed nor weighted
+    bool sparse = false;                  // skip rows of neurons that are zero
 };
 
 constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
-constexpr int kDecodeChunks = 64;           // one token, at most
-constexpr int kSparseChunks = 8;            // for each thread, of neurons here and there: a chunk begins cold
-constexpr int kPieces = 4;                  // for each thread, at least, of products with input-major copies
-constexpr int kSumChunks = 8;          // for each thread, of a sum: every chunk reads a piece of each expert
-constexpr double kGatherBelow = 0.75;  // share of a chunk's up rows: above it all are read
-constexpr int kPrefetchPieces = 64;    // that a waiting thread fetches of a phase to come,
-constexpr int64_t kPrefetchBytes = 512;  // each of this size
+constexpr int kDecodeChunks = 64;           // most chunks for one token
+constexpr int kSparseChunks = 8;         // per thread, with scattered neurons: the start of a chunk is slow
+constexpr int kPieces = 4;               // least per thread, for products with input-major copies
+constexpr int kSumChunks = 8;            // per thread, of a sum: each chunk reads a piece of each expert
+constexpr double kGatherBelow = 0.75;    // share of a chunk's up rows above which all are read
+constexpr int kPrefetchPieces = 64;      // pieces of a later phase that a waiting thread prefetches
+constexpr int64_t kPrefetchBytes = 512;  // bytes of a piece
 
-// Tokens by expert: groups in order of their experts, entries (token * n_used + rank) in order of tokens.
+// Tokens grouped by expert: groups ordered by expert, entries (token * n_used + rank) ordered by token.
 class Groups {
   public:
-    int n = 0;                   // groups
+    int n = 0;                   // number of groups
     int32_t* experts = nullptr;  // [n]
-    int32_t* first = nullptr;    // [n + 1] of `entries`
+    int32_t* first = nullptr;    // [n + 1] indices into `entries`
     int32_t* entries = nullptr;  // [n_tokens * n_used]
-    int32_t* places = nullptr;   // [n_tokens * n_used] where in `entries` an entry stands
+    int32_t* places = nullptr;   // [n_tokens * n_used] index of each entry in `entries`
 
     static size_t bytes(int n_tokens, int n_used, int n_expert) {
         return (size_t(n_tokens) * n_used * 3 + size_t(n_expert) * 2 + 2) * sizeof(int32_t) + 64;
@@ -70,7 +69,7 @@ class Groups {
     static constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
     Groups() = default;
-    // Lays itself out in memory that may hold what `find` found there before.
+    // Lay out the arrays in memory that may hold the result of an earlier `find`.
     Groups(uint8_t* memory, int n_tokens, int n_used, int n_expert) {
         const int64_t all = int64_t(n_tokens) * n_used;
         entries = reinterpret_cast<int32_t*>(memory);
@@ -84,11 +83,11 @@ class Groups {
     void find(const Buffer& route) {
         for (int t = 0; t < n_tokens_; t++)
             for (int j = 0; j < n_used_; j++) {
-                const float id = route.row(t)[j];  // read once: it may change
+                const float id = route.row(t)[j];  // read once, because it may change
                 ids_[t * n_used_ + j] = id >= 0.0f && id < float(n_expert_) ? int32_t(id) : 0;
             }
         const int all = n_tokens_ * n_used_;
-        int32_t counts[kMaxExperts] = {};  // then the place of the next entry
+        int32_t counts[kMaxExperts] = {};  // counts, later the index of the next entry
         for (int i = 0; i < all; i++) counts[ids_[i]]++;
         n = 0;
         int32_t at = 0;
@@ -106,10 +105,10 @@ class Groups {
         }
         *n_found_ = n;
     }
-    // After `find` in the same memory.
+    // Restore the result of an earlier `find` in the same memory.
     void recall() { n = *n_found_; }
 
-    // Tokens of a group. (Of garbage a token may have an expert twice.)
+    // The number of a group's tokens. Limited, because undefined ids may name an expert twice for a token.
     int count(int group) const { return std::min(first[group + 1] - first[group], n_tokens_); }
     const int32_t* of(int group) const { return entries + first[group]; }
 
@@ -125,7 +124,7 @@ int64_t bytes_of(const ExpertMatrices& of) {  // of the largest expert
     return most;
 }
 
-// ---- up to the neurons
+// ---- up
 
 class ExpertNeurons : public Op {
   public:
@@ -158,7 +157,7 @@ class ExpertNeurons : public Op {
         const int64_t first = panel_chunk(n_rows(), panels, panel),
                       last = panel_chunk(n_rows(), panels, panel + 1);
         uint8_t* const mine = own_memory(all.n, worker);
-        const bool kept = all.n > kPrivateInputs;  // groups, and the inputs of one
+        const bool kept = all.n > kPrivateInputs;  // whether groups are kept between chunks
         Groups groups(mine + kMarkBytes, all.n, f_.n_used, n_expert());
         int32_t& gathered = *reinterpret_cast<int32_t*>(mine);
         if (!kept || worker.enter_inputs()) {
@@ -169,7 +168,7 @@ class ExpertNeurons : public Op {
         }
         const bool is_other =
             group < groups.n && f_.missed && bool(f_.missed[groups.experts[group]]) != f_.missed_which;
-        if (group >= groups.n || is_other) {  // fewer experts than there might have been
+        if (group >= groups.n || is_other) {  // there are fewer groups than the most possible
             if (worker.begin_commit()) worker.end_commit();
             return;
         }
@@ -208,13 +207,13 @@ class ExpertNeurons : public Op {
     }
 
   private:
-    static constexpr size_t kMarkBytes = 64;  // which group's inputs are gathered
+    static constexpr size_t kMarkBytes = 64;  // for the number of the group whose inputs are gathered
 
     bool gated() const { return !f_.gate.weights.empty(); }
     int n_expert() const { return int(f_.up.weights.size()); }
     int64_t n_rows() const { return f_.up.weights[0].rows; }
     int most_groups(int n) const { return int(std::min<int64_t>(int64_t(n) * f_.n_used, n_expert())); }
-    // Chunks of an expert.
+    // The number of chunks per expert.
     int panels(int n) const {
         const int groups = most_groups(n);
         if (n == 1) {
@@ -231,20 +230,20 @@ class ExpertNeurons : public Op {
         return kMarkBytes + Groups::aligned(groups_bytes(n)) +
                InputsMemory::bytes(n, input_.width(), input_.kinds().floats) + 64;
     }
-    // Of up to n tokens: gates and then values, ups, rows that were gathered, and which they are.
+    // Bytes for up to n tokens: gates (later values), ups, products with gathered rows, and row indices.
     size_t results_bytes(int n) const {
         size_t most = 0;  // fewer tokens may have larger chunks
         for (int tokens = 1; tokens <= n; tokens++)
             most = std::max(most, size_t(largest_panel_chunk(n_rows(), panels(tokens))) * (tokens * 3 + 1));
         return Groups::aligned(most * sizeof(float));
     }
-    // Where a worker notes groups and gathers inputs. Those of few tokens lie behind the results, for
-    // `inputs` holds what the tokens are.
+    // Return the memory for groups and gathered inputs. For few tokens it follows the results, because
+    // `inputs` holds the quantised tokens.
     uint8_t* own_memory(int n, Worker& worker) const {
         return n > kPrivateInputs ? worker.inputs.data() : worker.results.data() + few_at_;
     }
 
-    // Rows of an expert, and where the chunk behind it begins.
+    // Rows of an expert, and the beginning of the next chunk.
     struct Rows {
         int expert;
         int64_t first, last;
@@ -253,7 +252,7 @@ class ExpertNeurons : public Op {
         int64_t size() const { return last - first; }
     };
 
-    // entries: whose inputs these are.
+    // entries: the tokens and ranks of the inputs.
     void compute(const Rows& rows, const Inputs& in, const int32_t* entries, const StepTokens& step,
                  Worker& worker, float* values, FfnCounts& counts) const {
         const Kernels& kernels = plan_.kernels();
@@ -280,7 +279,7 @@ class ExpertNeurons : public Op {
             if (scores_) drop_others(first, size, in.n, entries, values);
             multiply_by_up(rows, in, worker, values, counts);
         }
-        if (scores_) drop_others(first, size, in.n, entries, values);  // zeros times what is no number
+        if (scores_) drop_others(first, size, in.n, entries, values);  // 0 times infinity or NaN
         int32_t active = 0;
         for (int64_t i = 0; i < n; i++) active += values[i] != 0.0f;
         counts.active += active;
@@ -294,11 +293,11 @@ class ExpertNeurons : public Op {
                 zero_small(f_.gate_threshold, values + t * size, size, values + t * size);
     }
 
-    // The predictor's scores of the rows from `first` on, for the token and rank of an entry.
+    // Return the predictor's scores for an entry, starting at row `first`.
     const float* scores_of(int32_t entry, int64_t first) const {
         return scores_->row(entry / f_.n_used) + entry % f_.n_used * n_rows() + first;
     }
-    // Lists the rows that any of n tokens selects.
+    // List the rows that any of n tokens selects.
     int list_selected(int64_t first, int64_t size, int n, const int32_t* entries, int32_t* wanted,
                       FfnCounts& counts) const {
         int found = 0;
@@ -319,8 +318,8 @@ class ExpertNeurons : public Op {
         }
     }
 
-    // All gates. Those of one token whose others are left out are found in two parts, so that the first up
-    // rows come while the second is computed.
+    // Compute all gates. With one token and a sparse layer in two parts: while the second is computed, the
+    // first up rows are prefetched.
     void gates(const Rows& rows, const Inputs& in, Worker& worker, float* out) const {
         const int64_t size = rows.size(), part = f_.sparse && in.n == 1 ? size * 3 / 4 : 0;
         if (part) product(f_.gate, rows.expert, rows.first, rows.first + part, in, worker, out);
@@ -338,7 +337,7 @@ class ExpertNeurons : public Op {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = rows.size(), n = in.n * size;
         float* up = values + n;
-        int32_t* const wanted = reinterpret_cast<int32_t*>(up + 2 * n);  // rows of which any token needs
+        int32_t* const wanted = reinterpret_cast<int32_t*>(up + 2 * n);  // rows that any token needs
         const int found = f_.sparse ? list_nonzero(values, size, in.n, wanted) : int(size);
         if (found > kGatherBelow * double(size)) {
             product(f_.up, rows.expert, rows.first, rows.last, in, worker, up);
@@ -348,8 +347,8 @@ class ExpertNeurons : public Op {
             counts.up_rows = found;
         }
         if (f_.up_activated) kernels.activate(f_.up_activation, f_.up_threshold, up, n, up);
-        if (f_.sparse)                         // what was not read may be anything
-            for (int64_t i = 0; i < n; i++) {  // by a mask: compilers make a branch of a choice
+        if (f_.sparse)                         // products of rows that were not read are undefined
+            for (int64_t i = 0; i < n; i++) {  // a mask, because compilers turn ?: into a branch
                 const uint32_t kept = values[i] != 0.0f ? ~uint32_t(0) : 0;
                 values[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(values[i] * up[i]) & kept);
             }
@@ -357,7 +356,7 @@ class ExpertNeurons : public Op {
             kernels.multiply(values, up, n, values);
     }
 
-    // Lists the rows that are not zero for any of n tokens.
+    // List the rows that are not zero for any of n tokens.
     int list_nonzero(const float* values, int64_t size, int n, int32_t* wanted) const {
         int found = 0;
         for (int64_t first = 0; first < size; first += 64) {
@@ -373,8 +372,8 @@ class ExpertNeurons : public Op {
         return found;
     }
 
-    // The rows that are wanted, one token after the other: the rows stay in the cache. 0 for the others.
-    // Behind them is fetched what the next chunk begins with.
+    // Multiply the wanted rows by one token after another, so that the rows stay in cache; other outputs are
+    // 0. Prefetches the beginning of the next chunk.
     void gathered(const ExpertMatrices& of, const Rows& chunk, const Inputs& in, const int32_t* wanted,
                   int found, float* out, float* packed, Worker& worker) const {
         const Matrix w = of.of(chunk.expert), next = f_.gate.of(chunk.next_expert);
@@ -409,8 +408,8 @@ class ExpertNeurons : public Op {
     const Buffer& route_;
     const Buffer& out_;
     const Buffer* scores_;
-    int64_t bytes_ = 0;  // of an expert's gate and up
-    size_t few_at_ = 0;  // in a worker's results
+    int64_t bytes_ = 0;  // bytes of an expert's gate and up
+    size_t few_at_ = 0;  // offset in a worker's results
 };
 
 // ---- down
@@ -430,9 +429,9 @@ class ExpertSum : public Op {
         while (splits_ < kLanes && f_.n_used * splits_ < most) splits_ *= 2;
     }
 
-    // Several tokens: first their neurons are brought into the order of the groups, and quantised. One token,
-    // where there are input-major copies: first the products, a chunk being some of the lanes of one expert,
-    // so that channels are read in long pieces.
+    // With several tokens, the first phase arranges the neurons in the order of the groups and quantises
+    // them. With one token and input-major copies, the first phase multiplies: a chunk is some of the lanes
+    // of one expert, so that channels are read in long pieces.
     int n_phases(const StepTokens& step) const override {
         return step.rows(x_) > 1 || !f_.channels.empty() ? 2 : 1;
     }
@@ -451,7 +450,7 @@ class ExpertSum : public Op {
         const int64_t first = panel_chunk(n_out(), chunks, chunk),
                       last = panel_chunk(n_out(), chunks, chunk + 1);
         float* sums = worker.results.as<float>();
-        FfnCounts counts;  // with input-major copies multiply() counts one token
+        FfnCounts counts;  // with input-major copies, multiply() counts one token
         if (n > 1)
             counts.down_rows = int64_t(groups(n, worker).n) * width();
         else if (f_.channels.empty())
@@ -470,7 +469,7 @@ class ExpertSum : public Op {
         worker.end_commit();
     }
 
-    // The first rows of the chunk, a part of each expert's.
+    // Prefetch the first rows of the chunk, a part of each expert's.
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         const int n = step.rows(x_);
         if (n != 1 || phase != 0 || piece >= kPrefetchPieces || !f_.channels.empty()) return false;
@@ -487,7 +486,7 @@ class ExpertSum : public Op {
                       many = largest_panel_chunk(n_out(), row_chunks(std::max(n, 2)));
         const int64_t prepared = ceil_div(n, prepare_chunks(std::max(n, 2))) + 1;
         Needs needs;
-        const int sums = f_.apart ? f_.n_used : 1;  // of a token
+        const int sums = f_.apart ? f_.n_used : 1;  // per token
         needs.result_floats = std::max<size_t>(
             {size_t(one) * (f_.n_used + 1), size_t(n) * (f_.n_used + sums) * many + many,
              InputsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
@@ -515,25 +514,25 @@ class ExpertSum : public Op {
         return int(std::clamp<int64_t>(bytes_ * f_.n_used / kChunkBytes, 1,
                                        std::min<int64_t>(most, ceil_div(n_out(), 16))));
     }
-    int expert_of(int rank) const {  // of a single token
+    int expert_of(int rank) const {  // for a single token
         const float id = route_.row(0)[rank];
         return id >= 0.0f && id < float(n_expert()) ? int(id) : 0;
     }
 
-    // sum += weight * part
+    // Compute sum += weight * part.
     void add(float weight, const float* part, int64_t size, float* scratch, float* sum) const {
         const Kernels& kernels = plan_.kernels();
         kernels.activate(Activation::Scale, weight, part, size, scratch);
         kernels.add(sum, scratch, size, sum);
     }
 
-    // Where a worker's list of the channels of a part begins, behind the inputs.
+    // Return the offset of a worker's list of active channels for a part. The lists follow the inputs.
     size_t list_at(int part) const {
         const size_t inputs = (InputsMemory::bytes(f_.n_used, width(), kinds_.floats) + 63) / 64 * 64;
         const size_t list = sizeof(ActiveChannels) + ActiveChannels::bytes(width());
         return inputs + (f_.channels.empty() ? 0 : size_t(part) * ((list + 63) / 64 * 64));
     }
-    // The parts of a token, and which of their channels are not zero.
+    // Return the inputs of a token's experts, and list their active channels.
     Inputs parts_of_token(Worker& worker) const {
         const InputsMemory rows(worker.inputs.data(), f_.n_used, width(), kinds_);
         const Inputs in = rows.inputs(f_.n_used, plan_.ahead());
@@ -558,7 +557,7 @@ class ExpertSum : public Op {
         return reinterpret_cast<float*>(plan_.shared()) + (int64_t(part) * splits_ + split) * n_out();
     }
 
-    // What some of the lanes of an expert's products add up to, or a share of its rows.
+    // Sum some of the lanes of an expert's products, or multiply a share of its rows.
     void multiply(int part, int split, Worker& worker) const {
         const Kernels& kernels = plan_.kernels();
         const Inputs in = parts_of_token(worker);
@@ -635,14 +634,14 @@ class ExpertSum : public Op {
         worker.end_commit();
     }
 
-    // False: the step is being cancelled.
+    // Return false if the step is being cancelled.
     bool several(int64_t first, int64_t last, int n, Worker& worker, float* sums) const {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first;
         const Groups groups = this->groups(n, worker);
         const Inputs in = shared_rows(n).inputs(n * f_.n_used, plan_.ahead());
         const int64_t n_sums = int64_t(n) * (f_.apart ? f_.n_used : 1);
-        float* parts = sums + n_sums * size;  // in order of the groups
+        float* parts = sums + n_sums * size;  // in the order of the groups
         float* scratch = parts + int64_t(n) * f_.n_used * size;
         for (int g = 0; g < groups.n; g++) {
             if (worker.cancelled()) return false;
@@ -675,14 +674,14 @@ class ExpertSum : public Op {
     const Buffer& out_;
     const Buffer* residual_;
     int64_t bytes_ = 0;  // of an expert
-    int splits_ = 1;     // of an expert's lanes, where there are copies: a power of two
+    int splits_ = 1;     // parts of an expert's lanes, with copies: a power of two
 };
 
-// ---- down, by rows = neurons
+// ---- down, with one row per neuron
 
-// The neurons of an expert are split into kRanges ranges, as in axpy.cpp: within a range each output is
-// summed over the neurons in order, then over the ranges, and then over the experts. One token: a chunk is a
-// range of an expert. Several: a chunk is some of the outputs, and a tile of an expert's neurons is decoded
+// The neurons of an expert are split into kRanges ranges, as in axpy.cpp. Each output is summed over a
+// range's neurons in order, then over the ranges, then over the experts. With one token, a chunk is a range
+// of an expert. With several tokens, a chunk is some of the outputs; it decodes a tile of an expert's neurons
 // once for all its tokens.
 class ExpertAxpy : public Op {
   public:
@@ -708,7 +707,7 @@ class ExpertAxpy : public Op {
         const int64_t first = first_column(chunk, column_chunks(n)),
                       count = first_column(chunk + 1, column_chunks(n)) - first;
         const Kernels& kernels = plan_.kernels();
-        float* sums = worker.results.as<float>();  // [n][count], then parts [n * n_used][count] by place
+        float* sums = worker.results.as<float>();  // [n][count], then parts [n * n_used][count] by entry
         float* parts = sums + n * count;
         Groups groups(worker.inputs.data(), n, f_.n_used, n_expert());
         if (worker.enter_inputs())
@@ -736,7 +735,7 @@ class ExpertAxpy : public Op {
         }
         if (!worker.begin_commit()) return;
         for (int t = 0; t < n; t++) std::copy_n(sums + t * count, count, out_.row(t) + first);
-        if (chunk == 0) counters.add(counts);  // every chunk reads of the same rows
+        if (chunk == 0) counters.add(counts);  // all chunks read the same rows: count them once
         worker.end_commit();
     }
 
@@ -757,9 +756,9 @@ class ExpertAxpy : public Op {
 
   private:
     static constexpr int kRanges = 8;
-    static constexpr int kTileNeurons = 64;       // a bit each of a word; ranges begin at whole tiles
+    static constexpr int kTileNeurons = 64;       // one bit each of a word; ranges begin at whole tiles
     static constexpr int64_t kTileColumns = 128;  // of a chunk of several tokens
-    static constexpr int64_t kSumColumns = 1024;  // of one that adds up the ranges
+    static constexpr int64_t kSumColumns = 1024;  // of a chunk that sums the ranges
 
     int n_expert() const { return int(f_.down.weights.size()); }
     int64_t n_out() const { return f_.down.weights[0].cols; }
@@ -775,7 +774,7 @@ class ExpertAxpy : public Op {
         return reinterpret_cast<float*>(plan_.shared()) + (int64_t(rank) * n_ranges() + range) * n_out();
     }
 
-    // Neurons of a tile that a token adds; all that are there where nothing is left out.
+    // Return a bit per neuron that a token adds; all neurons if none are skipped.
     uint64_t wanted(const float* values, int64_t count) const {
         uint64_t bits = ~uint64_t(0);
         if (f_.sparse) plan_.kernels().nonzero_bits(values, count, &bits);
@@ -817,7 +816,7 @@ class ExpertAxpy : public Op {
         }
     }
 
-    // False: the step is being cancelled.
+    // Return false if the step is being cancelled.
     bool add_tiles(const Groups& groups, int n, int64_t first, int64_t count, float* parts, Worker& worker,
                    FfnCounts& counts) const {
         const Kernels& kernels = plan_.kernels();
@@ -872,47 +871,47 @@ class ExpertAxpy : public Op {
     const Buffer& route_;
     const Buffer& out_;
     const Buffer* residual_;
-    const int64_t range_;  // neurons
+    const int64_t range_;  // neurons of a range
 };
 
 }  // namespace
 
 namespace {
 
-// Experts of a token that a route names.
+// Return the number of experts per token in a route.
 int n_used_of(const Facts& facts, int route, int out, int n_expert) {
     facts.same_rows(route, out);
     const int64_t width = facts.width(route);
-    require(width % 2 == 0 && width / 2 <= n_expert, "a route names some of the experts");
+    require(width % 2 == 0 && width / 2 <= n_expert, "a route must have ids and weights of existing experts");
     return int(width / 2);
 }
 
 }  // namespace
 
-// Input-major copies of experts' matrices, one behind the other.
+// Return the input-major copies of the experts' matrices, which are stored one after another.
 std::vector<ChannelMatrix> expert_channels(Facts& facts, const ExpertMatrices& by_row) {
     const std::unique_ptr<Facts> of = facts.record("channels");
     const std::span<const uint8_t> data = of->bytes("data");
     const size_t n = by_row.weights.size();
     std::vector<ChannelMatrix> made;
-    require(data.size() % n == 0, "every expert has a copy");
+    require(data.size() % n == 0, "every expert needs a copy");
     for (size_t e = 0; e < n; e++) {
         made.push_back(
             channels_of(*of, by_row.weights[e], data.subspan(data.size() / n * e, data.size() / n)));
-        require(made.back().first_col == 0, "an expert's copy has all of its outputs");
+        require(made.back().first_col == 0, "an expert's copy must have all of its outputs");
     }
     return made;
 }
 
-// Neurons of a route's experts; without an activation the products of up. missed: those experts alone that
-// the store of up missed (true) or had (false).
+// The neurons of a route's experts; without an activation, the products with up. missed: compute only the
+// experts that the store of up missed (true) or had (false).
 static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std::unique_ptr<Op> {
     ExpertFacts f;
     f.x = facts.buffer("x"), f.route = facts.buffer("route"), f.out = facts.buffer("out");
     facts.same_rows(f.x, f.out);
     const int n_expert = facts.integer("n_expert", 1, kMaxExperts);
     f.n_used = n_used_of(facts, f.route, f.out, n_expert);
-    require(f.n_used > 0 && facts.width(f.out) % f.n_used == 0, "experts have neurons of their own");
+    require(f.n_used > 0 && facts.width(f.out) % f.n_used == 0, "the width must be a multiple of n_used");
     const int64_t rows = facts.width(f.out) / f.n_used, width = facts.width(f.x);
     f.sparse = facts.flag("sparse");
     const bool gated = facts.has("gate");
@@ -920,7 +919,7 @@ static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std
     f.up = facts.experts("up", n_expert, rows, width, rows);
     f.activated = facts.has("activation");
     f.up_activated = facts.has("up_activation");
-    require((!gated || f.activated) && (gated || !f.up_activated), "a gate has an activation");
+    require((!gated || f.activated) && (gated || !f.up_activated), "the activations do not fit");
     f.gate_threshold = facts.real("gate_threshold", 0.0f);
     require(f.gate_threshold >= 0.0f && (f.activated || f.gate_threshold == 0.0f),
             "a threshold needs an activation");
@@ -931,7 +930,7 @@ static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std
     if ((f.scores = facts.buffer_or_none("scores")) >= 0) {
         f.threshold = facts.real("threshold");
         facts.same_shape(f.scores, f.out);
-        require(f.activated, "a predictor is of what is activated");
+        require(f.activated, "a predictor needs an activation");
     }
     if (facts.has("missed")) {
         f.missed = facts.missed_rows(facts.record("up")->tensors("tensors").front().stored, n_expert);
@@ -940,20 +939,20 @@ static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std
     return std::make_unique<ExpertNeurons>(facts.plan(), std::move(f));
 });
 
-// neuron_major: matrices have a row per neuron; sparse: those of zeros are left out then. apart: what would
-// be weighed and summed is side by side.
+// neuron_major: matrices have a row per neuron; `sparse` then skips rows of neurons that are zero. apart:
+// return the experts' results side by side, neither weighted nor summed.
 static const Registered kExpertSum("expert_sum", [](Facts& facts) -> std::unique_ptr<Op> {
     ExpertSumFacts f;
     f.x = facts.buffer("x"), f.route = facts.buffer("route"), f.out = facts.buffer("out");
     facts.same_rows(f.x, f.out);
     const int n_expert = facts.integer("n_expert", 1, kMaxExperts);
     f.n_used = n_used_of(facts, f.route, f.out, n_expert);
-    require(f.n_used > 0 && facts.width(f.x) % f.n_used == 0, "experts have neurons of their own");
+    require(f.n_used > 0 && facts.width(f.x) % f.n_used == 0, "the width must be a multiple of n_used");
     f.residual = facts.residual(f.x, f.out);
     f.neuron_major = facts.flag("neuron_major"), f.apart = facts.flag("apart"),
     f.sparse = facts.flag("sparse");
     require(!f.apart || (!f.neuron_major && f.residual < 0 && facts.width(f.out) % f.n_used == 0),
-            "products side by side are by output, and not added to anything");
+            "separate results need row-major matrices and no residual");
     const int64_t neurons = facts.width(f.x) / f.n_used,
                   outputs = facts.width(f.out) / (f.apart ? f.n_used : 1);
     f.down = f.neuron_major ? facts.experts("down", n_expert, neurons, outputs, outputs)

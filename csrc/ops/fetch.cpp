@@ -1,5 +1,5 @@
-// Rows of a store that the operations behind this one read: they are there when it is done, or, where it does
-// not wait, when FinishFetch is.
+// Fetches rows of a store that later operations read. They are loaded when this operation completes or, if it
+// does not wait, when FinishFetch completes.
 #include <algorithm>
 #include <bit>
 
@@ -13,25 +13,25 @@
 namespace hotset {
 namespace {
 
-// Which rows of a store's group the operations behind it read, of any token.
+// Which rows of a store's group the later operations read for any token.
 struct FetchFacts {
     enum Which { All, Selected, NonZero, Routed, Tokens };
     RowStore* store = nullptr;
     int group = -1;
     Which which = All;
-    // Buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`; of tokens any, too.
+    // Buffer with scores (of neurons from `first`), values, or a route with `n_used` experts; or any.
     int by = -1;
     float threshold = 0.0f;
     int64_t first = 0;
     int n_used = 0;
-    bool waits = true;       // else the reads are on their way, until add_finish_fetch
-    int rows_per_token = 1;  // of `by`: one, or one for each of its experts
+    bool waits = true;       // if false, reads are in flight until FinishFetch
+    int rows_per_token = 1;  // rows of `by` per token: one, or one per expert
 };
 
-constexpr size_t kLine = 64, kLookBytes = 16 << 10;  // of what is fetched between two looks at the disk
-constexpr int kLearnTokens = 8;  // a step of more is a prompt's: it does not say what is needed often
+constexpr size_t kLine = 64, kLookBytes = 16 << 10;  // prefetched between two checks of the reads
+constexpr int kLearnTokens = 8;  // a longer step is a prompt's and does not show which rows are needed often
 
-// Of the cache that cores share, as far as the system reports it.
+// Return the size of the cache that cores share, as reported by the system.
 size_t shared_cache_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
     static const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
@@ -67,7 +67,7 @@ class Fetch : public Op {
     int64_t n_rows() const { return f_.store->n_rows(f_.group); }
     int n_tokens(const StepTokens& step) const { return step.rows(by_); }
 
-    // A bit for each row that any token wants.
+    // Set a bit for each row that any token needs.
     void mark(const StepTokens& step, int n) const {
         if (f_.which == FetchFacts::All) return std::fill(wanted_.begin(), wanted_.end(), ~uint64_t(0));
         std::fill(wanted_.begin(), wanted_.end(), 0);
@@ -95,7 +95,7 @@ class Fetch : public Op {
             for (int64_t i = 0; i < f_.first; i++) set(i);
     }
 
-    // The bits of neurons from `first` on, to the place where they belong.
+    // Add the bits of neurons from `first` on at their place.
     void add_shifted() const {
         const int shift = int(f_.first % 64);
         const size_t at = size_t(f_.first / 64);
@@ -118,7 +118,7 @@ class Fetch : public Op {
     const Plan& plan_;
     const FetchFacts f_;
     const Buffer& by_;
-    // Only one thread is ever here.
+    // Only one thread uses these.
     mutable std::vector<uint64_t> wanted_, own_;
     mutable std::vector<int32_t> rows_;
 };
@@ -140,7 +140,7 @@ class FinishFetch : public Op {
     Needs needs() const override { return {}; }
 
   private:
-    // Brings what is read next into the cache while there is nothing else to do.
+    // Prefetch the weights that are read next into the shared cache until the disk is done.
     void fetch_next() const {
         if (plan_.n_threads() == 1) return;  // the reading thread has no core of its own
         size_t left = shared_cache_bytes() / 4 * 3;
@@ -158,8 +158,8 @@ class FinishFetch : public Op {
 
 }  // namespace
 
-// next: what operations behind it read, in the order of its use: while the disk is waited for it is fetched
-// into the cache that threads share, as far as that has room.
+// next: the weights that later operations read, in the order of use. They are prefetched into the shared
+// cache while this operation waits for the disk, as far as they fit.
 static const Registered kFinishFetch("finish_fetch", [](Facts& facts) -> std::unique_ptr<Op> {
     std::vector<std::pair<const uint8_t*, size_t>> next;
     for (const std::span<const uint8_t> one : facts.list_of_bytes("next"))
@@ -180,21 +180,21 @@ static const Registered kFetch("fetch", [](Facts& facts) -> std::unique_ptr<Op> 
         f.which = FetchFacts::Selected;
         f.threshold = facts.real("threshold");
         f.first = facts.integer("first");
-        require(f.first >= 0 && width == n_rows - f.first, "a predictor has a score for each neuron");
+        require(f.first >= 0 && width == n_rows - f.first, "there must be one score per neuron");
     } else if (which == "nonzero") {
         f.which = FetchFacts::NonZero;
-        require(width == n_rows, "a neuron has a value");
+        require(width == n_rows, "there must be one value per neuron");
     } else if (which == "routed") {
         f.which = FetchFacts::Routed;
-        require(width % 2 == 0 && width / 2 <= n_rows, "a route names some of the experts");
+        require(width % 2 == 0 && width / 2 <= n_rows, "the route does not fit the experts");
         f.n_used = int(width / 2);
         f.rows_per_token = facts.integer("rows_per_token", 1, INT32_MAX);
     } else if (which == "tokens") {
         f.which = FetchFacts::Tokens;
         require(facts.plan().max_tokens() <= f.store->at_once(f.group) || f.store->is_whole(),
-                "a step has no more tokens than a store has room for");
+                "a step may have more tokens than the store has room for");
     } else {
-        require(which == "all", "there is no way to fetch called " + which);
+        require(which == "all", "there is no kind of fetch named " + which);
         f.which = FetchFacts::All;
     }
     return std::make_unique<Fetch>(facts.plan(), f);

@@ -1,4 +1,4 @@
-// Operations with a matrix per head that each token changes and reads: a task is a head of one sequence.
+// Operations with a state matrix per head that each token changes and reads. A task: a head of a sequence.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace hotset {
 
 constexpr int64_t kLargeState = 1 << 18;  // floats of a layer's slot
 
-// Past the caches where a state is large: it is read again a token later, when weights have taken its place.
+// Store a state, past the caches if it is large: weights would evict it before the next token reads it.
 inline void store_state(const float* from, int64_t n, float* to, bool is_large) {
     int64_t i = 0;
 #ifdef __x86_64__
@@ -28,7 +28,7 @@ inline void store_state(const float* from, int64_t n, float* to, bool is_large) 
 
 constexpr int kMaxStateHeads = 1024;
 
-// out: values [n_head][dim_v]. A state: [n_head][dim_k][dim_v]. scratch: floats that a token needs.
+// out: values [n_head][dim_v]. A state is [n_head][dim_k][dim_v]. scratch: floats that one token needs.
 struct HeadStatesFacts {
     int out = -1;
     int n_head = 0, dim_k = 0, dim_v = 0, scratch = 0;
@@ -38,11 +38,11 @@ struct HeadStatesFacts {
 class HeadStates : public Op {
   public:
     HeadStates(const Plan& plan, HeadStatesFacts facts) : plan_(plan), h_(facts) {
-        // At the ends of pages, and behind the last tokens.
-        max_saves_ = plan.max_tokens() / kPageSize + 1 + kSavedTokens;
+        // At the ends of KV blocks, and after the last tokens.
+        max_saves_ = plan.max_tokens() / kKvBlockSize + 1 + kSavedTokens;
     }
 
-    // As many phases as the tasks take.
+    // Returns enough phases for all tasks.
     int n_phases(const StepTokens& step) const final { return ceil_div(n_units(step), kMaxChunks); }
     int n_chunks(int phase, const StepTokens& step) const final {
         return std::min(n_units(step) - phase * kMaxChunks, kMaxChunks);
@@ -91,7 +91,7 @@ class HeadStates : public Op {
     }
 
   protected:
-    // Token t: the state of a head before it becomes that after it, and out [dim_v] what the head yields.
+    // For token t: update the head's state in place, and write the head's result to out [dim_v].
     virtual void advance(const StepTokens& step, int t, int head, float* state, float* scratch,
                          float* out) const = 0;
 
@@ -100,11 +100,11 @@ class HeadStates : public Op {
     const Plan& plan_;
 
   private:
-    static constexpr int kCancelTokens = 64;  // between two looks at the flag
+    static constexpr int kCancelTokens = 64;  // between two checks for cancellation
 
     static int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
 
-    // Tokens of one sequence are adjacent.
+    // The tokens of a sequence are adjacent.
     int n_units(const StepTokens& step) const { return int(step.stretches.size()) * h_.n_head; }
 
     const HeadStatesFacts h_;

@@ -1,7 +1,7 @@
-// x times an input-major matrix of each head: the keys that heads make of one latent vector.
+// Multiplies x by an input-major matrix per head: the keys that heads derive from one latent vector.
 //
-// Each output is summed over the inputs in order, for one token as for many; a chunk is a head. One token
-// reads the rows where they lie; several share a tile of decoded rows.
+// Each output is summed over the inputs in order, for any number of tokens. A chunk is one head. One token
+// reads the rows in place; several tokens share a tile of decoded rows.
 #include <algorithm>
 #include <numeric>
 
@@ -25,7 +25,7 @@ class TransposedHeads : public Op {
     void run(int, int chunk, const StepTokens& step, Worker& worker) const override {
         const Matrix& weight = weights_[chunk];
         const int n = step.rows(x_);
-        float* sums = worker.results.as<float>();  // [n][cols], then rows' numbers and a tile
+        float* sums = worker.results.as<float>();  // [n][cols], then row indices and a tile
         int32_t* rows = reinterpret_cast<int32_t*>(sums + n * weight.cols);
         float* tile = reinterpret_cast<float*>(rows + kTileRows);
         std::iota(rows, rows + kTileRows, 0);
@@ -51,7 +51,7 @@ class TransposedHeads : public Op {
     }
 
   private:
-    // Adds what `count` inputs from `first` on say to the sums of n tokens. rows: 0, 1, 2, ...
+    // Add the products of `count` inputs, starting at `first`, to the sums of n tokens. rows: 0, 1, 2, ...
     void add_rows(const Matrix& weight, int64_t first, int64_t count, int n, const int32_t* rows, float* tile,
                   float* sums) const {
         const Kernels& kernels = plan_.kernels();
@@ -74,13 +74,13 @@ class TransposedHeads : public Op {
 
 }  // namespace
 
-// weight: a matrix of each head one behind the other, with a row per input.
+// weight: the matrices of all heads one after another, with a row per input.
 static const Registered kTransposedHeads("transposed_heads", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_rows(x, out);
     const int n_head = facts.integer("n_head", 1, kMaxChunks);
     const int64_t width = facts.width(x);
-    require(facts.width(out) % n_head == 0, "heads fill the width");
+    require(facts.width(out) % n_head == 0, "the width must be a multiple of the heads");
     const Matrix all = facts.matrix("weight", width * n_head, facts.width(out) / n_head);
     std::vector<Matrix> weights;
     weights.reserve(size_t(n_head));

@@ -7,12 +7,12 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for few tokens: with one about four microseconds
-constexpr int kDecodeChunks = 64;           // at most, for large matrices
-constexpr int kPrefetchPieces = 64;         // that a waiting thread fetches of a phase to come,
-constexpr int64_t kPrefetchBytes = 512;     // each of this size
+constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for few tokens: about four microseconds for one
+constexpr int kDecodeChunks = 64;           // most chunks of large matrices
+constexpr int kPrefetchPieces = 64;         // pieces of a later phase that a waiting thread prefetches
+constexpr int64_t kPrefetchBytes = 512;     // bytes of a piece
 
-// Folds the upper half of 2 * n values onto the lower: the larger, and the sums.
+// Fold the upper half of 2 * n values onto the lower: maxima, and sums.
 template <int n>
 void fold(float* most, float* none) {
     for (int l = 0; l < n; l++) {
@@ -21,13 +21,13 @@ void fold(float* most, float* none) {
     }
 }
 
-// The largest of each kLogitGroup values, NaN where one is not finite. Without a branch and in steps of known
-// length, which compilers turn into vectors.
+// Find the maximum of each group of kLogitGroup values; NaN if one is not finite. The loops have no branches
+// and known lengths, so that compilers vectorise them.
 void largest_of_groups(const float* values, int64_t n, float* largest) {
     constexpr int kHalf = kLogitGroup / 2;
     static_assert(kHalf == 32);
     for (const float* end = values + n; values < end; values += kLogitGroup) {
-        float most[kHalf], none[kHalf];  // none: zeros, unless a value is not finite
+        float most[kHalf], none[kHalf];  // none: zeros unless a value is not finite
         for (int l = 0; l < kHalf; l++) {
             most[l] = values[l] > values[l + kHalf] ? values[l] : values[l + kHalf];
             none[l] = values[l] * 0.0f + values[l + kHalf] * 0.0f;
@@ -70,7 +70,7 @@ class Linear : public Op {
         multiply(chunk, step, worker);
     }
 
-    // The first rows of the chunk's weights, half from the gate and half from up where there are both.
+    // Prefetch the first rows of the chunk's weights, half each from gate and up if there are both.
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         if ((phase == 0 && input_.prepares_together(step)) || piece >= kPrefetchPieces) return false;
         const ChunkRows range = chunk_rows(chunk, input_.n_tokens(step));
@@ -98,7 +98,7 @@ class Linear : public Op {
     // Gate and up are computed together: their rows count once.
     size_t n_row_parts() const { return gated() ? 1 : parts_.size(); }
 
-    // Chunks begin at whole panels of so many rows, or at whole groups.
+    // Chunks begin at whole panels of this many rows, or at whole groups.
     int panel(size_t p) const { return parts_[p].largest < 0 ? 16 : kLogitGroup; }
 
     int part_chunks(size_t p, int n) const {
@@ -110,8 +110,8 @@ class Linear : public Op {
         return int(std::clamp<int64_t>(share, 1, std::min<int64_t>(most, ceil_div(rows, 4))));
     }
 
-    // Of all parts, for few tokens: as many for each thread, since who has one less waits as long as it
-    // takes.
+    // The chunks of all parts for few tokens. Each thread gets the same number, because all wait for the last
+    // one.
     int64_t few_chunks() const {
         const int64_t threads = plan_.n_threads(), chunks = std::max<int64_t>(bytes_ / kChunkBytes, 1);
         const int64_t even = ceil_div(chunks, threads) * threads;
@@ -123,7 +123,7 @@ class Linear : public Op {
         size_t part;
         int64_t first, last;
     };
-    // Chunks are numbered through the parts.
+    // Chunks are numbered through all parts.
     ChunkRows chunk_rows(int chunk, int n) const {
         size_t p = 0;
         while (chunk >= part_chunks(p, n)) chunk -= part_chunks(p++, n);
@@ -155,7 +155,7 @@ class Linear : public Op {
         if (residual_)
             for (int t = 0; t < n; t++)
                 kernels.add(results + t * rows, residual_->row(t) + first, rows, results + t * rows);
-        float* largest = up;  // (what is gated has none)
+        float* largest = up;  // gated products have no maxima
         if (part.largest >= 0) largest_of_groups(results, n * rows, largest);
         if (!worker.begin_commit()) return;
         const Buffer& out = plan_.buffer(part.out);
@@ -206,18 +206,17 @@ ChannelMatrix channels_of(Facts& of, const Matrix& by_row, std::span<const uint8
     require(made.cols > 0 && made.cols % 32 == 0 && made.first_col >= 0 && made.first_col % 32 == 0 &&
                 by_row.rows % 32 == 0 && made.first_col + by_row.rows <= made.cols && made.tile > 0 &&
                 made.tile % 32 == 0,
-            "outputs of an input-major matrix are whole groups of 32");
+            "outputs of an input-major matrix must be whole groups of 32");
     require(by_row.cols % 32 == 0 &&
                 data.size() == size_t(channel_format(by_row.type).output_bytes(by_row.cols) * made.cols),
-            "an input-major matrix has the numbers of its rows");
+            "the size of the input-major copy does not match its matrix");
     return made;
 }
 
-// Products of one input. parts: records {weight, bias, out, channels}. With a norm, it is applied to the
-// input first; input_threshold: below which inputs are zero, behind the norm, for thresholded tokens.
-// activation: of the one part, or, gated, of the first, which is multiplied by the second; gate_threshold,
-// value_threshold: of the activation and of the result. residual: is added to the one result. largest: buffer
-// of LinearPart::largest.
+// Products of one input. parts: records {weight, bias, out, channels}. norm: applied to the input first.
+// input_threshold: for thresholded tokens, smaller inputs become zero after the norm. activation: of the only
+// part or, if gated, of the first, which is multiplied by the second. gate_threshold, value_threshold: for
+// the activation and the result. residual: added to the only result. largest: buffer for LinearPart::largest.
 static const Registered kLinear("linear", [](Facts& facts) -> std::unique_ptr<Op> {
     Plan& plan = facts.plan();
     const int x = facts.buffer("x");
@@ -225,28 +224,28 @@ static const Registered kLinear("linear", [](Facts& facts) -> std::unique_ptr<Op
     std::vector<ChannelMatrix> channels;
     for (const std::unique_ptr<Facts>& part : facts.records("parts")) {
         parts.push_back(linear_part(*part, x, part->buffer("out")));
-        require(!parts.back().weight.places, "a product of all rows has them in order");
+        require(!parts.back().weight.places, "a product of all rows needs them in order");
         channels.push_back(channels_of(*part, parts.back().weight));
     }
     if (std::ranges::none_of(channels, [](const ChannelMatrix& one) { return one.data; })) channels.clear();
     const bool gated = facts.flag("gated", false), activated = facts.has("activation");
     require(!parts.empty() && parts.size() <= kMaxChunks && (!gated || (parts.size() == 2 && activated)) &&
                 (gated || !activated || parts.size() == 1),
-            "a matrix product has parts");
-    require(!gated || parts[0].weight.rows == parts[1].weight.rows, "gate and up have the same rows");
+            "the number of parts does not fit the activation");
+    require(!gated || parts[0].weight.rows == parts[1].weight.rows, "gate and up must have the same rows");
     LinearTail tail;
     if (activated)
         tail = {gated ? LinearTail::Gated : LinearTail::Activated, facts.activation("activation"),
                 facts.real("activation_threshold", 0.0f), facts.real("gate_threshold", 0.0f),
                 facts.real("value_threshold", 0.0f)};
     const int residual = facts.residual(x, parts[0].out);
-    require(residual < 0 || parts.size() == 1, "one product has a residual");
+    require(residual < 0 || parts.size() == 1, "a residual needs exactly one part");
     if (facts.has("largest")) {
         const int largest = facts.buffer("largest");
         facts.same_rows(parts[0].out, largest);
         require(parts.size() == 1 && channels.empty() &&
                     facts.width(largest) * kLogitGroup == facts.width(parts[0].out),
-                "one product by rows has a largest value in each group");
+                "maxima of groups need exactly one part without an input-major copy");
         parts[0].largest = largest;
     }
     Norm norm = facts.norm("norm", facts.width(x));

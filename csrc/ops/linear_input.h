@@ -1,7 +1,7 @@
-// What matrix products read: the rows of a buffer, normalised and quantised where that is asked for.
+// The inputs of matrix products: rows of a buffer, normalised and quantised if needed.
 //
-// Up to kPrivateInputs tokens every worker prepares them for itself, which is cheaper than a phase to share
-// them. More tokens: a phase of their own, after which they lie in the plan's shared memory.
+// With up to kPrivateInputs tokens, every worker prepares them itself, which is cheaper than a phase to share
+// them. More tokens are prepared in a phase of their own and stored in the plan's shared memory.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@ namespace hotset {
 
 constexpr int kPrepareTokens = 4;  // per chunk, when inputs are prepared together
 
-// Which of them products read: floats are for matrices of floats.
+// Which inputs the products read: `floats` for float matrices.
 struct InputKinds {
     bool floats = false, quantized = false;
     void serves(const Matrix& weight) { (is_float(weight.type) ? floats : quantized) = true; }
 };
 
-// Activations of up to n rows of width k in one block of memory, of the kinds that are read.
+// The inputs of up to n rows of width k in one block of memory, only the needed kinds.
 class InputsMemory {
   public:
     InputsMemory(uint8_t* memory, int64_t n, int64_t k, InputKinds kinds)
@@ -31,16 +31,16 @@ class InputsMemory {
         first_.q = reinterpret_cast<int8_t*>(first_.isum8 + n * width_ / 32);
     }
     static size_t bytes(int64_t n, int64_t k, bool floats = true) {
-        return size_t(n) * padded(k) * (floats ? 6 : 2);  // 1 + 5/8, and 4, rounded up
+        return size_t(n) * padded(k) * (floats ? 6 : 2);  // 1 + 5/8, plus 4 for floats, rounded up
     }
 
     float* x(int64_t row) const { return x_ + row * k_; }
-    // Row `at` becomes x, whose floats may lie there already.
+    // Set row `at` to x. Its floats may already be in place.
     void set(const Kernels& kernels, int64_t at, const float* x) const {
         if (kinds_.floats && x != this->x(at)) std::copy_n(x, k_, this->x(at));
         if (kinds_.quantized) kernels.quantize(x, k_, row(at));
     }
-    // Row `at` becomes row `from` of others.
+    // Copy row `from` of other inputs to row `at`.
     void copy(int64_t at, const Inputs& in, int64_t from) const {
         if (kinds_.floats) std::copy_n(in.x + from * k_, k_, x(at));
         if (!kinds_.quantized) return;
@@ -51,7 +51,7 @@ class InputsMemory {
         std::copy_n(in.isum + from * (width_ / 16), width_ / 16, out.isum);
         std::copy_n(in.isum8 + from * (width_ / 32), width_ / 32, out.isum8);
     }
-    // x: where the floats lie, if not here.
+    // x: the floats, if they are stored elsewhere.
     Inputs inputs(int n, int ahead, const float* x = nullptr) const {
         return {n, k_, x ? x : x_, first_.q, first_.scale, first_.sum, first_.isum, first_.isum8, ahead};
     }
@@ -68,7 +68,7 @@ class InputsMemory {
     QuantizedRow first_;
 };
 
-// One of some tokens.
+// Return the inputs of one token.
 inline Inputs token_of(const Inputs& in, int64_t t) {
     const int64_t width = padded(in.k), blocks = width / 32;
     return {1,
@@ -84,18 +84,18 @@ inline Inputs token_of(const Inputs& in, int64_t t) {
 
 class LinearInput {
   public:
-    // threshold: below which values are zero, behind the norm, for thresholded tokens.
+    // threshold: for thresholded tokens, smaller values become zero after the norm.
     LinearInput(const Plan& plan, int x, Norm norm, float threshold = 0.0f)
         : plan_(plan), x_(plan.buffer(x)), norm_(std::move(norm)), threshold_(threshold) {}
 
-    // Every matrix that will be multiplied: what is prepared depends on their types.
+    // Call for every matrix that will be multiplied: the prepared kinds depend on their types.
     void serves(const Matrix& weight) { kinds_.serves(weight); }
 
     InputKinds kinds() const { return kinds_; }
     int64_t width() const { return x_.width; }
     int n_tokens(const StepTokens& step) const { return step.rows(x_); }
 
-    // Whether a phase (of n_prepare_chunks chunks) must run before `inputs`.
+    // Whether a phase of n_prepare_chunks chunks must run before `inputs`.
     bool prepares_together(const StepTokens& step) const {
         return n_tokens(step) > kPrivateInputs && (kinds_.quantized || changes());
     }
@@ -121,7 +121,7 @@ class LinearInput {
     Inputs inputs(const StepTokens& step, Worker& worker) const {
         return inputs(step, worker, [](const Inputs&) {});
     }
-    // prepared: called with the inputs when this worker has just prepared them for itself.
+    // prepared: called with the inputs if this worker has just prepared them.
     template <class F>
     Inputs inputs(const StepTokens& step, Worker& worker, F prepared) const {
         const int n = n_tokens(step);
@@ -148,17 +148,17 @@ class LinearInput {
     const Plan& plan_;
 
   private:
-    // Whether products read other values than those of the buffer.
+    // Whether products read other values than the buffer's.
     bool changes() const { return !norm_.weight.empty() || threshold_ != 0.0f; }
 
-    // Where tokens are packed for kernels of many, behind the shared inputs.
+    // Offset of the tokens packed for many-token kernels, after the shared inputs.
     size_t tiles_at() const { return (InputsMemory::bytes(plan_.max_tokens(), x_.width) + 63) / 64 * 64; }
     uint8_t* tiles(const StepTokens& step) const {
         const bool packs = plan_.kernels().pack_token && kinds_.quantized && n_tokens(step) > kFewTokens;
         return packs ? plan_.shared() + tiles_at() : nullptr;
     }
 
-    // What is kept of rows: floats, where they are others than the buffer's.
+    // The stored kinds: floats only if they differ from the buffer's.
     InputKinds kept() const { return {changes(), kinds_.quantized}; }
 
     void prepare(const InputsMemory& memory, int at, const float* x, bool thresholded) const {
@@ -181,7 +181,7 @@ class LinearInput {
     InputKinds kinds_;
 };
 
-// Adds a part of a bias to each of n rows of `rows` results.
+// Add a part of a bias to each of n rows of `rows` results.
 inline void add_bias(const Kernels& kernels, const std::vector<float>& bias, int64_t first, int n,
                      int64_t rows, float* results) {
     if (bias.empty()) return;
@@ -189,15 +189,15 @@ inline void add_bias(const Kernels& kernels, const std::vector<float>& bias, int
         kernels.add(results + t * rows, bias.data() + first, rows, results + t * rows);
 }
 
-// The first row of a chunk of `chunks`, where chunks begin at whole panels of so many rows.
+// Return the first row of a chunk out of `chunks`. Chunks begin at whole panels of `panel` rows.
 inline int64_t panel_chunk(int64_t rows, int chunks, int chunk, int panel = 16) {
     return chunk == chunks ? rows : int64_t(ceil_div(rows, panel)) * chunk / chunks * panel;
 }
-// The most rows that such a chunk has.
+// Return the most rows of such a chunk.
 inline int64_t largest_panel_chunk(int64_t rows, int chunks, int panel = 16) {
     return int64_t(ceil_div(ceil_div(rows, panel), chunks)) * panel;
 }
-// Chunks of a matrix for several tokens: whole panels, but enough for the threads to share.
+// Return the number of chunks of a matrix for several tokens: whole panels, but enough for all threads.
 inline int many_token_chunks(int64_t rows, int n_threads, int most = kMaxChunks) {
     const int64_t panel = rows >= 8 * kPanelRows * n_threads ? kPanelRows : 16;
     return int(std::min<int64_t>(ceil_div(rows, panel), most));

@@ -1,4 +1,4 @@
-// What becomes of the products of a chunk before they are added to a residual: LinearTail.
+// Applies a LinearTail to the products of a chunk, before a residual is added.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace hotset {
 
-// values: activated gates, which become those of the neurons. One pass without a branch, which compilers turn
-// into vectors: this is all that a threshold costs where nothing is left out.
+// values: activated gates on input, neurons on return. One loop without branches, which compilers vectorise,
+// is the only cost of thresholds if nothing is skipped.
 inline void multiply_thresholded(const LinearTail& tail, const float* up, int64_t rows, float* values) {
     for (int64_t i = 0; i < rows; i++) {
         const float gate = values[i], value = gate * up[i];
@@ -19,9 +19,9 @@ inline void multiply_thresholded(const LinearTail& tail, const float* up, int64_
     }
 }
 
-// results: [n][rows] of n tokens, of gates where there is up, [n][rows]. thresholded: of each token. A neuron
-// whose gate is below the threshold is zero whatever up is, as where its row of up is not read. Counts where
-// there are thresholds.
+// results: products of n tokens, [n][rows]; with a gate, the gate's, and `up` is [n][rows]. thresholded: per
+// token. A neuron with a gate below the threshold is zero for any up, as if its row of up were not read.
+// Counts neurons if there are thresholds.
 inline void finish_products(const Kernels& kernels, const LinearTail& tail, const uint8_t* thresholded, int n,
                             int64_t rows, float* results, const float* up, FfnCounts& counts) {
     if (tail.kind == LinearTail::None) return;

@@ -1,9 +1,9 @@
-// What adapters add to a matrix product: out = y + (x @ a.T * scale) @ b.T, for one adapter after the other,
-// of the sequences that have it (operations.LowRank).
+// Adds adapters to a matrix product: out = y + (x @ a.T * scale) @ b.T, one adapter after another, for the
+// sequences that have it (operations.LowRank).
 //
-// Two phases: products with the rows of a, scaled, into the plan's shared memory; then with the rows of b.
-// Both are kernels of float matrices, whose order of accumulation does not depend on the tokens beside them.
-// Each sum is rounded before the next adapter is added.
+// The first phase multiplies by the rows of a and scales, into the plan's shared memory. The second
+// multiplies by the rows of b. Both use float kernels, whose order of accumulation does not depend on the
+// other tokens. Each sum is rounded before the next adapter is added.
 #include <algorithm>
 
 #include "../facts.h"
@@ -11,7 +11,7 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kPieceRows = 32;  // of a, in a chunk
+constexpr int64_t kPieceRows = 32;  // rows of a per chunk
 constexpr int64_t kPanelCols = 256;
 constexpr int kGroupTokens = 64;
 constexpr int kMaxPieces = kMaxChunks / 4;
@@ -74,12 +74,12 @@ class LowRank : public Op {
         return std::min(ceil_div(n, kGroupTokens), kMaxChunks / n_parts(phase));
     }
 
-    // Of a row of the output, by which an adapter's part is multiplied; 0: it has none.
+    // Return the factor of an adapter for a row of the output; 0 if the row does not use it.
     float scale_of(const StepTokens& step, const Adapter& adapter, int row) const {
         const int token = out_.outputs ? step.outputs[row] : row;
         return step.scales[size_t(step.sequences[token]) * step.n_adapters + adapter.index];
     }
-    // Calls f(first, last) for rows side by side that have an adapter.
+    // Call f(first, last) for adjacent rows that use the adapter.
     template <class F>
     void for_rows_of(const Adapter& adapter, const RowRange& rows, const StepTokens& step, F f) const {
         for (int r = rows.first; r < rows.last;) {
@@ -89,7 +89,7 @@ class LowRank : public Op {
             r = last + 1;
         }
     }
-    // Of an adapter, [tokens][rank], behind those of the adapters before it.
+    // Return an adapter's results [tokens][rank], which follow the results of earlier adapters.
     float* reduced(size_t adapter) const {
         float* at = reinterpret_cast<float*>(plan_.shared());
         for (size_t j = 0; j < adapter; j++) at += plan_.max_tokens() * adapters_[j].a.rows;
@@ -162,7 +162,7 @@ static const Registered kLowRank("low_rank", [](Facts& facts) -> std::unique_ptr
     facts.same_shape(y, out);
     const int n_adapters = facts.integer("n_adapters", 1, kMaxPieces / 2);
     require(plan.limits().n_adapters == 0 || plan.limits().n_adapters == n_adapters,
-            "a plan has one number of adapters");
+            "all adapter operations of a plan need the same n_adapters");
     plan.limits().n_adapters = n_adapters;
     std::vector<Adapter> adapters;
     for (const std::unique_ptr<Facts>& each : facts.records("adapters")) {
@@ -173,10 +173,10 @@ static const Registered kLowRank("low_rank", [](Facts& facts) -> std::unique_ptr
         adapter.a = each->matrix("a", rank, facts.width(x));
         adapter.b = each->matrix("b", facts.width(out), rank);
         adapter.factor = each->real("factor");
-        require(is_float(adapter.a.type) && is_float(adapter.b.type), "matrices of adapters are floats");
+        require(is_float(adapter.a.type) && is_float(adapter.b.type), "matrices of adapters must be floats");
         adapters.push_back(adapter);
     }
-    require(!adapters.empty(), "what adapters add needs one");
+    require(!adapters.empty(), "there is no adapter");
     return std::make_unique<LowRank>(plan, x, y, out, std::move(adapters));
 });
 

@@ -1,12 +1,12 @@
-// One value per neuron of an FFN: f(gate) * g(up), or f(up) without a gate.
+// Computes one value per neuron of an FFN: f(gate) * g(up), or f(up) without a gate.
 //
-// Sparse: the rows of neurons that a predictor did not name are not read, nor the up rows of those whose gate
-// is zero. One token reads the rows it needs where they lie; several read the rows that any of them needs,
-// copied side by side, or all rows of a chunk where that is cheaper, and each token keeps its own. Whatever
-// is read, a value is bitwise identical. For thresholded tokens small activations count as zero.
+// Sparse: it does not read the rows of neurons that a predictor did not select, nor the up rows of neurons
+// whose gate is zero. One token reads its rows in place. Several tokens read the rows that any of them needs,
+// copied side by side, or all rows of a chunk if that is cheaper; each token keeps only its own neurons. A
+// value is bitwise identical in all cases. For thresholded tokens small activations count as zero.
 //
-// Where rows come from a store there are two of it, of which the first computes the neurons whose rows were
-// there, and zeros for the others, while these are read.
+// If rows come from a store, there are two of these operations. While missing rows are read, the first
+// computes the neurons whose rows were loaded, and zeros for the others.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -19,32 +19,32 @@ namespace {
 
 struct NeuronFacts {
     int x = -1, out = -1;
-    Norm norm;        // applied to x first; empty weight: none
-    LinearPart gate;  // without data: none, and the activation is up's
+    Norm norm;        // applied to x first; empty weight: no norm
+    LinearPart gate;  // without data: no gate; up has the activation
     LinearPart up;
     Activation activation = Activation::Relu;
     float activation_threshold = 0.0f;
     bool up_activated = false;
     Activation up_activation = Activation::Relu;
-    bool sparse = false;  // leave out what is not needed
-    int scores = -1;      // buffer of a predictor, -1: none
+    bool sparse = false;  // skip rows that are not needed
+    int scores = -1;      // buffer of predictor scores; -1: none
     float threshold = 0.0f;
-    int64_t first = 0;  // neurons before it are always selected and have no score
-    // For thresholded tokens, smaller values are zero: of the input behind the norm, of the activation that
-    // decides, and of the value.
+    int64_t first = 0;  // earlier neurons are always selected and have no score
+    // For thresholded tokens, smaller values become zero: of the normalised input, of the deciding
+    // activation, and of the value.
     float input_threshold = 0.0f, gate_threshold = 0.0f, value_threshold = 0.0f;
-    ChannelMatrix gate_channels, up_channels;  // input-major copies, where there are any
-    // [number of neurons] Where it is given, those alone for which it has `missed_which`.
+    ChannelMatrix gate_channels, up_channels;  // input-major copies, if any
+    // [number of neurons]; if set, compute only the neurons whose flag equals `missed_which`.
     const uint8_t* missed = nullptr;
     bool missed_which = false;
 };
 
-constexpr int kDecodeChunks = 64;        // one token, at most
-constexpr int kPredictedChunks = 32;     // the same where most neurons are left out
-constexpr int64_t kChunkNeurons = 64;    // one token, at least
-constexpr int kPrefetchPieces = 64;      // that a waiting thread fetches of this phase,
-constexpr int64_t kPrefetchBytes = 512;  // each of this size
-constexpr double kGatherBelow = 0.75;    // share of a chunk's rows: above it reading all of them is as quick
+constexpr int kDecodeChunks = 64;        // most chunks for one token
+constexpr int kPredictedChunks = 32;     // the same if most neurons are skipped
+constexpr int64_t kChunkNeurons = 64;    // least neurons of a chunk for one token
+constexpr int kPrefetchPieces = 64;      // pieces of this phase that a waiting thread prefetches
+constexpr int64_t kPrefetchBytes = 512;  // bytes of a piece
+constexpr double kGatherBelow = 0.75;    // share of a chunk's rows above which reading all is as fast
 
 class Neurons : public Op {
   public:
@@ -100,7 +100,7 @@ class Neurons : public Op {
         worker.end_commit();
     }
 
-    // The first rows of the chunk, where all of them are read.
+    // Prefetch the first rows of the chunk, if all rows are read.
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         if ((phase == 0 && input_.prepares_together(step)) || piece >= kPrefetchPieces || scores_)
             return false;
@@ -122,17 +122,17 @@ class Neurons : public Op {
     }
 
   private:
-    // Memory of one chunk of `size` neurons and n tokens, in the worker's results.
+    // The memory of a chunk of `size` neurons and n tokens, in the worker's results.
     struct Scratch {
-        float* values;         // [n][size] what is committed; at first the gate
+        float* values;         // [n][size] results; gates at first
         float* up;             // [n][size]
         float* packed;         // [n][size] products with gathered rows
-        uint64_t* bits;        // [size / 64] of one token, what is wanted
-        const uint8_t** rows;  // [size + kGatherAhead] where gathered rows lie
-        int32_t* neurons;      // [size] their places in the chunk
-        uint8_t* wanted;       // [n][size] whether the token wants the neuron
+        uint64_t* bits;        // [size / 64] wanted neurons of one token
+        const uint8_t** rows;  // [size + kGatherAhead] addresses of gathered rows
+        int32_t* neurons;      // [size] their indices in the chunk
+        uint8_t* wanted;       // [n][size] whether the token needs the neuron
         uint8_t* weights;      // gathered rows side by side, or
-        float* lanes;          // channel_scratch_floats, of one token whose channels are left out
+        float* lanes;          // channel_scratch_floats, for one token with skipped channels
 
         Scratch(Worker& worker, int64_t size, int n) {
             bits = worker.results.as<uint64_t>();
@@ -153,36 +153,35 @@ class Neurons : public Op {
     struct Chunk {
         int64_t first, size;
         Inputs in;
-        const ChannelInput::One* one;  // which channels of one token are not zero; null: not needed
-        const uint8_t* thresholded;    // of each token
+        const ChannelInput::One* one;  // one token's active channels; null: not needed
+        const uint8_t* thresholded;    // per token
         Worker& worker;
         Scratch scratch;
         FfnCounts counts;
     };
 
-    // Whether this operation leaves a neuron to the other one.
+    // Whether the other operation computes this neuron.
     bool is_others(int64_t i) const { return facts_.missed && bool(facts_.missed[i]) != facts_.missed_which; }
     bool any_missed(int chunk, const StepTokens& step) const {
         const int n = input_.n_tokens(step), chunks = neuron_chunks(n);
         const auto* const end = facts_.missed + first_neuron(n, chunks, chunk + 1);
         return std::find(facts_.missed + first_neuron(n, chunks, chunk), end, uint8_t(1)) != end;
     }
-    // Of the second operation what the first one left.
+    // The second operation writes only the neurons that the first skipped.
     void commit(const float* values, int64_t size, float* out, int64_t first) const {
         if (!facts_.missed_which) return void(std::copy_n(values, size, out));
         for (int64_t i = 0; i < size; i++)
             if (!is_others(first + i)) out[i] = values[i];
     }
 
-    // Whether all rows of the chunk are read, of which `count` are wanted. Those of a store lie here and
-    // there.
+    // Whether all rows of the chunk are read, `count` of them wanted. Rows of a store are not contiguous.
     bool reads_all(const Matrix& w, int count, const Chunk& c) const {
         return !w.places && (!facts_.sparse || count > kGatherBelow * double(c.size));
     }
     bool gated() const { return facts_.gate.weight.data != nullptr; }
     int64_t n_neurons() const { return facts_.up.weight.rows; }
-    // Of each row that is copied: those of several tokens, and of a store; else kOpenLanes lanes,
-    // input-major.
+    // Bytes per copied row, for several tokens and for stores; otherwise per output for kOpenLanes
+    // input-major lanes.
     size_t packed_bytes(int n) const {
         const bool in_place = n == 1 && !facts_.up.weight.places && !facts_.gate.weight.places;
         const size_t lanes = has_channels() ? sizeof(float) * channel_scratch_floats(128) / 128 : 0;
@@ -190,13 +189,13 @@ class Neurons : public Op {
     }
     bool has_channels() const { return facts_.gate_channels.data || facts_.up_channels.data; }
     bool by_tiles(int n) const { return n == 1 && has_channels(); }
-    // Neurons of a chunk of one token whose channels are left out: as many as threads let be side by side.
+    // The neurons of a tile for one token with skipped channels: as many as the threads allow.
     int64_t tile() const {
         const int64_t share = ceil_div(n_neurons(), 2 * plan_.n_threads() * kChannelColumns);
         return std::max<int64_t>(share, 2) * kChannelColumns;
     }
     int64_t tiles() const { return ceil_div(n_neurons(), tile()); }
-    // The first neuron of a chunk: of one token whose channels are left out a chunk is some tiles of these.
+    // Return a chunk's first neuron. For one token with skipped channels a chunk is whole tiles.
     int64_t first_neuron(int n, int chunks, int chunk) const {
         if (!by_tiles(n)) return panel_chunk(n_neurons(), chunks, chunk);
         return std::min(tiles() * chunk / chunks * tile(), n_neurons());
@@ -212,12 +211,12 @@ class Neurons : public Op {
         return int(std::clamp<int64_t>(n_neurons() / kChunkNeurons, 1, most));
     }
 
-    // ---- one token, sparse: lists of neurons, so that what is left out costs nothing
+    // ---- one token, sparse: lists of neurons, so that skipped ones cost nothing
 
     void one_token(Chunk& c) const {
         const Kernels& kernels = plan_.kernels();
         const LinearPart& deciding = gated() ? facts_.gate : facts_.up;
-        float* decided = c.scratch.packed;  // activations, of the listed neurons
+        float* decided = c.scratch.packed;  // activations of the listed neurons
         int count = select_one(c);
         c.counts.selected += count;
         if (reads_all(deciding.weight, count, c)) {
@@ -246,7 +245,7 @@ class Neurons : public Op {
         for (int j = 0; j < fired; j++) c.counts.active += values[c.scratch.neurons[j]] != 0.0f;
     }
 
-    // Lists the neurons that the predictor names.
+    // List the neurons that the predictor selects.
     int select_one(Chunk& c) const {
         int count = 0;
         auto add = [&](int64_t i) {
@@ -282,8 +281,8 @@ class Neurons : public Op {
         for (int j = 0; j < fired; j++) values[c.scratch.neurons[j]] *= up[j];
     }
 
-    // All products of the chunk with one token, by the channels of its input that are not zero, into `up`;
-    // false where there is no input-major copy, or too many channels.
+    // Multiply all rows of the chunk by one token, using only its active channels, into `up`. Returns false
+    // without an input-major copy, or if too many channels are active.
     bool input_major(Chunk& c, const ChannelMatrix& channels, const Matrix& w) const {
         if (!c.one || !c.one->pays(channels)) return false;
         plan_.kernels().channel_linear[int(w.type)](channels, *c.one->active, c.in, c.first, c.size, 0, 16,
@@ -297,9 +296,8 @@ class Neurons : public Op {
         for (int j = 0; j < count; j++) sums[j] += part.bias[c.first + c.scratch.neurons[j]];
     }
 
-    // Products with the listed rows, into `packed`. Behind the list is fetched what is read after it: the
-    // first up rows after gates, the first rows of the neurons behind the chunk after those, since they are
-    // likely the next.
+    // Multiply the listed rows, into `packed`, and prefetch the next reads: after gates the first up rows,
+    // otherwise the first rows of the neurons after the chunk, which are likely to follow.
     void gathered_rows(Chunk& c, const Matrix& w, const Matrix* then, int count) const {
         if (count == 0) return;
         const uint8_t** rows = c.scratch.rows;
@@ -321,7 +319,7 @@ class Neurons : public Op {
 
     // ---- several tokens, or dense
 
-    // Which neurons each token wants, as the predictor says.
+    // Find each token's neurons, as the predictor selects them.
     void select(Chunk& c) const {
         for (int t = 0; t < c.in.n; t++) {
             uint8_t* wanted = c.scratch.wanted + t * c.size;
@@ -364,7 +362,7 @@ class Neurons : public Op {
         }
     }
 
-    // Zeroes the small values of the chunk's thresholded tokens.
+    // Set the small values of the chunk's thresholded tokens to zero.
     static void apply_threshold(const Chunk& c, float threshold) {
         if (threshold == 0.0f) return;
         for (int t = 0; t < c.in.n; t++) {
@@ -373,7 +371,7 @@ class Neurons : public Op {
         }
     }
 
-    // out[t][i] = row i of the chunk times token t, for all that are wanted; anything for the others.
+    // out[t][i] = row i of the chunk times token t, for all wanted rows; others are undefined.
     void product(Chunk& c, const LinearPart& part, float* out, int64_t& n_rows) const {
         const Matrix& w = part.weight;
         const int n = c.in.n, count = facts_.sparse || w.places ? list_wanted(c) : int(c.size);
@@ -396,7 +394,7 @@ class Neurons : public Op {
             }
     }
 
-    // Lists the neurons that any token wants.
+    // List the neurons that any token needs.
     int list_wanted(Chunk& c) const {
         int count = 0;
         for (int64_t i = 0; i < c.size; i++) {
@@ -408,12 +406,12 @@ class Neurons : public Op {
         return count;
     }
 
-    // then: the matrix that is read next in this chunk, null: none.
+    // then: the matrix that this chunk reads next; null: none.
     void all_rows(Chunk& c, const Matrix& w, const Matrix* then, float* out) const {
         const auto linear = plan_.kernels().linear[int(w.type)];
         uint8_t* scratch = c.worker.kernel_scratch.data();
-        // Gates of one token are found in two parts, so that the first up rows come while the second is
-        // computed.
+        // Gates of one token are computed in two parts: while the second is computed, the first up rows are
+        // prefetched.
         const int64_t part = then ? c.size * 3 / 4 : 0;
         if (part) {
             linear(w, c.first, c.first + part, c.in, 0, 1, out, c.size, scratch);
@@ -428,7 +426,7 @@ class Neurons : public Op {
         for (size_t at = 0; at < w.row_bytes; at += 64) prefetch_line(w.row(row) + at);
     }
 
-    // Several tokens: the rows are copied side by side, for the kernels of many tokens.
+    // Copy the listed rows side by side and multiply them with the many-token kernels.
     void packed_rows(Chunk& c, const Matrix& w, int count) const {
         for (int j = 0; j < count; j++)
             std::memcpy(c.scratch.weights + j * w.row_bytes, w.row(c.first + c.scratch.neurons[j]),
@@ -447,8 +445,8 @@ class Neurons : public Op {
 
 }  // namespace
 
-// gate, up: records {weight, bias, channels}. scores: of a predictor; without one all neurons are wanted.
-// missed: those neurons alone that the store of up's rows missed (true) or had (false).
+// gate, up: records {weight, bias, channels}. scores: a predictor's; without it all neurons are selected.
+// missed: compute only the neurons whose rows the store missed (true) or had (false).
 static const Registered kNeurons("neurons", [](Facts& facts) -> std::unique_ptr<Op> {
     NeuronFacts f;
     f.x = facts.buffer("x"), f.out = facts.buffer("out");
@@ -457,7 +455,7 @@ static const Registered kNeurons("neurons", [](Facts& facts) -> std::unique_ptr<
     f.gate_threshold = facts.real("gate_threshold", 0.0f);
     f.value_threshold = facts.real("value_threshold", 0.0f);
     require(f.input_threshold >= 0.0f && f.gate_threshold >= 0.0f && f.value_threshold >= 0.0f,
-            "a threshold is at least 0");
+            "a threshold must be at least 0");
     f.norm = facts.norm("norm", facts.width(f.x));
     const std::unique_ptr<Facts> up = facts.record("up");
     f.up = linear_part(*up, f.x, f.out);
@@ -471,14 +469,14 @@ static const Registered kNeurons("neurons", [](Facts& facts) -> std::unique_ptr<
     f.activation = facts.activation("activation");
     f.activation_threshold = facts.real("activation_threshold", 0.0f);
     f.up_activated = facts.has("up_activation");
-    require(gated || !f.up_activated, "without a gate there is one activation");
+    require(gated || !f.up_activated, "up_activation requires a gate");
     if (f.up_activated) f.up_activation = facts.activation("up_activation");
     if ((f.scores = facts.buffer_or_none("scores")) >= 0) {
         facts.same_rows(f.scores, f.out);
         f.threshold = facts.real("threshold");
         f.first = facts.integer("first");
         require(f.first >= 0 && facts.width(f.scores) == facts.width(f.out) - f.first,
-                "a predictor has a score for each neuron");
+                "there must be one score per neuron");
     }
     if (facts.has("missed")) {
         f.missed = facts.missed_rows(up->tensor("weight").stored, facts.width(f.out));

@@ -1,5 +1,5 @@
-// Embeddings of the n-grams that end with a token, looked up by a hash of them, and the gate that such an
-// embedding passes. Each is described by the class of its name in model/operations.py.
+// Embeddings of n-grams that end at a token, found by their hash, and the gate of such an embedding. Each is
+// described by the class of the same name in model/operations.py.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,9 +12,9 @@ namespace hotset {
 namespace {
 
 constexpr int kMaxNgram = 16, kMaxNgramHeads = 1024;
-constexpr int64_t kMaxTokens = (1 << 24) - 1;  // whose numbers plus 1 a float holds
+constexpr int64_t kMaxTokens = (1 << 24) - 1;  // a float holds these ids plus 1 exactly
 
-// See operations.NgramEmbed. A state: a number for each of the tokens before, plus 1, the oldest first.
+// See operations.NgramEmbed. A state holds the previous tokens' ids plus 1, oldest first.
 struct NgramFacts {
     int out = -1;
     Matrix weight;
@@ -32,7 +32,7 @@ class NgramEmbed : public TokenStates {
           n_heads_(int(f_.sizes.size()) / (n_ - 1)) {}
 
   private:
-    // The token `back` before token t of the step; -1: there was none.
+    // Return the token `back` tokens before token t; -1 if it does not exist.
     int32_t token(const StepTokens& step, int t, int back) const {
         const int in_step = tokens_in_step(step, t, back);
         if (in_step == back) return step.tokens[t - back];
@@ -42,7 +42,7 @@ class NgramEmbed : public TokenStates {
 
     void compute(const StepTokens& step, int t, float* out) const override {
         uint64_t mix = uint64_t(step.tokens[t]) * f_.multipliers[0];
-        bool cut = false;  // what is further back lies before an eos
+        bool cut = false;  // whether earlier tokens are separated by an eos
         const int64_t dim = f_.weight.cols;
         for (int n = 2; n <= n_; n++) {
             const int32_t earlier = cut ? -1 : token(step, t, n - 1);
@@ -64,10 +64,10 @@ class NgramEmbed : public TokenStates {
     const int n_, n_heads_;
 };
 
-// Whole numbers that no double holds, as the bytes of an array.
+// Read integers that a double cannot hold, from the bytes of an array.
 std::vector<uint64_t> whole_numbers(Facts& facts, const char* name) {
     const std::span<const uint8_t> bytes = facts.bytes(name);
-    require(bytes.size() % sizeof(uint64_t) == 0, std::string(name) + " are numbers of 64 bits");
+    require(bytes.size() % sizeof(uint64_t) == 0, std::string(name) + " must be 64-bit integers");
     std::vector<uint64_t> numbers(bytes.size() / sizeof(uint64_t));
     std::memcpy(numbers.data(), bytes.data(), bytes.size());
     return numbers;
@@ -83,15 +83,15 @@ static const Registered kNgramEmbed("ngram_embed", [](Facts& facts) -> std::uniq
     f.sizes = whole_numbers(facts, "sizes"), f.offsets = whole_numbers(facts, "offsets");
     const size_t n = f.multipliers.size(), n_heads = f.sizes.size();
     require(n >= 2 && n <= kMaxNgram && n_heads > 0 && n_heads <= kMaxNgramHeads && n_heads % (n - 1) == 0,
-            "n-grams of each length have as many heads");
+            "n-grams of each length need the same number of heads");
     require(f.offsets.size() == n_heads && facts.width(f.out) % int64_t(n_heads) == 0,
-            "heads fill the width");
+            "the width must be a multiple of the heads");
     f.weight = facts.matrix("weight", -1, facts.width(f.out) / int64_t(n_heads));
-    require(!f.weight.places, "rows of n-grams are in memory");
+    require(!f.weight.places, "n-gram embeddings must be in memory");
     const uint64_t rows = uint64_t(f.weight.rows);
     for (size_t h = 0; h < n_heads; h++)
         require(f.sizes[h] > 0 && f.sizes[h] <= rows && f.offsets[h] <= rows - f.sizes[h],
-                "a head's rows lie in the table");
+                "a head's rows are outside the table");
     f.eos = facts.integer("eos", 0, kMaxTokens - 1);
     int64_t& limit = facts.plan().limits().n_vocab;
     limit = limit ? std::min(limit, kMaxTokens) : kMaxTokens;
@@ -99,7 +99,7 @@ static const Registered kNgramEmbed("ngram_embed", [](Facts& facts) -> std::uniq
     return std::make_unique<NgramEmbed>(facts.plan(), std::move(f));
 });
 
-// The gates' products are summed in double, in order: near 0 a root would make much of a rounding.
+// The gates' products are summed in double, in order: near 0 the root would magnify rounding errors.
 static const Registered kSimilarityGate("similarity_gate", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), a = facts.buffer("a"), b = facts.buffer("b"), out = facts.buffer("out");
     const int n = facts.integer("n_streams", 1, kMaxNgramHeads);
@@ -107,7 +107,7 @@ static const Registered kSimilarityGate("similarity_gate", [](Facts& facts) -> s
     facts.same_shape(a, out);
     facts.same_rows(x, out);
     const int64_t width = facts.width(x);
-    require(facts.width(out) == n * width, "streams are as wide as what is gated");
+    require(facts.width(out) == n * width, "the output must have n_streams times the width of x");
     const Plan& plan = facts.plan();
     const Buffer &in = plan.buffer(x), &left = plan.buffer(a), &right = plan.buffer(b);
     const Kernels& kernels = plan.kernels();

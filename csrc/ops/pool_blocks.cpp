@@ -1,4 +1,4 @@
-// Means of the tokens of a block, per channel, weighted by the softmax of their scores.
+// Computes the mean over a compressed block's tokens, per channel, weighted by the softmax of their scores.
 #include <algorithm>
 #include <cmath>
 
@@ -8,10 +8,10 @@
 namespace hotset {
 namespace {
 
-constexpr int kBlockChannels = 64;  // of a task, at most
+constexpr int kBlockChannels = 64;  // most channels of a task
 
-// See operations.PoolBlocks (model/operations.py). A task has dim_v channels. A state: of each n_head of them
-// the rows highest, total and sums of the token's block, and, where blocks overlap, of the next one.
+// See operations.PoolBlocks (model/operations.py). A task has dim_v channels. For each of n_head tasks the
+// state has the rows highest, total and sums of the token's block and, if blocks overlap, of the next one.
 struct PoolFacts {
     int x = -1, scores = -1, out = -1;
     int size = 0, n_head = 0, dim_v = 0;
@@ -41,7 +41,7 @@ class PoolBlocks : public HeadStates {
         for (int c = 0; c < dim; c++) out[c] = state[2 * dim + c] / state[dim + c];
     }
 
-    // Takes a token into a block: its channels from `at` on, with their scores.
+    // Add a token's channels, starting at `at`, to a block, with their scores.
     void take(int t, int within, int64_t at, float* block, float* scratch) const {
         const int dim = f_.dim_v;
         const float *x = plan_.buffer(f_.x).row(t) + at, *scores = plan_.buffer(f_.scores).row(t) + at;
@@ -51,7 +51,7 @@ class PoolBlocks : public HeadStates {
         for (int c = 0; c < dim; c++) {
             const float score = scores[c] + bias[c];
             const float higher = total[c] > 0.0f && highest[c] > score ? highest[c] : score;
-            kept[c] = total[c] > 0.0f ? highest[c] - higher : 0.0f;  // times nothing
+            kept[c] = total[c] > 0.0f ? highest[c] - higher : 0.0f;  // multiplied by a total of zero
             own[c] = score - higher;
             highest[c] = higher;
         }
@@ -72,11 +72,11 @@ static const Registered kPoolBlocks("pool_blocks", [](Facts& facts) -> std::uniq
     PoolFacts f;
     f.x = facts.buffer("x"), f.scores = facts.buffer("scores"), f.out = facts.buffer("out");
     for (int id : {f.x, f.scores, f.out}) facts.of_all_tokens(id);
-    require(f.x != f.out && f.scores != f.out, "an operation with a state reads what it does not write");
+    require(f.x != f.out && f.scores != f.out, "an operation with a state cannot write its input");
     facts.same_shape(f.x, f.scores);
     const int64_t width = facts.width(f.out);
     f.overlaps = facts.width(f.x) != width;
-    require(facts.width(f.x) == width || facts.width(f.x) == 2 * width, "blocks have one series or two");
+    require(facts.width(f.x) == width || facts.width(f.x) == 2 * width, "x must have one series or two");
     f.size = facts.integer("size", 1, INT32_MAX);
     f.bias = facts.floats("bias", f.size * facts.width(f.x));
     f.dim_v = int(std::min<int64_t>(width, kBlockChannels));

@@ -7,8 +7,8 @@ namespace hotset {
 
 namespace {
 
-// kStep and distance: from one pair to the next, and between the two of a pair. With a step that is known
-// compilers make vectors of it.
+// kStep: distance between pairs. distance: between the two values of a pair. With a constant step, compilers
+// vectorise the loop.
 template <int kStep>
 void rotate_pairs(const float* cos, const float* sin, int n, int distance, const float* x, float* out) {
     for (int i = 0; i < n; i++) {

@@ -1,4 +1,4 @@
-// Which experts compute a token: the best by the router's scores, of equal ones the first, and their weights.
+// Chooses each token's experts, with the highest router scores (the first among equals), and weights.
 #include <algorithm>
 #include <cmath>
 #include <string_view>
@@ -27,14 +27,14 @@ constexpr std::pair<std::string_view, RouteFacts::Scoring> kScorings[] = {
     {"softmax_chosen", RouteFacts::SoftmaxChosen},
     {"sqrt_softplus", RouteFacts::SqrtSoftplus}};
 
-// Whether a comes before b: higher, of equal ones the lower index, and no number after all numbers.
+// Whether a comes before b: higher scores first, equal ones by index, NaN last.
 bool comes_before(const float* x, int a, int b) {
     const bool number_a = x[a] == x[a], number_b = x[b] == x[b];
     if (!number_a || !number_b) return number_a != number_b ? number_a : a < b;
     return x[a] != x[b] ? x[a] > x[b] : a < b;
 }
 
-// The n best of `count` numbers, in order, without looking twice at those that were taken.
+// Find the n best of `count` numbers, in order, in one pass.
 void best_of(const float* x, int count, int n, int32_t* out) {
     int found = 0;
     for (int i = 0; i < count; i++) {
@@ -52,7 +52,7 @@ class Router {
     Router(const Kernels& kernels, RouteFacts facts, int n_expert)
         : kernels_(kernels), f_(std::move(facts)), n_(n_expert) {}
 
-    // token: of the vocabulary, where there is a table.
+    // token: its id, if there is a table.
     void operator()(const float* x, int token, float* out) const {
         float p[kMaxExperts], wanted[kMaxExperts];
         int32_t ids[kMaxExperts];
@@ -97,7 +97,7 @@ class Router {
     }
 
   private:
-    // Of all groups but the best ones, of which group_best experts count, the experts cannot be chosen.
+    // Exclude experts outside the best groups, whose score is the sum of group_best experts.
     void leave_groups_out(float* wanted) const {
         const int size = n_ / f_.n_groups;
         float best[kMaxExperts];
@@ -129,10 +129,10 @@ static const Registered kRoute("route", [](Facts& facts) -> std::unique_ptr<Op> 
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_rows(x, out);
     const int64_t n = facts.width(x);
-    require(n <= kMaxExperts, "a route is among " + std::to_string(kMaxExperts) + " experts at most");
+    require(n <= kMaxExperts, "a route can have at most " + std::to_string(kMaxExperts) + " experts");
     RouteFacts f;
     f.n_used = facts.integer("n_used", 1, n);
-    require(facts.width(out) == 2 * f.n_used, "a route has ids and weights of the experts that are used");
+    require(facts.width(out) == 2 * f.n_used, "a route must have ids and weights of n_used experts");
     const std::string scoring = facts.text("scoring");
     const auto known = std::ranges::find(kScorings, scoring, [](const auto& one) { return one.first; });
     require(known != std::end(kScorings), "there is no scoring " + scoring);
@@ -145,15 +145,15 @@ static const Registered kRoute("route", [](Facts& facts) -> std::unique_ptr<Op> 
     f.n_groups_used = facts.integer("n_groups_used", 1, f.n_groups);
     f.group_best = facts.integer("group_best", 1, 2);
     require(n % f.n_groups == 0 && n / f.n_groups * f.n_groups_used >= f.n_used,
-            "groups of experts have equal sizes, and hold those that are used");
+            "groups of experts must have equal sizes and hold n_used experts");
     if (facts.has("table")) {
         facts.of_all_tokens(out);
         f.table = facts.floats("table");
         Plan::Limits& limits = facts.plan().limits();
         const int64_t n_vocab = int64_t(f.table.size()) / f.n_used;
-        require(n_vocab > 0 && int64_t(f.table.size()) == n_vocab * f.n_used, "each token has its experts");
+        require(n_vocab > 0 && int64_t(f.table.size()) == n_vocab * f.n_used, "each token needs its experts");
         require(std::ranges::all_of(f.table, [&](float id) { return id >= 0.0f && id < float(n); }),
-                "a table names experts that there are");
+                "a table names an expert that does not exist");
         limits.n_vocab = limits.n_vocab ? std::min(limits.n_vocab, n_vocab) : n_vocab;
     }
     const bool has_table = !f.table.empty();

@@ -1,4 +1,4 @@
-// Operations that treat each row by itself.
+// Operations on single rows.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace hotset {
 
-// Calls f(step, row, out) for each row of its output, a group of rows a chunk.
+// Calls f(step, row, out) for each row of its output; a chunk is a group of rows.
 template <class F>
 class RowOp : public Op {
   public:
@@ -51,7 +51,7 @@ class RowOp : public Op {
     const bool counts_;
 };
 
-// counts: the results are neurons, of which those that are not zero are counted.
+// counts: the results are neurons; count those that are not zero.
 template <class F>
 std::unique_ptr<Op> make_row_op(const Plan& plan, int out, F f, bool counts = false) {
     return std::make_unique<RowOp<F>>(plan, out, std::move(f), counts);

@@ -1,5 +1,5 @@
-// The state spaces of Mamba-2 and of Mamba: a matrix per head, which each token lets decay, adds to and reads
-// (operations.SelectiveScan, operations.ChannelScan).
+// The state spaces of Mamba-2 and Mamba: each head has a state matrix, which each token decays, adds to and
+// reads (operations.SelectiveScan, operations.ChannelScan).
 #include <cmath>
 
 #include "../facts.h"
@@ -8,8 +8,8 @@
 namespace hotset {
 namespace {
 
-// See operations.SelectiveScan. x: values [n_head][dim_v], then B and C [n_group][dim_k] each; dt: a number
-// per head. A state: [n_head][dim_k][dim_v].
+// See operations.SelectiveScan. x: values [n_head][dim_v], then B and C, [n_group][dim_k] each. dt: one
+// number per head. A state is [n_head][dim_k][dim_v].
 struct SelectiveScanFacts {
     int x = -1, dt = -1, out = -1;
     int n_head = 0, n_group = 0, dim_k = 0, dim_v = 0;
@@ -41,8 +41,8 @@ class SelectiveScan : public HeadStates {
     const SelectiveScanFacts f_;
 };
 
-// See operations.ChannelScan. x, dt: a number per channel; b, c: dim_k numbers of all. A task has a block of
-// dim_v channels, n_head of them in all. A state: [n_head][dim_k][dim_v].
+// See operations.ChannelScan. x, dt: one number per channel. b, c: dim_k numbers for all channels. A task has
+// a block of dim_v channels; there are n_head tasks. A state is [n_head][dim_k][dim_v].
 struct ChannelScanFacts {
     int x = -1, dt = -1, b = -1, c = -1, out = -1;
     int n_head = 0, dim_k = 0, dim_v = 0;
@@ -70,7 +70,7 @@ class ChannelScan : public HeadStates {
     const ChannelScanFacts f_;
 };
 
-constexpr int kBlockChannels = 64;  // of a task, at most
+constexpr int kBlockChannels = 64;  // most channels of a task
 
 }  // namespace
 
@@ -80,12 +80,12 @@ static const Registered kChannelScan("channel_scan", [](Facts& facts) -> std::un
     f.out = facts.buffer("out");
     for (int id : {f.x, f.dt, f.b, f.c, f.out}) facts.of_all_tokens(id);
     for (int id : {f.x, f.dt, f.b, f.c})
-        require(id != f.out, "an operation with a state reads what it does not write");
+        require(id != f.out, "an operation with a state cannot write its input");
     facts.same_shape(f.x, f.dt);
     facts.same_shape(f.x, f.out);
     facts.same_shape(f.b, f.c);
     const int64_t width = facts.width(f.x);
-    require(facts.width(f.b) <= kMaxHeadDim, "a channel has not too many numbers");
+    require(facts.width(f.b) <= kMaxHeadDim, "a state has too many numbers per channel");
     f.dim_k = int(facts.width(f.b)), f.dim_v = int(std::min<int64_t>(width, kBlockChannels));
     while (width % f.dim_v) f.dim_v--;
     f.n_head = int(width / f.dim_v);
@@ -103,16 +103,16 @@ static const Registered kSelectiveScan("selective_scan", [](Facts& facts) -> std
     SelectiveScanFacts f;
     f.x = facts.buffer("x"), f.dt = facts.buffer("dt"), f.out = facts.buffer("out");
     for (int id : {f.x, f.dt, f.out}) facts.of_all_tokens(id);
-    require(f.x != f.out && f.dt != f.out, "an operation with a state reads what it does not write");
+    require(f.x != f.out && f.dt != f.out, "an operation with a state cannot write its input");
     f.n_head = facts.integer("n_head", 1, kMaxStateHeads);
     f.n_group = facts.integer("n_group", 1, f.n_head);
     f.dim_k = facts.integer("dim_k", 1, kMaxHeadDim);
     f.dim_v = facts.integer("dim_v", 1, kMaxHeadDim);
-    require(f.n_head % f.n_group == 0, "heads share the B and C of a group");
+    require(f.n_head % f.n_group == 0, "the number of heads must be a multiple of the groups");
     const int64_t values = int64_t(f.n_head) * f.dim_v;
     require(facts.width(f.x) == values + 2 * int64_t(f.n_group) * f.dim_k && facts.width(f.out) == values &&
                 facts.width(f.dt) == f.n_head,
-            "heads fill the widths of a selective scan");
+            "the widths of a selective scan do not match its heads");
     f.rate = facts.floats("rate", f.n_head);
     f.step = facts.floats("step", f.n_head);
     f.skip = facts.floats("skip", f.n_head);

@@ -1,4 +1,4 @@
-// A causal convolution over the tokens of a sequence, channel by channel. Its state are the last inputs.
+// A causal convolution over the tokens of a sequence, per channel. Its state is the last inputs.
 #include <algorithm>
 
 #include "../facts.h"
@@ -9,12 +9,12 @@ namespace {
 
 constexpr int kMaxConvKernel = 64;
 
-// See operations.ShortConv (model/operations.py). A state: [past][width], the oldest inputs first.
+// See operations.ShortConv (model/operations.py). A state is [past][width], oldest inputs first.
 struct ShortConvFacts {
     int x = -1, out = -1;
     int kernel = 1, dilation = 1;
     std::vector<float> weight;  // [kernel][width]
-    std::vector<float> bias;    // [width], or none
+    std::vector<float> bias;    // [width]; empty: none
     StateSlots states;
 };
 
@@ -26,7 +26,7 @@ class ShortConv : public TokenStates {
           past_((f_.kernel - 1) * f_.dilation) {}
 
   private:
-    // The inputs `back` tokens before token t of the step; null: there was none.
+    // Return the input `back` tokens before token t; null if it does not exist.
     const float* input(const StepTokens& step, int t, int back) const {
         const int in_step = tokens_in_step(step, t, back);
         if (in_step == back) return plan_.buffer(f_.x).row(t - back);
@@ -39,7 +39,7 @@ class ShortConv : public TokenStates {
         for (int j = 0; j < f_.kernel; j++) {
             const float* x = input(step, t, (f_.kernel - 1 - j) * f_.dilation);
             const float* weight = f_.weight.data() + j * width_;
-            if (!x) continue;  // zeros, whose products would change no sum
+            if (!x) continue;  // zeros do not change the sum
             for (int64_t c = 0; c < width_; c++) out[c] += weight[c] * x[c];
         }
         if (!f_.bias.empty())
@@ -57,7 +57,7 @@ class ShortConv : public TokenStates {
     }
 
     const ShortConvFacts f_;
-    const int past_;  // inputs that a state holds
+    const int past_;  // inputs in a state
 };
 
 }  // namespace
@@ -67,7 +67,7 @@ static const Registered kShortConv("short_conv", [](Facts& facts) -> std::unique
     f.x = facts.buffer("x"), f.out = facts.buffer("out");
     facts.same_shape(f.x, f.out);
     facts.of_all_tokens(f.x);
-    require(f.x != f.out, "an operation with a state reads what it does not write");
+    require(f.x != f.out, "an operation with a state cannot write its input");
     f.kernel = facts.integer("kernel", 1, kMaxConvKernel);
     f.dilation = facts.integer("dilation", 1, kMaxConvKernel);
     const int64_t width = facts.width(f.x);

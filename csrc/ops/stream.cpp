@@ -1,4 +1,4 @@
-// A piece of a stream that the operations behind this one read: it is there when this one is done.
+// Loads a piece of a stream for later operations. It is loaded when this operation completes.
 #include "../facts.h"
 #include "alone.h"
 
@@ -32,8 +32,8 @@ class AwaitPiece : public Op {
 
 }  // namespace
 
-// waits: operations behind it read the piece; else the stream's user has no more to do, and what comes next
-// may be read.
+// waits: later operations read the piece. If false, this step needs no more pieces, and reading ahead may
+// start.
 static const Registered kAwaitPiece("await_piece", [](Facts& facts) -> std::unique_ptr<Op> {
     Stream& stream = facts.stream("stream");
     const int64_t piece = facts.integer("piece");

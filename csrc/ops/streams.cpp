@@ -1,5 +1,5 @@
-// Several residual streams of a token, side by side: what is added to them, and how large they are made. Each
-// is described by the class of its name in model/operations.py.
+// Operations on several residual streams of a token, which are side by side: additions, and scaling. Each is
+// described by the class of the same name in model/operations.py.
 #include <algorithm>
 #include <cmath>
 
@@ -15,14 +15,14 @@ static const Registered kAddStreams("add_streams", [](Facts& facts) -> std::uniq
     if (x >= 0) facts.same_shape(x, out);
     facts.same_rows(y, out);
     const int n = facts.integer("n_streams", 1, INT32_MAX), first = facts.integer("first", 0, n);
-    require(facts.width(out) % n == 0, "streams fill the width");
-    require(x >= 0 || first == 0, "streams that stay as they are are those of x");
+    require(facts.width(out) % n == 0, "the width must be a multiple of the streams");
+    require(x >= 0 || first == 0, "streams before `first` need an x");
     const int64_t width = facts.width(out) / n;
-    require(facts.width(y) % width == 0, "what is added are streams");
+    require(facts.width(y) % width == 0, "the width of y must be a multiple of a stream's");
     const int n_added = int(facts.width(y) / width);
     if (weights >= 0) {
         facts.same_rows(weights, out);
-        require(facts.width(weights) == int64_t(n) * n_added, "each pair of streams has a weight");
+        require(facts.width(weights) == int64_t(n) * n_added, "each pair of streams needs a weight");
     }
     const float plus = facts.real("plus");
     const Buffer& added = plan.buffer(y);
@@ -46,7 +46,7 @@ static const Registered kAddStreams("add_streams", [](Facts& facts) -> std::uniq
 
 constexpr int kMaxStreams = 16;
 
-// A matrix [n][n], rows and then columns of which are to be divided by their sums.
+// Divide the rows or columns of a matrix [n][n] by their sums, depending on the two strides.
 static void divide_by_sums(double* matrix, int n, int step, int between, double eps) {
     for (int i = 0; i < n; i++) {
         double sum = eps;
@@ -55,14 +55,14 @@ static void divide_by_sums(double* matrix, int n, int step, int between, double 
     }
 }
 
-// See operations.HyperConnection. In double, as errors would grow from sum to sum.
+// See operations.HyperConnection. In double, because errors grow from sum to sum.
 static const Registered kHyperConnection("hyper_connection", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_shape(x, out);
     const int n = facts.integer("n_streams", 1, kMaxStreams);
     const int n_iterations = facts.integer("n_iterations", 1, 1 << 16);
     const int64_t width = facts.width(x);
-    require(width == n || width == n * (n + 2), "streams have weights to be read, written and mixed with");
+    require(width == n || width == n * (n + 2), "the width does not match the streams");
     const std::vector<float> scale = facts.floats("scale", width == n ? 1 : 3),
                              base = facts.floats("base", width);
     const double eps = facts.number("eps");
@@ -104,7 +104,7 @@ static const Registered kMatchMagnitude("match_magnitude", [](Facts& facts) -> s
     facts.same_shape(x, out);
     facts.same_rows(like, out);
     const int64_t width = facts.width(like);
-    require(facts.width(x) % width == 0, "parts fill the width");
+    require(facts.width(x) % width == 0, "the width of x must be a multiple of like's");
     const float least = facts.real("least");
     const Buffer &in = facts.plan().buffer(x), &model = facts.plan().buffer(like);
     return make_row_op(facts.plan(), out, [=, &in, &model](const StepTokens&, int r, float* result) {

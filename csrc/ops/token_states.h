@@ -1,4 +1,4 @@
-// Operations whose state is what the last tokens of a sequence had, the oldest first: a task is some tokens.
+// Operations whose state is data of a sequence's last tokens, oldest first. A task is some tokens.
 #pragma once
 
 #include <algorithm>
@@ -35,19 +35,19 @@ class TokenStates : public Op {
     }
 
   protected:
-    // out [width]: the result of token t.
+    // Compute the result of token t, out [width].
     virtual void compute(const StepTokens& step, int t, float* out) const = 0;
-    // The state behind token t. Within a commit: no thread writes the slot that is read, nor the inputs.
+    // Store the state after token t, within a commit: no thread writes what this reads.
     virtual void save(const StepTokens& step, int t, float* state) const = 0;
 
-    // Of the `back` tokens before token t of the step, how many are in the step, of the same sequence.
+    // Return how many of the `back` tokens before token t are in the step and of the same sequence.
     static int tokens_in_step(const StepTokens& step, int t, int back) {
         const int sequence = step.sequences[t];
         int n = 0;
         while (n < back && n < t && step.sequences[t - n - 1] == sequence) n++;
         return n;
     }
-    // The state that the sequence of token t came with; null: there was none.
+    // Return the state that token t's sequence had before the step; null if it begins.
     const float* before(const StepTokens& step, int t) const {
         const int slot = step.states[step.sequences[t]];
         return slot < 0 ? nullptr : states_.slot(slot);

@@ -32,7 +32,7 @@ uint64_t hash(uint64_t x) {  // splitmix64
     return x ^ (x >> 31);
 }
 
-// Memory on a border of kReadAlign.
+// Memory aligned to kReadAlign.
 class Buffer {
   public:
     explicit Buffer(size_t bytes) : memory_(bytes + kReadAlign) {
@@ -53,7 +53,7 @@ class Buffer {
 #ifdef _WIN32
 
 namespace {
-std::string last_reason() {  // in the words of other systems, where it has one
+std::string last_reason() {  // in the words of other systems, if there are any
     return std::error_code(int(GetLastError()), std::system_category()).default_error_condition().message();
 }
 }  // namespace
@@ -70,7 +70,7 @@ StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
 StoredFile::~StoredFile() {
     CloseHandle(handle_);
 }
-void StoredFile::check() const {}  // no other process may write to it
+void StoredFile::check() const {}  // no other process can write to it
 StoredFile::Attempt StoredFile::attempt(uint64_t, size_t bytes) const {
     return {-1, bytes};
 }
@@ -108,13 +108,13 @@ StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
 #ifdef __APPLE__
     direct_ = fcntl(descriptor_, F_NOCACHE, 1) == 0;
 #elif defined(O_DIRECT)
-    // Some file systems refuse to open a file so, others to read from it.
+    // Some file systems refuse to open a file with O_DIRECT, others refuse to read it.
     const int direct = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
     struct stat same = {};
     const Buffer buffer(kReadAlign);
     if (direct >= 0 && fstat(direct, &same) == 0 && same.st_ino == facts.st_ino &&
         same.st_dev == facts.st_dev && pread(direct, buffer.data(), kReadAlign, 0) >= 0) {
-        cached_ = descriptor_;  // for what is left of a page after a short read
+        cached_ = descriptor_;  // for the rest of a page after a short read
         descriptor_ = direct;
         direct_ = true;
     } else if (direct >= 0) {
@@ -171,7 +171,7 @@ class Reader::Ring : public KernelRing {
     }
     struct Flight {
         Job job;
-        std::unique_ptr<Buffer> buffer;  // when one is first needed
+        std::unique_ptr<Buffer> buffer;  // allocated when first needed
         uint8_t* to;
         size_t done;
     };
@@ -183,7 +183,7 @@ struct Reader::State {
     const uint64_t born = n_forks();
     std::mutex mutex;
     std::condition_variable more;
-    std::deque<Job> queue, ahead;  // of batches that are waited for, and of others
+    std::deque<Job> queue, ahead;  // of batches that a thread waits for, and of others
     bool idle() const { return queue.empty() && ahead.empty(); }
     Job take() {
         std::deque<Job>& from = queue.empty() ? ahead : queue;
@@ -198,13 +198,13 @@ struct Reader::State {
 
 Reader::Reader(Kind kind, int depth) : kind_(kind), depth_(depth) {
     if (kind == Kind::Ring && !ring_allowed())
-        throw ReadError("this system gives no ring for reads (io_uring); use threads");
+        throw ReadError("this system does not allow io_uring; use threads");
     state();
 }
 
 Reader::~Reader() {
     State* state = state_.load();
-    if (!state || state->born != n_forks()) return;  // a parent's threads are not here to be joined
+    if (!state || state->born != n_forks()) return;  // a parent's threads cannot be joined here
     {
         const std::scoped_lock lock(state->mutex);
         state->stop = true;
@@ -230,7 +230,7 @@ Reader::State& Reader::state() {
     try {
         for (int i = 0; i < n_threads; i++)
             made->threads.push_back(start_thread(
-                "threads that read the model's file could not be started",
+                "the threads that read the model's file could not be started",
                 [this, s = made.get()] { s->ring ? serve_with_ring(*s, *s->ring) : serve_with_pread(*s); }));
     } catch (...) {
         {
@@ -267,7 +267,7 @@ bool Reader::wait(Batch& batch, const std::function<bool()>& cancelled) {
     bool dropped = false;
     while (!batch.done.wait_for(lock, 10ms, [&] { return batch.left.load() == 0; })) {
         if (dropped || (batch.error.empty() && !cancelled())) continue;
-        dropped = true;  // reads that have not begun are dropped, the others finish
+        dropped = true;  // reads that have not begun are dropped; the others finish
         lock.unlock();
         size_t n = 0;
         {
@@ -290,7 +290,7 @@ void Reader::finish(const Job& job, const uint8_t* buffer, const std::string& er
             std::memcpy(copy.to, buffer + copy.from, copy.bytes);
         }
     Batch& batch = *job.batch;
-    // Under the lock to the end: the batch may be gone as soon as none is left.
+    // Hold the lock until the end: the batch may be freed as soon as no read is left.
     const std::scoped_lock lock(batch.mutex);
     if (!error.empty() && batch.error.empty()) batch.error = error;
     if (batch.left.fetch_sub(1) == 1) batch.done.notify_all();
@@ -304,9 +304,9 @@ bool Reader::advance(const Read& read, int64_t result, size_t& done, std::string
     }
     done += size_t(result);
     if (read.offset + done >= std::min(read.offset + read.bytes, read.file->bytes())) return true;
-    if (result > 0) return false;  // the system may give less than was requested: 0 alone is the end
+    if (result > 0) return false;  // a short read is normal; only 0 means the end
     error = read.file->path() + " ends near byte " + std::to_string(read.offset + done) +
-            ": it was cut short while it was in use; put the whole file there and load it again";
+            ": it was truncated while it was in use; put the whole file there and load it again";
     return true;
 }
 
@@ -320,7 +320,7 @@ int64_t Reader::faulty(int64_t result, uint8_t* to) {
     if (kind == 2) return 0;
     if (result <= 1) return result;
     const int64_t kept = 1 + int64_t(hash(drawn + 1) % uint64_t(result - 1));
-    std::memset(to + kept, 0xa5, size_t(result - kept));  // a short read leaves nothing there
+    std::memset(to + kept, 0xa5, size_t(result - kept));  // a short read writes nothing there
     return kept;
 }
 

@@ -33,12 +33,12 @@ struct KernelRing::Maps {
     };
     Map submissions, completions, entries;
     io_uring_params facts = {};
-    uint32_t n_pushed = 0;  // not yet handed over
+    uint32_t n_pushed = 0;  // reads that were not yet submitted
 
     ~Maps() {
         if (descriptor >= 0) close(descriptor);
     }
-    // False, with errno, where there is none.
+    // Return false, with errno set, if the kernel refuses.
     bool open(int depth) {
         descriptor = int(syscall(__NR_io_uring_setup, unsigned(depth), &facts));
         if (descriptor < 0) return false;
@@ -61,7 +61,7 @@ bool kernel_ring_allowed() {
         io_uring_params facts = {};
         const int descriptor = int(syscall(__NR_io_uring_setup, 4u, &facts));
         if (descriptor < 0) return false;
-        // A kernel of 5.6 or later knows plain reads.
+        // Plain reads need Linux 5.6 or later.
         constexpr size_t kBytes = sizeof(io_uring_probe) + (IORING_OP_READ + 1) * sizeof(io_uring_probe_op);
         alignas(io_uring_probe) uint8_t memory[kBytes] = {};
         const auto* const probe = reinterpret_cast<const io_uring_probe*>(memory);
@@ -74,7 +74,7 @@ bool kernel_ring_allowed() {
 }
 
 KernelRing::KernelRing(int depth) : maps_(std::make_unique<Maps>()) {
-    if (!maps_->open(depth)) throw ReadError("this system gives no ring for reads (io_uring); use threads");
+    if (!maps_->open(depth)) throw ReadError("this system does not allow io_uring; use threads");
 }
 
 KernelRing::~KernelRing() = default;
@@ -100,7 +100,7 @@ void KernelRing::submit_and_wait(const std::function<void(uint64_t, int64_t)>& d
     Maps& m = *maps_;
     const long n =
         syscall(__NR_io_uring_enter, m.descriptor, m.n_pushed, 1u, IORING_ENTER_GETEVENTS, nullptr, 0);
-    if (n > 0) m.n_pushed -= uint32_t(n);  // else EINTR, EAGAIN or EBUSY: the next call hands them over
+    if (n > 0) m.n_pushed -= uint32_t(n);  // otherwise EINTR, EAGAIN or EBUSY: the next call submits them
     const uint32_t mask = *m.completions.word(m.facts.cq_off.ring_mask);
     uint32_t head = *m.completions.word(m.facts.cq_off.head);
     while (head != m.load(m.completions, m.facts.cq_off.tail)) {
@@ -122,7 +122,7 @@ bool kernel_ring_allowed() {
     return false;
 }
 KernelRing::KernelRing(int) {
-    throw ReadError("this system gives no ring for reads (io_uring); use threads");
+    throw ReadError("this system does not allow io_uring; use threads");
 }
 KernelRing::~KernelRing() = default;
 void KernelRing::push(int, uint8_t*, uint32_t, uint64_t, uint64_t) {}

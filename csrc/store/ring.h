@@ -1,4 +1,4 @@
-// A ring of the kernel's for reads (io_uring), by its system calls alone. Many containers forbid it.
+// Reads with io_uring, using its system calls directly. Many containers forbid it.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ class KernelRing {
     ~KernelRing();
     KernelRing(const KernelRing&) = delete;
 
-    // A read that `submit_and_wait` hands to the kernel. At most `depth` are on their way.
+    // Queue a read for `submit_and_wait`. At most `depth` reads may be in flight.
     void push(int descriptor, uint8_t* to, uint32_t bytes, uint64_t offset, uint64_t tag);
-    // Waits until one at least is done, and calls `done` for each that is; which may push.
+    // Submit, wait for at least one read, and call `done` for each finished one. `done` may push.
     void submit_and_wait(const std::function<void(uint64_t tag, int64_t result)>& done);
 
   private:

@@ -13,8 +13,8 @@ namespace hotset {
 namespace {
 
 constexpr size_t kRowAlign = 64;
-constexpr size_t kLentAtOnce = 63;           // slots beyond one, since each time costs a little
-constexpr size_t kStraightBytes = 64 << 10;  // of a part from which it is read to its place, without a copy
+constexpr size_t kLentAtOnce = 63;           // slots borrowed in addition to one: each borrowing has a cost
+constexpr size_t kStraightBytes = 64 << 10;  // least bytes of a part that is read directly, without a copy
 
 constexpr size_t rounded(size_t bytes, size_t to) {
     return (bytes + to - 1) / to * to;
@@ -28,7 +28,7 @@ uint8_t* page_at(uint8_t* p) {
     return p + (kReadAlign - reinterpret_cast<uintptr_t>(p) % kReadAlign) % kReadAlign;
 }
 
-// Rows are read here and there: with small pages many of them would wait for an address first.
+// Rows are scattered in memory: large pages save many address lookups.
 void ask_for_large_pages(uint8_t* p, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const uint8_t* const end = p + bytes;
@@ -52,12 +52,12 @@ size_t most_of(const std::vector<RowStore::Size>& groups) {
     return all;
 }
 
-// Rows that find room in so many bytes of slots of another group, which may not begin at a page.
+// Return how many rows fit into `bytes` bytes of another group's slots, which may not begin at a page.
 size_t room_among(size_t bytes, size_t slot) {
     return (slot % kReadAlign == 0 ? bytes - std::min(bytes, kReadAlign) : bytes) / slot;
 }
 
-// Where the parts of a row lie in its slot, those first that begin at pages; and what it takes.
+// Return the offset of each part in a row's slot, parts that begin at pages first, and the slot's size.
 std::pair<std::vector<size_t>, size_t> lay_out(const std::vector<size_t>& row_bytes) {
     std::vector<size_t> at(row_bytes.size());
     size_t end = 0;
@@ -77,16 +77,16 @@ RowStore::RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life)
     : reader_(std::move(reader)), gap_(gap), half_life_(half_life) {}
 
 RowStore::~RowStore() {
-    if (touched_by_ != n_forks()) touching_.release();  // a parent's thread is not here to be joined
+    if (touched_by_ != n_forks()) touching_.release();  // a parent's thread cannot be joined here
     give_up();
 }
 
 int RowStore::add_group(int64_t n_rows, std::vector<Part> parts, int64_t usual, int64_t at_once,
-                        int64_t n_asked) {
+                        int64_t n_needed) {
     Group group;
     group.n_rows = n_rows;
-    group.n_asked = n_asked;
-    group.at_once = std::min(at_once, n_asked);
+    group.n_needed = n_needed;
+    group.at_once = std::min(at_once, n_needed);
     group.usual = std::min(usual, group.at_once);
     std::vector<size_t> row_bytes;
     for (const Part& part : parts) {
@@ -108,7 +108,7 @@ std::vector<RowStore::Size> RowStore::sizes() const {
     std::vector<Size> sizes;
     sizes.reserve(groups_.size());
     for (const Group& group : groups_)
-        sizes.push_back({group.n_asked, group.slot_bytes, group.usual, group.at_once});
+        sizes.push_back({group.n_needed, group.slot_bytes, group.usual, group.at_once});
     return sizes;
 }
 
@@ -135,7 +135,7 @@ RowStore::Shares RowStore::share_out(const std::vector<Size>& groups, size_t byt
         for (const Size& group : groups) shares.slots.push_back(int64_t(double(group.n_rows) * part));
     };
     share();
-    // Whether what a group has no slots for finds room in the staging and in slots of others.
+    // Whether the rows without a slot fit into the staging area and the slots of other groups.
     const auto holds = [&](size_t g) {
         const size_t slot = groups[g].slot_bytes;
         size_t room = shares.staging / slot;
@@ -159,7 +159,7 @@ void RowStore::allocate(size_t bytes) {
     staging_bytes_ = bytes_ = shares.staging;
     for (size_t g = 0; g < groups_.size(); g++) bytes_ += size_t(slots[g]) * groups_[g].slot_bytes;
     bytes_ += (groups_.size() + 1) * kReadAlign;
-    memory_ = Memory(bytes_ + kReadAlign);  // kernels may read a little beyond a row
+    memory_ = Memory(bytes_ + kReadAlign);  // kernels may read slightly past a row
     ask_for_large_pages(memory_.data(), bytes_);
     staging_ = page_at(memory_.data());
     uint8_t* at = staging_ + staging_bytes_;
@@ -187,7 +187,7 @@ void RowStore::touch_ahead() {
 void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
     give_up();
     Group& group = groups_[index];
-    if (whole_ && group.n_there == group.n_asked) {
+    if (whole_ && group.n_there == group.n_needed) {
         counts_.hits += n;
         return;
     }
@@ -225,7 +225,7 @@ uint8_t* RowStore::Passing::next() {
     const size_t bytes = group_.slot_bytes;
     while (size_t(end_ - at_) < bytes) {
         if (next_lender_ == store_.groups_.size())
-            throw std::logic_error("more rows were asked for than there may be at once");
+            throw std::logic_error("more rows were requested than one fetch may have");
         Group& other = store_.groups_[next_lender_++];
         if (&other == &group_ || !other.policy) continue;
         lender_ = &other;
@@ -298,16 +298,16 @@ bool RowStore::peek(int index, int32_t row, int part, uint8_t* out) const {
     return true;
 }
 
-// What is on its way, or did not come, will not be asked for.
+// Drop the reads in flight and the failed ones: they are not needed any more.
 void RowStore::give_up() {
     if (!coming_) return;
-    if (born_ != n_forks()) {  // a parent's reads never end here, and who does them may have held a lock
+    if (born_ != n_forks()) {  // a parent's reads never end here, and its threads may hold a lock
         batch_.release();
         batch_ = std::make_unique<Reader::Batch>();
     } else {
         try {
             reader_->wait(*batch_, [] { return true; });
-        } catch (const ReadError&) {  // it is no longer wanted
+        } catch (const ReadError&) {  // the result is not needed
         }
     }
     if (coming_->policy)
@@ -315,7 +315,7 @@ void RowStore::give_up() {
     coming_ = nullptr;
 }
 
-// Makes the batch of the reads of the rows that are missing, whose places are to_.
+// Make the batch of reads for the missing rows, whose addresses are in to_.
 void RowStore::read_rows(const Group& group) {
     batch_->reads.clear();
     batch_->copies.clear();
@@ -329,7 +329,7 @@ void RowStore::read_rows(const Group& group) {
         else
             add_reads(*batch_, part.file, offset, part.row_bytes, to_[i] + group.at[p], gap_);
     };
-    if (first.stride > first.row_bytes) {  // the parts of a row lie side by side
+    if (first.stride > first.row_bytes) {  // the parts of a row are adjacent in the file
         for (size_t i = 0; i < n; i++)
             for (size_t p = 0; p < group.parts.size(); p++) piece(i, p);
     } else {

@@ -63,18 +63,18 @@ void Stream::begin(Piece& piece) {
     piece.state = State::Coming;
 }
 
-// What is in the piece's place is no longer it.
+// Mark the piece's memory as no longer holding it.
 void Stream::drop(Piece& piece) {
     if (piece.state == State::Coming) {
         try {
             reader_->wait(*piece.batch, [] { return true; });
-        } catch (const ReadError&) {  // it is no longer wanted
+        } catch (const ReadError&) {  // the result is not needed
         }
     }
     piece.state = State::Absent;
 }
 
-// Reads that a parent of this process began never end here, and who did them may have held a lock.
+// Reads that a parent process began never end here, and its threads may hold a lock.
 void Stream::forget_parent() {
     if (born_ == n_forks()) return;
     born_ = n_forks();
@@ -104,7 +104,7 @@ bool Stream::acquire(int index, const std::function<bool()>& cancelled) {
     Piece& piece = pieces_[size_t(index)];
     if (piece.state == State::There) return true;
     const int64_t start = now_ns();
-    piece.state = State::Absent;  // unless it comes
+    piece.state = State::Absent;  // until the read succeeds
     const bool done = reader_->wait(*piece.batch, cancelled);
     counts_.seconds_waited += double(now_ns() - start) * 1e-9;
     if (done) piece.state = State::There;

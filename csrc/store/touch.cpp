@@ -11,13 +11,13 @@
 namespace hotset {
 namespace {
 
-constexpr size_t kStep = 2 << 20;  // a large page, after which the next piece has its turn
+constexpr size_t kStep = 2 << 20;  // one large page of each piece in turn
 
 }  // namespace
 
 TouchAhead::TouchAhead(Pieces pieces) {
 #if defined(__linux__) && defined(MADV_POPULATE_WRITE)
-    thread_ = start_thread("a thread that has memory ready could not be started",
+    thread_ = start_thread("the thread that touches memory in advance could not be started",
                            [this, pieces = std::move(pieces)] { run(pieces); });
 #else
     (void)pieces;
@@ -39,7 +39,7 @@ void TouchAhead::run(const Pieces& pieces) const {
             if (stop_.load()) return;
             uint8_t* const first = data + at;
             uint8_t* const page = first - reinterpret_cast<uintptr_t>(first) % kReadAlign;
-            // An old kernel does not know it, and memory may be short: then pages come when they are used.
+            // An old kernel rejects this, and memory may be short: then pages are allocated on first use.
             if (madvise(page, size_t(first - page) + std::min(kStep, bytes - at), MADV_POPULATE_WRITE))
                 return;
         }

@@ -1,7 +1,7 @@
-// Memory that the system gives before it is needed.
+// Makes the system allocate memory before it is used.
 //
-// Memory that was asked for is given page by page when it is first written to, which takes about as long as
-// to read these bytes from a quick disk: as long as slots fill, who puts rows into them would wait for pages.
+// The system allocates memory page by page at the first write, which takes about as long as reading as many
+// bytes from a fast disk. Without this, loading rows into slots would wait for page allocation.
 #pragma once
 
 #include <atomic>
@@ -13,14 +13,14 @@
 
 namespace hotset {
 
-// A thread that has pages of these pieces of memory be given, of all pieces in turn, while others may use
-// them: nothing that is there changes. Where the system knows no such call, nothing is done.
+// A thread that allocates the pages of several pieces of memory, alternating between pieces, while others use
+// them. It does not change their contents. On systems without MADV_POPULATE_WRITE it does nothing.
 class TouchAhead {
   public:
     using Pieces = std::vector<std::pair<uint8_t*, size_t>>;
 
     explicit TouchAhead(Pieces pieces);  // throws ThreadError
-    ~TouchAhead();                       // ends it where it stands
+    ~TouchAhead();                       // stops the thread early
     TouchAhead(const TouchAhead&) = delete;
 
   private:

@@ -1,9 +1,9 @@
 // Compares every kernel of every instruction set of this machine with the scalar reference, bit for bit.
-// Needs no Python, so that it also runs under an emulator and under sanitizers. Exit status 1 on a
+// Needs no Python, so that it also runs under emulators and sanitizers. Exit status 1 if there is a
 // difference. With --selected it only prints which instruction set this processor gets.
 //
-// The reference's own results are hashed and compared with the hash below, so that a compiler or a processor
-// that rounds differently (say, contracts a * b + c where -ffp-contract=off is missing) is found out as well.
+// The reference's own results are hashed and compared with the hash below. This finds compilers and
+// processors that round differently, for example by contracting a * b + c without -ffp-contract=off.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -21,10 +21,10 @@ using namespace hotset;
 
 namespace {
 
-// Of every result of the reference that test_all compares, on all platforms. A new case or another order of
-// accumulation changes it: then put here what the test prints, once two architectures print the same.
+// The hash of every reference result that test_all compares, on all platforms. A new case or another order of
+// accumulation changes it. Then store the hash that the test prints, once two architectures print the same.
 constexpr uint64_t kReferenceHash = 0x562aaf2211a1b3fb;
-// The same of the types that came later, so that the one above stays as it is when types come.
+// The hash of types that were added later, so that the one above does not change with each new type.
 constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
 constexpr std::array<KvType, 2> kLaterCaches[] = {
@@ -36,7 +36,7 @@ int failures = 0;
 uint64_t reference_hash;  // FNV-1a
 uint64_t first_hash;      // reference_hash before the later types
 
-// The input-major copy of a matrix of rows.
+// The input-major copy of a row-major matrix.
 struct InputMajor {
     std::vector<uint8_t> data;
     ChannelMatrix view;
@@ -82,7 +82,7 @@ struct InputMajor {
         }
     }
 
-    // A block's own scales and minimums as they are stored, and its codes.
+    // Split a block into its own scales and minimums, as stored, and its codes.
     static void split(Type type, const uint8_t* row, int64_t b, uint8_t* head, uint8_t* codes) {
         const int per_block = type_facts(type).block_size / 32, j = int(b % per_block);
         const uint8_t* p = row + b / per_block * type_facts(type).block_bytes;
@@ -116,7 +116,7 @@ struct InputMajor {
     }
 };
 
-// About normal, and the same on all platforms, as std::normal_distribution is not.
+// Approximately normal, and the same on all platforms, unlike std::normal_distribution.
 float normal() {
     int total = 0;
     for (int i = 0; i < 6; i++) {
@@ -132,7 +132,7 @@ std::vector<float> normals(int64_t n) {
     return v;
 }
 
-// Byte offsets of the f16 fields of a block, which must hold finite numbers.
+// Return the byte offsets of a block's f16 fields, which must hold finite numbers.
 std::vector<int> half_fields(Type type) {
     switch (type) {
         case Type::Q4_1:
@@ -177,16 +177,16 @@ std::vector<uint8_t> random_matrix(Type type, int64_t rows, int64_t cols) {
             const uint16_t half = f32_to_f16(normal() * 0.05f);
             std::memcpy(&bytes[i + field], &half, 2);
         }
-    if (type == Type::IQ1_M)  // the f16 lies in the high bits of four words: about 2^-7
+    if (type == Type::IQ1_M)  // the f16 is in the high bits of four words: about 2^-7
         for (size_t i = 0; i < bytes.size(); i += facts.block_bytes)
             bytes[i + 55] = uint8_t((bytes[i + 55] & 0x8f) | 0x20);
-    if (type == Type::MXFP4)  // exponents of weights, and some that are next to nothing
+    if (type == Type::MXFP4)  // exponents of typical weights, and some tiny ones
         for (size_t i = 0; i < bytes.size(); i += facts.block_bytes)
             if (bytes[i] > 9) bytes[i] = uint8_t(118 + bytes[i] % 8);
     return bytes;
 }
 
-// Codes of whole tokens, as kernels read them that interleave so many blocks.
+// Convert the codes of whole tokens from one interleaving to another.
 std::vector<int8_t> interleaved(const std::vector<int8_t>& q, int from, int to) {
     std::vector<int8_t> out(q.size());
     for (int64_t b = 0; b < int64_t(q.size()) / 32; b++)
@@ -197,12 +197,12 @@ std::vector<int8_t> interleaved(const std::vector<int8_t>& q, int from, int to) 
 
 struct QuantizedInputs {
     std::vector<float> x;
-    std::vector<int8_t> q, others;  // as the kernels lay them out that quantised, and as others do
+    std::vector<int8_t> q, others;  // in the order of the quantising kernels, and of other kernels
     std::vector<float> scale, sum;
     std::vector<int32_t> isum, isum8;
-    Inputs view;  // for the kernels that quantised
+    Inputs view;  // for the quantising kernels
 
-    // For `kernels`.
+    // Return the inputs in the order of `kernels`.
     Inputs view_for(const Kernels& kernels) {
         others = interleaved(q, interleaved_, kernels.interleaved);
         Inputs inputs = view;
@@ -245,7 +245,7 @@ void add_to_hash(const std::vector<T>& reference) {
             (reference_hash ^ reinterpret_cast<const uint8_t*>(reference.data())[i]) * 0x100000001b3;
 }
 
-// `portable`: whether the reference's results `b` are the same on all platforms.
+// portable: whether the reference's results `b` are the same on all platforms.
 template <class T>
 void expect_equal(const char* what, const char* isa, const char* detail, const std::vector<T>& a,
                   const std::vector<T>& b, bool portable = true) {
@@ -260,7 +260,7 @@ void expect_equal(const char* what, const char* isa, const char* detail, const s
         }
 }
 
-// Bytes in memory exactly as large as they are, so that a sanitizer sees every byte read too far.
+// Copy bytes to an allocation of exactly their size, so that sanitizers detect reads past the end.
 std::unique_ptr<uint8_t[]> exact_copy(const std::vector<uint8_t>& bytes) {
     std::unique_ptr<uint8_t[]> copy(new uint8_t[bytes.size()]);
     std::memcpy(copy.get(), bytes.data(), bytes.size());
@@ -283,7 +283,7 @@ void test_linear(const Kernels& kernels, Type type, int64_t rows, int64_t cols, 
     std::snprintf(detail, sizeof detail, "%s %dx%d, %d tokens", type_facts(type).name, int(rows), int(cols),
                   n);
     expect_equal("linear", kernels.isa, detail, got, expected);
-    if (rows > 3 && n > 1) {  // a part of the rows, a part of the tokens
+    if (rows > 3 && n > 1) {  // a part of the rows and of the tokens
         std::vector<float> part((n - 1) * (rows - 3)), want((n - 1) * (rows - 3));
         kernels.linear[int(type)](w, 2, rows - 1, own, 1, n, part.data(), rows - 3, scratch);
         for (int t = 1; t < n; t++)
@@ -294,8 +294,8 @@ void test_linear(const Kernels& kernels, Type type, int64_t rows, int64_t cols, 
     std::free(scratch);
 }
 
-// Every number of tokens from `fewest` to `most`, from the first on and up to the last: kernels differ by it.
-// Not part of the hash, nor are its numbers.
+// Test every number of tokens from `fewest` to `most`, at the beginning and at the end: kernels depend on it.
+// Not part of the hash, and neither are the random numbers.
 void test_token_counts(const Kernels& kernels, Type type, int64_t rows, int64_t cols, int fewest = 1,
                        int most = 35) {
     const std::mt19937 before = random_engine;
@@ -346,8 +346,8 @@ void test_gather(const Kernels& kernels, Type type, int64_t rows, int64_t cols) 
     }
 }
 
-// What the kernels of rows give, whatever is zero. Not part of the hash, nor are its numbers: they are equal
-// to what is.
+// Compare with the row kernels for any share of zeros. Not part of the hash, and neither are the random
+// numbers, because the results equal hashed ones.
 void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
     const std::mt19937 before = random_engine;
     const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
@@ -376,8 +376,8 @@ void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols
             const int64_t half = rows / 64 * 32;
             for (const auto& [first, last] : {std::pair(int64_t(0), half), std::pair(half, rows)})
                 if (first < last) product(first, last, 0, 16, got.data() + first);
-            w.first_col =
-                half;  // a fused matrix's, and of lanes first one half, then a quarter and the other
+            // Like a fused matrix's part; lanes in one half, then a quarter and the other quarter.
+            w.first_col = half;
             std::vector<float> part(rows - half), other(rows - half), last_quarter(rows - half);
             product(0, rows - half, 0, 8, part.data());
             product(0, rows - half, 8, 4, other.data());
@@ -390,7 +390,7 @@ void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols
             const bool nan = std::isnan(odd) || std::isinf(odd);
             for (std::vector<float>* v : {&got, &want, &part})
                 for (float& f : *v)
-                    if (nan && std::isnan(f)) f = NAN;  // one NaN is as good as another
+                    if (nan && std::isnan(f)) f = NAN;  // any NaN equals any other
             expect_equal("channel_linear", kernels.isa, detail, got, want, false);
             want.erase(want.begin(), want.begin() + half);
             expect_equal("channel_linear of a part", kernels.isa, detail, part, want, false);
@@ -398,7 +398,7 @@ void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols
     random_engine = before;
 }
 
-// Every third row, and a part of the columns that begins at a block.
+// Every third row, and a range of columns that begins at a block.
 void test_axpy(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
     const Kernels& reference = *scalar_kernels();
     std::vector<uint8_t> bytes =
@@ -424,7 +424,7 @@ void test_axpy(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
         kernels.decode[int(type)](w, rows - 1, first, n, got.data());
         reference.decode[int(type)](w, rows - 1, first, n, want.data());
         expect_equal("decode", kernels.isa, detail, got, want);
-        if (type == Type::F32) {  // the same values as those of a tile
+        if (type == Type::F32) {  // equal to the values of a tile
             std::vector<float> of_tile = want = normals(cols);
             const float* tile = reinterpret_cast<const float*>(w.data);
             kernels.tile_axpy(tile, wanted.data(), values.data(), int(wanted.size()), cols, of_tile.data());
@@ -435,17 +435,17 @@ void test_axpy(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
         if (is_planes(type)) continue;
         std::vector<float> decoded(cols);
         dequantize_row(type, w.row(rows - 1), cols, decoded.data());
-        for (float& v : got) v += 0.0f;  // which sign a zero has does not matter
+        for (float& v : got) v += 0.0f;  // the sign of a zero does not matter
         for (float& v : decoded) v += 0.0f;
         expect_equal("decoded row", kernels.isa, detail, got, {decoded.begin() + first, decoded.end()});
     }
 }
 
-// Heavy tails, zeros of both signs, groups that are all alike.
+// Heavy tails, zeros of both signs, groups of equal values.
 void test_encode(const Kernels& kernels, Type type, int64_t n) {
     const Kernels& reference = *scalar_kernels();
     if (!reference.encode[int(type)]) return;
-    const std::mt19937 before = random_engine;  // its bytes are not part of the hash, nor are its numbers
+    const std::mt19937 before = random_engine;  // neither bytes nor random numbers are part of the hash
     std::vector<float> x = normals(n);
     random_engine = before;
     for (int64_t i = 0; i < n; i++) {
@@ -467,7 +467,7 @@ void test_encode(const Kernels& kernels, Type type, int64_t n) {
     x[n / 2] = NAN;
     if (type != Type::F32 && type != Type::BF16 &&
         kernels.encode[int(type)](x.data(), nullptr, n, got.data())) {
-        std::printf("FAIL encode %s %s: takes a NaN\n", kernels.isa, facts.name);
+        std::printf("FAIL encode %s %s: accepts a NaN\n", kernels.isa, facts.name);
         failures++;
     }
 }
@@ -487,7 +487,7 @@ void test_bits(const Kernels& kernels, int64_t n) {
     expect_equal("not_below_bits", kernels.isa, detail.c_str(), got, want);
 }
 
-// A kernel that reads on into the next row must not let that row's infinite scales into its sums.
+// A kernel that reads past a row into the next must not add that row's infinite scales.
 void test_next_row(const Kernels& kernels, Type type) {
     const TypeFacts facts = type_facts(type);
     const int64_t cols = facts.block_size == 256 ? 256 : 96;
@@ -514,7 +514,7 @@ void test_next_row(const Kernels& kernels, Type type) {
             expect_equal("next row", kernels.isa, facts.name, got, expected, tokens == 2);
         }
     }
-    random_engine = after;  // those of many tokens are not part of the hash
+    random_engine = after;  // results for many tokens are not part of the hash
     std::free(scratch);
 }
 
@@ -535,9 +535,9 @@ void test_quantize(const Kernels& kernels, int64_t k) {
     }
 }
 
-// A block with a value that is not finite, or with values so small that their scale has no inverse: no other
-// block changes, and nothing is converted to an integer that does not fit one. Not part of the hash, nor are
-// its numbers.
+// A block with a value that is not finite, or with values so small that their scale has no inverse. Other
+// blocks must not change, and no conversion to an integer may overflow. Not part of the hash, and neither are
+// the random numbers.
 void test_extremes(const Kernels& kernels, Type type) {
     constexpr int64_t kRows = 5, kCols = 768;
     const std::mt19937 before = random_engine;
@@ -595,7 +595,7 @@ void test_rows(const Kernels& kernels, int64_t n) {
             [&](const Kernels& k, float* out) { k.gaussian_top_k(a.data(), 1.3f, n, out); });
     compare("softmax", [&](const Kernels& k, float* out) { k.softmax(a.data(), n, out); });
     const float highest = *std::max_element(a.begin(), a.end());
-    std::vector<float> far(a);  // reaches the denormals, and what is rounded to zero
+    std::vector<float> far(a);  // reaches denormals, and values that round to zero
     for (float& value : far) value = (value - highest) * 20.0f;
     compare("exponentials", [&](const Kernels& k, float* out) { k.exponentials(far.data(), 0.0f, n, out); });
     compare("weights", [&](const Kernels& k, float* out) {
@@ -611,8 +611,8 @@ void test_rows(const Kernels& kernels, int64_t n) {
     compare("multiply", [&](const Kernels& k, float* out) { k.multiply(a.data(), b.data(), n, out); });
     for (int i = 0; i <= int(Activation::Clamp); i++) {
         const Activation kind = Activation(i);
-        if (kind == Activation::Exp || kind == Activation::Softplus) continue;  // below
-        const bool portable = kind != Activation::Gelu;                         // erf is the C library's
+        if (kind == Activation::Exp || kind == Activation::Softplus) continue;  // tested below
+        const bool portable = kind != Activation::Gelu;  // erf comes from the C library
         compare(
             "activate", [&](const Kernels& k, float* out) { k.activate(kind, 0.3f, a.data(), n, out); },
             portable);
@@ -631,7 +631,7 @@ void test_xielu(const Kernels& kernels, int64_t n) {
     expect_equal("xielu", kernels.isa, ("n = " + std::to_string(n)).c_str(), got, want, true);
 }
 
-// Two tokens of each operation with a state: outputs, and the state behind them.
+// Two tokens of each operation with a state: compare the outputs and the final state.
 void test_states(const Kernels& kernels, int dim_k, int dim_v) {
     const std::vector<float> keys = normals(5 * dim_k), values = normals(3 * dim_v);
     const std::vector<float> rate = normals(dim_k * dim_v), before = normals(dim_k * dim_v);
@@ -671,14 +671,14 @@ void test_states(const Kernels& kernels, int dim_k, int dim_v) {
 
 void test_attention(const Kernels& kernels, std::array<KvType, 2> types, int head_dim, int n_rows, int last,
                     int window, float softcap, const float* slopes = nullptr, bool around = false) {
-    const int heads = 2, pages = (last + kPageSize - 1) / kPageSize;
+    const int heads = 2, kv_blocks = (last + kKvBlockSize - 1) / kKvBlockSize;
     KvLayer kv = {types[0], types[1], heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
     struct Cache {
         std::vector<uint8_t> k, v;
         std::vector<uint16_t> ks, vs;
     } caches[2];
-    std::vector<int32_t> table(pages);
-    for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
+    std::vector<int32_t> table(kv_blocks);
+    for (int i = 0; i < kv_blocks; i++) table[i] = kv_blocks - 1 - i;
     const std::vector<float> keys = normals(last * heads * head_dim),
                              values = normals(last * heads * head_dim);
     const std::vector<float> q = normals(n_rows * head_dim);
@@ -687,17 +687,17 @@ void test_attention(const Kernels& kernels, std::array<KvType, 2> types, int hea
     const Kernels* tables[2] = {&kernels, scalar_kernels()};
     for (int side = 0; side < 2; side++) {
         Cache& cache = caches[side];
-        cache.k.resize(pages * kv.k_page_bytes());
-        cache.v.resize(pages * kv.v_page_bytes());
-        cache.ks.resize(pages * heads * (head_dim / 32 + 1) * kPageSize);
-        cache.vs.resize(pages * heads * (head_dim / 32 + 1) * kPageSize);
+        cache.k.resize(kv_blocks * kv.k_block_bytes());
+        cache.v.resize(kv_blocks * kv.v_block_bytes());
+        cache.ks.resize(kv_blocks * heads * (head_dim / 32 + 1) * kKvBlockSize);
+        cache.vs.resize(kv_blocks * heads * (head_dim / 32 + 1) * kKvBlockSize);
         kv.k = cache.k.data(), kv.v = cache.v.data(), kv.k_scale = cache.ks.data(),
         kv.v_scale = cache.vs.data();
         for (int pos = 0; pos < last; pos++)
             for (int h = 0; h < heads; h++) {
-                tables[side]->store_key(kv, table[pos / kPageSize], pos % kPageSize, h,
+                tables[side]->store_key(kv, table[pos / kKvBlockSize], pos % kKvBlockSize, h,
                                         &keys[(pos * heads + h) * head_dim]);
-                tables[side]->store_value(kv, table[pos / kPageSize], pos % kPageSize, h,
+                tables[side]->store_value(kv, table[pos / kKvBlockSize], pos % kKvBlockSize, h,
                                           &values[(pos * heads + h) * head_dim]);
             }
         std::vector<const float*> rows(n_rows);
@@ -727,7 +727,7 @@ void test_attention(const Kernels& kernels, std::array<KvType, 2> types, int hea
     expect_equal("attention state", kernels.isa, detail, states[0], states[1]);
 }
 
-// Against the matrix itself, and its own inverse.
+// Compare with the explicit matrix, and check that the transform is its own inverse.
 void test_hadamard(const Kernels& kernels, int width) {
     const int n = 3 * width;
     const std::vector<float> x = normals(n);
@@ -743,7 +743,7 @@ void test_hadamard(const Kernels& kernels, int width) {
             sum += std::popcount(unsigned(i % width & j)) % 2 ? -term : term;
             magnitude += std::abs(term);
         }
-        if (!(std::abs(got[i] - sum) <= 12 * 6e-8 * magnitude)) {  // ten additions at most, root, quotient
+        if (!(std::abs(got[i] - sum) <= 12 * 6e-8 * magnitude)) {  // at most ten additions, root, quotient
             std::printf("FAIL %s hadamard %d: %g, not %g\n", kernels.isa, width, got[i], sum);
             failures++;
         }
@@ -833,8 +833,8 @@ void test_all(const Kernels& kernels) {
     for (int width : {16, 32, 64, 128, 512}) test_hadamard(kernels, width);
 }
 
-// Attention of each number of query rows up to a few passes, over pages of which windows leave some out. The
-// reference's hash has other cases, and stays as it is.
+// Attention for each number of query rows up to a few passes, over KV blocks that windows partly exclude. Not
+// part of the reference's hash.
 void test_row_tiles(const Kernels& kernels) {
     for (const KvType type : {KvType::F32, KvType::F16, KvType::Q8_0, KvType::Q4_0})
         for (int head_dim : {32, 96})
@@ -865,7 +865,7 @@ int main(int argc, char** argv) {
     if (n_tables > 1)
         for (int type = 0; type < kTypeCount; type++)
             if (scalar_kernels()->linear[type]) test_extremes(*scalar_kernels(), Type(type));
-    for (int i = n_tables > 1; i < n_tables; i++) {  // the reference is compared with itself only if alone
+    for (int i = n_tables > 1; i < n_tables; i++) {  // the reference with itself only if it is alone
         test_row_tiles(*tables[i]);
         test_all(*tables[i]);
         std::printf("%s: compared with the scalar reference, %d failures so far\n", tables[i]->isa, failures);

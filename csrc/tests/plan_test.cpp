@@ -1,6 +1,6 @@
-// What a plan holds of its operations: one that splits a step into more than there is room for is an error,
-// not a write past an array. Needs no Python, so that it also runs under sanitizers. Exit status 1 on a
-// failure.
+// Checks the limits that a plan enforces: an operation that splits a step into too many chunks is an error,
+// not a write past an array. Needs no Python, so that it also runs under sanitizers. Exit status 1 if a check
+// fails.
 #include <cstdio>
 #include <functional>
 #include <stdexcept>
@@ -22,7 +22,7 @@ void check(bool condition, const std::string& what) {
     std::printf("FAILED: %s\n", what.c_str());
 }
 
-// Counts its chunks in the one column of its output; phases and chunks are what the test says.
+// Counts its chunks in the only column of its output. The test chooses phases and chunks.
 class Counting : public Op {
   public:
     using Chunks = std::function<int(int phase, int n_tokens)>;
@@ -53,7 +53,7 @@ struct Tested {
         plan.add(std::make_unique<Counting>(plan.buffer(out), n_phases, std::move(chunks)));
         plan.finish();
     }
-    // How many chunks ran, -1: the step was refused and nothing ran.
+    // Return the number of chunks that ran; -1 if the step was refused and nothing ran.
     float step(int n_tokens) {
         float& count = *plan.buffer(out).row(0);
         count = 0.0f;
@@ -74,16 +74,16 @@ void test_bounds(int n_threads) {
         const std::string where = "phase " + std::to_string(phase) + ", threads " + std::to_string(n_threads);
         Tested most(n_threads, kPhases, chunks_of(kMaxChunks));
         for (int again = 0; again < 20; again++)
-            check(most.step(1) == kMaxChunks + kPhases - 1, "as many chunks as there may be: " + where);
+            check(most.step(1) == kMaxChunks + kPhases - 1, "a phase may have kMaxChunks chunks: " + where);
         for (int n : {kMaxChunks + 1, 2 * kMaxChunks, 1 << 30, -1})
             check(Tested(n_threads, kPhases, chunks_of(n)).step(1) == -1.0f,
                   std::to_string(n) + " chunks are refused: " + where);
         check(Tested(n_threads, kPhases, chunks_of(0)).step(1) == kPhases - 1,
-              "a phase without chunks is left out: " + where);
+              "a phase without chunks is skipped: " + where);
     }
     check(Tested(n_threads, 100, [](int, int) { return 1; }).step(1) == 100.0f,
           "there may be any number of phases");
-    // One step too large does not spoil the plan.
+    // A step that is too large does not damage the plan.
     Tested grows(n_threads, 1, [](int, int n_tokens) { return n_tokens * 300; });
     check(grows.step(3) == 900.0f && grows.step(4) == -1.0f && grows.step(2) == 600.0f,
           "steps before and after a refused one run");

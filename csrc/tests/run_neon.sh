@@ -1,12 +1,11 @@
 #!/bin/sh
-# Compiles the kernel test for AArch64 and runs it under an emulator, so that the NEON kernels are compared with the
-# reference bit for bit on any Linux machine, on a processor with the dot product instructions. One without them must
-# select the reference. CXX_AARCH64 and QEMU_AARCH64 name the compiler (a command, which may have
-# arguments) and the emulator.
+# Compiles the kernel test for AArch64 and runs it under an emulator, so that any Linux machine compares the NEON
+# kernels with the reference bit for bit. A processor without the dot product instructions must select the reference.
+# CXX_AARCH64 and QEMU_AARCH64 name the compiler (a command, which may have arguments) and the emulator.
 #
-# That takes more than a minute of a processor, so build/neon keeps what was made, by a hash of all that it was made of: objects of
-# their sources, flags and compiler, and with --kept what the emulator said of a program that passed, of the program,
-# the emulator and this script. Nothing else decides about either: the test draws from seeds and knows no clock.
+# This takes more than a minute, so build/neon caches results by hash: objects by their sources, flags and compiler;
+# and with --kept the output of a passing program by the program, the emulator and this script. Nothing else
+# influences them: the test uses fixed seeds and no clock.
 set -eu
 
 csrc=$(cd "$(dirname "$0")/.." && pwd)
@@ -19,16 +18,16 @@ with_results=no
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 mkdir -p "$kept" 2>/dev/null && [ -w "$kept" ] || { kept=$build/kept && mkdir "$kept"; }
-# What nothing asked for in a month goes. Another run may be using what is younger.
+# Delete results that were not used for a month. Another run may be using newer ones.
 find "$kept" -type f -mtime +30 -exec rm -f {} +
 
 digest() { sha256sum | cut -c1-32; }
 
-keep() {  # file, name: there whole or not at all
+keep() {  # file, name: store it atomically
     cp "$1" "$kept/$2.$$" && mv "$kept/$2.$$" "$kept/$2"
 }
 
-# All headers: a change of one makes all objects anew.
+# All headers: changing one rebuilds all objects.
 headers=$({ $cxx --version; find "$csrc" -name '*.h' | LC_ALL=C sort | xargs cat; } | digest)
 
 compile() {  # name, source, flags
@@ -55,7 +54,7 @@ compile select kernels/select.cpp
 compile test tests/kernel_test.cpp
 $cxx -static "$build/neon.o" "$build/i8mm.o" "$build/scalar.o" "$build/select.o" "$build/test.o" -o "$build/kernel_test"
 
-expect() {  # what it must print, processor, arguments
+expect() {  # expected output, processor, arguments
     line=$1
     shift
     log=passed-$1-$({ echo "$line $*"; "$qemu" --version; cat "$build/kernel_test" "$csrc/tests/run_neon.sh"; } | digest)

@@ -1,5 +1,5 @@
-// The thread pool: how a step is cancelled, who may still write afterwards, and how memory is let go of.
-// Everything is forced by gates in the chunks; nothing depends on time.
+// Tests of the thread pool: how a step is cancelled, which threads may still write afterwards, and how memory
+// is released. Gates in the chunks force every case; nothing depends on time.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -19,22 +19,22 @@ void check(bool condition, const char* what) {
     std::exit(1);
 }
 
-// Phases of chunks, each of which calls `body` and is then committed.
+// Phases of chunks. Each chunk calls `body` and is then committed.
 class Chunks : public Job {
   public:
     std::function<void(int phase, int chunk, Worker&)> body = [](int, int, Worker&) {};
-    mutable std::atomic<int> n_begun{0}, n_committed{0}, n_late{0};
+    mutable std::atomic<int> n_begun{0}, n_committed{0}, n_stragglers{0};
     std::vector<int> phases;
-    int lonely = -1;  // a phase that the calling thread computes alone
+    int alone_phase = -1;  // a phase that only the calling thread computes
 
     explicit Chunks(std::vector<int> chunks) : phases(std::move(chunks)) {}
     int n_phases() const override { return int(phases.size()); }
     int n_chunks(int phase) const override { return phases[phase]; }
-    bool alone(int phase) const override { return phase == lonely; }
+    bool alone(int phase) const override { return phase == alone_phase; }
     void run_chunk(int phase, int chunk, Worker& worker) const override {
         n_begun++;
         body(phase, chunk, worker);
-        if (!worker.begin_commit()) return void(n_late++);
+        if (!worker.begin_commit()) return void(n_stragglers++);
         n_committed++;
         worker.end_commit();
     }
@@ -61,7 +61,7 @@ void expect_whole(Runtime& runtime) {
     runtime.leave(&job);
 }
 
-// After the flag is up, every other thread begins one chunk at most: the one that it was about to claim.
+// After the flag is set, every other thread begins at most one chunk: the one that it was about to claim.
 void test_few_chunks_follow_the_flag(int n_threads) {
     Runtime runtime(n_threads);
     for (int at : {0, 1, 5, 99, 100, 537, 999}) {
@@ -76,16 +76,16 @@ void test_few_chunks_follow_the_flag(int n_threads) {
         const bool done = run(runtime, job, cancel);
         const int after = job.n_begun - begun_at_flag;
         check(!done || job.n_committed == job.total(), "a step that is done lacks chunks");
-        check(done || job.n_committed < job.total(), "a step that is complete was given up");
-        check(at == 999 || !done, "a cancelled step went on to its end");
-        check(after <= n_threads - 1, "threads went on with chunks after the flag");
+        check(done || job.n_committed < job.total(), "a complete step was reported as cancelled");
+        check(at == 999 || !done, "a cancelled step completed");
+        check(after <= n_threads - 1, "threads continued with chunks after the flag");
         runtime.leave(&job);
         expect_whole(runtime);
     }
 }
 
-// A thread in the middle of a chunk does not hold the step up, and cannot write when it comes back.
-void test_a_late_thread_writes_nothing() {
+// A thread in the middle of a chunk does not delay the step, and cannot write when it continues.
+void test_straggler_writes_nothing() {
     Runtime runtime(2);
     std::atomic<bool> cancel{false}, gate{false}, inside{false};
     const auto caller = std::this_thread::get_id();
@@ -103,13 +103,13 @@ void test_a_late_thread_writes_nothing() {
     const int committed = job.n_committed;
     expect_whole(runtime);  // with the other thread still in its chunk
     gate = true;
-    runtime.leave(&job);  // waits for it
-    check(job.n_late >= 1 && job.n_committed == committed, "a late thread wrote after the step was over");
+    runtime.leave(&job);  // waits for the straggler
+    check(job.n_stragglers >= 1 && job.n_committed == committed, "a straggler wrote after the step was over");
     expect_whole(runtime);
 }
 
 // `leave` returns only when no thread is in a step of its owner.
-void test_leave_waits_for_late_threads() {
+void test_leave_waits_for_stragglers() {
     Runtime runtime(2);
     std::atomic<bool> cancel{false}, gate{false}, inside{false}, left{false};
     const auto caller = std::this_thread::get_id();
@@ -122,7 +122,7 @@ void test_leave_waits_for_late_threads() {
             while (!gate) std::this_thread::yield();
         }
     };
-    check(run(runtime, *job, cancel), "a step with a late thread is not done");  // its chunk is done again
+    check(run(runtime, *job, cancel), "a step with a straggler is not done");  // its chunk is computed again
     std::thread leaver([&] {
         runtime.leave(job.get());
         left = true;
@@ -135,14 +135,14 @@ void test_leave_waits_for_late_threads() {
     expect_whole(runtime);
 }
 
-// The thread that runs the step is asked, also while it waits for others; a long chunk asks by itself.
+// The thread that runs the step calls poll, also while it waits for others. A long chunk calls it itself.
 void test_poll(int n_threads) {
     Runtime runtime(n_threads);
     std::atomic<bool> cancel{false};
     int n_polls = 0;
     const auto caller = std::this_thread::get_id();
     const Poll poll = [&] {
-        check(std::this_thread::get_id() == caller, "another thread asked");
+        check(std::this_thread::get_id() == caller, "another thread called poll");
         return ++n_polls == 3;
     };
     Chunks endless({1, 1});
@@ -154,7 +154,7 @@ void test_poll(int n_threads) {
     expect_whole(runtime);
 }
 
-// A thread that waits for its turn can be cancelled too; the same thread is refused.
+// A thread that waits for its turn can be cancelled, too. A second turn on the same thread is refused.
 void test_turns() {
     Runtime runtime(2);
     std::atomic<bool> first{false}, second{false}, waiting{false};
@@ -179,7 +179,7 @@ void test_turns() {
     expect_whole(runtime);
 }
 
-// Steps of two owners, cancelled from outside at any time, one of them let go of after each.
+// Steps of two owners, cancelled from outside at any time; one owner is released after each step.
 void test_many_random_cancels(int n_threads) {
     Runtime runtime(n_threads);
     std::atomic<bool> cancel{false}, stop{false};
@@ -194,7 +194,7 @@ void test_many_random_cancels(int n_threads) {
         auto job = std::make_unique<Chunks>(std::vector<int>(1 + i % 23, 1 + i % 11));
         const bool done = run(runtime, *job, cancel);
         check(!done || job->n_committed == job->total(), "a step that is done lacks chunks");
-        check(done || job->n_committed < job->total(), "a step that is complete was given up");
+        check(done || job->n_committed < job->total(), "a complete step was reported as cancelled");
         runtime.leave(job.get());
         job.reset();
     }
@@ -203,36 +203,36 @@ void test_many_random_cancels(int n_threads) {
     expect_whole(runtime);
 }
 
-// A phase that waits, for a disk, is computed once, by the thread that called `run`; the others sleep
-// meanwhile, and wake up for the next phase. A cancel in its middle ends the step.
-void test_a_phase_of_one_thread_alone(int n_threads) {
+// A phase that waits for a disk is computed once, by the thread that called `run`. The others sleep
+// meanwhile, and wake up for the next phase. A cancel in the middle ends the step.
+void test_phase_of_calling_thread(int n_threads) {
     Runtime runtime(n_threads);
     std::atomic<bool> cancel{false};
     const std::thread::id caller = std::this_thread::get_id();
     for (int i = 0; i < 300; i++) {
         Chunks job({3, 1, 9, 1, 5});
-        job.lonely = i % 2 ? 1 : 3;
+        job.alone_phase = i % 2 ? 1 : 3;
         std::atomic<int> n_alone{0}, n_elsewhere{0};
         job.body = [&](int phase, int, Worker&) {
-            if (phase != job.lonely) return;
+            if (phase != job.alone_phase) return;
             n_alone++;
             n_elsewhere += std::this_thread::get_id() != caller;
-            // Long enough for the others to lose their patience, were they to have any; then to fall asleep.
+            // Long enough for others to compute the chunk again, if they could, and to fall asleep.
             std::this_thread::sleep_for(std::chrono::microseconds(i % 3 ? 0 : 500));
             if (i % 10 == 9) cancel = true;
         };
         const bool done = run(runtime, job, cancel);
         check(n_alone == 1 && n_elsewhere == 0, "a phase of one thread was computed by others");
         check(done == (i % 10 != 9) && (!done || job.n_committed == job.total()),
-              "a lonely phase loses chunks");
+              "a phase of the calling thread lost chunks");
         cancel = false;
         runtime.leave(&job);
     }
     expect_whole(runtime);
 }
 
-// Threads beyond those that a step is given do none of it, and join the next one.
-void test_a_step_of_some_threads() {
+// Threads beyond a step's number of threads do nothing for it, and join the next one.
+void test_step_on_some_threads() {
     Runtime runtime(4);
     for (int turn = 0; turn < 200; turn++)
         for (const int n_threads : {1, 3, 2, 4}) {
@@ -247,12 +247,12 @@ void test_a_step_of_some_threads() {
             check(run(runtime, job, cancel, nullptr, n_threads), "a step of some threads is not done");
             check(job.n_committed == job.total(), "a step of some threads lacks chunks");
             runtime.leave(&job);
-            check(last < n_threads, "a thread took part that was not asked");
+            check(last < n_threads, "a thread beyond the step's number took part");
         }
 }
 
-// Tries each number of threads, and stays with the one that a made-up machine is quickest with.
-void test_how_many_threads_are_chosen() {
+// Tries each number of threads, and keeps the one that is fastest in a model of a machine.
+void test_thread_choice() {
     for (const double meeting_ns : {0.0, 8000.0, 1e9}) {
         const auto ns = [&](int64_t bytes, int n) {
             return int64_t(meeting_ns * n + double(bytes) / (4.2 * n));
@@ -267,14 +267,14 @@ void test_how_many_threads_are_chosen() {
                 choice.note(bytes, n, disturbed * ns(bytes, n));
             }
             check(ns(bytes, choice.choose(bytes)) == ns(bytes, best),
-                  "another number of threads would be quicker");
+                  "another number of threads would be faster");
         }
     }
-    // What has become slower is found out.
+    // A number of threads that becomes slower is noticed.
     ThreadChoice choice(2);
     for (int i = 0; i < 100; i++)
         choice.note(1000, choice.choose(1000), choice.choose(1000) == 2 ? 100 : 200);
-    check(choice.choose(1000) == 2, "two threads were quicker");
+    check(choice.choose(1000) == 2, "two threads were faster");
     for (int64_t i = 0; i < 2 * ThreadChoice::kAgain; i++) {
         const int n = choice.choose(1000);
         choice.note(1000, n, n == 2 ? 400 : 200);
@@ -289,12 +289,12 @@ int main() {
         test_few_chunks_follow_the_flag(n_threads);
         test_poll(n_threads);
         test_many_random_cancels(n_threads);
-        test_a_phase_of_one_thread_alone(n_threads);
+        test_phase_of_calling_thread(n_threads);
     }
-    test_a_late_thread_writes_nothing();
-    test_leave_waits_for_late_threads();
+    test_straggler_writes_nothing();
+    test_leave_waits_for_stragglers();
     test_turns();
-    test_a_step_of_some_threads();
-    test_how_many_threads_are_chosen();
+    test_step_on_some_threads();
+    test_thread_choice();
     std::printf("thread_pool_test: passed\n");
 }

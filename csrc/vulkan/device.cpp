@@ -7,7 +7,7 @@
 namespace hotset::vulkan {
 namespace {
 
-constexpr uint64_t kSliceBytes = 8 << 20;  // that are copied to a device at a time, about
+constexpr uint64_t kSliceBytes = 8 << 20;  // approximate bytes copied to a device at a time
 constexpr uint64_t kTick = 50'000'000;     // nanoseconds of one wait
 
 std::string megabytes(uint64_t n) {
@@ -32,7 +32,7 @@ Buffer::Buffer(std::shared_ptr<Device> device, uint64_t size, Place place)
     VkResult result;
     try {
         result = allocate(needs, place, flags);
-        // The window through which the host sees the device's memory may be full.
+        // The host-visible window of device memory may be full.
         if (result != VK_SUCCESS && place == Place::ToDevice) result = allocate(needs, Place::Staging, flags);
         check(result, what);
         check(fn.vkBindBufferMemory(vk, buffer_, memory_, 0), what);
@@ -53,11 +53,11 @@ VkResult Buffer::allocate(const VkMemoryRequirements& needs, Place place, VkMemo
     wanted.allocationSize = needs.size;
     wanted.memoryTypeIndex = device_->memory_type(needs.memoryTypeBits, place);
     flags = device_->info().memories.memoryTypes[wanted.memoryTypeIndex].propertyFlags;
-    // The budget is of the device's memory, not of the host's.
+    // The budget limits device memory only.
     reserved_ = flags & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT ? needs.size : 0;
     const uint64_t there = device_->allocated_, limit = device_->limit_;
     if (reserved_ > limit || there > limit - reserved_)
-        throw OutOfMemory("the model takes more than the budget of " + megabytes(limit) + " on " +
+        throw OutOfMemory("the model needs more than the budget of " + megabytes(limit) + " on " +
                           device_->info().name + "; raise --vram-budget, or lower the context");
     return device_->functions().vkAllocateMemory(device_->handle(), &wanted, nullptr, &memory_);
 }
@@ -174,8 +174,8 @@ std::optional<uint32_t> choose_memory(const VkPhysicalDeviceMemoryProperties& me
                                     kHost = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT |
                                             VK_MEMORY_PROPERTY_HOST_COHERENT_BIT,
                                     kCached = VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
-    // The first of these wishes that a type fulfils. The device's memory that the host sees too comes first:
-    // copies are spared. It may be a window of 256 MiB: then the memory behind it is taken.
+    // Candidates in order of preference. Host-visible device memory comes first because it saves copies. If
+    // it is only a window of 256 MiB, plain device memory comes first.
     uint64_t largest = 0;
     for (uint32_t i = 0; i < memories.memoryHeapCount; i++)
         if (memories.memoryHeaps[i].flags & VK_MEMORY_HEAP_DEVICE_LOCAL_BIT)
@@ -217,7 +217,7 @@ std::shared_ptr<Device> Device::open(std::shared_ptr<Instance> instance, int ind
     if (!found[index].refusal.empty())
         throw Error("the Vulkan device " + found[index].name + " cannot be used: " + found[index].refusal);
     std::shared_ptr<Device> device(new Device(std::move(instance), std::move(found[index]), staged));
-    device->start(cache);  // a device that does not start is taken down
+    device->start(cache);  // its destructor cleans up if this throws
     return device;
 }
 
@@ -234,7 +234,7 @@ void Device::start(std::span<const uint8_t> cache) {
     auto device = made<VkDeviceCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO);
     device.queueCreateInfoCount = 1;
     device.pQueueCreateInfos = &queue;
-    // Nothing is needed beyond Vulkan 1.1. What is only a part of it (MoltenVK) must be called that.
+    // Only Vulkan 1.1 is needed. A partial implementation (MoltenVK) requires this extension.
     std::vector<const char*> extensions;
     if (info_.is_subset) extensions.push_back("VK_KHR_portability_subset");
     auto dots = made<VkPhysicalDeviceShaderIntegerDotProductFeatures>(
@@ -261,7 +261,7 @@ void Device::start(std::span<const uint8_t> cache) {
         kept.pInitialData = cache.data();
     }
     VkResult result = fn_.vkCreatePipelineCache(device_, &kept, nullptr, &cache_);
-    if (result != VK_SUCCESS && kept.initialDataSize) {  // the driver does not want it
+    if (result != VK_SUCCESS && kept.initialDataSize) {  // the driver rejects the cache data
         kept.initialDataSize = 0;
         result = fn_.vkCreatePipelineCache(device_, &kept, nullptr, &cache_);
     }
@@ -284,12 +284,12 @@ Device::~Device() {
     fn_.vkDestroyPipelineCache(device_, cache_, nullptr);
     if (pool_) fn_.vkDestroyCommandPool(device_, pool_, nullptr);
     fn_.vkDestroyDevice(device_, nullptr);
-    instance_->set_messages_aside();  // which are no fault of the next device
+    instance_->set_messages_aside();  // the next device did not cause them
 }
 
 uint32_t Device::memory_type(uint32_t allowed, Place place) const {
     const std::optional<uint32_t> found = choose_memory(info_.memories, allowed, place);
-    if (!found) throw Error("the Vulkan device " + info_.name + " has no memory of a kind that is needed");
+    if (!found) throw Error("the Vulkan device " + info_.name + " lacks a kind of memory that hotset needs");
     return *found;
 }
 
@@ -339,12 +339,12 @@ void Device::run_once(const std::string& what, F record) {
 }
 
 void Device::write_slices(uint64_t n, uint64_t bytes, const Fill& fill) {
-    // Its own buffers must not keep the device alive.
+    // The device's own buffers must not keep it alive.
     const std::shared_ptr<Device> self(std::shared_ptr<Device>(), this);
     for (uint64_t i = 0; i < std::min<uint64_t>(n, 2); i++)
         if (!staging_[i] || staging_[i]->size() < bytes)
             staging_[i] = std::make_unique<Buffer>(self, bytes, Place::Staging);
-    std::future<std::vector<Target>> filled;  // waited for, whatever is thrown
+    std::future<std::vector<Target>> filled;  // its destructor waits
     for (uint64_t i = 0; i < n; i++) {
         const std::vector<Target> targets = i ? filled.get() : fill(0, staging_[0]->mapped());
         if (i + 1 < n) filled = std::async(fill, i + 1, staging_[(i + 1) % 2]->mapped());

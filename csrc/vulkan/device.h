@@ -17,22 +17,22 @@ class Device;
 
 // Where a buffer's memory is.
 enum class Place {
-    Device,      // the device's own
-    ToDevice,    // written by the host and read by the device: its own, where the host sees it
-    FromDevice,  // the host's, which it reads
-    Staging,     // the host's, used for copies only
+    Device,      // the device's own memory
+    ToDevice,    // written by the host, read by the device: host-visible device memory
+    FromDevice,  // host memory that the host reads
+    Staging,     // host memory used only for copies
 };
 
-// The type of memory for a place, of those that are allowed (a bit each); none: the device has no such
+// Choose the memory type for a place from the allowed ones (one bit each). Empty: the device has no such
 // memory.
 std::optional<uint32_t> choose_memory(const VkPhysicalDeviceMemoryProperties& memories, uint32_t allowed,
                                       Place place);
 
-// Whether what a driver once gave out as its pipeline cache is of this device and this driver: its header
-// says so. What is behind the header only the driver can read.
+// Whether pipeline cache data from an earlier run belongs to this device and driver, according to its header.
+// Only the driver can read the rest.
 bool is_cache_of(const DeviceInfo& info, std::span<const uint8_t> data);
 
-// A piece of memory with its buffer. The host writes those of the device through `write`.
+// A buffer with its memory. `write` and `read` work for every place.
 class Buffer {
   public:
     Buffer(std::shared_ptr<Device> device, uint64_t size, Place place);
@@ -40,20 +40,20 @@ class Buffer {
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 
-    // Copies bytes into or out of it; waits for the copy, and must not be called while a program runs that
-    // uses them. The range must lie inside.
+    // Copy bytes into or out of the buffer and wait. No running program may use these bytes. The range must
+    // be inside the buffer.
     void write(uint64_t offset, std::span<const uint8_t> bytes);
     void read(uint64_t offset, std::span<uint8_t> bytes);
     void clear();
-    // Where the host sees it; null where it does not.
+    // The host address; null if the memory is not host-visible.
     uint8_t* mapped() const { return mapped_; }
     uint64_t size() const { return size_; }
-    uint64_t reserved() const { return reserved_; }  // bytes of the device's memory
+    uint64_t reserved() const { return reserved_; }  // bytes of device memory
     VkBuffer handle() const { return buffer_; }
     const std::shared_ptr<Device>& device() const { return device_; }
 
   private:
-    // Takes memory of a place, within the device's limit, and says what it is.
+    // Allocate memory for a place, within the device's limit. Sets `flags` to its properties.
     VkResult allocate(const VkMemoryRequirements& needs, Place place, VkMemoryPropertyFlags& flags);
 
     std::shared_ptr<Device> device_;
@@ -61,20 +61,20 @@ class Buffer {
     VkBuffer buffer_ = VK_NULL_HANDLE;
     VkDeviceMemory memory_ = VK_NULL_HANDLE;
     uint8_t* mapped_ = nullptr;
-    bool is_read_ = false;  // whether the host reads what is mapped: not across the bus, a word at a time
+    bool is_read_ = false;  // whether the host may read mapped memory directly, not word by word
 };
 
-// Bytes of a buffer.
+// A range of a buffer.
 struct Target {
     Buffer* buffer = nullptr;
     uint64_t offset = 0, size = 0;
 };
-// Writes a slice at `to`, on any thread, and says what its bytes are for, one after the other.
+// Fills `to` with a slice, on any thread, and returns the targets of its consecutive bytes.
 using Fill = std::function<std::vector<Target>(uint64_t slice, uint8_t* to)>;
 
-using Constants = std::vector<std::pair<uint32_t, uint32_t>>;  // of a specialisation: id and value
+using Constants = std::vector<std::pair<uint32_t, uint32_t>>;  // specialisation constants: id and value
 
-// A compute pipeline over `n_buffers` storage buffers, bound in order, and some bytes of push constants.
+// A compute pipeline over `n_buffers` storage buffers, bound in order, with some bytes of push constants.
 class Kernel {
   public:
     Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, int n_buffers, int push_bytes,
@@ -101,12 +101,12 @@ class Kernel {
     VkPipeline pipeline_ = VK_NULL_HANDLE;
 };
 
-// Used by one thread at a time.
+// An open device. Only one thread at a time may use it.
 class Device : public std::enable_shared_from_this<Device> {
   public:
-    // staged: the host writes the device's memory through copies even where it could do so itself (of tests).
-    // cache: what `compiled` gave before; another device's, or damaged, it is left out.
-    // Throws Error for a device that is not there or cannot be used.
+    // staged: write device memory through copies even if it is host-visible (for tests). cache: an earlier
+    // result of `compiled`; ignored if damaged or of another device. Throws Error if the device does not
+    // exist or cannot be used.
     static std::shared_ptr<Device> open(std::shared_ptr<Instance> instance, int index, bool staged,
                                         std::span<const uint8_t> cache);
     ~Device();
@@ -114,19 +114,19 @@ class Device : public std::enable_shared_from_this<Device> {
     Device& operator=(const Device&) = delete;
 
     const DeviceInfo& info() const { return info_; }
-    uint64_t allocated() const { return allocated_; }  // bytes of its memory that buffers hold
-    // Buffers throw OutOfMemory where they would take more together.
+    uint64_t allocated() const { return allocated_; }  // bytes of device memory that buffers hold
+    // Set the limit above which allocating buffers throws OutOfMemory.
     void limit(uint64_t bytes) { limit_ = bytes; }
     VkDevice handle() const { return device_; }
     VkQueue queue() const { return queue_; }
     VkCommandPool pool() const { return pool_; }
     VkPipelineCache cache() const { return cache_; }
-    // The driver's pipeline cache, with every kernel that was made; empty where it gives none.
+    // Return the driver's pipeline cache with all kernels so far; empty if the driver provides none.
     std::vector<uint8_t> compiled() const;
     const DeviceFunctions& functions() const { return fn_; }
     Instance& instance() const { return *instance_; }
-    // Copies n slices of up to so many bytes to buffers that the host does not see: one is filled while the
-    // one before is copied.
+    // Copy n slices of up to `bytes` bytes to buffers that are not host-visible. The next slice is filled
+    // while one is copied.
     void write_slices(uint64_t n, uint64_t bytes, const Fill& fill);
 
   private:
@@ -134,7 +134,7 @@ class Device : public std::enable_shared_from_this<Device> {
     Device(std::shared_ptr<Instance> instance, DeviceInfo info, bool staged);
     void start(std::span<const uint8_t> cache);
     uint32_t memory_type(uint32_t allowed, Place place) const;
-    // Records with `record`, submits and waits.
+    // Record with `record`, submit and wait.
     template <class F>
     void run_once(const std::string& what, F record);
 
@@ -148,11 +148,11 @@ class Device : public std::enable_shared_from_this<Device> {
     DeviceFunctions fn_;
     std::atomic<uint64_t> allocated_{0};
     uint64_t limit_ = UINT64_MAX;
-    std::array<std::unique_ptr<Buffer>, 2> staging_;  // of write_slices, which grows as it needs
+    std::array<std::unique_ptr<Buffer>, 2> staging_;  // for write_slices; grows as needed
 };
 
-// Writes all tiles of these rows (device_tiles.h), from an offset on, to buffers that no program uses
-// meanwhile. more: of types that have any.
+// Write all tiles of these rows (device_tiles.h) at an offset of buffers that no running program uses. more:
+// for types that have it.
 void upload(const TileRows& rows, Target codes, Target more, int n_threads);
 
 }  // namespace hotset::vulkan

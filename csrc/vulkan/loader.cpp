@@ -16,12 +16,12 @@
 namespace hotset::vulkan {
 namespace {
 
-constexpr uint32_t kNvidia = 0x10DE;  // whose drivers have versions of their own form
+constexpr uint32_t kNvidia = 0x10DE;  // whose driver versions have a format of their own
 
 // The loader stays open: drivers do not survive being unloaded.
 PFN_vkGetInstanceProcAddr open_loader() {
 #ifdef _WIN32
-    // Drivers install it there; by its name alone the current folder and PATH would be searched too.
+    // Drivers install the library there; a plain name would search the current folder and PATH.
     if (HMODULE library = LoadLibraryExA("vulkan-1.dll", nullptr, LOAD_LIBRARY_SEARCH_SYSTEM32))
         return reinterpret_cast<PFN_vkGetInstanceProcAddr>(
             reinterpret_cast<void*>(GetProcAddress(library, "vkGetInstanceProcAddr")));
@@ -45,8 +45,7 @@ const char* name_of(VkResult result) {
     switch (result) {
         case VK_ERROR_DEVICE_LOST:
             return "the device was lost (its driver was reset, or its watchdog ended the step); load the "
-                   "model "
-                   "again, or leave --device out";
+                   "model again, or leave --device out";
         case VK_ERROR_INITIALIZATION_FAILED:
             return "it could not be initialised";
         case VK_ERROR_LAYER_NOT_PRESENT:
@@ -123,13 +122,13 @@ void check(VkResult result, const std::string& what) {
 }
 
 std::shared_ptr<Instance> Instance::open(bool validate) {
-    // Kept until the process ends, and never taken down: a driver takes seconds to start a device anew, and
-    // may be gone itself when statics are destroyed.
+    // Kept until the process ends and never destroyed: a driver takes seconds to restart, and may be unloaded
+    // before statics are destroyed.
     static std::mutex mutex;
     static auto& open = *new std::array<std::shared_ptr<Instance>, 2>;
     const std::scoped_lock lock(mutex);
     if (!open[validate]) {
-        const std::shared_ptr<Instance> fresh(new Instance);  // which is taken down where it does not start
+        const std::shared_ptr<Instance> fresh(new Instance);  // destroyed if it does not start
         fresh->start(validate);
         open[validate] = fresh;
     }
@@ -152,7 +151,7 @@ void Instance::start(bool validate) {
     extensions_of(nullptr, &n, there.data());
     std::vector<const char*> wanted;
     VkInstanceCreateFlags flags = 0;
-    for (const VkExtensionProperties& one : there)  // MoltenVK under a loader is shown to those that ask
+    for (const VkExtensionProperties& one : there)  // without it the loader hides MoltenVK
         if (!std::strcmp(one.extensionName, VK_KHR_PORTABILITY_ENUMERATION_EXTENSION_NAME)) {
             wanted.push_back(VK_KHR_PORTABILITY_ENUMERATION_EXTENSION_NAME);
             flags |= VK_INSTANCE_CREATE_ENUMERATE_PORTABILITY_BIT_KHR;
@@ -308,7 +307,7 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
                                 : heap.size;
     }
 
-    // What the host sees of the largest heap: all of it (resizable BAR), a window, or nothing.
+    // The host-visible part of the largest heap: all of it (resizable BAR), a window, or nothing.
     uint64_t largest = 0, window = 0;
     for (uint32_t i = 0; i < info.memories.memoryTypeCount; i++) {
         const VkMemoryType& type = info.memories.memoryTypes[i];
@@ -320,7 +319,7 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     const auto feature = [&](bool is_there, const char* what) {
         if (is_there) info.features.emplace_back(what);
     };
-    feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "memory that the host sees");
+    feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "host-visible memory");
     feature(has_budget, "memory budget");
     feature(info.has_integer_dots, "integer dot products");
     feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
@@ -332,11 +331,11 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     const auto computes = [](const auto& family) { return family.queueFlags & VK_QUEUE_COMPUTE_BIT; };
     info.queue_family = uint32_t(std::find_if(families.begin(), families.end(), computes) - families.begin());
     if (own.apiVersion < VK_API_VERSION_1_1)
-        info.refusal = "its driver has Vulkan 1.0, and 1.1 is needed: update the driver";
+        info.refusal = "its driver supports only Vulkan 1.0, but 1.1 is needed: update the driver";
     else if (info.queue_family == n)
-        info.refusal = "it has no queue that computes";
+        info.refusal = "it has no compute queue";
     else if (own.limits.maxComputeWorkGroupInvocations < 256 || own.limits.maxComputeSharedMemorySize < 16384)
-        info.refusal = "its workgroups are smaller than 256 invocations with 16 KiB of shared memory";
+        info.refusal = "its workgroups are limited to less than 256 invocations with 16 KiB of shared memory";
     return info;
 }
 

@@ -1,4 +1,4 @@
-// The Vulkan loader, opened at run time: nothing links with it, and without one the rest of hotset works.
+// Loads Vulkan at run time. Nothing links with it, and without it the rest of hotset works.
 #pragma once
 
 #define VK_NO_PROTOTYPES
@@ -16,7 +16,7 @@
 
 namespace hotset::vulkan {
 
-// A driver that is missing, refuses or fails; the sentence is for a person.
+// The driver is missing, refuses or fails. The message is meant for users.
 struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -24,8 +24,7 @@ struct OutOfMemory : Error {
     using Error::Error;
 };
 
-// A structure of Vulkan of a type, otherwise zero: so are enumerations that have no zero, which are set by
-// who makes it.
+// Return a zeroed Vulkan structure of a type. If an enumeration has no zero, the caller must set it.
 template <class T>
 T made(VkStructureType type) {
     T structure{};  // NOLINT(bugprone-invalid-enum-default-initialization)
@@ -33,14 +32,13 @@ T made(VkStructureType type) {
     return structure;
 }
 
-// Makes the n-th call from now on of a function of Vulkan end with a result: of tests. n = 0: no call any
-// more.
+// For tests: make the n-th next call of a Vulkan function return `result`. n = 0: stop.
 void fail_call(const std::string& name, int n, VkResult result);
-// The result that a call of a function must end with, and has been counted for; else VK_SUCCESS.
+// Count a call and return the result that it must return; VK_SUCCESS: call the function.
 VkResult injected_failure(const char* name);
 
-// A function of Vulkan. One that is to fail (fail_call) is not called; a wait fails once it has waited, so
-// that nothing is in use that is freed then.
+// A Vulkan function. A call that must fail (fail_call) is not made; only a wait is made first, so that
+// nothing is in use when it is freed.
 template <class P>
 class Function;
 template <class R, class... A>
@@ -66,7 +64,7 @@ class Function<R(VKAPI_PTR*)(A...)> {
     const char* name_ = "";
 };
 
-// Throws OutOfMemory or Error unless the result is success; what: "allocating 3 MiB".
+// Throw OutOfMemory or Error unless the result is success. what: for example "allocating 3 MiB".
 void check(VkResult result, const std::string& what);
 
 #define HOTSET_VULKAN_INSTANCE_FUNCTIONS(F)     \
@@ -135,43 +133,43 @@ struct DeviceFunctions {
     HOTSET_VULKAN_DEVICE_FUNCTIONS(HOTSET_VULKAN_MEMBER)
 };
 
-// What a device is, before it is opened. refusal: why it cannot be used; empty where it can. features: what
-// it has beyond what is needed, for a person. subgroup: lanes of a subgroup.
+// The properties of a device that is not open. refusal: why it cannot be used; empty if it can. features:
+// optional features, for display. subgroup: lanes per subgroup.
 struct DeviceInfo {
     int index = 0;
     std::string name, kind, driver, refusal;
     std::vector<std::string> features;
     uint32_t vendor = 0, device = 0, subgroup = 0;
-    std::array<uint8_t, VK_UUID_SIZE> cache_uuid{};  // of the driver's compiler
+    std::array<uint8_t, VK_UUID_SIZE> cache_uuid{};  // identifies the driver's compiler
     uint32_t api_version = 0;
-    uint64_t memory = 0;  // bytes of its own heaps; of an integrated device those that it shares
-    uint64_t free = 0;    // of these, as far as the driver reports it; else `memory`
+    uint64_t memory = 0;  // bytes of its own heaps; an integrated device shares them with the host
+    uint64_t free = 0;    // free bytes of `memory` if the driver reports them; otherwise `memory`
     VkPhysicalDevice handle = VK_NULL_HANDLE;
     VkPhysicalDeviceLimits limits{};
     uint64_t max_allocation = 0;
     uint32_t queue_family = 0;
-    bool is_subset = false;         // of Vulkan, as MoltenVK
-    bool has_integer_dots = false;  // instructions for products of four bytes
+    bool is_subset = false;         // implements a subset of Vulkan, as MoltenVK does
+    bool has_integer_dots = false;  // instructions for dot products of four bytes
     VkPhysicalDeviceMemoryProperties memories{};
 };
 
-// An instance of Vulkan, and the messages of its validation layer.
+// A Vulkan instance and the messages of its validation layer.
 class Instance {
   public:
-    // The one of this process; validate: with the validation layer and synchronisation validation, and then
-    // every warning of them is an error of the call that caused it. Throws Error where there is no loader, no
-    // driver, or no such layer.
+    // Return the process's instance. validate: use the validation layer with synchronisation validation, and
+    // turn each of its warnings into an error of the call that caused it. Throws Error without a loader,
+    // driver or layer.
     static std::shared_ptr<Instance> open(bool validate);
     ~Instance();
     Instance(const Instance&) = delete;
     Instance& operator=(const Instance&) = delete;
 
     std::vector<DeviceInfo> devices() const;
-    // Throws Error with what the validation layer reported since the last call.
+    // Throw Error with the validation layer's messages since the last call.
     void check_messages();
-    // For calls that must not throw: what was reported is kept for `late_messages`.
+    // For calls that must not throw: keep the messages for `late_messages`.
     void set_messages_aside();
-    // What was set aside since the last call: objects that their device outlived, above all.
+    // Return the messages set aside since the last call, mostly objects that outlived their device.
     std::vector<std::string> late_messages();
     const InstanceFunctions& functions() const { return fn_; }
 

@@ -7,7 +7,7 @@ namespace hotset::vulkan {
 namespace {
 
 constexpr uint32_t kSetsOfPool = 512, kBuffersOfPool = 4096;
-constexpr size_t kInFlight = 2;  // submissions at a time
+constexpr size_t kInFlight = 2;  // concurrent submissions
 constexpr uint64_t kTick = 20'000'000;
 
 void require(bool holds, const char* sentence) {
@@ -43,7 +43,7 @@ void Program::begin(int host_layer) {
     segments_.push_back({commands, host_layer});
     const auto begin = made<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
     check(fn.vkBeginCommandBuffer(commands, &begin), "recording a step");
-    barrier();  // after what was submitted before
+    barrier();  // after earlier submissions
 }
 
 void Program::barrier() {
@@ -71,16 +71,16 @@ void Program::prepare(const std::shared_ptr<Kernel>& kernel, const std::vector<B
                       std::span<const uint8_t> push) {
     const DeviceFunctions& fn = device_->functions();
     const VkPhysicalDeviceLimits& limits = device_->info().limits;
-    require(!finished_, "a program that was finished takes no more dispatches");
+    require(!finished_, "the program is finished and takes no more dispatches");
     require(int(bindings.size()) == kernel->n_buffers() && int(push.size()) == kernel->push_bytes(),
-            "a dispatch has the buffers and the push constants of its kernel");
-    require(kernel->device() == device_, "a kernel of another device");
+            "a dispatch must have the buffers and push constants of its kernel");
+    require(kernel->device() == device_, "the kernel belongs to another device");
     std::vector<Range> ranges;
     for (const Binding& one : bindings) {
-        require(one.buffer && one.buffer->device() == device_, "a buffer of another device");
+        require(one.buffer && one.buffer->device() == device_, "the buffer belongs to another device");
         require(
             one.size > 0 && one.offset <= one.buffer->size() && one.size <= one.buffer->size() - one.offset,
-            "a binding lies outside of its buffer");
+            "a binding is outside its buffer");
         require(one.offset % limits.minStorageBufferOffsetAlignment == 0,
                 "a binding is not aligned as the device needs it");
         require(one.size <= limits.maxStorageBufferRange, "a binding is larger than the device allows");
@@ -141,7 +141,7 @@ void Program::dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std
                                 std::span<const uint8_t> push, const std::shared_ptr<Buffer>& counts,
                                 uint64_t offset) {
     require(counts->mapped() && offset % 4 == 0 && counts->size() >= 12 && offset <= counts->size() - 12,
-            "the numbers of workgroups lie outside of the host's buffer");
+            "the group counts are outside the host's buffer");
     prepare(kernel, bindings, push);
     buffers_.push_back(counts);
     device_->functions().vkCmdDispatchIndirect(commands(), counts->handle(), offset);
@@ -152,7 +152,7 @@ void Program::cut() {
 }
 
 void Program::cut_for_host(int layer) {
-    require(!finished_, "a program that was finished takes no more dispatches");
+    require(!finished_, "the program is finished and takes no more dispatches");
     end();
     begin(layer);
 }
@@ -168,7 +168,7 @@ void Program::end() {
 }
 
 void Program::finish() {
-    require(!finished_, "a program is finished once");
+    require(!finished_, "the program is already finished");
     end();
     finished_ = true;
     device_->instance().check_messages();
@@ -176,15 +176,15 @@ void Program::finish() {
 
 bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
          const std::function<bool(int)>& on_host) {
-    require(!programs.empty(), "a run has a program");
+    require(!programs.empty(), "there is no program to run");
     Device& device = *programs.front()->device_;
     const DeviceFunctions& fn = device.functions();
     const char* what = "computing a step";
     std::vector<Program::Segment> segments;
     for (const Program* program : programs) {
-        require(program->finished_ && program->device_.get() == &device, "a run has finished programs");
+        require(program->finished_ && program->device_.get() == &device, "a program is not finished");
         for (const Program::Segment& segment : program->segments_)
-            require(segment.host_layer < 0 || on_host, "a program that waits for the host is run with it");
+            require(segment.host_layer < 0 || on_host, "a program waits for the host, but on_host is null");
         segments.insert(segments.end(), program->segments_.begin(), program->segments_.end());
     }
     std::deque<VkFence> in_flight;
@@ -201,7 +201,7 @@ bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_
         in_flight.pop_front();
     };
     for (const Program::Segment& segment : segments) {
-        // The host reads what the submission before the last wrote, while the last one runs.
+        // The host reads the results of the submission before the last while the last one runs.
         while (in_flight.size() >= kInFlight || (segment.host_layer >= 0 && in_flight.size() > 1))
             wait_for_first();
         if (cancelled || result != VK_SUCCESS) break;

@@ -1,4 +1,4 @@
-// Dispatches in order, recorded once and submitted as often as wanted.
+// Dispatches that are recorded once and submitted repeatedly.
 #pragma once
 
 #include <array>
@@ -8,15 +8,15 @@
 
 namespace hotset::vulkan {
 
-// A part of a buffer that a dispatch reads or, `written`, writes.
+// A range of a buffer that a dispatch reads or, if `written`, writes.
 struct Binding {
     std::shared_ptr<Buffer> buffer;
     uint64_t offset = 0, size = 0;
     bool written = false;
 };
 
-// Records dispatches with the barriers that their bindings ask for. Each dispatch may read what those before
-// it wrote; what reads and writes nothing in common runs at the same time.
+// Records dispatches with the barriers that their bindings require. A dispatch sees the writes of earlier
+// ones. Dispatches without common data run concurrently.
 class Program {
   public:
     explicit Program(std::shared_ptr<Device> device);
@@ -24,21 +24,21 @@ class Program {
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
 
-    // groups: of workgroups, in three dimensions. Throws std::invalid_argument for bindings outside their
-    // buffers, or what the device's limits do not allow.
+    // groups: workgroups in three dimensions. Throws std::invalid_argument for bindings outside their
+    // buffers, or beyond the device's limits.
     void dispatch(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
                   std::span<const uint8_t> push, const std::array<uint32_t, 3>& groups);
-    // The same; the groups are three numbers at `offset` of a buffer that the host writes before each run.
+    // The same with the groups in three numbers at `offset` of a buffer that the host writes before.
     void dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
                            std::span<const uint8_t> push, const std::shared_ptr<Buffer>& counts,
                            uint64_t offset);
-    // What follows is submitted apart: a run can be cancelled here, and no submission takes long. The host
-    // sees what was written before.
+    // Put the following dispatches into another submission. A run can be cancelled here, and submissions stay
+    // short. The host sees all earlier writes.
     void cut();
-    // The same; what follows also reads what the host computes of layer `layer` (run, below), from what was
-    // written before the last cut. What is between that cut and this one runs at the same time.
+    // The same. The following dispatches also read the host's result for layer `layer` (see run), computed
+    // from data written before the previous cut. Dispatches between the two cuts run concurrently.
     void cut_for_host(int layer);
-    // Ends the recording.
+    // End the recording.
     void finish();
 
   private:
@@ -46,7 +46,7 @@ class Program {
                     const std::function<bool(int)>&);
     struct Segment {  // one submission
         VkCommandBuffer commands;
-        int host_layer;  // what the host computes before it; -1: nothing
+        int host_layer;  // layer that the host computes before it; -1: none
     };
     struct Range {
         VkBuffer buffer;
@@ -67,14 +67,14 @@ class Program {
     std::vector<VkDescriptorPool> pools_;
     uint32_t sets_left_ = 0, buffers_left_ = 0;
     std::vector<Range> since_barrier_;
-    std::vector<std::shared_ptr<Kernel>> kernels_;  // and buffers: what the recording names stays
+    std::vector<std::shared_ptr<Kernel>> kernels_;  // kept alive for the recording, like the buffers
     std::vector<std::shared_ptr<Buffer>> buffers_;
     bool finished_ = false;
 };
 
-// Runs programs of one device one after the other, and waits. is_cancelled: asked between; true ends the run
-// after what was submitted. on_host: computes what cut_for_host asks for, while the device goes on; false
-// ends the run; null where no program asks. Returns whether all ran. Throws Error where the device fails.
+// Run programs of one device in order, and wait. is_cancelled: called between submissions; true ends the run
+// after those in flight. on_host: computes the layer of cut_for_host; false ends the run; null: not needed.
+// Returns whether all programs ran. Throws Error if the device fails.
 bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
          const std::function<bool(int)>& on_host);
 

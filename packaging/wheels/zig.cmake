@@ -1,4 +1,4 @@
-# A CMake toolchain: zig's C++ compiler and libraries for another platform. build.py gives the variables.
+# A CMake toolchain: zig's C++ compiler and libraries for another platform. build.py sets the variables.
 set(CMAKE_SYSTEM_NAME ${HOTSET_SYSTEM})
 set(CMAKE_SYSTEM_PROCESSOR ${HOTSET_PROCESSOR})
 set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES HOTSET_SYSTEM HOTSET_PROCESSOR HOTSET_ZIG HOTSET_ZIG_TARGET)
@@ -11,20 +11,20 @@ if(HOTSET_SYSTEM STREQUAL "Darwin")
 else()
   set(HOTSET_NEON_OPTIONS -mcpu=generic+v8_2a+dotprod+fullfp16)
 endif()
-if(HOTSET_PROCESSOR MATCHES "x86_64|AMD64") # where AVX2 is required, so that the reference is for tests alone
+if(HOTSET_PROCESSOR MATCHES "x86_64|AMD64") # AVX2 is required there, so only tests use the reference
   set(HOTSET_SCALAR_OPTIONS -Os -fno-vectorize -fno-slp-vectorize)
 endif()
-# Nothing but the module is linked, neither to see which compiler this is nor by CMake's checks: zig would first compile
-# a C++ library for debugging, for minutes.
+# Only the module is linked; CMake's checks of the compiler link nothing. Otherwise zig would first compile a debug C++
+# library, for minutes.
 set(CMAKE_CXX_COMPILER_ID_RUN TRUE)
 set(CMAKE_CXX_COMPILER_ID Clang)
 set(CMAKE_CXX_COMPILER_VERSION 22)
 set(CMAKE_CXX_COMPILER_FRONTEND_VARIANT GNU)
 set(CMAKE_CXX_STANDARD_COMPUTED_DEFAULT 17)
 set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
-set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE) # there is none
-if(HOTSET_SYSTEM STREQUAL "Linux") # libc++ is linked in and stays in: another module may have its own
+set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE) # it is empty
+if(HOTSET_SYSTEM STREQUAL "Linux") # libc++ is linked statically and hidden: another module may have its own
   set(CMAKE_MODULE_LINKER_FLAGS_INIT "-Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map")
-elseif(HOTSET_SYSTEM STREQUAL "Windows") # where nanobind does not strip: 0.4 MB less
+elseif(HOTSET_SYSTEM STREQUAL "Windows") # nanobind does not strip there; saves 0.4 MB
   set(CMAKE_MODULE_LINKER_FLAGS_INIT -s)
 endif()

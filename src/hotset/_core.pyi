@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-PAGE_SIZE: int
+KV_BLOCK_SIZE: int
 SAVED_TOKENS: int
 LOGIT_GROUP: int
 
@@ -14,10 +14,10 @@ def cache_slots(
     tokens: np.ndarray,
     positions: np.ndarray,
     sequences: np.ndarray,
-    pages: np.ndarray,
+    kv_blocks: np.ndarray,
     outputs: np.ndarray,
     max_tokens: int,
-    n_pages: int,
+    n_kv_blocks: int,
     n_vocab: int | None,
 ) -> np.ndarray: ...
 def read_bandwidth(data: np.ndarray, n_threads: int) -> float: ...
@@ -37,14 +37,14 @@ def quantize(
 ) -> int: ...
 
 class StoredRows:
-    """Rows of a store, where a plan takes the bytes of a matrix."""
+    """Rows of a store, used in place of a matrix's bytes."""
 
     @property
     def store(self) -> RowStore: ...
     @property
     def group(self) -> int: ...
 
-Rows = np.ndarray | StoredRows  # bytes of a matrix, or where they come from
+Rows = np.ndarray | StoredRows  # bytes of a matrix, or rows of a store
 
 def guard_file(mapping: np.ndarray, descriptor: int) -> int: ...  # csrc/mapped.h
 def is_truncated(file: int) -> bool: ...
@@ -54,7 +54,7 @@ def ring_allowed() -> bool: ...
 def reads_directly(path: str) -> bool: ...
 
 class Reader:
-    """Reads pieces of files, many at a time (csrc/store/reader.h)."""
+    """Reads parts of files, many at a time (csrc/store/reader.h)."""
 
     def __init__(self, ring: bool, depth: int) -> None: ...
     @property
@@ -68,49 +68,49 @@ class Reader:
     def inject_faults(self, share: float, seed: int, short_only: bool = False) -> None: ...  # for tests
 
 class RowStore:
-    """Rows that are read when they are needed (csrc/store/store.h)."""
+    """Rows that are read as needed (csrc/store/store.h)."""
 
     def __init__(self, reader: Reader, gap: int, half_life: int) -> None: ...
-    # parts: path, offset of the first row, bytes of a row, from one row to the next
-    # usual, at_once: of its rows those that pass without a slot in most steps, and that a step needs at most
-    # n_asked: that are ever needed; None: all
+    # parts: path, offset of the first row, bytes of a row, distance between rows
+    # usual, at_once: rows without a slot that a step typically needs, and most rows that a step needs
+    # n_needed: rows that can ever be needed; None: all
     def group(
         self,
         n_rows: int,
         parts: list[tuple[str, int, int, int]],
         usual: int,
         at_once: int,
-        n_asked: int | None = None,
+        n_needed: int | None = None,
     ) -> int: ...
     def allocate(self, bytes: int) -> None: ...
-    def touch_ahead(self) -> None: ...  # has its memory be given by the system while other things are done
+    def touch_ahead(self) -> None: ...  # makes the system provide the memory in the background
     @property
     def least_bytes(self) -> int: ...
     @property
     def most_bytes(self) -> int: ...
     @staticmethod
-    def slot_bytes_of(rows: list[int]) -> int: ...  # what a row takes in memory, of the bytes of its parts
+    def slot_bytes_of(rows: list[int]) -> int: ...  # memory of a row's slot, given the bytes of its parts
     @property
-    def is_whole(self) -> bool: ...  # whether every row that is needed has a slot
-    def n_slots(self, group: int) -> int: ...  # rows of it that can stay
+    def is_whole(self) -> bool: ...  # whether every row that can be needed has a slot
+    def n_slots(self, group: int) -> int: ...  # rows of the group that can stay
     def expect(
         self, group: int, shares: np.ndarray
-    ) -> None: ...  # float32 [n_rows] of the tokens that need it
-    def preload(self, group: int, rows: np.ndarray) -> None: ...  # int32, rising; no more than slots
-    # of each part uint8 [rows * bytes of a row]; rows: int32, rising, at_once at most. Waits for a step
-    # of the runtime, whose plans use the store too
+    ) -> None: ...  # float32 [n_rows], share of the tokens that need each row
+    def preload(self, group: int, rows: np.ndarray) -> None: ...  # int32, rising, at most n_slots
+    # per part uint8 [rows * bytes of a row]; rows: int32, rising, at most at_once. Waits for a running
+    # step of the runtime, whose plans also use the store
     def copy(self, group: int, rows: np.ndarray, runtime: Runtime | None = None) -> list[np.ndarray]: ...
-    # bytes of a part of a row that has a slot and is there, else None
+    # bytes of a part of a row; None if the row is not loaded
     def peek(self, group: int, row: int, part: int, runtime: Runtime | None = None) -> np.ndarray | None: ...
     def rows(self, group: int, part: int) -> StoredRows: ...
     def counts(self) -> tuple[int, int, int, int, float]: ...  # hits, misses, bytes, reads, seconds waited
     def check(self) -> None: ...
-    # slots of each group (rows, bytes of a slot, rows that pass) in so much memory
+    # slots of each group (rows, bytes of a slot, usual) within `bytes`
     @staticmethod
     def slots_in(groups: list[tuple[int, int, int]], bytes: int) -> list[int]: ...
 
 class Stream:
-    """Weights that are read anew in every step (csrc/store/stream.h)."""
+    """Weights that are read again in every step (csrc/store/stream.h)."""
 
     def __init__(self, reader: Reader) -> None: ...
     def piece(self, parts: list[tuple[str, int, int]]) -> int: ...  # path, offset, bytes of each
@@ -122,24 +122,24 @@ class Stream:
     def room_for(bytes: int) -> int: ...
 
 class Runtime:
-    """The thread pool and its memory, which plans and CPU workers share (csrc/runtime.h)."""
+    """The thread pool and scratch memory that plans and CPU workers share (csrc/runtime.h)."""
 
     def __init__(self, n_threads: int) -> None: ...
     @property
     def n_threads(self) -> int: ...
     @property
     def nbytes(self) -> int: ...  # scratch of all threads
-    def close(self) -> None: ...  # ends the threads; no step can run any more
+    def close(self) -> None: ...  # ends the threads; no step can run afterwards
 
 class Replacement:
-    """Which entries a cache of few slots holds (csrc/replacement.h); hotset/replacement.py is its Python."""
+    """The replacement policy of a cache (csrc/replacement.h), used by offload/replacement.py."""
 
     def __init__(self, n_layers: int, n_ids: int, slots: list[int], half_life: int) -> None: ...
     @property
     def n_slots(self) -> int: ...
     def expect(self, layer: int, shares: np.ndarray) -> None: ...  # float32 [n_ids]
     def begin_step(self) -> None: ...
-    # int32 [3, n]: slots, 1 where it is a hit, what was evicted
+    # int32 [3, n]: slots, 1 for a hit, evicted ids
     def lookup(self, layer: int, ids: np.ndarray, credit: bool) -> np.ndarray: ...
     def drop(self, layer: int, id: int) -> None: ...
     def find(self, layer: int, id: int) -> int: ...
@@ -147,7 +147,7 @@ class Replacement:
     def replay(self, ids: np.ndarray, counts: np.ndarray, first: int, by_layer: bool) -> list[int]: ...
 
 class Draw:
-    """The draws of one sequence (csrc/draw.h). rules: see engine/sampler.py; tokens: the prompt."""
+    """The sampler of one sequence (csrc/draw.h). rules: see engine/sampler.py; tokens: the prompt."""
 
     def __init__(self, n_vocab: int, rules: dict[str, Any], tokens: list[int]) -> None: ...
     @property
@@ -156,8 +156,8 @@ class Draw:
     def adjusted(self, logits: np.ndarray) -> np.ndarray: ...  # with bias, penalties and DRY
     def clone(self) -> Draw: ...
 
-# Logits, the largest of groups, candidates, bits and ids of allowed tokens, u, whether XTC applies: LogitRow
-# of csrc/draw.h; how many of the largest logits are wanted with the log of the sum, None: neither.
+# Sampler, logits, maxima of groups, candidates, allowed tokens as bits and as ids, u, whether XTC applies
+# (LogitRow in csrc/draw.h), and the number of largest logits in the logprobs; None: no logprobs.
 DrawJob = tuple[
     Draw, np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None, np.ndarray | None, float, bool,
     int | None,
@@ -165,30 +165,30 @@ DrawJob = tuple[
 NOTHING_ALLOWED: int
 NOT_NUMBERS: int
 
-# A token for each job, or one of the two numbers above; each job has another Draw. Logprobs are
-# log(sum(exp(logits))) and the indices of the largest logits, by falling logit, equal ones by rising index.
+# A token per job, or one of the two numbers above, and its logprobs: log(sum(exp(logits))) and the indices of
+# the largest logits by falling logit, equal ones by rising index. Each job needs its own Draw.
 def draw_tokens(
     jobs: list[DrawJob], runtime: Runtime | None
 ) -> list[tuple[int, tuple[float, list[int]] | None]]: ...
 def row_logprobs(rows: np.ndarray, n_top: int, runtime: Runtime | None) -> list[tuple[float, list[int]]]: ...
 
-# spans: int32 [n, 3]: a lookup, that which asks again for some of its entries, and for how many
+# spans: int32 [n, 3]: a lookup, the next lookup of some of its entries, and their number
 def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) -> int: ...
 
 class Plan:
     def __init__(
-        self, max_tokens: int, n_pages: int, max_pages: int, runtime: Runtime, isa: str | None = None
+        self, max_tokens: int, n_kv_blocks: int, max_kv_blocks: int, runtime: Runtime, isa: str | None = None
     ) -> None: ...
     @property
     def isa(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
     @property
-    def own_nbytes(self) -> int: ...  # of these without what the runtime has
+    def own_nbytes(self) -> int: ...  # without the runtime's scratch memory
     def buffer(self, width: int, outputs: bool) -> int: ...
     def input(self, out: int) -> None: ...
-    # An operation of csrc/ops and its facts: numbers, strings, arrays, buffers by their number, tensors as
-    # (type, data[, scales]), records as dicts. What is None is absent.
+    # An operation of csrc/ops and its facts: numbers, strings, arrays, buffer numbers, tensors
+    # (type, data[, scales]), records (dicts). None means absent.
     def add(self, operation: str, **facts: Any) -> None: ...
     @property
     def n_ops(self) -> int: ...
@@ -198,17 +198,17 @@ class Plan:
         tokens: np.ndarray,
         positions: np.ndarray,
         sequences: np.ndarray,
-        pages: np.ndarray,
+        kv_blocks: np.ndarray,
         outputs: np.ndarray,
         x: np.ndarray | None = None,  # float32 [n_tokens, width of the input]
         thresholded: np.ndarray | None = None,  # uint8 [n_tokens]
-        states: np.ndarray | None = None,  # as in base.Batch, where an operation has a state
+        states: np.ndarray | None = None,  # as in base.Batch, if an operation has a state
         saves: np.ndarray | None = None,
-        scales: np.ndarray | None = None,  # float32 [n_sequences, n_adapters], of a plan with adapters
+        scales: np.ndarray | None = None,  # float32 [n_sequences, n_adapters], if the plan has adapters
     ) -> None: ...
     def cancel(self) -> None: ...
     def rows(self, buffer: int) -> np.ndarray: ...
-    # Sums over the operations of the latest step; cells: int32, one of each operation, and of each count.
+    # Sums over the operations of the latest step; cells: int32, one per operation, or one per count of each.
     def op_seconds(self, cells: np.ndarray, n_cells: int) -> np.ndarray: ...  # float64 [n_cells]
     def op_counts(self, cells: np.ndarray, n_cells: int) -> np.ndarray: ...  # int64 [n_cells]
 
@@ -217,20 +217,20 @@ class CpuWorkerPlan: ...
 class CpuWorker:
     """The CPU worker of a hybrid engine (csrc/cpu_worker.h)."""
 
-    # plan: not finished; its rows are computed at a time, and an expert of a token is a row
+    # plan: not finished; it limits the rows per computation. In an MoE layer each expert of a token is a row.
     def __init__(self, plan: Plan, width: int, max_tokens: int, timeout: float) -> None: ...
-    # The operations [first_op, end_op) of the plan, which read buffer x and leave their result in `sum`.
+    # The operations [first_op, end_op) of the plan, which read buffer x and write `sum`.
     def layer(
         self,
         number: int,
         first_op: int,
         end_op: int,
-        gates: list[int],  # operations that compute gates alone
-        of_firing: list[int],  # and what is made of those that fire
+        gates: list[int],  # operations that compute only gates
+        of_firing: list[int],  # operations that compute the neurons that fire
         x: int,
         sum: int,
         n_neurons: int,
-        neuron_bytes: int,  # its weights
+        neuron_bytes: int,  # bytes of one neuron's weights
         cold: np.ndarray,  # uint8, bit i % 8 of byte i // 8
         predicted: bool,
         scores: int,
@@ -247,10 +247,10 @@ class CpuWorker:
         route: int,
     ) -> int: ...
     @property
-    def nbytes(self) -> int: ...  # buffers and exchange, without what the runtime has
+    def nbytes(self) -> int: ...  # buffers and exchange memory, without the runtime's
     @property
     def plan(self) -> CpuWorkerPlan: ...
-    def route(self, layer: int) -> np.ndarray: ...  # int32: experts as they were asked for
+    def route(self, layer: int) -> np.ndarray: ...  # int32: the submitted experts
     def start(self) -> None: ...
     def memory(self) -> np.ndarray: ...
     def offsets(self) -> list[int]: ...  # of memory(): request, done, h, bits, out
@@ -261,31 +261,31 @@ class CpuWorker:
     def poison(self, reason: str) -> None: ...
     def poisoned(self) -> str: ...
     def close(self) -> None: ...
-    def post(self, layer: int) -> None: ...
-    def wait(self, layer: int) -> bool: ...
+    def submit(self, layer: int) -> None: ...
+    def collect(self, layer: int) -> bool: ...  # False: the step was poisoned
     @staticmethod
-    def host_functions() -> tuple[int, int]: ...  # addresses of post and wait, for a device's stream
+    def host_functions() -> tuple[int, int]: ...  # addresses of submit and collect, for a device's stream
     def host_argument(self, layer: int) -> int: ...
     def counts(self) -> np.ndarray: ...  # int64 [n_layers, 6]: requests, then all but the last of base.COUNTS
     def seconds(self) -> np.ndarray: ...
 
-# A part of a buffer as a dispatch takes it: offset, size, and whether it is written.
+# A range of a buffer in a dispatch: offset, size, and whether it is written.
 VulkanBinding = tuple[VulkanBuffer, int, int, bool]
 
 class VulkanDevice:
-    """An open Vulkan device (csrc/vulkan/device.h). DeviceError where there is none, or it fails."""
+    """An open Vulkan device (csrc/vulkan/device.h). Raises DeviceError if it does not exist or fails."""
 
     def __init__(
         self, index: int, validate: bool = False, staged: bool = False, cache: bytes = b""
     ) -> None: ...
-    def compiled(self) -> bytes: ...  # the driver's pipeline cache, empty where it gives none
-    def is_cache_of(self, data: bytes) -> bool: ...  # whether its header is this driver's
+    def compiled(self) -> bytes: ...  # the driver's pipeline cache; empty if it provides none
+    def is_cache_of(self, data: bytes) -> bool: ...  # whether the header names this driver
     @property
-    def allocated(self) -> int: ...  # bytes of its buffers that live
+    def allocated(self) -> int: ...  # bytes of its live buffers
     @property
     def name(self) -> str: ...
     @property
-    def has_integer_dots(self) -> bool: ...  # instructions for products of four bytes
+    def has_integer_dots(self) -> bool: ...  # instructions for dot products of four bytes
     @property
     def max_range(self) -> int: ...  # bytes of a binding
     @property
@@ -297,7 +297,7 @@ class VulkanDevice:
     ) -> VulkanKernel: ...
 
 class VulkanBuffer:
-    """A piece of memory (csrc/vulkan/device.h)."""
+    """A buffer with its memory (csrc/vulkan/device.h)."""
 
     @property
     def size(self) -> int: ...
@@ -306,18 +306,18 @@ class VulkanBuffer:
     def write(self, offset: int, data: np.ndarray) -> None: ...  # uint8
     def read(self, offset: int, size: int) -> np.ndarray: ...  # uint8, a copy
     def clear(self) -> None: ...
-    def view(self) -> np.ndarray: ...  # uint8, of memory that the host sees
+    def view(self) -> np.ndarray: ...  # uint8, of host-visible memory
 
 class VulkanKernel: ...
 
 class VulkanCancel:
-    """Ends a run of programs from any thread."""
+    """Cancels a run of programs from any thread."""
 
-    asked: bool
+    requested: bool
     def __init__(self) -> None: ...
 
 class VulkanProgram:
-    """Dispatches, recorded once (csrc/vulkan/program.h). ValueError for what the device does not allow."""
+    """Dispatches that are recorded once (csrc/vulkan/program.h). ValueError beyond the device's limits."""
 
     def __init__(self, device: VulkanDevice) -> None: ...
     def dispatch(
@@ -336,18 +336,18 @@ class VulkanProgram:
         offset: int,
     ) -> None: ...
     def cut(self) -> None: ...
-    def cut_for_host(self, layer: int) -> None: ...  # what follows reads what a CPU worker's layer answers
+    def cut_for_host(self, layer: int) -> None: ...  # later dispatches read the CPU's answer
     def finish(self) -> None: ...
 
 class VulkanExchange:
-    """What passes between a device and a CPU worker, which starts before (csrc/vulkan/exchange.h)."""
+    """The memory that a device and a started CPU worker exchange (csrc/vulkan/exchange.h)."""
 
     def __init__(
-        self, worker: CpuWorkerPlan, from_device: VulkanBuffer, to_device: VulkanBuffer, asked_offset: int
+        self, worker: CpuWorkerPlan, from_device: VulkanBuffer, to_device: VulkanBuffer, bits_offset: int
     ) -> None: ...
 
 def vulkan_devices(validate: bool) -> list[dict[str, Any]]: ...
-def vulkan_fail(name: str, n: int, result: int) -> None: ...  # the n-th call of a function; of tests
+def vulkan_fail(name: str, n: int, result: int) -> None: ...  # fails the n-th call of a function, for tests
 def vulkan_memory_type(
     heaps: list[tuple[int, int]], types: list[tuple[int, int]], allowed: int, place: str
 ) -> int | None: ...
@@ -357,7 +357,7 @@ def vulkan_rearranged(
     type: int,
     cols: int,
     data: np.ndarray,  # uint8 [n, rows, bytes of a row]
-    rows: np.ndarray,  # int32: which of each
+    rows: np.ndarray,  # int32: chosen rows of each matrix
     n_threads: int,
 ) -> tuple[np.ndarray, np.ndarray]: ...
 def vulkan_upload(

@@ -170,32 +170,32 @@ def reference(gguf: GGUFFile) -> ReferenceBackend:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "no states": ({"states": None}, "needs slots"),
-    "no saves": ({"saves": None}, "needs slots"),
-    "too few": ({"saves": [5]}, "needs slots|perhaps one"),
-    "past the end": ({"saves": [-1, 40]}, "outside the 40 slots"),
-    "below": ({"states": [-2]}, "outside the 40 slots"),
+    "no states": ({"states": None}, "needs state slots"),
+    "no saves": ({"saves": None}, "needs state slots"),
+    "too few": ({"saves": [5]}, "needs state slots|perhaps one"),
+    "past the end": ({"saves": [-1, 40]}, "outside the cache's 40 slots"),
+    "below": ({"states": [-2]}, "outside the cache's 40 slots"),
     "reads what it writes": ({"states": [7], "positions": [1, 2], "saves": [-1, 7]}, "none that it reads"),
     "writes twice": (
         {"positions": [63, 64], "states": [7], "saves": [3, 3]},
-        "writes a state once",
+        "write a state only once",
     ),
-    "begins in the middle": ({"positions": [1, 2]}, "before every token but its first"),
-    "begins with a state": ({"states": [3]}, "before every token but its first"),
-    "leaves one out": ({"positions": [0, 2]}, "follow one another"),
+    "begins in the middle": ({"positions": [1, 2]}, "exactly if it does not begin"),
+    "begins with a state": ({"states": [3]}, "exactly if it does not begin"),
+    "leaves one out": ({"positions": [0, 2]}, "be consecutive"),
     "saves inside a page": (
         {
             "tokens": [1] * 19, "positions": list(range(19)), "sequences": [0] * 19,
             "saves": [-1, 1, *[-1] * 16, 2],
         },
-        "end of a page",
+        "end of a KV block",
     ),
     "comes twice": (
         {
             "tokens": [1, 1, 1], "positions": [0, 0, 1], "sequences": [0, 1, 0], "saves": [-1, -1, 2],
             "states": [-1, -1], "page_tables": [[0, 1], [2, 3]],
         },
-        "follow one another",
+        "be consecutive",
     ),
 }  # fmt: skip
 

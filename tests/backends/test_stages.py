@@ -138,7 +138,7 @@ def test_rows_that_do_not_enter(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="takes no rows"):
         first.run(step, x)
     for wrong in (x[:3], x[:, :32].copy(), np.zeros((5, 64), np.float32)):
-        with pytest.raises(InvalidRequestError, match=r"the rows that enter are \[4, 64\]"):
+        with pytest.raises(InvalidRequestError, match=r"the input rows must be \[4, 64\]"):
             second.run(step, wrong)
     for part in (first, second):
         assert isinstance(part, CpuBackend)

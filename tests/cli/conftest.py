@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the command line."""
+"""Fixtures of the command-line tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, as a person and as a script meet it: on tiny models, mostly in NumPy."""
+"""The command line as persons and scripts use it: on tiny models, mostly with NumPy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- run -----------------------------------------------------------------------------------------
 
 
-def test_an_answer_has_the_form_that_is_asked_for(model: Path, tmp_path: Path) -> None:
+def test_an_answer_has_the_requested_form(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}')
@@ -75,7 +75,7 @@ def test_an_answer_has_the_form_that_is_asked_for(model: Path, tmp_path: Path) -
     assert inside("run", model, "Hello", "--json-schema", tmp_path / "none").returncode == 2
 
 
-def test_run_prints_the_answer_and_nothing_else(model: Path) -> None:
+def test_run_prints_only_the_answer(model: Path) -> None:
     done = hotset("run", model, "Hello", "-n", 6, "--temp", 0, "--device", "reference")
     assert done.returncode == 0
     result = answer(model, "Hello", "-n", 6, "--temp", 0)
@@ -87,7 +87,7 @@ def test_run_prints_the_answer_and_nothing_else(model: Path) -> None:
     )
 
 
-def test_run_json_has_what_scripts_rely_on(model: Path) -> None:
+def test_run_json_has_the_fields_that_scripts_need(model: Path) -> None:
     result = answer(model, "Hello", "-n", 5, "-t", 1, "--temp", 0)
     assert isinstance(result["text"], str)
     assert len(result["tokens"]) == 5
@@ -124,7 +124,7 @@ def test_special_tokens_of_a_raw_prompt(model: Path) -> None:
     assert answer(model, f"a{bos}b", *one, "--no-parse-special")["prompt_tokens"] == plain
 
 
-def test_the_ways_to_give_a_prompt_are_equal(model: Path, tmp_path: Path) -> None:
+def test_all_ways_to_give_a_prompt_are_equal(model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("the question\n")
     fixed = ["-n", 4, "--temp", 0]
     first = answer(model, "the question", *fixed)
@@ -157,10 +157,10 @@ def test_a_file_or_the_standard_input_follows_the_prompt(model: Path, tmp_path: 
 
 
 @needs_pty
-def test_a_prompt_waits_for_no_terminal_and_no_silent_pipe(model: Path) -> None:
+def test_a_prompt_does_not_wait_for_a_terminal_or_a_silent_pipe(model: Path) -> None:
     words = ("run", model, "Hello", "-n", 2, *CHAT)
     assert Terminal(*words).exit_code() == 0
-    reader, writer = os.pipe()  # open, and nothing comes
+    reader, writer = os.pipe()  # open but without data
     done = subprocess.run(
         [*COMMAND, *map(str, words)], stdin=reader, capture_output=True, text=True, timeout=60
     )
@@ -218,7 +218,7 @@ def test_stop_ends_the_answer_before_its_text(model: Path) -> None:
     assert result["finish_reason"] == "stop"
 
 
-def test_a_full_context_is_said_and_not_silent(model: Path) -> None:
+def test_a_full_context_is_reported(model: Path) -> None:
     done = inside("run", model, "Hello", "--temp", 0, "-c", 40, "--ignore-eos", "--device", "reference")
     assert done.returncode == 0
     assert "the context of 40 tokens is full" in done.stderr
@@ -228,7 +228,7 @@ def test_a_full_context_is_said_and_not_silent(model: Path) -> None:
     assert "context of 40; shorten it or load the model with a larger -c." in done.stderr
 
 
-def test_a_message_names_options_and_not_settings_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_names_options_instead_of_python_settings(capsys: pytest.CaptureFixture[str]) -> None:
     print_error("the cache has no room; lower n_ctx, or use kv_type q8_0. n_threads too")
     assert capsys.readouterr().err == "error: the cache has no room; lower -c, or use -ctk q8_0. -t too.\n"
     print_error("repetition_penalty must be at least 0; keep_alive is a number, and cache_disk is GiB")
@@ -273,7 +273,7 @@ def test_the_native_backend_is_the_default(model: Path) -> None:
     assert len(json.loads(again.stdout)["tokens"]) == 8
 
 
-def test_a_closed_pipe_is_silent(model: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(model: Path) -> None:
     options = ["-n", "200", "--ignore-eos", "--device", "reference", "-s", "1"]
     command = [*COMMAND, "run", str(model), "Hello", *options]
     process = subprocess.Popen(
@@ -329,7 +329,7 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["convert", "EMPTY", "out.gguf", "--type", "q9"], 2, "q9"),
     ],
 )
-def test_a_mistake_is_told_without_a_traceback(
+def test_a_mistake_is_reported_without_a_traceback(
     home: Path, tmp_path: Path, model: Path, arguments: list[str], code: int, fragment: str
 ) -> None:
     (tmp_path / "EMPTY").mkdir()
@@ -348,7 +348,7 @@ def test_a_mistake_is_told_without_a_traceback(
         assert done.stderr.startswith("error: ")
 
 
-def test_a_damaged_file_is_a_sentence(tmp_path: Path, model: Path) -> None:
+def test_a_damaged_file_gives_one_message(tmp_path: Path, model: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(model.read_bytes()[:3000])
     for subcommand in (["run", broken, "hi"], ["show", broken]):
@@ -389,8 +389,8 @@ def test_help_and_version() -> None:
         assert (done.returncode, done.stdout) == (0, inside(*options).stdout)
 
 
-def test_options_are_declared_once_and_shared_by_the_subcommands() -> None:
-    """What several subcommands take has one spelling, one help and one default, and one name in Python."""
+def test_options_of_several_subcommands_are_declared_once() -> None:
+    """Check that such an option has one spelling, help, default and Python name."""
     from hotset.cli.main import SUBCOMMANDS, app
 
     group = typer.main.get_command(app)
@@ -403,7 +403,7 @@ def test_options_are_declared_once_and_shared_by_the_subcommands() -> None:
                 found.setdefault(name, {})[subcommand] = facts
     shared = ["--sparsity", "--predictor", "--device", "--vram-budget", "--n-gpu-layers", "--gpu-index",
               "--reset-gpu-index", "--disable-gpu-index", "--device", "cpu"]  # fmt: skip
-    # The --device of two is torch's, and the --sparsity of one a share to be reached.
+    # In these, --device has torch's values, and --sparsity is a target.
     others = ("sparse make", "sparse train", "sparse calibrate")
     for name in shared:
         subcommands = {
@@ -419,7 +419,7 @@ def test_options_are_declared_once_and_shared_by_the_subcommands() -> None:
 
 
 @needs_pty
-def test_a_chat_answers_remembers_and_obeys_its_commands(model: Path, tmp_path: Path) -> None:
+def test_a_chat_answers_and_obeys_commands(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     chat = Terminal("run", model, *CHAT, "-n", 5)
     chat.wait_for("tiny.gguf, context 512 tokens")
@@ -457,7 +457,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(model: Path) -> None:
     chat = Terminal("run", model, *CHAT, "--ignore-eos", "-c", 9999)  # which takes seconds to fill
     chat.wait_for(PROMPT)
     chat.type("count\n")
-    chat.wait_for(r"count\r?\n[^\n]{3}")  # the echo, and the beginning of the answer
+    chat.wait_for(r"count\r?\n[^\n]{3}")  # the echo and the beginning of the answer
     chat.type("\x03")
     chat.wait_for(r"\[prompt \d+ tokens.* interrupted\]")
     chat.wait_for(PROMPT)
@@ -478,7 +478,7 @@ def test_ctrl_c_ends_a_single_answer(model: Path) -> None:
 
 
 @needs_pty
-def test_a_question_that_does_not_fit_leaves_the_chat_alive(model: Path) -> None:
+def test_a_question_that_does_not_fit_does_not_end_the_chat(model: Path) -> None:
     chat = Terminal("run", model, *CHAT, "-n", 3, "-c", 64)
     chat.wait_for(PROMPT)
     chat.type("a" * 90 + "\n")
@@ -492,7 +492,7 @@ def test_a_question_that_does_not_fit_leaves_the_chat_alive(model: Path) -> None
 
 
 @needs_pty
-def test_without_a_model_a_terminal_chooses(home: Path, model: Path) -> None:
+def test_without_a_model_the_user_chooses_one_at_the_terminal(home: Path, model: Path) -> None:
     folder = home / "models"
     folder.mkdir(parents=True)
     (folder / "tiny-relu.gguf").symlink_to(model)
@@ -570,15 +570,13 @@ def test_pull_list_show_and_rm(home: Path, hub: FakeHub, model: Path) -> None:
     assert not list(home.rglob("*.gguf"))
 
 
-def test_a_model_named_by_its_repository_is_fetched_when_it_is_run(
-    home: Path, hub: FakeHub, model: Path
-) -> None:
+def test_run_downloads_a_model_named_by_its_repository(home: Path, hub: FakeHub, model: Path) -> None:
     hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
     arguments = ("run", "hf:owner/repo", "Hello", "-n", 2, "-s", 1, "--device", "reference", "--json")
     assert json.loads(hotset(*arguments, env=reach(hub.url)).stdout)["tokens"]
 
 
-def test_pull_tells_a_checksum_that_does_not_match(home: Path, hub: FakeHub, model: Path) -> None:
+def test_pull_reports_a_wrong_checksum(home: Path, hub: FakeHub, model: Path) -> None:
     hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
     hub.corrupt.add("tiny.gguf")
     done = hotset("pull", "hf:owner/repo", env=reach(hub.url))
@@ -596,7 +594,7 @@ def test_pull_without_a_network_fails_in_seconds(home: Path) -> None:
     assert time.monotonic() - began < 15
 
 
-def test_list_all_shows_the_catalogue_with_what_cannot_run(home: Path) -> None:
+def test_list_all_shows_the_catalogue_and_unsupported_models(home: Path) -> None:
     items = {item["name"]: item for item in json.loads(inside("list", "--all", "--json").stdout)}
     assert items["bamboo-7b"]["unsupported"] is items["smallthinker-4b"]["unsupported"] is None
     assert "hotset convert" in items["turbosparse-mistral-7b"]["unsupported"]
@@ -605,7 +603,7 @@ def test_list_all_shows_the_catalogue_with_what_cannot_run(home: Path) -> None:
     assert "cannot run yet" in inside("list", "--all").stdout
 
 
-def test_show_gives_the_facts_of_a_file(model: Path) -> None:
+def test_show_prints_facts_about_a_file(model: Path) -> None:
     facts = json.loads(inside("show", model, "--json", "--tensors").stdout)
     wanted = {
         "architecture": "llama", "name": "Tiny Random", "license": "mit", "context": 512, "layers": 2,
@@ -626,10 +624,10 @@ def test_show_gives_the_facts_of_a_file(model: Path) -> None:
     assert re.search(r"tokenizer\.ggml\.tokens\s+\[!, \", #, \$, \.\.\. 101 in all\]", shown)
 
 
-def test_show_tells_experts_and_their_token_cycle(tmp_path: Path) -> None:
+def test_show_prints_experts_and_their_bytes_per_token(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m.gguf", experts=(8, 2), n_ff_shared=32)
     facts = json.loads(inside("show", path, "--json").stdout)
-    cycle = 2 * 2 * 3 * 64 * 96 * 4  # layers, experts of a token, matrices
+    cycle = 2 * 2 * 3 * 64 * 96 * 4  # layers, experts per token, matrices
     assert facts["experts"] == {
         "count": 8, "used": 2, "neurons": [96], "shared_neurons": 32, "layers": 2, "token_cycle": cycle
     }  # fmt: skip
@@ -651,7 +649,7 @@ def test_show_tells_experts_and_their_token_cycle(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_show_describes_what_it_cannot_run(tmp_path: Path) -> None:
+def test_show_describes_a_model_that_cannot_run(tmp_path: Path) -> None:
     path = write_model(tmp_path / "x.gguf", architecture="zebra")
     facts = json.loads(inside("show", path, "--json").stdout)
     assert facts["architecture"] == "zebra"
@@ -665,7 +663,7 @@ def test_show_describes_what_it_cannot_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("can_hold_one_more", [True, False])
 def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can_hold_one_more: bool) -> None:
-    """A step of n tokens takes 10 + n seconds here: what is reported follows from that alone."""
+    """Use steps in which n tokens take 10 + n seconds: the results follow from this."""
     from hotset.cli.bench import Conditions, Test, measure
 
     now = [0.0]
@@ -686,10 +684,10 @@ def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can
     assert seconds(100, 0, 0) == [2 * 60.0] * 2
     assert seconds(100, 28, 0) == [2 * 60.0 + 28 * 11] * 2
     assert seconds(100, 0, 64) == [2 * 60.0] * 2
-    assert seconds(44, 0, 70) == [pytest.approx(60.0 * 44 / 50)] * 2  # six of the depth were computed again
+    assert seconds(44, 0, 70) == [pytest.approx(60.0 * 44 / 50)] * 2  # 6 of the depth again
 
 
-def test_bench_goes_through_the_engine_and_reuses_the_depth() -> None:
+def test_bench_uses_the_engine_and_reuses_the_depth() -> None:
     from hotset.cli.bench import Conditions, Test, _entry, measure
 
     backend = FakeBackend(n_pages=8, max_batch=50)
@@ -734,7 +732,7 @@ def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
         assert entry["type_k"] == "f16"
     assert "read bandwidth of the mapped file" in done.stderr
     deeper = [e["bytes_per_token"] for e in entries if e["n_gen"] and not e["n_prompt"]]
-    assert deeper[1] > deeper[0]  # the cache is read too
+    assert deeper[1] > deeper[0]  # with a depth, the KV cache is read too
 
 
 @needs_core
@@ -767,7 +765,7 @@ def test_bench_compares_models_in_one_table(model: Path, bare: Path) -> None:
 
 
 @needs_core
-def test_bench_says_what_steps_of_several_tokens_take(model: Path) -> None:
+def test_bench_reports_the_time_of_steps_of_several_tokens(model: Path) -> None:
     arguments = ("bench", model, "--step-tokens", "1,2,4", "-t", 1, "-r", 2, "-d", 70)
     found = json.loads(inside(*arguments, "--json").stdout)
     assert [entry["n_tokens"] for entry in found] == [1, 2, 4]
@@ -780,7 +778,7 @@ def test_bench_says_what_steps_of_several_tokens_take(model: Path) -> None:
 
 
 @needs_core
-def test_bench_says_what_became_of_drafted_tokens(model: Path, tmp_path: Path) -> None:
+def test_bench_reports_accepted_and_rejected_draft_tokens(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 8, "utf-8")
     arguments: tuple[Any, ...] = ("bench", model, "-p", 0, "-n", 40, "-t", 1, "-r", 2, "-f", text)
@@ -801,7 +799,7 @@ def test_bench_says_what_became_of_drafted_tokens(model: Path, tmp_path: Path) -
 
 
 @needs_core
-def test_run_says_how_many_tokens_a_step_gave(model: Path) -> None:
+def test_run_reports_tokens_per_step(model: Path) -> None:
     arguments = ("run", model, "-p", "abcabcabc", "-n", 20, "--temp", 0, "-t", 1, "--json")
     plain = json.loads(inside(*arguments).stdout)
     drafted = json.loads(inside(*arguments, "--speculate", "ngram", "--draft-max", 4).stdout)
@@ -833,7 +831,7 @@ def test_perplexity_agrees_with_the_python_api(model: Path, tmp_path: Path) -> N
     assert f"PPL = {expected.ppl:.4f} ±" in inside(*arguments).stdout
 
 
-def test_doctor_tells_what_there_is(home: Path) -> None:
+def test_doctor_reports_the_machine(home: Path) -> None:
     report = json.loads(inside("doctor", "--json").stdout)
     assert report["processor"]["usable_cores"] >= 1
     assert report["memory"]["usable"] > 10**8
@@ -846,14 +844,14 @@ def test_doctor_tells_what_there_is(home: Path) -> None:
 
 
 @needs_core
-def test_doctor_says_that_kernels_were_forced(home: Path) -> None:
+def test_doctor_reports_forced_kernels(home: Path) -> None:
     kernels = json.loads(hotset("doctor", "--json", env={"HOTSET_ISA": "scalar"}).stdout)["kernels"]
     assert kernels["chosen"] == "scalar"
     assert "HOTSET_ISA" in kernels["why"]
 
 
 @needs_core
-def test_doctor_says_why_a_processor_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_explains_a_slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     from hotset import _core
     from hotset.cli.doctor import examine
 
@@ -867,7 +865,7 @@ def test_doctor_says_why_a_processor_is_slow(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_core
-def test_kernels_that_cannot_be_used_are_a_sentence(home: Path, model: Path) -> None:
+def test_unusable_kernels_give_one_message(home: Path, model: Path) -> None:
     env = {"HOTSET_ISA": "sse"}
     report = json.loads(hotset("doctor", "--json", env=env).stdout)["kernels"]
     assert report["chosen"] is None
@@ -896,7 +894,7 @@ def test_convert_writes_a_file_that_runs(tmp_path: Path) -> None:
 # -- starting ------------------------------------------------------------------------------------
 
 
-def test_run_imports_no_more_than_it_needs(model: Path) -> None:
+def test_run_imports_only_what_it_needs(model: Path) -> None:
     code = (
         "import sys; from hotset.cli.main import app\n"
         f"try: app(['run', {str(model)!r}, 'Hello', '-n', '2', '--backend', 'reference'])\n"
@@ -909,9 +907,8 @@ def test_run_imports_no_more_than_it_needs(model: Path) -> None:
     assert done.stdout.endswith("loaded: []\n"), done.stdout + done.stderr
 
 
-def test_plain_values_are_what_the_library_makes_of_them() -> None:
-    """Options of all subcommands, whether they take a value by themselves or ask: one value or one
-    message, which of a number is ours."""
+def test_values_without_typer_equal_typers_values() -> None:
+    """Compare values and messages of all options, except hotset's own messages for numbers."""
     from hotset.cli.main import SUBCOMMANDS, app
     from hotset.cli.values import _Taking
 

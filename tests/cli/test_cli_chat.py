@@ -1,4 +1,4 @@
-"""The chat at a terminal: pasted blocks, the history, commands, and a context that is full."""
+"""The chat at a terminal: pasted blocks, the history, commands, and a full context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = r"(^|\n)> ?$"
 
 
 class DrawingTerminal(Terminal):
-    """A terminal on which the chat can draw. `screen` is what it draws, without the sequences that do so."""
+    """A terminal on which the chat can draw. `screen` is its text without escape sequences."""
 
     def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
         super().__init__(*arguments, env={"TERM": "xterm", **(env or {})})
@@ -28,7 +28,7 @@ class DrawingTerminal(Terminal):
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x08", "", output)
 
     def ask(self, keys: str) -> None:
-        """Types what the model answers."""
+        """Type keys, and wait for the answer."""
         self.wait_for(PROMPT)
         self.type(keys)
         self.wait_for(ANSWERED)
@@ -39,7 +39,7 @@ class DrawingTerminal(Terminal):
         assert self.exit_code() == 0
 
     def asked(self, folder: Path) -> list[str]:
-        """The messages that the model has got, by /save."""
+        """Return the messages that were sent to the model, by /save."""
         self.wait_for(PROMPT)
         self.type(f"/save {folder / 'chat.json'}\r")
         self.wait_for("Saved")
@@ -48,7 +48,7 @@ class DrawingTerminal(Terminal):
 
 
 def pasted(text: str) -> str:
-    """What a terminal sends where bracketed paste is on."""
+    """Return the characters that a terminal sends for pasted text in bracketed paste mode."""
     return f"\x1b[200~{text}\x1b[201~"
 
 
@@ -64,16 +64,14 @@ def chat(model: Path, home: Path) -> DrawingTerminal:
 def test_a_pasted_block_is_one_message(chat: DrawingTerminal, tmp_path: Path) -> None:
     blocks = ["one\n  two\\\n\nthree", "/usr/bin\n/usr/lib", "// no command\nint x;", '"""Text."""\nx = 1']
     for text in blocks:
-        chat.ask(pasted(text.replace("\n", "\r")) + "\r")  # as terminals write line breaks
+        chat.ask(pasted(text.replace("\n", "\r")) + "\r")  # terminals send this for line breaks
     chat.ask("it says " + pasted("a\nb") + " and ends\r")
     assert chat.asked(tmp_path) == [*blocks, "it says a\nb and ends"]
     chat.leave()
 
 
 @needs_pty
-def test_a_block_that_is_pasted_during_an_answer_is_one_message(
-    model: Path, home: Path, tmp_path: Path
-) -> None:
+def test_a_block_pasted_during_an_answer_is_one_message(model: Path, home: Path, tmp_path: Path) -> None:
     chat = DrawingTerminal("run", model, *CHAT, "--ignore-eos", "-n", 200)
     chat.wait_for(PROMPT)
     chat.type("hi\r")
@@ -89,7 +87,7 @@ def test_a_block_that_is_pasted_during_an_answer_is_one_message(
 
 @needs_pty
 @pytest.mark.parametrize("kind", [Terminal, DrawingTerminal])
-def test_quotes_and_backslashes_make_a_message_of_several_lines(
+def test_quotes_and_backslashes_allow_several_lines(
     model: Path, home: Path, tmp_path: Path, kind: type[Terminal]
 ) -> None:
     chat = kind("run", model, *CHAT, "-n", 2, "--ignore-eos")
@@ -122,11 +120,11 @@ def test_quotes_and_backslashes_make_a_message_of_several_lines(
         ('"""a"""', False, "a"),
         ('""""""', False, ""),
         ('"""a\\', True, None),
-        ('"""Doc."""\nx = """y', False, None),  # a program that begins with its docstring is sent as it is
+        ('"""Doc."""\nx = """y', False, None),  # a program whose first line is a docstring is not a block
         ('a """', False, None),
     ],
 )
-def test_where_a_block_begins_and_ends(typed: str, is_open: bool, block: str | None) -> None:
+def test_beginning_and_end_of_a_block(typed: str, is_open: bool, block: str | None) -> None:
     assert (editor.is_open(typed), editor.block(typed)) == (is_open, block)
 
 
@@ -144,7 +142,7 @@ def test_tab_completes_commands(chat: DrawingTerminal) -> None:
 
 
 @needs_pty
-def test_ctrl_c_drops_what_is_typed_and_stops_an_answer(model: Path, home: Path, tmp_path: Path) -> None:
+def test_ctrl_c_drops_typed_text_and_stops_an_answer(model: Path, home: Path, tmp_path: Path) -> None:
     chat = DrawingTerminal("run", model, *CHAT, "--ignore-eos", "-c", 9999)  # which takes seconds to fill
     chat.wait_for(PROMPT)
     chat.type("wrong")
@@ -161,7 +159,7 @@ def test_ctrl_c_drops_what_is_typed_and_stops_an_answer(model: Path, home: Path,
 
 
 @needs_pty
-def test_what_is_no_command_gets_a_suggestion(chat: DrawingTerminal) -> None:
+def test_an_unknown_command_gets_a_suggestion(chat: DrawingTerminal) -> None:
     for typed, told in [
         ("/hlep", r"There is no command /hlep; did you mean /help\?"),
         ("/s", r"There is no command /s; did you mean (/\w+ or ){2}/\w+\?"),
@@ -203,7 +201,7 @@ UP, CTRL_R = "\x1b[A", "\x12"
 
 
 @needs_pty
-def test_the_history_is_there_in_the_next_chat(model: Path, home: Path, tmp_path: Path) -> None:
+def test_the_next_chat_has_the_history(model: Path, home: Path, tmp_path: Path) -> None:
     for _ in range(2):
         chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
         chat.ask("first\r")
@@ -218,7 +216,7 @@ def test_the_history_is_there_in_the_next_chat(model: Path, home: Path, tmp_path
 
 
 @needs_pty
-def test_a_history_that_cannot_be_used_stops_nothing(model: Path, home: Path, tmp_path: Path) -> None:
+def test_an_unusable_history_does_not_stop_the_chat(model: Path, home: Path, tmp_path: Path) -> None:
     (home / "chat_history").mkdir(parents=True)
     chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
     chat.wait_for(PROMPT)
@@ -226,7 +224,7 @@ def test_a_history_that_cannot_be_used_stops_nothing(model: Path, home: Path, tm
     chat.wait_for("Messages are not kept for later chats: .*chat_history is not a regular file but a folder")
     chat.wait_for(ANSWERED)
     chat.ask("two\r")
-    chat.ask(UP + UP + "\r")  # in this chat they are
+    chat.ask(UP + UP + "\r")  # this chat's own messages
     assert chat.asked(tmp_path) == ["one", "two", "one"]
     chat.leave()
     assert list(home.iterdir()) == [home / "chat_history"]
@@ -236,7 +234,7 @@ def kept(history: editor.ChatHistory | None = None) -> list[str]:
     return list((history or editor.ChatHistory()).load_history_strings())
 
 
-def test_a_damaged_history_keeps_what_can_be_read(home: Path) -> None:
+def test_readable_entries_of_a_damaged_history_are_kept(home: Path) -> None:
     assert kept() == []
     home.mkdir()
     file = home / "chat_history"
@@ -247,19 +245,19 @@ def test_a_damaged_history_keeps_what_can_be_read(home: Path) -> None:
     assert file.read_text().count("\n") == 3
 
 
-def test_chats_side_by_side_share_one_history(home: Path) -> None:
+def test_concurrent_chats_share_one_history(home: Path) -> None:
     one, other = editor.ChatHistory(), editor.ChatHistory()
     for history, text in [(one, "a"), (other, "b"), (one, "c")]:
         history.store_string(text)
     assert kept() == ["c", "b", "a"]
 
 
-def test_the_history_has_a_bound(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_has_a_size_limit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(editor, "_LARGEST_HISTORY", 100)
     monkeypatch.setattr(editor, "_LONGEST_ENTRY", 40)
     history = editor.ChatHistory()
     for i in range(30):
-        history.store_string(f"message {i}")  # with quotes and newline 12 or 13 bytes
+        history.store_string(f"message {i}")  # 12 or 13 bytes with quotes and newline
         assert (home / "chat_history").stat().st_size <= 100
     history.store_string("x" * 39)
     assert kept() == [f"message {i}" for i in range(29, 22, -1)]
@@ -269,7 +267,7 @@ def test_the_history_has_a_bound(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (home / "chat_history").stat().st_size == 104
 
 
-def test_no_place_for_a_history_is_no_error(
+def test_a_history_that_cannot_be_stored_is_not_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", "/dev/null/none")
@@ -284,11 +282,11 @@ def test_no_place_for_a_history_is_no_error(
     assert kept() == []
 
 
-# -- messages, and a context that is full --------------------------------------------------------
+# -- messages, and a full context ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("template", [True, False])
-def test_an_empty_message_asks_nothing(template: bool) -> None:
+def test_an_empty_message_is_not_sent(template: bool) -> None:
     chat, asked = object.__new__(Chat), []
     chat.template, chat.messages, chat.commands = template, [], {}
     chat.model, chat.params, chat.parse_special = _Echo(), {}, True  # type: ignore[assignment]
@@ -310,7 +308,7 @@ class _Echo:
 
 
 class Talk:
-    """A chat with a model whose prompts are kept as texts."""
+    """A chat with a model whose prompts are stored as text."""
 
     def __init__(self, model: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> None:
         self.model = hotset.load(model, device="reference", n_ctx=256)
@@ -333,7 +331,7 @@ class Talk:
         self.model.close()
 
     def left(self) -> list[str]:
-        """The questions of the last prompt."""
+        """Return the questions in the last prompt."""
         return re.findall(r"user\n(.*)<\|im_end\|>", self.prompts[-1])
 
 
@@ -359,8 +357,8 @@ def test_a_full_context_drops_the_oldest_turns(
             else:
                 assert "full" not in told
             before = len(left)
-        assert 5 <= n_drops <= 10  # not with each question
-        assert [m["content"] for m in talk.chat.messages[::2]] == asked  # /save has them all
+        assert 5 <= n_drops <= 10  # some are dropped at once, not one per question
+        assert [m["content"] for m in talk.chat.messages[::2]] == asked  # /save stores all of them
         talk.chat.handle("/regen")
         assert talk.left() == left
         talk.chat.handle("/clear")
@@ -368,7 +366,7 @@ def test_a_full_context_drops_the_oldest_turns(
         assert talk.left() == ["new"]
 
 
-def test_a_question_that_has_no_room_drops_nothing(
+def test_a_question_that_is_too_long_drops_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Talk(model, monkeypatch, max_tokens=4) as talk:
@@ -386,7 +384,7 @@ def test_a_question_that_has_no_room_drops_nothing(
         assert talk.left() == ["y" * 150]
         assert "the 3 oldest turns are left out" in " ".join(capsys.readouterr().err.split())
         monkeypatch.setattr(talk.model, "stream", lambda *_, **__: _raise(hotset.HotsetError("it broke")))
-        for _ in range(4):  # the question goes with the error, then the one before it, ...
+        for _ in range(4):  # each error removes the question, and then the one before it
             with pytest.raises(hotset.HotsetError, match="it broke"):
                 talk.chat.handle("/regen")
         talk.chat.handle("/regen")
@@ -397,7 +395,7 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def test_an_answer_without_a_bound_has_an_eighth_of_the_context(
+def test_without_a_limit_an_eighth_of_the_context_is_kept_for_an_answer(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Talk(model, monkeypatch) as talk:
@@ -408,7 +406,7 @@ def test_an_answer_without_a_bound_has_an_eighth_of_the_context(
         assert "the oldest turn is left out" in capsys.readouterr().err
 
 
-def test_set_changes_a_parameter_of_the_next_answers(
+def test_set_changes_a_parameter_of_later_answers(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Talk(model, monkeypatch, max_tokens=2) as talk:
@@ -437,7 +435,7 @@ def test_set_changes_a_parameter_of_the_next_answers(
 
 
 @needs_pty
-def test_another_model_goes_on_with_the_conversation(model: Path, home: Path, tmp_path: Path) -> None:
+def test_another_model_continues_the_conversation(model: Path, home: Path, tmp_path: Path) -> None:
     (home / "models").mkdir(parents=True)
     (home / "models" / "other.gguf").symlink_to(model)
     chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
@@ -452,7 +450,7 @@ def test_another_model_goes_on_with_the_conversation(model: Path, home: Path, tm
 
 
 @needs_pty
-def test_the_chat_goes_on_in_a_full_context(model: Path, home: Path, tmp_path: Path) -> None:
+def test_the_chat_continues_after_an_error_in_a_full_context(model: Path, home: Path, tmp_path: Path) -> None:
     chat = DrawingTerminal("run", model, *CHAT, "-n", 3, "-c", 96, "--ignore-eos")
     for i in range(6):
         chat.ask(f"q{i}\r")

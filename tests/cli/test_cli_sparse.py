@@ -1,4 +1,4 @@
-"""The command line on models whose neurons can be skipped."""
+"""The command line with models whose neurons can be skipped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def result(*arguments: object) -> Any:
-    """The JSON that a subcommand prints."""
+    """Return the JSON that a subcommand prints."""
     done = inside(*arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -47,7 +47,7 @@ def result(*arguments: object) -> Any:
 # -- run -----------------------------------------------------------------------------------------
 
 
-def test_run_says_its_mode_and_why_and_what_was_read(published: Path, plain: Path) -> None:
+def test_run_reports_its_mode_with_the_reason_and_the_bytes_read(published: Path, plain: Path) -> None:
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^sparsity exact: its activation is ReLU", done.stderr, re.M)
@@ -61,7 +61,7 @@ def test_run_says_its_mode_and_why_and_what_was_read(published: Path, plain: Pat
     assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ kB read per token \|", done.stderr)
 
 
-def test_a_dense_model_has_no_sparsity_to_speak_of(tmp_path: Path) -> None:
+def test_nothing_about_sparsity_is_printed_for_a_dense_model(tmp_path: Path) -> None:
     model = write_model(tmp_path / "dense.gguf")
     done = inside("run", model, "Hello", *FIXED, *REFERENCE, "--stats")
     assert "sparsity" not in done.stderr
@@ -71,7 +71,7 @@ def test_a_dense_model_has_no_sparsity_to_speak_of(tmp_path: Path) -> None:
     assert (facts["sparsity"]["mode"], facts["active_share"], facts["stats"]) == ("dense", None, None)
 
 
-def test_the_modes_agree_as_far_as_they_should(published: Path) -> None:
+def test_exact_equals_dense_and_predicted_reads_less(published: Path) -> None:
     by_mode = {
         mode: answer(published, "Hello", *FIXED, "--sparsity", mode)
         for mode in ("dense", "exact", "predicted")
@@ -120,7 +120,7 @@ def test_stats_as_json(published: Path) -> None:
         assert layer["bytes"] > 0
         assert layer["ffn_s"] > 0
     assert set(stats["seconds"]) == {"predictor", "ffn", "attention", "other"}
-    assert stats["bytes_touched_per_token"] < facts["bytes_per_token"]  # the cache is read too
+    assert stats["bytes_touched_per_token"] < facts["bytes_per_token"]  # plus the KV cache
 
 
 def test_the_chat_has_statistics(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_the_chat_has_statistics(plain: Path, capsys: pytest.CaptureFixture[str]
     assert shown.count("of FFN neurons") == 2
 
 
-def test_run_takes_a_profile(published: Path, text: Path) -> None:
+def test_run_accepts_a_profile(published: Path, text: Path) -> None:
     counted = result("profile", published, "-f", text, "-c", 64, *REFERENCE, "--json")
     done = inside("run", published, "Hello", *FIXED, *REFERENCE, "--profile", counted["path"])
     assert done.returncode == 0, done.stderr
@@ -167,7 +167,7 @@ def test_run_takes_a_profile(published: Path, text: Path) -> None:
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_sentence(
+def test_a_mistake_gives_one_message(
     tmp_path: Path, published: Path, plain: Path, text: Path, arguments: list[str], code: int, fragment: str
 ) -> None:
     places = {"PLAIN": plain, "PUBLISHED": published, "TEXT": text, "FOLDER": tmp_path / "FOLDER"}
@@ -193,7 +193,7 @@ def test_a_mistake_is_one_sentence(
 # -- measuring -----------------------------------------------------------------------------------
 
 
-def test_bench_counts_beside_what_it_times() -> None:
+def test_bench_collects_statistics_in_untimed_steps() -> None:
     from hotset.cli.bench import Conditions, Test, measure
 
     def counted(test: Test, **options: Any) -> tuple[list[tuple[int, list[int]]], FakeBackend]:
@@ -201,8 +201,8 @@ def test_bench_counts_beside_what_it_times() -> None:
         stats = measure(backend, test, Conditions(2, 2048, **options), lambda: 1e9).stats
         return [(step.n_tokens, step.active.tolist()) for step in stats], backend
 
-    # The warm-up computes depth and prompt in steps 1 to 3, then a step for each token. From then on the
-    # first page of the depth is found, and the rest of it goes with the prompt.
+    # The warm-up computes depth and prompt in steps 1 to 3, then one token per step. Later, the first KV
+    # block of the depth is reused, and the rest of the depth is computed with the prompt.
     both, backend = counted(Test(60, 3, 70), collect_stats=True)
     assert both == [(1, [10, step]) for step in (4, 5, 6)]
     assert backend.n_stats_asked == 6
@@ -217,7 +217,7 @@ def test_bench_counts_beside_what_it_times() -> None:
 
 
 @needs_core
-def test_bench_json_has_the_mode_and_what_was_touched(published: Path) -> None:
+def test_bench_json_has_the_mode_and_the_bytes_read(published: Path) -> None:
     arguments = ("bench", published, "-p", 16, "-n", 4, "-t", 1, "-r", 2, "-o")
     rows = {mode: result(*arguments, "json", "--sparsity", mode) for mode in ("dense", "exact", "predicted")}
     for mode, (prompt, decoding) in rows.items():
@@ -240,7 +240,7 @@ def test_bench_json_has_the_mode_and_what_was_touched(published: Path) -> None:
 
 
 @needs_core
-def test_bench_of_a_dense_model_is_as_it_was(tmp_path: Path) -> None:
+def test_bench_of_a_dense_model_does_not_print_sparsity(tmp_path: Path) -> None:
     model = write_model(tmp_path / "dense.gguf")
     arguments = ("bench", model, "-p", 0, "-n", 4, "-t", 1, "-r", 1)
     (row,) = result(*arguments, "-o", "json")
@@ -269,11 +269,11 @@ def test_perplexity_has_the_mode_and_the_active_share(plain: Path, text: Path) -
 # -- profiles ------------------------------------------------------------------------------------
 
 
-def test_profile_counts_what_fires(plain: Path, text: Path, tmp_path: Path) -> None:
+def test_profile_counts_active_neurons(plain: Path, text: Path, tmp_path: Path) -> None:
     import hotset
 
     counted = result("profile", plain, "-f", text, "-c", 64, "-n", 200, *REFERENCE, "--json")
-    assert counted["n_tokens"] == 192  # whole sequences of 64
+    assert counted["n_tokens"] == 192  # three sequences of 64
     assert counted["path"] == str(plain.with_name("plain.profile.hotset.gguf"))
     with hotset.load(plain, device="reference") as model:
         ids = model.tokenizer.encode(TEXT)[:192]
@@ -285,7 +285,7 @@ def test_profile_counts_what_fires(plain: Path, text: Path, tmp_path: Path) -> N
         assert layer["active_share"] == pytest.approx(fire.mean())
         assert layer["n_never"] == (fire.sum(axis=0) == 0).sum()
     assert counted["active_share"] == pytest.approx(np.mean(fires))
-    # Without a text, what is there is shown.
+    # Without a text, the stored profile is printed.
     assert result("profile", plain, "--json") == counted
     shown = inside("profile", plain)
     assert re.search(r"layer +neurons +active +make 80% +always +never", shown.stdout)
@@ -296,7 +296,7 @@ def test_profile_counts_what_fires(plain: Path, text: Path, tmp_path: Path) -> N
     assert re.search(r"\[192 tokens of 1 text \| \d+% of the neurons fire", shown.stderr)
 
 
-def test_profiles_merge_and_are_not_overwritten(plain: Path, text: Path, tmp_path: Path) -> None:
+def test_profiles_are_merged_and_not_overwritten(plain: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("another text, of other words " * 9)
     common = ("-c", 64, *REFERENCE, "--json")
     first = result("profile", plain, "-f", text, *common)
@@ -339,7 +339,7 @@ def test_profiles_are_exported_and_imported(plain: Path, text: Path, tmp_path: P
     ]
 
 
-def test_reorder_writes_a_file_of_the_same_meaning(published: Path, text: Path, tmp_path: Path) -> None:
+def test_reorder_writes_an_equivalent_file(published: Path, text: Path, tmp_path: Path) -> None:
     result("profile", published, "-f", text, "-c", 64, *REFERENCE, "--json")
     out = tmp_path / "elsewhere" / "hot.gguf"
     out.parent.mkdir()
@@ -351,7 +351,7 @@ def test_reorder_writes_a_file_of_the_same_meaning(published: Path, text: Path, 
     assert after["tokens"] == before["tokens"]
     layers = answer(out, *arguments, "predicted")["stats"]["layers"]
     for layer, n_always in zip(layers, written["n_always"], strict=True):
-        assert layer["selected_share"] >= n_always / N_FF  # the head is computed, whatever the predictor says
+        assert layer["selected_share"] >= n_always / N_FF  # the first neurons are always computed
     facts = result("show", out, "--json")["sparsity"]
     assert facts["n_always"] == (written["n_always"] if any(written["n_always"]) else None)
     done = inside(
@@ -362,7 +362,7 @@ def test_reorder_writes_a_file_of_the_same_meaning(published: Path, text: Path, 
     assert re.search(r"The first \d+( to \d+)? neurons of each layer are computed always", done.stderr)
 
 
-def test_reorder_refuses_what_it_cannot_move(tmp_path: Path, text: Path) -> None:
+def test_reorder_refuses_a_type_that_it_cannot_reorder(tmp_path: Path, text: Path) -> None:
     path = write_sparse(tmp_path / "q.gguf", dialect="gguf", type_of=lambda name: GGMLType.Q8_0)
     result("profile", path, "-f", text, "-c", 64, *REFERENCE, "--json")
     done = inside("reorder", path, tmp_path / "out.gguf")
@@ -425,7 +425,7 @@ def test_show_of_plain_files(plain: Path, tmp_path: Path) -> None:
     assert result("show", dense, "--activation", "relu", "--json")["sparsity"]["mode"] == "exact"
 
 
-def test_show_of_a_damaged_key_is_a_reason(tmp_path: Path) -> None:
+def test_show_explains_a_damaged_key(tmp_path: Path) -> None:
     path = write_sparse(tmp_path / "odd.gguf", more={"hotset.n_always": "many"})
     facts = result("show", path, "--json")
     assert not facts["runs"]

@@ -1,4 +1,4 @@
-"""Models side by side: what is measured against NumPy on their whole logits, and the words of --compare."""
+"""Comparison of models: results equal NumPy's on whole logits; and the syntax of --compare."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def text(tmp_path: Path) -> Path:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """One row after the other, in float64."""
+    """Compute log-softmax row by row in float64."""
     rows = [row - np.logaddexp.reduce(row) for row in logits.astype(np.float64)]
     return np.array(rows)
 
 
 def scored(model: hotset.Model) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of every scored position [n, n_vocab], and the tokens that came."""
+    """Return log-probabilities of each scored position [n, n_vocab], and the following tokens."""
     tokens = model.tokenizer.encode(TEXT)
     rows, targets = [], []
     for i in range(CHUNKS):
@@ -59,7 +59,7 @@ def scored(model: hotset.Model) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(rows), np.array(targets)
 
 
-def test_the_numbers_are_those_of_the_whole_logits(plain: Path):
+def test_the_results_equal_those_from_whole_logits(plain: Path):
     with (
         hotset.load(plain, sparsity="exact", **REFERENCE) as first,
         hotset.load(plain, predictor="svd:32", **REFERENCE) as second,
@@ -78,11 +78,11 @@ def test_the_numbers_are_those_of_the_whole_logits(plain: Path):
     assert measured is not None
 
     def same(value: float) -> Any:
-        # NumPy's matrix products may round otherwise where a step has other rows, by 1e-6 of a logit.
+        # NumPy's matrix products may differ by 1e-6 of a logit if a step has other rows.
         return pytest.approx(value, rel=1e-5, abs=1e-7)
 
     assert measured.kl == same(kl.mean())
-    assert measured.kl > 0.001  # so that the equalities above and below mean something
+    assert measured.kl > 0.001  # the models differ, so that these comparisons are meaningful
     assert measured.kl_error == same(kl.std(ddof=1) / np.sqrt(len(kl)))
     assert measured.kl_p99 == same(np.percentile(kl, 99))
     assert measured.kl_median == same(np.median(kl))
@@ -100,7 +100,7 @@ def test_the_numbers_are_those_of_the_whole_logits(plain: Path):
     assert one.divergence is None
 
 
-def test_equal_models_do_not_differ_at_all(plain: Path):
+def test_equal_models_have_no_difference(plain: Path):
     with (
         hotset.load(plain, sparsity="dense", **REFERENCE) as first,
         hotset.load(plain, sparsity="dense", **REFERENCE) as second,
@@ -109,8 +109,8 @@ def test_equal_models_do_not_differ_at_all(plain: Path):
     assert other.divergence == hotset.Divergence(0, 0, 0, 0, 0, 1, 0, 1, 0)
 
 
-def test_small_differences_of_large_logits_are_not_noise():
-    """One logit that rises by d changes nothing but a sum: KL = ln(1 + p(e^d - 1)) - pd."""
+def test_small_differences_of_large_logits_are_computed_accurately():
+    """Raise one logit by d, for which KL = ln(1 + p(e^d - 1)) - pd."""
     rng = np.random.default_rng(0)
     first = (3 * rng.standard_normal((4, 1000)) + 500).astype(np.float32)
     rows, top = np.arange(4), first.argmax(axis=1)
@@ -122,7 +122,7 @@ def test_small_differences_of_large_logits_are_not_noise():
     assert (expected < 2e-5).all()
     assert np.allclose(kl_divergence(first, nudged), expected, rtol=1e-8)
     assert (kl_divergence(first, first) == 0).all()
-    assert (kl_divergence(first, first + np.float32(8)) < 1e-7).all()  # a shift of all logits means nothing
+    assert (kl_divergence(first, first + np.float32(8)) < 1e-7).all()  # a shift of all logits has no effect
 
 
 def engine(max_batch: int, peak: float = 3.0, n_vocab: int = 97) -> Engine:
@@ -130,7 +130,7 @@ def engine(max_batch: int, peak: float = 3.0, n_vocab: int = 97) -> Engine:
 
 
 @pytest.mark.parametrize("bos_id", [None, 1])
-def test_steps_of_different_sizes_are_brought_together(bos_id: int | None):
+def test_steps_of_different_sizes_give_the_same_results(bos_id: int | None):
     tokens = np.random.default_rng(1).integers(0, 97, 300).tolist()
 
     def last(*batches: int) -> hotset.PerplexityResult:
@@ -149,8 +149,8 @@ def test_steps_of_different_sizes_are_brought_together(bos_id: int | None):
         assert (other.ppl, other.n_scored) == (same.ppl, same.n_scored)
 
 
-def test_logits_of_a_whole_text_are_never_held(monkeypatch: pytest.MonkeyPatch):
-    """Rows of one step at most, and while they are compared, tiles of them."""
+def test_the_logits_of_a_whole_text_are_never_stored(monkeypatch: pytest.MonkeyPatch):
+    """Check that at most the rows of one step are stored, and that they are compared in tiles."""
     import hotset.engine.perplexity as perplexity_module
     import hotset.engine.scheduler as scheduler_module
 
@@ -164,20 +164,20 @@ def test_logits_of_a_whole_text_are_never_held(monkeypatch: pytest.MonkeyPatch):
     engines = [engine(128), engine(128, peak=2.5), engine(128, peak=3)]
     list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1, 1]))
     assert max(widest) == 2
-    assert sum(widest) == 3 * 6 * 31  # once for each model, the first too
+    assert sum(widest) == 3 * 6 * 31  # once for each model
 
 
-def test_a_failure_of_one_side_frees_both():
+def test_a_failure_of_one_model_frees_both():
     engines = [engine(16), engine(16)]
     engines[1].backend.fail_at_step = 5
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="fails as requested"):
         list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1]))
     pools = [one.scheduler.pool for one in engines]
     assert all(pool.n_available == pool.n_pages for pool in pools)
     assert not any(one.has_work for one in engines)
 
 
-def test_what_cannot_be_compared_is_a_sentence(plain: Path, tmp_path: Path):
+def test_models_that_cannot_be_compared_give_a_message(plain: Path, tmp_path: Path):
     with pytest.raises(hotset.InvalidRequestError, match="vocabularies of 97 and 50 tokens"):
         list(compare_chunks([engine(16), engine(16, n_vocab=50)], [1] * 200, n_ctx=64, n_neurons=[1, 1]))
     with hotset.load(plain, **REFERENCE) as first:
@@ -194,7 +194,7 @@ def test_what_cannot_be_compared_is_a_sentence(plain: Path, tmp_path: Path):
             hotset.compare([first, other], TEXT, n_ctx=N_CTX)
 
 
-def test_two_threads_that_compare_the_same_models_do_not_block_each_other(plain: Path):
+def test_two_threads_can_compare_the_same_models(plain: Path):
     with hotset.load(plain, **REFERENCE) as first, hotset.load(plain, **REFERENCE) as second:
         found: list[Any] = []
 
@@ -238,13 +238,13 @@ BASE = hotset.LoadSettings(activation="relu", n_threads=2)
         ("other.gguf,threshold", "other.gguf", {"sparsity": "threshold", "activation": None}, ()),
     ],
 )  # fmt: skip
-def test_the_words_of_a_side(words: str, model: str, changed: dict[str, Any], said: tuple[str, ...]):
+def test_syntax_of_a_side(words: str, model: str, changed: dict[str, Any], said: tuple[str, ...]):
     (first, side) = sides_of("M", BASE, [words])
     assert first == Side("M", BASE)
     assert side == Side(model, replace(BASE, **changed), said)
 
 
-def test_two_sides_stand_for_themselves_and_a_mode_replaces_that_of_the_command():
+def test_a_sides_mode_replaces_the_commands():
     asked = replace(BASE, sparsity="predicted", predictor="svd", profile="p")
     sides = sides_of("M", asked, ["dense", "svd", "other"])
     assert [side.model for side in sides] == ["M", "M", "other"]
@@ -254,7 +254,7 @@ def test_two_sides_stand_for_themselves_and_a_mode_replaces_that_of_the_command(
 
 
 @pytest.mark.parametrize("asked", [{"sparsity": "dense"}, {"predictor": "svd"}, {"thresholds": "g"}])
-def test_thresholds_of_a_side_replace_the_mode_of_the_command(asked: dict[str, Any]):
+def test_a_sides_thresholds_replace_the_commands_mode(asked: dict[str, Any]):
     settings = replace(BASE, **asked)
     cut = [(side.settings.sparsity, side.settings.predictor, side.settings.thresholds) for side in sides_of(
         "M", settings, ["thresholds=f", "threshold,thresholds=f", "svd:64,thresholds=f"]
@@ -265,9 +265,7 @@ def test_thresholds_of_a_side_replace_the_mode_of_the_command(asked: dict[str, A
         sides_of("M", settings, ["dense,thresholds=f"])
 
 
-def test_thresholds_that_the_command_names_are_those_of_the_sides_that_say_so(
-    plain: Path, text: Path, tmp_path: Path
-):
+def test_the_commands_thresholds_apply_to_sides_with_that_mode(plain: Path, text: Path, tmp_path: Path):
     file = tmp_path / "t.json"
     with open_gguf(plain) as gguf:
         layers = tuple([LayerThresholds(down_in=0.3)] * config_from_gguf(gguf).n_layer)
@@ -292,7 +290,7 @@ def test_thresholds_that_the_command_names_are_those_of_the_sides_that_say_so(
     assert "thresholds require the sparsity mode threshold, not exact" in done.stderr
 
 
-def test_a_side_on_the_cpu_does_not_take_what_is_said_of_the_gpu():
+def test_a_side_on_the_cpu_ignores_the_commands_gpu_options():
     on_gpu = replace(BASE, device=["cuda:0"], n_gpu_layers=4)
     sides = sides_of("M", on_gpu, ["device=cpu", "exact", "other"])
     assert [side.settings.device for side in sides] == [("cpu",), ("cuda:0",), ("cuda:0",)]
@@ -302,7 +300,7 @@ def test_a_side_on_the_cpu_does_not_take_what_is_said_of_the_gpu():
     assert [side.settings.gpu_index for side in sides] == [None, Path("i"), None]
 
 
-def test_a_file_may_be_called_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_name_may_contain_commas_and_equals_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a,b=c.gguf", "x=y.gguf"):
         Path(name).touch()
@@ -321,7 +319,7 @@ def test_a_file_may_be_called_anything(tmp_path: Path, monkeypatch: pytest.Monke
         ("cache-type=f16,cache-type=q8_0", "cache-type twice"),
     ],
 )
-def test_words_that_mean_nothing(plain: Path, text: Path, words: str, fragment: str):
+def test_unknown_words_are_refused(plain: Path, text: Path, words: str, fragment: str):
     done = inside("perplexity", plain, "-f", text, "--compare", words)
     assert done.returncode == 2
     assert fragment in " ".join(done.stderr.replace("│", " ").split())
@@ -359,7 +357,7 @@ def test_perplexity_compare(plain: Path, text: Path, tmp_path: Path):
     assert "2 chunks of 64 tokens | 62 tokens scored | KL in nats" in done.stderr
 
 
-def test_files_are_named_where_there_are_several(plain: Path, text: Path, tmp_path: Path):
+def test_files_are_named_in_a_comparison_of_several(plain: Path, text: Path, tmp_path: Path):
     other = write_sparse(tmp_path / "other.gguf", dialect="gguf", seed=9)
     arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--device", "reference")
     done = inside(*arguments, "--compare", f"{other},dense", "--json")

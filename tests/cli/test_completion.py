@@ -1,4 +1,4 @@
-"""Completion in shells: of subcommands, options and models, as the shells ask for it."""
+"""Completion of subcommands, options and models in shells."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = needs_core
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A `hotset` in PATH, a home folder, and a store with one model."""
+    """Return an environment with `hotset` in PATH, a home folder, and a store with one model."""
     program = tmp_path / "bin" / "hotset"
     program.parent.mkdir()
     code = "from hotset.cli.main import main; main()"
@@ -62,7 +62,7 @@ def test_bash_completes(environment: dict[str, str], line: str, expected: list[s
 
 
 @pytest.mark.parametrize(("line", "expected"), [LINES[0], LINES[3]])
-def test_fish_and_zsh_are_answered(environment: dict[str, str], line: str, expected: list[str]) -> None:
+def test_fish_and_zsh_get_completions(environment: dict[str, str], line: str, expected: list[str]) -> None:
     asks = {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     found = completed(environment, "hotset", **asks, _HOTSET_COMPLETE="complete_fish")
     assert found[:1] == expected
@@ -70,7 +70,7 @@ def test_fish_and_zsh_are_answered(environment: dict[str, str], line: str, expec
     assert any(expected[0] in word for word in found)
 
 
-def test_no_shell_gets_a_name_that_it_could_run(environment: dict[str, str]) -> None:
+def test_names_that_a_shell_could_execute_are_not_completed(environment: dict[str, str]) -> None:
     models = Path(environment["HOTSET_HOME"], "models")
     for name in ("odd (1)", "odd\\$(touch a)", "odd\\`touch a`", "odd;touch a", "odd\ntouch a", "odd'\""):
         shutil.copy(models / "mine.gguf", models / f"{name}.gguf")
@@ -83,7 +83,7 @@ def test_no_shell_gets_a_name_that_it_could_run(environment: dict[str, str]) -> 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_installed_for_a_shell(environment: dict[str, str], shell: str) -> None:
-    # Without this the option takes no value: it installs for the shell that runs the tests.
+    # Without this variable, the option has no value, and the shell of the test run is used.
     named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     completed(environment, "hotset", "--install-completion", shell, **named)
     written = [path.read_text() for path in Path(environment["HOME"]).rglob("*") if path.is_file()]

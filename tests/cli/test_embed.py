@@ -1,4 +1,4 @@
-"""`hotset embed` and `hotset rerank`: what they print, and the files that they write."""
+"""`hotset embed` and `hotset rerank`: their output and their files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbers(text: str) -> np.ndarray:
     return np.array([line.split() for line in text.splitlines()], np.float32)
 
 
-def test_a_text_is_a_line_of_numbers(model: Path, expected: np.ndarray, tmp_path: Path) -> None:
+def test_a_text_gives_a_line_of_numbers(model: Path, expected: np.ndarray, tmp_path: Path) -> None:
     np.testing.assert_array_equal(numbers(stdout("embed", model, *TEXTS)), expected)
     file = tmp_path / "texts.txt"
     file.write_bytes("\r\n".join(TEXTS[1:]).encode() + b"\r\n")
@@ -58,7 +58,7 @@ def test_pooling_and_dimensions(model: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(lines, np.concatenate(of_tokens))
 
 
-def test_vectors_go_to_a_file(model: Path, expected: np.ndarray, tmp_path: Path) -> None:
+def test_vectors_are_written_to_a_file(model: Path, expected: np.ndarray, tmp_path: Path) -> None:
     assert stdout("embed", model, *TEXTS, "-o", tmp_path / "a.npy") == ""
     found = np.load(tmp_path / "a.npy")
     assert found.dtype == np.float32
@@ -71,7 +71,7 @@ def test_vectors_go_to_a_file(model: Path, expected: np.ndarray, tmp_path: Path)
     assert len(json.loads((tmp_path / "b.jsonl").read_text())["embedding"]) == 1
 
 
-def test_many_texts_are_as_one_by_one(model: Path) -> None:
+def test_many_texts_give_the_same_as_single_texts(model: Path) -> None:
     texts = [f"text {i % 7}" for i in range(300)]
     found = numbers(stdout("embed", model, "-f", "-", stdin="\n".join(texts)))
     np.testing.assert_array_equal(found, found[np.arange(300) % 7])
@@ -112,7 +112,7 @@ def test_documents_are_ranked(reranker: Path, tmp_path: Path) -> None:
         (["embed", "RERANKER", "a"], 1, "the model is a reranker"),
     ],
 )
-def test_a_mistake_is_a_message(
+def test_a_mistake_gives_one_message(
     model: Path, reranker: Path, arguments: list[str], status: int, said: str
 ) -> None:
     names = {"MODEL": str(model), "RERANKER": str(reranker)}

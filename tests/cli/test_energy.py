@@ -1,4 +1,4 @@
-"""The energy that a benchmark takes: counters in a folder like that of Linux."""
+"""The energy of a benchmark: counters in a folder with the layout of Linux's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotset.energy import EnergyCounters
 
 @pytest.fixture
 def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two processors, the cores of one, and the memory; in microjoules."""
+    """Return a folder with counters of two processors, cores and memory, in microjoules."""
     for zone, name, counted in (
         ("intel-rapl:0", "package-0", 1_000_000),
         ("intel-rapl:0:0", "core", 700_000),
@@ -33,17 +33,19 @@ def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_processors_and_memory_are_added_over_the_end_of_a_counter(powercap: Path) -> None:
+def test_energy_of_processors_and_memory_is_added_when_a_counter_wraps_around(powercap: Path) -> None:
     counters = EnergyCounters()
     (powercap / "intel-rapl:0" / "energy_uj").write_text("3500000")
     (powercap / "intel-rapl:0:0" / "energy_uj").write_text("9900000")
     (powercap / "intel-rapl:0:1" / "energy_uj").write_text("750000")
-    (powercap / "intel-rapl:1" / "energy_uj").write_text("2000000")  # from 9 J over its largest, 10 J
+    (powercap / "intel-rapl:1" / "energy_uj").write_text("2000000")  # from 9 J over the maximum, 10 J
     assert counters.joules() == pytest.approx(2.5 + 0.25 + 3.0)
     assert counters.joules() == 0
 
 
-def test_what_cannot_be_read_is_said(powercap: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreadable_counters_are_explained(
+    powercap: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(zone: object) -> int:
         raise PermissionError(zone)
 
@@ -57,7 +59,7 @@ def test_what_cannot_be_read_is_said(powercap: Path, monkeypatch: pytest.MonkeyP
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, joules: float) -> None:
-    """Counters that have so many joules more behind each run than before it."""
+    """Let the counters increase by this energy during each run."""
     readings = iter([0.0, joules] * 20)
     monkeypatch.setattr(EnergyCounters, "joules", lambda _: next(readings))
 
@@ -72,14 +74,14 @@ def bench(model: Path, *options: object) -> subprocess.CompletedProcess[str]:
 def test_bench_prints_joules_per_token(powercap: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     counting(monkeypatch, 8.0)
     prompt, answer = json.loads(bench(model, "-p", 16, "--energy", "--json").stdout)
-    assert 0 < prompt["joules_per_token"] * 16 < 8.0  # of a run the part that is timed
+    assert 0 < prompt["joules_per_token"] * 16 < 8.0  # only the timed part of a run
     assert 0 < answer["joules_per_token"] * 4 < 8.0
     counting(monkeypatch, 8.0)
     assert "J per token" in bench(model, "-p", 0, "--energy").stdout
 
 
 @needs_core
-def test_bench_says_where_nothing_is_counted(
+def test_bench_reports_that_energy_cannot_be_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
 ) -> None:
     monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")

@@ -30,7 +30,7 @@ def test_help_groups_the_commands() -> None:
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_short_help_has_few_options_and_long_help_all(name: str) -> None:
+def test_the_short_help_has_few_options_and_the_long_help_all(name: str) -> None:
     words = name.split()
     short, long = inside(*words, "-h").stdout, inside(*words, "--help-all").stdout
     assert "<bool>" not in long

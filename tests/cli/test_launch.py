@@ -1,4 +1,4 @@
-"""`hotset launch`: what each tool gets, which server it is, and what becomes of the user's own files."""
+"""`hotset launch`: each tool's arguments, the server that it uses, and the user's own files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.storage import created
 
-# Says what it was given, and what it reads.
+# Reports its arguments and its settings.
 PROGRAM = """#!{python}
 import json, os, sys
 from pathlib import Path
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake tools are scri
 
 
 class Tools:
-    """Programs with the names of the tools, before all others."""
+    """Programs with the names of the tools, first in PATH."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.home, self._seen = folder / "home", folder / "seen.json"
@@ -86,7 +86,7 @@ def launched(*arguments: object, stdin: str = "", code: int = 0) -> str:
 
 
 @needs_core
-def test_each_tool_is_pointed_at_the_server(tools: Tools, server: Serving) -> None:
+def test_each_tool_gets_the_servers_address(tools: Tools, server: Serving) -> None:
     url = ("--url", server.url)
     launched("claude", *url, "--", "-p", "hello")
     seen = tools.seen()
@@ -138,16 +138,16 @@ def test_each_tool_is_pointed_at_the_server(tools: Tools, server: Serving) -> No
     launched("continue", *url)
     seen = tools.seen()
     assert seen["config"]["models"][0]["apiBase"] == f"{server.url}/v1"
-    assert not Path(seen["arguments"][1]).exists()  # it was for that run
+    assert not Path(seen["arguments"][1]).exists()  # the file was for that run
 
 
 @needs_core
-def test_the_exit_code_is_the_tools(tools: Tools, server: Serving) -> None:
+def test_the_exit_code_is_that_of_the_tool(tools: Tools, server: Serving) -> None:
     launched("aider", "--url", server.url, "--", "fail", code=7)
 
 
 @needs_core
-def test_what_is_set_is_shown_without_the_key(
+def test_changed_settings_are_printed_without_the_key(
     tools: Tools, server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOTSET_API_KEY", "secret-of-mine")
@@ -170,7 +170,9 @@ SETTINGS = """// mine
 
 
 @needs_core
-def test_settings_of_the_user_are_changed_after_a_yes_and_come_back(tools: Tools, server: Serving) -> None:
+def test_the_users_settings_are_changed_after_confirmation_and_restored(
+    tools: Tools, server: Serving
+) -> None:
     tools.settings.parent.mkdir(parents=True)
     tools.settings.write_text(SETTINGS)
     said = launched("zed", "--url", server.url, stdin="n\n", code=1)
@@ -191,7 +193,7 @@ def test_settings_of_the_user_are_changed_after_a_yes_and_come_back(tools: Tools
     assert provider["available_models"][0]["name"] == "tiny"
     assert tools.settings.read_text() == SETTINGS
     assert not backup_of(tools.settings).exists()
-    # Where there were none there are none again.
+    # A new file of settings is removed afterwards.
     tools.settings.unlink()
     launched("zed", "--url", server.url, "--yes")
     assert tools.seen()["settings"] is not None
@@ -199,7 +201,7 @@ def test_settings_of_the_user_are_changed_after_a_yes_and_come_back(tools: Tools
 
 
 @needs_core
-def test_a_launch_that_was_killed_loses_nothing(tools: Tools, server: Serving) -> None:
+def test_settings_are_restored_after_a_killed_launch(tools: Tools, server: Serving) -> None:
     tools.settings.parent.mkdir(parents=True)
     tools.settings.write_text('{"language_models": "of the launch before"}')
     backup_of(tools.settings).write_text(SETTINGS)
@@ -210,14 +212,14 @@ def test_a_launch_that_was_killed_loses_nothing(tools: Tools, server: Serving) -
 
 
 @needs_core
-def test_what_is_changed_meanwhile_stays(tools: Tools, server: Serving) -> None:
+def test_settings_that_were_changed_during_a_launch_are_kept(tools: Tools, server: Serving) -> None:
     tools.settings.parent.mkdir(parents=True)
     tools.settings.write_text(SETTINGS)
     said = launched("zed", "--url", server.url, "--yes", "--", "edit")
     assert "was changed in the meantime" in said
     assert tools.settings.read_text() == "changed"
     assert backup_of(tools.settings).read_text() == SETTINGS
-    # Nor does the next launch put its own in their place.
+    # The next launch does not replace them either.
     said = launched("zed", "--url", server.url, "--yes", code=1)
     assert "was changed since an earlier launch" in said
     assert tools.settings.read_text() == "changed"
@@ -229,7 +231,7 @@ def test_what_is_changed_meanwhile_stays(tools: Tools, server: Serving) -> None:
 
 @needs_core
 @pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_link_and_permissions_stay(tools: Tools, server: Serving, tmp_path: Path, mode: int) -> None:
+def test_links_and_permissions_are_kept(tools: Tools, server: Serving, tmp_path: Path, mode: int) -> None:
     (own := tmp_path / "dotfiles.json").write_text(SETTINGS)
     own.chmod(mode)
     tools.settings.parent.mkdir(parents=True)
@@ -243,7 +245,7 @@ def test_a_link_and_permissions_stay(tools: Tools, server: Serving, tmp_path: Pa
     assert not backup_of(own).exists()
 
 
-def test_settings_that_are_not_understood_stay(tools: Tools, server: Serving) -> None:
+def test_unreadable_settings_are_not_changed(tools: Tools, server: Serving) -> None:
     tools.settings.parent.mkdir(parents=True)
     for text in ("{broken", "[]"):
         tools.settings.write_text(text)
@@ -273,10 +275,10 @@ def test_a_server_is_started_and_stopped(
     )
     assert done.returncode == 1
     assert "No server answers at http://127.0.0.1:9" in done.stderr
-    # The default port may have another server: this name is of a model that only the started one has.
+    # The default port may belong to another server: only the started server has a model of this name.
     from hotset.cli import client, launch
 
-    # An agent's folder is often from elsewhere: the server imports nothing from it.
+    # An agent's folder may come from anywhere: the server must not import from it.
     (tmp_path / "typer.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
     with launch._started(str(path), 64) as server:
@@ -291,7 +293,7 @@ def test_a_server_is_started_and_stopped(
 
 
 class _Other(BaseHTTPRequestHandler):
-    """A server of something else, which notes the keys that it gets."""
+    """A server of another kind, which records the keys that it receives."""
 
     keys: ClassVar[list[str | None]] = []
 
@@ -306,7 +308,7 @@ class _Other(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_key_is_for_those_that_it_was_meant_for(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_only_to_the_named_server(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
     from hotset.cli import client
 
     monkeypatch.setenv("HOTSET_API_KEY", "secret")
@@ -396,7 +398,7 @@ def test_odd_reply_of_a_server_gives_one_message(
     assert said.startswith(("error: The program at http", "error: No server answers at http"))
     assert odd_url in said
     assert len(said) < 400
-    # Without --url, launch ignores the program and starts a server.
+    # Without --url, launch ignores the other server and starts one.
     monkeypatch.setattr("hotset.cli.client.URL", odd_url)
     said = " ".join(launched("claude", "-m", "qwen3-4b", "--print").split())
     assert "would be started on a free port" in said
@@ -432,20 +434,20 @@ def test_key_that_no_header_carries_is_refused(
 
 
 @needs_core
-def test_what_a_started_server_would_have(
+def test_print_shows_the_settings_for_a_server_that_would_be_started(
     tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotset.cli.client.URL", "http://127.0.0.1:9")  # where none answers
+    monkeypatch.setattr("hotset.cli.client.URL", "http://127.0.0.1:9")  # no server listens there
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     path = write_model(tmp_path / "own.gguf")
     shown = launched("zed", "-m", path, "--print")
     with open_gguf(path) as gguf:
         n_ctx = config_from_gguf(gguf).n_ctx_train
-    assert f'"max_tokens": {n_ctx},' in shown  # what the model was trained for
+    assert f'"max_tokens": {n_ctx},' in shown  # the model's own context
     assert "http://127.0.0.1:PORT/v1" in shown
     assert f"the context is {n_ctx} tokens; coding agents often need 32768" in " ".join(shown.split())
     assert '"name": "own"' in shown
-    shown = launched("zed", "-m", "qwen3-4b", "--print")  # not here
+    shown = launched("zed", "-m", "qwen3-4b", "--print")  # not downloaded
     assert '"max_tokens": 32768,' in shown
     assert "warning" not in shown
     created.add("agent", created.Created(base=str(path), load={"n_ctx": 96}))
@@ -455,7 +457,7 @@ def test_what_a_started_server_would_have(
 
 
 @needs_core
-def test_what_does_not_fit_is_said(tools: Tools, server: Serving) -> None:
+def test_wrong_arguments_are_explained(tools: Tools, server: Serving) -> None:
     assert "There is no 'emacs' to launch; there are claude," in launched("emacs", code=1)
     said = launched("claude", "--url", server.url, "-m", "large", code=1)
     assert "has no model 'large' but tiny" in said
@@ -473,9 +475,9 @@ def test_a_tool_of_the_current_folder_is_not_started(
     (tmp_path / "codex").write_text("#!/bin/sh\nexit 7\n")
     (tmp_path / "codex").chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f".{os.pathsep}{os.environ['PATH']}")  # on Windows it is so without this
+    monkeypatch.setenv("PATH", f".{os.pathsep}{os.environ['PATH']}")  # on Windows this is the default
     assert "has a program ./codex" in launched("codex", "--url", server.url, code=1)
 
 
-def test_where_zed_has_its_settings(tools: Tools) -> None:
+def test_zeds_settings_file_is_found(tools: Tools) -> None:
     assert zed_settings() == tools.settings

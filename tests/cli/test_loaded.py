@@ -1,4 +1,4 @@
-"""`hotset ps` and `hotset stop` ask a running server; `hotset cp` and `hotset create` name models."""
+"""`hotset ps` and `hotset stop` query a running server; `hotset cp` and `hotset create` name models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = "sk-hotset"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server of two models, of which none is loaded."""
+    """Yield the address of a server of two models, neither of which is loaded."""
     monkeypatch.setenv("HOTSET_API_KEY", KEY)
     (folder := tmp_path / "models").mkdir()
     for name in ("one", "two"):
@@ -36,7 +36,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def ask(url: str, model: str) -> None:
-    """Let a server load a model, by a request of one token."""
+    """Let a server load a model, by a request for one token."""
     request = urllib.request.Request(
         f"{url}/v1/completions",
         json.dumps({"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}).encode(),
@@ -46,7 +46,7 @@ def ask(url: str, model: str) -> None:
 
 
 @needs_core
-def test_ps_lists_what_is_loaded_and_stop_unloads_it(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ps_lists_loaded_models_and_stop_unloads_them(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(inside("ps", "--url", server, "--json").stdout) == []
     for name in ("one", "two"):
         ask(server, name)
@@ -54,7 +54,7 @@ def test_ps_lists_what_is_loaded_and_stop_unloads_it(server: str, monkeypatch: p
     assert shown.returncode == 0, shown.stderr
     assert [line.split()[0] for line in shown.stdout.splitlines()[-3:] if line.strip()][-2:] == ["one", "two"]
     assert "in 5 min" in shown.stdout
-    monkeypatch.setattr("hotset.cli.client.URL", server)  # as launch finds one
+    monkeypatch.setattr("hotset.cli.client.URL", server)  # the address that launch tries
     assert "one is unloaded" in inside("stop", "one").stderr
     assert [one["name"] for one in json.loads(inside("ps", "--json").stdout)] == ["two"]
     done = inside("stop", "three")
@@ -65,13 +65,13 @@ def test_ps_lists_what_is_loaded_and_stop_unloads_it(server: str, monkeypatch: p
 
 
 @needs_core
-def test_a_server_of_one_model_keeps_it(tmp_path: Path) -> None:
+def test_a_server_of_one_model_refuses_to_unload_it(tmp_path: Path) -> None:
     with live_server(write_model(tmp_path / "tiny.gguf", n_layer=1)) as url:
         assert [one["name"] for one in json.loads(inside("ps", "--url", url, "--json").stdout)] == ["tiny"]
         assert inside("stop", "tiny", "--url", url).returncode == 1
 
 
-def test_where_no_server_runs_ps_says_so() -> None:
+def test_ps_reports_that_no_server_runs() -> None:
     done = inside("ps", "--url", "http://127.0.0.1:9")
     assert (done.returncode, "No server answers at http://127.0.0.1:9" in done.stderr) == (1, True)
     assert inside("stop", "one", "--url", "127.0.0.1:9").returncode == 2

@@ -1,4 +1,4 @@
-"""`hotset mcp`: the SDK's own client as the peer, and lines that no client should send."""
+"""`hotset mcp`: with the SDK's client, and with lines that no client should send."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def called(server: Any, name: str, arguments: Any) -> types.CallToolResult
         ("list_models", {"all": True}, "'all' was unexpected"),
     ],
 )
-def test_bad_arguments_are_told_to_the_agent(server: Any, name: str, arguments: Any, message: str):
+def test_bad_arguments_are_reported_to_the_agent(server: Any, name: str, arguments: Any, message: str):
     found = asyncio.run(called(server, name, arguments))
     assert found.is_error
     assert isinstance(found.content[0], types.TextContent)
@@ -226,7 +226,7 @@ def test_a_cancelled_call_has_no_reply_after_many_cancellations(model: Path):
     assert found.structured_content["tokens"] == 2
 
 
-def test_an_interrupt_ends_it_while_it_waits_for_a_line(model: Path):
+def test_an_interrupt_ends_the_server_while_it_waits_for_a_line(model: Path):
     server = subprocess.Popen(
         [*COMMAND, "mcp", str(model), *PLACED],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -1,4 +1,4 @@
-"""`hotset plan` and the options of devices on the command line; GPU indices in PowerInfer's format."""
+"""`hotset plan` and the device options of the command line; GPU indices in PowerInfer's format."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def planned(model: Path, *options: object) -> dict[str, Any]:
 
 
 def split_budget(model: Path) -> float:
-    """GiB that hold the fixed parts of all layers, what streams, and some neurons."""
+    """Return GiB for the fixed parts of all layers, the streamed parts, and some neurons."""
     [device] = planned(model, *STAND_IN, 1)["devices"]
     return (device["total"] - 0.45 * device["neurons"]) / 2**30
 
@@ -85,12 +85,12 @@ def test_a_plan_as_json(model: Path) -> None:
     total = sum(layer["seconds"]["total"] for layer in facts["layers"])
     assert 0 < total < facts["predicted_seconds"]
     assert 0 < facts["hot_share"] < facts["served_share"] < 1
-    more = planned(model, *STAND_IN, gib, "-np", 2)  # two contexts leave less for neurons
+    more = planned(model, *STAND_IN, gib, "-np", 2)  # two contexts leave less memory for neurons
     assert more["devices"][0]["kv"] == 2 * device["kv"]
     assert more["hot_share"] < facts["hot_share"]
 
 
-def test_a_plan_writes_an_index_that_run_takes(model: Path, tmp_path: Path) -> None:
+def test_plan_writes_an_index_that_run_accepts(model: Path, tmp_path: Path) -> None:
     path, gib = tmp_path / "out.gpuidx", split_budget(model)
     facts = planned(model, *STAND_IN, gib, "-o", path)
     assert facts["gpu_index"] == str(path)
@@ -110,7 +110,7 @@ def test_a_plan_writes_an_index_that_run_takes(model: Path, tmp_path: Path) -> N
     assert "placement" not in json.loads(alone.stdout)
 
 
-def test_run_prints_the_plan_and_what_was_measured(model: Path) -> None:
+def test_run_prints_the_plan_and_measured_times(model: Path) -> None:
     done = inside("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL, *STAND_IN, 1, "-ngl", 2)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^ *CPU +0 to {N_LAYER - 3} whole ", done.stderr, re.M)
@@ -118,7 +118,7 @@ def test_run_prints_the_plan_and_what_was_measured(model: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
+def test_bench_and_perplexity_accept_devices(model: Path, tmp_path: Path) -> None:
     done = inside("bench", model, "-p", 0, "-n", 2, "-r", 1, "-t", 1, *STAND_IN, 1, "-ngl", 2, "--json")
     assert done.returncode == 0, done.stderr
     [entry] = json.loads(done.stdout)
@@ -148,7 +148,7 @@ def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_told_in_a_sentence(
+def test_wrong_devices_and_budgets_give_one_message(
     model: Path, options: tuple[object, ...], code: int, message: str
 ) -> None:
     done = inside("plan", model, *SMALL, "-b", 16, *options)
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_told_in_a_sentence(
     assert "Traceback" not in done.stderr
 
 
-def test_without_a_gpu_memory_is_planned(model: Path) -> None:
+def test_without_a_gpu_the_plan_is_about_memory(model: Path) -> None:
     done = inside("plan", model, *SMALL, "-b", 16)
     assert done.returncode == 0, done.stderr
     assert re.search(r"program +weights that stay .* together +budget", done.stdout)
@@ -169,7 +169,7 @@ def test_without_a_gpu_memory_is_planned(model: Path) -> None:
     assert more["kv"] == 2 * facts["kv"]
 
 
-def test_layers_for_a_gpu_that_is_not_there_are_a_warning(model: Path) -> None:
+def test_layers_for_a_missing_gpu_give_a_warning(model: Path) -> None:
     asked = ("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL)
     plain = inside(*asked)
     with pytest.warns(UserWarning, match="no GPU was found: the CPU computes all layers"):
@@ -177,7 +177,7 @@ def test_layers_for_a_gpu_that_is_not_there_are_a_warning(model: Path) -> None:
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
 
 
-def test_options_that_contradict_one_another(model: Path) -> None:
+def test_contradictory_options_are_refused(model: Path) -> None:
     done = inside("run", model, "Hello", "--device", "cpu", "--vram-budget", 4)
     assert done.returncode == 1
     assert "the device cpu uses no GPU" in done.stderr
@@ -186,8 +186,8 @@ def test_options_that_contradict_one_another(model: Path) -> None:
 # -- the index -----------------------------------------------------------------------------------
 
 
-def test_an_index_as_the_original_writes_it(tmp_path: Path) -> None:
-    """Twelve layers, in the order of their numbers: the engine takes the tensors by position."""
+def test_an_index_equals_the_format_of_powerinfer(tmp_path: Path) -> None:
+    """Use twelve layers, to check their order by number: the engine reads tensors by position."""
     rng = np.random.default_rng(0)
     masks = [rng.random(96) < 0.4 for _ in range(12)]
     masks[3][:] = False
@@ -201,12 +201,12 @@ def test_an_index_as_the_original_writes_it(tmp_path: Path) -> None:
         assert list(file.tensors) == names
     data = path.read_bytes()
     assert data[:8] == b"PWRI" + (3).to_bytes(4, "little")
-    # The gguf package reads it where the magic is GGUF's and the type of integers is its own.
+    # The gguf package can read it with GGUF's magic and its number for the integer type.
     plain = tmp_path / "plain.gguf"
     patched = data[:4].replace(b"PWRI", b"GGUF") + data[4:]
     for name in names:
         at = patched.index(name.encode()) + len(name) + 4 + 8
-        assert patched[at : at + 4] == (18).to_bytes(4, "little")  # I32 as PowerInfer's GGML numbers it
+        assert patched[at : at + 4] == (18).to_bytes(4, "little")  # the number for I32 in PowerInfer's GGML
         patched = patched[:at] + int(gguf.GGMLQuantizationType.I32).to_bytes(4, "little") + patched[at + 4 :]
     plain.write_bytes(patched)
     reader = gguf.GGUFReader(plain)
@@ -215,10 +215,10 @@ def test_an_index_as_the_original_writes_it(tmp_path: Path) -> None:
         assert np.array_equal(reader.tensors[2 * i + 1].data, np.flatnonzero(mask))
     with pytest.raises(InvalidRequestError):
         write_gpu_index(path, GPUIndex(-1, masks))
-    assert read_gpu_index(path, (96,) * 12).vram_capacity == 2**40 + 1  # the file is as it was
+    assert read_gpu_index(path, (96,) * 12).vram_capacity == 2**40 + 1  # the file is unchanged
 
 
-def test_a_chat_on_a_machine_without_gpu_imports_nothing_of_one(model: Path) -> None:
+def test_a_chat_on_a_machine_without_a_gpu_imports_no_gpu_libraries(model: Path) -> None:
     code = (
         "import sys; from hotset.placement import detect; detect.detect_gpu = lambda: None\n"
         "import hotset\n"

@@ -1,4 +1,4 @@
-"""Whatever takes long says from the beginning how far it is and how long the rest takes."""
+"""Long operations report from the beginning how much is done and how long the rest takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def told(
     terminal: bool = False,
     unit: str = "tokens",
 ) -> str:
-    """What is written of steps, each a time and how much is done by then."""
+    """Return the output of steps; each step is a time and the amount that is done then."""
     stream = Stream(terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
@@ -62,9 +62,7 @@ def told(
     return stream.getvalue()
 
 
-def test_lines_say_what_is_left_at_tenths_and_after_a_while(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_lines_report_progress_at_tenths_and_at_times(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     steps = [
         (0.0, 0),
         (0.5, 1),
@@ -78,38 +76,40 @@ def test_lines_say_what_is_left_at_tenths_and_after_a_while(
     ]
     assert told(monkeypatch, clock, steps).splitlines() == [
         "work: 0 of 100 tokens",
-        "work: 2 of 100 tokens, 1:38 left",  # as soon as it is known, but for work of a moment
+        "work: 2 of 100 tokens, 1:38 left",  # as soon as the rate is known, except in the first second
         "work: 10 of 100 tokens, 0:28 left",
         "work: 12 of 100 tokens, 4:46 left",
         "work: 100 of 100 tokens in 0:40",
     ]
 
 
-def test_what_an_earlier_run_did_is_no_speed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_work_of_an_earlier_run_does_not_count_for_the_rate(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     lines = told(monkeypatch, clock, [(0.0, 50), (10.0, 60), (20.0, 100)]).splitlines()
     assert lines[1] == "work: 60 of 100 tokens, 0:40 left"
 
 
-def test_a_label_may_begin_again(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_a_label_may_start_again(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     lines = told(
         monkeypatch, clock, [(0.0, 0), (10.0, 100), (100.0, 0), (110.0, 50), (120.0, 100)]
     ).splitlines()
     assert lines[2:4] == ["work: 0 of 100 tokens", "work: 50 of 100 tokens, 0:10 left"]
 
 
-def test_bytes_have_their_unit_and_hours_their_form(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_bytes_have_units_and_hours_are_printed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     lines = told(monkeypatch, clock, [(0.0, 0), (10.0, 10**6)], total=2 * 10**9, unit="bytes").splitlines()
     assert lines[1] == "work: 1.0 MB of 2.0 GB, 5:33:10 left"
     assert told(monkeypatch, clock, [(0.0, 0), (40.0, 0)], total=0) == "work: ...\nwork: ...\n"
 
 
-def test_a_terminal_has_a_bar_with_the_same_facts(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_a_terminal_has_a_bar_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     screen = told(monkeypatch, clock, [(0.0, 0), (10.0, 25)], terminal=True)
     assert "\x1b[" in screen
     assert "25 of 100 tokens, 0:30 left" in screen
 
 
-def test_a_terminal_that_cannot_draw_has_lines(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_a_terminal_without_cursor_control_gets_lines(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr(sys, "stderr", stream := Stream(True))
     for name in ("dumb", "unknown"):
         monkeypatch.setenv("TERM", name)
@@ -123,7 +123,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scratch(tmp_path_factory.mktemp("scratch"))
 
 
-# The subcommand, and the labels whose time left is said before they are done.
+# The subcommand, and the labels for which a remaining time must be printed.
 LONG: list[tuple[str, list[str]]] = [
     ("calibrate model.gguf -f text.txt -c 32 --tokens 64 --measured 128 --sparsity 0.3 -o t.json",
      ["thresholds on offer", "losses", "kind 1 of 4", "measuring"]),
@@ -149,7 +149,7 @@ LONG: list[tuple[str, list[str]]] = [
 
 @needs_core
 @pytest.mark.parametrize(("command", "labels"), LONG, ids=[command.split()[0] for command, _ in LONG])
-def test_what_takes_long_says_how_long(
+def test_long_subcommands_report_the_remaining_time(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, labels: list[str]
 ) -> None:
     if command.split()[0] in ("calibrate", "train-predictor", "sparsify"):
@@ -174,8 +174,8 @@ def check(lines: str, labels: list[str]) -> None:
         assert begins.start() < left.start()
 
 
-def test_a_pull_says_how_long(tmp_path: Path) -> None:
-    """In a process of its own: the address of the hub is read when its library is imported."""
+def test_a_pull_reports_the_remaining_time(tmp_path: Path) -> None:
+    """Use a new process, because the hub's address is read when its library is imported."""
     (tmp_path / "sitecustomize.py").write_text(
         "import itertools\n"
         "from hotset.cli import progress\n"
@@ -192,10 +192,10 @@ def test_a_pull_says_how_long(tmp_path: Path) -> None:
     check(done.stderr, ["tiny.Q8_0.gguf"])
 
 
-def test_every_subcommand_that_takes_long_is_tested() -> None:
+def test_every_long_subcommand_is_tested() -> None:
     from hotset.cli.main import SUBCOMMANDS
 
     quick = {"serve", "mcp", "ps", "stop", "list", "show", "rm", "cp", "plan", "doctor", "create", "launch"}
-    quick |= {"rerank"}  # which shows what embed shows, and needs a reranker
+    quick |= {"rerank"}  # like embed, but it needs a reranker
     tested = {split_command(command.split())[0] for command, _ in LONG}
     assert tested | {"pull"} == SUBCOMMANDS.keys() - quick

@@ -1,4 +1,4 @@
-"""`hotset serve`: which models a server gets from the command line, and what it refuses."""
+"""`hotset serve`: the models that a command line selects, and refused command lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, home: Path) -> Path:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `serve` would listen with."""
+    """Return a list that receives the services for which `serve` would listen."""
     found: list[Any] = []
     monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: found.append(host))
     return found
@@ -55,7 +55,7 @@ def names(models: Models) -> list[str]:
     return sorted(model.name for model in models.catalogue.models)
 
 
-def test_one_model_is_served_as_ever(folder: Path, begun: list[Any]) -> None:
+def test_a_single_model_is_served(folder: Path, begun: list[Any]) -> None:
     assert inside("serve", str(folder / "one.gguf"), "-a", "mine").returncode == 0
     (service,) = begun
     assert isinstance(service, Service)
@@ -69,12 +69,12 @@ def test_without_a_model_the_store_is_served(folder: Path, begun: list[Any]) -> 
     assert models._keep_alive == 3600
 
 
-def test_a_server_says_how_much_memory_its_models_have(folder: Path, begun: list[Any]) -> None:
+def test_the_memory_for_models_is_printed(folder: Path, begun: list[Any]) -> None:
     done = inside("serve", str(folder / "one.gguf"), str(folder / "two.gguf"), "--max-memory", "1")
     assert "2 models; memory limit for loaded models: 1.1 GB" in done.stderr
 
 
-def test_several_are_served_with_aliases(folder: Path, begun: list[Any]) -> None:
+def test_several_models_are_served_with_aliases(folder: Path, begun: list[Any]) -> None:
     models = served(begun, folder / "one.gguf", folder / "two.gguf", "-a", "gpt-4o=two", "--keep-alive", "-1")
     assert names(models) == ["one", "two"], "the store's are not"
     assert models.catalogue.find("GPT-4o:latest") == models.catalogue.find("two")
@@ -136,7 +136,9 @@ def test_mcp_servers_are_named_by_a_file(
         (("{folder}/one.gguf", "--cache-disk", "1G"), "name that by --cache-dir or|name that by"),
     ],
 )
-def test_what_is_refused(words: tuple[str, ...], said: str, folder: Path, begun: list[Any]) -> None:
+def test_wrong_arguments_are_refused(
+    words: tuple[str, ...], said: str, folder: Path, begun: list[Any]
+) -> None:
     (folder.parent / "again").mkdir()
     write_model(folder.parent / "again" / "one.gguf", n_layer=1)
     done = inside("serve", *(word.replace("{folder}", str(folder)) for word in words))

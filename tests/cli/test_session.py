@@ -19,7 +19,7 @@ OPTIONS = ("--device", "cpu", "-t", 1, "--temp", 0, "-n", 60, "--ignore-eos")
 
 
 def turn(model: Path, session: Path | None, text: str, *more: object) -> dict[str, Any]:
-    """The JSON of a run."""
+    """Return the JSON of a run."""
     kept = () if session is None else ("--session", session)
     done = inside("run", model, text, *OPTIONS, *kept, "--json", *more)
     assert done.returncode == 0, done.stderr
@@ -27,7 +27,7 @@ def turn(model: Path, session: Path | None, text: str, *more: object) -> dict[st
     return result
 
 
-def test_a_conversation_goes_on_in_the_next_run(model: Path, home: Path, tmp_path: Path) -> None:
+def test_a_conversation_continues_in_the_next_run(model: Path, home: Path, tmp_path: Path) -> None:
     session = tmp_path / "talk.session"
     first = turn(model, session, LONG, "--system", "be brief")
     assert first["tokens"] == turn(model, None, LONG, "--system", "be brief")["tokens"]
@@ -35,13 +35,12 @@ def test_a_conversation_goes_on_in_the_next_run(model: Path, home: Path, tmp_pat
     assert "3 messages, with their cache" in done.stderr
     cached = re.search(r"\((\d+) from the cache\)", done.stderr)
     assert cached is not None
-    assert (
-        int(cached[1]) >= first["prompt_tokens"] // 64 * 64
-    )  # the answer's tokens may be others when it is read
+    # The answer's text may have other tokens in a prompt.
+    assert int(cached[1]) >= first["prompt_tokens"] // 64 * 64
     assert "5 messages" in inside("run", model, "more", *OPTIONS, "--session", session).stderr
 
 
-def test_an_answer_of_a_session_is_that_of_the_whole_conversation(
+def test_an_answer_in_a_session_equals_one_with_the_whole_conversation(
     model: Path, home: Path, tmp_path: Path
 ) -> None:
     session = tmp_path / "talk.session"
@@ -62,7 +61,7 @@ def test_an_answer_of_a_session_is_that_of_the_whole_conversation(
             assert found["tokens"] == expected.completion.tokens
 
 
-def test_a_bare_text_has_its_cache_alone(model: Path, home: Path, tmp_path: Path) -> None:
+def test_a_raw_session_stores_only_the_cache(model: Path, home: Path, tmp_path: Path) -> None:
     session = tmp_path / "raw.session"
     expected = turn(model, session, LONG, "--raw")
     done = inside("run", model, LONG, *OPTIONS, "--raw", "--session", session)
@@ -82,7 +81,9 @@ def test_a_damaged_block_is_computed_again(model: Path, home: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("contents", [b"", b"something else", b"hotsetKV" * 40])
-def test_what_is_no_session_is_not_replaced(model: Path, home: Path, tmp_path: Path, contents: bytes) -> None:
+def test_a_file_that_is_not_a_session_is_not_replaced(
+    model: Path, home: Path, tmp_path: Path, contents: bytes
+) -> None:
     file = tmp_path / "file"
     file.write_bytes(contents)
     done = inside("run", model, "hello", *OPTIONS, "--session", file)
@@ -94,13 +95,13 @@ def test_what_is_no_session_is_not_replaced(model: Path, home: Path, tmp_path: P
     assert "is one of the files that are read" in refused.stderr.replace("\n", " ")
 
 
-def test_a_model_that_the_cpu_does_not_compute_is_refused(model: Path, home: Path, tmp_path: Path) -> None:
+def test_a_session_on_another_backend_is_refused(model: Path, home: Path, tmp_path: Path) -> None:
     done = inside("run", model, "hello", "--device", "reference", "--session", tmp_path / "x")
     assert done.returncode == 1
     assert "--session needs a model that this machine's CPU computes alone" in done.stderr.replace("\n", " ")
 
 
-def test_a_session_of_another_type_of_cache_keeps_what_was_said(
+def test_with_another_cache_type_a_sessions_messages_are_kept(
     model: Path, home: Path, tmp_path: Path
 ) -> None:
     session = tmp_path / "talk.session"
@@ -111,7 +112,7 @@ def test_a_session_of_another_type_of_cache_keeps_what_was_said(
 
 
 @needs_pty
-def test_a_chat_goes_on(model: Path, home: Path, tmp_path: Path) -> None:
+def test_a_chat_continues(model: Path, home: Path, tmp_path: Path) -> None:
     session = tmp_path / "talk.session"
     for n in range(2):
         chat = Terminal(
@@ -128,7 +129,9 @@ def test_a_chat_goes_on(model: Path, home: Path, tmp_path: Path) -> None:
     assert "4 messages" in inside("run", model, "x", *OPTIONS, "--session", session).stderr
 
 
-def test_what_cannot_be_kept_is_refused_before_an_answer(model: Path, home: Path, tmp_path: Path) -> None:
+def test_a_session_that_cannot_be_stored_is_refused_before_an_answer(
+    model: Path, home: Path, tmp_path: Path
+) -> None:
     done = inside("run", model, "hello", *OPTIONS, "--session", tmp_path / "nodir" / "x")
     assert (done.returncode, done.stdout) == (2, "")
     assert "there is no folder" in done.stderr

@@ -1,4 +1,4 @@
-"""Spellings of other programs: each means what it means there, and no help shows it."""
+"""Options with the spelling of other programs: they mean the same as there, and help does not show them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_every_option_of_a_device_is_one() -> None:
     assert all(word in found["run"] for word in device_words())
 
 
-def test_every_spelling_is_taken_by_a_command_and_shown_by_none() -> None:
+def test_every_spelling_is_accepted_and_not_shown() -> None:
     spelled = {name for table in (MEANT, FLAGS) for names in table.values() for name in names}
     for subcommand in SUBCOMMANDS:
         command = command_of(subcommand)
@@ -95,7 +95,7 @@ def test_every_spelling_is_taken_by_a_command_and_shown_by_none() -> None:
             assert any({option, name} <= known for known in taken), name
 
 
-def test_an_option_without_effect_changes_nothing_and_says_so(model: Path) -> None:
+def test_an_option_without_effect_changes_nothing_and_is_reported(model: Path) -> None:
     plain = answer(model, "Hello", "--temp", 0, "-n", 4)
     words = ["-fa", "on", "--jinja", "--mlock", "--no-mmap", "-b", 64, "-ub", 32, "-tb", 1, "-cnv"]
     done = inside("run", "-m", model, "-p", "Hello", "-n", 4, "--temp", 0, *words, "--device", "reference")
@@ -117,19 +117,21 @@ def test_an_option_without_effect_changes_nothing_and_says_so(model: Path) -> No
         (("-m", "other.gguf"), "the model is given twice"),
     ],
 )
-def test_what_a_spelling_cannot_mean_is_refused(model: Path, options: tuple[str, ...], named: str) -> None:
+def test_unsupported_values_of_a_spelling_are_refused(
+    model: Path, options: tuple[str, ...], named: str
+) -> None:
     done = inside("run", "-m", model, "-p", "Hello", *options)
     assert done.returncode == 2
     assert named in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_a_model_and_a_prompt_and_a_model_again_are_refused(model: Path) -> None:
+def test_two_models_are_refused(model: Path) -> None:
     done = inside("run", model, "Hello", "-m", model)
     assert (done.returncode, "the model is given twice" in done.stderr) == (2, True)
 
 
-def test_types_of_keys_and_values_together_or_apart(model: Path) -> None:
-    """One type for both, and one each."""
+def test_types_of_keys_and_values(model: Path) -> None:
+    """Use one type for both, and one type each."""
     for apart, together in (
         (("-ctk", "q8_0", "-ctv", "q8_0"), ("-ctk", "q8_0")),
         (("-ctk", "q8_0", "-ctv", "q4_0"), ("-ctk", "q8_0/q4_0")),
@@ -153,5 +155,5 @@ def test_types_of_keys_and_values_together_or_apart(model: Path) -> None:
         ({"override_tensor": [r"\.ffn_(up|down)_exps\.=CPU"], "n_cpu_moe": 2}, range(1024)),
     ],
 )
-def test_experts_on_the_cpu_as_llama_cpp_has_it(options: dict[str, Any], expected: Any):
+def test_experts_on_the_cpu_as_in_llama_cpp(options: dict[str, Any], expected: Any):
     assert ModelOptions(**options).settings().cpu_experts == expected

@@ -1,4 +1,4 @@
-"""What a terminal is given: nothing that files, servers and models wrote controls it; words stay whole."""
+"""Output on a terminal: text of files, servers and models cannot control it, and words are not split."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CONTROL = re.compile("(?!\n)[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u
 # -- names and messages -------------------------------------------------------------------------
 
 
-def test_what_has_no_shape_is_written_out() -> None:
+def test_invisible_characters_are_escaped() -> None:
     assert escaped(ATTACK) == ESCAPED
     assert escaped("naïve 日本語 \U0001f642 C:\\n") == "naïve 日本語 \U0001f642 C:\\n"
     assert escaped(b"\xff.gguf".decode("utf-8", "surrogateescape")) == r"\udcff.gguf"
     for code in range(sys.maxunicode + 1):
         text = escaped(chr(code))
         kind = unicodedata.category(chr(code))
-        # Format characters of numbers, hieroglyphs, shorthand and notes, and joiners.
+        # Format characters of numbers, hieroglyphs, shorthand, musical notation, and joiners.
         of_scripts = (0x600, 0x6DD, 0x70F, 0x890, 0x8E2, 0x110BD, 0x13430, 0x1BCA0, 0x1D173, 0x200C)
         if kind in ("Cc", "Cs", "Zl", "Zp"):
             assert text.startswith("\\"), hex(code)
@@ -50,7 +50,7 @@ def test_what_has_no_shape_is_written_out() -> None:
             assert text == chr(code), hex(code)
 
 
-def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
+def test_a_long_text_is_shortened_in_the_middle() -> None:
     text = escaped("what " + "x" * 10**6 + "; do this", 300)
     assert len(text) < 340
     assert text.startswith("what xxx")
@@ -63,14 +63,14 @@ def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
     assert escaped("x" * 300, 300) == "x" * 300
 
 
-def test_what_a_server_says_is_a_part_of_a_sentence() -> None:
+def test_a_servers_message_becomes_part_of_a_sentence() -> None:
     assert clause(OSError("not\x1b[2J\n  today...")) == r"not\x1b[2J today"
     assert clause("\n.") == ""
     assert "[806 characters]" in clause("because " + "of it " * 165 + "it is so")
     assert len(clause("because " * 10**5)) < 250
 
 
-def test_json_has_the_same_values_and_nothing_that_controls() -> None:
+def test_json_has_the_same_values_without_control_characters() -> None:
     value = {"a": ATTACK, ATTACK: "\udcff\u00e9"}
     text = escaped_json(json.dumps(value, ensure_ascii=False))
     assert not CONTROL.search(text)
@@ -79,7 +79,7 @@ def test_json_has_the_same_values_and_nothing_that_controls() -> None:
 
 
 def rewritten(source: Path, target: Path, keys: dict[str, Any], tensor: str | None = None) -> Path:
-    """A model with other keys (bytes: a value as the file has it), and perhaps one more tensor."""
+    """Write a model with other keys (bytes: a value as stored in the file), and an optional tensor."""
     with open_gguf(source) as gguf:
         writer = GGUFWriter(target, "llama")
         for key, value in keys.items():
@@ -98,7 +98,7 @@ def rewritten(source: Path, target: Path, keys: dict[str, Any], tensor: str | No
 
 @pytest.fixture
 def hostile(model: Path, tmp_path: Path) -> Path:
-    """A model with an attack in its file name, keys, values and tensor names."""
+    """Return a model with an attack in its file name, keys, values and tensor names."""
     name = ATTACK.replace("/", "") + ".gguf"
     keys = {"general.name": ATTACK, "general.license": "l" * 9999, f"x.{ATTACK}": "\x1b]0;owned\x07" * 400}
     return rewritten(model, tmp_path / name, keys, ATTACK[:40])
@@ -109,7 +109,7 @@ def hostile(model: Path, tmp_path: Path) -> Path:
     [
         ["show", "MODEL", "--metadata", "--tensors"],
         ["show", "MODEL", "--json", "--tensors"],
-        ["run", "MODEL", "hi", "--device", "reference"],  # refused: the tensor is not known
+        ["run", "MODEL", "hi", "--device", "reference"],  # refused because of the unknown tensor
         ["quantize", "MODEL", "--dry-run", "--type", "q8_0", "--allow-requantize"],
         ["rm", ATTACK],
         ["pull", ATTACK],
@@ -124,7 +124,7 @@ def hostile(model: Path, tmp_path: Path) -> Path:
     ],
     ids=lambda arguments: escaped("-".join(arguments), 40),
 )
-def test_nothing_of_a_file_or_a_name_reaches_the_terminal_raw(
+def test_text_of_files_and_names_is_printed_without_control_characters(
     hostile: Path, home: Path, arguments: list[str]
 ) -> None:
     (home / "models").mkdir(parents=True)
@@ -135,11 +135,11 @@ def test_nothing_of_a_file_or_a_name_reaches_the_terminal_raw(
     assert "hotset itself failed" not in done.stderr
     assert len(done.stdout + done.stderr) < 40_000
     told = re.sub(r"[\s│]", "", done.stdout + done.stderr)
-    assert "[31m" in told  # it is shown, but it does nothing
+    assert "[31m" in told  # it is printed, but has no effect
     assert "\U0001f4a3" not in told
 
 
-def test_a_table_takes_no_markup(hostile: Path) -> None:
+def test_a_table_prints_markup_as_text(hostile: Path) -> None:
     done = inside("show", hostile, "--metadata")
     assert done.returncode == 0
     assert ESCAPED in done.stdout
@@ -148,8 +148,8 @@ def test_a_table_takes_no_markup(hostile: Path) -> None:
 
 
 @needs_pty
-def test_nothing_of_a_file_controls_a_real_terminal(hostile: Path, tmp_path: Path) -> None:
-    """Where typer and rich colour and draw, they do; the file's own sequences are text."""
+def test_a_files_text_does_not_control_a_real_terminal(hostile: Path, tmp_path: Path) -> None:
+    """Let typer and rich color and draw; the file's own escape sequences are text."""
     for arguments in (["show", hostile, "--metadata", "--tensors"], ["run", hostile, "hi"], ["rm", ATTACK]):
         screen = Terminal(*arguments, env={"TERM": "xterm", "COLUMNS": "200"})
         screen.exit_code()
@@ -158,7 +158,7 @@ def test_nothing_of_a_file_controls_a_real_terminal(hostile: Path, tmp_path: Pat
             assert raw not in screen.screen
 
 
-def test_messages_keep_the_case_of_what_they_quote(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_messages_keep_the_case_of_quoted_names(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "empty.gguf").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     done = inside("show", "empty.gguf")
@@ -188,7 +188,7 @@ MANY = struct.pack("<I", 9) + array(9, [NUMBERS] * 20)
     ["x.y", "general.name", "general.license", "tokenizer.ggml.model", "tokenizer.ggml.pre",
      "tokenizer.ggml.tokens", "tokenizer.chat_template", "llama.rope.freq_base", "llama.rope.scaling.type"],
 )  # fmt: skip
-def test_show_takes_any_value_for_any_key(model: Path, tmp_path: Path, key: str, value: Any) -> None:
+def test_show_accepts_any_value_for_any_key(model: Path, tmp_path: Path, key: str, value: Any) -> None:
     path = rewritten(model, tmp_path / "odd.gguf", {key: value})
     done = inside("show", path, "--metadata", "--json")
     assert done.returncode == 0, done.stderr
@@ -205,7 +205,7 @@ def test_show_takes_any_value_for_any_key(model: Path, tmp_path: Path, key: str,
 
 
 class Screen(io.StringIO):
-    """A terminal of a width that can change."""
+    """A terminal whose width can change."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Screen(io.StringIO):
 
 
 def on_screen(screen: Screen, text: str, *, step: int = 3) -> list[str]:
-    """The lines of the screen after an answer that comes in pieces."""
+    """Return the lines of the screen after an answer that arrives in pieces."""
     with AnswerWriter(screen) as out:
         for i in range(0, len(text), step):
             out.write(text[i : i + step])
@@ -229,12 +229,12 @@ def on_screen(screen: Screen, text: str, *, step: int = 3) -> list[str]:
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
 @pytest.mark.parametrize("columns", range(9, 60))
-def test_words_stay_whole(monkeypatch: pytest.MonkeyPatch, columns: int, step: int) -> None:
+def test_words_are_not_split(monkeypatch: pytest.MonkeyPatch, columns: int, step: int) -> None:
     lines = on_screen(Screen(monkeypatch, columns), PROSE, step=step)
     assert all(len(line) <= columns for line in lines)
     assert " ".join(lines).split() == PROSE.split()
     for line, following in itertools.pairwise(lines):
-        if line and following:  # it was broken: the next word had no room
+        if line and following:  # a line ends because the next word does not fit
             assert len(line.rstrip()) + 1 + len(following.split()[0]) > columns
 
 
@@ -247,7 +247,7 @@ def test_wide_characters_count_twice_and_break_anywhere(monkeypatch: pytest.Monk
         assert all("abc" in line or not set("abc") & set(line) for line in lines)
 
 
-def test_marks_and_joined_emoji_are_not_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_and_joined_emoji_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     family, word = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "e\u0301" * 5
     for columns in range(8, 30):
         lines = on_screen(Screen(monkeypatch, columns), f"{word} {family} {word} {family}", step=1)
@@ -255,7 +255,7 @@ def test_marks_and_joined_emoji_are_not_torn(monkeypatch: pytest.MonkeyPatch) ->
         assert sum(line.count(word) for line in lines) == 2
 
 
-def test_code_is_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "    x = 'a long line of code that goes over the edge of a terminal'\n"
     for block in (
         f"```python\n{code}\n  if x:\n{code}```\n", f"~~~ text\n{code}```\n~~~\n", f"````\n```\n{code}````\n",
@@ -266,10 +266,10 @@ def test_code_is_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             lines = on_screen(screen, f"Before it.\n\n{block}\n{PROSE}", step=step)
             assert block.expandtabs() in screen.getvalue()
             behind = screen.getvalue().partition(block.expandtabs())[2]
-            assert max(map(len, behind.split("\n"))) <= 30  # prose again
+            assert max(map(len, behind.split("\n"))) <= 30  # text is wrapped again
             assert lines[0] == "Before it."
     lines = on_screen(Screen(monkeypatch, 30), "```inline``` " + PROSE)
-    assert max(map(len, lines)) <= 30  # no fence
+    assert max(map(len, lines)) <= 30  # not a fence
 
 
 def test_lists_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +278,8 @@ def test_lists_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) <= 30
 
 
-def test_a_word_longer_than_a_line_is_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not wait for its end either, and the terminal breaks it: a copy of it has no line break."""
+def test_a_word_longer_than_a_line_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that it is printed immediately and without a line break, so that it can be copied."""
     screen = Screen(monkeypatch, 20)
     out = AnswerWriter(screen)
     out.write("see ")
@@ -293,7 +293,7 @@ def test_a_word_longer_than_a_line_is_left_to_the_terminal(monkeypatch: pytest.M
     assert screen.getvalue() == f"see\n{'x' * 95} one\ntwo three\n{'y' * 41} 天気天気天気天気天\n気天気"
 
 
-def test_where_the_width_is_not_known_no_word_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_width_is_unknown_words_are_printed_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch, 0)
     out = AnswerWriter(screen)
     for character in PROSE:
@@ -336,22 +336,22 @@ def test_the_width_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " ".join(lines).split() == PROSE.split()
 
 
-def test_a_model_does_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_text_does_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch, 200)
     on_screen(screen, ATTACK + "\tb\n\u200f\u200dc\r\n", step=1)
     written = screen.getvalue()
     assert r"a\x1b[31mb\x9b2Jc\x07\x7f" in written
     assert r"\u202ee\u2066f\u2028g" in written
     assert not re.search("(?!\n)[\x00-\x1f\x7f-\x9f\u2028\u202e\u2066]", written)
-    assert "\u200f\u200dc\n" in written  # marks that scripts need stay
+    assert "\u200f\u200dc\n" in written  # marks that scripts need are kept
     raw = io.StringIO()
     with AnswerWriter(raw) as out:
         out.write(ATTACK)
-    assert raw.getvalue() == ATTACK  # to a pipe or a file it goes as it is
+    assert raw.getvalue() == ATTACK  # a pipe or a file gets the text unchanged
 
 
 @needs_pty
-def test_a_chat_wraps_at_the_edge_of_a_real_terminal(model: Path, tmp_path: Path) -> None:
+def test_a_chat_wraps_at_the_width_of_a_real_terminal(model: Path, tmp_path: Path) -> None:
     answer = "one\x1b[2Jtwo " + PROSE.replace("\n", " ") + " " + PROSE.replace("\n", " ")
     chat = Terminal(
         "run", model, *CHAT, "-n", len(answer) // 3 + 1, "--ignore-eos", env=talking(tmp_path, answer)
@@ -370,7 +370,7 @@ def test_a_chat_wraps_at_the_edge_of_a_real_terminal(model: Path, tmp_path: Path
 
 
 @needs_pty
-def test_an_interrupted_answer_shows_the_word_that_it_stopped_in(model: Path, tmp_path: Path) -> None:
+def test_an_interrupted_answer_prints_its_last_partial_word(model: Path, tmp_path: Path) -> None:
     env = talking(tmp_path, "Hello " + "x" * 5000)
     chat = Terminal("run", model, *CHAT, "--ignore-eos", "-c", 9999, env=env)  # which takes seconds to fill
     chat.wait_for(PROMPT)
@@ -395,7 +395,7 @@ def test_a_pipe_gets_the_bytes_of_the_answer(model: Path, tmp_path: Path) -> Non
     assert not CONTROL.search(done.stderr.decode())
 
 
-# -- streams that are closed or full, and names that are none ------------------------------------
+# -- closed and full streams, and impossible names ------------------------------------------------
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 
@@ -403,7 +403,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this sys
 def shell(
     line: str, *arguments: object, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`hotset` with arguments and redirections, as a shell runs it. The status of the command is printed."""
+    """Run `hotset` with arguments and redirections in a shell."""
     return subprocess.run(
         ["sh", "-c", f'"$@" {line}', "sh", *COMMAND, *map(str, arguments)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
@@ -430,7 +430,7 @@ WRITERS: list[list[str]] = [
     ),
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else value,
 )  # fmt: skip
-def test_an_output_that_cannot_be_written_is_a_sentence(
+def test_an_output_that_cannot_be_written_gives_one_message(
     model: Path, home: Path, redirection: str, arguments: list[str], unbuffered: str
 ) -> None:
     (home / "models").mkdir(parents=True)
@@ -450,7 +450,7 @@ def test_an_output_that_cannot_be_written_is_a_sentence(
 @pytest.mark.parametrize(
     "arguments", quick_are(WRITERS[::4], WRITERS), ids=lambda arguments: "-".join(arguments[:2])
 )
-def test_a_reader_that_has_enough_is_no_error(model: Path, home: Path, arguments: list[str]) -> None:
+def test_a_reader_that_stops_is_not_an_error(model: Path, home: Path, arguments: list[str]) -> None:
     given = [str(model) if argument == "MODEL" else argument for argument in arguments]
     done = subprocess.Popen([*COMMAND, *given], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=-1)
     assert done.stdout
@@ -465,14 +465,14 @@ def test_a_reader_that_has_enough_is_no_error(model: Path, home: Path, arguments
 @pytest.mark.parametrize(
     "redirection", quick_are(("2>&-",), ["2>/dev/full", "2>&-", "2>/dev/full </dev/null"])
 )
-def test_messages_that_nobody_can_read_stop_nothing(model: Path, redirection: str) -> None:
+def test_messages_that_cannot_be_written_do_not_stop_the_command(model: Path, redirection: str) -> None:
     done = shell(redirection, "run", model, "hi", *ANSWER)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == hotset("run", model, "hi", *ANSWER).stdout
     assert shell(redirection, "show", "missing.gguf").returncode == 1
 
 
-def test_a_closed_input_is_no_prompt(model: Path, home: Path) -> None:
+def test_a_closed_input_has_no_prompt(model: Path, home: Path) -> None:
     for redirection in ("<&-", "</dev/null"):
         done = shell(redirection, "run", model, "--device", "reference")
         assert done.returncode == 2
@@ -485,8 +485,8 @@ def test_a_closed_input_is_no_prompt(model: Path, home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_streams_that_python_keeps_aside_are_those_in_use() -> None:
-    """Their memory went to the new ones: restoring or flushing the old ones would fail."""
+def test_pythons_original_streams_are_the_current_ones() -> None:
+    """Check this because the new streams own the old ones' memory: flushing the old ones would fail."""
     program = (
         "import sys; from hotset.cli.main import _streams; _streams(); print('a');"
         "print('b', file=sys.__stdout__); print('c', file=sys.__stderr__);"
@@ -519,7 +519,7 @@ LONG = "n" * 5000
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(a[:8] for a in value),
 )
-def test_a_name_that_can_be_none_is_a_sentence(
+def test_an_impossible_name_gives_one_message(
     model: Path, home: Path, tmp_path: Path, monkeypatch: Any, arguments: list[str], fragment: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -529,7 +529,7 @@ def test_a_name_that_can_be_none_is_a_sentence(
     assert re.search(fragment, " ".join(done.stderr.replace("│", " ").split()), re.IGNORECASE)
 
 
-def test_homes_that_are_none_are_sentences(home: Path, monkeypatch: Any) -> None:
+def test_impossible_home_folders_give_one_message(home: Path, monkeypatch: Any) -> None:
     done = inside("list", "--json")
     assert done.returncode == 0
     monkeypatch.setenv("HOTSET_HOME", "~nouser/hotset")
@@ -540,14 +540,14 @@ def test_homes_that_are_none_are_sentences(home: Path, monkeypatch: Any) -> None
     assert "set HOTSET_HOME to a folder for models" in inside("list").stderr
 
 
-def test_a_long_prompt_is_no_path(model: Path, home: Path, monkeypatch: Any) -> None:
+def test_a_long_prompt_is_not_taken_for_a_path(model: Path, home: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("hotset.storage.catalogue.DEFAULT", str(model))
     done = inside("run", "a b " * 100, "-n", 2, "-s", 1, "--device", "reference")
     assert done.returncode == 0, done.stderr
 
 
 @needs_pty
-def test_the_chat_saves_where_it_may_and_says_where_not(model: Path, tmp_path: Path) -> None:
+def test_the_chat_saves_or_reports_why_not(model: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     data = model.read_bytes()
     chat = Terminal("run", model, *CHAT, "-n", 2, "--ignore-eos")

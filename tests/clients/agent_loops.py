@@ -26,7 +26,7 @@ def get_weather(city: str, days: int) -> str:
 
 
 async def openai_agents(client: AsyncOpenAI, model: str) -> list[str]:
-    """With chat completions and with responses, whole and as a stream."""
+    """Return answers by chat completions and by responses, whole and as a stream."""
     found = []
     for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
         agent = agents.Agent(
@@ -42,7 +42,7 @@ async def openai_agents(client: AsyncOpenAI, model: str) -> list[str]:
 
 
 async def pydantic_ai(client: AsyncOpenAI, model: str) -> list[str]:
-    """As above."""
+    """Return answers by chat completions and by responses, whole and as a stream."""
     found = []
     for kind in (OpenAIChatModel, OpenAIResponsesModel):
         agent = Agent(kind(model, provider=OpenAIProvider(openai_client=client)), tools=[get_weather])

@@ -2,8 +2,8 @@
 
     python comply.py PATH_OF_LLM_COMPLY
 
-BASE_URL, MODEL and API_KEY are in the environment. A point may be tried three times: answers are drawn, and
-some of so small a model do not come to an end.
+BASE_URL, MODEL and API_KEY are in the environment. A point is tried up to three times: answers are sampled,
+and some answers of such a small model do not finish.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMAND += ["-H", "anthropic-version:2023-06-01", "--timeout", "300", "--json"]
 
 
 def results(form: str, points: list[str]) -> dict[str, dict[str, Any]]:
-    """What became of some points, or of all."""
+    """Return the results of some points; an empty list means all."""
     only = ["-f", ",".join(points)] if points else []
     ran = subprocess.run([*COMMAND, "--format", form, *only], capture_output=True, text=True)
     return {one["id"]: one for one in json.loads(ran.stdout)["results"]}

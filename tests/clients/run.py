@@ -1,6 +1,6 @@
 """`make test-clients`: clients that people use, against `hotset serve` on a real socket.
 
-What they need is in build/clients: an environment, packages for Node, and a log of each. Most clients get a
+build/clients has an environment, packages for Node, and a log for each client. Most clients get a
 server with the tiny random model of the tests. LangChain's tests, llm-comply and the recorded requests of
 coding agents (replay.py) get one with SmolLM2 of the store. The agent libraries get one for each form of tool
 calls, whose model follows a script.
@@ -74,7 +74,7 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def openai_node(server: Server) -> list[str]:
-    (WORK / "openai_client.mjs").write_text((HERE / "openai_client.mjs").read_text())  # beside its packages
+    (WORK / "openai_client.mjs").write_text((HERE / "openai_client.mjs").read_text())  # next to its packages
     return ["node", str(WORK / "openai_client.mjs")]
 
 

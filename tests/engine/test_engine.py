@@ -495,7 +495,7 @@ def test_the_engine_goes_on_after_a_step_failed():
     first = shared.enqueue(shared.prepare(prompt(10), SamplingParams(seed=1, max_tokens=10)))
     waiting = shared.enqueue(shared.prepare(prompt(40, seed=1), SamplingParams(seed=2, max_tokens=10)))
     shared.backend.fail_at_step = 3
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="fails as requested"):
         drain(shared)
     for sequence in (first, waiting):
         assert sequence.finish_reason == "error"

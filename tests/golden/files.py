@@ -1,9 +1,9 @@
-"""JSON that was stored (tests/data/golden): how it is written, read and compared.
+"""Writes, reads and compares the JSON files in tests/data/golden.
 
-A file says on which platform it was written, and on another one its test is skipped: logits may differ there
-in their last bits (tests/backends/test_bits.py). Where a library decides about the content, the file has its
-version too. Numbers with a fraction are stored with six digits and compared with a tolerance: logarithms and
-exponentials of NumPy differ in their last bits between processors.
+A file names the platform on which it was written, and on another platform its test is skipped, because the
+last bits of logits may differ there (tests/backends/test_bits.py). If the content depends on a library, the
+file also has that library's version. Numbers with a fraction are stored with six digits and compared with a
+tolerance, because NumPy's logarithms and exponentials differ in their last bits between processors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paths import DATA
 
 FOLDER = DATA / "golden"
 PLATFORM = f"{platform.system()}-{platform.machine()}-{'-'.join(platform.libc_ver())}"
-_WIDTH, _IN_LINE = 110, 8  # characters of a line; short values in one, of a list that is longer
+_WIDTH, _IN_LINE = 110, 8  # characters of a line; short values in a line of a long list
 
 
 def stored(name: str, libraries: Sequence[str] = ()) -> Any:
-    """What a file holds; skips where that was made with something else."""
+    """Return the content of a file, or skip the test if the platform or a library differs."""
     path = FOLDER / f"{name}.json"
     assert path.is_file(), f"{path.name} is missing: python tests/golden/test_golden.py --write {name}"
     content = json.loads(path.read_text("utf-8"))
@@ -43,7 +43,7 @@ def _made_with(libraries: Sequence[str]) -> dict[str, str]:
 
 
 def rounded(value: Any) -> Any:
-    """With six digits of numbers that have a fraction."""
+    """Return the value with numbers that have a fraction rounded to six digits."""
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def rounded(value: Any) -> Any:
 
 
 def near(found: Any, stored: Any) -> Any:
-    """`found`, with the stored numbers in place of those that are near enough."""
+    """Return `found`, with stored numbers in place of numbers that are close to them."""
     if isinstance(found, dict) and isinstance(stored, dict):
         return {key: near(one, stored.get(key)) for key, one in found.items()}
     if isinstance(found, list | tuple) and isinstance(stored, list) and len(found) == len(stored):
@@ -62,7 +62,7 @@ def near(found: Any, stored: Any) -> Any:
 
 
 def _dumped(value: Any, depth: int = 0) -> str:
-    """JSON with a line for whatever fits in one."""
+    """Return JSON in which every value that fits in a line is on one line."""
     line = json.dumps(value, ensure_ascii=False)
     if len(line) + depth <= _WIDTH or not isinstance(value, dict | list) or not value:
         return line

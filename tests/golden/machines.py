@@ -1,21 +1,18 @@
-"""Other machines, as data (tests/data/machines), and models of real shapes to plan on them, whose files have
-a header and a hole in place of tensors.
+"""Other machines as data (tests/data/machines), and models of real shapes to plan on them.
 
-    about            what the machine is, and where its figures come from
-    processor        as the system names it
-    cores            physical ones
-    memory           bytes in all, and those that are available
-    program          bytes that this process has in memory
-    gpu              what placement/detect.py finds without torch; null: nothing
-    devices          by torch's name: their name, compute capability, bytes in all and free, a DeviceRates
-                     of placement/table.py
-    cpu, disk        what machine.json has without a device, and a DiskRates of placement/disk.py
-    channels         a ChannelRates of placement/channels.py, for every type
-    commands         of this machine, beside COMMANDS
+The models' files have a header and a hole in place of the tensors.
 
-What a command reports is stored with the home folder as "<home>", and neighbouring layers that are planned
-alike as one: its "layer" has the first and the last. The solver has the time that it needs, so that nothing
-depends on how fast this machine is.
+about            description of the machine, and the sources of its rates
+processor        its name as the system reports it
+cores            physical cores
+memory           total and available bytes
+program          bytes in memory of this process
+gpu              what placement/detect.py detects without torch; null: nothing
+devices          by torch's name: name, compute capability, total and free bytes, and a DeviceRates
+                 of placement/table.py
+cpu, disk        the entry without a device in machine.json, and a DiskRates of placement/disk.py
+channels         a ChannelRates of placement/channels.py, for every type
+commands         for this machine, in addition to COMMANDS
 """
 
 from __future__ import annotations
@@ -51,11 +48,11 @@ from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
 FOLDER = DATA / "machines"
 N_VOCAB, N_CTX = 32000, 8192
-RANK = 1024  # of the predictors of bamboo
+RANK = 1024  # of bamboo's predictors
 
 COMMANDS = (
     "list",
-    "show llama-7b",  # with what its thresholds gain there
+    "show llama-7b",  # with the gain from its thresholds
     "plan llama-7b",
     "plan llama-7b --vram-budget 3 --ctx-size 2048",
     "plan llama-7b --ram-budget 3 --ctx-size 2048",
@@ -103,7 +100,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def reports(name: str, folder: Path) -> list[dict[str, Any]]:
-    """What the commands say on a machine."""
+    """Return what the commands report on a machine."""
     facts = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     home = folder / "home"
     write_models(home / "models")
@@ -116,7 +113,7 @@ def _report(command: str, home: Path) -> dict[str, Any]:
         warnings.simplefilter("always")
         done = inside(*command.split(), "--json")
     said = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode != 2, said  # no such option
+    assert done.returncode != 2, said  # such an option does not exist
     found = {
         "command": command, "exit": done.returncode,
         "output": _with_runs(rounded(json.loads(done.stdout))) if done.stdout else None, "said": said,
@@ -126,7 +123,7 @@ def _report(command: str, home: Path) -> dict[str, Any]:
 
 
 def _with_runs(output: Any) -> Any:
-    """Layers that are planned alike are one entry: "layer" has the first and the last."""
+    """Merge consecutive layers with the same plan: "layer" has the first and the last number."""
     if not isinstance(output, dict) or not isinstance(output.get("layers"), list):
         return output
     runs: list[dict[str, Any]] = []
@@ -141,7 +138,7 @@ def _with_runs(output: Any) -> Any:
 
 @contextmanager
 def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
-    """As if this process ran on the machine, whose facts are put in where hotset asks a system for them."""
+    """Let this process run as if on the machine: replace the functions by which hotset queries a system."""
     devices = facts["devices"]
     kinds = {name.partition(":")[0] for name in devices}
     memory = SimpleNamespace(**facts["memory"])
@@ -149,7 +146,7 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
         "HOTSET_HOME": str(home),
         "HOTSET_ELSEWHERE": "0",
         "HOTSET_EXPERT_MISSES": "",
-        "HOTSET_ISA": "scalar",  # every machine has it, and AMX needs more memory for a step
+        "HOTSET_ISA": "scalar",  # supported by every machine; AMX needs more memory for a step
         "COLUMNS": "200",
     }
 
@@ -195,7 +192,7 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
 
 
 def _measured(facts: dict[str, Any], home: Path) -> Iterator[tuple[str, Any]]:
-    """The entries of machine.json: the figures are the machine's, their keys those that this one asks for."""
+    """Yield the entries of machine.json: the machine's rates, under the keys that this machine looks up."""
     yield f"{facts['processor']} | {facts['cores']} threads | {_core.isa()} | without a device", facts["cpu"]
     where = os.stat(home).st_dev
     yield f"{facts['processor']} | disk {where} | {os.cpu_count()} threads", facts["disk"]

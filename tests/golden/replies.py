@@ -1,18 +1,17 @@
-"""Requests to every endpoint of the server, and its replies without what changes from run to run.
+"""Requests to every endpoint of the server, and the replies without the parts that change between runs.
 
-    ids            hex digits, or the letters and digits behind "call_": numbered in the order of their first
-                   appearance, so that the same id is the same number
-    times          in fields of TIMES, in seconds, nanoseconds or as ISO 8601 has them: "<time>"
-    versions       of hotset: "<version>"
-    streams        a list of events. How many tokens an event has depends on when it was sent: neighbours
-                   that differ in their text (and its logprobs) alone are joined. Events that are numbered
-                   from 0 have "<next>" for their number; Anthropic's first event counts the tokens "<so far>"
-    pages          the name of the file whose bytes they are
-    metrics        their names and labels; "<number>" for the numbers
-    memory         of a loaded model: "<bytes>"
-    timings        of llama-server's replies: "<time>"
-
-A server is new for each endpoint, so that no test leans on another.
+ids            hex digits, or letters and digits after "call_": numbered in order of appearance, so that
+               equal ids get equal numbers
+times          in fields of TIMES, as seconds, nanoseconds or ISO 8601: "<time>"
+versions       hotset's version: "<version>"
+streams        a list of events. The number of tokens in an event depends on when it was sent, so
+               consecutive events that differ only in their text (and its logprobs) are joined.
+               An event's number, counted from 0, is "<next>"; the token counts in Anthropic's first
+               event are "<so far>"
+pages          the name of the file with the same bytes
+metrics        names and labels; "<number>" for the numbers
+memory         bytes of a loaded model: "<bytes>"
+timings        in llama-server's replies: "<time>"
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _TEXTS = {
 _LISTS = {"content", "logprobs", "tokens", "token_logprobs", "top_logprobs", "text_offset"}
 _ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{24,64}(?![0-9a-f])")
 _ISO = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
-_WHEN = 1_700_000_000  # when the model's file was changed
+_WHEN = 1_700_000_000  # modification time of the model's file
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 OPTIONS: dict[str, Any] = {"temperature": 0, "num_predict": 12}
@@ -64,8 +63,11 @@ NAMED_SCHEMA = {"name": "answer", "schema": SCHEMA}
 
 @dataclass(frozen=True)
 class Case:
-    """A request. path: where it is not the route's. writes: what the model writes in place of its own text.
-    ranks: the model is a reranker. load, settings: of the server."""
+    """A request. path: None: the route's.
+
+    writes: what the model writes instead of its own text. ranks: the model is a reranker. load, settings: of
+    the server.
+    """
 
     body: Any = None
     path: str | None = None
@@ -77,7 +79,7 @@ class Case:
 
 
 def _both(body: dict[str, Any], **how: Any) -> list[Case]:
-    """Whole, and as a stream."""
+    """Return the request as a whole and as a stream."""
     return [Case(body | {"stream": False}, **how), Case(body | STREAM, **how)]
 
 
@@ -101,7 +103,7 @@ _SLOTS: dict[str, Any] = {"settings": {"slot_save_path": "no-such-folder"}}
 
 
 def _wrong(body: dict[str, Any]) -> list[Case]:
-    """Of a good body: another model, an unknown field, nothing of it, and no object."""
+    """Return variants of a good body: another model, an unknown field, an empty object, and no object."""
     return [Case(body | {"model": "other"}), Case(body | {"unknown": 1}), Case({}), Case([])]
 
 
@@ -256,7 +258,7 @@ REFUSALS = [
     Case(_CHAT, "/v1/chat/completions", settings={"max_body_bytes": 10}),
     Case("[" * 100, "/v1/messages"),
 ]
-"""What is refused before a route sees it, in each API schema."""
+"""Requests that are refused before they reach a route, in each API schema."""
 _OTHER = {"model": "other"}
 SEVERAL: list[tuple[str, Case]] = [
     ("GET", Case(path="/health")),
@@ -296,28 +298,32 @@ SEVERAL: list[tuple[str, Case]] = [
     ("POST", Case({"model": "no such model"}, "/api/pull")),
     ("POST", Case(NAMED, "/models/load", headers={"origin": "https://elsewhere.example"})),
 ]
-"""Requests to a server of several models, one after the other; /models/events, which does not end, has a test
-of its own (tests/server/test_server_models.py)."""
+"""Requests to a server of several models, in order.
+
+/models/events does not end and has its own test (tests/server/test_server_models.py).
+"""
 
 
 def name_of(method: str, route: str) -> str:
-    """Of the file of a route."""
+    """Return the name of a route's file."""
     words = re.findall(r"\w+", re.sub(r"\{.*\}", "", route))
     return "-".join([method.lower(), *words]) if words else f"{method.lower()}-root"
 
 
 def routes_of(routes: Any) -> Iterator[tuple[str, str]]:
-    """Method and path of each; HEAD is GET's."""
+    """Yield method and path of each route, without HEAD, which behaves as GET."""
     for route in routes:
         if hasattr(route, "methods"):
             yield from ((method, route.path) for method in route.methods if method != "HEAD")
-        else:  # a router of FastAPI
+        else:  # a FastAPI router
             yield from routes_of(route.original_router.routes)
 
 
 def replies(cases: list[Case], route: tuple[str, str], folder: Path) -> list[dict[str, Any]]:
-    """Requests and their replies. route: method and path; without a method GET, or POST where there is a
-    body."""
+    """Return requests and their replies.
+
+    route: method and path; an empty method means GET, or POST with a body.
+    """
     return asyncio.run(_replies(cases, route, folder))
 
 
@@ -337,7 +343,7 @@ async def _replies(cases: list[Case], route: tuple[str, str], folder: Path) -> l
 
 
 def several(folder: Path) -> list[dict[str, Any]]:
-    """The replies to SEVERAL."""
+    """Return the replies to SEVERAL."""
     return asyncio.run(_several(folder))
 
 
@@ -395,7 +401,7 @@ def _body(kind: str, reply: httpx.Response) -> Any:
             return _joined([json.loads(line) for line in reply.text.splitlines()])
         case "text/plain" if reply.url.path == "/metrics":
             return [re.sub(r"^([^#].*) \S+$", r"\1 <number>", line) for line in reply.text.splitlines()]
-        case "None":  # nothing
+        case "None":
             return reply.text
         case _ if reply.status_code == 200:
             name = reply.url.path.removeprefix("/page/").removeprefix("/") or "index.html"
@@ -407,7 +413,7 @@ def _body(kind: str, reply: httpx.Response) -> Any:
 
 
 def _with_numbers(body: Any) -> Any:
-    """With the numbers of embeddings that are in base64: in their last bits they may differ."""
+    """Replace base64 embeddings by their numbers, whose last bits may differ."""
     for one in body.get("data", ()) if isinstance(body, dict) else ():
         if isinstance(one.get("embedding"), str):
             numbers = np.frombuffer(base64.b64decode(one["embedding"], validate=True), "<f4")
@@ -416,14 +422,14 @@ def _with_numbers(body: Any) -> Any:
 
 
 def _event(block: str) -> dict[str, Any]:
-    """Of a stream of server-sent events."""
+    """Return an event of a stream of server-sent events."""
     fields = dict(line.split(": ", 1) for line in block.splitlines())
     data = fields.pop("data")
     return fields | {"data": data if data == "[DONE]" else json.loads(data)}
 
 
 def _joined(events: list[Any]) -> list[Any]:
-    """Events as a golden file has them."""
+    """Return the events as a golden file stores them."""
     found: list[Any] = []
     for i, event in enumerate(events):
         data = event.get("data")
@@ -448,7 +454,7 @@ class _DifferentError(Exception):
 
 
 def _join(one: Any, other: Any, key: str, pieces: list[Any]) -> Any:
-    """Two events as one; pieces: to which each text and list is added that was joined."""
+    """Join two events. pieces: receives each text and list that was joined."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return {name: _join(one[name], other[name], name, pieces) for name in one}
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) and key not in _LISTS:

@@ -1,11 +1,8 @@
-"""Replies of the server and reports of the command line, compared with the JSON that was stored.
+"""Compares the server's replies and the reports of the command line with stored JSON.
 
-A change that means to alter one of them writes it anew, in a commit that says so:
+A change that is meant to alter one of them rewrites the file, in a commit that says so:
 
     python tests/golden/test_golden.py --write [NAME ...]
-
-What is stored, and what of it is left out because it changes from run to run: golden/replies.py,
-golden/machines.py and golden/files.py.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any
 
 import pytest
 
-if __name__ == "__main__":  # as pytest does for the tests
+if __name__ == "__main__":  # pytest does this for tests
     sys.path[:0] = [
         str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "", "../bench")
     ]
@@ -37,7 +34,7 @@ Golden = Callable[[Path], Any]
 
 
 def server_files() -> dict[str, Golden]:
-    """By name: what the file holds, made in an empty folder."""
+    """Return, by file name, functions that compute the content of a file in an empty folder."""
 
     made: dict[str, Golden] = {
         f"server-{replies.name_of(*route)}": partial(replies.replies, cases, route)
@@ -50,7 +47,7 @@ def server_files() -> dict[str, Golden]:
 
 
 def machine_files() -> dict[str, Golden]:
-    """What the command line reports on other machines."""
+    """Return functions that compute the reports of the command line on other machines."""
     return {f"machine-{name}": partial(machines.reports, name) for name in machines.NAMES}
 
 
@@ -58,7 +55,7 @@ FILES = server_files() | machine_files()
 
 
 def libraries_of(name: str) -> tuple[str, ...]:
-    """Whose versions decide what a file holds."""
+    """Return the libraries on whose versions a file's content depends."""
     if name.startswith("machine-"):
         return ("scipy",)
     return ("fastapi", "pydantic") if name.endswith("openapi-json") else ()
@@ -67,7 +64,7 @@ def libraries_of(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "name", quick_are(set(server_files()) | {"machine-rtx-4090", "machine-laptop-8gb"}, FILES)
 )
-def test_it_is_as_it_was_stored(name: str, tmp_path: Path) -> None:
+def test_content_equals_the_stored_file(name: str, tmp_path: Path) -> None:
     found = FILES[name](tmp_path)
     stored = files.stored(name, libraries_of(name))
     assert files.near(found, stored) == stored

@@ -246,5 +246,5 @@ def test_what_is_expected_stays_until_use_says_otherwise() -> None:
         cache.begin_step()
         cache.lookup(0, np.array([3], np.int32))
     assert cache.find(0, 3) >= 0
-    with pytest.raises(ValueError, match="an entry has a share"):
+    with pytest.raises(ValueError, match="one share per entry"):
         cache.expect(0, np.zeros(3, np.float32))

@@ -1,4 +1,4 @@
-"""A model that most tests of the server ask, and the same one loaded without a server."""
+"""The model that most server tests use, also loaded without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat stream reports of each token: the numbers are those of the step statistics."""
+"""The numbers that a chat stream reports about each token equal the step statistics."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _sampling() -> dict[str, Any]:
     return {name: BODY[name] for name in ("temperature", "max_tokens", "ignore_eos")}
 
 
-def test_a_dense_model_tells_bytes_and_times(dense: Path) -> None:
+def test_a_dense_model_reports_bytes_and_times(dense: Path) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         entries = activity_of((await client.post("/v1/chat/completions", json=BODY)).text)
         assert len(entries) == 12
@@ -97,7 +97,10 @@ def test_a_dense_model_tells_bytes_and_times(dense: Path) -> None:
 
 
 def test_drafted_tokens_are_marked(dense: Path) -> None:
-    """They come from the step of the token before them; the model itself drafts, and is mostly right."""
+    """Drafted tokens belong to the step of the token before them.
+
+    The model drafts itself, mostly correctly.
+    """
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         entries = activity_of((await client.post("/v1/chat/completions", json=BODY)).text)
@@ -108,7 +111,7 @@ def test_drafted_tokens_are_marked(dense: Path) -> None:
             for before, entry, mark in zip(entries[:-1], entries[1:], marked[1:], strict=True)
         )
         accepted = service.model.thread.counters().accepted_tokens
-        # A step gives the accepted tokens and one of the model's own, unless the answer ends before that.
+        # A step gives the accepted tokens and one more, unless the answer ends earlier.
         assert accepted - 1 <= sum(marked) <= accepted
         assert sum(marked) >= 1
 
@@ -132,7 +135,7 @@ def test_each_choice_has_its_own_tokens(sparse: Path) -> None:
     run(sparse, work)
 
 
-def test_nothing_is_told_that_is_not_asked_for(sparse: Path) -> None:
+def test_nothing_is_reported_unless_requested(sparse: Path) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for options in ({}, {"stream_options": {"include_usage": True}}):
             body = {name: value for name, value in BODY.items() if name != "stream_options"} | options
@@ -145,7 +148,7 @@ def test_nothing_is_told_that_is_not_asked_for(sparse: Path) -> None:
     run(sparse, work)
 
 
-def test_what_the_cpu_computes_is_told_where_a_device_computes(sparse: Path) -> None:
+def test_the_cpus_part_is_reported_beside_a_device(sparse: Path) -> None:
     with hotset.load(sparse, device="cpu", n_threads=1) as model:
         generation = model.prepare(
             [1, 2, 3], hotset.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""`hotset batch`: every request has its answer, once, whatever ended the runs before."""
+"""`hotset batch`: every request gets exactly one answer, even if earlier runs were killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Answers by custom_id; each is there once, and is a whole line."""
+    """Return answers by custom_id. Assert that each exists once, in a complete line."""
     text = path.read_text()
     assert text.endswith("\n")
     lines = [json.loads(line) for line in text.splitlines()]
@@ -99,7 +99,7 @@ def test_answers_are_the_models_own(path: Path, tmp_path: Path):
             assert body["usage"]["completion_tokens"] > 0
 
 
-def test_refusals_are_lines_too(path: Path, tmp_path: Path):
+def test_refusals_are_written_as_answers(path: Path, tmp_path: Path):
     lines = [
         chat(0),
         chat(1, made_up=3, n=99),
@@ -118,14 +118,14 @@ def test_refusals_are_lines_too(path: Path, tmp_path: Path):
     assert batch.n_failed == 5
 
 
-def test_it_goes_on_where_it_was(path: Path, tmp_path: Path):
+def test_a_run_resumes_where_the_last_one_ended(path: Path, tmp_path: Path):
     lines = [chat(i) for i in range(9)]
     requests, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     run(path, requests, out)
     whole = read(out)
     text = out.read_bytes()
     starts = [0] + [i + 1 for i, byte in enumerate(text) if byte == 10]
-    for end in (starts[4], starts[4] + 7, starts[5] - 1, 3, 0):  # between two lines, and in the midst of one
+    for end in (starts[4], starts[4] + 7, starts[5] - 1, 3, 0):  # between two lines, and within a line
         out.write_bytes(text[:end])
         with BatchRun(requests, out, 64) as batch:
             assert batch.n_done == sum(start <= end for start in starts[1:])
@@ -141,7 +141,7 @@ def test_it_goes_on_where_it_was(path: Path, tmp_path: Path):
 
 
 BODY = '{"messages": [{"role": "user", "content": "number 9"}], "max_tokens": 2, "seed": %s}'
-# Lines that are not requests: what they hold, the code of their record, and what its message says.
+# Lines that are not requests: the line, the code of its record, and a part of the message.
 BAD: dict[str, tuple[bytes, str, str]] = {
     "a bracket": (b"{", "invalid_json_line", "is not JSON"),
     "a list": (b"[]", "invalid_request", "is no request"),
@@ -210,8 +210,8 @@ def test_ignored_fields_are_logged_once(path: Path, tmp_path: Path, caplog: pyte
     assert found == ["batch sends zap, which is ignored: hotset does not know it"]
 
 
-def test_a_line_that_is_no_request_is_one_error_record(path: Path, tmp_path: Path):
-    """And the requests beside it are answered, also where the run goes on later."""
+def test_a_line_that_is_not_a_request_is_one_error_record(path: Path, tmp_path: Path):
+    """The other requests are answered, also if a later run resumes."""
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
         json.dumps(chat(0)).encode(),
@@ -242,7 +242,7 @@ def test_a_line_that_is_no_request_is_one_error_record(path: Path, tmp_path: Pat
         assert {one["error"]["line"] for one in found if one["error"]} == set(range(2, len(lines)))
 
 
-def test_blank_lines_line_ends_and_a_mark_are_no_errors(path: Path, tmp_path: Path):
+def test_blank_lines_line_ends_and_a_byte_order_mark_are_ignored(path: Path, tmp_path: Path):
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     first, second = (json.dumps(chat(i, max_tokens=2)).encode() for i in range(2))
     requests.write_bytes(b"\xef\xbb\xbf" + first + b"\r\n\r\n \t\n\n" + second + b"\r\n")
@@ -257,7 +257,7 @@ def test_a_line_that_is_too_long_is_one_error_record(
     monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 4000)
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(chat(i, max_tokens=2)) for i in range(2)]
-    fits = lines[1].ljust(3999)  # and its end
+    fits = lines[1].ljust(3999)  # 3,999 bytes and a line end
     requests.write_text("\n".join([lines[0], "x" * 3_000_000, "y" * 4000, fits, "z" * 5000]))
     assert run(path, requests, out).n_failed == 3
     records = [json.loads(line) for line in out.read_text().splitlines()]
@@ -274,22 +274,22 @@ def test_a_file_without_a_request_is_refused_and_nothing_is_written(tmp_path: Pa
     assert not out.exists()
 
 
-def test_a_custom_id_comes_back_as_it_was(path: Path, tmp_path: Path):
-    """Lone surrogates too, which UTF-8 does not have; what is done is found again."""
+def test_a_custom_id_is_returned_unchanged(path: Path, tmp_path: Path):
+    """This includes lone surrogates, which UTF-8 cannot encode. A second run finds the answers again."""
     names = ["\ud800", "?", "a\udfffb", "\x00", "\u2028", "\U0001f600", "é", '"\\', " "]
     lines = [chat(i, max_tokens=1) | {"custom_id": name} for i, name in enumerate(names)]
     requests, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     assert run(path, requests, out).n_done == len(names)
     text = out.read_bytes()
-    answers = [json.loads(line) for line in text.splitlines()]  # of bytes: U+2028 ends no line of JSON
+    answers = [json.loads(line) for line in text.splitlines()]  # bytes: U+2028 does not end a line
     assert sorted(one["custom_id"] for one in answers) == sorted(names)
     with BatchRun(requests, out, 64) as done:
         assert (done.n_done, done.n_left) == (len(names), 0)
     assert out.read_bytes() == text
 
 
-def test_a_body_arrives_as_it_was_written():
-    """A lone surrogate is the server's to judge, not to be replaced on the way."""
+def test_a_body_arrives_unchanged():
+    """The server must judge lone surrogates, so they are not replaced before."""
     body = {"model": "tiny", "input": "a\ud800é\u2028", "n": 1.5}
     arrived: list[bytes] = []
 
@@ -300,10 +300,10 @@ def test_a_body_arrives_as_it_was_written():
 
     line, status = asyncio.run(batch_module.answer_line(app, "1", URL, body))  # type: ignore[arg-type]
     assert (json.loads(arrived[0]), json.loads(line)["response"]["body"], status) == (body, {}, 200)
-    assert "é".encode() in arrived[0]  # no longer than it was: bodies have a limit
+    assert "é".encode() in arrived[0]  # not escaped, which would be longer: bodies have a size limit
 
 
-def test_answers_of_other_requests_are_left_alone(tmp_path: Path):
+def test_a_file_with_other_answers_is_refused_unchanged(tmp_path: Path):
     requests, out = write(tmp_path / "in.jsonl", [chat(0)]), tmp_path / "out.jsonl"
     other = json.dumps({"custom_id": "other", "response": {"status_code": 200}}) + "\n"
     mine = json.dumps({"custom_id": "request-0", "response": {"status_code": 200}}) + "\n"
@@ -318,11 +318,11 @@ def test_answers_of_other_requests_are_left_alone(tmp_path: Path):
     with pytest.raises(hotset.InvalidRequestError, match="is not there"):
         BatchRun(tmp_path / "none.jsonl", out, 64)
     with pytest.raises(hotset.InvalidRequestError):
-        BatchRun(requests, requests, 64)  # the answers behind the requests
+        BatchRun(requests, requests, 64)  # answers would be appended to the requests
 
 
 @pytest.mark.slow
-def test_a_killed_run_loses_and_doubles_no_line(path: Path, tmp_path: Path):
+def test_killed_runs_neither_lose_nor_repeat_a_line(path: Path, tmp_path: Path):
     n = 60
     requests = write(tmp_path / "in.jsonl", [chat(i, max_tokens=100) for i in range(n)])
     out = tmp_path / "out.jsonl"
@@ -360,8 +360,8 @@ def test_a_killed_run_loses_and_doubles_no_line(path: Path, tmp_path: Path):
     assert read(out) == answers
 
 
-def test_a_second_run_changes_nothing_that_the_first_writes(path: Path, tmp_path: Path):
-    """Not even a line of which the first has written a half: it has no lock, so it is not torn."""
+def test_a_second_run_does_not_change_the_first_ones_file(path: Path, tmp_path: Path):
+    """A half-written line stays, although it looks like a killed run's: the second run has no lock."""
     pytest.importorskip("fcntl")
     requests, out = write(tmp_path / "in.jsonl", [chat(0), chat(1)]), tmp_path / "out.jsonl"
     with BatchRun(requests, out, 64):
@@ -374,7 +374,7 @@ def test_a_second_run_changes_nothing_that_the_first_writes(path: Path, tmp_path
     assert run(path, requests, out).n_done == 2
 
 
-def test_requests_that_change_meanwhile_are_an_error_and_no_answer_is_lost(path: Path, tmp_path: Path):
+def test_requests_that_change_during_a_run_are_an_error_and_no_answer_is_lost(path: Path, tmp_path: Path):
     requests, out = write(tmp_path / "in.jsonl", [chat(0), chat(1)]), tmp_path / "out.jsonl"
     text = requests.read_text()
     with BatchRun(requests, out, 64) as batch:
@@ -385,8 +385,10 @@ def test_requests_that_change_meanwhile_are_an_error_and_no_answer_is_lost(path:
     assert run(path, requests, out).n_done == 2
 
 
-def test_an_application_that_fails_is_an_answer(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of a request that meets a fault of the server, 500; the others are answered."""
+def test_a_fault_of_the_server_is_an_answer_with_status_500(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The other requests are answered."""
     ask = Service.ask
 
     async def failing(self: Service, request: Any, *more: Any, **named: Any) -> Any:
@@ -411,7 +413,7 @@ sys.exit(main())
 """
 
 
-def test_a_full_disk_is_one_sentence_and_what_was_written_is_kept(path: Path, tmp_path: Path):
+def test_a_full_disk_gives_one_message_and_keeps_the_written_answers(path: Path, tmp_path: Path):
     pytest.importorskip("resource")
     n = 12
     lines = [chat(i) for i in range(n)]

@@ -1,4 +1,4 @@
-"""Tools that the client runs and that have a type of their own."""
+"""Tools of special types that the client runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CALLS: list[tuple[str, Any, Json]] = [
     ("shell", {"commands": 3}, {"type": "function_call", "name": "shell", "arguments": '{"commands": 3}'}),
     ("apply_patch", {"type": "chmod"}, {"type": "function_call", "name": "apply_patch"}),
 ]
-"""The name and the arguments that the model writes, and the item that the client gets."""
+"""The name and the arguments that the model writes, and the item that the client receives."""
 
 
 def call_of(name: str, arguments: Any) -> str:
@@ -103,7 +103,7 @@ def test_calls_of_a_response(hermes: Path, name: str, arguments: Any, item: Json
         assert got["status"] == "completed"
         events = events_of(stream.text)
         for event in events:
-            if not event["type"].startswith("response.apply_patch"):  # which the library leaves unchecked
+            if not event["type"].startswith("response.apply_patch"):  # not checked by the library
                 _EVENT.validate_python(event)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -138,7 +138,7 @@ def test_calls_of_a_response(hermes: Path, name: str, arguments: Any, item: Json
         ),
     ],
 )
-def test_a_call_comes_piece_by_piece(name: str, pieces: list[str], events: list[str]):
+def test_a_call_arrives_in_pieces(name: str, pieces: list[str], events: list[str]):
     call, found = ClientCall(FORMS[name] if name != "patch" else FORMS["custom"], "1", name), []
     for piece in [*pieces, None]:
         for kind, fields in call.end() if piece is None else call.push(piece):
@@ -269,7 +269,7 @@ def test_calls_of_a_chat(hermes: Path):
     ],
 )
 def test_deltas_of_a_custom_call(pieces: list[str], texts: list[str], end: str):
-    """A piece of the arguments without text has logprobs only; arguments that do not fit come at the end."""
+    """A piece without text of the argument has only logprobs; invalid arguments arrive at the end."""
     score = TokenLogprobs(1, 0.0, ())
     last = ToolCallStart(0, 1, "c2", "other") if end == "next" else Finished(0, "tool_calls")
     calls = CustomCalls({"patch"})
@@ -280,7 +280,7 @@ def test_deltas_of_a_custom_call(pieces: list[str], texts: list[str], end: str):
     *rest, ended = calls.push(last)
     assert (ended, [type(one) for one in rest + found]) == (last, [CustomInput] * len(texts))
     assert [one.text for one in found + rest] == texts
-    for other in ToolCallArguments(0, 1, "{}"), ToolCallArguments(1, 0, "{}"):  # of calls that are not custom
+    for other in ToolCallArguments(0, 1, "{}"), ToolCallArguments(1, 0, "{}"):  # not calls of custom tools
         assert [*calls.push(other)] == [other]
 
 
@@ -322,7 +322,7 @@ def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):
 
 
 def test_items_of_earlier_turns():
-    """The prompt has each call as a call of the tool's function, and its result."""
+    """The prompt has each call as a call of the tool's function, with its result."""
     shell = [
         {"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}},
         {"stdout": "", "stderr": "", "outcome": {"type": "timeout"}},
@@ -400,7 +400,7 @@ def test_anthropics_tools_are_functions(kind: str, name: str):
         ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "local_shell"}]}, 1, "required"),
     ],
 )
-def test_they_can_be_chosen(choice: Json, names: int, value: Any):
+def test_tool_choice_accepts_anthropics_tools(choice: Json, names: int, value: Any):
     body = ResponsesBody.model_validate({"input": "hi", "tools": TOOLS, "tool_choice": choice})
     request = answer_request(body)
     assert (len(request.tools), request.tool_choice) == (names, value)

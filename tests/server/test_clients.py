@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and Anthropic against a server on a real socket."""
+"""The official clients of OpenAI and Anthropic, connected to a server on a real socket."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from live_server import live_server
 
 import hotset
 
-# Of a few short words, one after which the model of the tests ends its answer itself: some helpers of the
-# clients take nothing else for an answer.
+# Words after which the test model ends its answer by itself: some helpers of the clients accept only complete
+# answers.
 MESSAGES: list[Any] = [{"role": "user", "content": "ok"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
 
 
 @pytest.fixture(scope="module")
 def expected(model: hotset.Model) -> str:
-    """What the model says to MESSAGES."""
+    """Return the model's answer to MESSAGES."""
     answer = model.chat(MESSAGES, **GREEDY)
     assert answer.completion.finish_reason == "stop"
     return answer.content
@@ -72,7 +72,7 @@ def test_openai_chat_stream(oai: openai.OpenAI, expected: str):
     assert answer.choices[0].message.content == expected
 
 
-def test_openai_asks_side_by_side(url: str, expected: str):
+def test_openai_sends_concurrent_requests(url: str, expected: str):
     async def work() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             asked = [
@@ -98,7 +98,7 @@ def test_openai_completions(oai: openai.OpenAI, model: hotset.Model):
 def test_openai_embeddings(oai: openai.OpenAI, model: hotset.Model):
     texts = ["hello", "ok"]
     expected = model.embed(texts)
-    # The client asks for base64 where nothing is said, and decodes it.
+    # The client requests base64 by default and decodes it.
     for form in ({}, {"encoding_format": "float"}):
         found = oai.embeddings.create(model="tiny", input=texts, **form)
         assert [one.index for one in found.data] == [0, 1]
@@ -125,7 +125,7 @@ def test_openai_responses(oai: openai.OpenAI, expected: str):
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(texts) == final.output_text == expected
-    # An answer is an item of the next request.
+    # An answer becomes an item of the next request.
     conversation = [*MESSAGES, *answer.output, {"role": "user", "content": "and?"}]
     again = oai.responses.create(**{**asked, "input": conversation})
     assert again.usage.input_tokens > answer.usage.input_tokens + answer.usage.output_tokens
@@ -145,7 +145,7 @@ def test_openai_errors(oai: openai.OpenAI, url: str):
 
 
 def test_openai_sound_and_pictures(url: str):
-    """They are refused once: these clients send a request again for other statuses above 499."""
+    """They are refused once: these clients repeat a request that gets another status above 499."""
     sent: list[httpx.Request] = []
     with (
         httpx.Client(event_hooks={"request": [sent.append]}) as http,
@@ -170,7 +170,7 @@ def test_openai_sound_and_pictures(url: str):
 
 
 def test_anthropic_messages(claude: anthropic.Anthropic, expected: str):
-    # Its own types have no temperature any more; the server has.
+    # Anthropic's own types no longer have a temperature; the server accepts it.
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
     greedy = {"extra_body": {"temperature": 0}}
     message = claude.messages.create(**asked, **greedy)

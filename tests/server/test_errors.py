@@ -1,4 +1,4 @@
-"""Errors as clients get them: without paths of the server, and without names of Python."""
+"""Errors as clients receive them: without paths of the server and without Python names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_server import MESSAGES, client_of, write_model
 from hotset import errors
 from hotset.server.errors import invalid_body, problem_of, without_folders
 
-# Their messages quote requests, or have no text of others.
+# Their messages quote the client's request or contain only hotset's own text.
 CLIENTS_OWN = (
     errors.InvalidRequestError, errors.TokenizerError, errors.ContextLengthError, errors.QueueFullError
 )  # fmt: skip
@@ -37,7 +37,7 @@ def test_a_known_file_may_have_spaces_in_its_folder():
     assert without_folders("/a b/c d.gguf is damaged", Path("/a b/c d.gguf")) == "c d.gguf is damaged"
 
 
-def test_a_damaged_adapter_and_a_model_that_is_cut_are_named_without_their_folder(tmp_path: Path):
+def test_messages_about_damaged_adapters_and_truncated_models_do_not_name_a_folder(tmp_path: Path):
     folder = tmp_path / "my models"
     folder.mkdir()
     path = write_model(folder / "tiny.gguf")
@@ -85,5 +85,5 @@ def test_a_damaged_adapter_and_a_model_that_is_cut_are_named_without_their_folde
         ),
     ],
 )  # fmt: skip
-def test_a_message_has_no_names_of_python(error: dict[str, Any], message: str):
+def test_a_message_has_no_python_names(error: dict[str, Any], message: str):
     assert json.loads(json.dumps(invalid_body([error]).message)) == message

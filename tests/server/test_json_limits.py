@@ -1,4 +1,4 @@
-"""What a JSON body may hold: counted as a parser would, and refused before one sees it."""
+"""Limits of a JSON body: counted as a parser would count, and enforced before parsing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|,', re.DOTALL)
 
 
 def counted(given: bytes) -> tuple[int, int, int, int]:
-    """The greatest depth, brackets that open, strings, and commas, read from left to right."""
+    """Count the greatest depth, opening brackets, strings and commas by reading from left to right."""
     depth = deepest = lists = texts = commas = 0
     for match in PARTS.finditer(given):
         sign = given[match.start()]
@@ -56,13 +56,13 @@ def counted(given: bytes) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("chunk", quick_are((2, 1000), [1, 2, 3, 7, 1000]))
-def test_parts_are_counted_as_a_reader_counts_them(chunk: int, monkeypatch: pytest.MonkeyPatch):
+def test_parts_are_counted_like_a_whole_body(chunk: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(json_limits, "_CHUNK", chunk)
     draw = random.Random(chunk)
     pieces = [b"[", b"]", b"{", b"}", b",", b'""', b'"\\""', b'"a\\\\"', b'"\\\\\\"[,"', b'"[{"', b"1"]
-    for _ in range(200 if chunk < 4 else 2000):  # a part costs as much as the whole
+    for _ in range(200 if chunk < 4 else 2000):  # counting in small parts is slow
         given = b"".join(draw.choice(pieces) for _ in range(draw.randrange(16)))
-        given += draw.choice([b"", b'"', b'"[,\\', b'"\\"'])  # a string without an end
+        given += draw.choice([b"", b'"', b'"[,\\', b'"\\"'])  # an unterminated string
         deepest, lists, texts, commas = counted(given)
         items = lists + texts
         for (most_deep, most_lists, most_items, most_commas), refused in (
@@ -84,7 +84,7 @@ def test_parts_are_counted_as_a_reader_counts_them(chunk: int, monkeypatch: pyte
                     check_json(given, most_deep)
 
 
-def test_text_is_not_counted_and_values_are():
+def test_values_are_counted_and_text_is_not():
     check_json(json.dumps({"prompt": '[{",' * 300_000}).encode(), 64)
     check_json(b"[" + b"12345," * (MAX_VALUES - 1) + b"1]", 64)
     for given, said in (
@@ -97,7 +97,7 @@ def test_text_is_not_counted_and_values_are():
         assert error.value.status == 413
 
 
-def test_numbers_that_take_long_are_counted():
+def test_numbers_that_are_slow_to_parse_are_counted():
     text = json.dumps("1.5e7, " * 10_000 + "1" * 100_000).encode()
     check_json(b"[%s]" % text, 64)
     padding = b" " * LONG_BYTES
@@ -113,8 +113,8 @@ def test_numbers_that_take_long_are_counted():
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32"])
-def test_a_body_is_utf_8(path: Path, encoding: str) -> None:
-    """In another encoding a string may hide what is behind it from a counter of bytes."""
+def test_a_body_must_be_utf_8(path: Path, encoding: str) -> None:
+    """Refuse other encodings, in which a string may hide the bytes after it from a counter of bytes."""
     many = '{"prompt": "a", "user": "\\"", "metadata": {"a": [' + "[]," * (2 * MAX_ITEMS) + "1]}}"
     json.loads(many)
     with pytest.raises(RequestError, match="not valid JSON"):
@@ -150,10 +150,10 @@ def _blocks(n: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "given"), WRONG)
-def test_a_wrong_list_makes_no_error_of_each_element(
+def test_a_wrong_list_does_not_give_an_error_per_element(
     kind: type[Body], given: Callable[[int], dict[str, Any]]
 ):
-    """As many errors as for a list of one, whatever its length."""
+    """The number of errors is the same as for a list of one element."""
     n_errors = []
     for n in (1, 500):
         with pytest.raises(ValidationError) as error:
@@ -199,7 +199,9 @@ def test_tools_are_bounded(kind: type[Body], given: dict[str, Any], tool: dict[s
     assert (error.value.error_count(), error.value.errors()[0]["type"]) == (1, "too_long")
 
 
-def test_a_long_body_is_parsed_and_tokenized_beside_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_body_is_parsed_and_tokenized_outside_the_event_loop(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
     seen: list[tuple[str, str]] = []
 
     def noted(where: object, name: str) -> None:
@@ -246,7 +248,7 @@ def test_a_long_body_is_parsed_and_tokenized_beside_the_loop(path: Path, monkeyp
     run(path, work)
 
 
-def test_errors_of_a_long_body_are_those_of_a_short_one(path: Path):
+def test_a_long_body_gets_the_same_errors_as_a_short_one(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         padding = " " * LONG_BYTES
         for given in (
@@ -264,8 +266,8 @@ def test_errors_of_a_long_body_are_those_of_a_short_one(path: Path):
     run(path, work)
 
 
-def test_a_full_lane_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As many long bodies wait as answers may; the next is refused."""
+def test_a_full_queue_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Let as many long bodies wait as answers may; the next is refused."""
     release = threading.Event()
     parse = body.BodyRequest._checked
 
@@ -279,7 +281,7 @@ def test_a_full_lane_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch)
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         content = json.dumps({"prompt": "hi", "n": 99}) + " " * LONG_BYTES
         asked = [asyncio.create_task(client.post("/v1/completions", content=content)) for _ in range(6)]
-        while service.preparation.bodies().n_waiting < 5:  # 4 run at once, 1 may wait
+        while service.preparation.bodies().n_waiting < 5:  # 4 run at once, 1 waits
             await asyncio.sleep(0)
         refused = await client.post("/v1/completions", content=content)
         assert refused.status_code == 429
@@ -292,7 +294,7 @@ def test_a_full_lane_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_long_text_is_written_in_parts(monkeypatch: pytest.MonkeyPatch):
-    """Each takes the interpreter's lock for a moment only; together they are the JSON of the whole."""
+    """Check that parts are small, so that each holds the interpreter's lock only briefly."""
     text = 'a "quoted" \\ \ud800 word\n' * 40_000
     longest = 0
 

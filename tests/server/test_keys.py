@@ -1,4 +1,4 @@
-"""API keys with names and limits: requests and tokens of a minute, models, and who manages them."""
+"""API keys with names and limits: requests and tokens per minute, models, and who may manage them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_a_bucket_fills_in_a_minute() -> None:
+def test_a_bucket_refills_within_a_minute() -> None:
     now = [0.0]
     bucket = Bucket(60, lambda: now[0])
     for _ in range(60):
@@ -98,7 +98,7 @@ def test_keys_of_a_file(path: Path, tmp_path: Path) -> None:
 
 
 def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
-    """A key that may not ask a model does not have it loaded, and one that may not manage does not."""
+    """A key cannot cause the load of a model that it may not use, nor manage without permission."""
     write_model(tmp_path / "other.gguf", n_layer=1)
     named = keys_of(tmp_path, "[alice]\nkey = 'a'\nmodels = ['Other']\nmanages = false\n[root]\nkey = 'r'\n")
     catalogue = Catalogue({"tiny": path, "other": tmp_path / "other.gguf"})
@@ -123,7 +123,7 @@ def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
             listed = (await client.get("/api/tags", headers=of("a"))).json()["models"]
             assert [one["name"] for one in listed] == ["other"]
             assert (await client.post("/v1/completions", json=BODY, headers=of("r"))).status_code == 200
-            text = {"content": "hello"}  # names no model: not the one that was used last, which is another's
+            text = {"content": "hello"}  # no model is named; this key may not use the last used one
             (slot,) = [slot for slot in models._slots.values() if slot.name == "tiny"]
             used = slot.used
             assert (await client.post("/tokenize", json=text, headers=of("a"))).status_code == 200
@@ -143,7 +143,7 @@ def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_key_for_some_models_manages_no_others(
+def test_a_key_for_some_models_cannot_manage_others(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
@@ -192,12 +192,12 @@ def test_a_key_for_some_models_manages_no_others(
         ("[alice", "no TOML"),
     ],
 )
-def test_a_file_of_keys_that_is_wrong(text: str, said: str, tmp_path: Path) -> None:
+def test_a_wrong_file_of_keys_is_refused(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(hotset.InvalidRequestError, match=said):
         keys_of(tmp_path, text)
 
 
-def test_a_key_opens_a_server_for_others() -> None:
+def test_a_key_lets_a_server_listen_for_other_machines() -> None:
     key = NamedKey(name="alice", sha256="0" * 64)
     assert ServerSettings(host="0.0.0.0", named_keys=(key,)).has_keys
     assert Holder.of(key).may_ask("any")

@@ -41,7 +41,7 @@ def test_a_prompt_is_continued(path: Path, model: hotset.Model, url: str):
 
 
 def test_forms_of_a_prompt(path: Path, model: hotset.Model):
-    """A text, tokens, both, an object, and lists of them."""
+    """A text, tokens, both, an object, and lists of these."""
     ids = model.encode("hello", parse_special=True)
     texts = [model.generate(one, max_tokens=9, **GREEDY).text for one in ("hello", "ok")]
     mixed = [*ids[:-1], model.tokenizer.decode(ids[-1:])]
@@ -63,7 +63,7 @@ def test_forms_of_a_prompt(path: Path, model: hotset.Model):
     run(path, work)
 
 
-def test_what_a_reply_has(path: Path, model: hotset.Model):
+def test_fields_of_a_reply(path: Path, model: hotset.Model):
     own = model.generate("hello", max_tokens=9, logprobs=2, **GREEDY)
     stop = own.text[3:5]
 

@@ -1,4 +1,4 @@
-"""Sound and pictures: 501, with the name of the model that was asked."""
+"""Requests with sound or pictures get 501 and the name of the requested model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_routes_name_the_model(path: Path, where: str) -> None:
     file = {"file": ("a.wav", NESTED)}
 
     async def work(client: httpx.AsyncClient, _: Service) -> None:
-        for form in (FIELDS | file, file | FIELDS):  # the name before the sound, and behind it
+        for form in (FIELDS | file, file | FIELDS):  # the name before the sound, and after it
             assert "with the model 'whisper-1' is not supported" in message(
                 await client.post(where, files=form)
             )
@@ -60,8 +60,8 @@ def test_routes_name_the_model(path: Path, where: str) -> None:
     run(path, work)
 
 
-def test_a_large_form_is_read_without_being_kept(path: Path) -> None:
-    """More than a body may have otherwise; the name is in its beginning, or at its end."""
+def test_a_large_form_is_read_and_not_stored(path: Path) -> None:
+    """Send a form that is larger than other bodies may be, with the name first or last."""
     file = {"file": ("a.wav", sound(9 << 20))}
     with Serving(path) as serving:
         for form in (FIELDS | file, file | FIELDS):
@@ -70,7 +70,7 @@ def test_a_large_form_is_read_without_being_kept(path: Path) -> None:
         assert serving.client.get("/health").status_code == 200
 
 
-def test_a_form_without_an_end_is_not_read_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_without_an_end_is_not_read_to_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modalities, "_MOST_BYTES", 1 << 20)
     sent = 0
 
@@ -96,7 +96,7 @@ def test_a_form_without_an_end_is_not_read_on(path: Path, monkeypatch: pytest.Mo
             pass  # until the connection is closed
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(path: Path) -> None:
+def test_a_body_that_does_not_arrive_is_given_up(path: Path) -> None:
     head = f"POST {TRANSCRIBE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n".encode()
     with (
         Serving(path, max_body_seconds=0.1) as serving,
@@ -106,7 +106,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(path: Path) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
-def test_what_is_kept_has_a_limit() -> None:
+def test_stored_parts_of_a_form_have_a_limit() -> None:
     excerpt = Excerpt()
     for _ in range(64):
         assert excerpt.take(bytes(1 << 16))
@@ -123,7 +123,7 @@ def test_what_is_kept_has_a_limit() -> None:
         ('Content-Disposition: form-data; name="model"\r\n\r\n' + "a" * 257, None),
     ],
 )
-def test_the_field_of_a_form(part: str, model: str | None) -> None:
+def test_the_model_field_of_a_form_is_found(part: str, model: str | None) -> None:
     excerpt = Excerpt()
     excerpt.take(f"--b\r\n{part}\r\n--b--\r\n".encode())
     found = json.loads(excerpt.body("Multipart/Form-Data; boundary=b", 64))
@@ -133,8 +133,8 @@ def test_the_field_of_a_form(part: str, model: str | None) -> None:
 @pytest.mark.parametrize(
     "form", [";name=model" * 6000, ";name=model\r\n" * 5000, ";name=model" * 2900 + "\r\n" + "a\r\n" * 10_000]
 )
-def test_a_form_that_is_made_to_take_long_does_not(form: str) -> None:
-    """Each took 20 s of the event loop when a regular expression read the parts."""
+def test_a_hostile_form_is_parsed_quickly(form: str) -> None:
+    """Limit the time for forms that once blocked the event loop for 20 s."""
     excerpt = Excerpt()
     excerpt.take(form.encode())
     began = time.process_time()
@@ -142,7 +142,7 @@ def test_a_form_that_is_made_to_take_long_does_not(form: str) -> None:
     assert time.process_time() - began < 1
 
 
-def test_keys_come_first(path: Path) -> None:
+def test_keys_are_checked_first(path: Path) -> None:
     named = (
         NamedKey(name="alice", sha256=digest("a").hex(), models=("tiny",)),
         NamedKey(name="bob", sha256=digest("b").hex(), models=("other",)),
@@ -183,7 +183,7 @@ def test_parts_of_messages_name_the_model(path: Path, kind: str) -> None:
     run(path, work)
 
 
-def test_answers_of_sound(path: Path) -> None:
+def test_requests_for_audio_answers_are_refused(path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         body = {"messages": MESSAGES, "modalities": ["text", "audio"], "audio": {"voice": "alloy"}}
         reply = await client.post("/v1/chat/completions", json=body)
@@ -192,7 +192,7 @@ def test_answers_of_sound(path: Path) -> None:
     run(path, work)
 
 
-def test_while_a_model_loads_it_is_not_waited_for() -> None:
+def test_refusals_do_not_wait_for_a_model_that_loads() -> None:
     def load() -> Any:
         raise AssertionError("it was not requested")
 

@@ -1,4 +1,4 @@
-"""Threads for the text of requests: clients take turns, and what takes long keeps nothing short waiting."""
+"""Threads that prepare the text of requests: clients take turns, and long work does not delay short work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing():
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         assert turns.n_waiting == 1
-        first.cancel()  # it has begun: its thread is free when it is over
+        first.cancel()  # it has begun, so its thread is free only when it ends
         gate.set()
         await stays
         assert done == ["stays"]
@@ -77,7 +77,7 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing():
     with_turns(1, work)
 
 
-def test_no_more_wait_than_may():
+def test_the_number_of_waiting_clients_is_limited():
     gate = threading.Event()
 
     async def work(turns: TurnTaking) -> None:
@@ -99,7 +99,7 @@ def grammar_asked(client: httpx.AsyncClient, key: str, i: int) -> Awaitable[http
 
 
 def test_grammars_of_one_client_do_not_delay_another(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Forty grammars that take for ever: a short request passes them, a grammar waits for two of them."""
+    """Queue forty slow grammars: a short request overtakes them, and another grammar waits for two."""
     gate, compiled, lock = threading.Event(), [], threading.Lock()
     real = Grammars.constraint
 
@@ -121,7 +121,7 @@ def test_grammars_of_one_client_do_not_delay_another(path: Path, monkeypatch: py
         while turns.n_waiting < 39:
             await asyncio.sleep(0)
         plain = {"prompt": "hi", "max_tokens": 2, "seed": 1}
-        for key in ("one", "two"):  # another client's, and even its own
+        for key in ("one", "two"):  # another client's, and the same client's
             reply = await client.post("/v1/completions", json=plain, headers={"x-api-key": key})
             assert reply.status_code == 200
         assert not any(task.done() for task in flood)
@@ -129,10 +129,10 @@ def test_grammars_of_one_client_do_not_delay_another(path: Path, monkeypatch: py
         assert {reply.status_code for reply in await asyncio.gather(other, *flood)} == {200}
 
     run(path, work, api_keys=("one", "two"))
-    assert "a{99}" in compiled[:4]  # after the two that had begun, and at most one more of each thread
+    assert "a{99}" in compiled[:4]  # after the two that had begun, and at most one more per thread
 
 
-def test_a_grammar_that_takes_too_long_is_refused_by_its_limit(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_grammar_that_is_too_slow_is_refused_by_its_limit(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constraint, "LIMITS", replace(constraint.LIMITS, seconds=0.2))
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""How replies are written: some values at a time, and beside the event loop where they are long."""
+"""Writing of replies: in pieces of some values, and outside the event loop if they are long."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def drawn(draw: random.Random, depth: int) -> Any:
             return {str(i): drawn(draw, depth - 1) for i in range(draw.choice([0, 1, 3, 40]))}
 
 
-def test_the_pieces_of_a_reply_are_its_json() -> None:
+def test_the_pieces_of_a_reply_form_its_json() -> None:
     draw = random.Random(7)
     for _ in range(500):
         value = {"a": drawn(draw, 3)}
@@ -46,7 +46,7 @@ def test_the_pieces_of_a_reply_are_its_json() -> None:
     assert JsonReply({"parts": iter(parts), "none": iter(())}).body == dumped({"parts": parts, "none": []})
 
 
-def test_no_piece_of_a_reply_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_piece_of_a_reply_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
 
     def noted(value: Any) -> bytes:
@@ -65,10 +65,10 @@ def test_no_piece_of_a_reply_takes_long(monkeypatch: pytest.MonkeyPatch) -> None
         {"tokens": ({"id": i, "piece": "a"} for i in range(20_000))},
     ):
         JsonReply(value)
-    assert MANY_VALUES / 2 < largest <= MANY_VALUES + 2  # a list itself counts
+    assert MANY_VALUES / 2 < largest <= MANY_VALUES + 2  # the list itself counts too
 
 
-def test_long_replies_are_made_beside_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_replies_are_written_outside_the_event_loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
     class Noted(JsonReply):
@@ -103,8 +103,8 @@ def test_long_replies_are_made_beside_the_loop(path: Path, monkeypatch: pytest.M
     run(path, work)
 
 
-def test_logprobs_of_a_stream_come_some_at_a_time(path: Path) -> None:
-    """Those of the prompt too, and in all they are the same."""
+def test_logprobs_of_a_stream_arrive_in_pieces(path: Path) -> None:
+    """This includes the prompt's. Together they equal the whole reply's."""
     body = {
         "prompt": "a" * 150, "echo": True, "logprobs": 2, "max_tokens": 100, "seed": 1, "ignore_eos": True,
     }  # fmt: skip
@@ -116,13 +116,13 @@ def test_logprobs_of_a_stream_come_some_at_a_time(path: Path) -> None:
         for name, found in whole["logprobs"].items():
             parts = [piece["logprobs"][name] for piece in pieces]
             assert [one for part in parts for one in part] == found
-            assert max(map(len, parts)) < 2 * MOST_LOGPROBS  # half a character has tokens, too
+            assert max(map(len, parts)) < 2 * MOST_LOGPROBS  # some tokens are a part of a character
         assert "".join(piece["text"] for piece in pieces) == whole["text"]
 
     run(path, work)
 
 
-def test_a_long_event_is_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_event_is_written_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
 
     def noted(value: Any) -> bytes:
@@ -138,7 +138,7 @@ def test_a_long_event_is_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch
     assert json.loads(written.partition(b"data: ")[2]) == {"a": list(range(MANY_VALUES))}
 
 
-def test_a_long_reply_is_sent_no_quicker_than_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_reply_is_sent_no_faster_than_the_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "_SENT_BYTES", 100)
     reply = JsonReply({"tokens": list(range(1000))})
     reading = asyncio.Event()

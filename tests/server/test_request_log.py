@@ -1,4 +1,4 @@
-"""The log of requests: one line each, with what it cost and never what was asked; and HEAD."""
+"""The request log: one line per request with its costs, never with its content; and HEAD."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logged(path: Path, log: Path, work: Any, **settings: Any) -> list[str]:
     return log.read_text("utf-8").splitlines()
 
 
-def test_a_line_says_what_a_request_cost(path: Path, tmp_path: Path) -> None:
+def test_a_line_has_the_costs_of_a_request(path: Path, tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         body = {"prompt": "secret words", "n": 2} | GREEDY
         reply = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
@@ -76,7 +76,7 @@ def test_lines_of_text_and_of_refusals(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are POSIX's")
-def test_a_new_log_is_for_its_user_alone(path: Path, tmp_path: Path) -> None:
+def test_a_new_log_is_readable_only_by_its_user(path: Path, tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         await client.get("/health")
 
@@ -93,7 +93,7 @@ def test_lines_are_appended(path: Path, tmp_path: Path) -> None:
     assert len(logged(path, tmp_path / "log", work)) == 3
 
 
-def test_a_request_that_leaves_has_a_line(path: Path, tmp_path: Path) -> None:
+def test_a_cancelled_request_has_a_line(path: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def work() -> None:
@@ -121,7 +121,7 @@ def test_a_request_that_leaves_has_a_line(path: Path, tmp_path: Path) -> None:
     assert json.loads(line)["reasons"] == ["cancelled"]
 
 
-def test_the_short_form_is_uvicorns(path: Path, tmp_path: Path) -> None:
+def test_the_short_form_equals_uvicorns(path: Path, tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         await client.get("/health")
         await client.get("/page/main.js")
@@ -137,7 +137,7 @@ def test_the_short_form_is_uvicorns(path: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_slow_disk_keeps_no_request_waiting(
+def test_a_slow_disk_does_not_delay_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate, written = threading.Event(), []
@@ -172,8 +172,8 @@ def test_a_slow_disk_keeps_no_request_waiting(
     assert "2 lines of the request log were left out" in caplog.text
 
 
-def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lines stay whole, the log of the server says once what is wrong, and how many were lost."""
+def test_a_full_disk_loses_only_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines stay complete. The server's log reports the problem once, and the number of lost lines."""
     path = tmp_path / "log"
     writer = request_log.LogWriter(str(path), "text")
     with caplog.at_level(logging.WARNING, "hotset.server"), room_for(25):

@@ -1,6 +1,6 @@
-"""Requests as clients send them, one variation each (tests/data/requests/matrix.json).
+"""Requests as clients send them, each with one variation (tests/data/requests/matrix.json).
 
-A row has the API schema, the fields that differ from a plain request, and the ignored fields. A row of a
+A row has the API schema, the fields that differ from a plain request, and the ignored fields. A row for a
 refusal has its status and a part of its message.
 """
 
@@ -24,7 +24,7 @@ from hotset.server.rows import MAX_IGNORED
 ROWS = json.loads((Path(__file__).parents[1] / "data/requests/matrix.json").read_text("utf-8"))
 BY_NAME = {schema.name: schema for schema in SCHEMAS}
 PYTHON = ("NamedTool", "_kind", "()", "Body", "dict", "NoneType", " None", "Union")
-"""Words of Python that no message has."""
+"""Python words that no message contains."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def posted(server: Serving, url: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-    content = json.dumps(body)  # with escapes: a surrogate has no bytes of UTF-8
+    content = json.dumps(body)  # with escapes, because UTF-8 cannot encode surrogates
     where = f"http://127.0.0.1:{server.port}{url}"
     return httpx.post(where, content=content, headers=headers, timeout=WATCHDOG)
 
@@ -56,7 +56,7 @@ def test_a_request_of_a_client(server: Serving, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=repr)
-def test_names_of_ignored_fields_are_clean_and_few(server: Serving, schema: Any) -> None:
+def test_names_of_ignored_fields_are_escaped_and_limited(server: Serving, schema: Any) -> None:
     odd = {f"a\r\nx-evil: 1\ud800é{i}" + "y" * 300: {} for i in range(3 * MAX_IGNORED)}
     reply = posted(server, schema.url, schema.body(temperature=0, max_tokens=1) | odd)
     assert reply.status_code == 200, reply.text
@@ -67,7 +67,7 @@ def test_names_of_ignored_fields_are_clean_and_few(server: Serving, schema: Any)
     assert all(name.isascii() and name.isprintable() for name in names)
 
 
-def test_an_ignored_field_is_logged_once_for_a_type_of_client(
+def test_an_ignored_field_is_logged_once_per_type_of_client(
     server: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lines() -> list[str]:
@@ -94,7 +94,7 @@ def test_a_long_request_of_unknown_fields(server: Serving) -> None:
     assert "more than 65536 texts, lists and objects" in reply.text
 
 
-def test_the_log_remembers_so_many_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_remembers_a_limited_number_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("hotset.server.logs.log.warning", lambda _, line: lines.append(line))
     notices = Notices()

@@ -1,4 +1,4 @@
-"""The server in front of a tiny random model: what every API schema leans on, and the first routes."""
+"""The server with a tiny random model: what every API schema depends on, and the first routes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expected(model: hotset.Model, content: str = "hello", **params: Any) -> str:
     return model.chat([{"role": "user", "content": content}], **(GREEDY | params)).content
 
 
-def test_health_is_503_until_the_model_is_there(path: Path):
+def test_health_is_503_until_the_model_is_loaded(path: Path):
     async def work() -> None:
         gate = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ def test_errors_have_openais_codes(path: Path):
         assert (await refused(messages=[]))["param"] == "messages"
         error = await refused(messages=[{"role": "user", "content": "x" * 5000}])
         assert error["code"] == "context_length_exceeded"
-        assert "5010 tokens or more" in error["message"]  # by its bytes: it was not tokenized
+        assert "5010 tokens or more" in error["message"]  # estimated from its bytes: it was not tokenized
         exact = await refused(messages=[{"role": "user", "content": "x" * 245}])
         assert "the prompt has 264 tokens" in exact["message"]
         reply = await client.post(
@@ -126,8 +126,8 @@ def test_deltas_of_several_answers(path: Path, model: hotset.Model):
     run(path, work)
 
 
-def test_what_runs_when_the_server_is_told_to_end_comes_to_its_end(path: Path):
-    """The scores of a prompt, too, behind which its answers begin."""
+def test_running_answers_are_completed_when_the_server_is_stopped(path: Path):
+    """This includes the scores of a prompt, after which its answers begin."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         params = hotset.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -145,13 +145,13 @@ def test_what_runs_when_the_server_is_told_to_end_comes_to_its_end(path: Path):
     run(path, work)
 
 
-def test_requests_that_are_tokenized_count_for_the_queue(path: Path):
+def test_requests_that_are_being_tokenized_count_for_the_queue(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         params = hotset.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         request = AnswerRequest(prompts=["a"], n=3, params=params)
         found = await asyncio.gather(*(service.ask(request) for _ in range(3)), return_exceptions=True)
         full = [one for one in found if isinstance(one, QueueFullError)]
-        assert len(full) == 2  # at once, before any is with the engine
+        assert len(full) == 2  # immediately, before a request reaches the engine
         for one in found:
             if not isinstance(one, BaseException):
                 await one.whole()

@@ -45,7 +45,7 @@ def turns(*messages: dict[str, Any], **fields: Any) -> list[Any]:
 # ---- bodies ----
 
 
-def test_fields_that_change_nothing_are_accepted():
+def test_fields_without_effect_are_accepted():
     accepted: dict[str, Any] = {
         "metadata": {"user_id": "me"}, "service_tier": "auto", "mcp_servers": [], "speed": "standard",
         "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}, "inference_geo": "eu",
@@ -61,7 +61,7 @@ def test_fields_that_change_nothing_are_accepted():
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_billing_lines_are_left_out_of_the_prompt(as_text: bool) -> None:
-    """They differ in each request of Claude Code, so that no prompt would be found in the cache."""
+    """They differ in each request of Claude Code, which would prevent any reuse of the cache."""
     header = "x-anthropic-billing-header: cc_version=2.1.197.01c; cc_entrypoint=cli; cch={};"
     later = "Keep this. x-anthropic-billing-header: of the text"
 
@@ -100,11 +100,11 @@ def test_system_is_a_text_or_blocks():
     assert turns(HELLO) == [HELLO]
 
 
-def test_a_message_without_blocks_is_empty():
+def test_an_empty_list_of_blocks_is_an_empty_message():
     assert turns({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
 
 
-def test_turns_of_one_role_are_one():
+def test_consecutive_turns_of_one_role_are_joined():
     again = {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "now"}]}
     assert turns(HELLO, again) == [{"role": "user", "content": "hello\nand\nnow"}]
 
@@ -145,12 +145,12 @@ def test_tools_and_their_results():
         ("assistant", {"type": "tool_result", "tool_use_id": "x"}, "tool_result cannot be in"),
     ],
 )
-def test_blocks_in_the_wrong_place(role: str, block: dict[str, Any], message: str):
+def test_misplaced_blocks_are_refused(role: str, block: dict[str, Any], message: str):
     with pytest.raises(InvalidRequestError, match=message):
         turns(HELLO, {"role": role, "content": [block]})
 
 
-def test_a_tool_as_templates_know_it():
+def test_a_tool_has_the_form_that_templates_expect():
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     tool = {"name": "weather", "description": "of a city", "input_schema": schema}
     function = {"name": "weather", "description": "of a city", "parameters": schema}
@@ -176,7 +176,7 @@ def test_a_tool_as_templates_know_it():
 
 
 def told(*deltas: Delta, usage: Usage = USAGE, **how: bool) -> tuple[list[Any], dict[str, Any]]:
-    """The events, each as Anthropic's own types have it, and the message."""
+    """Return the events, checked against Anthropic's own types, and the message."""
     writer = MessageWriter("tiny", max_tokens=9, **how)
     events = writer.start(Usage(30, 0, 0))
     for delta in deltas:
@@ -201,7 +201,7 @@ def test_text_is_one_block():
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (10, 20, 9)
     assert usage.output_tokens_details.thinking_tokens == 4
     types.Message.model_validate(message, strict=True)
-    # What the schema of the API requires and the types of the client do not.
+    # Required by the API's schema, but not by the client's types.
     absent = {"stop_details", "container"}
     assert {name: message[name] for name in absent} == dict.fromkeys(absent)
     absent = {"cache_creation", "inference_geo", "server_tool_use"}
@@ -247,13 +247,13 @@ def test_edits_of_the_context_are_reported():
     assert events[-2].to_dict()["context_management"] == {"applied_edits": []}
 
 
-NESTED = '{"a": ' + "[" * 60 + "]" * 60 + "}"  # which a request could not have
+NESTED = '{"a": ' + "[" * 60 + "]" * 60 + "}"  # deeper than a request may be nested
 
 
 @pytest.mark.parametrize(
     "arguments", ['{"city": ', "[1]", "null", "[" * 100_000, '{"a": NaN}', '{"a": [1e999]}', NESTED]
 )
-def test_arguments_that_are_no_object_are_handed_on(arguments: str):
+def test_arguments_that_are_not_an_object_are_passed_on(arguments: str):
     _, message = told(
         ToolCallStart(0, 0, "a", "f"), ToolCallArguments(0, 0, arguments), Finished(0, "tool_calls")
     )
@@ -270,7 +270,7 @@ def test_arguments_that_are_no_object_are_handed_on(arguments: str):
         (Finished(0, "stop", "###"), 5, "stop_sequence"),
     ],
 )
-def test_why_it_stopped(finished: Finished, n_tokens: int, reason: str):
+def test_stop_reasons(finished: Finished, n_tokens: int, reason: str):
     events, message = told(finished, usage=Usage(3, 0, n_tokens))
     assert message["stop_reason"] == reason
     assert message["stop_sequence"] == finished.stop

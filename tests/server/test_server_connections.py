@@ -1,4 +1,4 @@
-"""What a client may send before a route sees it, and leave unread: connections within limits."""
+"""Limits of connections: of data that no route has handled yet, and of unread replies."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ def connected(server: Serving) -> socket.socket:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection, or resets it."""
+    """Return what arrives until the server closes or resets the connection."""
     parts = []
     try:
         while part := connection.recv(1 << 16):
@@ -43,7 +43,7 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def flooded(server: Serving, head: bytes, piece: bytes, n_bytes: int = 32 << 20) -> tuple[int, bytes]:
-    """Sends pieces without end; how many bytes went out, and the reply."""
+    """Send pieces without end. Return the number of sent bytes, and the reply."""
     with connected(server) as connection:
         n = 0
         try:
@@ -90,8 +90,8 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("kind", FLOODS)
-def test_what_has_no_end_is_not_kept(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parser and the lists of a connection hold little more than the limit, however much is sent."""
+def test_endless_requests_are_not_stored(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser and a connection's lists hold little more than the limit, however much is sent."""
     kept: list[int] = []
     received = protocol.LimitedProtocol.data_received
 
@@ -145,7 +145,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encodin
         (CHUNKED + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 400),
     ],
 )
-def test_a_body_that_is_none_is_refused_at_once(path: Path, request_: bytes, expected: int) -> None:
+def test_an_invalid_body_is_refused_immediately(path: Path, request_: bytes, expected: int) -> None:
     with Serving(path, max_body_seconds=1e6) as server, connected(server) as connection:
         connection.sendall(request_)
         assert status(everything(connection)) == expected
@@ -170,7 +170,7 @@ def test_pipelined_requests_are_answered_in_order(path: Path) -> None:
         assert found == [b"200"] * 5 + [b"404"]
 
 
-def test_more_pipelined_requests_than_may_wait_close_the_connection(path: Path) -> None:
+def test_too_many_pipelined_requests_close_the_connection(path: Path) -> None:
     with Serving(path) as server, connected(server) as connection:
         connection.sendall(GET * 1000)
         found = re.findall(rb"HTTP/1.1 (\d+)", everything(connection))
@@ -179,10 +179,10 @@ def test_more_pipelined_requests_than_may_wait_close_the_connection(path: Path) 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_client_that_leaves_is_noticed_behind_its_pipelined_requests(
+def test_a_disconnected_client_is_noticed_despite_its_pipelined_requests(
     path: Path, stream: bytes, at_once: bool
 ) -> None:
-    """The last of them waits. Where it comes later, nothing more is read meanwhile."""
+    """The last request waits. With at_once false it is sent later, and is not read before."""
     body = b'{"model": "tiny", "prompt": "a", "max_tokens": 9, "temperature": 0, "stream": %s}' % stream
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     with Serving(path) as server:
@@ -199,12 +199,12 @@ def test_a_client_that_leaves_is_noticed_behind_its_pipelined_requests(
             until(lambda: server.service.n_open == 1)
             connection.sendall(GET)
         until(lambda: server.service.n_open == 0)
-        assert not waited  # it was not the step that ended it
+        assert not waited  # the answer was ended by the disconnection, not by a step
         server.model.backend.step = step  # type: ignore[method-assign]
         gate.set()
 
 
-def test_half_a_head_is_left_after_a_time(path: Path) -> None:
+def test_an_incomplete_head_times_out(path: Path) -> None:
     with Serving(path, max_head_seconds=0.1) as server:
         with connected(server) as silent:
             assert everything(silent) == b""
@@ -217,7 +217,9 @@ def test_half_a_head_is_left_after_a_time(path: Path) -> None:
             assert found == [b"200", b"408"]
 
 
-def test_idle_connections_make_room_and_health_answers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_closed_for_new_ones_and_health_answers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listen, "most_connections", lambda: 8)
     with Serving(path) as server:
         idle = [connected(server) for _ in range(40)]
@@ -234,7 +236,9 @@ def test_idle_connections_make_room_and_health_answers(path: Path, monkeypatch: 
 HALF_POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
 
 
-def test_slow_bodies_make_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_with_slow_bodies_are_closed_for_new_ones(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listen, "most_connections", lambda: 8)
     with Serving(path, max_body_seconds=1e6) as server:
         slow = [connected(server) for _ in range(20)]
@@ -247,7 +251,7 @@ def test_slow_bodies_make_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             connection.close()
 
 
-def test_the_end_does_not_wait_for_bodies(path: Path) -> None:
+def test_shutdown_does_not_wait_for_bodies(path: Path) -> None:
     with Serving(path, max_body_seconds=1e6, grace_seconds=1e6) as server, connected(server) as connection:
         connection.sendall(HALF_POST)
         until(lambda: server.server.server_state.tasks)
@@ -255,14 +259,14 @@ def test_the_end_does_not_wait_for_bodies(path: Path) -> None:
         assert status(everything(connection)) == 503
 
 
-def test_the_end_does_not_wait_for_readers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_wait_for_readers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listen, "_LAST_SECONDS", 0)
     with Serving(path, max_write_seconds=1e6, grace_seconds=1e6) as server, socket.socket() as connection:
         unread(server, connection)
         server.server.handle_exit(signal.SIGTERM, None)
 
 
-def test_connections_that_all_wait_for_answers_are_not_given_up(
+def test_connections_that_wait_for_answers_are_not_closed_for_new_ones(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listen, "most_connections", lambda: 2)
@@ -292,7 +296,7 @@ def test_connections_that_all_wait_for_answers_are_not_given_up(
 
 
 def unread(server: Serving, connection: socket.socket) -> None:
-    """Asks for a reply that does not fit into the system's buffers, and leaves it there."""
+    """Request a reply that does not fit into the system's buffers, and do not read it."""
     server.set_send_buffer(4096)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
@@ -300,7 +304,7 @@ def unread(server: Serving, connection: socket.socket) -> None:
     until(lambda: any(one.n_unread for one in server.server.server_state.connections))  # type: ignore[union-attr]
 
 
-def test_a_reply_that_is_not_read_is_left(path: Path) -> None:
+def test_a_connection_whose_reply_is_not_read_is_closed(path: Path) -> None:
     with Serving(path, max_write_seconds=0.1) as server, socket.socket() as connection:
         unread(server, connection)
         until(lambda: not server.server.server_state.connections)
@@ -308,7 +312,7 @@ def test_a_reply_that_is_not_read_is_left(path: Path) -> None:
 
 
 def test_unread_replies_of_all_connections_have_a_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest goes first."""
+    """The connection with the most is closed first."""
     monkeypatch.setattr(listen, "_CHECK_SECONDS", 1e6)
     with (
         Serving(path, max_write_seconds=1e6) as server,
@@ -336,7 +340,7 @@ def test_unread_replies_of_all_connections_have_a_limit(path: Path, monkeypatch:
         assert small.recv(1 << 10)
 
 
-def test_what_is_left_of_a_long_reply_counts_as_unread(path: Path) -> None:
+def test_the_unsent_rest_of_a_long_reply_counts_as_unread(path: Path) -> None:
     content = b'{"content": "%s"}' % (b"a" * 300_000)
     post = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
     with Serving(path) as server, socket.socket() as connection:
@@ -351,7 +355,7 @@ def test_what_is_left_of_a_long_reply_counts_as_unread(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("trusted", "expected"), [((), "127.0.0.1"), (("127.0.0.1",), "1.2.3.4")])
-def test_who_asks_is_what_a_proxy_says_only_where_it_is_trusted(
+def test_only_a_trusted_proxy_names_the_client(
     path: Path, trusted: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients: list[str | None] = []
@@ -371,7 +375,7 @@ def test_who_asks_is_what_a_proxy_says_only_where_it_is_trusted(
 
 
 def test_a_connection_that_was_reset_keeps_its_address() -> None:
-    """Its socket no longer says who the client was; without an address it would pass for this machine's."""
+    """Use the address from before: the socket has none now, and a client without one counts as local."""
 
     class Reset:
         def getpeername(self) -> Any:
@@ -394,12 +398,12 @@ def test_a_connection_that_was_reset_keeps_its_address() -> None:
     assert asyncio.run(client()) == ("10.0.0.5", 7)
 
 
-def test_a_trusted_proxy_is_an_address() -> None:
+def test_a_trusted_proxy_must_be_an_address() -> None:
     with pytest.raises(InvalidRequestError, match="an address or a network"):
         ServerSettings(trusted_proxies=("proxy.example",))
 
 
-def test_what_a_model_is_made_of_is_not_looked_through_for_garbage(path: Path) -> None:
+def test_the_garbage_collector_skips_a_loaded_models_objects(path: Path) -> None:
     with Serving(path):
         until(gc.get_freeze_count)
     assert not gc.get_freeze_count()
@@ -424,7 +428,7 @@ def test_the_log_has_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passed(2) == ["line 0", "line 1"]
 
 
-def test_what_the_system_refuses_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_system_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     logs.log_loop_errors(None, {"message": "no descriptor", "exception": OSError(24, "Too many open files")})  # type: ignore[arg-type]
     assert [record.exc_info for record in caplog.records] == [None]
     assert "Too many open files" in caplog.text

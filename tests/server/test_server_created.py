@@ -1,4 +1,4 @@
-"""POST /api/create: models made of others, in every API schema as the messages and parameters themselves."""
+"""POST /api/create: a created model gives the same answers as its messages and parameters in a request."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def run(home: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]], **sett
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store with one model."""
+    """Return a store with one model."""
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path))
     store.models_folder().mkdir(parents=True)
     write_model(store.models_folder() / "base.gguf")
     return tmp_path
 
 
-def test_a_created_model_answers_as_the_messages_would(home: Path) -> None:
+def test_a_created_model_answers_like_its_messages(home: Path) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         assert (await client.post("/api/create", json=CREATE | {"stream": False})).json() == {
             "status": "success"
@@ -79,7 +79,7 @@ def test_a_created_model_answers_as_the_messages_would(home: Path) -> None:
             await client.post("/v1/messages/count_tokens", json={"model": "brief", "messages": ASKED})
         ).json()
         assert counted == {"input_tokens": expected[1]}
-        # A request's own system message and parameters count.
+        # A request's own system message and parameters take effect.
         own = [{"role": "system", "content": "Sing."}, *ASKED]
         assert await chat("brief", own, max_tokens=2) == await chat(
             "base", [own[0], *EXAMPLES, *ASKED], **greedy | {"max_tokens": 2}
@@ -114,7 +114,7 @@ def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
         assert reply.status_code == 200, reply.text
         usage = reply.json()["usage"]
         assert usage["completion_tokens"] <= 3
-        assert usage["prompt_tokens"] < 30  # the messages have gone
+        assert usage["prompt_tokens"] < 30  # the messages were removed
         assert (await client.request("DELETE", "/api/delete", json={"model": "brief"})).status_code == 200
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 404
         assert created.read() == {}
@@ -141,7 +141,7 @@ def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
         ({"model": "x", "from": "base", "messages": [{"role": "robot", "content": ""}]}, 400, "role"),
     ],
 )
-def test_what_is_not_created(home: Path, body: dict[str, Any], status: int, message: str) -> None:
+def test_wrong_models_are_refused(home: Path, body: dict[str, Any], status: int, message: str) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         reply = await client.post("/api/create", json=body)
         assert reply.status_code == status, reply.text
@@ -151,7 +151,7 @@ def test_what_is_not_created(home: Path, body: dict[str, Any], status: int, mess
     run(home, work)
 
 
-def test_what_is_sent_is_what_is_made(home: Path) -> None:
+def test_text_and_parameters_are_stored_as_sent(home: Path) -> None:
     body = {
         "model": "x",
         "from": "base",
@@ -173,7 +173,7 @@ def test_what_is_sent_is_what_is_made(home: Path) -> None:
     run(home, work)
 
 
-def test_no_model_is_lost_that_is_created_beside_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_created_at_the_same_time_are_all_stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = {module: module.read for module in (created, aliases)}
     for module, now in read.items():
 
@@ -194,7 +194,7 @@ def test_no_model_is_lost_that_is_created_beside_others(home: Path, monkeypatch:
     assert set(aliases.read()) == {f"a{i}" for i in range(5)}
 
 
-def test_a_key_makes_models_of_those_that_it_may_ask(home: Path) -> None:
+def test_a_key_creates_models_only_from_models_that_it_may_use(home: Path) -> None:
     (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
     key = NamedKey(name="alice", sha256=hashlib.sha256(b"a").hexdigest(), models=("base", "mine"))
 
@@ -207,7 +207,7 @@ def test_a_key_makes_models_of_those_that_it_may_ask(home: Path) -> None:
     run(home, work, named_keys=(key,))
 
 
-def test_a_key_hides_no_alias_of_a_model_that_it_may_not_ask(home: Path) -> None:
+def test_a_key_cannot_replace_an_alias_of_a_model_that_it_may_not_use(home: Path) -> None:
     (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
     aliases.add("theirs", "other")
     aliases.add("ours", "base")
@@ -223,7 +223,7 @@ def test_a_key_hides_no_alias_of_a_model_that_it_may_not_ask(home: Path) -> None
     assert set(created.read()) == {"ours"}
 
 
-def test_a_name_that_the_server_has_is_not_given_again(home: Path) -> None:
+def test_a_name_that_the_server_already_has_is_refused(home: Path) -> None:
     async def whole() -> None:
         catalogue = Catalogue({"mine": home / "models" / "base.gguf"})
         catalogue.scan()
@@ -235,7 +235,7 @@ def test_a_name_that_the_server_has_is_not_given_again(home: Path) -> None:
     asyncio.run(whole())
 
 
-def test_creating_needs_a_key_that_manages(home: Path) -> None:
+def test_creating_needs_permission_to_manage(home: Path) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         reply = await client.post("/api/create", json=CREATE, headers={"origin": "https://elsewhere.example"})
         assert reply.status_code == 403

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the model's own vectors, beside answers that run."""
+"""POST /v1/embeddings: vectors equal the model's own, also while answers run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def vectors(reply: httpx.Response) -> np.ndarray:
     return np.array([entry["embedding"] for entry in data], np.float32)
 
 
-def test_vectors_are_the_models_own(path: Path, expected: np.ndarray):
+def test_vectors_equal_the_models_own(path: Path, expected: np.ndarray):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         reply = await client.post(URL, json={"input": TEXTS, "model": "tiny"})
         np.testing.assert_array_equal(vectors(reply), expected)
@@ -46,7 +46,7 @@ def test_vectors_are_the_models_own(path: Path, expected: np.ndarray):
         np.testing.assert_array_equal(vectors(await client.post(URL, json={"input": ids})), expected)
         np.testing.assert_array_equal(vectors(await client.post(URL, json={"input": ids[0]})), expected[:1])
         np.testing.assert_array_equal(vectors(await client.post(URL, json={"input": "x"})), expected[2:])
-        many = await client.post(URL, json={"input": TEXTS * 5})  # more than run at once
+        many = await client.post(URL, json={"input": TEXTS * 5})  # more than the model processes at once
         np.testing.assert_array_equal(vectors(many), np.tile(expected, (5, 1)))
         coded = (await client.post(URL, json={"input": TEXTS, "encoding_format": "base64"})).json()
         for entry, vector in zip(coded["data"], expected, strict=True):
@@ -55,7 +55,7 @@ def test_vectors_are_the_models_own(path: Path, expected: np.ndarray):
     run(path, work)
 
 
-def test_beside_answers(path: Path, expected: np.ndarray):
+def test_embeddings_while_answers_run(path: Path, expected: np.ndarray):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -68,7 +68,7 @@ def test_beside_answers(path: Path, expected: np.ndarray):
     run(path, work)
 
 
-def test_what_is_wrong_is_refused(path: Path):
+def test_wrong_requests_are_refused(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for body, said in (
             ({"input": ""}, "empty"),
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_refused(path: Path):
     run(path, work)
 
 
-def test_a_client_that_leaves(path: Path):
+def test_a_disconnected_client(path: Path):
     with Serving(path) as server:
         ids = [[65] * 200] * 1500
         with pytest.raises(httpx.ReadTimeout):
@@ -109,8 +109,8 @@ async def in_the_engine(service: Service, n: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_text_becomes_a_sequence_when_it_is_its_turn(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One is some hundred objects, which Python's garbage collector looks through again and again."""
+def test_a_text_becomes_a_sequence_only_when_its_turn_comes(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A sequence has some hundred objects, which Python's garbage collector examines repeatedly."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         engine, made = service.model.engine, []
@@ -128,12 +128,12 @@ def test_a_text_becomes_a_sequence_when_it_is_its_turn(path: Path, monkeypatch: 
     run(path, work)
 
 
-def test_texts_of_a_client_that_left_are_not_computed(path: Path):
-    """None of them had begun, so that no token of theirs may be."""
+def test_texts_of_a_disconnected_client_are_not_computed(path: Path):
+    """Check that no token is computed, because none of the texts had begun."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         thread = service.model.thread
-        with thread.exclusive():  # nothing is computed meanwhile
+        with thread.exclusive():  # nothing is computed here
             asked = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 9}))
             await in_the_engine(service, 4)
             assert (await metrics_of(client))["hotset_answers_open"] == 9
@@ -150,7 +150,7 @@ def test_texts_of_a_client_that_left_are_not_computed(path: Path):
     run(path, work)
 
 
-def test_texts_take_places_in_the_queue(path: Path):
+def test_texts_count_for_the_queues_limit(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         with service.model.thread.exclusive():
             first = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 9}))
@@ -158,7 +158,7 @@ def test_texts_take_places_in_the_queue(path: Path):
             refused = await client.post(URL, json={"input": ["hello"] * 3})  # room for two
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "queue_full"
-            assert service.model.thread.counters().waiting == 4  # none of them came in
+            assert service.model.thread.counters().waiting == 4  # none of the three was admitted
             second = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 2}))
             await in_the_engine(service, 6)
             chat = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "seed": 1})
@@ -169,7 +169,7 @@ def test_texts_take_places_in_the_queue(path: Path):
     run(path, work, max_queue=2)
 
 
-def test_a_shutdown_ends_texts_as_it_does_answers(path: Path):
+def test_a_shutdown_ends_texts_like_answers(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         with service.model.thread.exclusive():
             asked = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 9}))
@@ -181,7 +181,7 @@ def test_a_shutdown_ends_texts_as_it_does_answers(path: Path):
     run(path, work)
 
 
-def test_dimensions_are_the_first_values(path: Path, expected: np.ndarray):
+def test_dimensions_keeps_the_first_values(path: Path, expected: np.ndarray):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         found = vectors(await client.post(URL, json={"input": TEXTS, "dimensions": 5}))
         cut = expected[:, :5] / np.linalg.norm(expected[:, :5], axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""An embedding model behind the server: vectors, and one message for what it does not do."""
+"""An embedding model in the server: vectors, and one message for requests that it does not support."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GENERATING: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture
 def path(run_folder: Path) -> Path:
-    """A BERT with its own kind of tokenizer, and without a chat template."""
+    """Return a BERT with its own kind of tokenizer and without a chat template."""
 
     def make(target: Path) -> None:
         recipe = tiny_models.ENCODERS["bert"]
@@ -52,7 +52,7 @@ def path(run_folder: Path) -> Path:
     return made_once(run_folder / "bert-word-piece.gguf", make)
 
 
-def test_vectors_are_those_of_the_library(path: Path) -> None:
+def test_vectors_equal_the_librarys(path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         reply = await client.post("/v1/embeddings", json={"input": TEXTS})
         rows = [row["embedding"] for row in reply.json()["data"]]
@@ -65,7 +65,7 @@ def test_vectors_are_those_of_the_library(path: Path) -> None:
     run(path, work)
 
 
-def test_what_generates_is_a_bad_request(path: Path) -> None:
+def test_requests_to_generate_are_refused(path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         for route, body in GENERATING:
             reply = await client.post(route, json=body)

@@ -1,4 +1,4 @@
-"""The same text everywhere: over HTTP as from the model, alone or with others, whole or as a stream."""
+"""The same text everywhere: over HTTP and from the model, alone or with others, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_server import client_of, events_of, text_of, write_model
 import hotset
 
 GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
-# Longer than a page of the cache, so that it is shared, and of several lengths behind it.
+# Longer than a KV block, so that it is reused; the texts after it have several lengths.
 PREFIX = "".join(chr(97 + (7 * i) % 26) for i in range(100))
 LOADS: dict[str, dict[str, Any]] = {
     "dense model": {}, "dense": {"sparsity": "dense"}, "exact": {"sparsity": "exact"},
@@ -33,7 +33,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("mode", LOADS)
-def test_greedy_text_is_the_models_own(paths: dict[str, Path], mode: str):
+def test_greedy_text_equals_the_models_own(paths: dict[str, Path], mode: str):
     pytest.importorskip("hotset._core", reason="the native module is not built")
     path = paths["dense" if mode == "dense model" else "sparse"]
     load = LOADS[mode] | {"n_threads": 1, "n_ctx": 160, "n_seqs": 4}
@@ -42,7 +42,8 @@ def test_greedy_text_is_the_models_own(paths: dict[str, Path], mode: str):
         for shared in (False, True):
             prompts = prompts_of(16, shared)
             expected[shared] = [model.generate(one, reuse_prefix=False, **GREEDY).text for one in prompts]
-    assert len({*expected[False], *expected[True]}) > 16  # a text for each: a mixed-up one would show
+    # Different prompts have different texts, so that exchanged answers are noticed.
+    assert len({*expected[False], *expected[True]}) > 16
 
     async def work() -> None:
         async with client_of(path, load=load | {"max_sequences": 16}) as (client, _):
@@ -69,7 +70,7 @@ def test_greedy_text_is_the_models_own(paths: dict[str, Path], mode: str):
     asyncio.run(work())
 
 
-def test_chats_beside_completions(paths: dict[str, Path]):
+def test_chats_while_completions_run(paths: dict[str, Path]):
     load = {"n_threads": 1, "n_ctx": 160, "n_seqs": 4, "max_sequences": 16}
     with hotset.load(paths["dense"], device="cpu", **load) as model:
         messages = [[{"role": "user", "content": text}] for text in prompts_of(8, False)]

@@ -1,4 +1,4 @@
-"""The small routes: tokens, what is served, what was counted."""
+"""The small routes: tokens, served models, metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tokenize_as_llama_server_and_as_vllm(path: Path, model: hotset.Model):
         assert await ids(prompt=text) == encode(text, parse_special=True)
         assert await ids(prompt=text, parse_special=False) == encode(text)
         assert await ids(prompt=text, add_special_tokens=False) == await ids(content=text)
-        # By default the tokens are those that the same prompt has in /v1/completions.
+        # By default the tokens equal the same prompt's tokens in /v1/completions.
         for prompt in ("a<|im_start|>b", "<s>he", "<s><s>he"):
             body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0, "temperature": 0}
             echo = (await client.post("/v1/completions", json=body)).json()["choices"][0]
@@ -85,7 +85,7 @@ def test_props_and_plan(path: Path):
         assert props["total_slots"] == 4
         assert props["default_generation_settings"]["n_ctx"] == 256
         assert props["default_generation_settings"]["params"]["top_k"] == 40
-        assert props["model_path"] == "tiny.gguf"  # and not where it lies
+        assert props["model_path"] == "tiny.gguf"  # without its folder
         assert props["hotset"]["sparsity"]["mode"] == "dense"
         plan = (await client.get("/plan")).json()
         assert plan["placement"] is None
@@ -163,7 +163,7 @@ def test_metrics(path: Path):
 
 
 def test_chat_template_variables(path: Path, tmp_path: Path):
-    """What a request gives to the template is there, and cannot take the place of what is its own."""
+    """Variables of a request reach the template, but cannot replace the template's own."""
     template = "{{ bos_token }}{{ mood }}:{% for m in messages %}{{ m.content }}{% endfor %}"
     own = write_model(tmp_path / "own.gguf", **{"tokenizer.chat_template": template})
 

@@ -1,4 +1,4 @@
-"""What clients, backends and signals do to a server: nothing leaks, and the next answer is right."""
+"""Faults of clients, backends and signals: nothing leaks, and the next answer is correct."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytest.importorskip("hotset._core", reason="the native module is not built")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-LONG = {"temperature": 0, "ignore_eos": True}  # to the end of the context
+LONG = {"temperature": 0, "ignore_eos": True}  # up to the end of the context
 N_DISCONNECTS = int(os.environ.get("HOTSET_DISCONNECTS", "120"))
 
 
@@ -59,8 +59,8 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     return head.encode() + content
 
 
-def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
-    """In the queue, in a long prompt, between two tokens, before the end of the body, whole or stream."""
+def test_clients_that_disconnect_at_any_moment(path: Path, expected: str):
+    """Disconnect in the queue, in a long prompt, between tokens or before the end of the body."""
     draw = random.Random(7)
 
     def leave(port: int) -> None:
@@ -82,7 +82,7 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
                 for _ in range(draw.randrange(1, 6)):
                     if not connection.recv(200):
                         break
-            if draw.random() < 0.5:  # a reset in place of a proper end
+            if draw.random() < 0.5:  # a reset instead of a proper end
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
 
     with Serving(path, load={"n_ctx": 2048, "n_seqs": 2}, max_queue=200) as server:
@@ -90,7 +90,7 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
         process = psutil.Process()
         server.wait_until_idle()
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda _: leave(server.port), range(N_DISCONNECTS // 4)))  # all have started
+            list(pool.map(lambda _: leave(server.port), range(N_DISCONNECTS // 4)))  # all have started before
         until(lambda: not server.service.n_open)
         server.wait_until_idle()
         gc.collect()
@@ -107,14 +107,14 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
         assert not server.service.n_open
         after = process.num_fds(), threading.active_count(), len(server.server.server_state.tasks)
         assert after[0] <= before[0]
-        assert after[1] <= before[1] + 1  # the engine's own thread comes and goes
+        assert after[1] <= before[1] + 1  # the engine's own thread may or may not exist
         assert after[2] == 0
         assert answer(server) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_a_long_prompt(path: Path, stream: bool):
-    """The step that reads it is cut short where no other sequence is in it."""
+def test_a_disconnected_client_ends_a_long_prompt(path: Path, stream: bool):
+    """A step with only this sequence is cancelled."""
     with Serving(path, load={"n_ctx": 4096}) as server:
         model = server.model
         begun, gate = threading.Event(), threading.Event()
@@ -136,7 +136,7 @@ def test_a_client_that_leaves_ends_a_long_prompt(path: Path, stream: bool):
         model.backend.step = step  # type: ignore[method-assign]
 
 
-def test_a_slow_reader_holds_nobody_up_and_is_left_in_the_end(path: Path, expected: str):
+def test_a_slow_reader_delays_nobody_and_is_disconnected_at_last(path: Path, expected: str):
     with Serving(path, load={"n_ctx": 1024}, max_write_seconds=0.5) as server:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -168,7 +168,7 @@ def test_a_backend_that_fails_in_a_step(path: Path, expected: str):
         reply = server.client.post(CHAT, json=body, timeout=WATCHDOG)
         assert reply.status_code == 500
         assert "RuntimeError" in reply.json()["error"]["message"]
-        assert "burst" not in reply.text  # what went wrong inside is for the log
+        assert "burst" not in reply.text  # internal errors appear only in the log
         with server.client.stream("POST", CHAT, json=body | {"stream": True}, timeout=WATCHDOG) as streamed:
             lines = []
             for line in streamed.iter_lines():
@@ -183,8 +183,8 @@ def test_a_backend_that_fails_in_a_step(path: Path, expected: str):
         assert answer(server) == expected
 
 
-@pytest.mark.usefixtures("any_seed")  # a digit of the temperature may be what is changed
-def test_garbage_on_the_wire(path: Path, expected: str):
+@pytest.mark.usefixtures("any_seed")  # a changed byte may be a digit of the temperature
+def test_garbage_instead_of_requests(path: Path, expected: str):
     draw = random.Random(3)
     with Serving(path) as server:
         for garbage in (
@@ -195,7 +195,7 @@ def test_garbage_on_the_wire(path: Path, expected: str):
                 connection.sendall(garbage)
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(1000)
-        for _ in range(40):  # what is nearly a request
+        for _ in range(40):  # almost a request
             asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, "temperature": 0}
             body = bytearray(json.dumps(asked).encode())
             for _ in range(draw.randrange(1, 4)):
@@ -210,7 +210,7 @@ def test_garbage_on_the_wire(path: Path, expected: str):
 
 @pytest.fixture
 def started(path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
-    """Starts `hotset serve` on a port of its own; gives the process and the address."""
+    """Yield a function that starts `hotset serve` and returns the process and the address."""
     running: list[subprocess.Popen[str]] = []
 
     def start(*options: str, model: Path = path, ready: bool = True) -> tuple[subprocess.Popen[str], str]:
@@ -239,7 +239,7 @@ def started(path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], s
 
 
 def answers(url: str) -> bool:
-    """Whether the server takes connections."""
+    """Return whether the server accepts connections."""
     try:
         return httpx.get(f"{url}/health", timeout=WATCHDOG).status_code == 200
     except httpx.HTTPError:
@@ -247,7 +247,7 @@ def answers(url: str) -> bool:
 
 
 def streaming(url: str) -> tuple[list[str], threading.Thread, threading.Event]:
-    """A stream that runs in a thread: its lines, and an event when the first text is there."""
+    """Run a stream in a thread. Return its lines, the thread, and an event for the first text."""
     lines: list[str] = []
     begun = threading.Event()
 
@@ -266,7 +266,7 @@ def streaming(url: str) -> tuple[list[str], threading.Thread, threading.Event]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_a_stream_come_to_its_end(started: Callable[..., Any], how: signal.Signals):
+def test_a_signal_lets_a_stream_finish(started: Callable[..., Any], how: signal.Signals):
     process, url = started("-c", "700", "--grace", "60")
     lines, thread, _ = streaming(url)
     process.send_signal(how)
@@ -280,14 +280,14 @@ def test_a_signal_lets_a_stream_come_to_its_end(started: Callable[..., Any], how
 
 
 @pytest.mark.parametrize("second", quick_are((True,), [False, True]))
-def test_after_the_grace_or_a_second_signal_a_stream_ends_with_an_error(
+def test_after_the_grace_period_or_a_second_signal_a_stream_ends_with_an_error(
     started: Callable[..., Any], second: bool
 ):
     process, url = started("-c", str(1 << 16), "-np", "1", "--grace", "600" if second else "0")
     lines, thread, _ = streaming(url)
     process.send_signal(signal.SIGTERM)
     if second:
-        until(lambda: not answers(url))  # the first has been handled
+        until(lambda: not answers(url))  # the first signal was handled
         process.send_signal(signal.SIGTERM)
     thread.join(WATCHDOG)
     events, done = events_of("\n".join(lines))
@@ -296,7 +296,9 @@ def test_after_the_grace_or_a_second_signal_a_stream_ends_with_an_error(
     assert process.wait(WATCHDOG) == 0
 
 
-def test_a_model_that_is_none_ends_the_server_with_a_sentence(started: Callable[..., Any], tmp_path: Path):
+def test_a_file_that_is_not_a_model_ends_the_server_with_one_message(
+    started: Callable[..., Any], tmp_path: Path
+):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\0" * 100)
     process, _ = started(model=broken, ready=False)
@@ -317,7 +319,7 @@ def test_a_port_that_is_taken(path: Path):
     assert "Traceback" not in done.stderr
 
 
-def test_an_address_for_others_needs_a_key(path: Path):
+def test_listening_for_other_machines_needs_a_key(path: Path):
     command = [
         sys.executable, "-m", "hotset.cli.main", "serve", str(path), "--host", "0.0.0.0", "--port", "0",
     ]  # fmt: skip

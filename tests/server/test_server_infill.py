@@ -1,4 +1,4 @@
-"""A gap that is filled in: /infill, and suffix of /v1/completions and /api/generate."""
+"""Filling in a gap: /infill, and suffix of /v1/completions and /api/generate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_server import run, write_model
 import hotset
 from hotset.server.service import Service
 
-PRE, SUF, MID = 1, 2, 3  # three bytes, which are the marks of this model
+PRE, SUF, MID = 1, 2, 3  # three bytes that mark the parts in this model
 MARKS = {
     "tokenizer.ggml.fim_pre_token_id": PRE,
     "tokenizer.ggml.fim_suf_token_id": SUF,
@@ -32,14 +32,14 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompt(marked: Path) -> Iterator[tuple[list[int], str]]:
-    """What is around the gap in tokens, and the answer to it."""
+    """Yield the tokens around the gap, and the answer."""
     with hotset.load(marked, device="cpu", n_threads=1) as model:
         text = model.tokenizer.encode_inside
         ids = [model.tokenizer.bos_id or 0, PRE, *text("hello"), SUF, *text("there"), MID]
         yield ids, model.generate(ids, max_tokens=9, temperature=0, ignore_eos=True).text
 
 
-def test_a_suffix_is_filled_in_in_every_schema(marked: Path, prompt: tuple[list[int], str]):
+def test_a_suffix_is_filled_in_by_every_schema(marked: Path, prompt: tuple[list[int], str]):
     ids, text = prompt
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -54,7 +54,7 @@ def test_a_suffix_is_filled_in_in_every_schema(marked: Path, prompt: tuple[list[
         options = {"num_predict": 9, "temperature": 0}
         body = {"model": "tiny", "prompt": "hello", "suffix": "there", "options": options, "stream": False}
         found = (await client.post("/api/generate", json=body)).json()
-        assert text.startswith(found["response"])  # (Ollama's has no ignore_eos)
+        assert text.startswith(found["response"])  # Ollama's schema has no ignore_eos
         assert found["prompt_eval_count"] == len(ids)
         assert "insert" in (await client.post("/api/show", json={"model": "tiny"})).json()["capabilities"]
 
@@ -71,8 +71,8 @@ def test_a_suffix_is_filled_in_in_every_schema(marked: Path, prompt: tuple[list[
     run(marked, work)
 
 
-def test_what_editors_send(marked: Path, prompt: tuple[list[int], str]):
-    """A request as llama.vim writes it, and one that only has the prompt read."""
+def test_requests_of_editors(marked: Path, prompt: tuple[list[int], str]):
+    """A request as llama.vim sends it, and one that only has the prompt processed."""
     ids, _ = prompt
     extra = [{"filename": "a.py", "text": "x = 1\n"}, {"text": "y"}]
     sent: dict[str, Any] = INFILL | {
@@ -99,7 +99,7 @@ def test_what_editors_send(marked: Path, prompt: tuple[list[int], str]):
     run(marked, work)
 
 
-def test_what_cannot_be_filled_in_is_refused(marked: Path, path: Path):
+def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
     async def refused(client: httpx.AsyncClient, url: str, message: str, body: dict[str, Any]) -> None:
         reply = await client.post(url, json=body)
         assert reply.status_code == 400, reply.text

@@ -31,7 +31,10 @@ CHAT = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 4
 
 
 async def answered(path: Path, settings: ServerSettings, client_of: object) -> list[str]:
-    """What a server reports, and the last line of a stream; client_of: a client of the bound socket."""
+    """Return a server's messages and the last line of a stream.
+
+    client_of: gives a client of the bound socket.
+    """
     service = Service(lambda: hotset.load(path, device="cpu", n_threads=1), settings, name="tiny")
     reported: list[str] = []
     with listening(settings) as bound:
@@ -85,7 +88,7 @@ def test_https(path: Path, certificate: tuple[Path, Path]) -> None:
     assert last == "data: [DONE]"
 
 
-def test_connections_in_their_handshake_have_a_limit() -> None:
+def test_the_number_of_tls_handshakes_is_limited() -> None:
     with bound_socket("127.0.0.1", 0) as bound, ExitStack() as stack:
         handshakes = bound.handshakes = Handshakes(2, 10)
 
@@ -118,7 +121,7 @@ def test_a_unix_socket(path: Path, tmp_path: Path) -> None:
         transport = httpx.AsyncHTTPTransport(uds=str(where))
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=WATCHDOG)
 
-    settings = ServerSettings(socket=str(where), host="0.0.0.0")  # which needs no key
+    settings = ServerSettings(socket=str(where), host="0.0.0.0")  # on a Unix socket no key is needed
     reported, last = asyncio.run(answered(path, settings, client_of))
     assert reported == f"http+unix://{where}"
     assert last == "data: [DONE]"
@@ -126,7 +129,7 @@ def test_a_unix_socket(path: Path, tmp_path: Path) -> None:
 
 
 @needs_unix
-def test_a_server_that_ends_leaves_the_socket_of_another(tmp_path: Path) -> None:
+def test_a_server_that_ends_does_not_remove_another_servers_socket(tmp_path: Path) -> None:
     where = tmp_path / "s"
     with listening(ServerSettings(socket=str(where))):
         where.unlink()
@@ -153,7 +156,7 @@ def test_a_socket_that_is_in_use_is_refused(tmp_path: Path) -> None:
 
 
 @needs_openssl
-def test_a_certificate_that_is_wrong_is_refused(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_wrong_certificate_is_refused(certificate: tuple[Path, Path], tmp_path: Path) -> None:
     cert, key = certificate
     check_certificate(str(cert), str(key))
     locked = tmp_path / "locked.pem"

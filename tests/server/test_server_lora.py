@@ -65,7 +65,7 @@ def run(
 
 
 async def asked(client: httpx.AsyncClient, path: str = "/v1/completions", **more: Any) -> Any:
-    """What an answer says, without ids and times."""
+    """Return an answer's text."""
     reply = await client.post(path, json={"model": "tiny", **ASKED[path], **more})
     assert reply.status_code == 200, reply.text
     body = reply.json()
@@ -82,7 +82,7 @@ async def asked(client: httpx.AsyncClient, path: str = "/v1/completions", **more
 
 
 def test_requests_choose_adapters(folder: Path) -> None:
-    """By number or name, in every API schema by the model's name; side by side as one by one."""
+    """Use number, name, and in every API schema the model's name; concurrent requests give the same."""
 
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         chosen: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_requests_choose_adapters(folder: Path) -> None:
     run(folder, work, ("one.gguf", "two.gguf:0"))
 
 
-def test_adapters_that_are_not_there(folder: Path) -> None:
+def test_missing_adapters_are_errors(folder: Path) -> None:
     wrong: list[tuple[str, dict[str, Any], int, str]] = [
         ("/v1/completions", {"lora": [{"id": 7}]}, 400, "no adapter 7; the loaded ones are 0"),
         ("/v1/completions", {"lora": [{"id": "none"}]}, 400, "no adapter 'none'"),
@@ -133,7 +133,7 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         loaded = await client.post("/v1/load_lora_adapter", json=given)
         entry = {"id": 0, "name": "first", "path": "one.gguf", "scale": 0.0}
         assert (loaded.status_code, loaded.json()) == (200, entry)
-        assert await asked(client) == plain  # by default none has it
+        assert await asked(client) == plain  # a loaded adapter is not used by default
         chosen = await asked(client, model="tiny:first")
         assert chosen != plain
         listed = (await client.get("/v1/models/tiny:first")).json()
@@ -177,7 +177,7 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
     run(folder, work, lora_dir=str(folder))
 
 
-def test_a_client_that_leaves_ends_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disconnected_client_ends_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, left = threading.Event(), threading.Event()
     ended: list[BaseException | None] = []
     read = AdapterFile.read
@@ -213,7 +213,7 @@ def test_a_client_that_leaves_ends_the_load(folder: Path, monkeypatch: pytest.Mo
     run(folder, work, lora_dir=str(folder))
 
 
-def test_without_a_folder_clients_load_no_adapters(folder: Path) -> None:
+def test_without_a_folder_clients_cannot_load_adapters(folder: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         reply = await client.post("/v1/load_lora_adapter", json={"lora_path": str(folder / "one.gguf")})
         assert (reply.status_code, "--lora-dir" in reply.text) == (403, True)
@@ -221,8 +221,8 @@ def test_without_a_folder_clients_load_no_adapters(folder: Path) -> None:
     run(folder, work)
 
 
-def test_requests_that_name_none_have_the_default_of_when_they_are_queued(folder: Path) -> None:
-    """Not of when they were prepared: an adapter may be gone by then."""
+def test_a_requests_default_adapters_are_chosen_when_it_is_queued(folder: Path) -> None:
+    """An adapter may be unloaded between the preparation of a request and its queueing."""
 
     async def work(_: httpx.AsyncClient, service: Service) -> None:
         model = service.model
@@ -237,7 +237,7 @@ def test_requests_that_name_none_have_the_default_of_when_they_are_queued(folder
 
 
 def test_who_may_change_adapters(folder: Path) -> None:
-    """With keys whose holder manages; without one this machine alone, and no page of another origin."""
+    """Keys that may manage; without keys only this machine, and no page of another origin."""
 
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         for path, body in (
@@ -252,8 +252,8 @@ def test_who_may_change_adapters(folder: Path) -> None:
     run(folder, work)
 
 
-def test_models_of_a_file_have_adapters_of_their_own(folder: Path) -> None:
-    """`load = { lora = [...] }`, paths from the file's folder."""
+def test_models_in_a_file_have_their_own_adapters(folder: Path) -> None:
+    """The paths in `load = { lora = [...] }` are relative to the file's folder."""
     text = """
     [models.tiny]
     load = { lora = ["one.gguf:0", "two.gguf"] }
@@ -283,15 +283,18 @@ def test_models_of_a_file_have_adapters_of_their_own(folder: Path) -> None:
     asyncio.run(whole())
 
 
-def test_adapters_are_within_the_memory_of_all_models(folder: Path) -> None:
-    """An idle model makes room for one, and none is loaded where those that are in use leave no room."""
+def test_adapters_count_for_the_memory_of_all_models(folder: Path) -> None:
+    """An idle model is unloaded for an adapter, which is refused if the models in use leave no room."""
     catalogue = Catalogue(dict.fromkeys(("tiny", "other"), folder / "tiny.gguf"))
     catalogue.scan()
     load = LoadSettings(device="cpu", n_threads=1, n_ctx=256)
     given = {"lora_name": "first", "lora_path": "one.gguf", "model": "tiny"}
 
     async def whole(room: Callable[[int, int], int]) -> tuple[int, Models]:
-        """The status of loading an adapter beside an idle model. room: for their bytes and the adapter's."""
+        """Return the status of loading an adapter while another model is idle.
+
+        room: gives the budget for the bytes of a model and of the adapter.
+        """
         models = Models(catalogue, ServerSettings(lora_dir=str(folder)), load=load, budget=1 << 33)
         async with client_to(models) as client:
             for name in ("other", "tiny"):
@@ -329,8 +332,8 @@ def test_adapters_are_within_the_memory_of_all_models(folder: Path) -> None:
         assert (found, count or 0) == (status, unloads)
 
 
-def test_an_adapter_counts_as_it_is_in_memory(folder: Path) -> None:
-    """Blocks are decoded: their file is smaller."""
+def test_an_adapter_counts_with_its_bytes_in_memory(folder: Path) -> None:
+    """Quantized adapters are decoded, so the file is smaller."""
     with open_gguf(folder / "tiny.gguf") as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         pairs = random_pairs(graph, gguf.tensors, rank=32, names=lambda name: "attn" in name)

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: the file, processes and addresses, kind and hostile ones, and who may call."""
+"""Tools of MCP servers: the file, processes and addresses, hostile servers, and permission to call."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ SMALL = Limits(message_bytes=1 << 17, minute_bytes=1 << 20, stop_seconds=0.5)
 
 
 def process(name: str, how: str = "", **env: str) -> McpServer:
-    """The server of tests/support/mcp_stdio.py."""
+    """Return the server of tests/support/mcp_stdio.py."""
     return McpServer(name=name, command=sys.executable, args=("-I", "-S", str(SCRIPT), how), env=env)
 
 
 @contextmanager
 def clients_of(*servers: McpServer, limits: Limits = SMALL) -> Iterator[McpClients]:
-    """Once it knows what becomes of each server."""
+    """Yield clients for which each server's state is known."""
     clients = McpClients(servers, limits)
     clients.start()
     try:
@@ -122,13 +122,13 @@ def test_the_file_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({f"s{i}": {"command": "x"} for i in range(33)}, "33 MCP servers, and 32"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path: Path, servers: dict[str, Any], why: str) -> None:
+def test_a_wrong_file_is_refused(tmp_path: Path, servers: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
         read_servers(write(tmp_path / "mcp.json", **servers))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "7", '{"mcpServers": 7}', "[" * 100_000])
-def test_a_file_of_something_else(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "mcp.json").write_text(text)
     with pytest.raises(InvalidRequestError, match=r"no JSON file|names no MCP servers"):
         read_servers(tmp_path / "mcp.json")
@@ -154,11 +154,11 @@ def test_tools_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         long = call(clients, "a_b__long", n=100_000).text
         assert long == "x" * 50_000 + "\n[cut: the first 50000 of 100000 characters]"
         call(clients, "a_b__grow")
-        until(lambda: clients.find("a_b__more") is not None)  # the server said that it has more
+        until(lambda: clients.find("a_b__more") is not None)  # after the server's notification of more tools
         assert clients.find("a_b__none") is None
 
 
-def test_a_process_that_ends_is_started_again() -> None:
+def test_a_process_that_ends_is_restarted() -> None:
     with clients_of(process("a")) as clients:
         first = call(clients, "a__pid").text
         with pytest.raises(McpServerError, match=r"^ended \(exit code 3\): nothing left to do$"):
@@ -191,7 +191,7 @@ def test_calls_that_are_cancelled_or_too_many() -> None:
         for one in calls:
             one.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        while True:  # until the clients has heard of it
+        while True:  # until the clients notice it
             with suppress(QueueFullError):
                 assert (await clients.call(*echo, {"text": "x"})).text == "x"
                 break
@@ -200,7 +200,7 @@ def test_calls_that_are_cancelled_or_too_many() -> None:
         asyncio.run(work(clients))
 
 
-def test_processes_that_are_hostile() -> None:
+def test_hostile_processes() -> None:
     hows = ("many", "odd", "pages", "endless", "flood", "lines", "talks", "wide", "nested", "fails")
     with clients_of(*(process(how, how) for how in hows), McpServer(name="no", command="no-such")) as clients:
         said = {status.name: (status.state, status.problem) for status in clients.statuses}
@@ -229,7 +229,7 @@ def test_processes_that_do_not_read() -> None:
             "failed",
             "sent more than 64 requests at once and was ended",
         )
-        for _ in range(2):  # it is started again
+        for _ in range(2):  # the process is restarted
             with pytest.raises(McpServerError, match=r"^does not read its input and was ended$"):
                 call(clients, "deaf__echo", text="x" * 1_000_000)
 
@@ -252,7 +252,7 @@ def are_gone(pids: list[int]) -> bool:
 
 
 def test_processes_end_with_the_clients(tmp_path: Path) -> None:
-    """Those too that ignore the end of their input and SIGTERM, with what they started themselves."""
+    """This includes processes that ignore SIGTERM and the end of their input, and their children."""
     with clients_of(process("a", "stays", PIDS=str(tmp_path / "pids"))):
         pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
         assert not are_gone(pids)
@@ -289,17 +289,17 @@ time.sleep(1000)
 
 
 def sdk_server() -> Starlette:
-    """One of the SDK's, which speaks the newest version of the protocol."""
+    """Return a server of the SDK, which speaks the newest version of the protocol."""
     server = MCPServer("sdk")
 
     @server.tool()
     def add(a: int, b: int) -> int:
-        """A sum."""
+        """Return a sum."""
         return a + b
 
     @server.tool()
     def long(n: int) -> str:
-        """Many letters."""
+        """Return many letters."""
         return "x" * n
 
     return server.streamable_http_app()
@@ -339,7 +339,7 @@ def hostile_app() -> Starlette:
         return Response(b'{"a": [{}' + b",{}" * 9000 + b"]}", media_type="application/json")
 
     async def hidden(_: Request) -> Response:
-        """An open string in a line that is no data, and another event, hide nothing."""
+        """Neither an unterminated string outside the data nor another event hides the answer."""
         body = b'id: "\ndata: "\n\rdata: [{}' + b",{}" * 9000 + b"]\n\n"
         return Response(body, media_type="text/event-stream")
 
@@ -379,7 +379,7 @@ def test_servers_at_an_address() -> None:
         assert call(clients, "sdk__long", n=40_000).text == "x" * 40_000
         with pytest.raises(McpServerError, match=r"^sent a message of more than 131072 bytes$"):
             call(clients, "sdk__long", n=140_000)
-        assert call(clients, "sdk__add", a=2, b=3).text == "5"  # it is connected anew
+        assert call(clients, "sdk__add", a=2, b=3).text == "5"  # a new connection was made
         said = {status.name: status.problem for status in clients.statuses if status.state == "failed"}
         assert said == {
             "large": "sent a message of more than 131072 bytes",
@@ -411,7 +411,7 @@ def run(
 
 
 async def ready(client: httpx.AsyncClient) -> dict[str, Any]:
-    """The servers, once none of them starts."""
+    """Return the servers when none of them is starting."""
     while True:
         reply = await client.get("/mcp/servers")
         found: dict[str, Any] = shapes.McpServersReply.model_validate(reply.json()).model_dump()
@@ -461,7 +461,7 @@ def test_tools_are_listed_and_called(tmp_path: Path) -> None:
 
 
 def test_who_may_call_tools(tmp_path: Path) -> None:
-    """As models are managed: holders of keys that manage; without keys this machine, and its own page."""
+    """Keys that may manage models; without keys only this machine and its own page."""
     asked = (
         ("GET", "/mcp/servers", None),
         ("POST", "/mcp/call", {"name": "a"}),

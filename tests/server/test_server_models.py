@@ -1,4 +1,4 @@
-"""Several models behind one server: they come and go under one budget of memory, and no request notices."""
+"""Several models in one server: loaded and unloaded within a memory budget, without effect on requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOAD = LoadSettings(device="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_b
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models that answer differently."""
+    """Return a folder of three models that answer differently."""
     folder = tmp_path_factory.mktemp("models")
     for i, name in enumerate(NAMES, 1):
         write_model(folder / f"{name}.gguf", n_layer=i)
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def facts(folder: Path) -> dict[str, Any]:
-    """By model: the bytes that it takes, and its answer to each prompt, without a server."""
+    """Return, by model, the bytes that it needs, and its answer to each prompt without a server."""
     found = {}
     for name in NAMES:
         with hotset.load(folder / f"{name}.gguf", LOAD) as model:
@@ -62,7 +62,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The store of models, empty."""
+    """Return an empty store of models."""
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     store.models_folder().mkdir(parents=True)
     return store.models_folder()
@@ -73,7 +73,7 @@ def room_for(facts: dict[str, Any], *names: str) -> int:
 
 
 def models_of(folder: Path | None, budget: int, settings: dict[str, Any] | None = None, **how: Any) -> Models:
-    """The models of a folder, or of the store. how: of Models."""
+    """Return the models of a folder or, without one, of the store. how: arguments of Models."""
     catalogue = Catalogue({}, folder=folder, with_store=folder is None, file=how.pop("file", None))
     catalogue.scan()
     catalogue.check()
@@ -82,7 +82,7 @@ def models_of(folder: Path | None, budget: int, settings: dict[str, Any] | None 
 
 @asynccontextmanager
 async def serving(*args: Any, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Models]]:
-    """A client of a server of several models."""
+    """Yield a client of a server of several models."""
     models = models_of(*args, **how)
     async with client_to(models) as client:
         yield client, models
@@ -90,7 +90,7 @@ async def serving(*args: Any, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClie
 
 @asynccontextmanager
 async def listening(*args: Any, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Models]]:
-    """A client of one that listens on a port: it gets the pieces of a stream as they come, and may leave."""
+    """Yield a client of a server with a port: it gets pieces of a stream immediately, and may disconnect."""
     models, bound = models_of(*args, **how), bound_socket("127.0.0.1", 0)
     server = Server(models, bound, lambda _: None, create_app(models))
     task = asyncio.create_task(server.serve(sockets=[bound]))
@@ -110,7 +110,7 @@ async def answer(
 
 
 async def changes(models: Models, done: Callable[[], bool]) -> None:
-    """Waits until something is so."""
+    """Wait until `done` is true."""
     async with asyncio.timeout(60):
         while not done():
             await models.changed()
@@ -125,7 +125,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_200_requests_over_three_models_with_room_for_two(folder: Path, facts: dict[str, Any]) -> None:
-    """None is lost, no answer is another model's, and memory stays within the budget all the time."""
+    """Check every answer, and that memory always stays within the budget."""
     budget = room_for(facts, "two", "three")
     assert budget < room_for(facts, *NAMES)
     rng = random.Random(7)
@@ -166,8 +166,8 @@ def test_200_requests_over_three_models_with_room_for_two(folder: Path, facts: d
     assert 0 < max(most) <= budget
 
 
-def test_a_model_that_is_unloaded_leaves_nothing(folder: Path, facts: dict[str, Any]) -> None:
-    """Its objects are gone without a search for circles, and its file is not mapped any more."""
+def test_an_unloaded_model_leaves_nothing(folder: Path, facts: dict[str, Any]) -> None:
+    """Check that its objects are freed without the garbage collector and its file is unmapped."""
     was_enabled = gc.isenabled()
 
     async def work() -> None:
@@ -179,12 +179,12 @@ def test_a_model_that_is_unloaded_leaves_nothing(folder: Path, facts: dict[str, 
             parts = model, model.engine, model.backend, model.weights, model.gguf, model.tokenizer, service
             gone = [weakref.ref(part) for part in parts]
             del service, model, parts
-            gc.collect()  # of the client's
+            gc.collect()  # cycles of the client
             gc.disable()
             reply = await client.post("/models/unload", json={"model": "two"})
             assert reply.json() == {"success": True}
             assert states(models) == {}
-            # A thread that has done its work lets go of it a moment after the result is there.
+            # A thread releases the model slightly after its result is available.
             until(lambda: all(ref() is None for ref in gone), "something of the model is left")
             if (maps := Path("/proc/self/maps")).is_file():
                 assert str(folder / "two.gguf") not in maps.read_text()
@@ -197,7 +197,7 @@ def test_a_model_that_is_unloaded_leaves_nothing(folder: Path, facts: dict[str, 
             gc.enable()
 
 
-def test_the_least_recently_used_goes(folder: Path, facts: dict[str, Any]) -> None:
+def test_the_least_recently_used_model_is_unloaded(folder: Path, facts: dict[str, Any]) -> None:
     async def work() -> None:
         async with serving(folder, room_for(facts, "two", "three")) as (client, models):
             for name in ("one", "two", "one", "three"):
@@ -210,15 +210,14 @@ def test_the_least_recently_used_goes(folder: Path, facts: dict[str, Any]) -> No
     run(work)
 
 
-def test_a_model_that_answers_stays_until_it_has(folder: Path, facts: dict[str, Any]) -> None:
-    """Another model that needs its memory waits; new requests for it wait behind that one, and all are
-    answered."""
+def test_a_model_that_answers_is_not_unloaded(folder: Path, facts: dict[str, Any]) -> None:
+    """Another model that needs its memory waits, and later requests for it wait too. All are answered."""
 
     async def work() -> None:
         async with serving(folder, room_for(facts, "three")) as (client, models):
             assert (await answer(client, "three")).status_code == 200
             held: list[Any] = []
-            assert models.at_once("three", held, required=True) is not None  # a request that goes on
+            assert models.at_once("three", held, required=True) is not None  # a request that continues
             other = asyncio.create_task(answer(client, "one"))
             await changes(models, lambda: models._slots["three"].is_victim)
             again = asyncio.create_task(answer(client, "three", PROMPTS[1]))
@@ -232,8 +231,8 @@ def test_a_model_that_answers_stays_until_it_has(folder: Path, facts: dict[str, 
     run(work)
 
 
-def test_a_request_that_leaves_spares_the_model(folder: Path, facts: dict[str, Any]) -> None:
-    """One that waits for room and is cancelled leaves the others as they were, and nothing is held."""
+def test_a_cancelled_request_keeps_the_other_model_loaded(folder: Path, facts: dict[str, Any]) -> None:
+    """Cancel a request that waits for memory: the other model's requests are answered."""
 
     async def work() -> None:
         async with serving(folder, room_for(facts, "three")) as (client, models):
@@ -256,7 +255,7 @@ def test_a_request_that_leaves_spares_the_model(folder: Path, facts: dict[str, A
 
 
 def test_events_of_a_load(folder: Path, facts: dict[str, Any]) -> None:
-    """/models/events says what happens to models, to a client that gets it as it comes."""
+    """/models/events reports changes of models, to a client that receives them immediately."""
 
     async def work() -> None:
         async with listening(folder, room_for(facts, *NAMES)) as (client, _):
@@ -278,7 +277,9 @@ def test_events_of_a_load(folder: Path, facts: dict[str, Any]) -> None:
     run(work)
 
 
-def test_a_load_that_fails_leaves_the_others(folder: Path, facts: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failed_load_does_not_affect_the_other_models(
+    folder: Path, facts: dict[str, Any], tmp_path: Path
+) -> None:
     for name in NAMES[:2]:
         (tmp_path / f"{name}.gguf").symlink_to(folder / f"{name}.gguf")
     content = (folder / "three.gguf").read_bytes()
@@ -307,7 +308,7 @@ def test_a_load_that_fails_leaves_the_others(folder: Path, facts: dict[str, Any]
     run(work)
 
 
-def test_a_draft_model_is_within_the_memory_of_all_models(
+def test_a_draft_model_counts_for_the_memory_of_all_models(
     folder: Path, facts: dict[str, Any], tmp_path: Path
 ) -> None:
     draft = folder / "one.gguf"
@@ -333,7 +334,9 @@ def test_a_model_that_is_too_large_is_refused(folder: Path, facts: dict[str, Any
         async with serving(folder, room_for(facts, "one")) as (client, models):
             for _ in range(2):
                 assert (await answer(client, "one")).status_code == 200
-                models._slot_of(models.catalogue.find("three")).failure = None  # as some seconds later
+                models._slot_of(
+                    models.catalogue.find("three")
+                ).failure = None  # as if some seconds had passed
                 reply = await answer(client, "three")
                 assert reply.status_code == 503
                 assert reply.json()["error"]["code"] == "out_of_memory"
@@ -350,8 +353,8 @@ def test_a_model_that_is_too_large_is_refused(folder: Path, facts: dict[str, Any
         "hf:owner/repository", "smollm2-135m", "one\x00", "o" * 5000, "*", "{folder}/one.gguf", "~/one", "",
     ],
 )  # fmt: skip
-def test_a_name_is_no_path(name: str, folder: Path, facts: dict[str, Any]) -> None:
-    """What a request names is one of the server's models, or nothing: no file is opened, and none fetched."""
+def test_a_name_is_never_a_path(name: str, folder: Path, facts: dict[str, Any]) -> None:
+    """A name is one of the server's models or unknown: no file is opened or fetched."""
     named = name.replace("{folder}", str(folder))
 
     async def work() -> None:
@@ -412,7 +415,7 @@ def test_keep_alive(folder: Path, facts: dict[str, Any]) -> None:
     async def work() -> None:
         async with serving(folder, room_for(facts, *NAMES), keep_alive=0.0) as (client, models):
             assert (await answer(client, "one")).status_code == 200
-            await changes(models, lambda: not models.states())  # the server's: at once
+            await changes(models, lambda: not models.states())  # the server's default: immediately
             stays = {
                 "model": "two",
                 "prompt": "hello",
@@ -440,7 +443,7 @@ def test_keep_alive(folder: Path, facts: dict[str, Any]) -> None:
     run(work)
 
 
-def test_pinned_models_and_settings_of_each(folder: Path, facts: dict[str, Any], tmp_path: Path) -> None:
+def test_pinned_models_and_settings_per_model(folder: Path, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ bos_token }}{% for m in messages %}<{{ m.content }}>{% endfor %}")
     path = tmp_path / "models.toml"
     path.write_text(f"""
@@ -512,14 +515,14 @@ def test_pinned_models_and_settings_of_each(folder: Path, facts: dict[str, Any],
         ("[models.one]\naliases = ['two']", "names 'two' too"),
     ],
 )
-def test_a_file_of_models_that_is_wrong(text: str, said: str, folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_file_of_models_is_refused(text: str, said: str, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text(text)
     with pytest.raises(InvalidRequestError, match=said):
         models_of(folder, 1, file=ModelsFile.read(path))
 
 
-def test_settings_that_do_not_go_together(folder: Path, tmp_path: Path) -> None:
+def test_contradictory_settings_are_refused(folder: Path, tmp_path: Path) -> None:
     path = _written(tmp_path / "m.toml", "[models.one]\nload = { device = 'reference' }")
     catalogue = Catalogue({}, folder=folder, file=ModelsFile.read(path))
     with pytest.raises(InvalidRequestError, match="reference"):
@@ -560,7 +563,7 @@ def test_management_needs_a_key_or_this_machine(folder: Path, facts: dict[str, A
                 assert await status(client, where, origin="https://page.example") == 403
                 for by_proxy in ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "via"):
                     assert await status(client, where, **{by_proxy: "10.0.0.5"}) == 403
-            for address in (("10.0.0.5", 7), None):  # None: the client had reset the connection
+            for address in (("10.0.0.5", 7), None):  # None: the client has reset the connection
                 transport = httpx.ASGITransport(client._transport.app, client=address)  # type: ignore[attr-defined, arg-type]
                 async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
                     for where in asked:
@@ -620,22 +623,22 @@ def _written(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_model_that_comes_later_is_found(facts: dict[str, Any], home: Path, folder: Path) -> None:
+def test_a_model_that_is_added_later_is_found(facts: dict[str, Any], home: Path, folder: Path) -> None:
     async def work() -> None:
         async with serving(None, room_for(facts, "one")) as (client, models):
             assert (await answer(client, "one")).status_code == 404
             (home / "one.gguf").write_bytes((folder / "one.gguf").read_bytes())
-            models._scanned = -1e9  # as a second later
+            models._scanned = -1e9  # as if a second had passed
             assert (await answer(client, "one")).status_code == 200
 
     run(work)
 
 
-def test_too_many_wait(folder: Path, facts: dict[str, Any]) -> None:
+def test_too_many_waiting_requests_are_refused(folder: Path, facts: dict[str, Any]) -> None:
     async def work() -> None:
         async with serving(folder, room_for(facts, "three"), settings={"max_queue": 2}) as (client, models):
             slow = models._slot_of(models.catalogue.find("two"))  # type: ignore[arg-type]
-            slow.state = "queued"  # and its turn does not come
+            slow.state = "queued"  # and its turn never comes
             waiting = [asyncio.create_task(answer(client, "two")) for _ in range(2)]
             await changes(models, lambda: len(slow.waiting) == 2)
             refused = await answer(client, "two")
@@ -648,7 +651,7 @@ def test_too_many_wait(folder: Path, facts: dict[str, Any]) -> None:
     run(work)
 
 
-def test_the_end_of_the_server_answers_those_that_wait(folder: Path, facts: dict[str, Any]) -> None:
+def test_shutdown_answers_waiting_requests(folder: Path, facts: dict[str, Any]) -> None:
     async def work() -> None:
         async with serving(folder, room_for(facts, "three")) as (client, models):
             slow = models._slot_of(models.catalogue.find("two"))  # type: ignore[arg-type]
@@ -667,7 +670,7 @@ def test_the_end_of_the_server_answers_those_that_wait(folder: Path, facts: dict
 
 
 class _Fetch:
-    """Stands in for `storage.fetch.pull`: reports progress until it is let go on, or cancelled."""
+    """Replaces `storage.fetch.pull`: reports progress until it may finish or is cancelled."""
 
     def __init__(self, home: Path, content: bytes) -> None:
         self.home, self.content, self.cancelled, self.goes_on, self.calls = home, content, 0, False, []
@@ -675,7 +678,7 @@ class _Fetch:
     def __call__(self, name: str, *, progress: Any) -> Path:
         self.calls.append(name)
         if name == "hf:owner/none":
-            raise hotset.DownloadError("there is no such repository")
+            raise hotset.DownloadError("the repository does not exist")
         try:
             progress.say("Choosing it.")
             for done in range(10**6):
@@ -704,14 +707,14 @@ def test_pull(facts: dict[str, Any], home: Path, folder: Path, monkeypatch: pyte
             assert (await answer(client, "it")).status_code == 200
             failed = await client.post("/api/pull", json={"name": "hf:owner/none", "stream": False})
             assert failed.status_code == 500
-            assert "no such repository" in failed.json()["error"]
+            assert "does not exist" in failed.json()["error"]
             failed = await client.post("/api/pull", json={"name": "hf:owner/none"})
-            assert json.loads(failed.text.splitlines()[-1]) == {"error": "there is no such repository"}
+            assert json.loads(failed.text.splitlines()[-1]) == {"error": "the repository does not exist"}
 
     run(work)
 
 
-def test_a_message_of_a_load_has_no_folders() -> None:
+def test_a_message_about_a_load_names_no_folder() -> None:
     path = Path("/a b/models/x.gguf")
     error = hotset.FormatError(
         f"{path} and '/etc/other/y.json' are cut short; see https://a.b/c/d, and/or C:/z/e"
@@ -720,8 +723,8 @@ def test_a_message_of_a_load_has_no_folders() -> None:
     assert str(LoadError.of("x", path, error)) == f"the model 'x' could not be loaded: {said}"
 
 
-def test_memory_for_an_adapter_goes_with_its_model(folder: Path, facts: dict[str, Any]) -> None:
-    """Another model is unloaded for it, and meanwhile its own one is."""
+def test_memory_for_an_adapter_is_released_with_its_model(folder: Path, facts: dict[str, Any]) -> None:
+    """Another model is unloaded for the adapter, and in the same time the adapter's own model."""
 
     async def work() -> None:
         async with serving(folder, room_for(facts, "one", "two")) as (client, models):
@@ -743,7 +746,7 @@ def test_memory_for_an_adapter_goes_with_its_model(folder: Path, facts: dict[str
 
 
 def test_a_path_is_not_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder of the machine is searched for a client."""
+    """The machine's folders are not searched for a client."""
     monkeypatch.setattr("hotset.storage.fetch.pull", lambda *_, **__: pytest.fail("a path is looked for"))
 
     async def whole() -> None:
@@ -757,7 +760,7 @@ def test_a_path_is_not_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert full_name("owner/re.po:Q4_K_M") == "owner/re.po:Q4_K_M"
 
 
-def test_a_pull_that_was_cancelled_takes_no_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_pull_accepts_no_more_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     calls: list[str] = []
 
@@ -843,7 +846,7 @@ def test_the_memory_of_a_load_is_known_before_it(
     run(work)
 
 
-def test_a_model_is_loaded_with_a_context_and_each_load_is_reported(
+def test_a_model_is_loaded_with_a_requested_context_and_each_load_is_reported(
     folder: Path, facts: dict[str, Any]
 ) -> None:
     told: list[str] = []

@@ -81,7 +81,7 @@ def test_a_null_is_an_absent_field():
     assert request(options=options, messages=[message]) == request()
 
 
-def test_results_find_their_calls():
+def test_results_are_matched_with_their_calls():
     def call(name: str, **more: Any) -> dict[str, Any]:
         return {"function": {"name": name, "arguments": {"x": "é"}}, **more}
 
@@ -115,7 +115,7 @@ def test_results_find_their_calls():
     assert alone[-1] == {"role": "tool", "content": "3", "tool_call_id": "z", "name": "h"}
 
 
-def test_a_prompt_by_the_template_or_raw():
+def test_a_prompt_is_sent_through_the_template_or_raw():
     def generated(**fields: Any):
         return generate_request(OllamaGenerateBody.model_validate({"model": "tiny"} | fields))
 
@@ -151,7 +151,7 @@ def test_deltas_are_lines():
     assert text["response"] == "so"
 
 
-def test_a_call_is_told_when_it_is_complete():
+def test_a_call_is_sent_when_it_is_complete():
     lines = told(
         ToolCallStart(0, 0, "a", "f"),
         ToolCallArguments(0, 0, '{"x"'),
@@ -183,7 +183,7 @@ def test_names_with_a_tag_raw_prompts_and_durations(path: Path, model: hotset.Mo
     run(path, work)
 
 
-def test_a_request_for_nothing_loads(path: Path):
+def test_an_empty_request_loads_the_model(path: Path):
     async def work(client: httpx.AsyncClient, _: Any) -> None:
         line = (await client.post("/api/generate", json={"model": "tiny", "keep_alive": -1})).json()
         assert (line["done"], line["done_reason"], line["response"]) == (True, "load", "")
@@ -205,7 +205,7 @@ def test_one_model_answers_to_any_name(path: Path, name: str):
     run(path, work)
 
 
-def test_what_is_there(path: Path):
+def test_lists_of_models(path: Path):
     async def work(client: httpx.AsyncClient, _: Any) -> None:
         (listed,) = (await client.get("/api/tags")).json()["models"]
         assert listed["name"] == listed["model"] == "tiny"
@@ -232,7 +232,7 @@ def test_what_is_there(path: Path):
     run(path, work)
 
 
-def test_a_template_says_what_a_model_can(tmp_path: Path):
+def test_capabilities_of_a_model_follow_from_its_template(tmp_path: Path):
     template = "{% if tools %}{% endif %}{% if enable_thinking %}{% endif %}"
     path = write_model(tmp_path / "tiny.gguf", **{"tokenizer.chat_template": template})
 
@@ -244,7 +244,7 @@ def test_a_template_says_what_a_model_can(tmp_path: Path):
     run(path, work)
 
 
-def test_options_that_are_none_are_refused(path: Path):
+def test_wrong_options_are_refused(path: Path):
     async def work(client: httpx.AsyncClient, _: Any) -> None:
         async def refused(message: str, **fields: Any) -> None:
             reply = await client.post("/api/chat", json=BODY | fields)
@@ -287,8 +287,8 @@ def test_texts_become_vectors(path: Path, model: hotset.Model):
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_text_that_is_too_long_is_cut(tmp_path: Path, ends: bool):
-    """A token that ends every text stays."""
+def test_a_text_that_is_too_long_is_truncated(tmp_path: Path, ends: bool):
+    """A token that ends every text is kept."""
     path = write_model(tmp_path / "tiny.gguf", **{"tokenizer.ggml.add_eos_token": ends})
     with hotset.load(path, device="cpu", n_threads=1) as model:
         ids = model.tokenizer.encode("x" * 300)
@@ -305,7 +305,7 @@ def test_a_text_that_is_too_long_is_cut(tmp_path: Path, ends: bool):
     run(path, work)
 
 
-def test_an_embedding_model_says_so(tmp_path: Path):
+def test_an_embedding_model_reports_its_capability(tmp_path: Path):
     path = write_model(tmp_path / "tiny.gguf", **{"llama.pooling_type": 3})
 
     async def work(client: httpx.AsyncClient, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's chat and completion parameters, each compared with what the model itself says."""
+"""OpenAI's chat and completion parameters, each compared with the model's own answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_other_names_of_parameters(path: Path):
     run(path, work)
 
 
-def test_several_answers_have_their_seeds(path: Path, model: hotset.Model):
+def test_several_answers_have_different_seeds(path: Path, model: hotset.Model):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         params = {"seed": 2**64 - 1, "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
         body = await posted(client, COMPLETIONS, prompt=["ab", "xyz"], n=2, **params)
@@ -69,7 +69,7 @@ def test_several_answers_have_their_seeds(path: Path, model: hotset.Model):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_of_several_answers_reads_the_prompt(path: Path, model: hotset.Model, stream: bool):
+def test_only_one_of_several_answers_processes_the_prompt(path: Path, model: hotset.Model, stream: bool):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         prompt = "once upon a time there was " * 5
         params = {"seed": 3, "max_tokens": 9, "ignore_eos": True}
@@ -110,7 +110,7 @@ def test_prompts_of_every_kind(path: Path, model: hotset.Model):
 
 
 def test_special_tokens_of_a_prompt_are_parsed(path: Path, model: hotset.Model):
-    """As llama-server, vLLM and Ollama (raw) do; with parse_special: false they are text."""
+    """llama-server, vLLM and Ollama (raw) do the same. With parse_special: false they are text."""
     prompt, rest = "a<|im_start|>b", [ord("a"), 258, ord("b")]
     ids = {True: [256, *rest], False: [256, *prompt.encode()]}
 
@@ -134,7 +134,7 @@ def test_special_tokens_of_a_prompt_are_parsed(path: Path, model: hotset.Model):
         options = {"options": {"temperature": 0, "num_predict": 12}}
         answer = (await client.post("/api/generate", json=raw | options)).json()
         assert answer["prompt_eval_count"] == len(ids[True])
-        # A prompt that spells the BOS of the file has it once.
+        # A prompt that begins with the file's BOS has it only once.
         body = await posted(client, COMPLETIONS, prompt=f"<s>{prompt}", **GREEDY)
         assert body["usage"]["prompt_tokens"] == len(ids[True])
 
@@ -173,7 +173,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs_scores_a_prompt(path: Path, model: hotset.Model, max_tokens: int, stream: bool):
-    """What evaluation harnesses ask for."""
+    """Evaluation harnesses send such requests."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         ids = model.encode("the quick brown fox" * 9)
@@ -237,7 +237,7 @@ def test_offsets_of_a_text_prompt_and_its_echo(path: Path, model: hotset.Model):
     run(path, work)
 
 
-def test_a_prompt_may_be_computed_again(path: Path):
+def test_without_cache_prompt_a_prompt_is_computed_again(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         prompt = "once upon a time " * 10
         cached = []
@@ -249,7 +249,7 @@ def test_a_prompt_may_be_computed_again(path: Path):
     run(path, work)
 
 
-def test_a_text_in_parts(path: Path, model: hotset.Model):
+def test_a_message_of_several_text_parts(path: Path, model: hotset.Model):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
         body = await posted(client, CHAT, messages=[{"role": "user", "content": parts}], **GREEDY)
@@ -258,7 +258,7 @@ def test_a_text_in_parts(path: Path, model: hotset.Model):
     run(path, work)
 
 
-def test_a_request_need_not_name_the_only_model(path: Path):
+def test_a_request_may_omit_the_only_models_name(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for url, subject in ((CHAT, {"messages": MESSAGES}), ("/v1/embeddings", {"input": "a"})):
             for named in ({}, {"model": None}, {"model": ""}):
@@ -270,7 +270,7 @@ def test_a_request_need_not_name_the_only_model(path: Path):
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
-def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
+def test_unsupported_fields_are_refused_by_name(path: Path, url: str):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
         subject["model"] = "tiny"
@@ -298,8 +298,8 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
-def test_fields_that_change_nothing_are_accepted(path: Path, url: str):
-    """Those of a provider, and neutral values."""
+def test_fields_without_effect_are_accepted(path: Path, url: str):
+    """Fields of a certain provider, and neutral values."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
@@ -328,8 +328,8 @@ def test_fields_that_change_nothing_are_accepted(path: Path, url: str):
     run(path, work)
 
 
-def test_a_message_as_the_clients_write_one_out(path: Path):
-    """An answer that is sent back has every field of its type, most of them null."""
+def test_a_message_with_every_field_is_accepted(path: Path):
+    """Clients send an answer back with every field of its type, most of them null."""
     answer = ChatCompletionMessage(role="assistant", content="well").model_dump()
     assert None in answer.values()
 
@@ -346,7 +346,7 @@ def test_a_message_as_the_clients_write_one_out(path: Path):
     run(path, work)
 
 
-def test_roles_are_those_of_the_schema(path: Path):
+def test_unknown_roles_are_refused(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         message = "messages.1: the role must be one of system, developer, user, assistant, tool, function"
         for role in ("wizard", "", None, 3):
@@ -362,8 +362,8 @@ def test_roles_are_those_of_the_schema(path: Path):
     run(path, work)
 
 
-def test_replies_have_the_types_of_the_official_client(path: Path):
-    """Every field that these require, none of another type; answers: api_schemas.py."""
+def test_replies_fit_the_official_clients_types(path: Path):
+    """The reply has every required field, with the right type. Answers are checked in api_schemas.py."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         several = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2} | GREEDY
@@ -377,7 +377,7 @@ def test_replies_have_the_types_of_the_official_client(path: Path):
     run(path, work)
 
 
-def test_an_answer_that_takes_too_long(path: Path):
+def test_an_answer_that_takes_too_long_ends(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         reply = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 200} | {"temperature": 0})
         assert reply.status_code == 503
@@ -387,7 +387,7 @@ def test_an_answer_that_takes_too_long(path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "a", '"quoted"\n', "naïve \u2028 🙂", "\ud800 alone", "</script>\\"])
-def test_events_that_differ_in_a_text_are_those_that_would_be_written_one_by_one(text: str):
+def test_prepared_events_equal_events_written_individually(text: str):
     def value(content: str) -> dict[str, Any]:
         delta = {"index": 0, "delta": {"content": content}, "logprobs": None}
         return {"id": "x", "model": "ä", "choices": [delta]}

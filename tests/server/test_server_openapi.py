@@ -1,4 +1,4 @@
-"""The server's OpenAPI document says what is: replies have the shapes that it promises."""
+"""The server's OpenAPI document is true: replies have the shapes that it describes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shape_at(responses: dict[str, Any], status: str) -> str:
 
 
 @pytest.mark.parametrize("asked", [ASKED, RANKED], ids=["generates", "ranks"])
-def test_replies_have_the_shapes_that_are_promised(tmp_path: Path, document: dict[str, Any], asked: Any):
+def test_replies_have_the_documented_shapes(tmp_path: Path, document: dict[str, Any], asked: Any):
     path = (write_reranker if asked is RANKED else write_model)(tmp_path / "tiny.gguf")
 
     async def work() -> None:
@@ -80,7 +80,7 @@ def test_replies_have_the_shapes_that_are_promised(tmp_path: Path, document: dic
     asyncio.run(work())
 
 
-def test_json_of_a_model_has_its_constants_in_their_places():
+def test_written_replies_have_constants_in_their_places():
     written = shapes.ToolUseReplyBlock.written(id="1", name="f", input={})
     assert list(written.items()) == [
         ("type", "tool_use"), ("id", "1"), ("caller", {"type": "direct"}), ("name", "f"), ("input", {}),
@@ -90,12 +90,12 @@ def test_json_of_a_model_has_its_constants_in_their_places():
 
 
 @pytest.mark.parametrize("shape", [shapes.TokenEntry, shapes.ChatReply])
-def test_json_of_a_model_has_none_but_its_fields(shape: type[shapes.Shape]):
+def test_written_replies_have_no_unknown_fields(shape: type[shapes.Shape]):
     with pytest.raises(KeyError, match="other"):
         shape.written(other=1)
 
 
-def test_every_route_says_what_its_errors_are(document: dict[str, Any]):
+def test_every_route_documents_its_errors(document: dict[str, Any]):
     operations = [
         (path, operation) for path, methods in document["paths"].items() for operation in methods.values()
     ]
@@ -104,7 +104,7 @@ def test_every_route_says_what_its_errors_are(document: dict[str, Any]):
     }
     for path, operation in operations:
         responses = operation["responses"]
-        assert "422" not in responses, path  # what is wrong is 400 here
+        assert "422" not in responses, path  # this server answers wrong requests with 400
         api_schema = (
             "Anthropic"
             if path.startswith("/v1/messages")
@@ -141,10 +141,10 @@ def test_bodies_and_their_parts_may_have_other_fields(document: dict[str, Any]):
         for operation in methods.values():
             walk(operation.get("requestBody"))
     assert {"ChatBody", "MessagesBody", "ToolUseBlock", "ResponsesBody", "Options"} <= seen
-    assert not [name for name in known if "__" in name]  # two that have one name
+    assert not [name for name in known if "__" in name]  # two models with one name
 
 
-def test_keys_are_asked_for_where_there_are_some(document: dict[str, Any]):
+def test_keys_are_documented_if_the_server_has_keys(document: dict[str, Any]):
     assert "securitySchemes" not in document["components"]
     with_keys = create_app(Service(lambda: None, ServerSettings(api_keys=("k",)), name="none")).openapi()  # type: ignore[arg-type,return-value]
     schemes = with_keys["components"]["securitySchemes"]
@@ -164,14 +164,14 @@ def test_keys_are_asked_for_where_there_are_some(document: dict[str, Any]):
         ({"role": "user", "content": 3}, False),
     ],
 )
-def test_the_document_says_what_a_message_of_a_chat_is(
+def test_the_document_describes_chat_messages(
     document: dict[str, Any], message: dict[str, Any], is_one: bool
 ):
     schema = document["components"]["schemas"]["ChatBody"]["properties"]["messages"]
     assert jsonschema.Draft202012Validator(schema).is_valid([message]) is is_one
 
 
-def test_the_document_is_made_beside_the_loop_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_is_made_once_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     app = create_app(Service(lambda: None, name="none"))  # type: ignore[arg-type,return-value]
     document, threads = app.openapi(), []
 

@@ -1,4 +1,4 @@
-"""How events come from the engine's thread into the event loop: without delay, and not for each token."""
+"""How events pass from the engine's thread to the event loop: quickly, but not one call per token."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hotset.server.answers import (
 )
 from hotset.server.service import PACE_SECONDS, Mail, Sink
 
-ENOUGH = 8  # turns of a loop, after which it has done all that is due
+ENOUGH = 8  # iterations of a loop in which it does all due work
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time is set by hand, which counts how often another thread called it."""
+    """An event loop with a manual clock, which counts the calls from other threads."""
 
     now = 100.0
     n_calls = 0
@@ -39,7 +39,7 @@ class Clock(asyncio.SelectorEventLoop):
 
 
 class Stream:
-    """A sequence's way to the loop, and what of it has come."""
+    """A sequence's connection to the loop, and the tokens that arrived."""
 
     def __init__(self, loop: Clock, *, delivery: str = "each", mail: Mail | None = None) -> None:
         self.loop, self.came = loop, []
@@ -49,7 +49,7 @@ class Stream:
         self.n_put = 0
 
     def put(self, n: int = 1, finish_reason: FinishReason | None = None) -> None:
-        """The engine's thread reports so many tokens, one after the other."""
+        """Report n tokens in the engine's thread, one after the other."""
 
         def tell() -> None:
             for _ in range(n):
@@ -61,7 +61,7 @@ class Stream:
         thread.join()
 
     async def after(self, seconds: float) -> int:
-        """How many have come once that time is over."""
+        """Advance the clock, and return how many tokens have arrived."""
         self.loop.now += seconds
         for _ in range(ENOUGH):
             await asyncio.sleep(0)
@@ -73,26 +73,26 @@ def in_loop(work: Callable[[Clock], object]) -> None:
         runner.run(work(runner.get_loop()))
 
 
-def test_quick_tokens_come_together():
+def test_quick_tokens_arrive_together():
     async def work(loop: Clock) -> None:
         stream = Stream(loop)
         stream.put()
-        assert await stream.after(0.004) == 1  # the first at once
+        assert await stream.after(0.004) == 1  # the first immediately
         stream.put()
-        assert await stream.after(0.001) == 2  # their speed is unknown yet
+        assert await stream.after(0.001) == 2  # the rate is not known yet
         n_calls = loop.n_calls
         for n_there in (2, 6, 10):
             for _ in range(4):
                 stream.put()
                 assert await stream.after(PACE_SECONDS / 5) == n_there
             assert await stream.after(PACE_SECONDS / 5) == n_there + 4
-        assert loop.n_calls == n_calls  # the loop looked by itself
+        assert loop.n_calls == n_calls  # the loop polled
         assert stream.came == list(range(14))
 
     in_loop(work)
 
 
-def test_the_end_comes_at_once():
+def test_the_end_arrives_immediately():
     async def work(loop: Clock) -> None:
         stream = Stream(loop)
         for _ in range(5):
@@ -105,7 +105,7 @@ def test_the_end_comes_at_once():
     in_loop(work)
 
 
-def test_another_answer_begins_at_once_and_takes_the_others_with_it():
+def test_another_answers_first_token_arrives_immediately_with_all_waiting_tokens():
     async def work(loop: Clock) -> None:
         one = Stream(loop)
         other = Stream(loop, mail=one.mail)
@@ -120,7 +120,7 @@ def test_another_answer_begins_at_once_and_takes_the_others_with_it():
     in_loop(work)
 
 
-def test_slow_tokens_come_at_once():
+def test_slow_tokens_arrive_immediately():
     async def work(loop: Clock) -> None:
         stream = Stream(loop)
         for n in range(1, 6):
@@ -131,7 +131,7 @@ def test_slow_tokens_come_at_once():
     in_loop(work)
 
 
-def test_a_long_step_does_not_keep_the_token_before_it():
+def test_a_long_step_does_not_delay_the_token_before_it():
     async def work(loop: Clock) -> None:
         stream = Stream(loop)
         for _ in range(4):
@@ -139,14 +139,14 @@ def test_a_long_step_does_not_keep_the_token_before_it():
             await stream.after(0.001)
         assert stream.came == [0, 1]
         assert await stream.after(PACE_SECONDS) == 4
-        assert await stream.after(PACE_SECONDS) == 4  # the loop looks in vain, and no more
+        assert await stream.after(PACE_SECONDS) == 4  # the loop polls without result, and stops
         stream.put()
         assert await stream.after(0.0) == 5
 
     in_loop(work)
 
 
-def test_an_answer_in_one_piece_wakes_nobody_before_its_end():
+def test_an_answer_in_one_piece_calls_the_loop_only_at_its_end():
     async def work(loop: Clock) -> None:
         stream = Stream(loop, delivery="end")
         stream.put(50)
@@ -159,7 +159,7 @@ def test_an_answer_in_one_piece_wakes_nobody_before_its_end():
     in_loop(work)
 
 
-def test_events_of_whole_answers_let_others_pass():
+def test_events_of_whole_answers_do_not_delay_other_answers():
     async def work(loop: Clock) -> None:
         mail = Mail()
         wholes = [Stream(loop, delivery="end", mail=mail) for _ in range(2)]
@@ -187,7 +187,7 @@ def test_events_of_whole_answers_let_others_pass():
     in_loop(work)
 
 
-def test_a_loop_that_is_closed_is_left_alone():
+def test_a_closed_loop_is_not_called():
     loop = Clock()
     stream = Stream(loop)
     loop.close()
@@ -195,7 +195,7 @@ def test_a_loop_that_is_closed_is_left_alone():
     assert not stream.came
 
 
-def test_what_comes_together_is_one_piece_of_its_kind_and_answer():
+def test_deltas_of_one_kind_and_answer_are_joined():
     came: list[Delta] = [
         ReasoningDelta(0, "a"), TextDelta(1, "x", [1]), ReasoningDelta(0, "b"), TextDelta(0, "c", [2]),
         TextDelta(1, "y", [3]), TextDelta(0, "d", [4]), ToolCallStart(0, 0, "id0", "f"),
@@ -209,7 +209,7 @@ def test_what_comes_together_is_one_piece_of_its_kind_and_answer():
         ToolCallArguments(0, 1, "[]"), Finished(1, "stop"), TextDelta(0, "e", [5]),
     ]  # fmt: skip
     scored = [TextDelta(2, "a", [i], [TokenLogprobs(i, 0.0, ())]) for i in range(2 * MOST_LOGPROBS)]
-    for half in (scored[:MOST_LOGPROBS], scored[MOST_LOGPROBS:]):  # many logprobs are two pieces
+    for half in (scored[:MOST_LOGPROBS], scored[MOST_LOGPROBS:]):  # more logprobs make two deltas
         tokens, logprobs = [one.tokens[0] for one in half], [one.logprobs[0] for one in half]
         together.append(TextDelta(2, "a" * len(half), tokens, logprobs))
     came += scored

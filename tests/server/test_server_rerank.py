@@ -1,4 +1,4 @@
-"""/v1/rerank and /v2/rerank: the model's own scores, beside answers that run."""
+"""/v1/rerank and /v2/rerank: scores equal the model's own, also while answers run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_coheres_form(path: Path, expected: list[tuple[int, float]]):
         assert found["id"]
         assert found["meta"]["api_version"] == {"version": "2"}
         assert found["meta"]["tokens"]["input_tokens"] > 0
-        cut = [text[:4] for text in DOCUMENTS]  # a token is a byte, but for "he"
+        cut = [text[:4] for text in DOCUMENTS]  # a token is a byte, except "he"
         short = await client.post(COHERE, json=BODY | {"documents": cut})
         long = await client.post(COHERE, json=BODY | {"documents": [text[:3] for text in cut]})
         reply = await client.post(COHERE, json=BODY | {"documents": cut, "max_tokens_per_doc": 4})
@@ -83,7 +83,7 @@ def test_coheres_form(path: Path, expected: list[tuple[int, float]]):
     run(path, work)
 
 
-def test_beside_answers(path: Path, expected: list[tuple[int, float]]):
+def test_documents_are_ranked_while_answers_run(path: Path, expected: list[tuple[int, float]]):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -96,7 +96,7 @@ def test_beside_answers(path: Path, expected: list[tuple[int, float]]):
     run(path, work)
 
 
-def test_what_is_wrong_is_refused(path: Path):
+def test_wrong_requests_are_refused(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for wrong, said in (
             ({"query": ""}, "query"),
@@ -121,12 +121,12 @@ def test_what_is_wrong_is_refused(path: Path):
     run(path, work)
 
 
-def test_tokens_of_all_documents_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each has the query in front, so that a short request may ask for any number of tokens."""
+def test_the_number_of_tokens_of_all_documents_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The query precedes each document, so a short request could need any number of tokens."""
     monkeypatch.setattr("hotset.server.rerank.MAX_TOKENS", 500)
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        query = "q" * 99  # and BOS
+        query = "q" * 99  # plus a BOS
         asked = {"query": query, "documents": ["x"] * 4}
         assert (await client.post(JINA, json=asked)).status_code == 200
         reply = await client.post(JINA, json=asked | {"documents": ["x"] * 5})
@@ -136,7 +136,7 @@ def test_tokens_of_all_documents_are_bounded(path: Path, monkeypatch: pytest.Mon
     run(path, work)
 
 
-def test_a_batch_ranks(path: Path, expected: list[tuple[int, float]], tmp_path: Path):
+def test_a_batch_ranks_documents(path: Path, expected: list[tuple[int, float]], tmp_path: Path):
     request = {"custom_id": "a", "method": "POST", "url": JINA, "body": BODY}
     (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
     service = Service(lambda: hotset.load(path, device="cpu", n_threads=1), name="tiny")
@@ -146,7 +146,7 @@ def test_a_batch_ranks(path: Path, expected: list[tuple[int, float]], tmp_path: 
     assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == expected
 
 
-def test_a_model_without_a_rank_head(tmp_path: Path):
+def test_a_model_without_a_rank_head_is_refused(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         reply = await client.post(JINA, json=BODY)
         assert reply.status_code == 501
@@ -159,7 +159,7 @@ def test_a_model_without_a_rank_head(tmp_path: Path):
     run(write_model(tmp_path / "tiny.gguf"), work)
 
 
-def test_a_client_that_leaves(path: Path):
+def test_a_disconnected_client(path: Path):
     with Serving(path) as server:
         with pytest.raises(httpx.ReadTimeout):
             server.client.post(JINA, json=BODY | {"documents": ["x" * 200] * 2000}, timeout=0.2)
@@ -167,12 +167,12 @@ def test_a_client_that_leaves(path: Path):
         assert server.client.post(JINA, json=BODY).status_code == 200
 
 
-def test_documents_of_a_client_that_left_are_not_computed(path: Path):
-    """None of them had begun, so that no token of theirs may be."""
+def test_documents_of_a_disconnected_client_are_not_computed(path: Path):
+    """Check that no token is computed, because none of the documents had begun."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         thread = service.model.thread
-        with thread.exclusive():  # nothing is computed meanwhile
+        with thread.exclusive():  # nothing is computed here
             asked = asyncio.create_task(client.post(JINA, json=BODY))
             while thread.counters().waiting < 4:
                 await asyncio.sleep(0)

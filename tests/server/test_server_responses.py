@@ -62,7 +62,7 @@ def test_input_is_a_text_or_items():
     ]
 
 
-def test_fields_that_change_nothing_are_accepted():
+def test_fields_without_effect_are_accepted():
     accepted: dict[str, Any] = {
         "store": True, "background": False, "truncation": "disabled", "service_tier": "flex", "user": "me",
         "max_tool_calls": 3, "prompt_cache_key": "k", "prompt_cache_retention": "24h", "metadata": {},
@@ -80,7 +80,7 @@ def test_fields_that_change_nothing_are_accepted():
     assert asked.template == {"verbosity": "low"}
 
 
-def test_what_the_model_said_thought_and_called_is_one_turn():
+def test_text_reasoning_and_calls_of_the_model_are_one_turn():
     schema = {"type": "object", "properties": {}}
     thought = {"type": "reasoning_text", "text": "hm"}
     items = [
@@ -131,7 +131,7 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
          "a part of type input_image cannot be read"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str):
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message: str):
     with pytest.raises(ValidationError) as caught:
         ResponsesBody.model_validate(BODY | fields)
     errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
@@ -142,12 +142,12 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], messag
 
 
 def told(*deltas: Delta) -> tuple[list[Any], dict[str, Any]]:
-    """The events, each as OpenAI's own types have it, and the response."""
+    """Return the events, checked against OpenAI's own types, and the response."""
     body = ResponsesBody.model_validate(BODY)
     writer = ResponseWriter(head("tiny", body, request().params), None, None)  # type: ignore[arg-type]
     events = json.loads(json.dumps(writer.start(1_700_000_000)))
     for delta in deltas:
-        events += json.loads(json.dumps(writer.push(delta)))  # as they are now
+        events += json.loads(json.dumps(writer.push(delta)))  # a copy of the present state
     events += json.loads(json.dumps(writer.end(USAGE)))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     found = [EVENT.validate_python(event) for event in events]
@@ -206,7 +206,7 @@ def test_reasoning_text_and_calls_are_items_in_their_order():
     assert response["status"] == "completed"
 
 
-def test_an_answer_that_is_cut_is_incomplete():
+def test_a_truncated_answer_is_incomplete():
     events, response = told(TextDelta(0, "he"), Finished(0, "length"))
     assert events[-1].type == "response.incomplete"
     assert response["status"] == response["output"][0]["status"] == "incomplete"
@@ -252,7 +252,7 @@ AGENTS = {
 PLAIN = {"type": "function", "name": "spawn"}
 
 
-def test_functions_of_a_namespace_have_its_name():
+def test_functions_of_a_namespace_have_its_name_as_prefix():
     body = ResponsesBody.model_validate(BODY | {"tools": [PLAIN, AGENTS], "client_metadata": {"a": {"b": 1}}})
     functions = [tool["function"]["name"] for tool in answer_request(body).tools]
     assert functions == ["spawn", "agents__spawn"]
@@ -269,7 +269,7 @@ def test_functions_of_a_namespace_have_its_name():
     assert writer.response["tools"][1]["name"] == "agents"
 
 
-def test_calls_of_a_namespace_are_sent_back():
+def test_calls_of_a_namespace_have_it_in_the_reply():
     call = {
         "type": "function_call",
         "call_id": "1",

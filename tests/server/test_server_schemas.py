@@ -1,7 +1,7 @@
-"""What holds in every API schema: each test runs for each of them, through its adapter (api_schemas.py).
+"""Properties of every API schema: each test runs for each schema, by means of its adapter (api_schemas.py).
 
-What one schema alone has is in test_server_openai.py, test_server_responses.py, test_server_anthropic.py and
-test_server_ollama.py.
+test_server_openai.py, test_server_responses.py, test_server_anthropic.py and test_server_ollama.py test the
+properties of one schema.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ARGUMENTS = {"city": "Rome", "days": 2}
 
 
 def each(*names: str, **having: bool) -> pytest.MarkDecorator:
-    """For each schema, or those of these names, or those that have all of this."""
+    """Parametrize a test over the schemas with these names and attributes; without arguments, over all."""
     found = [
         schema
         for schema in SCHEMAS
@@ -48,13 +48,13 @@ def each(*names: str, **having: bool) -> pytest.MarkDecorator:
 
 
 def with_template(tmp_path: Path, template: str, work: Callable[..., Any]) -> None:
-    """Does `work` with a server of a model with this template and a context of 2048."""
+    """Run `work` with a server of a model with this template and a context of 2048."""
     keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
     run(write_model(tmp_path / "tiny.gguf", **keys), work, load={"n_ctx": 2048})
 
 
 async def both(client: httpx.AsyncClient, schema: ApiSchema, body: dict[str, Any]) -> Found:
-    """The answer, which is the same whole and streamed; what was in the cache may be more for the second."""
+    """Return the answer, and assert that a stream gives the same, except the number of cached tokens."""
     whole, _ = await schema.whole(client, body)
     streamed = await schema.streamed(client, body)
     streamed.cached = whole.cached
@@ -65,7 +65,7 @@ async def both(client: httpx.AsyncClient, schema: ApiSchema, body: dict[str, Any
 async def refused(
     client: httpx.AsyncClient, schema: ApiSchema, body: dict[str, Any], status: int = 400
 ) -> str:
-    """The message of a refusal. A client that leaves the name of the model out is not helped."""
+    """Return the message of a refusal. The body is sent without the addition of a model's name."""
     reply = await client.post(schema.url, content=json.dumps(body))
     assert reply.status_code == status, reply.text
     return schema.error(reply)
@@ -75,7 +75,7 @@ async def refused(
 
 
 @each()
-def test_an_answer_and_its_stream_are_what_the_model_says(path: Path, model: hotset.Model, schema: ApiSchema):
+def test_an_answer_and_its_stream_equal_the_models_own(path: Path, model: hotset.Model, schema: ApiSchema):
     expected = schema.expected(model, **SHORT)
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -89,7 +89,7 @@ def test_an_answer_and_its_stream_are_what_the_model_says(path: Path, model: hot
     run(path, work)
 
 
-# Each by itself changes the text of the tiny model, so that one that is dropped shows.
+# Each one changes the tiny model's text, so that an ignored field is noticed.
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.5}, {"frequency_penalty": 1.5}, {"presence_penalty": 1.5},
     {"repetition_penalty": 1.8}, {"repetition_penalty": 1.8, "penalty_last_n": 2},
@@ -101,7 +101,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"dry_multiplier": 5.0, "dry_allowed_length": 0},
 )  # fmt: skip
 
-# These need a text that repeats itself to change it.
+# These change only a text with repetitions.
 SELDOM_SEEN: tuple[dict[str, Any], ...] = (
     {"dry_multiplier": 5.0}, {"dry_multiplier": 5.0, "dry_base": 1.0},
     {"dry_multiplier": 5.0, "dry_penalty_last_n": 6},
@@ -145,7 +145,7 @@ def test_sampling_fields_reach_the_sampler(path: Path, model: hotset.Model, sche
 
 @each()
 def test_a_null_is_an_absent_field(path: Path, schema: ApiSchema):
-    """Clients write out every field that they know, and newer ones know more."""
+    """Clients send every field that they know, and newer clients know more."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(**SHORT)
@@ -181,7 +181,7 @@ def test_a_stop_string_ends_an_answer(
 
 
 @each(has_logprobs=True)
-def test_logprobs_are_those_of_the_model(path: Path, model: hotset.Model, schema: ApiSchema):
+def test_logprobs_equal_the_models(path: Path, model: hotset.Model, schema: ApiSchema):
     expected = schema.expected(model, logprobs=2, **SHORT)
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -216,7 +216,7 @@ def test_an_answer_follows_a_schema(path: Path, schema: ApiSchema):
 
 
 @each(is_chat=True)
-def test_messages_of_the_system_come_first(path: Path, model: hotset.Model, schema: ApiSchema):
+def test_system_messages_come_first(path: Path, model: hotset.Model, schema: ApiSchema):
     messages = [{"role": "system", "content": "be brief"}, *MESSAGES]
     expected = model.chat(messages, **SHORT).content
 
@@ -231,7 +231,7 @@ def test_messages_of_the_system_come_first(path: Path, model: hotset.Model, sche
 
 
 @each(has_tools=True)
-def test_reasoning_text_and_calls_come_apart(tmp_path: Path, schema: ApiSchema):
+def test_reasoning_text_and_calls_are_separate(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -242,7 +242,7 @@ def test_reasoning_text_and_calls_come_apart(tmp_path: Path, schema: ApiSchema):
         assert found.calls == [("get_weather", ARGUMENTS)]
         assert found.reason == "calls"
         assert found.reasoning_tokens is None or 8 <= found.reasoning_tokens < found.tokens
-        # What the model called, and what came of it, are the next request's.
+        # The model's call and its result are part of the next request.
         _, raw = await schema.whole(client, body)
         messages = [*MESSAGES, *schema.called(raw, "rain")]
         body = schema.body(messages, tools=[WEATHER, CLOCK], temperature=0, max_tokens=200)
@@ -275,8 +275,8 @@ def test_several_calls_or_one(tmp_path: Path, schema: ApiSchema):
 
 @pytest.mark.parametrize("choice", ["any", "get_weather"])
 @each(chooses_tools=True)
-def test_a_call_that_is_asked_for(tmp_path: Path, schema: ApiSchema, choice: str):
-    """The tiny model writes for itself, and what it writes is a call."""
+def test_a_required_call(tmp_path: Path, schema: ApiSchema, choice: str):
+    """The tiny model writes its own text, which is a call."""
     pytest.importorskip("llguidance")
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -293,7 +293,7 @@ def test_a_call_that_is_asked_for(tmp_path: Path, schema: ApiSchema, choice: str
 
 @pytest.mark.parametrize("name", quick_are(list(dict(TEMPLATES))[::3], dict(TEMPLATES)))
 def test_a_form_of_calls_is_read_in_every_schema(tmp_path: Path, name: str):
-    """The tiny model's tokens are bytes, so that every letter and every mark is cut."""
+    """The tiny model's tokens are bytes, so every character and every mark arrives in pieces."""
     pytest.importorskip("llguidance")
     marks = next(template for form, template in TEMPLATES if form == name)
     emitted, text, calls = next((e, t, c) for form, e, t, c in PUBLISHED if form == name)
@@ -330,8 +330,8 @@ def test_an_answer_is_continued(path: Path, model: hotset.Model, schema: ApiSche
 
 
 @each(is_chat=True)
-def test_what_cannot_be_continued_is_refused(tmp_path: Path, schema: ApiSchema):
-    """Calls without results, and a message that the template changes."""
+def test_messages_that_cannot_be_continued_are_refused(tmp_path: Path, schema: ApiSchema):
+    """The causes are calls without results, and a message that the template changes."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, f"</think>{CALL}")
@@ -354,7 +354,7 @@ def continuing(schema: ApiSchema, begun: str, **more: Any) -> dict[str, Any]:
 
 @each(is_chat=True)
 @pytest.mark.parametrize(("begun", "rest"), [('"Ro', 'me"'), ('"', 'Oslo"'), ('"Rome"', "")])
-def test_a_form_holds_for_the_text_that_is_continued_and_its_rest(
+def test_a_form_applies_to_a_continued_text_and_its_rest(
     tmp_path: Path, schema: ApiSchema, begun: str, rest: str
 ):
     pytest.importorskip("llguidance")
@@ -377,7 +377,7 @@ def test_a_form_holds_for_the_text_that_is_continued_and_its_rest(
         ("<think>\nTwo.\n</think>\n", '"Rome"', ""),
     ],
 )
-def test_a_form_holds_after_reasoning_that_is_continued(
+def test_a_form_applies_after_continued_reasoning(
     tmp_path: Path, schema: ApiSchema, begun: str, written_text: str, thoughts: str
 ):
     pytest.importorskip("llguidance")
@@ -391,11 +391,11 @@ def test_a_form_holds_after_reasoning_that_is_continued(
 
 
 @each(is_chat=True, chooses_tools=True)
-def test_a_required_call_follows_the_text_that_is_continued(tmp_path: Path, schema: ApiSchema):
+def test_a_required_call_follows_a_continued_text(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        written(service.model, "ok" + CALL[2:])  # which would be no call
+        written(service.model, "ok" + CALL[2:])  # not a call without the constraint
         body = schema.body(BEGUN, tools=[WEATHER], choice="any", temperature=0, max_tokens=200)
         found = await both(client, schema, body)
         assert (found.text, found.calls) == ("", [("get_weather", ARGUMENTS)])
@@ -404,7 +404,7 @@ def test_a_required_call_follows_the_text_that_is_continued(tmp_path: Path, sche
 
 
 @each()
-def test_tokens_that_the_request_names_end_the_answer(tmp_path: Path, schema: ApiSchema):
+def test_stop_token_ids_end_the_answer(tmp_path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, "abcdef")
         body = schema.body(**SHORT)
@@ -436,8 +436,8 @@ def test_one_model_answers_to_any_name(path: Path, schema: ApiSchema, caplog: py
     assert lines == [f"requests name the model {name!r}; 'tiny' answers them" for name in NAMES[2:]]
 
 
-def test_names_in_the_log_are_bounded(path: Path, caplog: pytest.LogCaptureFixture):
-    """Clients choose names: the log escapes them, and remembers a limited number."""
+def test_names_of_models_in_the_log_are_limited(path: Path, caplog: pytest.LogCaptureFixture):
+    """Clients choose the names: the log escapes them and remembers a limited number."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for i in range(MOST_NOTICES + 5):
@@ -451,16 +451,16 @@ def test_names_in_the_log_are_bounded(path: Path, caplog: pytest.LogCaptureFixtu
     assert not any("\n" in line for line in lines)
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 @each()
-def test_what_is_wrong_is_refused_by_name(path: Path, schema: ApiSchema):
+def test_wrong_fields_are_refused_by_name(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(**SHORT)
         for name, value in (("temperature", -1), ("temperature", "warm"), ("top_p", 1.5)):
             assert name in await refused(client, schema, schema.body(**SHORT | {name: value}))
-        if not schema.name.startswith("ollama"):  # where 0 is no limit
+        if not schema.name.startswith("ollama"):  # in Ollama's schema 0 means no limit
             assert "1, not 0" in await refused(client, schema, schema.body(temperature=0, max_tokens=0))
         for wrong in (3, {}):
             assert schema.subject in await refused(client, schema, body | {schema.subject: wrong})
@@ -478,7 +478,7 @@ FIELDS: dict[str, Any] = {"frobnicate": 3, "num_ctx": 4096, "cache_prompt": "tru
 
 @pytest.mark.parametrize("stream", [False, True])
 @each()
-def test_fields_without_effect_are_named_in_a_header(path: Path, schema: ApiSchema, stream: bool):
+def test_ignored_fields_are_named_in_a_header(path: Path, schema: ApiSchema, stream: bool):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(**SHORT) | {"stream": stream}
         plain = await client.post(schema.url, json=body)
@@ -491,7 +491,7 @@ def test_fields_without_effect_are_named_in_a_header(path: Path, schema: ApiSche
 
 
 @each()
-def test_a_strict_server_refuses_fields_without_effect(path: Path, schema: ApiSchema):
+def test_a_strict_server_refuses_ignored_fields(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(**SHORT)
         for name in ("frobnicate", "num_ctx"):
@@ -504,12 +504,10 @@ def test_a_strict_server_refuses_fields_without_effect(path: Path, schema: ApiSc
 
 @each()
 def test_a_prompt_that_is_too_long_is_refused(path: Path, schema: ApiSchema):
-    """By its bytes before it is tokenized, and by its tokens."""
+    """Check the limit of bytes before tokenization, and the limit of tokens."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        n_fitting = (
-            256 if schema.name == "completions" else 245
-        )  # whose tokens do not fit with the template's
+        n_fitting = 256 if schema.name == "completions" else 245  # with the template's tokens they do not fit
         words = r"maximum context length is 256 tokens, and the prompt has (\d+) tokens"
         if schema.name == "messages":
             words = r"prompt is too long: (\d+) tokens > (?:256|255) maximum"
@@ -524,7 +522,7 @@ def test_a_prompt_that_is_too_long_is_refused(path: Path, schema: ApiSchema):
 
 
 @each(is_chat=True)
-def test_roles_are_those_of_the_schema(path: Path, schema: ApiSchema):
+def test_unknown_roles_are_refused(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for role in ("wizard", "", 3):
             messages = [*MESSAGES, {"role": role, "content": "x"}]
@@ -556,7 +554,7 @@ def test_pictures_are_refused(path: Path, schema: ApiSchema):
 
 
 @each()
-def test_the_limits_of_the_server_are_those_of_an_answer(path: Path, schema: ApiSchema):
+def test_the_servers_limits_apply_to_answers(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for limit in ({}, {"max_tokens": 6}, {"max_tokens": 32_000}):
             found = await both(client, schema, schema.body(temperature=0, **limit))
@@ -571,7 +569,7 @@ def test_the_limits_of_the_server_are_those_of_an_answer(path: Path, schema: Api
 
 
 @each()
-def test_a_server_that_is_full_or_ends_says_so(path: Path, schema: ApiSchema):
+def test_a_full_server_and_one_that_shuts_down_refuse_requests(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         gate, step = threading.Event(), service.model.backend.step
 
@@ -600,7 +598,7 @@ def test_a_server_that_is_full_or_ends_says_so(path: Path, schema: ApiSchema):
     run(path, work, max_queue=0)
 
 
-# ---- answers that do not come to their end ----
+# ---- answers that do not finish ----
 
 
 @each()
@@ -618,7 +616,7 @@ def test_a_stream_that_fails_ends_with_an_error(path: Path, schema: ApiSchema):
 
 @pytest.mark.parametrize("stream", [False, True])
 @each()
-def test_a_client_that_leaves_ends_its_answer(path: Path, schema: ApiSchema, stream: bool):
+def test_a_disconnected_client_ends_its_answer(path: Path, schema: ApiSchema, stream: bool):
     with Serving(path) as server:
         begun, gate = threading.Event(), threading.Event()
         step = server.model.backend.step

@@ -1,4 +1,4 @@
-"""Who may ask the server, by which name, from which page, and how much at a time."""
+"""Who may send requests, under which host name, from which page, and how much at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hotset.server.settings import ServerSettings
 
 
 def app_of(**settings: Any) -> Any:
-    """Guards around a service whose model is never loaded: /health gives 503 when all are passed."""
+    """Return the app around a model that is never loaded: /health gives 503 if no guard refuses."""
     from hotset.server.app import create_app
     from hotset.server.service import Service
 
@@ -46,13 +46,13 @@ def asked(
     return asyncio.run(ask())
 
 
-PASSED = 503  # of a server without a model
+PASSED = 503  # a server without a model
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8080", "127.0.0.1", "127.0.0.1:99", "[::1]", "[::1]:8080"]
 )
-def test_loopback_names_are_its_own(host: str):
+def test_loopback_names_are_allowed(host: str):
     assert asked(app_of(), headers={"host": host}).status_code == PASSED
 
 
@@ -60,7 +60,7 @@ def test_loopback_names_are_its_own(host: str):
     "host",
     ["evil.example", "evil.example:8080", "localhost.evil.example", "192.168.1.7", "[::2]"],
 )
-def test_a_name_that_is_pointed_here_is_refused(host: str):
+def test_other_host_names_are_refused(host: str):
     reply = asked(app_of(), headers={"host": host})
     assert reply.status_code == 403
     assert reply.json()["error"]["code"] == "host_not_allowed"
@@ -72,7 +72,7 @@ def test_a_name_that_is_pointed_here_is_refused(host: str):
     ["", "a b", "@", "localhost:80:80", "localhost:x", "me@localhost", "localhost/", "[::1", "::1", "[::1]80",
      "localhost:123456", "localhost\\@evil.example"],
 )  # fmt: skip
-def test_a_host_header_of_another_form_is_refused(host: str):
+def test_a_malformed_host_header_is_refused(host: str):
     reply = asked(app_of(), headers={"host": host})
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "invalid_host"
@@ -82,7 +82,7 @@ def test_two_host_headers_are_refused():
     assert asked(app_of(), headers=[("host", "localhost"), ("host", "localhost")]).status_code == 400
 
 
-def test_hosts_that_were_named():
+def test_allowed_hosts():
     app = app_of(allowed_hosts=("chat.example", "[fe80::1]"))
     assert asked(app, headers={"host": "chat.example:443"}).status_code == PASSED
     assert asked(app, headers={"host": "[fe80::1]:443"}).status_code == PASSED
@@ -90,7 +90,7 @@ def test_hosts_that_were_named():
     assert asked(app_of(allowed_hosts=("*",)), headers={"host": "other.example"}).status_code == PASSED
 
 
-def test_on_every_address_it_is_called_by_addresses_but_not_by_any_name():
+def test_a_server_on_all_addresses_allows_addresses_and_no_other_names():
     app = app_of(host="0.0.0.0", allow_no_api_key=True)
     assert asked(app, headers={"host": "192.168.1.7:8080"}).status_code == PASSED
     assert asked(app, headers={"host": "evil.example"}).status_code == 403
@@ -99,8 +99,8 @@ def test_on_every_address_it_is_called_by_addresses_but_not_by_any_name():
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "null", "http://127.0.0.1:9999", "http://localhost:8080"]
 )
-def test_pages_of_other_origins_may_not_ask(origin: str):
-    """Not even what a browser sends without asking first: a POST of plain text."""
+def test_pages_of_other_origins_are_refused(origin: str):
+    """This includes requests that a browser sends without a preflight: a POST of plain text."""
     body = {"content": "{}", "headers": {"origin": origin, "content-type": "text/plain"}}
     reply = asked(app_of(), "POST", "/v1/chat/completions", **body)
     assert reply.status_code == 403
@@ -109,8 +109,8 @@ def test_pages_of_other_origins_may_not_ask(origin: str):
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_pages_of_other_sites_may_link_to_its_page_alone(site: str):
-    """A browser sends the GET of an image without an Origin."""
+def test_pages_of_other_sites_may_only_link_to_the_chat_page(site: str):
+    """A browser requests an image without an Origin header."""
     image, link = {"sec-fetch-site": site, "sec-fetch-mode": "no-cors"}, {"sec-fetch-site": site}
     link["sec-fetch-mode"] = "navigate"
     reply = asked(app_of(), path="/props?model=tiny", headers=image)
@@ -127,7 +127,7 @@ def test_pages_of_other_sites_may_link_to_its_page_alone(site: str):
         assert asked(app_of(), headers={"sec-fetch-site": own}).status_code == PASSED
 
 
-def test_its_own_page_may_ask_and_pages_that_were_named():
+def test_the_chat_page_and_allowed_origins_may_send_requests():
     own = {"origin": "http://127.0.0.1:8080"}
     assert asked(app_of(), headers=own).status_code == PASSED
     app = app_of(cors_origins=("https://chat.example",), api_keys=("k",))
@@ -142,7 +142,7 @@ def test_its_own_page_may_ask_and_pages_that_were_named():
     preflight = asked(app, "OPTIONS", "/v1/chat/completions", ask_first)
     assert preflight.status_code == 200
     assert "x-api-key" in preflight.headers["access-control-allow-headers"]
-    refused = asked(app, headers=named)  # without the key, but the page may read why
+    refused = asked(app, headers=named)  # the key is missing, and the page may read the refusal
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://chat.example"
     assert asked(app, headers={"origin": "https://other.example"}).status_code == 403
@@ -186,7 +186,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
     assert compared == [(32, 32)] * 6
 
 
-def test_errors_have_the_shape_of_the_dialect():
+def test_errors_have_the_shape_of_the_api_schema():
     app = app_of(api_keys=("k",))
     anthropic = asked(app, "POST", "/v1/messages").json()
     assert anthropic["type"] == "error"
@@ -194,7 +194,7 @@ def test_errors_have_the_shape_of_the_dialect():
     assert isinstance(asked(app, "POST", "/api/chat").json()["error"], str)
 
 
-def test_where_other_machines_reach_it_a_key_is_needed():
+def test_listening_for_other_machines_needs_a_key():
     with pytest.raises(hotset.InvalidRequestError, match="--allow-no-api-key"):
         ServerSettings(host="0.0.0.0")
     with pytest.raises(hotset.InvalidRequestError, match="other machines"):
@@ -235,7 +235,7 @@ def test_large_bodies_are_refused_before_they_are_read():
     assert asked(app, "POST", "/v1/chat/completions", content=endless()).status_code == 413
 
 
-def test_nesting_is_bounded():
+def test_nesting_is_limited():
     app = app_of()
     deep = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     reply = asked(app, "POST", "/v1/chat/completions", content=deep)
@@ -244,16 +244,16 @@ def test_nesting_is_bounded():
     check_json(b"[" * 3 + b"]" * 3, 3)
     with pytest.raises(RequestError):
         check_json(b"[" * 4 + b"]" * 4, 3)
-    check_json(b"[]" * 100, 1)  # side by side
+    check_json(b"[]" * 100, 1)  # not nested
     check_json(b'["[[[[\\"[[[[", "]"]', 1)  # in strings
     with pytest.raises(RequestError):
         check_json(b'[["\\\\", [{"a": [1]}]]]', 4)
-    check_json(b'["' + b"[" * 10, 1)  # a string without an end is no brackets
+    check_json(b'["' + b"[" * 10, 1)  # brackets in an unterminated string
     with pytest.raises(RequestError):
         check_json(b"]]]" + b"[" * 5, 1)
 
 
-def test_bodies_that_are_slow_to_come_are_left():
+def test_slow_bodies_time_out():
     async def work() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             raise AssertionError("nothing came")
@@ -277,7 +277,7 @@ def test_bodies_that_are_slow_to_come_are_left():
     asyncio.run(work())
 
 
-def test_of_the_memory_for_long_bodies_a_client_gets_half_of_what_others_leave():
+def test_a_client_gets_half_of_the_free_memory_for_long_bodies():
     async def work() -> None:
         leave = asyncio.Event()
         reached: list[str] = []
@@ -313,7 +313,7 @@ def test_of_the_memory_for_long_bodies_a_client_gets_half_of_what_others_leave()
 
         for client, size in (("a", 250), ("a", 250), ("a", 70), ("a", 1), ("b", 251), ("b", 250), ("c", 125)):
             await asked(client, size << 10)
-        assert (reached, refused) == (["a", "a", "a", "b", "c"], ["a", "b"])  # 1 KiB is no long one
+        assert (reached, refused) == (["a", "a", "a", "b", "c"], ["a", "b"])  # 1 KiB is not long
         leave.set()
         await asyncio.gather(*tasks)
         reached.clear()
@@ -337,7 +337,7 @@ def test_malformed_bodies_are_400(body: bytes):
         assert reply.json()["error"]["message"]
 
 
-def test_a_body_is_json_whatever_it_is_said_to_be():
+def test_a_body_is_parsed_as_json_under_any_content_type():
     for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data"):
         headers = {"content-type": kind}
         content = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]}'
@@ -345,7 +345,7 @@ def test_a_body_is_json_whatever_it_is_said_to_be():
         assert reply.status_code == PASSED
 
 
-def test_surrogates_in_an_error_are_no_failure():
+def test_surrogates_in_an_error_are_refused_properly():
     reply = asked(app_of(), "POST", "/v1/chat/completions", content=b'{"messages": [], "\\ud800": 1}')
     assert reply.status_code == 400
 

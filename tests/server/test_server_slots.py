@@ -1,4 +1,4 @@
-"""What llama-server's clients do with slots, and the prompt cache on disk behind a server."""
+"""Slots as llama-server's clients use them, and a server's prompt cache on disk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.server.keys import NamedKey
 from hotset.server.service import Service
 
-PROMPT = "a quick brown fox is " * 10  # 210 tokens, and one that begins a text
+PROMPT = "a quick brown fox is " * 10  # 210 tokens, and the beginning of a text
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 
 
 async def ask(client: httpx.AsyncClient, **how: Any) -> tuple[str, int]:
-    """The answer, and how many tokens of the prompt were in the cache."""
+    """Return the answer, and the number of the prompt's tokens that were in the cache."""
     reply = await client.post("/v1/completions", json={"prompt": PROMPT} | GREEDY | how)
     assert reply.status_code == 200, reply.text
     found = reply.json()
@@ -92,7 +92,7 @@ def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
     run(path, work, slot_save_path=str(tmp_path), load={"n_seqs": 4})
 
 
-def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
+def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         await ask(client)
         for name in ("", "../x", "a/b", "/etc/passwd", ".hidden", "a" * 300, "a\n", None):
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
         (tmp_path / "good").write_bytes(whole[:-1])
         assert (await act(client, "restore", filename="good")).json()[
             "n_restored"
-        ] == 3 * PAGE_SIZE  # in memory yet
+        ] == 3 * PAGE_SIZE  # still in memory
         other = whole[:8] + bytes(16) + whole[24:]
         (tmp_path / "other").write_bytes(other)
         assert (await act(client, "restore", filename="other")).status_code == 400
@@ -140,7 +140,7 @@ def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
 
 
 def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
-    """Of all files of the folder; one that is replaced does not count."""
+    """The limit applies to all files of the folder. A file that is replaced does not count."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         await ask(client)
@@ -166,7 +166,7 @@ def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
     run(path, work, slot_save_path=str(tmp_path))
 
 
-def test_a_file_of_something_else_is_not_replaced(path: Path, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
 
     async def work(client: httpx.AsyncClient, _: Service) -> None:
@@ -181,7 +181,7 @@ def test_a_file_of_something_else_is_not_replaced(path: Path, tmp_path: Path) ->
 
 
 def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
-    """Else one key would erase what another one's slot holds, and replace its files."""
+    """Otherwise one key could erase another key's slot and replace its files."""
     keys = [
         NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
         for name in ("alice", "root")
@@ -200,7 +200,7 @@ def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
     run(path, work, slot_save_path=str(tmp_path), named_keys=tuple(keys))
 
 
-def test_without_keys_slots_are_for_this_machine(path: Path, tmp_path: Path) -> None:
+def test_without_keys_only_this_machine_may_use_slots(path: Path, tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
@@ -218,7 +218,7 @@ def test_without_a_folder_nothing_is_saved(path: Path) -> None:
     run(path, work)
 
 
-def test_a_model_that_the_cpu_does_not_compute_alone_says_so(path: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         assert (await ask(client))[0]
         reply = await act(client, "save", filename="x")
@@ -253,7 +253,7 @@ def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: 
     assert second["hotset_prompt_cache_blocks_written_total"] == 0
 
 
-def test_several_clients_after_a_restart_get_what_they_got_before(path: Path, tmp_path: Path) -> None:
+def test_several_clients_get_the_same_answers_after_a_restart(path: Path, tmp_path: Path) -> None:
     prompts = ["{} {}".format("shared beginning " * 8, letter * 60) for letter in "abcdefgh"]
     found: list[list[tuple[str, int]]] = []
 

@@ -1,4 +1,4 @@
-"""How much a model thinks, and conversations that are too long, in all API schemas."""
+"""Limits of reasoning, and conversations that are too long, in all API schemas."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(
     asyncio.run(whole())
 
 
-# How each schema's clients bound the thinking to 8 tokens.
+# How each schema's clients limit the reasoning to 8 tokens.
 BUDGETS: dict[str, list[dict[str, Any]]] = {
     "chat": [{"reasoning_budget_tokens": 8}, {"thinking_budget_tokens": 8}, {"reasoning": {"max_tokens": 8}}],
     "responses": [{"reasoning": {"max_tokens": 8}}],
@@ -73,8 +73,8 @@ def test_the_answer_begins_when_the_budget_is_used_up(tmp_path: Path, schema: Ap
     run(tmp_path, THINKS, work)
 
 
-def test_the_budget_of_the_server_and_its_message(tmp_path: Path) -> None:
-    """A request may have another budget, and -1 removes the limit."""
+def test_the_servers_budget_and_its_message(tmp_path: Path) -> None:
+    """A request may set another budget, and -1 removes the limit."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, TEXT)
@@ -93,7 +93,7 @@ def test_the_budget_of_the_server_and_its_message(tmp_path: Path) -> None:
     run(tmp_path, THINKS, work, reasoning_budget=6, reasoning_budget_message=" That is enough.")
 
 
-def test_answers_to_one_request_have_a_budget_each(tmp_path: Path) -> None:
+def test_each_answer_to_a_request_has_its_own_budget(tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = {"messages": MESSAGES, "n": 3, "seed": 4, "max_tokens": 40, "reasoning_budget_tokens": 5}
         bias = {str(id): -100 for id in range(259) if not 97 <= id < 123}
@@ -107,7 +107,7 @@ def test_answers_to_one_request_have_a_budget_each(tmp_path: Path) -> None:
     run(tmp_path, THINKS, work)
 
 
-def test_reasoning_that_was_begun_counts(tmp_path: Path) -> None:
+def test_continued_reasoning_counts(tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, TEXT)
         begun = [*MESSAGES, {"role": "assistant", "content": "<think>12345"}]
@@ -138,8 +138,8 @@ def test_a_schema_follows_when_the_budget_is_used_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("off", [{"enable_thinking": False}, {"reasoning_budget_tokens": 0}])
-def test_without_thinking_a_form_counts_from_the_first_token(tmp_path: Path, off: dict[str, Any]) -> None:
-    """Even one that begins like reasoning."""
+def test_without_reasoning_a_form_applies_from_the_first_token(tmp_path: Path, off: dict[str, Any]) -> None:
+    """This includes a form that begins like reasoning."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = {"messages": MESSAGES, **PARAMS, "regex": "<think>ab</think>c[de]"}
@@ -207,7 +207,7 @@ TRUNCATES = {"chat": {"truncation": "auto"}, "responses": {"truncation": "auto"}
 
 
 @pytest.mark.parametrize("schema", [one for one in CHATS if one.name in TRUNCATES], ids=repr)
-def test_the_oldest_turns_are_left_out(tmp_path: Path, schema: ApiSchema) -> None:
+def test_the_oldest_turns_are_dropped(tmp_path: Path, schema: ApiSchema) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(long_talk(20), max_tokens=4, temperature=0) | TRUNCATES[schema.name]
         reply = await client.post(schema.url, json=body)

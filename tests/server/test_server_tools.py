@@ -1,7 +1,7 @@
-"""Calls of functions, reasoning and forms of answers, as OpenAI's clients ask for them and read them.
+"""Calls of functions, reasoning and forms of answers, as OpenAI's clients request and read them.
 
-What the model "writes" is written for it: its logits are replaced by those of a text, one byte after the
-other, so that every form can be tried. Where the answer is constrained the tiny model writes for itself.
+The model's text is given: its logits are replaced by a text's, one byte after the other, so that every form
+can be tested. With a constraint, the tiny model writes its own text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def run(tmp_path: Path, template: str, work: Callable[[httpx.AsyncClient, Servic
 
 
 async def both(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
-    """The message of a whole answer, which the stream's pieces make up as well; with its finish_reason."""
+    """Return the message of a whole answer, with its finish_reason.
+
+    Assert that the stream's pieces add up to it.
+    """
     body = {"messages": MESSAGES} | PARAMS | body
     reply = await client.post(CHAT, json=body)
     assert reply.status_code == 200, reply.text
@@ -127,7 +130,7 @@ def test_without_tools_or_with_none_a_call_is_text(tmp_path: Path):
 
 
 @pytest.mark.parametrize("bad", ['{"city": ', "[1, 2", '{"city": "Rome",}', "nonsense", '{"a": "\\'])
-def test_arguments_that_are_no_json_are_passed_on(tmp_path: Path, bad: str):
+def test_arguments_that_are_not_json_are_passed_on(tmp_path: Path, bad: str):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, f'<tool_call>\n{{"name": "get_weather", "arguments": {bad}')
         found = await both(client, tools=[WEATHER])
@@ -137,7 +140,7 @@ def test_arguments_that_are_no_json_are_passed_on(tmp_path: Path, bad: str):
     run(tmp_path, HERMES, work)
 
 
-def test_a_call_that_is_cut_short(tmp_path: Path):
+def test_a_truncated_call(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, CALL)
         found = await both(client, tools=[WEATHER], max_tokens=60)
@@ -148,8 +151,8 @@ def test_a_call_that_is_cut_short(tmp_path: Path):
 
 
 @pytest.mark.parametrize("template", quick_are((HERMES,), [HERMES, LLAMA, MISTRAL, QWEN]))
-def test_a_function_that_must_be_called(tmp_path: Path, template: str):
-    """The model, whose every parameter is random, writes what fits the schema."""
+def test_a_required_function_is_called(tmp_path: Path, template: str):
+    """Use a model with random parameters, whose text still fits the schema."""
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         named = {"type": "function", "function": {"name": "get_weather"}}
@@ -177,8 +180,8 @@ def test_a_function_that_must_be_called(tmp_path: Path, template: str):
     run(tmp_path, template, work)
 
 
-def test_strict_tools_where_the_model_may_choose(tmp_path: Path):
-    """A call that the model begins follows the schema from there on; text is free."""
+def test_strict_tools_with_a_free_choice(tmp_path: Path):
+    """A call follows the schema from its beginning; other text is free."""
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -199,7 +202,7 @@ def test_strict_tools_where_the_model_may_choose(tmp_path: Path):
     run(tmp_path, LLAMA, left_to_the_model)
 
 
-def test_tools_that_are_none(tmp_path: Path):
+def test_wrong_tools_are_refused(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         async def refused(**body: Any) -> str:
             reply = await client.post(CHAT, json={"messages": MESSAGES} | PARAMS | body)
@@ -219,7 +222,7 @@ def test_tools_that_are_none(tmp_path: Path):
     run(tmp_path, HERMES, work)
 
 
-def test_a_model_whose_template_knows_no_tools_gets_them_as_text(tmp_path: Path):
+def test_a_template_without_tools_gets_them_as_text(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = {"tools": [WEATHER], "parallel_tool_calls": False}
         required = await both(client, **body, tool_choice="required", temperature=1.5, seed=1, max_tokens=400)
@@ -237,7 +240,7 @@ def test_a_model_whose_template_knows_no_tools_gets_them_as_text(tmp_path: Path)
     run(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}", work)
 
 
-def test_reasoning_is_apart(tmp_path: Path):
+def test_reasoning_is_separate(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         written(service.model, f"Hmm, hm.\n</think>\n\nYes.\n{CALL}")
         found = await both(client, tools=[WEATHER])
@@ -252,8 +255,8 @@ def test_reasoning_is_apart(tmp_path: Path):
     run(tmp_path, THINKS, work)
 
 
-def test_how_much_is_thought(tmp_path: Path):
-    """A template that knows no effort ignores it; another one writes down what it got."""
+def test_reasoning_effort_reaches_the_template(tmp_path: Path):
+    """A template that does not use the effort ignores it; the other one writes it."""
 
     async def accepted(client: httpx.AsyncClient, service: Service) -> None:
         for effort in ("none", "low", "max"):
@@ -271,7 +274,7 @@ def test_how_much_is_thought(tmp_path: Path):
     run(tmp_path, told, work)
 
 
-def test_what_is_thought_before_a_form_is_free(tmp_path: Path):
+def test_reasoning_before_a_form_is_unconstrained(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -288,7 +291,7 @@ def test_what_is_thought_before_a_form_is_free(tmp_path: Path):
 
 
 def test_forms_of_answers(tmp_path: Path):
-    """What the tiny model writes follows, whatever the seed."""
+    """The tiny model's text follows the form for every seed."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "yy"]}},
@@ -322,8 +325,8 @@ ROMAN = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required"
 
 
 @pytest.mark.parametrize("text", [CALL, '{"city": "Rome"}'])
-def test_tools_and_a_form_of_the_answer(tmp_path: Path, text: str):
-    """The model calls a tool, or answers in the form."""
+def test_tools_together_with_a_form_of_the_answer(tmp_path: Path, text: str):
+    """The model calls a tool or answers in the form."""
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": ROMAN}}
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
@@ -341,7 +344,7 @@ def test_tools_and_a_form_of_the_answer(tmp_path: Path, text: str):
     run(tmp_path, HERMES, work)
 
 
-def test_forms_that_are_none(tmp_path: Path):
+def test_wrong_forms_are_refused(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for body in (
             {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}},

@@ -1,4 +1,4 @@
-"""The page as files over HTTP: what is served, under which policy, and that nothing else is."""
+"""The files of the chat page over HTTP: which are served, and under which policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client() -> TestClient:
     return TestClient(app)
 
 
-def test_the_page_and_every_file_of_it(client: TestClient) -> None:
+def test_the_page_and_all_its_files_are_served(client: TestClient) -> None:
     index = client.get("/")
     assert index.status_code == 200
     assert index.headers["content-type"] == "text/html; charset=utf-8"
@@ -59,7 +59,7 @@ def test_the_page_offers_parameters_of_the_table(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/none.js"])
-def test_headers_that_keep_it_safe(client: TestClient, path: str) -> None:
+def test_security_headers(client: TestClient, path: str) -> None:
     headers = client.get(path).headers
     policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'"
@@ -71,7 +71,7 @@ def test_headers_that_keep_it_safe(client: TestClient, path: str) -> None:
     assert headers["referrer-policy"] == "no-referrer"
 
 
-def test_what_is_known_is_not_sent_again(client: TestClient) -> None:
+def test_unchanged_files_are_not_sent_again(client: TestClient) -> None:
     first = client.get("/page/style.css")
     assert first.headers["cache-control"] == "no-cache"
     tag = first.headers["etag"]
@@ -88,14 +88,14 @@ OUTSIDE = """/page/ /page/none.js /page/../site.py /page/%2e%2e/site.py /page/..
 
 
 @pytest.mark.parametrize("path", OUTSIDE.split())
-def test_nothing_else_is_there(client: TestClient, path: str) -> None:
+def test_no_other_file_is_served(client: TestClient, path: str) -> None:
     reply = client.get(path)
     assert reply.status_code == 404
     assert "import" not in reply.text
 
 
-def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
-    """Every file that is named is here; no address of another host but in comments, titles and namespaces."""
+def test_the_page_loads_nothing_from_other_hosts(client: TestClient) -> None:
+    """Every referenced file exists, and the files contain no address except the SVG namespace's."""
     index = (PAGE / "index.html").read_text("utf-8")
     named = re.findall(r'(?:src|href)="([^"#]+)"', index)
     assert named
@@ -111,7 +111,7 @@ def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
         assert "url(" not in text
 
 
-def test_nothing_in_it_makes_code_of_text() -> None:
+def test_the_page_never_turns_text_into_code() -> None:
     index = (PAGE / "index.html").read_text("utf-8")
     assert not re.search(r"\son\w+=|style=|<style|javascript:", index)
     assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", index))
@@ -124,7 +124,7 @@ def test_nothing_in_it_makes_code_of_text() -> None:
             assert not re.search(forbidden, code), name
 
 
-def test_what_is_vendored_is_named_with_its_licence() -> None:
+def test_vendored_files_have_a_version_and_a_licence() -> None:
     for name in NAMES:
         if name.startswith("vendor/") and name.endswith(("js", "css")):
             head = (PAGE / name).read_text("utf-8")[:400]

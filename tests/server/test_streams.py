@@ -1,4 +1,4 @@
-"""Streams while no token comes: signs of life that the timers of agents count."""
+"""Streams before the first token: events that keep the timers of agents from expiring."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIGNS = {"/v1/messages": "event: ping", "/v1/responses": "event: response.in_pro
 
 
 @pytest.mark.parametrize("route", ANSWERS)
-def test_waiting_stream_gets_signs_of_life(path: Path, route: str) -> None:
+def test_a_waiting_stream_sends_keep_alive_events(path: Path, route: str) -> None:
     sign, body = (
         SIGNS.get(route, ": keep-alive"),
         {"model": "tiny", "stream": True, "temperature": 0, **ANSWERS[route]},

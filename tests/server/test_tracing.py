@@ -1,4 +1,4 @@
-"""Traces: what a collector gets of requests, and that it keeps none waiting."""
+"""Traces: the spans that a collector receives, and that it does not delay requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """OTLP over HTTP, decoded. status: of its replies. open: requests wait for it."""
+    """A server for OTLP over HTTP, which decodes the spans that it receives.
+
+    status: of its replies. open: an event that requests wait for.
+    """
 
     def __init__(self) -> None:
         self.status, self.bodies, self.headers, self.paths = (
@@ -102,7 +105,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     collector.close()
 
 
-def test_a_span_has_what_the_log_has(path: Path, tmp_path: Path, collector: Collector) -> None:
+def test_a_span_has_the_content_of_a_log_line(path: Path, tmp_path: Path, collector: Collector) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         parent = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
         await client.post("/v1/completions", json=BODY | {"n": 2, "top_k": 7}, headers=parent)
@@ -159,7 +162,7 @@ def test_a_span_has_what_the_log_has(path: Path, tmp_path: Path, collector: Coll
     assert not spans[1].parent_span_id
 
 
-def test_what_failed_here_is_an_error(path: Path, collector: Collector) -> None:
+def test_a_fault_of_the_server_is_an_error_in_the_span(path: Path, collector: Collector) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
         await client.post("/v1/completions", json=BODY, headers={"traceparent": "00-" + "z" * 9000})
@@ -170,7 +173,7 @@ def test_what_failed_here_is_an_error(path: Path, collector: Collector) -> None:
     assert collector.paths[0] == "/v1/traces?tenant=a"
 
 
-def test_the_environment_variables_of_opentelemetry_count(
+def test_opentelemetrys_environment_variables_take_effect(
     path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
@@ -179,7 +182,7 @@ def test_the_environment_variables_of_opentelemetry_count(
 
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         await client.post("/v1/completions", json=BODY)
-        unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}  # as its parent
+        unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}  # its parent is not sampled
         await client.post("/v1/completions", json=BODY, headers=unsampled)
 
     run(path, work, otlp_traces_endpoint=collector.url + "/")
@@ -215,7 +218,7 @@ def test_a_collector_that_refuses_loses_only_spans(
     ]
 
 
-def test_a_collector_that_hangs_keeps_no_answer_waiting(path: Path, collector: Collector) -> None:
+def test_a_collector_that_hangs_does_not_delay_answers(path: Path, collector: Collector) -> None:
     collector.open.clear()
 
     async def work(client: httpx.AsyncClient, _: Service) -> None:
@@ -223,7 +226,7 @@ def test_a_collector_that_hangs_keeps_no_answer_waiting(path: Path, collector: C
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
         assert not collector.bodies
 
-    run(path, work, otlp_traces_endpoint=collector.url)  # it ends, too
+    run(path, work, otlp_traces_endpoint=collector.url)  # the server ends too
     assert not collector.spans
 
 
@@ -231,7 +234,7 @@ def test_a_collector_that_hangs_keeps_no_answer_waiting(path: Path, collector: C
     "url",
     ["localhost:4318", "grpc://a:4317", "http://", "http://a:99999/", "http://[::1/", "", "file:///etc"],
 )
-def test_what_is_no_address_of_a_collector(url: str) -> None:
+def test_a_wrong_address_of_a_collector_is_refused(url: str) -> None:
     with pytest.raises(hotset.InvalidRequestError, match="OTLP over HTTP"):
         ServerSettings(otlp_traces_endpoint=url)
 

@@ -1,8 +1,8 @@
-"""The API schemas of the server as one suite sees them (test_server_schemas.py): an adapter for each.
+"""An adapter for each API schema of the server, for one common suite (test_server_schemas.py).
 
 An adapter writes requests from the fields of `hotset.SamplingParams` and from messages and tools in OpenAI's
-form. It reads replies and streams into `Found` and validates them with the models of the OpenAPI document and
-with the types of the official client, where there is one.
+form. It reads replies and streams into `Found` and validates them with the models of the OpenAPI document
+and, if there is an official client, with its types.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 @dataclass
 class Found:
-    """An answer. calls: names and arguments; reason: "stop", "length" or "calls"; cached: of the prompt.
+    """An answer. calls: names and arguments.
 
-    logprobs: of each token. cached, reasoning_tokens: None where the schema does not say.
+    reason: "stop", "length" or "calls". logprobs: of each token. cached: cached tokens of the prompt. cached,
+    reasoning_tokens: None if the schema does not report them.
     """
 
     text: str = ""
@@ -53,8 +54,11 @@ class Found:
 
 
 class ApiSchema:
-    """subject: the field with what is asked. sampling: names of the fields of SamplingParams. is_chat: it
-    takes messages. has_tools, chooses_tools, has_logprobs, counts_cached: what there are fields for."""
+    """An API schema.
+
+    subject: the field with the prompt. sampling: names of the fields of SamplingParams. is_chat: whether it
+    takes messages. has_tools, chooses_tools, has_logprobs, counts_cached: which fields exist.
+    """
 
     name: str
     url: str
@@ -71,7 +75,7 @@ class ApiSchema:
         return self.name
 
     def expected(self, model: hotset.Model, **params: Any) -> hotset.Completion:
-        """The model's own answer to MESSAGES, as it is asked here."""
+        """Return the model's own answer to MESSAGES for the same request."""
         completion = model.chat(MESSAGES, **params).completion
         assert completion is not None
         return completion
@@ -87,8 +91,11 @@ class ApiSchema:
         form: Json | None = None,
         **params: Any,
     ) -> Json:
-        """A request. choice: "any", or the name of a tool that must be called. single: at most one call.
-        form: a JSON schema."""
+        """Return a request.
+
+        choice: "any", or the name of a tool that must be called. single: at most one call. form: a JSON
+        schema.
+        """
         body = {"model": "tiny", self.subject: self.messages(messages), "stream": stream}
         body |= self.sampled({self.sampling[name]: value for name, value in params.items()})
         if tools:
@@ -107,18 +114,18 @@ class ApiSchema:
         return tool
 
     def choice(self, choice: str, single: bool) -> Json:
-        """The fields for it. choice: "auto", too."""
+        """Return the fields for a tool choice, which may also be "auto"."""
         raise NotImplementedError
 
     def form(self, schema: Json) -> Json:
         raise NotImplementedError
 
     def called(self, raw: Json, result: str) -> list[Json]:
-        """Messages for the next request: the answer of a whole reply with one call, and its result."""
+        """Return the next request's messages: the answer of a whole reply with one call, and the result."""
         raise NotImplementedError
 
     async def whole(self, client: httpx.AsyncClient, body: Json) -> tuple[Found, Json]:
-        """The answer, and the reply that it was read from."""
+        """Return the answer, and the reply from which it was read."""
         reply = await client.post(self.url, json=body | {"stream": False})
         assert reply.status_code == 200, reply.text
         raw = reply.json()
@@ -138,11 +145,11 @@ class ApiSchema:
         raise NotImplementedError
 
     def failure(self, text: str) -> str:
-        """The message of the error that a stream ends with."""
+        """Return the error message that ends a stream."""
         return self.message(events_of(text)[-1])
 
     def error(self, reply: httpx.Response) -> str:
-        """The message of a refusal."""
+        """Return the message of a refusal."""
         return self.message(reply.json())
 
     def message(self, raw: Json) -> str:
@@ -151,7 +158,7 @@ class ApiSchema:
 
 
 def events_of(text: str) -> list[Json]:
-    """The JSON of server-sent events; an event that has a name has it as its type, too."""
+    """Return the JSON of server-sent events; a named event gets its name as type."""
     events = []
     for block in text.strip().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
@@ -181,7 +188,7 @@ class _OpenAI(ApiSchema):
         }
 
     def chunks(self, text: str) -> tuple[list[Json], Json]:
-        """The choices of a stream, and its usage."""
+        """Return the choices of a stream, and its usage."""
         assert text.endswith("data: [DONE]\n\n")
         *chunks, last = events_of(text)
         assert len({chunk["id"] for chunk in chunks} | {last["id"]}) == 1
@@ -261,7 +268,7 @@ class Completions(_OpenAI):
         return self._found(raw["choices"], self.usage(raw["usage"]))
 
     def read_stream(self, text: str) -> Found:
-        for chunk in events_of(text):  # which have the type of a whole answer, but no reason yet
+        for chunk in events_of(text):  # they have the type of a whole answer, but no reason yet
             for choice in chunk["choices"]:
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
             Completion.model_validate(chunk, strict=True)
@@ -399,7 +406,7 @@ class Messages(ApiSchema):
         for event in events:
             _MESSAGE_EVENT.validate_python(event, strict=True)
         assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
-        blocks: list[list[str]] = []  # type, name, and what came
+        blocks: list[list[str]] = []  # type, name, content
         for event in events:
             if event["type"] == "content_block_start":
                 blocks.append([event["content_block"]["type"], event["content_block"].get("name", ""), ""])
@@ -479,7 +486,7 @@ class OllamaChat(ApiSchema):
 
 
 class OllamaGenerate(OllamaChat):
-    """Its prompt is the message of a user."""
+    """Ollama's generate schema, whose prompt is a user's message."""
 
     name, url, subject = "ollama-generate", "/api/generate", "prompt"
     body_type, reply = OllamaGenerateBody, shapes.OllamaGenerateReply

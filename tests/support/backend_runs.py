@@ -24,7 +24,7 @@ from hotset.model.graph import Graph
 
 N_VOCAB = 96
 PAGES = 40
-ISAS = [  # test_bits.py and kernel_test compare all of them; whole steps by the scalar kernels take long
+ISAS = [  # test_bits.py and kernel_test compare all; whole steps with scalar kernels are slow
     pytest.param(isa, marks=pytest.mark.slow if isa == "scalar" else ()) for isa in _core.available_isas()
 ]
 MIXED = {"attn_v": GGMLType.Q6_K, "ffn_down": GGMLType.Q5_0, "output": GGMLType.Q8_0, "ffn_up": GGMLType.F16}
@@ -57,7 +57,7 @@ def tokens(n: int, seed: int = 0) -> np.ndarray:
 
 
 def batch(parts: Sequence[tuple[np.ndarray, int, list[int]]], taps: tuple[str, ...] = ()) -> Batch:
-    """One step of several sequences: (tokens, first position, pages); every token's logits are wanted."""
+    """Return one step of several sequences: (tokens, first position, KV blocks). All logits are wanted."""
     table = np.full((len(parts), max(len(pages) for _, _, pages in parts)), -1, np.int32)
     for i, (_, _, pages) in enumerate(parts):
         table[i, : len(pages)] = pages
@@ -68,7 +68,7 @@ def batch(parts: Sequence[tuple[np.ndarray, int, list[int]]], taps: tuple[str, .
 
 
 def logits_of(backend: Any, ids: np.ndarray, splits: Sequence[int], pages: list[int]) -> np.ndarray:
-    """Logits of every token, run in steps that end at `cuts`."""
+    """Return the logits of every token, computed in steps that end at `splits`."""
     rows, at = [], 0
     for end in [*splits, len(ids)]:
         rows.append(backend.step(batch([(ids[at:end], at, pages)])).logits.copy())
@@ -77,7 +77,7 @@ def logits_of(backend: Any, ids: np.ndarray, splits: Sequence[int], pages: list[
 
 
 def counted_twice(gguf: GGUFFile, *, sparse: bool) -> Iterator[tuple[Batch, StepStats, StepStats]]:
-    """Of a step of 30 tokens and one of one: itself, and what the native backend and the reference count."""
+    """Yield steps of 30 tokens and of one, each with the native backend's and the reference's counts."""
     ids = tokens(31)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     native = cpu(gguf, sparse=sparse)
@@ -99,7 +99,7 @@ def assert_every_operation_is_right(
     splits: Sequence[int],
     pages: list[int],
 ) -> None:
-    """Each value of each step is the reference's, within the rounding of its operation (derived_bounds)."""
+    """Assert that each value equals the reference's within its operation's rounding (derived_bounds)."""
     oracle = Oracle(gguf, graph, n_pages=backend.n_pages, kv_type=backend.kv_type)
     names, at = tuple(value.name for value in graph.values), 0
     for end in [*splits, len(ids)]:

@@ -1,5 +1,8 @@
-"""Browsers for the tests of the page: Chromium, the machine's own or one that tests/support/prepare.py
-fetched, and the machine's Firefox, which playwright drives by WebDriver BiDi."""
+"""Browsers for the tests of the chat page.
+
+Chromium is installed or fetched by tests/support/prepare.py. Firefox must be installed; playwright
+drives it by WebDriver BiDi.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from paths import ROOT
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 FLAGS = [
-    "--no-sandbox",  # it sees what the tests serve, and often runs as root
+    "--no-sandbox",  # only the tests' pages are loaded, often as root
     "--disable-gpu",
     "--disable-quic",
     "--no-first-run",
@@ -34,7 +37,7 @@ MISSING = {
 PREFERENCES = {
     "ui.prefersReducedMotion": 1,
     "layout.css.prefers-color-scheme.content-override": 1,  # light
-    "dom.events.testing.asyncClipboard": True,  # without a question to the reader
+    "dom.events.testing.asyncClipboard": True,  # without asking the user
 }
 CHROMIUM_ONLY = ("color_scheme", "has_touch", "is_mobile", "permissions", "reduced_motion")
 
@@ -45,7 +48,7 @@ _PLACES = (
 
 
 def find() -> str | None:
-    """Where a Chromium is: HOTSET_CHROMIUM, the path, what was fetched, or where playwright keeps its own."""
+    """Return the path of a Chromium: HOTSET_CHROMIUM, on PATH, fetched, or playwright's; None without one."""
     if named := os.environ.get("HOTSET_CHROMIUM"):
         return named
     if found := next((path for name in NAMES if (path := shutil.which(name))), None):
@@ -58,7 +61,7 @@ def find() -> str | None:
 
 
 def _libraries(path: str) -> dict[str, str | float | bool]:
-    """The environment of a Chromium: npm's finds libraries beside it that this machine may lack."""
+    """Return the environment of a Chromium. npm's has libraries next to it that this machine may lack."""
     beside = Path(path).parent / "al2023" / "lib"
     if not beside.is_dir():
         return dict(os.environ)
@@ -66,13 +69,13 @@ def _libraries(path: str) -> dict[str, str | float | bool]:
 
 
 def find_firefox() -> str | None:
-    """Where a Firefox is: HOTSET_FIREFOX, or the path."""
+    """Return the path of a Firefox: HOTSET_FIREFOX, or on PATH."""
     return os.environ.get("HOTSET_FIREFOX") or shutil.which("firefox-esr") or shutil.which("firefox")
 
 
 @contextmanager
 def launched(name: str = CHROMIUM) -> Iterator[Any]:
-    """A playwright Browser with a profile of its own. Skips where this machine has none of that name."""
+    """Yield a playwright Browser with its own profile. Skips the test if this machine lacks the browser."""
     from playwright.sync_api import sync_playwright
 
     path = find() if name == CHROMIUM else find_firefox()
@@ -90,7 +93,7 @@ def launched(name: str = CHROMIUM) -> Iterator[Any]:
 
 
 def context_options(browser: Any, **wanted: Any) -> dict[str, Any]:
-    """Those of a context that the browser knows; the others are PREFERENCES of Firefox, or its nature."""
+    """Return the context options that the browser supports; for Firefox, PREFERENCES replace the others."""
     if browser.browser_type.name == CHROMIUM:
         return wanted
     return {name: value for name, value in wanted.items() if name not in CHROMIUM_ONLY}

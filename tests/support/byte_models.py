@@ -1,4 +1,4 @@
-"""Tiny random models in files, with a tokenizer whose tokens are bytes."""
+"""Writes tiny random models whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hotset.formats.quants import GGMLType
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>"]
 BOS, EOS = 256, 257
-PRINTABLE = {id: -math.inf for id in range(259) if not 32 <= id < 127}  # a bias: ids are bytes
+PRINTABLE = {id: -math.inf for id in range(259) if not 32 <= id < 127}  # a bias; ids are bytes
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on."""
+    """Return GPT-2's alphabet: printable bytes represent themselves, others are letters from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     letters, n = [], 0
     for byte in range(256):
@@ -47,9 +47,9 @@ def write_model(
     more_tokens: Sequence[str] = (),
     **keys: Any,
 ) -> Path:
-    """A llama of a few layers over bytes and three special tokens, every parameter random.
+    """Write a llama of a few layers over bytes and three special tokens, with random parameters.
 
-    vectors: more tensors. more_tokens: special ones behind those three.
+    vectors: more tensors. more_tokens: special tokens after those three.
     """
     specials = [*SPECIALS, *more_tokens]
     tokens = byte_letters() + specials
@@ -68,7 +68,7 @@ def write_model(
 
 
 def write_reranker(path: Path, **keys: Any) -> Path:
-    """The same with the classifier of a reranker, which scores a query with a document behind it."""
+    """Write the same model with a reranker's classifier, which scores a query followed by a document."""
     rng = np.random.default_rng(6)
     shapes = {"cls.weight": (32, 32), "cls.bias": (32,), "cls.output.weight": (1, 32)}
     vectors = {
@@ -79,11 +79,11 @@ def write_reranker(path: Path, **keys: Any) -> Path:
 
 
 N_LAYER, N_FF, N_VOCAB = 2, 96, 101
-PLANTED_LAYERS, N_PLANTED = 6, 512  # of models with `counts`
+PLANTED_LAYERS, N_PLANTED = 6, 512  # for models with `counts`
 
 
 def vocabulary() -> dict[str, Any]:
-    """Printable ASCII, a space, a newline and three special tokens, without a beginning of text."""
+    """Return printable ASCII, a space, a newline and three special tokens, without a beginning of text."""
     tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<s>", "</s>", "th", "Ġt"]
     return {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
@@ -94,7 +94,7 @@ def vocabulary() -> dict[str, Any]:
 
 
 def write_sparse(path: Path, more: dict[str, Any] | None = None, **options: Any) -> Path:
-    """A random PowerInfer model of two layers, or the same one as a plain file (dialect="gguf").
+    """Write a random PowerInfer model of two layers or, with dialect="gguf", the same as a plain file.
 
     more: keys of the file.
     """
@@ -102,7 +102,7 @@ def write_sparse(path: Path, more: dict[str, Any] | None = None, **options: Any)
 
 
 def counts(hot: int) -> list[np.ndarray]:
-    """Layers in which 64 neurons from `hot` on fire for every token and the others seldom."""
+    """Return counts in which 64 neurons from `hot` on always fire and the others seldom."""
     layers = [np.ones(N_PLANTED, np.int64) for _ in range(PLANTED_LAYERS)]
     for layer in layers:
         layer[hot : hot + 64] = 1000

@@ -1,4 +1,4 @@
-"""Engines on a backend without a model, with a prompt cache in a directory."""
+"""Engines on a backend without a model, with a prompt cache in a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 def engine(
     folder: Path | None, identity: Identity = MODEL, limit: int = 1 << 24, **options: Any
 ) -> Iterator[Engine]:
-    """A new one, as after a restart; at its end all is stored. folder: None: without a prompt cache."""
+    """Yield a new engine, as after a restart.
+
+    At the end everything is stored. folder: None: no prompt cache.
+    """
     how = {"n_ctx": 512, "max_sequences": 4, "thresholded": "none"}
     how |= {key: options.pop(key) for key in how.keys() & options.keys()}
     backend = FakeBackend(**options)

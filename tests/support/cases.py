@@ -1,4 +1,4 @@
-"""Cases of a parametrized test, of which `make test` runs a few and `make test-all` every one."""
+"""Marks parametrized cases as slow: `make test` runs a few, `make test-all` runs all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def quick_if(quick: Callable[..., bool], *axes: Iterable[Any]) -> list[Any]:
-    """Every combination of the values of the axes; those that are not `quick` are marked `slow`."""
+    """Return all combinations of the axes' values; those that are not `quick` are marked `slow`."""
     return [
         pytest.param(*values, marks=() if quick(*values) else pytest.mark.slow)
         for values in itertools.product(*axes)
@@ -18,5 +18,5 @@ def quick_if(quick: Callable[..., bool], *axes: Iterable[Any]) -> list[Any]:
 
 
 def quick_are(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
-    """All values; those that are not among `quick` are marked `slow`."""
+    """Return all values; those that are not among `quick` are marked `slow`."""
     return quick_if(lambda value: value in quick, values)

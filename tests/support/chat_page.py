@@ -1,4 +1,4 @@
-"""What tests of the server's page do with it: ask, wait, read what it shows."""
+"""Actions on the server's chat page for its tests: send, wait, read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT = int(1000 * WATCHDOG)  # milliseconds
 
 
 def until(page: Any, condition: str) -> None:
-    """Waits until an expression is true. (Playwright's own way needs `eval`, which is forbidden.)"""
+    """Wait until an expression is true. Playwright's own function needs `eval`, which is forbidden."""
     for _ in range(WAIT // 10):
         if page.evaluate(condition):
             return
@@ -23,7 +23,7 @@ def until(page: Any, condition: str) -> None:
 
 
 def drawn(page: Any) -> None:
-    """Waits until what was asked for is drawn."""
+    """Wait until pending drawing is done."""
     page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
 
@@ -36,10 +36,10 @@ def say(page: Any, text: str, wait: bool = True) -> None:
 
 def done(page: Any) -> None:
     until(page, "document.querySelector('#stop').hidden && document.querySelector('.answer') !== null")
-    drawn(page)  # in what is not drawn yet, `content-visibility` leaves no text
+    drawn(page)  # text that is not drawn yet is hidden by `content-visibility`
 
 
-# The texts, rendered also where they are out of sight.
+# The texts of answers, rendered even when out of sight.
 ANSWERS = """() => [...document.querySelectorAll(".answer .markdown")].map((answer) => {
     const parts = [...answer.querySelectorAll(".part")];
     for (const part of parts) part.style.contentVisibility = "visible";
@@ -59,7 +59,7 @@ def questions(page: Any) -> list[str]:
 
 
 def act(page: Any, what: str, title: str) -> Any:
-    """The button that does something with a conversation of the list."""
+    """Return the button for an action on a conversation in the list."""
     more = page.get_by_role("button", name=f"More: {title}")
     if more.count() and more.get_attribute("aria-expanded") == "false":
         more.click()
@@ -67,7 +67,7 @@ def act(page: Any, what: str, title: str) -> Any:
 
 
 def version(page: Any, which: str) -> list[str]:
-    """What the versions of questions or answers say, such as 1 / 2."""
+    """Return the version labels of questions or answers, such as 1 / 2."""
     found: list[str] = page.locator(f".{which} .versions span").all_inner_texts()
     return found
 
@@ -76,7 +76,7 @@ def sent(server: FakeServer, i: int = -1) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in server.requests[i]["messages"]]
 
 
-# Of WebDriver BiDi playwright has no downloads in Firefox: there what the page would save is read before.
+# With WebDriver BiDi playwright has no downloads in Firefox: there the data is read before it is saved.
 SAVED = """() => {
     const make = URL.createObjectURL, { click } = HTMLAnchorElement.prototype;
     window.saved = new Promise((found) => {
@@ -92,7 +92,7 @@ SAVED = """() => {
 
 
 def saved(button: Any) -> tuple[str, str]:
-    """The name and the text of the file that a button of the page hands to the reader."""
+    """Return the name and the text of the file that a button saves."""
     page = button.page
     if page.context.browser.browser_type.name == CHROMIUM:
         with page.expect_download() as got:
@@ -105,7 +105,7 @@ def saved(button: Any) -> tuple[str, str]:
 
 
 def luminance(page: Any, x: float, y: float) -> float:
-    """Of the canvas of the heat map, at a place in it."""
+    """Return the luminance of the heat map's canvas at a point."""
     red, green, blue = page.evaluate(
         """([x, y]) => {
             const canvas = document.querySelector(".heat canvas"), ratio = devicePixelRatio;
@@ -121,7 +121,7 @@ def message(page: Any, selector: str) -> str:
 
 
 def violations(page: Any) -> list[str]:
-    """What axe has to say about the page as it is."""
+    """Return axe's findings about the current page."""
     from axe_playwright_python.base import AXE_SCRIPT
 
     if not page.evaluate("'axe' in window"):
@@ -155,7 +155,7 @@ print("<b>&amp;</b>")
 last line
 """
 
-# Of a long answer, again and again: each kind of block.
+# A long answer, repeated: each kind of block.
 PROSE = (
     "## A heading\n\nWords with **weight** and `code` and [a link](https://example.org).\n\n"
     "- one\n- two\n  - three\n\n```python\nprint('a line')\nprint('another')\n```\n\n"
@@ -164,7 +164,7 @@ PROSE = (
 
 
 def stored(page: Any) -> dict[str, Any]:
-    """The conversation that this browser keeps; there is one."""
+    """Return the only conversation that this browser has stored."""
     (text,) = page.evaluate(
         "Object.entries(localStorage).filter(([key]) => key.startsWith('hotset.chat.'))"
         ".map(([, text]) => text)"

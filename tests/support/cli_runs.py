@@ -1,4 +1,4 @@
-"""Runs the command line: in this process, in one of its own, and at a terminal."""
+"""Runs the command line: in this process, in another process, or at a terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_model(
     type: GGMLType = GGMLType.Q8_0,
     keys: dict[str, Any] | None = None,
 ) -> Path:
-    """A random llama whose vocabulary is printable ASCII, a newline, three special tokens and two merges."""
+    """Write a random llama whose vocabulary is printable ASCII, a newline, special tokens and two merges."""
     tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens += ["th", "Ġt"]
     return write_llama(
@@ -74,7 +74,7 @@ def hotset(
 
 
 def inside(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """As `hotset`, within this process: without the time that a process takes to start."""
+    """Run `hotset` within this process, which saves the time to start one."""
     from typer.testing import CliRunner
 
     from hotset.cli.main import app
@@ -85,7 +85,7 @@ def inside(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[s
 
 
 def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
-    """The JSON of `hotset run`, with the reference backend."""
+    """Return the JSON of `hotset run` with the reference backend."""
     done = inside("run", *arguments, "--device", "reference", "--json", stdin=stdin)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
@@ -93,7 +93,7 @@ def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
 
 
 class Terminal:
-    """A person at a pseudo-terminal: types, waits for what the screen shows."""
+    """A user at a pseudo-terminal: types, and waits for text on the screen."""
 
     def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
         import pty
@@ -153,7 +153,7 @@ ANSWERED = r"\[prompt \d+ tokens.*\]"
 
 
 def reach(url: str) -> dict[str, str]:
-    """The environment in which that hub, and none but it, is asked."""
+    """Return the environment in which only this hub is used."""
     return {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
 
 
@@ -165,7 +165,7 @@ PROSE = (
 
 
 def talking(tmp_path: Path, answer: str) -> dict[str, str]:
-    """An environment in which every model answers this."""
+    """Return an environment in which every model gives this answer."""
     (tmp_path / "sitecustomize.py").write_text(
         "import hotset.text.tokenizer as t\n"
         f"ANSWER = {answer!r}\n"
@@ -192,14 +192,14 @@ def command_of(subcommand: str) -> Any:
 
 
 def options_of(subcommand: str) -> set[str]:
-    """Return every option that a subcommand takes, spellings of other programs too."""
+    """Return every option of a subcommand, including spellings of other programs."""
     command = command_of(subcommand)
     parser = command.make_parser(typer.Context(command))
     return {*parser._short_opt, *parser._long_opt}
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:
-    """Return the subcommand that words of a command line name, "" without one, and the other words."""
+    """Return the subcommand of a command line, or "", and the other words."""
     words = cli._as_options(words)
     n = 2 if words[:1] == ["sparse"] else 1
     return " ".join(words[:n]), words[n:]

@@ -1,7 +1,7 @@
-"""Triton kernels compiled for devices that are not here, and what a device then executes.
+"""Triton kernels compiled for devices that are not present, and facts about the result.
 
-The launches are recorded, not written down again: functions of triton_kernels run over tensors without memory
-(torch's meta device), and what `launch` is handed is compiled as the launch itself would.
+Launches are recorded: functions of triton_kernels run on tensors without memory (torch's meta device), and
+the arguments of `launch` are compiled as the launch itself would.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from hotset.backends.triton import triton_kernels as kernels
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 120)}
 TARGETS |= {name: GPUTarget("hip", name, 32) for name in ("gfx1100", "gfx1201")}
-# Shared memory of a block, bytes: "Maximum amount of shared memory per thread block" in the CUDA C++
-# Programming Guide's table of compute capabilities; the local data share of a workgroup in the ISA of AMD's
-# RDNA3 and RDNA4.
+# Bytes of shared memory per block. Sources: "Maximum amount of shared memory per thread block" in the CUDA
+# C++ Programming Guide's table of compute capabilities; the local data share of a workgroup in the ISA
+# manuals of AMD's RDNA3 and RDNA4.
 MAX_SHARED = {
     target: {"sm_80": 163, "sm_90": 227, "gfx1100": 64, "gfx1201": 64}.get(name, 99) << 10
     for name, target in TARGETS.items()
 }
 CODE = {"cuda": "cubin", "hip": "hsaco"}
 INT32 = (1 << 31) - 1
-SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi")  # of numbers what they were
+SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi")  # these keep the value of a number
 SUMS = ("arith.addi", "arith.subi", "arith.muli", "arith.select")
 
 
 def compiled(
     run: Callable[[], None], target: GPUTarget, patch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Records the launches of `run` and compiles each: a kernel's name, its constants, what is made of it."""
+    """Record the launches of `run`, compile each, and yield the kernel's name, constants and result."""
     launches: list[tuple[Any, ...]] = []
 
     def record(
@@ -71,12 +71,12 @@ def compiled(
 
 
 def fused_across_threads(ptx: str) -> list[str]:
-    """Instructions that add a thread's own product, not rounded, to a number that another thread sent.
+    """Return the instructions that add a thread's own unrounded product to another thread's number.
 
-    The two threads exchange their numbers, and each has another sum: of a value that several threads hold,
-    and any of them may store, the last bits are then chance.
+    Both threads exchange their numbers and get different sums. If several threads hold a value and any of
+    them may store it, its last bits are then random.
     """
-    made: dict[str, str] = {}  # register → what its number is
+    made: dict[str, str] = {}  # register → the kind of its number
     found = []
     for line in ptx.splitlines():
         if not (parts := re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.]*)\s+([^;]*);", line)):
@@ -85,7 +85,7 @@ def fused_across_threads(ptx: str) -> list[str]:
         kinds = [made.get(one, "") for one in of]
         if name.startswith("fma.rn.f32") and kinds[2] == "sent":
             found.append(line.strip())
-        if re.match(r"(add|sub)\.f32", name) and {"sent", "product"} <= set(kinds):  # fused by the assembler
+        if re.match(r"(add|sub)\.f32", name) and {"sent", "product"} <= set(kinds):  # may be fused
             found.append(line.strip())
         if name.startswith("shfl."):
             made[to.split("|")[0]] = "sent"
@@ -99,8 +99,11 @@ def fused_across_threads(ptx: str) -> list[str]:
 
 
 def short_offsets(ttir: str, large: set[str]) -> list[str]:
-    """Where a pointer to more numbers than int32 counts is moved by what comes of a product of two int32, of
-    which no one is a constant: as a token's number times the length of its row, it may be too large."""
+    """Return the places where a large pointer moves by a product of two int32 variables.
+
+    If the memory has more elements than int32 counts, such a product (for example a token's number times the
+    row length) may overflow.
+    """
     made: dict[str, tuple[str, list[str], bool]] = {}  # name → operation, operands, whether it is int32
     found = []
 
@@ -148,8 +151,11 @@ def _resources_of_hsaco(assembly: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions of a loop, as the device executes them: all of them; barriers; loads and stores of shared
-    memory; loads of global memory, and copies of it to shared memory, for which no thread waits."""
+    """Instructions of a loop as the device executes them.
+
+    It counts all of them, barriers, loads and stores of shared memory, global loads, and copies from global
+    to shared memory for which no thread waits.
+    """
 
     instructions: int
     barriers: int
@@ -160,7 +166,7 @@ class Loop:
 
 
 def longest_loop(code: bytes) -> Loop:
-    """The longest loop of a kernel that has none within it."""
+    """Return the longest loop of a kernel without a loop inside."""
     text = _tool("nvdisasm", code, "-c")
     labels: dict[str, int] = {}
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""What compiles for AArch64 here, and what runs the result."""
+"""Finds a compiler and an emulator for AArch64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def compiler() -> str | None:
-    """A command that compiles and links C++ for AArch64: a cross compiler of the system, or zig's."""
+    """Return a command that compiles and links C++ for AArch64: a cross compiler, or zig's."""
     if named := os.environ.get("CXX_AARCH64"):
         return named
     if found := shutil.which("aarch64-linux-gnu-g++"):
@@ -20,5 +20,5 @@ def compiler() -> str | None:
 
 
 def emulator() -> str | None:
-    """A command that runs programs of AArch64."""
+    """Return a command that runs AArch64 programs."""
     return os.environ.get("QEMU_AARCH64") or shutil.which("qemu-aarch64")

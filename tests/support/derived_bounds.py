@@ -1,12 +1,12 @@
-"""How far a float32 kernel may be from the exact result: bounds derived from the order of its operations.
+"""Bounds of float32 kernels' errors, derived from the order of their operations.
 
 u = 2^-24 is the rounding of one operation. A sum of n terms in which each passes at most m roundings is off
-by at most gamma(m) times the sum of the terms' magnitudes (Higham, Accuracy and Stability, chapter 3),
-whatever cancels. Bounds are therefore made of the magnitudes of the inputs and never of the result. The order
-of operations is that of csrc/kernels/kernels.h.
+by at most gamma(m) times the sum of the terms' magnitudes (Higham, Accuracy and Stability, chapter 3), even
+with cancellation. So bounds use the magnitudes of the inputs, never of the result. The order of operations is
+defined in csrc/kernels/kernels.h.
 
-`Oracle` is the NumPy reference in float64 that takes the inputs of every operation from another engine's
-taps, so that each operation is compared by itself, with nothing of the errors before it.
+`Oracle` is the NumPy reference in float64. It takes the inputs of every operation from another engine's taps,
+so that each operation is compared without earlier errors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from hotset.model.operations import (
 )
 
 U = 2.0**-24
-TINY = 2.0**-126  # below it numbers lose digits: an operation may be off by half of 2^-149
+TINY = 2.0**-126  # smaller numbers lose digits: an operation may be off by half of 2^-149
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 WITH_MINIMUM = (GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q2_K, GGMLType.Q4_K, GGMLType.Q5_K)
 LANES, BLOCK = 16, 32
@@ -74,14 +74,14 @@ EXP = 4 * U  # relative error of the kernels' exp: 1.7e-7 of its polynomial, and
 
 
 def gamma(n: float) -> float:
-    """n roundings in a row."""
+    """Return the relative error of n roundings in a row."""
     return n * U / (1 - n * U)
 
 
 def int8_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Activations as quantised weights meet them, exactly, and their steps: float64 [n, k] each.
+    """Return activations as quantised weights see them, exactly, and their steps: float64 [n, k] each.
 
-    Each block of 32 is multiples of its step, the largest magnitude / 127.
+    Each block of 32 consists of multiples of its step, the largest magnitude / 127.
     """
     blocks = np.asarray(x, np.float32).reshape(len(x), x.shape[1] // BLOCK, BLOCK)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
@@ -95,15 +95,15 @@ def int8_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounding_of_inputs(steps: np.ndarray) -> np.ndarray:
-    """How far int8_inputs may be from x, elementwise: half a step, and three roundings of up to 127 steps.
+    """Return the elementwise error of int8_inputs: half a step, and three roundings of up to 127 steps.
 
-    Where the inverse of a step overflows, the codes are 0 and all of x is lost: less than 127 / FLT_MAX.
+    If the inverse of a step overflows, the codes are 0 and all of x is lost: less than 127 / FLT_MAX.
     """
     return steps * (0.5 + 127 * 3 * U) + np.where(steps * 127 < 3.8e-37, 3.8e-37, 0)
 
 
 def magnitudes(data: np.ndarray, type_: GGMLType, shape: tuple[int, ...], weights: np.ndarray) -> np.ndarray:
-    """What weights are made of: |scale * code| + |minimum|, which may cancel in the weight itself."""
+    """Return |scale * code| + |minimum| of weights; these terms may cancel in the weight itself."""
     if type_ not in WITH_MINIMUM:
         return np.abs(weights)
     blocks = np.array(data, np.uint8).reshape(-1).view(TYPES[type_].block).copy()
@@ -116,20 +116,20 @@ def magnitudes(data: np.ndarray, type_: GGMLType, shape: tuple[int, ...], weight
 
 
 def linear_bound(type_: GGMLType, x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
-    """Of a matrix product, its inputs being exact: x [n, k], magnitude [rows, k] → [n, rows]."""
+    """Return the bound of a matrix product with exact inputs: x [n, k], magnitude [rows, k] → [n, rows]."""
     k = x.shape[1]
     if type_ in FLOATS:
         roundings, terms = -(-k // LANES) + TREE, k
     else:
         terms = k // BLOCK
-        # Of a term: scale * scale, the scale of the sum of a block's codes, dot to float, and of the decoded
-        # weight that it is compared with three. A block with a minimum is added in two steps.
+        # Per term: scale * scale, the scale of the sum of a block's codes, dot to float, and three for the
+        # decoded weight of the comparison. A block with a minimum is added in two steps.
         roundings = -(-terms // LANES) * (2 if type_ in WITH_MINIMUM else 1) + TREE + 6
     return gamma(roundings) * (np.abs(x) @ magnitude.T) + 2 * terms * TINY
 
 
 def axpy_bound(x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
-    """Of a down projection by neurons: x [n, k], magnitude [k, columns] → [n, columns]."""
+    """Return the bound of a down projection by neurons: x [n, k], magnitude [k, columns] → [n, columns]."""
     k = x.shape[1]
     words = -(-k // AXPY_TILE)
     chain = min(k, -(-words // AXPY_RANGES) * AXPY_TILE)
@@ -137,8 +137,11 @@ def axpy_bound(x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
 
 
 def route_bound(op: Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Of ids and weights: ids exactly. A weight is an exponential, off by its own error and by that of its
-    argument, over a sum of such, and maybe normalised, scaled, twice."""
+    """Return the bound of ids (exact) and weights.
+
+    A weight is an exponential, with its own error and its argument's, divided by a sum of such, and possibly
+    normalised and scaled.
+    """
     of_exp = EXP + U * np.ptp(x, axis=1, keepdims=True)
     weights = np.abs(expected[:, op.n_used :])
     bound = weights * (4 * of_exp + gamma(x.shape[1] / LANES + op.n_used + TREE + 9)) + TINY
@@ -146,12 +149,12 @@ def route_bound(op: Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def rms_norm_bound(expected: np.ndarray, n: int) -> np.ndarray:
-    """The mean of squares passes n / 16 + 7 roundings, of which the root leaves half; then four more."""
+    """Return the bound: the mean of squares has n / 16 + 7 roundings, halved by the root, plus four more."""
     return gamma((n / LANES + TREE + 3) / 2 + 4) * np.abs(expected) + n * TINY
 
 
 def moments_bound(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the means of rows, x [n, k], and of the means of squares of x less that."""
+    """Return the bounds of the means of rows, x [n, k], and of the mean squares of x minus that mean."""
     k = x.shape[1]
     centred = np.abs(x - x.mean(axis=1, keepdims=True))
     of_mean = gamma(k / LANES + TREE + 2) * np.abs(x).mean(axis=1, keepdims=True)
@@ -162,7 +165,7 @@ def moments_bound(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gaussian_top_k_bound(x: np.ndarray, multiplier: float) -> np.ndarray:
-    """x [n, k]. What is off is the threshold, by as much for all of a row, and then each difference."""
+    """Return the bound for x [n, k]: the threshold's error, equal in a row, and each difference's error."""
     of_mean, of_variance = moments_bound(x)
     mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
     highest = np.sqrt(variance + of_variance) * (1 + U)
@@ -176,7 +179,10 @@ def gaussian_top_k_bound(x: np.ndarray, multiplier: float) -> np.ndarray:
 
 
 def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -> np.ndarray:
-    """x [n, k]. The mean is off by its sum's rounding, which moves every centred value alike."""
+    """Return the bound for x [n, k].
+
+    The mean's error is its sum's rounding, which shifts all centred values alike.
+    """
     k = x.shape[1]
     mean = x.mean(axis=1, keepdims=True)
     centred = np.abs(x - mean)
@@ -196,11 +202,11 @@ def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -
 
 
 def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Of one activation; beside the kernel's roundings the oracle's own, which cancel far below 0."""
-    tail = TINY + np.abs(x) * (2 * TINY + 4e-16)  # where exp overflows, 0 is given for less than this
+    """Return the bound of an activation, including the oracle's own roundings, which cancel far below 0."""
+    tail = TINY + np.abs(x) * (2 * TINY + 4e-16)  # if exp overflows, 0 is returned for less than this
     if kind in ("clamped_plus_one", "clamp"):
         return U * np.abs(expected) + TINY
-    if kind == "clamped_silu":  # the argument of exp is rounded once
+    if kind == "clamped_silu":  # exp's argument is rounded once
         return (EXP + 4 * U + 2 * U * np.abs(x)) * np.abs(expected) + tail
     if kind == "exp":
         return EXP * np.abs(expected) + TINY
@@ -208,10 +214,10 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
         return (EXP + 2 * U) * np.abs(expected) + TINY
     if kind in ("silu", "capped_silu"):  # x / (1 + exp(-x))
         return (EXP + 2 * U) * np.abs(expected) + tail
-    if kind == "gelu_tanh":  # the same of an argument that is off by five roundings
+    if kind == "gelu_tanh":  # the same with an argument that has five roundings
         argument = np.abs(x) * (1.6 + 0.0714 * x * x)
         return (EXP + 3 * U + 5 * U * argument) * np.abs(expected) + tail
-    if kind == "gelu":  # 1 + erf cancels: absolute
+    if kind == "gelu":  # 1 + erf cancels: an absolute error
         return 4 * U * np.abs(x) + TINY
     return 2 * U * np.abs(expected) + TINY  # relu2's product
 
@@ -219,8 +225,11 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
 def similarity_gate_bound(
     op: SimilarityGate, inputs: Any, *, of_sum: float | None = None, of_root: float = U, of_gate: float = 0.0
 ) -> np.ndarray:
-    """Root and sigmoid grow with the sum. Relative errors: of the sum (None: it is found in float64), of the
-    root, and of the sigmoid beyond activation_bound."""
+    """Return the bound.
+
+    Root and sigmoid grow with the sum. of_sum: the sum's relative error (None: it is computed in float64).
+    of_root: the root's. of_gate: the sigmoid's beyond activation_bound.
+    """
     x, a, b = inputs
     width = op.x.width
     of_sum = 2 * (width + 4) * 2.0**-53 if of_sum is None else of_sum
@@ -236,21 +245,24 @@ def similarity_gate_bound(
 
 
 def xielu_bound(x: np.ndarray, f: XIELU) -> np.ndarray:
-    """Above 0 three products and their sum; elsewhere e^m - 1 - x of rounded terms, times a factor, and a
-    product. All numbers are rounded to float32 first; the oracle's own roundings are of the same kinds."""
+    """Return the bound.
+
+    Above 0: three products and their sum. Otherwise: e^m - 1 - x of rounded terms, times a factor, plus a
+    product. All numbers are first rounded to float32; the oracle's own roundings are of the same kinds.
+    """
     size = np.abs(f.positive) * x * x + np.abs(f.linear * x)
     e = np.exp(np.minimum(x, 0.0))
     terms = (EXP + 2 * U) * e + 2 * U * (1 + np.abs(x))
     below = np.abs(f.negative) * (terms + 2 * U * np.abs(e - 1 - x)) + 3 * U * np.abs(f.linear * x)
-    off = abs(f.negative) * U  # of eps
+    off = abs(f.negative) * U  # error of eps
     return np.where(x > 0, gamma(5) * size, 2 * below + off) + TINY
 
 
 def soft_cap_bound(cap: float) -> float:
-    """c * tanh(x / c) as c - 2c / (e + 1), e = exp(2x / c).
+    """Return the bound of c * tanh(x / c), computed as c - 2c / (e + 1) with e = exp(2x / c).
 
-    An error of e counts by 2c * e / (e + 1)^2, at most c / 2, and by at most 0.9 c where it is one of the
-    argument; the quotient and the difference are rounded.
+    An error of e contributes 2c * e / (e + 1)^2, at most c / 2, and at most 0.9 c if it is an error of the
+    argument. The quotient and the difference are rounded.
     """
     return cap * (EXP + 8 * U) + TINY
 
@@ -263,12 +275,12 @@ def attention_bound(
     softcap: float = 0.0,
     n_more: int = 0,
 ) -> np.ndarray:
-    """Of one query: scores [n], magnitude [n] = sum of |q * k| of each, values [n, dim] → [dim]. n_more:
-    pages of blocks, each of which is taken by itself.
+    """Return the bound for one query.
 
-    softcap: of the scores, which are given without it; it lessens their errors and adds its own.
-
-    An error e of a score changes its weight by a factor within exp(±e), and the sum of weights by as much.
+    scores [n], magnitude [n] = sum of |q * k| of each, values [n, dim] → [dim]. n_more: KV blocks of
+    compressed blocks, each summed separately. softcap: of the scores, which are given without it; it reduces
+    their errors and adds its own. An error e of a score changes its weight by a factor within exp(±e), and
+    the sum of weights by as much.
     """
     n = len(scores)
     of_cap = 0.0
@@ -285,7 +297,7 @@ def attention_bound(
 
 
 def spread(x: np.ndarray) -> np.ndarray:
-    """What numbers of magnitudes [..., dim] can become by a Hadamard transform."""
+    """Return the largest magnitudes after a Hadamard transform of numbers with magnitudes [..., dim]."""
     width = x.shape[-1] & -x.shape[-1]
     sums = x.reshape(-1, width).sum(axis=1, keepdims=True) / math.sqrt(width)
     return np.broadcast_to(sums, (len(sums), width)).reshape(x.shape)
@@ -295,20 +307,21 @@ TRANSFORM = 12  # roundings of a Hadamard transform of up to 512 channels: addit
 
 
 class Oracle(ReferenceBackend):
-    """Checks an engine's step, operation by operation. Give it each step that the engine ran, in order.
+    """Checks an engine's step, operation by operation.
 
-    The step must have tapped every value of the graph. Decoded weights are kept.
+    Give it each step that the engine ran, in order. The step must have tapped every value of the graph.
+    Decoded weights are kept.
     """
 
-    # Relative errors where an engine has other ones than the CPU's: of a softplus inside of a recurrent
-    # operation, which that finds in float64, and of a division and of a root, beyond their roundings.
+    # Relative errors that differ from the CPU's: of a softplus inside a recurrent operation, which the CPU
+    # computes in float64, and of divisions and roots, beyond their roundings.
     softplus_off = division_off = root_off = 0.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # In float64, so that no step has to convert them.
         self._weights = DecodedWeights(self.weights, lambda x: x.astype(np.float64), self._weights.room)
-        # Of states of delta nets: lengths of their columns at most, and of what these may be off by.
+        # For states of delta nets: the largest lengths of their columns, and of the columns' errors.
         self._lengths: dict[int, np.ndarray] = {}
 
     def check(self, batch: Batch, found: StepResult) -> None:
@@ -320,7 +333,7 @@ class Oracle(ReferenceBackend):
             got = taps[op.out.id]
             assert got.shape == expected.shape, op.out.name
             assert np.isfinite(expected).all(), f"{op.out.name}: the oracle gives no number"
-            # An oracle's result may be float32, and rounded once more.
+            # An oracle's result may be float32 and rounded once more.
             off = np.abs(got - expected) - (bound + U * np.abs(expected))
             if (worst := off.max(initial=-1.0)) > 0 or not np.isfinite(got).all():
                 at = np.unravel_index(np.argmax(off), off.shape)
@@ -333,7 +346,7 @@ class Oracle(ReferenceBackend):
     def _expected(  # noqa: C901 - a case for each operation
         self, op: Any, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
-        """The exact result, and how far the kernel may be from it."""
+        """Return the exact result, and the bound of the kernel's error."""
         if isinstance(op, Linear):
             return self._expected_linear(op, taps, batch, slots)
         if isinstance(op, LowRank):
@@ -358,11 +371,11 @@ class Oracle(ReferenceBackend):
                 return expected, -U * np.abs(expected)  # exactly
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
-            case Scale() if op.weight is not None:  # one more rounding, and what underflowed before it
+            case Scale() if op.weight is not None:  # one more rounding, and underflow before it
                 first = op.first_weight
                 weight = np.abs(self._weight(op.weight).reshape(-1)[first : first + op.x.width])
                 return expected, gamma(2) * np.abs(expected) + TINY * (1 + weight)
-            case PositionGain():  # in float64
+            case PositionGain():  # computed in float64
                 return expected, U * np.abs(expected)
             case Add() | Multiply() | Scale():
                 return expected, U * np.abs(expected) + TINY
@@ -373,9 +386,9 @@ class Oracle(ReferenceBackend):
                 sums = add_streams(size, own, np.abs(taps[op.y.id]), weights)
                 n_added = op.y.width * op.n_streams // op.out.width
                 return expected, gamma(n_added + 3) * sums + (n_added + 1) * TINY
-            case HyperConnection():  # in float64
+            case HyperConnection():  # computed in float64
                 return expected, U * np.abs(expected)
-            case MatchMagnitude():  # the factor is found in float64
+            case MatchMagnitude():  # the factor is computed in float64
                 return expected, gamma(3) * np.abs(expected) + TINY
             case RMSNorm() | UnitNorm():
                 return expected, rms_norm_bound(expected, op.x.width // op.n_head)
@@ -402,7 +415,8 @@ class Oracle(ReferenceBackend):
             case Route():
                 return expected, route_bound(op, taps[op.x.id], expected)
             case Rotate():
-                # Of a pair (a, b) both results are at most |a| + |b|; angles come from the same float64.
+                # Both results of a pair (a, b) are at most |a| + |b|; the angles are the same float64
+                # numbers.
                 x = np.abs(taps[op.x.id]).reshape(-1, op.n_head, op.head_dim)
                 half, turned = op.rope.n_rot // 2, slice(op.first, op.first + op.rope.n_rot)
                 pairs = x[..., turned]
@@ -439,8 +453,7 @@ class Oracle(ReferenceBackend):
         return expected, bound
 
     def _expected_low_rank(self, op: LowRank, taps: dict[int, np.ndarray], batch: Batch) -> tuple[Any, Any]:
-        """A product of two sums, multiplied by a scale between them, and a rounding of the sum for each
-        adapter."""
+        """Return result and bound: two sums with a scale between them, and one rounding per adapter."""
         scales = self.adapters.scales(batch)
         assert scales is not None
         expected = self._with_adapters(op, taps, batch, scales)
@@ -458,7 +471,10 @@ class Oracle(ReferenceBackend):
     def _expected_conv(
         self, op: ShortConv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
-        """Sums of as many products as it sees tokens. The inputs that a state holds are exact."""
+        """Return result and bound: sums of as many products as tokens are seen.
+
+        A state's inputs are exact.
+        """
         states, x, weight = self._states[op.out.id], taps[op.x.id], np.abs(self._conv_weight(op))
         before = states.copy()
         np.abs(states, out=states)
@@ -473,8 +489,11 @@ class Oracle(ReferenceBackend):
     def _expected_pool(
         self, op: PoolBlocks, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
-        """Sums of weights and of weighted values. A weight is a product of as many exponentials as tokens
-        followed in the block and the one before, each of a rounded difference of rounded scores."""
+        """Return result and bound: sums of weights and of weighted values.
+
+        A weight is a product of exponentials, one per later token of the block and the previous one. Each
+        exponential has a rounded difference of rounded scores as its argument.
+        """
         states, x = self._states[op.out.id], taps[op.x.id]
         before = states.copy()
         states[:, 2::3] = np.abs(states[:, 2::3])
@@ -490,9 +509,12 @@ class Oracle(ReferenceBackend):
     def _expected_wkv(
         self, op: Wkv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
-        """Columns of a state by their lengths, as of a delta net: a token multiplies one by diag(w) + b a^T,
-        whose norm is found, and adds |k| |v|; what it is off by grows likewise, and by the roundings of the
-        products and of the sum over the rows, each times the length."""
+        """Return result and bound, using the lengths of a state's columns as for a delta net.
+
+        A token multiplies a column by diag(w) + b a^T, whose norm is computed, and adds |k| |v|. The column's
+        error is multiplied by the norm, and gains the roundings of the products and of the sum over the rows,
+        each times the length.
+        """
         assert batch.states is not None
         assert batch.saves is not None
         slot_shape = (self.n_states, 2, op.n_head, op.state_shape[2])
@@ -527,7 +549,7 @@ class Oracle(ReferenceBackend):
     def _expected_channels(
         self, op: ChannelScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
-        """As of a selective scan, with a decay of each number."""
+        """Return result and bound as for a selective scan, with one decay per number."""
         assert batch.states is not None
         assert batch.saves is not None
         of_slots = self._lengths.setdefault(op.out.id, np.zeros((self.n_states, 2, *op.state_shape)))
@@ -553,8 +575,11 @@ class Oracle(ReferenceBackend):
     def _expected_scan(
         self, op: SelectiveScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
-        """By sums of sizes: a state is off by what the one before it was, and by the roundings of the decay,
-        of dt and of a sum, each times the size of the state."""
+        """Return result and bound by sums of sizes.
+
+        A state's error is the previous one's plus the roundings of the decay, of dt and of a sum, each times
+        the size of the state.
+        """
         assert batch.states is not None
         assert batch.saves is not None
         of_slots = self._lengths.setdefault(op.out.id, np.zeros((self.n_states, 2, *op.state_shape)))
@@ -585,9 +610,11 @@ class Oracle(ReferenceBackend):
     def _expected_delta(
         self, op: DeltaNet, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
-        """Columns of a state by their lengths: a token multiplies one by g (1 - b k k^T), which lengthens it
-        by no more than g since k has the length 1, and adds b |v|. So does what it is off by, to which the
-        token adds the roundings of sums over the rows, of k, of g and of b, each times the length or |v|.
+        """Return result and bound, using the lengths of a state's columns.
+
+        A token multiplies a column by g (1 - b k k^T), which scales it by at most g because k has length 1,
+        and adds b |v|. The column's error is scaled by at most g too. The token adds the roundings of sums
+        over the rows, of k, of g and of b, each times the length or |v|.
         """
         assert batch.states is not None
         assert batch.saves is not None
@@ -597,7 +624,7 @@ class Oracle(ReferenceBackend):
         rate, step = self._weight(op.rate).reshape(-1, 1), self._weight(op.step)
         alpha = (taps[op.alpha.id] + step).reshape(-1, op.n_head, op.alpha.width // op.n_head)
         exponents = rate * np.logaddexp(alpha, 0)
-        decays = np.exp(exponents).max(axis=2)  # of a column of a state, the slowest
+        decays = np.exp(exponents).max(axis=2)  # the slowest decay of a state's columns
         of_softplus = self.softplus_off * (np.abs(exponents) * np.exp(exponents)).max(axis=2)
         shares = 1 / (1 + np.exp(-taps[op.beta.id]))
         values = np.abs(taps[op.x.id][:, -op.out.width :]).reshape(-1, op.n_head, op.dim_v)
@@ -619,7 +646,7 @@ class Oracle(ReferenceBackend):
     def _expected_of_experts(
         self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Each product of a token and its expert by itself, and, of a sum, what adding them may do."""
+        """Return each product of a token and its expert and, for sums, the error of adding them."""
         type_ = self.weights.tensors[op.weights[0]].type
         route, x = taps[op.route.id], taps[op.x.id]
         n, k = len(x), op.n_used
@@ -671,12 +698,12 @@ class Oracle(ReferenceBackend):
                 if op.slopes is not None:
                     fallen = op.slopes[head] * np.abs(ago)
                     scores, magnitude = scores - fallen, magnitude + fallen
-                if op.sinks is not None:  # as a position without a value
+                if op.sinks is not None:  # like a position without a value
                     scores = np.append(scores, self._weight(op.sinks)[head])
                     magnitude, v = np.append(magnitude, 0), np.vstack([v, np.zeros(v.shape[1])])
                 n_more = 0 if op.blocks is None else -(-len(slots[token]) // PAGE)
                 off = attention_bound(scores, magnitude, roundings, v, op.softcap, n_more)
-                if of_values.rotated:  # back; here and in the kernel
+                if of_values.rotated:  # transformed back; here and in the kernel
                     off = spread(off + 2 * gamma(TRANSFORM) * np.abs(v).max(axis=0))
                 bound[token, head] = off
         return bound.reshape(len(slots), -1)

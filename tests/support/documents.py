@@ -1,4 +1,4 @@
-"""What the Markdown files of the repository let a reader type: shell commands and Python programs."""
+"""The shell commands and Python programs in the repository's Markdown files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paths import ROOT
 
-FOLDERS = ("adapters", "bench", "docs", "packaging", "tests")  # and the root itself
+FOLDERS = ("adapters", "bench", "docs", "packaging", "tests")  # and the root
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -19,7 +19,7 @@ _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. document: path from the root. line: of its first line, from 1."""
+    """A fenced block. document: path from the root. line: its first line, counted from 1."""
 
     document: str
     line: int
@@ -33,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a shell block. place: document and line. stdin: what `echo` sends it."""
+    """A command of a shell block. place: document and line. stdin: the text piped by `echo`."""
 
     place: str
     words: tuple[str, ...]
@@ -44,7 +44,7 @@ class Command:
 
 
 def documents() -> list[Path]:
-    """Every Markdown file of the repository."""
+    """Return every Markdown file of the repository."""
     nested = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))
     return sorted([*ROOT.glob("*.md"), *nested])
 
@@ -57,7 +57,7 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 def spans(path: Path) -> Iterator[tuple[str, str]]:
-    """Place and text of each inline code outside blocks."""
+    """Yield the place and the text of each inline code outside blocks."""
     text = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), path.read_text("utf-8"))
     for match in _SPAN.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
@@ -65,22 +65,23 @@ def spans(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def links(path: Path) -> Iterator[str]:
-    """Where the links of a document lead, as it writes them."""
+    """Yield the link targets of a document, as written."""
     for match in _LINK.finditer(_FENCE.sub("", path.read_text("utf-8"))):
         yield match[1]
 
 
 def anchors(path: Path) -> set[str]:
-    """Anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", path.read_text("utf-8")), re.MULTILINE)
     plain = (_LINK.sub("]", heading).lower() for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """The commands of a shell block. Raises ValueError for what this reader of shell does not know.
+    """Yield the commands of a shell block.
 
-    It knows quotes, comments, lines that end in a backslash, and `echo TEXT | command`.
+    Supports quotes, comments, lines that end in a backslash, and `echo TEXT | command`. Raises ValueError for
+    other syntax.
     """
     first, text = block.line, ""
     for line, part in enumerate(block.text.splitlines(), block.line):

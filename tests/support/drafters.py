@@ -1,6 +1,6 @@
-"""Drafters for tests, whose drafts are partly right, by a die that is theirs alone; models with drafts.
+"""Drafters for tests, whose drafts are partly right as their random numbers say, and their models.
 
-`steady`, a fixture, makes drafting independent of measured seconds.
+The fixture `steady` makes drafting independent of measured seconds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measured seconds: a step of n tokens takes 1 + 0.05 n, drafting takes none."""
+    """Replace the measured seconds: 1 + 0.05 n for a step of n tokens, 0 for drafting."""
     note = StepTimes.note
     monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
     monkeypatch.setattr(OfModel, "seconds_per_token", 0.0)
 
 
 class Guesser:
-    """Drafts what `answer` says of a sequence (all tokens that will follow its prompt, or some), each token
-    with probability `right`; else another one. Its drafts may be longer or shorter than is wanted at most."""
+    """Drafts the tokens of `answer` for a sequence, each with probability `right`, otherwise another token.
+
+    `answer` gives all or some tokens that follow the prompt. Drafts may be longer or shorter than the
+    requested maximum.
+    """
 
     name = "guesser"
     seconds_per_token = 0.0

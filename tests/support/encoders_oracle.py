@@ -1,4 +1,4 @@
-"""Tiny encoders, and the hidden states of their texts by transformers and by backends."""
+"""Tiny encoders, and their texts' hidden states from transformers and from backends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ tiny_models = pytest.importorskip("tiny_models")
 ENCODERS = tiny_models.ENCODERS
 LENGTHS = (150, 90, 37, 1)  # tokens
 PAGES_EACH = 3
-TOLERANCE = 1e-4  # of the largest state
+TOLERANCE = 1e-4  # of the largest value
 
 
 def texts() -> list[np.ndarray]:
-    """Token ids; none of them pads."""
+    """Return token ids without padding."""
     rng = np.random.default_rng(0)
     return [rng.integers(4, 299, n).astype(np.int32) for n in LENGTHS]
 
@@ -40,7 +40,7 @@ def states_of_transformers(name: str) -> list[np.ndarray]:
 
 @pytest.fixture(params=ENCODERS)
 def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[tuple[GGUFFile, Graph, list]]:
-    """(open GGUF file, its graph, hidden states of the texts by transformers)."""
+    """Yield (open GGUF file, its graph, hidden states of the texts by transformers)."""
     name = request.param
 
     def compute(path: Path) -> None:
@@ -54,7 +54,7 @@ def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[tuple[G
 
 
 def batch_of(numbers: list[int]) -> Batch:
-    """Some of the texts in one step, each in pages of its own."""
+    """Return some of the texts in one step, each in its own KV blocks."""
     tables = np.arange(PAGES_EACH * len(LENGTHS), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
     chosen = [texts()[i] for i in numbers]
     n = sum(map(len, chosen))
@@ -68,6 +68,6 @@ def batch_of(numbers: list[int]) -> Batch:
 
 
 def run(backend: Backend, numbers: list[int]) -> list[np.ndarray]:
-    """Hidden states of some of the texts, computed in one step."""
+    """Return hidden states of some of the texts, computed in one step."""
     rows = backend.step(batch_of(numbers)).logits.copy()
     return np.split(rows, np.cumsum([LENGTHS[i] for i in numbers])[:-1])

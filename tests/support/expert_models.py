@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models in every form of routing."""
+"""Tiny mixture-of-experts models with every kind of routing."""
 
 from __future__ import annotations
 

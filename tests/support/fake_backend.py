@@ -1,9 +1,9 @@
 """A backend without a model, for the tests of the engine.
 
-It stores token ids in pages and reads them back through the page table, so a wrong page, position or order
-changes the logits. With slots for states it keeps in each all tokens before a position, and refuses a step
-where pages and state belong to different ones. The logits of a token are a function of all tokens up to it
-and of nothing else. Its statistics are a function of the number of tokens and of the step.
+It stores token ids in KV blocks and reads them back through the block table, so that a wrong block, position
+or order changes the logits. A state slot holds all tokens before a position. The backend refuses a step whose
+KV blocks and state belong to different tokens. The logits of a token depend only on the tokens up to it.
+Statistics depend on the number of tokens and on the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FakeBackend:
     def step(self, batch: Batch) -> StepResult:
         if self.fail_at_step == len(self.batches):
             self.fail_at_step = None
-            raise RuntimeError("the fake backend was told to fail")
+            raise RuntimeError("the fake backend fails as requested")
         n = len(batch.tokens)
         assert 0 < n <= self.max_batch
         assert all(
@@ -59,7 +59,7 @@ class FakeBackend:
             self.cancelled = False
             for slot in batch.saves if self.n_states and batch.saves is not None else ():
                 if slot >= 0:
-                    self.states[slot] = None  # it holds anything now
+                    self.states[slot] = None  # undefined from now on
             raise StepCancelledError
         self.n_tokens_seen += n
         self.batches.append(n)
@@ -79,7 +79,7 @@ class FakeBackend:
         return StepResult(logits)
 
     def _go_on(self, batch: Batch) -> None:
-        """From the states before the batch to those that it saves."""
+        """Advance the states before the batch to the saved ones."""
         assert batch.states is not None
         assert batch.saves is not None
         tokens: tuple[int, ...] | None = ()
@@ -95,7 +95,7 @@ class FakeBackend:
             pages = batch.page_tables[sequence, : -(-len(tokens) // PAGE_SIZE)]
             assert tuple(self.cache[pages].reshape(-1)[: len(tokens)]) == tokens
 
-    # ---- what can be copied out and in (CacheMemory)
+    # ---- copying in and out (CacheMemory)
 
     page_nbytes = PAGE_SIZE * 8
 
@@ -120,7 +120,10 @@ class FakeBackend:
         self.states[slot] = tuple(tokens[:n])
 
     def stats(self) -> StepStats | None:
-        """Two layers of 100 neurons: of the first, 10 fire per token; of the second, as many as the step."""
+        """Return counts of two layers of 100 neurons.
+
+        10 fire per token in the first, the step's number in the second.
+        """
         self.n_stats_asked += 1
         return fake_stats(self.batches[-1], len(self.batches))
 
@@ -146,7 +149,7 @@ def fake_stats(n_tokens: int, step: int) -> StepStats:
 
 
 def fake_logits(tokens: np.ndarray, n_vocab: int, peak: float = 3.0) -> np.ndarray:
-    """The logits after `tokens`, float32 [n_vocab]: random numbers seeded by all of them."""
+    """Return the logits after `tokens`, float32 [n_vocab]: random numbers seeded by all of them."""
     mixed = (np.asarray(tokens, np.uint64) + np.uint64(1)) * (
         np.arange(len(tokens), dtype=np.uint64) * 2654435761 + 97
     )

@@ -1,6 +1,6 @@
-"""A server for the page whose answers a test writes: what it says, when, and how it fails.
+"""A server for the chat page with scripted answers, delays and failures.
 
-It serves the page itself as the real one does (server/site.py), on a socket, from a thread of its own.
+It serves the page itself as the real server does (server/site.py), on a socket, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ N_FF = 200
 
 @dataclass
 class Refusal:
-    """A reply that is no answer."""
+    """A reply with an error status."""
 
     status: int
     message: str
@@ -39,26 +39,30 @@ class Refusal:
 
 
 class Hold:
-    """In an answer: it goes on when the test says so."""
+    """A part of an answer: wait until the test continues it."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
 
 
 class Drop:
-    """In an answer: the connection breaks."""
+    """A part of an answer: the connection breaks."""
 
 
 class FakeServer:
-    """replies: what the next requests get, in order, each a Refusal or the parts of an answer.
+    """A server with scripted replies.
 
-    Parts: text (a token), a token with its activity (a dict with "text"), Hold, Drop, or {"error": ...}.
-    requests: their bodies; headers: theirs. n_left: clients that went before the end.
-    key: the only one that opens it; None: none is needed. health: status of /health and of all the rest.
-    models: of a server with several, with the `status` of each; None: it has one, `model`. replies_of: what
-    requests for one of them get, in place of `replies`. managed: names that were to be loaded and unloaded.
-    mcp_servers: as /mcp/servers lists them, or a Refusal; tool_results: what calls bring, in order, each a
-    reply, a Refusal, or a Hold before the next one; tool_calls: names and arguments of those that were made.
+    replies: for the next requests, in order, each a Refusal or the parts of an answer: text (a token), a
+    token with its activity (a dict with "text"), Hold, Drop, or {"error": ...}. requests, headers: of the
+    received requests. n_left: clients that left before the end. key: the only valid API key; None: no key is
+    needed. health: status of /health and of all other routes.
+
+    models: for a server with several models, each with its `status`; None: it has one, `model`. replies_of:
+    replies per model, instead of `replies`. managed: names of models that were loaded and unloaded.
+
+    mcp_servers: the reply of /mcp/servers, or a Refusal. tool_results: results of calls, in order, each a
+    reply, a Refusal, or a Hold before the next one. tool_calls: names and arguments of the calls that were
+    made.
     """
 
     def __init__(self) -> None:
@@ -75,10 +79,10 @@ class FakeServer:
         self.models: list[dict[str, Any]] | None = None
         self.replies_of: dict[str, deque[Any]] = {}
         self.managed: list[tuple[str, str]] = []
-        self.asked_n_ctx: list[int | None] = []  # of loads
+        self.asked_n_ctx: list[int | None] = []  # contexts of loads
         self.catalogue: list[dict[str, Any]] = []
-        self.pulls: deque[Any] = deque()  # lines of downloads, and a Hold between two of them
-        self.asked_props: list[str | None] = []  # of which models
+        self.pulls: deque[Any] = deque()  # lines of downloads, possibly with a Hold in between
+        self.asked_props: list[str | None] = []  # their models
         self.mcp_servers: list[dict[str, Any]] | Refusal = []
         self.tool_results: deque[Any] = deque()
         self.tool_calls: list[tuple[str, dict[str, Any]]] = []
@@ -100,7 +104,7 @@ class FakeServer:
         self.app.post("/v1/chat/completions")(self._chat)
 
     def set_state(self, name: str, **status: Any) -> None:
-        """The state of a model is another one; pages that listen get to know it."""
+        """Change the state of a model, and notify listening pages."""
         assert self.models is not None
         next(one for one in self.models if one["id"] == name)["status"] = status
         self.events.append({"model": name, **status})
@@ -126,7 +130,7 @@ class FakeServer:
         return self._refused(http) or JSONResponse(self.props)
 
     async def _tokenize(self, http: Request) -> Response:
-        """A token is a word here."""
+        """Count words as tokens."""
         body = await http.json()
         return self._refused(http) or JSONResponse({"count": len(body["content"].split())})
 
@@ -219,7 +223,7 @@ class FakeServer:
         return StreamingResponse(self._stream(http, reply), headers=headers, media_type="text/event-stream")
 
     def _dropped(self, body: dict[str, Any]) -> int:
-        """Return how many turns have no room. A token is a word here."""
+        """Return the number of turns that do not fit. A token is a word here."""
         if self.n_ctx is None or body.get("truncation") != "auto":
             return 0
 
@@ -271,14 +275,14 @@ def _event(delta: dict[str, Any], reason: str | None = None, **more: Any) -> byt
 
 
 def facts(n_layers: int = 3, mode: str = "exact", has_zeros: bool = True) -> dict[str, Any]:
-    """What /props says of a model."""
+    """Return the facts of a model as /props reports them."""
     reason = "its activation is ReLU" if has_zeros else "its activation is SiLU, which has no zeros"
     sparsity = {"mode": mode, "predictor": None, "reason": reason}
     return {"n_ff": [N_FF] * n_layers, "has_zeros": has_zeros, "sparsity": sparsity}
 
 
 def token(i: int, text: str, shares: list[float], **more: Any) -> dict[str, Any]:
-    """The activity of the i-th token: shares of each layer; 20 tokens per second."""
+    """Return the activity of the i-th token: shares of each layer; 20 tokens per second."""
     mean = sum(shares) / len(shares)
     layers = {"active_share": shares, "bytes": [round(1e6 * share) for share in shares]}
     if "cpu_share" in more:
@@ -290,7 +294,7 @@ def token(i: int, text: str, shares: list[float], **more: Any) -> dict[str, Any]
 
 
 def mcp_server(name: str, *tools: str, state: str = "ready", problem: str = "") -> dict[str, Any]:
-    """An MCP server as /mcp/servers lists it."""
+    """Return an MCP server as /mcp/servers lists it."""
     parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
     return {
         "name": name, "state": state, "problem": problem,
@@ -307,7 +311,7 @@ def mcp_server(name: str, *tools: str, state: str = "ready", problem: str = "") 
 def tool_call(
     name: str, arguments: str, index: int = 0, call_id: str = ""
 ) -> tuple[str, list[dict[str, Any]]]:
-    """A part of an answer: a call, all at once."""
+    """Return a part of an answer: one whole call."""
     function = {"name": name, "arguments": arguments}
     return "tool_calls", [
         {"index": index, "id": call_id or f"c{index}", "type": "function", "function": function}
@@ -316,10 +320,10 @@ def tool_call(
 
 @contextmanager
 def served(app: Any) -> Iterator[str]:
-    """An application on a socket of this machine, in a thread; gives its address."""
+    """Serve an application on a local socket, in a thread; yield its address."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        bound.listen()  # so that who comes before the thread has begun waits and is not refused
+        bound.listen()  # clients that connect before the thread runs wait instead of being refused
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)

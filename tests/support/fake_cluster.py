@@ -1,4 +1,4 @@
-"""A cluster that is none: the machines of `hotset.scale` without Ray, which die on request."""
+"""A fake cluster: the machines of `hotset.scale` without Ray, which die on request."""
 
 from types import ModuleType
 
@@ -10,9 +10,10 @@ class KilledError(Exception):
 
 
 class FakeCluster:
-    """Stands in for the cluster that a module of hotset.scale asks; a subclass does the work of its machines.
+    """Replaces the cluster used by a module of hotset.scale.
 
-    asked: the shards of the latest run. dies_after: so many of a run.
+    A subclass does the work of its machines. asked: the shards of the latest run. dies_after: number of
+    shards after which a run dies.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:

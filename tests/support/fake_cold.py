@@ -1,6 +1,6 @@
-"""A CPU worker in NumPy: what the CPU's half of a split layer must hand back, by the reference's own ops.
+"""A CPU worker in NumPy: the correct results of split layers, computed by the reference's operations.
 
-Checks the protocol on the way: one post per layer and step, then one collect, nothing outside a step.
+It also checks the protocol: one post per layer and step, then one collect, and nothing outside a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hotset.model.operations import TransposedLinear
 
 
 class FakeCpuWorker:
-    """Sums the rows of cold neurons that `bits` names, without bias or residual."""
+    """Sums the rows of the cold neurons that `bits` names, without bias or residual."""
 
     def __init__(
         self, weights: WeightSource, graph: Graph, layers: Mapping[int, np.ndarray], max_batch: int
@@ -27,7 +27,7 @@ class FakeCpuWorker:
         self.layers, self.graph, self.max_batch = tuple(sorted(layers)), graph, max_batch
         self._hot = layers
         self._reference = ReferenceBackend(weights, graph, n_pages=1)
-        # Where results stay from step to step, as memory that a device has mapped does.
+        # Results keep their memory between steps, like memory that a device has mapped.
         width = graph.ops[0].out.width
         self._out = {layer: torch.zeros((max_batch, width)) for layer in layers}
         self._done: set[int] = set()
@@ -76,7 +76,7 @@ class FakeCpuWorker:
         return self._out[layer][: self._n_tokens]
 
     def counts(self) -> np.ndarray:
-        """All of them zero but the neurons that were asked for in all steps together, of the first layer."""
+        """Return counts that are 0 except the requested neurons of the first layer, summed over all steps."""
         counts = np.zeros((len(self.layers), 5), np.int64)
         counts[0, 0] = self.n_selected
         return counts
@@ -91,7 +91,7 @@ class FakeCpuWorker:
         self.closed = True
 
     def _sum(self, layer: int, h: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """The layer's own operations from gate and up to down, with the unwanted neurons at zero."""
+        """Run the layer's own operations from gate and up to down, with unwanted neurons at zero."""
         ffn = self.graph.ffns[layer]
         down = ffn.down
         assert isinstance(down, TransposedLinear)

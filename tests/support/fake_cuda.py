@@ -1,12 +1,12 @@
 """Streams of a CUDA device, without the device.
 
-FakeCuda is the stream that computes: work is queued and done by a thread, in order. It writes and waits for
-values in memory as the driver's calls do, can capture what is put on it and replay it, and keeps a log. A
-wait that is never satisfied hangs its stream, as on the device.
+FakeCuda is the computing stream: a thread does queued work in order. It writes values to memory and waits for
+them like the driver's calls, can capture and replay work, and keeps a log. A wait that is never satisfied
+hangs its stream, as on a device.
 
-LateStream is a stream beside it. It does its work as late as it may, and keeps no tensor alive.
+LateStream is a second stream. It does its work as late as possible and keeps no tensor alive.
 
-Runtime has the two libraries that register memory of the host, and the error that one of them keeps.
+Runtime has the two libraries that register host memory, and the error that one of them keeps.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ Work = tuple[str, Callable[[], None]]
 
 
 class FakeCuda:
-    """The Driver of backends/triton/cpu_offload.py. log: what was put on the stream, as the driver was
-    called."""
+    """The Driver of backends/triton/cpu_offload.py. log: the driver calls that were put on the stream."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.registered: list[int] = []
         self.captured: list[Work] | None = None
-        self.fails_at: str | None = None  # a call that raises
+        self.fails_at: str | None = None  # a call that must raise
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -98,7 +97,7 @@ class FakeCuda:
     # ---- graphs
 
     def capture(self, work: Callable[[], object]) -> list[Work]:
-        """What `work` puts on the stream, without doing it."""
+        """Record the work that `work` puts on the stream, without doing it."""
         self.captured = []
         try:
             work()
@@ -116,18 +115,18 @@ class FakeCuda:
         assert not self._thread.is_alive()
 
 
-POISON = 0x7F  # of each byte of memory that was handed to another tensor: no id, no count, a NaN
+POISON = 0x7F  # in each byte of memory that was given to another tensor: not a valid id or count, a NaN
 
 
 class Weak:
-    """A tensor as a stream of the device knows it: an address, and nothing that keeps its memory."""
+    """A tensor as a stream of the device knows it: an address that does not keep its memory alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._like = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def read(self) -> Tensor:
-        """The tensor; where no other tensor has its memory any more, one of poison."""
+        """Return the tensor; if another tensor now has its memory, a poisoned one."""
         dtype, offset, shape, stride = self._like
         if self._storage.expired():
             return torch.full((*shape, dtype.itemsize), POISON, dtype=torch.uint8).view(dtype)[..., 0]
@@ -136,10 +135,10 @@ class Weak:
 
 
 class LateStream:
-    """The Beside of backends/triton/experts_fetch.py: work is done when its end is waited for, not before.
+    """The Beside of backends/triton/experts_fetch.py: work is done when its end is awaited, not before.
 
-    It holds its work's tensors as weak references, as a stream of torch does: what the code under test drops
-    too early is poison when it is read. Work is a `partial`, whose arguments can be seen.
+    Like a stream of torch, it holds its work's tensors as weak references. Tensors that the tested code drops
+    too early are poisoned when they are read. Work is a `partial`, so that its arguments are visible.
     """
 
     def __init__(self) -> None:
@@ -171,13 +170,13 @@ class LateStream:
 
 
 class Runtime:
-    """A device's runtime and driver, in torch's and ctypes' place. refuses: "register", "address", "release",
-    or "". is_lost: whether all that waits for the device raises.
+    """A device's runtime and driver, replacing torch's and ctypes'.
 
-    A call of the runtime that fails leaves its error behind, and the next launch of a kernel through torch
-    raises and clears it. The driver's calls leave nothing, but need a context, which a thread has once it has
-    called the runtime: torch.cuda.device, where the device is the first one anyhow, does not. registered:
-    addresses.
+    refuses: "register", "address", "release", or "". is_lost: whether every wait for the device raises.
+
+    A failing call of the runtime leaves its error, and the next launch of a kernel through torch raises and
+    clears it. The driver's calls leave nothing. They need a context, which a thread gets by calling the
+    runtime; torch.cuda.device does not create one if the device is already the first. registered: addresses.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *, hip: bool = False, refuses: str = "") -> None:
@@ -196,13 +195,13 @@ class Runtime:
         patch.setattr(ctypes, "CDLL", lambda name: self)
 
     def launch(self) -> None:
-        """Any kernel of torch."""
+        """Launch any kernel of torch."""
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
 
     def _called(self, *_: object) -> None:
-        """Of the runtime."""
+        """Count a call of the runtime."""
         self._thread.has_context = True
         if self.is_lost:
             raise RuntimeError("CUDA error: the device is lost")
@@ -221,7 +220,7 @@ class Runtime:
         self.registered.remove(first)
         return 0
 
-    # ---- libcuda, as ctypes calls it
+    # ---- libcuda, as called by ctypes
 
     def _has_context(self) -> bool:
         return getattr(self._thread, "has_context", False)

@@ -1,4 +1,4 @@
-"""A model hub and a package index on 127.0.0.1, with the faults that real ones have."""
+"""A model hub and a package index on 127.0.0.1, with the faults of real ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from types import TracebackType
 class FakeHub:
     """Serves repositories from memory.
 
-    repositories: "owner/name" → path → bytes. corrupt: paths whose bytes differ from what is listed.
-    cut_after: path → bytes after which each answer breaks off (once per entry of the list).
-    no_ranges: answers every request from the beginning. gated: repositories whose files are refused.
-    sizes, checksums: path → what the listing says instead. details: "owner/name" → more that its listing
-    says. answers: path, or "owner/name" for its listing → a function that answers instead, with raw bytes if
-    it likes. requests: (method path, Range header, Authorization header) of everything asked.
+    repositories: "owner/name" → path → bytes. corrupt: paths whose bytes differ from the listing. cut_after:
+    path → bytes after which each reply breaks off (once per entry of the list). no_ranges: reply from the
+    beginning to every request. gated: repositories whose files are refused. sizes, checksums: path → wrong
+    values in the listing. details: "owner/name" → more data of its listing. answers: path, or "owner/name"
+    for its listing → a function that replies instead, possibly with raw bytes. requests: (method path, Range
+    header, Authorization header) of every request.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class FakeHub:
 
             def do_GET(self) -> None:
                 hub.requests.append((self.path, self.headers.get("Range"), self.headers.get("Authorization")))
-                with suppress(ConnectionError):  # the client has gone
+                with suppress(ConnectionError):  # the client has left
                     hub.answer(self)
 
             def log_message(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Marks of tests that need kinds of files which not every system has."""
+"""Marks of tests that need kinds of files that some systems lack."""
 
 import os
 import tempfile

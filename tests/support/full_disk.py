@@ -1,4 +1,4 @@
-"""A disk without room: writes beyond a number of bytes fail with an error of the system."""
+"""A full disk: writes beyond a number of bytes fail with a system error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @contextlib.contextmanager
 def room_for(n_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes; the part of a write that has room is written."""
+    """Limit the size of this process's files; the part of a write that fits is written."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))

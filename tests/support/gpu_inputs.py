@@ -20,7 +20,7 @@ def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def weights(type_: GGMLType, n_rows: int, n_cols: int) -> DeviceMatrix:
-    """A matrix of the right fields, without memory."""
+    """Return a matrix with the right fields, without memory."""
     row = matrices._taken_apart(np.zeros((1, row_bytes(type_, n_cols)), np.uint8), type_)
     parts = {name: new(n_rows, part.shape[1], dtype=part.dtype) for name, part in row.items()}
     return DeviceMatrix(type_, n_rows, n_cols, **parts)
@@ -40,26 +40,26 @@ def randn(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def input_major(type_: GGMLType, widths: Sequence[int], n_in: int) -> tuple[DeviceMatrix, np.ndarray]:
-    """Input-major matrices of one input, and their values [n_in, sum of widths]."""
+    """Return input-major matrices of one input, and their values [n_in, sum of widths]."""
     parts = [matrix(type_, n, n_in, seed) for seed, n in enumerate(widths)]
     made = DeviceMatrix.input_major(n_in, widths, lambda i: parts[i][0])
     return made, np.concatenate([w for _, w in parts]).T
 
 
 def matrix(type_: GGMLType, n_rows: int, n_cols: int, seed: int = 0) -> tuple[DeviceMatrix, np.ndarray]:
-    """A matrix and its values in float64."""
+    """Return a matrix and its values in float64."""
     data = random_blocks(type_, n_rows, n_cols, rng_of(n_rows, n_cols, seed)).reshape(-1).view(np.uint8)
     m = DeviceMatrix.from_bytes(data, type_, n_rows, n_cols, "cpu")
     return m, dequantize(data, type_, (n_cols, n_rows)).astype(np.float64)
 
 
 def token_threshold(n: int, threshold: float) -> fallback.TokenThreshold:
-    """Every third token keeps its small values."""
+    """Return a threshold from which every third token is exempt."""
     return fallback.TokenThreshold(torch.from_numpy((np.arange(n) % 3 > 0).astype(np.int32)), threshold)
 
 
 class Cache:
-    """Pages out of order, for a few sequences of given lengths; the reference's attention over the same."""
+    """KV blocks in random order for sequences of given lengths, and the reference's attention over them."""
 
     def __init__(self, lengths: list[int], n_head_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> None:
         needed = [-(-n // PAGE_SIZE) for n in lengths]
@@ -73,7 +73,7 @@ class Cache:
         self.lengths = lengths
 
     def tokens(self, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences and positions of the latest `last` tokens of each sequence."""
+        """Return the sequences and positions of the latest `last` tokens of each sequence."""
         pairs = [(s, p) for s, n in enumerate(self.lengths) for p in range(max(n - last, 0), n)]
         sequences, positions = np.array(pairs, np.int32).T.copy()
         return torch.from_numpy(sequences), torch.from_numpy(positions)

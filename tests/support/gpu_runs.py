@@ -1,4 +1,4 @@
-"""Steps of the GPU backend, on CPU tensors where there is no device."""
+"""Steps of the GPU backend, on CPU tensors on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-
 
 
 def assert_only_torch_computes(gguf: GGUFFile, refusal: str) -> None:
-    """The graph in torch gives the reference's logits; a device refuses the model in these words."""
+    """Assert that the graph in torch gives the reference's logits, and that a device refuses the model.
+
+    refusal: a regular expression for the message.
+    """
     ready, graph = prepared(gguf, "dense")
     ids = tokens(40)
     expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
@@ -80,7 +83,7 @@ def split(
 
 
 def run(stage: GpuStage, ids: np.ndarray, splits: Sequence[int] = (), at: int = 0) -> np.ndarray:
-    """Logits of every token of a sequence that goes on at position `at`, in steps that end at `cuts`."""
+    """Return the logits of a sequence that continues at position `at`, in steps that end at `splits`."""
     rows, done = [], 0
     for end in [*splits, len(ids)]:
         rows.append(stage.run(batch([(ids[done:end], at + done, [2, 0])])).numpy().copy())
@@ -89,18 +92,18 @@ def run(stage: GpuStage, ids: np.ndarray, splits: Sequence[int] = (), at: int = 
 
 
 class Watch(TorchDispatchMode):
-    """Notes the memory that a function reads or writes and did not allocate itself."""
+    """Records the memory that a function reads or writes and did not allocate itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.outside: set[int] = set()
-        self._made: dict[int, torch.Tensor] = {}  # kept alive, so that no address is used twice
+        self._made: dict[int, torch.Tensor] = {}  # kept alive, so that no address is reused
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs or {})):
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 address = tensor.untyped_storage().data_ptr()
-                if function is torch.ops.aten.lift_fresh.default:  # a constant of the code, torch.tensor(...)
+                if function is torch.ops.aten.lift_fresh.default:  # a constant in the code, torch.tensor(...)
                     self._made[address] = tensor
                 elif address not in self._made:
                     self.outside.add(address)
@@ -112,7 +115,7 @@ class Watch(TorchDispatchMode):
 
 
 class Recording:
-    """In place of a CUDA graph: replays by calling again, and insists on the addresses of the capture."""
+    """Replaces a CUDA graph: replays by calling again, and checks that the captured addresses are used."""
 
     def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         self._function = function
@@ -124,7 +127,7 @@ class Recording:
     def replay(self) -> None:
         with Watch() as watch:
             self.result.copy_(self._function())
-        # (The result is the recording's own memory, written after the step.)
+        # The result is the recording's own memory, written after the step.
         assert watch.outside - {self.result.untyped_storage().data_ptr()} <= self._outside
         self.n_replays += 1
 

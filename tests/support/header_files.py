@@ -1,4 +1,4 @@
-"""Model files of real shapes with a header and a hole in place of tensors, to be planned and never read."""
+"""Model files of real shapes with a header and no tensor data, for planning only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from synthetic import Shape
 
 from hotset.formats.quants import GGMLType, row_bytes
 
-Tensor = tuple[str, tuple[int, ...], GGMLType]  # name without ".weight", shape as GGUF has it, type
+Tensor = tuple[str, tuple[int, ...], GGMLType]  # name without ".weight", shape as in GGUF, type
 
 
 def tensors_of(architecture: str, shape: Shape, type: GGMLType, n_vocab: int) -> Iterator[Tensor]:
-    """What a llama has; in PowerInfer's files (bamboo) the down projection is neuron-major."""
+    """Yield a llama's tensors; in PowerInfer's files (bamboo) the down projection is neuron-major."""
     for name, of in shape.matrices(n_vocab):
         if architecture == "bamboo" and name.endswith("ffn_down"):
             name, of = f"{name}_t", of[::-1]
@@ -30,7 +30,7 @@ def tensors_of(architecture: str, shape: Shape, type: GGMLType, n_vocab: int) ->
 def write_header(
     path: Path, architecture: str, shape: Shape, tensors: Iterable[Tensor], n_ctx: int, **more: int
 ) -> None:
-    """more: further keys of the architecture."""
+    """Write the header. more: further keys of the architecture."""
     writer = gguf.GGUFWriter(path, architecture)
     facts = {
         "block_count": shape.layers, "context_length": n_ctx, "embedding_length": shape.d,

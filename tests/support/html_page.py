@@ -1,4 +1,4 @@
-"""A page as a browser reads it, without one."""
+"""Parses an HTML page without a browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Collects what the tests ask of a page."""
+    """Collects the facts of a page that the tests need."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -45,16 +45,16 @@ def chain(placement: Placement, weights: WeightSource, graph: Graph, **options: 
 LINK_ONLY = MissRates(cpu=1.0, cpu_beside=1.0, many=1.0, link=1e12, link_beside=1e12)
 EVEN = MissRates(cpu=1e9, cpu_beside=1e9, many=1e10, link=1e9, link_beside=1e9)
 SMALL: dict[str, Any] = {"n_embd": 64, "n_ff": 64, "head_dim": 32, "type_of": lambda _: T.Q8_0}
-# Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,
-# over the eight products of each of two layers. Norms and softmax pass an error on about as large as it was;
-# four times as much is left for those that do not.
+# With F32 weights both sides round sums of at most N_FF terms in different orders: sqrt(N_FF) / 2^24 each,
+# over the eight products in each of two layers. Norms and softmax pass errors on with about the same size; a
+# factor of four allows for the exceptions.
 TOLERANCE = 4 * 16 * math.sqrt(N_FF) * 2.0**-24
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Root mean square of the difference over that of what is expected.
+    """Return the root mean square of the difference, relative to the expected values'.
 
-    (The largest error says little: a random model's softmax can turn on the rounding of a single score.)
+    The largest error says little: in a random model the softmax can depend on the rounding of one score.
     """
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
@@ -62,7 +62,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 def split(
     share: float, n_layer: int = 2, devices: Sequence[int] | None = None, n_ff: int = N_FF
 ) -> Placement:
-    """Each layer on a device of its list, CPU among them, with this share of its neurons."""
+    """Return a placement: each layer on its device, which may be the CPU, with this share of neurons."""
     owners = list(devices or [0] * n_layer)
     layers = [
         LayerPlacement(owner, None if owner == CPU else hot_neurons(share, n_ff, i))

@@ -1,8 +1,8 @@
-"""Triton's interpreter, without what it does again at every call of a kernel's own functions, and with what
-it does wrong: products of bfloat16, which it keeps as whole numbers and multiplies as such.
+"""Patches Triton's interpreter to save repeated work and to multiply bfloat16 correctly.
 
-A kernel that is launched replaces the language by what interprets it, and puts it back when it ends. A
-function that it calls replaces it once more: a thousand attributes are looked through, each time.
+It stores bfloat16 as integers and multiplies these. Launching a kernel replaces the language module by the
+interpreter's and restores it at the end. Each function that the kernel calls replaces it again, which looks
+through a thousand attributes each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 
 def patch_once() -> None:
-    """What is replaced already is left as it is. Does nothing where another Triton is written otherwise."""
+    """Patch once. Does nothing if this version of Triton is written differently."""
     _multiply_bfloat16()
     patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     new_scope: Callable[[], Any] | None = getattr(interpreter, "_LangPatchScope", None)
@@ -25,7 +25,7 @@ def patch_once() -> None:
         return
 
     def patched(function: Any) -> Any:
-        # As `_patch_lang` finds them; a builtin that is replaced is none.
+        # As `_patch_lang` finds them; a replaced builtin is not one any more.
         seen = [value for value in function.__globals__.values() if inspect.ismodule(value)]
         languages = [value for value in seen if value is tl or value is tl.core]
         if not languages or any(tl.core.is_builtin(language.load) for language in languages):

@@ -1,5 +1,7 @@
-"""Tests of the GPU's kernels (interpreted_gpu_kernels.py) in a process of their own: Triton decides at import
-whether it interprets."""
+"""Runs the tests of GPU kernels (interpreted_gpu_kernels.py) in a separate process.
+
+Triton decides at import whether it interprets.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import sys
 from paths import TESTS
 
 FILE = TESTS / "backends" / "gpu" / "interpreted_gpu_kernels.py"
-# One or two of each kernel: with splits, ranges, thresholds and branches, of few tokens and of many.
+# One or two tests of each kernel: with splits, ranges, thresholds and branches, for few tokens and for many.
 PART = tuple(
     f"{FILE}::{name}"
     for name in (
@@ -33,9 +35,9 @@ PART = tuple(
 
 
 def run_kernels(*selection: str, **settings: str) -> None:
-    """Runs the tests that arguments of pytest select: all of them pass, and none is skipped.
+    """Run the tests that these pytest arguments select.
 
-    settings: variables of the environment.
+    All must pass, and none may be skipped. settings: environment variables.
     """
     ours = ("PYTEST_", "HOTSET_TRITON", "HOTSET_TEST_DEVICE", "HOTSET_PTX_ARCH", "HOTSET_DEPENDENT_LAUNCH")
     ours += ("TRITON_INTERPRET",)

@@ -19,7 +19,7 @@ from hotset.server.settings import ServerSettings
 
 @contextmanager
 def listening(host: Host, is_ready: Callable[[], bool] = lambda: True) -> Iterator[str]:
-    """The address of a server of one model or several: http://127.0.0.1 and a free port."""
+    """Yield the address of a server with one model or several: http://127.0.0.1 and a free port."""
     config = uvicorn.Config(create_app(host), port=0, log_config=None, lifespan="on", server_header=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="live-server")
@@ -36,7 +36,10 @@ def listening(host: Host, is_ready: Callable[[], bool] = lambda: True) -> Iterat
 
 @contextmanager
 def live_server(path: Path, *, name: str = "tiny", **settings: Any) -> Iterator[str]:
-    """The address of a server with a model: http://127.0.0.1 and a free port. settings: ServerSettings."""
+    """Yield the address of a server with a model: http://127.0.0.1 and a free port.
+
+    settings: ServerSettings.
+    """
 
     def load() -> hotset.Model:
         return hotset.load(path, device="cpu", n_threads=1, max_sequences=4)

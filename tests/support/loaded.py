@@ -1,10 +1,10 @@
-"""Runs tests beside other work: none may depend on time, scheduling, free memory or the page cache.
+"""Run tests next to other work: none may depend on time, scheduling, free memory or the page cache.
 
     python tests/support/loaded.py               # the suspects ten times, then the whole suite twice
     python tests/support/loaded.py -n 3 tests/backends/cpu/test_runtime.py
 
-Beside the tests run as many busy processes as there are cores, and one that allocates all memory but what
-two workers need and touches it without end, so that the kernel keeps dropping cached pages of files.
+It runs one busy process per core, and one that allocates all memory except what two workers need and touches
+it continuously, so that the kernel keeps dropping cached pages of files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUSPECTS = [
     "repository/test_deployment.py",
     "bench/test_bench_gpu.py", "engine/test_engine.py::test_a_decode_step_costs_little_python",
     "test_api.py::test_a_closed_model_says_so",
-    "server/test_batch.py::test_a_killed_run_loses_and_doubles_no_line",
+    "server/test_batch.py::test_killed_runs_neither_lose_nor_repeat_a_line",
     "text/test_chat.py::test_the_process_ends_with_its_parent",
     "convert/test_convert.py::test_memory_does_not_grow_with_the_checkpoint",
     "convert/test_convert.py::test_a_killed_process_leaves_nothing",
@@ -46,13 +46,13 @@ SUSPECTS = [
     "storage/test_storage.py::test_a_slow_server_is_heard_to_the_end",
     "offload/test_store.py::test_memory_is_given_before_it_is_needed",
     "backends/triton/test_hybrid.py::test_closing_ends_every_thread",
-    "server/test_server_security.py::test_bodies_that_are_slow_to_come_are_left",
+    "server/test_server_security.py::test_slow_bodies_time_out",
     "training/test_train_predictor.py::test_a_killed_process_leaves_whole_files_and_its_workers_follow",
 ]  # fmt: skip
 
 
 def has_parent() -> bool:
-    """Whether the process that started this one is there: one that is killed cannot end its children."""
+    """Return whether the parent process exists: a killed parent cannot end its children."""
     parent = multiprocessing.parent_process()
     return parent is not None and parent.is_alive()
 
@@ -64,8 +64,8 @@ def busy() -> None:
 
 
 def hog(free_bytes: int) -> None:
-    """Allocates memory until `free_bytes` are left, follows what others take and free, and touches it."""
-    with contextlib.suppress(OSError):  # the kernel ends this process first if memory runs out
+    """Allocate memory until `free_bytes` are left, follow others' usage, and touch it."""
+    with contextlib.suppress(OSError):  # the kernel kills this process first if memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
     blocks: list[np.ndarray] = []
     while has_parent():

@@ -1,6 +1,6 @@
-"""Small models whose logits have hashes in tests/data/bits.json, and the hash itself.
+"""Small models whose logits have hashes in tests/data/bits.json, and the hash function.
 
-test_bits.py compares them, with those of recipes and of real files. Nothing here needs more than hotset and
+test_bits.py compares them, with the hashes of recipes and of real files. This module needs only hotset and
 NumPy, so that platforms without PyTorch can compare theirs (tests/platforms/hashes.py).
 """
 
@@ -66,7 +66,7 @@ RELU_CASES = {name: (model, settings) for name, model, settings in relu_cases()}
 
 
 def write_case(name: str, folder: Path) -> Path:
-    """The model of a case of DENSE_CASES or RELU_CASES."""
+    """Write the model of a case of DENSE_CASES or RELU_CASES."""
     if name in DENSE_CASES:
         options = dict(DENSE_CASES[name][0])
         type_ = options.pop("type", T.F32)
@@ -80,11 +80,14 @@ def write_case(name: str, folder: Path) -> Path:
 
 
 def bits_of(model: hotset.Model, n_vocab: int) -> str:
-    """SHA-256 of logits: of whole prompts, of a single token and of some tokens behind a reused page; of an
-    encoder of hidden states."""
+    """Return the SHA-256 of logits.
+
+    The inputs are whole prompts, a single token, and tokens after a reused KV block. For an encoder, the hash
+    is of hidden states.
+    """
     ids = np.random.default_rng(0).integers(0, n_vocab, LENGTHS[-1]).tolist()
     hasher = hashlib.sha256()
-    for n in LENGTHS:  # the full page of the second is reused by those behind it
+    for n in LENGTHS:  # later prompts reuse the second one's full KV block
         encodes = model.graph.is_encoder
         rows = model.taps(ids[:n], ["result"])["result"] if encodes else model.logits(ids[:n])
         hasher.update(np.ascontiguousarray(rows).tobytes())
@@ -92,6 +95,6 @@ def bits_of(model: hotset.Model, n_vocab: int) -> str:
 
 
 def written_bits() -> tuple[str, dict[str, str]]:
-    """The platform on which the hashes were written down, and the hashes by name."""
+    """Return the platform on which the hashes were recorded, and the hashes by name."""
     table = json.loads(TABLE.read_text())
     return table["platform"], table["bits"]

@@ -1,4 +1,4 @@
-"""Files that many tests read and none changes, made by the first test of a run that asks."""
+"""Files that many tests read and none changes, made by the first test that needs them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from filelock import FileLock
 
 
 def made_once(path: Path, make: Callable[[Path], object]) -> Path:
-    """`path`, a file in `run_folder` (a fixture): if it is not there, `make(other)` makes it and it is moved.
+    """Return `path`, a file in `run_folder` (a fixture).
 
-    hotset may write beside a model that it loads: who lets it do so copies the file to a folder of his own.
+    If it is missing, `make(other)` makes it and it is moved. hotset may write files next to a model that it
+    loads: tests that let it do so must copy the file to a folder of their own.
     """
     with FileLock(f"{path}.lock"):
         if not path.exists():

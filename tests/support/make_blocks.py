@@ -1,8 +1,7 @@
 """Random valid blocks of any tensor type, for tests of decoders and kernels.
 
-Every bit pattern of the quants and small scales can occur; only the float16 scales, MXFP4's exponents and
-float values are chosen, finite and such that the decoded values have a magnitude of about 1/sqrt(ne0), as
-weights have.
+All bit patterns of codes and small scales can occur. Only the float16 scales, MXFP4's exponents and float
+values are chosen: they are finite, and decoded values have a magnitude of about 1/sqrt(ne0), like weights.
 """
 
 import numpy as np
@@ -13,7 +12,7 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 
 def random_blocks(type: GGMLType, n_rows: int, ne0: int, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [n_rows, row_bytes(type, ne0)]."""
+    """Return uint8 [n_rows, row_bytes(type, ne0)]."""
     target = 1 / np.sqrt(ne0)
     if type in _FLOATS:
         return quantize((rng.standard_normal((n_rows, ne0)) * target).astype(np.float32), type)
@@ -46,6 +45,6 @@ def random_blocks(type: GGMLType, n_rows: int, ne0: int, rng: np.random.Generato
 
 
 def _put_scale(blocks: np.ndarray, scale: np.ndarray) -> None:
-    """The scale of IQ1_M lies in four pieces in the high bits of four words."""
+    """Store the scale of IQ1_M in the high bits of its four words."""
     pieces = scale.view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)
     blocks["scales"] = (blocks["scales"] & np.uint16(0x0FFF)) | pieces << np.uint16(12)

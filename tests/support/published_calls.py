@@ -1,4 +1,4 @@
-"""Tool calls as published by the makers of models, and the chat templates that ask for them."""
+"""Tool calls in the formats that models' makers published, and chat templates with their instructions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PUBLISHED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "I look.",
         [("get_weather", ROME), ("empty", {})],
     ),
-    (  # a string is as it stands, one line end on either side apart; the others are JSON
+    (  # a string is verbatim, except one line end on each side; other values are JSON
         "qwen",
         "<tool_call>\n<function=write-file>\n<parameter=path>\n2\n</parameter>\n<parameter=text>\n"
         f"{CODE}\n</parameter>\n</function>\n</tool_call>",
@@ -73,7 +73,7 @@ PUBLISHED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen", f'<tool_call>\n{{"name": "get_weather", "arguments": {J}}}\n</tool_call>', "",
      [("get_weather", ROME)]),
     ("seed", QWEN.replace("tool_call>", "seed:tool_call>"), "", [("get_weather", ROME)]),
-    (  # as its template writes it: a line end of the text is the text's
+    (  # as its template writes it: line ends of the text are kept
         "seed",
         "<seed:tool_call>\n<function=write-file>\n<parameter=path>a.py</parameter>\n<parameter=text>"
         f"{CODE}</parameter>\n</function>\n</seed:tool_call>",
@@ -129,7 +129,7 @@ PUBLISHED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
             ),
         ],
     ),
-    (  # LFM2.5's template escapes nothing
+    (  # LFM2.5's template does not escape
         "lfm2",
         "<|tool_call_start|>[write-file(path='a.py', text='print(\"it\", 'is')\n')]<|tool_call_end|>",
         "",
@@ -231,5 +231,5 @@ TEMPLATES = [
         "tool-calls",
         "within <tool_call></tool_call> XML tags: <tool_calls>[{{ tools }}]</tool_calls>",
     ),  # Apriel 1.5
-    ("hermes", "{% for m in messages %}{{ m.content }}{% endfor %}"),  # the prompt asks for it
+    ("hermes", "{% for m in messages %}{{ m.content }}{% endfor %}"),  # the prompt contains the instructions
 ]

@@ -1,4 +1,4 @@
-"""Traces of routes, and tiny mixtures to record them of."""
+"""Traces of routes, and tiny MoE models for recording them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPERTS = (8, 3)
 
 
 def moe_layer(path: Path, **options: Any) -> Path:
-    """A random MoE model of three layers with a tokenizer."""
+    """Write a random MoE model of three layers with a tokenizer."""
     options = {"experts": EXPERTS, "n_layer": 3, "n_vocab": N_VOCAB, "n_ctx": 512} | options
     keys = {**vocabulary(), **options.pop("keys", {})}
     return write_llama(path, keys=keys, **options)
@@ -34,7 +34,7 @@ def traced(routes: np.ndarray, n_experts: int, starts: tuple[int, ...] = (0,)) -
 
 
 def random_trace(n_tokens: int = 60, shape: tuple[int, int, int] = (3, 8, 2), seed: int = 0) -> RouteTrace:
-    """Routes of tokens that resemble the one before."""
+    """Return routes of tokens that resemble the previous token's."""
     n_layers, n_experts, n_used = shape
     rng = np.random.default_rng(seed)
     scores = np.cumsum(rng.standard_normal((n_tokens, n_layers, n_experts)), axis=0)
@@ -42,9 +42,10 @@ def random_trace(n_tokens: int = 60, shape: tuple[int, int, int] = (3, 8, 2), se
 
 
 def simulate(requests: list[list[list[int]]], sizes: Sequence[int], policy: str, n_slots: int) -> int:
-    """Hits of the second half, by rules written out: what is kept is a set, every choice looks at all.
+    """Return the hits in the second half by explicit rules.
 
-    requests: of each token by layer the entries that it needs. sizes: entries of each layer.
+    The cache is a set, and every choice examines all entries. requests: per token and layer, the needed
+    entries. sizes: entries of each layer.
     """
     first, n_layers = len(requests) // 2, len(sizes)
     tokens = [[[(layer, id) for id in ids] for layer, ids in enumerate(layers)] for layers in requests]

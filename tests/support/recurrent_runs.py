@@ -1,4 +1,4 @@
-"""Engines over backends with recurrent states: requests, their logits, and what these should be."""
+"""Engines over backends with recurrent states: requests, their logits, and the expected logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drain(engine: Engine) -> None:
 
 
 def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
-    """Logits of the positions from `first` on, [n, n_vocab]."""
+    """Return the logits of the positions from `first` on, [n, n_vocab]."""
     rows: list[np.ndarray] = []
     sequence = engine.enqueue(
         engine.prepare_score(tokens, lambda _, logits: rows.append(logits.copy()), first=first)
@@ -37,7 +37,7 @@ def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
 
 
 def score_together(engine: Engine, texts: Sequence[list[int]]) -> list[np.ndarray]:
-    """Logits of every position of each text, [n, n_vocab], of requests that share steps."""
+    """Return the logits of every position of each text, [n, n_vocab], from requests that share steps."""
     rows: list[list[np.ndarray]] = [[] for _ in texts]
     for text, into in zip(texts, rows, strict=True):
         engine.enqueue(engine.prepare_score(text, lambda _, logits, into=into: into.append(logits.copy())))  # type: ignore[misc]
@@ -46,7 +46,7 @@ def score_together(engine: Engine, texts: Sequence[list[int]]) -> list[np.ndarra
 
 
 def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list[np.ndarray]]:
-    """Queue a request; return it and the logits that its tokens are drawn from, as they come."""
+    """Queue a request; return it and the logits from which its tokens are drawn, as they arrive."""
     rows: list[np.ndarray] = []
     sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params)))
     assert sequence.sampler is not None
@@ -62,14 +62,14 @@ def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list
 
 
 def assert_are_of_one_step(alone: Backend, sequence: Request, rows: list[np.ndarray]) -> None:
-    """The logits of an answer are those of its tokens in one step of a backend, whose cache is not read."""
+    """Assert that an answer's logits equal the logits that another backend computes in one step."""
     assert sequence.finish_reason == "length", sequence.error
     found = score(Engine(alone, N_CTX), sequence.tokens[:-1], sequence.n_prompt - 1)
     np.testing.assert_array_equal(np.array(rows), found)
 
 
 class Unsteady:
-    """A backend of which some steps are cancelled, before or after all was written, and some fail."""
+    """A backend whose steps are sometimes cancelled, before or after all was written, and sometimes fail."""
 
     def __init__(self, inner: Backend, seed: int) -> None:
         self.inner, self._draw = inner, np.random.default_rng(seed)
@@ -90,5 +90,5 @@ class Unsteady:
         self.n_steps += 1
         if self.fails and self.n_steps % 40 == 0:
             self.n_failed += 1
-            raise RuntimeError("told to fail")
+            raise RuntimeError("fails as requested")
         return result

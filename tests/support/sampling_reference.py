@@ -1,4 +1,4 @@
-"""The sampler in NumPy: the definition of the tokens that a seed gives.
+"""The sampler in NumPy: defines the tokens of a seed.
 
 csrc/draw.h does the same natively, with partial selection; tests compare the two token by token. The order of
 filters is llama.cpp's. Everything is computed in float64.
@@ -17,10 +17,10 @@ from hotset.engine.sampler import Constraint, SamplingParams, TokenLogprobs
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.text.mask import TokenMask
 
-_LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
+_LARGEST = float(np.finfo(np.float32).max)  # larger logits are clamped to it
 _SMALLEST = float(np.finfo(np.float32).tiny)
-# What a byte of a constraint's mask adds to eight logits: zeros, and -inf for what is not allowed. To look
-# rows up and add them takes a fraction of the time that a choice per token does.
+# The values that a byte of a constraint's mask adds to eight logits: 0, or -inf for forbidden tokens. Looking
+# up and adding rows takes a fraction of the time of one choice per token.
 _ALLOWING = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
     np.float32(0),
@@ -29,11 +29,11 @@ _ALLOWING = np.where(
 
 
 _GROUP = 64
-_MOST_LIKELY = 100  # tokens by which mirostat 1 estimates how the probabilities fall
+_MOST_LIKELY = 100  # tokens from which mirostat 1 estimates how fast the probabilities fall
 
 
 def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k largest logits: indices by falling logit, ties by rising index, and their values."""
+    """Return the k largest logits: indices by falling logit, ties by rising index, and their values."""
     n = logits.size
     if k <= n // _GROUP:
         # The maxima of disjoint groups are distinct logits: their k-th largest is at most the k-th largest of
@@ -41,7 +41,7 @@ def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         maxima = logits[: n - n % _GROUP].reshape(_GROUP, -1).max(axis=0)
         bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
         candidates = np.flatnonzero(logits >= bound)
-        if bound == -math.inf:  # few are allowed: all others would have to be sorted
+        if bound == -math.inf:  # few are allowed: otherwise all others would have to be sorted
             is_out = logits[candidates] == bound
             candidates = np.concatenate([candidates[~is_out], candidates[is_out][:k]])
     else:
@@ -52,17 +52,19 @@ def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def top_n_sigma(logits: np.ndarray, n: float) -> np.ndarray:
-    """Indices of the logits that are at most n standard deviations below the largest (arXiv 2411.07641).
+    """Return indices of the logits at most n standard deviations below the largest (arXiv 2411.07641).
 
-    Mean and deviation are those of the finite logits, of which there is one at least.
+    Mean and deviation are over the finite logits, of which there must be one.
     """
     finite = logits[np.isfinite(logits)].astype(np.float64)
     return np.flatnonzero(logits >= finite.max() - n * finite.std())
 
 
 def typical(relative: np.ndarray, p: float) -> np.ndarray:
-    """Rising indices of the tokens whose surprise is nearest to the expected one, the fewest that together
-    are more likely than p (arXiv 2202.00666)."""
+    """Return rising indices of the typical tokens (arXiv 2202.00666).
+
+    These are the fewest tokens, nearest to the expected surprise, that together are more likely than p.
+    """
     weights = np.exp(relative)
     total = weights.sum()
     probabilities = weights / total
@@ -75,15 +77,17 @@ def typical(relative: np.ndarray, p: float) -> np.ndarray:
 
 
 def xtc(relative: np.ndarray, threshold: float) -> int:
-    """How many of the first tokens are left out (exclude top choices): all that have a probability of
-    `threshold` or more, but the least likely of those."""
+    """Return how many of the first tokens XTC (exclude top choices) removes.
+
+    It removes all with a probability of at least `threshold`, except the least likely of those.
+    """
     weights = np.exp(relative)
     n = int((-weights).searchsorted(-threshold * weights.sum(), side="right"))
     return max(n - 1, 0)
 
 
 def dynamic_temperature(relative: np.ndarray, low: float, high: float, exponent: float) -> float:
-    """Between low and high, by the entropy of the tokens that are left over the largest possible."""
+    """Return a temperature between low and high, by the remaining tokens' entropy over its maximum."""
     if len(relative) < 2:
         return high
     weights = np.exp(relative)
@@ -93,11 +97,11 @@ def dynamic_temperature(relative: np.ndarray, low: float, high: float, exponent:
 
 
 def drawn(relative: np.ndarray, temperature: float, u: float) -> int:
-    """The index of the token that u, in [0, 1), draws of any order of them."""
+    """Return the index of the token drawn by u in [0, 1), in the tokens' given order."""
     if temperature == 0:
         return int(np.argmax(relative))
     cumulative = np.exp(relative / temperature).cumsum()
-    # A float below 1 times the total can round up to it, past the last that has a probability.
+    # A float below 1 times the total can round up to the total, past the last token with a probability.
     index = int(cumulative.searchsorted(u * cumulative[-1], side="right"))
     return min(index, int(cumulative.searchsorted(cumulative[-1])))
 
@@ -105,8 +109,8 @@ def drawn(relative: np.ndarray, temperature: float, u: float) -> int:
 class Mirostat:
     """Draws tokens so that their surprise stays near tau bits (arXiv 2007.14966).
 
-    version: 1 estimates by Zipf's law how many tokens to keep, 2 keeps those whose surprise is at most `mu`.
-    eta: how fast `mu` follows what was drawn. n_vocab: of the whole vocabulary.
+    version: 1 estimates with Zipf's law how many tokens to keep, 2 keeps those whose surprise is at most
+    `mu`. eta: how fast `mu` follows the drawn tokens. n_vocab: of the whole vocabulary.
     """
 
     def __init__(self, version: int, tau: float, eta: float, n_vocab: int) -> None:
@@ -114,7 +118,7 @@ class Mirostat:
         self._version, self._tau, self._eta, self._n_vocab = version, tau, eta, n_vocab
 
     def draw(self, logits: np.ndarray, temperature: float, u: float) -> int:
-        """The index of the next token in logits of which one at least is finite."""
+        """Return the index of the next token, for logits with at least one finite value."""
         finite = np.flatnonzero(logits > -math.inf)
         relative = logits[finite].astype(np.float64)
         relative = (relative - relative.max()) / temperature
@@ -141,7 +145,7 @@ class Mirostat:
         s = np.float64((steps * (likely[:-1] - likely[1:])).sum() / (steps * steps).sum())
         with np.errstate(all="ignore"):
             rest = 1 - np.float64(self._n_vocab) ** (1 - s)
-            if rest == 0:  # s = 1: what (s - 1) / rest tends to
+            if rest == 0:  # s = 1: the limit of (s - 1) / rest
                 k = np.float64(2) ** self.mu / math.log(max(self._n_vocab, 2))
             else:
                 k = ((s - 1) * np.float64(2) ** self.mu / rest) ** (1 / s)
@@ -149,10 +153,9 @@ class Mirostat:
 
 
 class Repetitions:
-    """The tokens of one sequence, and where its end occurred before.
+    """The tokens of one sequence, and earlier occurrences of its end.
 
-    last_n: how many tokens are looked at; -1: all. breakers: sequences of tokens that no repetition goes
-    beyond.
+    last_n: number of tokens to examine; -1: all. breakers: token sequences that no repetition crosses.
     """
 
     def __init__(self, tokens: Sequence[int], last_n: int, breakers: Iterable[Sequence[int]] = ()) -> None:
@@ -160,12 +163,12 @@ class Repetitions:
         self._breakers: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by their last token
         for breaker in breakers:
             self._breakers[breaker[-1]].append(tuple(breaker))
-        # First and last position of the breaker that begins last, of these the longest.
+        # First and last position of the breaker that begins last; the longest one if several begin there.
         self._broken = (-1, -1)
         self._n = len(tokens)
         self._tokens = np.zeros(max(2 * self._n, 64), np.int64)
         self._tokens[: self._n] = tokens
-        # By position: how many tokens up to it equal those up to the end.
+        # By position: how many tokens ending there equal the latest tokens.
         self._lengths = np.zeros(len(self._tokens), np.int64)
         self._lengths[: self._n] = _lengths(tokens)
         for position in range(self._n):
@@ -188,7 +191,7 @@ class Repetitions:
         self._look_for_breaker(n)
 
     def _first(self, n: int) -> int:
-        """The first position of the window of a sequence of n tokens."""
+        """Return the first position of the window in a sequence of n tokens."""
         return 0 if self._last_n < 0 else max(n - self._last_n, 0)
 
     def _look_for_breaker(self, last: int) -> None:
@@ -198,7 +201,7 @@ class Repetitions:
                 self._broken = max(self._broken, (first, last))
 
     def continued(self, at_least: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that would go on with a repetition of so many tokens, and the length of the longest."""
+        """Return the tokens that would continue a repetition of `at_least` tokens, and the longest length."""
         n, first = self._n, self._first(self._n)
         nothing = np.zeros(0, np.int64), np.zeros(0, np.int64)
         broken_first, broken_last = self._broken
@@ -215,7 +218,7 @@ class Repetitions:
 
 
 def _lengths(tokens: Sequence[int]) -> list[int]:
-    """By position: how many tokens up to it equal those up to the end (the Z algorithm, from the end)."""
+    """Return, by position, how many tokens ending there equal the latest ones (backward Z algorithm)."""
     backwards = tokens[::-1]
     n = len(backwards)
     found = [n] * n
@@ -249,10 +252,10 @@ class ReferenceSampler:
         assert params.seed is not None
         bias = dict(params.logit_bias) | dict.fromkeys(forbidden, -math.inf)
         self.generator = np.random.Generator(np.random.Philox(params.seed))
-        # For XTC's chances: other draws are the same with and without it.
+        # For XTC's random decisions: other draws are the same with and without it.
         self.xtc_generator = np.random.Generator(np.random.Philox([params.seed, 1]))
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        # Infinite are those alone that forbid: what is merely huge must not become so.
+        # Only biases that forbid are infinite: huge values must not become infinite.
         self._bias = np.fromiter(
             (
                 value if value == -math.inf else max(-_LARGEST, min(value, _LARGEST))
@@ -262,7 +265,7 @@ class ReferenceSampler:
             len(bias),
         )
         self._forbids = -math.inf in bias.values()
-        last_n = min(params.penalty_last_n, sys.maxsize)  # (a deque knows no more)
+        last_n = min(params.penalty_last_n, sys.maxsize)  # a deque cannot be longer
         self._recent: deque[int] = deque(maxlen=last_n if last_n >= 0 else None)
         self._counts: Counter[int] = Counter()
         self._repetitions = (
@@ -278,7 +281,7 @@ class ReferenceSampler:
             self._count(token)
 
     def accept(self, token: int) -> None:
-        """Takes the next token of the answer: the constraint goes on by it, and the penalties count it."""
+        """Accept the next token of the answer: advance the constraint, and count it for penalties."""
         if self.constraint is not None:
             self.constraint.accept(token)
         self._count(token)
@@ -301,9 +304,8 @@ class ReferenceSampler:
         params = self.params
         u = self.generator.random() if params.temperature else 0.0
         chance = self.xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
-        allowed = None  # the ids of the logits that are left; None: all of them
-        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none. What is
-        # no number is reported.
+        allowed = None  # ids of the remaining logits; None: all of them
+        # A huge penalty or a tiny temperature overflows, which means certainty. NaN is reported.
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self.adjusted(logits)
             if self.constraint is not None:
@@ -320,20 +322,22 @@ class ReferenceSampler:
         return chosen if allowed is None else int(allowed[chosen])
 
     def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
-        """The logits of what a constraint allows: with -inf for the others, or, where few are left, without
-        them and with their ids."""
+        """Return the logits that a constraint allows.
+
+        The others are -inf or, if few are allowed, removed; then the ids are returned as well.
+        """
         if mask.ids is not None:
             if not len(mask.ids):
                 self._check_largest(-math.inf)
             return logits[mask.ids], mask.ids
         n = min(logits.size, 8 * len(mask.bits))
-        # (`take` copies rows ten times as fast as an index of arrays does)
+        # `take` copies rows ten times as fast as array indexing.
         np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
         self._scratch[n:] = -math.inf
         return self._scratch, None
 
     def logprobs(self, logits: np.ndarray, token: int) -> TokenLogprobs:
-        """What the model itself thought of `token` and of the most likely ones, from unmodified logits."""
+        """Return the model's logprobs of `token` and of the most likely tokens, from unmodified logits."""
         return token_logprobs(logits, token, self.params.logprobs or 0)
 
     def adjusted(self, logits: np.ndarray) -> np.ndarray:
@@ -370,7 +374,7 @@ class ReferenceSampler:
         return adjusted
 
     def _repetition_penalties(self, lengths: np.ndarray) -> np.ndarray:
-        """float32, what DRY takes from logits of tokens that go on with repetitions of these lengths."""
+        """Return DRY's penalties, float32, for tokens that continue repetitions of these lengths."""
         params = self.params
         powers = np.float64(params.dry_base) ** (lengths - params.dry_allowed_length).astype(np.float64)
         penalties: np.ndarray = np.minimum(params.dry_multiplier * powers, _LARGEST).astype(np.float32)
@@ -385,12 +389,12 @@ class ReferenceSampler:
         return dynamic_temperature(relative, low, high, params.dynatemp_exponent)
 
     def _check_largest(self, largest: float) -> None:
-        """Raises where the likeliest token is none."""
+        """Raise if the most likely token does not exist."""
         if math.isfinite(largest):
             return
         if largest == -math.inf and self.constraint is not None:
             raise InvalidRequestError(
-                "the answer cannot continue: its required form allows no token"
+                "no token is left to continue with: the required form of the answer allows none"
                 + (" that logit_bias and ignore_eos allow" if self._forbids else " of the vocabulary")
             )
         if largest == -math.inf and self._forbids:
@@ -398,7 +402,7 @@ class ReferenceSampler:
         raise HotsetError("the model computed logits that are not numbers; the file may be damaged")
 
     def _candidates(self, logits: np.ndarray, is_xtc: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids that survive the filters, and their logits less the largest, float64."""
+        """Return the token ids that survive the filters, and their logits minus the largest, float64."""
         params = self.params
         near: np.ndarray | None = None
         if params.top_n_sigma > 0:
@@ -423,12 +427,14 @@ class ReferenceSampler:
         return ids, relative
 
     def _likely(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, float | None]:
-        """Indices of the logits that are left by top-k, or that later filters may keep; these less the
-        largest, float64, by falling value where a filter follows; and where some of them were left out that
-        top-p counts, the sum of the exponentials of all."""
+        """Return the logits that top-k keeps, or that later filters may keep.
+
+        Returns indices, logits minus the largest in float64 (by falling value if a filter follows) and, if
+        top-p counts tokens that were left out, the sum of all exponentials.
+        """
         params = self.params
-        if 0 < params.top_k < self._n_vocab:  # (of few allowed ones it may be all)
-            self._check_largest(float(logits.max()))  # NaN where one is
+        if 0 < params.top_k < self._n_vocab:  # with few allowed tokens it may be all
+            self._check_largest(float(logits.max()))  # NaN if a logit is NaN
             ids, values = top_k(logits, params.top_k)
             relative = values.astype(np.float64)
             relative -= relative[0]
@@ -443,12 +449,12 @@ class ReferenceSampler:
         if params.typical_p == 1:
             cut = math.log(params.min_p) if params.min_p > 0 else cut
             if params.top_p < 1:
-                # All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
+                # All tokens less likely than (1 - top_p) / n together have less than 1 - top_p: never needed.
                 total = float(np.exp(relative).sum())
                 cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
         if cut == -math.inf and not params.orders:
             return np.arange(logits.size), relative.astype(np.float64), None
-        # (a margin for float32; the exact cut follows)
+        # A margin for float32; the exact filter follows.
         ids = np.flatnonzero(relative >= cut - 1e-3 if cut > -math.inf else relative > cut)
         relative = relative[ids].astype(np.float64)
         order = np.argsort(-relative, kind="stable")
@@ -456,7 +462,7 @@ class ReferenceSampler:
 
 
 def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:
-    """What a row of logits says of `token` and of the n_top most likely ones."""
+    """Return the logprobs of `token` and of the n_top most likely tokens in a row of logits."""
     log_total = log_sum_exp(logits)
     top: tuple[tuple[int, float], ...] = ()
     if n_top:
@@ -466,9 +472,9 @@ def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:
 
 
 def log_sum_exp(logits: np.ndarray) -> float:
-    """log(sum(exp(logits))) of one row, accumulated in float64."""
+    """Return log(sum(exp(logits))) of one row, accumulated in float64."""
     largest = float(logits.max())
-    with np.errstate(over="ignore"):  # the distance of two finite floats may be none
+    with np.errstate(over="ignore"):  # the difference of two finite floats may be infinite
         relative = logits - np.float32(largest)
     return largest + math.log(float(np.exp(relative).sum(dtype=np.float64)))
 

@@ -1,4 +1,4 @@
-"""A folder with every file that a command of the documents names: tiny random models and short texts."""
+"""A folder with every file that the documents' commands name: tiny random models and short texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = "the quick brown fox jumps over the lazy dog, and then it rests; "
 WORDS = ("one", "two", "three", "four")
 N_CTX = 2048
 
-# Options with which training takes a moment. One thread: several would wait for each other on busy cores.
+# Options that make training fast. One thread, because several would wait for each other on busy cores.
 QUICK_TRAINING = (
     "-c 64 --tokens 700 --epochs 0.02 --max-share 90 --max-increase 1e9 --recall 0.5 --precision 0.01 -j 1"
 )
@@ -27,7 +27,7 @@ QUICK_SPARSIFYING = "--generate 600 --lora 2 --linear 0 -n 128 -c 32 -b 2 -t 1"
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """A llama of one layer as a Hugging Face checkpoint, without a tokenizer."""
+    """Write a llama of one layer as a Hugging Face checkpoint, without a tokenizer."""
     from safetensors.numpy import save_file
 
     n_vocab, width, n_ff = 64, 32, 64
@@ -55,7 +55,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def write_adapters(folder: Path, model: Path) -> None:
-    """Adapters of a model: a GGUF file, and a folder of PEFT's."""
+    """Write adapters of a model: a GGUF file, and a PEFT folder."""
     with open_gguf(model) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         pairs = random_pairs(graph, gguf.tensors, rank=2)
@@ -68,9 +68,9 @@ def write_adapters(folder: Path, model: Path) -> None:
 
 
 def write_scratch(folder: Path) -> Path:
-    """The folder, which becomes the working directory of commands; its `home` is their HOTSET_HOME."""
+    """Write the folder, which is the commands' working directory; its `home` is their HOTSET_HOME."""
     keys = {"tokenizer.chat_template": CHATML}
-    shape = {"n_ctx": N_CTX, "n_head": 2, "n_head_kv": 1}  # heads of 32 channels: a Q8_0 cache can hold them
+    shape = {"n_ctx": N_CTX, "n_head": 2, "n_head_kv": 1}  # heads of 32 channels: a Q8_0 cache supports them
     write_model(folder / "model.gguf", n_ctx=N_CTX, type=GGMLType.F16)
     write_model(folder / "small.gguf", n_ctx=N_CTX)
     write_sparse(folder / "relu.gguf", keys, dialect="gguf", seed=5, **shape)

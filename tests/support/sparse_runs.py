@@ -52,8 +52,10 @@ def cpu(gguf: GGUFFile, mode: str, predictor: str | None = None, **options: Any)
 
 
 def assert_every_value_is_right(gguf: GGUFFile, mode: str) -> None:
-    """Each operation computes what the reference does, and the logits do not depend on which value is asked
-    for: an FFN of which one inside is asked for is taken apart."""
+    """Assert that each operation matches the reference, and that taps do not change the logits.
+
+    An FFN is split into its operations if a value inside it is tapped.
+    """
     ready, graph = prepared(gguf, mode)
     backend = cpu(gguf, mode, kv_type="f32")
     assert_every_operation_is_right(ready.weights, graph, backend, tokens(40), [7, 8, 9], [0])
@@ -64,7 +66,7 @@ def assert_every_value_is_right(gguf: GGUFFile, mode: str) -> None:
 
 
 class Replayed(ReferenceBackend):
-    """The reference, which takes its scores from another engine."""
+    """The reference, with scores from another engine."""
 
     def __init__(self, *arguments: Any, scores: dict[str, np.ndarray], **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Backends whose weights come through a store under a memory budget."""
+"""Backends whose weights come from a store under a memory budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hotset.settings import LoadSettings
 def stored(
     gguf: GGUFFile, mode: str, share: float, *, ring: bool = False, **options: object
 ) -> tuple[CpuBackend, StoredWeights]:
-    """A backend whose store has the least that it needs, and a share of what it has a use for beyond."""
+    """Return a backend whose store has the least memory that works, and a share of the rest."""
     ready, graph = prepared(gguf, mode, options.pop("predictor", None))  # type: ignore[arg-type]
     reader, gap = _core.Reader(ring, 4), options.pop("gap", 4096)
     step = options.pop("step", stored_module.STEP)
@@ -71,7 +71,7 @@ def graph_of(gguf: GGUFFile) -> Graph:
 
 
 def streaming(gguf: GGUFFile, share: float, **options: Any) -> tuple[CpuBackend, StoredWeights]:
-    """A backend with the least memory that works, and a share of the rest."""
+    """Return a backend with the least memory that works, and a share of the rest."""
     graph, use = graph_of(gguf), Use(sparse=False)
     sizes = sizes_of(graph, gguf.tensors, use)
     n_bytes = sizes.least_of_all + int(share * (sizes.resident + sizes.most - sizes.least_of_all))

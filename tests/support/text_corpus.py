@@ -42,7 +42,7 @@ SCRIPTS = (
 
 
 def texts(n: int, added: Sequence[str] = (), seed: int = 1) -> list[str]:
-    """Return `n` texts. added: tokens of a vocabulary, which some of the texts spell."""
+    """Return `n` texts. added: tokens of a vocabulary, which some of the texts contain."""
     draw = random.Random(seed)
     return [_text(draw, added) for _ in range(n)]
 

@@ -68,7 +68,7 @@ def run(
     splits: Sequence[int] = (),
     taps: tuple[str, ...] = (),
 ) -> np.ndarray:
-    """Logits [n_tokens, n_vocab] of one sequence, computed in chunks that begin at 0 and at `cuts`."""
+    """Return logits [n_tokens, n_vocab] of one sequence, computed in chunks that begin at 0 and at `cuts`."""
     rows = []
     for first, last in zip([0, *splits], [*splits, len(ids)], strict=True):
         part = batch([(ids[first:last], first, [0])], taps)
@@ -110,7 +110,7 @@ def with_kept(gguf: GGUFFile, kept: Any, layer_thresholds: LayerThresholds = EVE
 
 IDS = tokens(12)
 THRESHOLDED = np.arange(12) % 4 > 0
-MARGIN = 1e-5  # of a threshold: nearer to it the rounding of a sum may put a value on either side
+MARGIN = 1e-5  # of a threshold: rounding a sum may put a nearer value on either side
 
 
 def clearly(
@@ -121,8 +121,11 @@ def clearly(
     thresholded: np.ndarray = THRESHOLDED,
     **options: Any,
 ) -> tuple[GGUFFile, np.ndarray]:
-    """A model of which no value of IDS is so near to its threshold that a sum's rounding decides, and its
-    logits. Which seed has none depends on the machine's matrix products: it is looked for."""
+    """Return a model and its logits such that no value of IDS is too near to its threshold.
+
+    A sum's rounding could otherwise decide. The seed is searched for, because it depends on the machine's
+    matrix products.
+    """
     for seed in range(1, 60):
         (own := folder / str(seed)).mkdir()
         gguf = write(own, architecture, type_, seed=seed, **options)

@@ -1,4 +1,4 @@
-"""Random adapters (LoRA) of tiny models, in both formats, and models with adapters merged into them."""
+"""Random adapters (LoRA) of tiny models, in both formats, and models with merged adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def random_pairs(
     type: GGMLType = GGMLType.F32,
     factor: float = 0.5,
 ) -> dict[str, LowRankPair]:
-    """Of all matrices that adapters can change and `names` takes; what is added is about as large as they."""
+    """Return pairs for the adaptable matrices that `names` accepts.
+
+    Their products are about as large as the matrices.
+    """
     rng = np.random.default_rng(seed)
     pairs = {}
     for name, (n_out, n_in) in adaptable(graph, tensors).items():
@@ -50,7 +53,7 @@ def scales_of(*adapters: LoraAdapter, scales: Sequence[float] = ()) -> AdapterSc
 
 
 def give(backend: Any, adapters: Sequence[LoraAdapter], default: AdapterScales = ()) -> None:
-    """Puts adapters into a backend."""
+    """Give adapters to a backend."""
     backend.adapters = AdapterSet(backend.graph, backend.weights.tensors, adapters, default)
 
 
@@ -63,7 +66,7 @@ def write_adapter(
     keys: Mapping[str, Any] | None = None,
     type: GGMLType = GGMLType.F32,
 ) -> Path:
-    """A file in llama.cpp's format, whose factors are alpha / rank whatever those of the pairs are."""
+    """Write a file in llama.cpp's format, whose factors are alpha / rank for any pairs' factors."""
     writer = GGUFWriter(path, architecture)
     facts = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": alpha, **(keys or {})}
     for key, value in facts.items():
@@ -81,7 +84,7 @@ def write_peft(
     tensors: Mapping[str, np.ndarray],
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A folder as PEFT writes it. tensors: names as in the file, without "base_model.model."."""
+    """Write a PEFT folder. tensors: names as in the file, without "base_model.model."."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +98,7 @@ def write_peft(
 def write_merged(
     path: Path, gguf: GGUFFile, added: Iterable[tuple[Mapping[str, LowRankPair], float]]
 ) -> Path:
-    """The model with adapters, each with its scale, added to its matrices, which become F32."""
+    """Write the model with adapters, each times its scale, added to its matrices, which become F32."""
     writer = GGUFWriter(path, gguf.architecture)
     copy_metadata(gguf, writer)
     added = list(added)

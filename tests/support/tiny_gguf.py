@@ -1,4 +1,4 @@
-"""Writes tiny random GGUF models: any shape, any tensor type, with or without a tokenizer. Needs no torch."""
+"""Writes tiny random GGUF models: any shape, any tensor type, with or without a tokenizer, without torch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def write_relu(  # noqa: C901
     replaced: Mapping[str, np.ndarray] | None = None,
     seed: int = 1,
 ) -> Path:
-    """A random model of one of PowerInfer's architectures: llama, bamboo, falcon, opt.
+    """Write a random model of one of PowerInfer's architectures: llama, bamboo, falcon, opt.
 
-    In its dialect with predictors, one layer per rank of `ranks`; as a plain file (dialect="gguf") with the
-    same values, the down projection by output, the activation in its key, no predictors. two_norms: falcon
-    as 40B has it. threshold: None leaves the key out. type_of: the type of each matrix; of one that cannot be
-    encoded other values. replaced: matrices instead of the random ones.
+    In PowerInfer's dialect it has predictors, one layer per rank of `ranks`. As a plain file (dialect="gguf")
+    it has the same values, the down projection by output, the activation in its key, and no predictors.
+    two_norms: as in falcon 40B. threshold: None leaves the key out. type_of: the type of each matrix; for
+    types that cannot be encoded, values differ. replaced: matrices instead of random ones.
     """
     rng, of_predictor = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     layer_norm, gated = architecture in ("falcon", "opt"), architecture in ("llama", "bamboo")
@@ -136,14 +136,17 @@ def write_llama(  # noqa: C901
     vectors: Mapping[str, Sequence[float] | np.ndarray] | None = None,
     seed: int = 1,
 ) -> Path:
-    """A random model of the llama family. tied: without a matrix of its own for the output.
+    """Write a random model of the llama family.
 
-    experts: how many there are, and how many a token has, of n_ff neurons each. one_by_one: in a tensor each,
-    with the same values. down_neuron_major: their down matrices have a row per neuron. n_ff_shared: of what
-    all tokens share. biased: experts and router have biases.
+    tied: without an output matrix of its own.
+
+    experts: their number, and the number per token, with n_ff neurons each. one_by_one: in one tensor each,
+    with the same values. down_neuron_major: their down matrices have a row per neuron. n_ff_shared: neurons
+    that all tokens share. biased: experts and router have biases.
+
     type_of: the type of each matrix. keys: adds to the metadata and replaces it; None leaves a key out.
-    vectors: more tensors, of F32. spread: matrices are normal with a deviation of spread(name) /
-    sqrt(columns). Without it those of float types are, with 1.5, and others are random valid blocks.
+    vectors: more F32 tensors. spread: matrices are normal with a deviation of spread(name) / sqrt(columns).
+    Without it, matrices of float types use 1.5, and others are random valid blocks.
     """
     rng = np.random.default_rng(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +235,10 @@ def write_llama(  # noqa: C901
 def with_other_keys(
     path: Path, out: Path, keys: Mapping[str, Any], lists: ValueType | None = None
 ) -> GGUFFile:
-    """The file with other keys of its architecture; None: without. lists: the type of numbers in lists."""
+    """Rewrite a file with other keys of its architecture; None removes one.
+
+    lists: the type of numbers in lists.
+    """
     with open_gguf(path) as gguf:
         writer = GGUFWriter(out, gguf.architecture)
         given = {f"{gguf.architecture}.{key}": value for key, value in keys.items()}

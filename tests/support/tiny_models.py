@@ -1,7 +1,7 @@
-"""Tiny Hugging Face models in which every parameter is random, saved as checkpoints.
+"""Tiny Hugging Face models with random parameters, saved as checkpoints.
 
-A fresh model has norms of one and biases of zero, and would hide a norm or a bias that is never read: here
-each parameter is drawn anew, with a spread that keeps activations near one. Needs torch and transformers;
+A fresh model has norms of one and biases of zero, which would hide a norm or bias that is never read. Here
+each parameter is drawn again, with a spread that keeps activations near one. Needs torch and transformers:
 import it inside a fixture or after `pytest.importorskip`.
 """
 
@@ -38,23 +38,22 @@ SHAPE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-2,  # large enough that a wrong one shows
+    "rms_norm_eps": 1e-2,  # large enough that a wrong one is noticed
     "bos_token_id": 300,
     "eos_token_id": 301,
     "attn_implementation": "eager",
 }
 Tensors = dict[str, torch.Tensor]
-ROPE_ORIGINAL = 32  # context before scaling: the tests run well past it
+ROPE_ORIGINAL = 32  # context before scaling: the tests go well past it
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A recipe: which transformers class, which deviations from SHAPE, what to patch after loading.
+    """A recipe: which transformers class, which differences from SHAPE, and patches after loading.
 
-    written_as: replaces entries of the saved config.json. published: what becomes of the saved tensors, by
-    name, one after the other, where models are published under other names. config: of the
-    configuration's class, where it is not called as the model is. settings of a model that sees are those of
-    its text model.
+    written_as: replaces entries of the saved config.json. published: functions applied to the saved tensors
+    by name, in order, if models are published under other names. config: the configuration's class, if it is
+    named differently from the model's. settings: for a vision model, its text model's settings.
     """
 
     kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM; or of `OWN`
@@ -63,12 +62,12 @@ class TinyModel:
     written_as: dict[str, Any] = field(default_factory=dict)
     published: tuple[Callable[[Tensors], Tensors], ...] = ()
     config: str | None = None
-    vision: dict[str, Any] | None = None  # of a model that sees: settings of that part
-    of: str | None = None  # the transformers class, where it is not the one that generates
+    vision: dict[str, Any] | None = None  # for a vision model: settings of that part
+    of: str | None = None  # the transformers class, if it is not the generating one
 
 
 class DReLU(torch.nn.Module):
-    """Bamboo's FFN, down(relu(gate(x)) * relu(up(x))), around the three matrices of a llama's."""
+    """Bamboo's FFN, down(relu(gate(x)) * relu(up(x))), around a llama's three matrices."""
 
     def __init__(self, mlp: torch.nn.Module) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class FATReLU(torch.nn.Module):
 
 
 class ParallelLayer(torch.nn.Module):
-    """PLaMo's: attention and FFN read the same."""
+    """PLaMo's layer: attention and FFN read the same input."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ def use_fatrelu(model: torch.nn.Module) -> None:
 
 
 class DeepseekExperts(torch.nn.Module):
-    """The FFN of DeepSeek's first MoE model: six experts, of which a token has three, and a shared one."""
+    """The FFN of DeepSeek's first MoE model: six experts, of which a token uses three, and a shared one."""
 
     def __init__(self, n_embd: int, *, normalised: bool = False) -> None:
         super().__init__()
@@ -163,13 +162,13 @@ def use_deepseek_experts(model: torch.nn.Module, *, normalised: bool = False) ->
 
 
 def scale_results(model: torch.nn.Module) -> None:
-    """Gemma 4's layers multiply their results by numbers of their own."""
+    """Draw the factors by which Gemma 4's layers multiply their results."""
     for i, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(0.5 + 0.25 * i)
 
 
 def draw_tables(model: torch.nn.Module) -> None:
-    """Experts of each token, by a table."""
+    """Draw a table of each token's experts."""
     generator = torch.Generator().manual_seed(7)
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):
@@ -179,7 +178,7 @@ def draw_tables(model: torch.nn.Module) -> None:
 
 
 def published_deepseek4(tensors: Tensors) -> Tensors:
-    """DeepSeek's own names."""
+    """Rename tensors to DeepSeek's own names."""
     names = {
         "model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm.",
         "model.": "",
@@ -199,8 +198,11 @@ FP8_FP4 = {  # entries of config.json
 
 
 def published_fp8_fp4(tensors: Tensors, block: Sequence[int] = (128, 128)) -> tuple[Tensors, Tensors]:
-    """DeepSeek's own tensors as they are published, and the values of these in float32. Under powers of two:
-    in FP8, one for a block of rows and columns; of experts in FP4, one for 32 values of a row."""
+    """Return DeepSeek's tensors as published, and their values in float32.
+
+    Matrices are FP8 with one power of two per block of rows and columns; experts are FP4 with one per 32
+    values of a row.
+    """
     fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     packed, plain = dict(tensors), dict(tensors)
     for name, matrix in tensors.items():
@@ -235,7 +237,7 @@ class NoPositions(torch.nn.Module):
 
 
 class GatedGelu(torch.nn.Module):
-    """What Jina's BERT has in place of the first half of an FFN."""
+    """Jina BERT's replacement of the first half of an FFN."""
 
     def __init__(self, n_embd: int, n: int) -> None:
         super().__init__()
@@ -247,7 +249,7 @@ class GatedGelu(torch.nn.Module):
 
 
 def use_jina_bert(model: torch.nn.Module) -> None:
-    """ALiBi by distance in place of positions, and gated FFNs."""
+    """Replace positions by ALiBi, and use gated FFNs."""
     config, forward = model.config, model.forward
     model.embeddings.position_embeddings = NoPositions()
     for layer in model.encoder.layer:
@@ -262,7 +264,7 @@ def use_jina_bert(model: torch.nn.Module) -> None:
 
 
 def jina_slopes(n: int) -> list[float]:
-    """As in the authors' code."""
+    """Return ALiBi's slopes as in the authors' code."""
     if n & (n - 1) == 0:
         first = 2 ** (-(2 ** -(math.log2(n) - 3)))
         return [first * first**i for i in range(n)]
@@ -276,7 +278,7 @@ class NoRotation(torch.nn.Module):
 
 
 def use_alibi(model: torch.nn.Module, *, layer_norms: bool = False) -> None:
-    """ALiBi in place of a rotation. layer_norms: norms have a mean."""
+    """Replace rotation by ALiBi. layer_norms: norms have a mean."""
     config, forward = model.config, model.forward
     model.model.rotary_emb = NoRotation()
     if layer_norms:
@@ -298,7 +300,7 @@ def use_alibi(model: torch.nn.Module, *, layer_norms: bool = False) -> None:
 
 
 def published_refact(tensors: Tensors) -> Tensors:
-    """Keys and values as one matrix, gate and up as another, under GPT-2's names."""
+    """Join keys and values, and gate and up, under GPT-2's names."""
     found = {}
     for name, tensor in tensors.items():
         for first, second, both in (("k_proj", "v_proj", "kv"), ("gate_proj", "up_proj", "gate_up_proj")):
@@ -333,7 +335,7 @@ class GeluFfn(torch.nn.Module):
 
 
 class NomicExperts(torch.nn.Module):
-    """The FFN of Nomic's MoE model in its odd layers: of six experts without a gate a token has two."""
+    """The FFN of Nomic's MoE model in its odd layers: six experts without a gate, two per token."""
 
     def __init__(self, n_embd: int, n: int, n_expert: int = 6) -> None:
         super().__init__()
@@ -362,7 +364,7 @@ def use_nomic_experts(model: torch.nn.Module) -> None:
 
 
 def published_nomic(tensors: Tensors) -> Tensors:
-    """Biases under the names that matrices have."""
+    """Rename biases to the names of the matrices."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith("q_proj.bias"):
@@ -378,7 +380,7 @@ def published_nomic(tensors: Tensors) -> Tensors:
 
 
 def renamed(names: dict[str, str]) -> Callable[[Tensors], Tensors]:
-    """Parts of names in place of others."""
+    """Return a function that replaces parts of names."""
 
     def rename(tensors: Tensors) -> Tensors:
         found = {}
@@ -392,7 +394,7 @@ def renamed(names: dict[str, str]) -> Callable[[Tensors], Tensors]:
 
 
 def one_qkv(tensors: Tensors, groups: int = 1) -> Tensors:
-    """q, k and v as one; groups: of KV heads, each with its rows of all three."""
+    """Join q, k and v. groups: of KV heads, each with its rows of all three."""
     found = {}
     for name, tensor in tensors.items():
         if ".q_proj." in name:
@@ -405,18 +407,18 @@ def one_qkv(tensors: Tensors, groups: int = 1) -> Tensors:
 
 
 def named(name: str) -> dict[str, Any]:
-    """Entries of a config.json that names a class which transformers lacks."""
+    """Return entries of a config.json whose class transformers lacks."""
     return {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
 
 
 def experts_by_input(tensors: Tensors) -> Tensors:
-    """As Qwen 3 VL's are published: transformers turns them when it loads them."""
+    """Transpose experts as published for Qwen 3 VL; transformers transposes them back when it loads them."""
     turned = (".experts.gate_up_proj", ".experts.down_proj")
     return {n: t.transpose(1, 2).contiguous() if n.endswith(turned) else t for n, t in tensors.items()}
 
 
 def neighbours(tensors: Tensors, head_dim: int) -> Tensors:
-    """Channels of q and k in the pairs that are rotated together, which lie in halves."""
+    """Interleave the channels of q and k that are rotated together and are stored in halves."""
     found = {}
     for name, tensor in tensors.items():
         if re.search(r"\.(q_proj|k_proj|query_layernorm|key_layernorm)\.", name):
@@ -427,7 +429,7 @@ def neighbours(tensors: Tensors, head_dim: int) -> Tensors:
 
 
 def scattered(tensors: Tensors, groups: int, head_dim: int) -> Tensors:
-    """Query heads so that a key is of each so-many-th, and not of as many side by side."""
+    """Reorder query heads so that a key belongs to every n-th head instead of adjacent ones."""
     found = {}
     for name, tensor in tensors.items():
         if ".q_proj." in name or ".o_proj." in name:
@@ -439,7 +441,7 @@ def scattered(tensors: Tensors, groups: int, head_dim: int) -> Tensors:
 
 
 def with_eyes(tensors: Tensors) -> Tensors:
-    """With tensors of the part that sees."""
+    """Add tensors of the vision part."""
     names = ("model.sam_model.patch.weight", "model.projector.layers.weight", "model.image_newline")
     return tensors | {name: torch.ones(4) for name in names}
 
@@ -452,7 +454,7 @@ def rope(kind: str, factor: float = 4.0, **more: float) -> dict[str, Any]:
 
 
 def long_rope(original: int, n: int, **more: float) -> dict[str, Any]:
-    """LongRoPE of n pairs of channels, for a model that was first trained with a context of `original`."""
+    """Return LongRoPE of n channel pairs, for a model first trained with a context of `original`."""
     factors = {
         "short_factor": [1.0 + 0.1 * i for i in range(n)],
         "long_factor": [1.5 + 0.5 * i for i in range(n)],
@@ -462,7 +464,7 @@ def long_rope(original: int, n: int, **more: float) -> dict[str, Any]:
 
 
 def two_ropes(linear: float | None = None) -> dict[str, Any]:
-    """A base for all layers and one for those with a window; linear: slows the others."""
+    """Return one base for all layers and one for layers with a window. linear: slows the others."""
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": 50000.0}
     if linear is not None:
         full |= {"rope_type": "linear", "factor": linear}
@@ -471,7 +473,7 @@ def two_ropes(linear: float | None = None) -> dict[str, Any]:
 
 
 def unscaled_windows(kind: str, base: float = 10000.0) -> dict[str, Any]:
-    """A scaling that only layers without a window have. base: of the layers with one."""
+    """Return a scaling for the layers without a window. base: of the layers with one."""
     windowed = {"rope_type": "default", "rope_theta": base}
     return {
         "rope_parameters": {"full_attention": rope(kind)["rope_parameters"], "sliding_attention": windowed}
@@ -479,13 +481,13 @@ def unscaled_windows(kind: str, base: float = 10000.0) -> dict[str, Any]:
 
 
 def mrope(*section: int) -> dict[str, Any]:
-    """Pairs of channels for time, height and width: of a text all have the same position."""
+    """Return channel pairs for time, height and width; in a text all have the same position."""
     parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}
     return {"rope_parameters": parameters}
 
 
 def xdrope(*section: int) -> dict[str, Any]:
-    """As mrope, with frequencies for long contexts."""
+    """Return the same as mrope, with frequencies for long contexts."""
     parameters = mrope(*section)["rope_parameters"] | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
     return {"rope_parameters": parameters}
 
@@ -617,7 +619,7 @@ SPARSE_LM = {"hidden_act": "silu", "sparsity_gated_mlp": True, "sparsity_mlp_exe
 
 
 def published_sparse_lm(tensors: Tensors) -> Tensors:
-    """As Sakana's training wrote matrices of FFNs first: plain parameters, two of them by input."""
+    """Rearrange FFN matrices as in Sakana's first training code: plain parameters, two of them by input."""
     found = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix("_proj.weight")
@@ -643,7 +645,7 @@ TURBOSPARSE = TinyModel(
     {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "ranks": [32, 48, 32]},
 )
 
-# Every layer is one part. dt stays far above the least that transformers lets it be in some of its paths.
+# Every layer has one part. dt stays far above the minimum that some of transformers' paths apply.
 NEMOTRON_H: dict[str, Any] = {
     "num_hidden_layers": 5,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
@@ -744,7 +746,7 @@ RECIPES: dict[str, TinyModel] = {
     "arcee": TinyModel("Arcee"),
     "arcee-yarn": TinyModel("Arcee", {**WIDE_HEADS, **rope("yarn")}),
     "gemma2": TinyModel("Gemma2", GEMMA | {"query_pre_attn_scalar": 16}),
-    "gemma2-caps": TinyModel(  # far below what scores and logits are without: dozens
+    "gemma2-caps": TinyModel(  # far below the uncapped scores and logits, which are dozens
         "Gemma2",
         {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "head_dim": 32},
     ),
@@ -758,19 +760,19 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "phi3": TinyModel("Phi3", PHI3),
     "phi3-window": TinyModel("Phi3", {**PHI3, "sliding_window": 24, "num_key_value_heads": 3}),
-    "phi3-partial": TinyModel(  # as Phi 4 mini
+    "phi3-partial": TinyModel(  # like Phi 4 mini
         "Phi3",
         {**PHI3, **long_rope(ROPE_ORIGINAL, 8, partial_rotary_factor=0.5), "tie_word_embeddings": True},
     ),
     "phi3-long": TinyModel("Phi3", {**PHI3, **long_rope(ROPE_ORIGINAL, 16)}),
-    "phi3-short": TinyModel("Phi3", {**PHI3, **long_rope(200, 16)}),  # 200: more than what is computed
+    "phi3-short": TinyModel("Phi3", {**PHI3, **long_rope(200, 16)}),  # 200: longer than the computed texts
     "granite": TinyModel("Granite", GRANITE),
     "granite-tied": TinyModel(
         "Granite",
         {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
     ),
     "granite-swa": TinyModel("GraniteSWA", GRANITE_SWA),
-    "granite-swa-unrotated": TinyModel(  # a layer of each kind has no rotation
+    "granite-swa-unrotated": TinyModel(  # one layer of each kind has no rotation
         "GraniteSWA",
         {
             **GRANITE_SWA,
@@ -784,7 +786,7 @@ RECIPES: dict[str, TinyModel] = {
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7}
         | {"layer_rope_theta": [20000.0, 20000.0, 0, 0]},
     ),
-    "granite-unscaled": TinyModel("Granite"),  # scores are multiplied by 1 all the same
+    "granite-unscaled": TinyModel("Granite"),  # scores are multiplied by 1 anyway
     "smollm3": TinyModel("SmolLM3", SMOLLM3),
     "smollm3-biases": TinyModel(
         "SmolLM3",
@@ -803,7 +805,7 @@ RECIPES: dict[str, TinyModel] = {
         | {"layer_types": ["full_attention", "conv", "full_attention"], "tie_word_embeddings": False},
     ),
     "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3Text"),
-    "gemma3-scaled": TinyModel(  # as the 4B: the layers without a window are slowed
+    "gemma3-scaled": TinyModel(  # like the 4B: layers without a window are slowed
         "Gemma3",
         {**GEMMA3, **two_ropes(linear=8.0), "query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0},
         config="Gemma3Text",
@@ -816,7 +818,7 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "gemma3-relu": TinyModel("Gemma3", {**GEMMA3, "hidden_activation": "relu"}, config="Gemma3Text"),
     "gemma3n": TinyModel("Gemma3n", GEMMA3N, config="Gemma3nText"),
-    "gemma3n-widths": TinyModel(  # rows of the layers' own embeddings are fewer than tokens
+    "gemma3n-widths": TinyModel(  # the layers' own embeddings have fewer rows than tokens
         "Gemma3n",
         {
             **GEMMA3N,
@@ -829,20 +831,20 @@ RECIPES: dict[str, TinyModel] = {
         | {"layer_types": ["full_attention", "sliding_attention"] * 2, **two_ropes()},
         config="Gemma3nText",
     ),
-    "gemma3n-unshared": TinyModel(  # every layer has keys and values of its own, and none a top-k
+    "gemma3n-unshared": TinyModel(  # every layer has its own keys and values, and none has a top-k
         "Gemma3n",
         {**GEMMA3N, "num_hidden_layers": 2, "num_kv_shared_layers": 0, "num_key_value_heads": 1}
         | {"activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2, "hidden_activation": "silu"},
         config="Gemma3nText",
     ),
-    "gemma4": TinyModel(  # as the dense one: some layers take keys for values
+    "gemma4": TinyModel(  # like the dense one: some layers use keys as values
         "Gemma4",
         {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
         | {"num_global_key_value_heads": 1},
         config="Gemma4Text",
         patch=scale_results,
     ),
-    "gemma4-embedded": TinyModel(  # as E2B: layers embed tokens, and the last ones share keys and values
+    "gemma4-embedded": TinyModel(  # like E2B: layers embed tokens, and the last ones share keys and values
         "Gemma4",
         {**GEMMA4, "hidden_size_per_layer_input": 24, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
         | {"layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": True},
@@ -1128,14 +1130,14 @@ RECIPES: dict[str, TinyModel] = {
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
     "nemotron-h": TinyModel("NemotronH", NEMOTRON_H),
-    "nemotron-h-relu": TinyModel(  # an FFN comes first, attention last, and channels fill no vector
+    "nemotron-h-relu": TinyModel(  # an FFN comes first, attention last, and channels do not fill a vector
         "NemotronH",
         {**NEMOTRON_H, "n_groups": 3, "mamba_head_dim": 36, "conv_kernel": 3}
         | {"layers_block_type": ["mlp", "linear_attention", "linear_attention", "full_attention"]}
         | {"num_hidden_layers": 4, "mlp_hidden_act": "relu"},
     ),
     "falcon-h1": TinyModel("FalconH1", FALCON_H1),
-    "falcon-h1-norm": TinyModel(  # with a norm behind the gate; the output is the embedding, multiplied anew
+    "falcon-h1-norm": TinyModel(  # a norm after the gate; the output is the embedding with its own multiplier
         "FalconH1",
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 3}
         | {"tie_word_embeddings": True, "mamba_n_groups": 3, "num_key_value_heads": 2},
@@ -1338,7 +1340,7 @@ EXPERTS: dict[str, TinyModel] = {
         {**SMALLTHINKER, "sliding_window_layout": [0, 1, 1, 1, 0], "rope_layout": [0, 1, 1, 1, 0]}
         | {"sliding_window_size": 24, "moe_primary_router_apply_softmax": True, "tie_word_embeddings": False},
     ),
-    "gemma4-experts": TinyModel(  # as 26B-A4B: experts beside the layer's own FFN
+    "gemma4-experts": TinyModel(  # like 26B-A4B: experts in addition to the layer's own FFN
         "Gemma4", GEMMA4_EXPERTS, config="Gemma4Text", patch=scale_results
     ),
     "gemma4-one-expert": TinyModel(
@@ -1360,7 +1362,7 @@ EXPERTS: dict[str, TinyModel] = {
         | {"tie_word_embeddings": False},
     ),
     "qwen3next": TinyModel("Qwen3Next", DELTA_EXPERTS),
-    "qwen3next-own-values": TinyModel(  # a head of values for each key, of another width
+    "qwen3next-own-values": TinyModel(  # a value head for each key, of another width
         "Qwen3Next",
         {**DELTA_EXPERTS, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "norm_topk_prob": False}
         | {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
@@ -1368,7 +1370,7 @@ EXPERTS: dict[str, TinyModel] = {
     "qwen35moe": TinyModel("Qwen3_5Moe", DELTA_EXPERTS, config="Qwen3_5MoeText"),
     "qwen35": TinyModel("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text"),
     "qwen4exp": TinyModel("Qwen4Exp", QWEN4, config="Qwen4ExpText"),
-    "qwen4exp-pairs": TinyModel(  # of tokens alone; two streams, and one head of keys and values
+    "qwen4exp-pairs": TinyModel(  # only of tokens; two streams, and one KV head
         "Qwen4Exp",
         {**QWEN4, "hc_count": 2, "hc_lowrank": 36, "ple_layer_ids": [1], "ngram_size": 2}
         | {"heads_per_ngram": 3, "ple_conv_kernel_size": 3, "ple_embed_dim": 60, "split_ngram_parts": 1}
@@ -1729,7 +1731,7 @@ ENCODERS: dict[str, TinyModel] = {
 
 
 def first_of_each_architecture() -> list[str]:
-    """One recipe of each architecture; the others are `slow` tests."""
+    """Return one recipe of each architecture; the others are `slow` tests."""
     kinds = {
         (recipe.kind, (recipe.settings | recipe.written_as).get("model_type"), name in EXPERTS): name
         for name, recipe in reversed((RECIPES | EXPERTS).items())
@@ -1737,7 +1739,7 @@ def first_of_each_architecture() -> list[str]:
     return list(kinds.values())
 
 
-# Of attention, recurrence, FFN and experts, in `make test` where every architecture takes long.
+# One each for attention, recurrence, FFN and experts, for `make test` where all architectures would be slow.
 ONE_OF_EACH_KIND = (
     "llama", "bamboo", "opt", "bitnet", "gemma3", "gemma3n", "gpt-oss", "deepseek2-lite", "deepseek32",
     "turbosparse-mixtral", "smallthinker", "mamba2", "rwkv7", "qwen3next", "lfm2moe", "falcon-h1",
@@ -1758,7 +1760,7 @@ HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("gpt2", "starcoder"), GPT2_HEADS),
     **dict.fromkeys(("deepseek2-lite", "mistral4", "deepseek32", "glm-dsa", "kimi-linear"), LATENT_32),
 }
-"""Of architectures whose recipes have narrower heads: settings by which one of them fits a q8_0 cache."""
+"""Architectures whose recipes have narrow heads: settings with which one of them fits a q8_0 cache."""
 
 
 def new_model(recipe: TinyModel, settings: dict[str, Any]) -> torch.nn.Module:
@@ -1768,7 +1770,7 @@ def new_model(recipe: TinyModel, settings: dict[str, Any]) -> torch.nn.Module:
 
 
 def config_of(recipe: TinyModel, settings: dict[str, Any]) -> transformers.PretrainedConfig:
-    settings = deepcopy(settings)  # some classes complete the dictionaries that they are given
+    settings = deepcopy(settings)  # some classes modify the dictionaries that they get
     if recipe.vision is not None:
         tied = settings.get("tie_word_embeddings", False)
         settings = {"text_config": settings, "vision_config": recipe.vision, "tie_word_embeddings": tied}
@@ -1776,7 +1778,7 @@ def config_of(recipe: TinyModel, settings: dict[str, Any]) -> transformers.Pretr
 
 
 def class_of(recipe: TinyModel) -> str:
-    """The name of the transformers class."""
+    """Return the name of the transformers class."""
     if recipe.of is not None:
         return recipe.of
     if recipe.kind == "GPT2":
@@ -1785,7 +1787,7 @@ def class_of(recipe: TinyModel) -> str:
 
 
 def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
-    """The model of a recipe, in evaluation mode, every parameter drawn anew."""
+    """Return the model of a recipe, in evaluation mode, with every parameter drawn again."""
     model = new_model(recipe, {**SHAPE, **recipe.settings, **settings}).eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -1801,19 +1803,19 @@ def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
                 parameter.copy_(1 + 0.3 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
-            else:  # gains above one: attention is sharp, and the residual stream drowns no layer
+            else:  # gains above one: attention is sharp, and the residual stream does not hide any layer
                 n_in = parameter.shape[-2 if recipe.kind == "GptOss" and parameter.dim() == 3 else -1]
                 parameter.copy_(1.5 * noise / n_in**0.5)
     return model
 
 
 def drawn_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What a checkpoint has beside parameters: biases that choose experts."""
+    """Return a checkpoint's tensors that are not parameters: biases that choose experts."""
     return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
 
 
 def save(recipe: TinyModel, model: torch.nn.Module, folder: Path, **how: Any) -> None:
-    """Writes config.json and safetensors (`how`: save_pretrained's options) and a byte-level tokenizer."""
+    """Write config.json, safetensors and a byte-level tokenizer. how: options of save_pretrained."""
     model.save_pretrained(folder, **how)
     config_path = folder / "config.json"
     config_path.write_text(json.dumps(json.loads(config_path.read_text()) | recipe.written_as))
@@ -1828,8 +1830,10 @@ def save(recipe: TinyModel, model: torch.nn.Module, folder: Path, **how: Any) ->
 
 
 def save_packed(recipe: TinyModel, model: torch.nn.Module, folder: Path, seed: int = 1) -> None:
-    """As `save`, with the experts' matrices as gpt-oss publishes them, in MXFP4 and drawn anew; the model
-    gets what transformers makes of them."""
+    """Save with the experts' matrices in MXFP4, as gpt-oss publishes them, drawn again.
+
+    The model gets the values that transformers decodes.
+    """
     from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -1857,7 +1861,7 @@ def save_packed(recipe: TinyModel, model: torch.nn.Module, folder: Path, seed: i
 
 
 def to_gguf(recipe: TinyModel, model: torch.nn.Module, folder: Path) -> Path:
-    """The model as a GGUF file in F32: a saved checkpoint converted by hotset."""
+    """Return the model as a GGUF file in F32: a saved checkpoint converted by hotset."""
     path = folder / "model.gguf"
     save(recipe, model, folder)
     convert_hf(folder, path, GGMLType.F32)
@@ -1865,7 +1869,7 @@ def to_gguf(recipe: TinyModel, model: torch.nn.Module, folder: Path) -> Path:
 
 
 def shared_gguf(name: str, run_folder: Path, **settings: Any) -> Path:
-    """`to_gguf` of a recipe, as it stands or with other settings, for all tests that only read the file."""
+    """Return `to_gguf` of a recipe, with optional settings, shared by all tests that only read the file."""
 
     def make(path: Path) -> None:
         recipe = (RECIPES | EXPERTS | ENCODERS)[name]
@@ -1877,7 +1881,7 @@ def shared_gguf(name: str, run_folder: Path, **settings: Any) -> Path:
 
 
 def save_tokenizer(folder: Path) -> Tokenizer:
-    """A byte-level BPE tokenizer with a few merges (ids 0 to 259) and special tokens 300 to 302."""
+    """Save a byte-level BPE tokenizer with a few merges (ids 0 to 259) and special tokens 300 to 302."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n")]
     tokens = [*alphabet, *("".join(pair) for pair in merges)]

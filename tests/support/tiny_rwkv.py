@@ -1,8 +1,8 @@
 """RWKV 6 and 7 in torch, for comparison: transformers has no class for them.
 
-Written from the authors' code (github.com/BlinkDL/ChatRWKV, rwkv_pip_package), apart from hotset's
-decoder: one token at a time, of one sequence. Parameters are called as in the published checkpoints: of
-RWKV 7 as flash-linear-attention has them, of RWKV 6 as the authors' conversion for transformers.
+Written from the authors' code (github.com/BlinkDL/ChatRWKV, rwkv_pip_package), independent of hotset's
+decoder: one sequence, one token at a time. Parameters are named as in the published checkpoints: RWKV 7 as in
+flash-linear-attention, RWKV 6 as in the authors' conversion for transformers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ChannelMix7(Module):
 
 
 class Rwkv7(Module):
-    """settings: entries of its config.json."""
+    """RWKV 7. settings: entries of its config.json."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class ChannelMix6(Module):
 
 
 class Rwkv6(Module):
-    """settings: entries of its config.json."""
+    """RWKV 6. settings: entries of its config.json."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()

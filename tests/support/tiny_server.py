@@ -1,4 +1,4 @@
-"""A server without a socket, in front of a tiny random model whose tokens are bytes."""
+"""A server without a socket, for a tiny random model whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "w
 async def client_of(
     path: Path, *, load: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
-    """A client of a server that has loaded the model. load: LoadSettings; settings: ServerSettings."""
+    """Yield a client of a server that has loaded the model. load: LoadSettings; settings: ServerSettings."""
     how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
     service = Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
     async with client_to(service) as client:
@@ -40,7 +40,7 @@ async def client_of(
 
 @asynccontextmanager
 async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server once it has loaded its model, or models that it begins with."""
+    """Yield a client of a server that has loaded its model, or its first models."""
     app = create_app(host)
     async with app.router.lifespan_context(app):
         await host.loaded()
@@ -52,7 +52,7 @@ async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **options: Any) -> None:
-    """Does `work` with what `client_of` gives."""
+    """Run `work` with the results of `client_of`."""
 
     async def whole() -> None:
         async with client_of(path, **options) as (client, service):
@@ -62,7 +62,7 @@ def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]
 
 
 class Serving:
-    """A server on a port of this machine, in a thread. load: LoadSettings; settings: ServerSettings."""
+    """A server on a local port, in a thread. load: LoadSettings; settings: ServerSettings."""
 
     def __init__(self, path: Path, *, load: dict[str, Any] | None = None, **settings: Any) -> None:
         how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
@@ -76,7 +76,7 @@ class Serving:
         self._thread = threading.Thread(target=self._run)
 
     def set_send_buffer(self, n_bytes: int) -> None:
-        """Of the system, for each connection that comes: what does not fit stays in the process."""
+        """Limit the system's buffer of each new connection: further data stays in the process."""
         self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, n_bytes)
 
     def _run(self) -> None:
@@ -100,7 +100,7 @@ class Serving:
         return self.service.model
 
     def wait_until_idle(self) -> None:
-        """Until nothing runs or waits, and every page of the cache is free."""
+        """Wait until nothing runs or waits, and every KV block is free."""
         engine = self.model.engine
 
         def is_idle() -> bool:
@@ -111,26 +111,26 @@ class Serving:
 
 
 async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
-    """What /metrics counts, by name."""
+    """Return the counters of /metrics, by name."""
     lines = (await client.get("/metrics")).text.splitlines()
     return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
 
 
 async def metrics_after_an_answer(client: httpx.AsyncClient) -> dict[str, float]:
-    """What /metrics counts once five tokens were asked for and came."""
+    """Return the counters of /metrics after an answer of five tokens."""
     answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
     assert answer.status_code == 200, answer.text
     return await metrics_of(client)
 
 
 def events_of(text: str) -> tuple[list[dict[str, Any]], bool]:
-    """The JSON of a stream's events, and whether it ended with [DONE]."""
+    """Return the JSON of a stream's events, and whether it ended with [DONE]."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     done = bool(data) and data[-1] == "[DONE]"
     return [json.loads(one) for one in data if one != "[DONE]"], done
 
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
-    """The text of one choice of a chat stream."""
+    """Return the text of one choice of a chat stream."""
     choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
     return "".join(choice["delta"].get("content") or "" for choice in choices)

@@ -1,7 +1,7 @@
 """SmallThinker in torch, for comparison: transformers has no class for it.
 
-Written from the description of the published model, apart from hotset's decoder: one sequence at a time, no
-cache, every expert of every token by itself. Parameters are called as in its checkpoints.
+Written from the description of the published model, independent of hotset's decoder: one sequence, no cache,
+every expert of every token by itself. Parameters are named as in its checkpoints.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Experts(Module):
         self.n_used, self.softmax = c["moe_num_active_primary_experts"], c["moe_primary_router_apply_softmax"]
 
     def forward(self, seen: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        """seen: what the router reads, the stream as it enters the layer."""
+        """Compute the experts' sum.
+
+        seen: the router's input, which is the stream at the layer's beginning.
+        """
         rows = []
         for router_input, x in zip(seen, h, strict=True):
             scores, ids = torch.topk(self.primary_router(router_input), self.n_used)
@@ -107,7 +110,7 @@ class Layer(Module):
 
 
 class SmallThinker(Module):
-    """settings: entries of its config.json."""
+    """SmallThinker. settings: entries of its config.json."""
 
     defaults: ClassVar[dict[str, Any]] = DEFAULTS
 

@@ -1,4 +1,4 @@
-"""Tokenizers that are trained on a few sentences, as metadata of a GGUF file."""
+"""Tokenizers trained on a few sentences, as metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NASTY = [
 
 @cache
 def _trained_bpe():
-    """A vocabulary learnt here: (pieces in the order of their ids, merges as "left right")."""
+    """Return a vocabulary trained here: (pieces in the order of their ids, merges as "left right")."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -93,7 +93,7 @@ def bpe_metadata(pre="gpt-2", **changes):
 
 @cache
 def _trained_sentencepiece():
-    """(serialised model, pieces, scores, types), learnt here by the library itself."""
+    """Return (serialised model, pieces, scores, types), trained here by the library."""
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -130,7 +130,7 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # of BERT, ids 0 to 4
 
 @cache
 def trained_word_piece(*, lowercase: bool = True, strips: bool | None = None):
-    """The library's tokenizer, learnt here, with characters that no piece spells."""
+    """Return the library's tokenizer, trained here; some characters are in no piece."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordPiece
     from tokenizers.normalizers import BertNormalizer
@@ -153,7 +153,7 @@ def trained_word_piece(*, lowercase: bool = True, strips: bool | None = None):
 
 @cache
 def trained_unigram():
-    """(SentencePiece's processor, its charsmap): a unigram model with nmt_nfkc, learnt here."""
+    """Return (SentencePiece's processor, its charsmap): a unigram model with nmt_nfkc, trained here."""
     sentencepiece = pytest.importorskip("sentencepiece")
     from hotset.convert.hf_tokenizer import _merged, _proto_fields
 
@@ -190,7 +190,7 @@ def unigram_metadata(**changes):
 
 
 def word_piece_metadata(tokenizer, **changes):
-    """Of the library's tokenizer."""
+    """Return the metadata of the library's tokenizer."""
     ids = tokenizer.get_vocab()
     tokens = sorted(ids, key=ids.get)
     spelled = [t if t in SPECIALS else t.removeprefix("##") if t[:2] == "##" else f"▁{t}" for t in tokens]

@@ -1,9 +1,9 @@
-"""TurboSparse's two models (arXiv 2406.05955), which transformers lacks, after their published modelling
-files: tests compare hotset with these.
+"""TurboSparse's two models (arXiv 2406.05955), which transformers lacks, for comparison.
 
-Each FFN has a predictor, fc2(relu(fc1(p))), and what it does not name is zero, whatever its gate says: the
-rounded sigmoid of its score multiplies relu(gate) * relu(up). The Mistral's predictor (BambooForCausalLM)
-reads the residual stream before the norm, those of the Mixtral's experts what the expert reads.
+Written after their published modelling files. Each FFN has a predictor, fc2(relu(fc1(p))); neurons that it
+does not select are zero for any gate, because the rounded sigmoid of the score multiplies relu(gate) *
+relu(up). The Mistral's predictor (BambooForCausalLM) reads the residual stream before the norm; the
+predictors of the Mixtral's experts read the experts' input.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class Layer(Module):
 
 
 class TurboSparse(SmallThinker):
-    """settings: entries of config.json; ranks: of each layer's predictors, which no entry says."""
+    """TurboSparse. settings: entries of config.json.
+
+    ranks: of each layer's predictors, which config.json lacks.
+    """
 
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "relu", "rope_theta": 10000.0, "tie_word_embeddings": False

@@ -1,4 +1,4 @@
-"""Models whose replies are written in advance: calls of functions, reasoning."""
+"""Models with scripted replies: function calls, reasoning."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days
 
 
 def written(model: Model, text: str) -> None:
-    """Make the model write this from now on, and end."""
+    """Make the model reply with this text from now on."""
     ids = [*text.encode(), EOS]
     step = model.backend.step
-    next_of: dict[int, tuple[int, int]] = {}  # by sequence: the position that comes next, and its byte
+    next_of: dict[int, tuple[int, int]] = {}  # by sequence: the next position, and its byte
 
     def scripted(batch: Batch) -> StepResult:
         result = step(batch)

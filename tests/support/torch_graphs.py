@@ -1,4 +1,4 @@
-"""Models as torch computes them, against the reference backend."""
+"""Compares models computed by torch with the reference backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def same_as_reference(gguf: GGUFFile, predictor: Predictor | None = None) -> Non
     graph = thresholded_graph(gguf, predictor)
     ids = np.random.default_rng(0).integers(0, graph.result.width, 40)
     step = batch([(ids.tolist(), 0, [0])])
-    if graph.recurrent:  # from a state of zeros, which nothing is kept of
+    if graph.recurrent:  # from a state of zeros, which is not kept
         step = replace(step, states=np.full(1, -1, np.int32), saves=np.full(40, -1, np.int32))
     expected = ReferenceBackend(gguf, graph, n_pages=1).step(step).logits
     found = TorchGraph(gguf, graph).logits(torch.from_numpy(np.stack([ids, ids])))

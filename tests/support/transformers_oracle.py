@@ -1,4 +1,4 @@
-"""Tiny models of every architecture, and their logits by transformers and by the backends."""
+"""Tiny models of every architecture, and their logits from transformers and from the backends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIRST = tiny_models.first_of_each_architecture()
 
 @pytest.fixture(params=quick_are(FIRST, RECIPES))
 def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Any]:
-    """(open GGUF file, sequences of token ids, their logits by transformers)."""
+    """Yield (open GGUF file, sequences of token ids, their logits by transformers)."""
     name = request.param
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, tiny_models.VOCABULARY, n) for n in LENGTHS]
@@ -62,9 +62,10 @@ def open_backend(name: str, gguf: GGUFFile) -> Backend:
 
 
 def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequence[tuple[int, int]]]) -> list:
-    """Logits [n_tokens, n_vocab] of each sequence; plan: for each step, (sequence, number of tokens) pairs.
+    """Return logits [n_tokens, n_vocab] of each sequence.
 
-    The pages of the sequences are interleaved, so that a page table is never the identity.
+    plan: for each step, (sequence, number of tokens) pairs. The KV blocks of the sequences are interleaved,
+    so that a block table is never the identity.
     """
     tables = np.arange(PAGES_EACH * len(sequences), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
     done, logits = [0] * len(sequences), [[] for _ in sequences]
@@ -92,7 +93,10 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def mixed_plan() -> list[list[tuple[int, int]]]:
-    """Prompts that start late and end early while others decode: 0 prefills, then all at different paces."""
+    """Return prompts that start late and end early while others decode.
+
+    0 prefills first, then all proceed at different paces.
+    """
     plan = [[(0, 70)], [(0, 1), (1, 50)], [(1, 1), (2, 30), (0, 5)]]
     plan += [[(2, 1), (0, 1), (1, 1)]] * 7
     rest = [LENGTHS[0] - 83, LENGTHS[1] - 58, 0]

@@ -15,7 +15,7 @@ TYPES = {
 
 
 def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
-    """A launch as its just-in-time compiler sees it: what is constant, and what 16 divides."""
+    """Return a launch's source with its constants and the arguments divisible by 16."""
     signature, constants, facts = {}, dict(constants), {}
     for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
         if arg is None or (isinstance(arg, int) and arg == 1):

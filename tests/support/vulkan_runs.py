@@ -1,7 +1,8 @@
 """Steps of the Vulkan backend under the validation layers, which turn every warning into an error.
 
-On Debian's software driver (lavapipe) where no GPU is there. `VulkanOracle` checks every operation of a step;
-matrix products are checked bitwise, since their order of additions is known and each rounds as IEEE says.
+Without a GPU they run on Debian's software driver (lavapipe). `VulkanOracle` checks every operation of a
+step. Matrix products are checked bitwise, because their order of additions is known and each addition rounds
+as in IEEE 754.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ from hotset.model.operations import (
 from hotset.placement.budget import Budget, MemoryBudget
 from hotset.placement.table import CPU, LayerPlacement, Placement
 
-BLOCK, CHUNK = 32, 8  # columns of a sum, and such sums of the next (csrc/vulkan/shaders/linear.glsl)
-DIVISION = 5 * U  # of Vulkan: 2.5 units in the last place
-ROOT = 8 * U  # of Vulkan, at most
-SOFTPLUS = EXP + DIVISION + 6 * U  # of an exponential, a quotient, a polynomial of it and a sum
+BLOCK, CHUNK = 32, 8  # columns per sum, and sums per chunk (csrc/vulkan/shaders/linear.glsl)
+DIVISION = 5 * U  # Vulkan's limit: 2.5 units in the last place
+ROOT = 8 * U  # Vulkan's limit
+SOFTPLUS = EXP + DIVISION + 6 * U  # an exponential, a quotient, a polynomial and a sum
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why these tests cannot run here."""
+    """Return the reason why these tests cannot run here."""
     try:
         return None if _core.vulkan_devices(True) else "the Vulkan driver has no device"
     except DeviceError as error:
@@ -70,7 +71,7 @@ def missing() -> str | None:
 
 @pytest.fixture(autouse=True)
 def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Devices that are opened report what the validation layers say; nothing of them is left at the end."""
+    """Make opened devices report the validation layers' messages; at the end nothing may be left open."""
     if (reason := missing()) is not None:
         pytest.skip(f"no Vulkan driver with validation layers: `make test-deps` installs them ({reason})")
     monkeypatch.setenv("HOTSET_VULKAN_VALIDATION", "1")
@@ -79,7 +80,7 @@ def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     yield
     _core.vulkan_fail("", 0, 0)
     gc.collect()
-    assert _core.vulkan_late_messages() == []  # of devices that were closed with something left open
+    assert _core.vulkan_late_messages() == []  # about devices that were closed with objects left open
 
 
 def vulkan(
@@ -93,9 +94,11 @@ def vulkan(
     expert_slots: int = 0,
     **options: Any,
 ) -> ChainBackend:
-    """A model, or its last layers, on a device, or in turn on several, which are one driver's. budget: bytes
-    of each. hot: of layers whose neurons are split those of the device. expert_slots: of each; 0: it has all
-    experts of its layers."""
+    """Return a model, or its last layers, on one device or alternating on several of one driver.
+
+    budget: bytes per device. hot: the device's neurons of split layers. expert_slots: per device; 0: it has
+    all experts of its layers.
+    """
     graph = graph or describe(config_from_gguf(gguf), gguf.tensors)
     name, n = f"vulkan:{find_device('vulkan').index}", graph.n_layer
     first = 0 if n_layers is None else n - n_layers
@@ -120,7 +123,7 @@ def stage_of(backend: ChainBackend) -> VulkanStage:
 
 
 def check_failing_worker(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
-    """A CPU worker that fails ends the step, and not the next."""
+    """Check that a failing CPU worker ends only the current step."""
     begin = CpuWorker.begin_step
 
     def poisoned(self: CpuWorker, *arguments: Any) -> None:
@@ -135,7 +138,7 @@ def check_failing_worker(backend: ChainBackend, step: Batch, expected: np.ndarra
 
 
 def check_cancelled_beside_worker(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
-    """A step that is cancelled while the CPU computes its half; the next one is whole."""
+    """Check that a step can be cancelled while the CPU worker computes, and that the next is complete."""
     begin = CpuWorker.begin_step
 
     def cancelled(self: CpuWorker, *arguments: Any) -> None:
@@ -152,7 +155,7 @@ def check_cancelled_beside_worker(backend: ChainBackend, step: Batch, expected: 
 
 
 def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """x [n, k] times weights [rows, k], summed as the kernels do: float32 [n, rows]."""
+    """Return x [n, k] times weights [rows, k], summed as the kernels do: float32 [n, rows]."""
     n_blocks = -(-x.shape[1] // BLOCK)
     spare = ((0, 0), (0, n_blocks * BLOCK - x.shape[1]))
     w = np.pad(weights, spare).reshape(1, -1, n_blocks, BLOCK)
@@ -171,12 +174,12 @@ def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def is_fused() -> bool:
-    """Whether the device's fma() rounds once."""
+    """Return whether the device's fma() rounds once."""
     return VulkanKernels(_core.VulkanDevice(find_device("vulkan").index)).is_fused
 
 
 def cpu_product(data: np.ndarray, type_: GGMLType, n_rows: int, x: np.ndarray) -> np.ndarray:
-    """x, float32 [n, k], times rows, by the CPU's kernel: float32 [n, rows]."""
+    """Return x, float32 [n, k], times rows, by the CPU's kernel: float32 [n, rows]."""
     return _core.linear(int(type_), np.array(data, np.uint8).reshape(-1), n_rows, x)
 
 
@@ -188,10 +191,10 @@ def device_product(
     tokens: int = 0,
     constants: Sequence[int] = (),
 ) -> np.ndarray:
-    """x, float32 [n, k], times quantised rows, by the kernels of a device: float32 [n, rows].
+    """Return x, float32 [n, k], times quantised rows, by a device's kernels: float32 [n, rows].
 
-    tokens: of a workgroup of the kernel for few, with constants for how its lanes are laid out; 0: the kernel
-    for many.
+    tokens: per workgroup of the kernel for few tokens, with constants for its lane layout; 0: the kernel for
+    many.
     """
     device = _core.VulkanDevice(find_device("vulkan").index, True)
     kernels, (n, k) = VulkanKernels(device), x.shape
@@ -217,26 +220,26 @@ def device_product(
 
 
 class NoFile:
-    """A source of weights without any."""
+    """A source of weights without a file."""
 
     tensors: Mapping[str, Any] = {}
 
 
 def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Of such a product, x [n, k], weights [rows, k]."""
+    """Return the bound of such a product, x [n, k], weights [rows, k]."""
     k = x.shape[1]
     roundings = BLOCK + CHUNK + -(-k // (BLOCK * CHUNK)) + 1
     return gamma(roundings) * (np.abs(x) @ np.abs(weights).T) + k * TINY
 
 
 def transposed_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Of a product with neuron-major rows, x [n, k], weights [k, columns]: 64 lanes, one after the other."""
+    """Return the bound of a neuron-major product, x [n, k], weights [k, columns]: 64 lanes in order."""
     k = x.shape[1]
     return gamma(k / 64 + 1 + 64) * (np.abs(x) @ np.abs(weights)) + k * TINY
 
 
 class VulkanOracle(Oracle):
-    """Of kernels whose divisions and roots are Vulkan's, and some of whose sums have another order."""
+    """The oracle for kernels with Vulkan's divisions and roots, and other orders of some sums."""
 
     softplus_off, division_off, root_off = SOFTPLUS, DIVISION, ROOT
 
@@ -251,7 +254,7 @@ class VulkanOracle(Oracle):
                 ) * size + TINY * width
             case LayerNorm():
                 return expected, bound + (ROOT + DIVISION) * (size + bound)
-            case GaussianTopK():  # whose deviation is a root, and whose moments are divided
+            case GaussianTopK():  # its deviation is a root, and its moments are quotients
                 x, spread = taps[op.x.id], abs(op.multiplier) * taps[op.x.id].std(axis=1, keepdims=True)
                 mean = np.abs(x.mean(axis=1, keepdims=True))
                 return expected, bound + 2 * DIVISION * mean + (ROOT + 2 * DIVISION) * spread
@@ -294,8 +297,8 @@ class VulkanOracle(Oracle):
         bound = product_bound(x, weights)
         if op.bias is not None:
             return expected, bound + U * (np.abs(expected) + bound)
-        # Taps are float32, and so are decoded weights: without a bias every bit is known, where fma() rounds
-        # twice, as NumPy does.
+        # Taps and decoded weights are float32. Without a bias every bit is known if fma() rounds twice, as
+        # NumPy does.
         if is_fused():
             return expected, bound
         exact = product(weights.astype(np.float32), x.astype(np.float32))
@@ -337,7 +340,7 @@ class VulkanOracle(Oracle):
 def assert_every_operation_is_right(
     gguf: GGUFFile, backend: ChainBackend, ids: np.ndarray, splits: Sequence[int], pages: list[int]
 ) -> None:
-    """Each value of each step is the reference's, within the rounding of its operation."""
+    """Assert that each value equals the reference's within its operation's rounding."""
     oracle, at = oracle_of(gguf, backend), 0
     for end in [*splits, len(ids)]:
         step = batch([(ids[at:end], at, pages)], every_value(backend))
@@ -346,7 +349,7 @@ def assert_every_operation_is_right(
 
 
 def assert_operations_of_sequences_are_right(gguf: GGUFFile, backend: ChainBackend) -> None:
-    """The same of two sequences side by side, which have states, in pages that are not in order."""
+    """Assert the same for two sequences with states in one step, in unordered KV blocks."""
     oracle, at = oracle_of(gguf, backend), [0, 0]
     texts, pages = [tokens(70, 1), tokens(66, 2)], [[3, 1], [0, 2]]
     steps = np.zeros(2, np.int32)

@@ -1,7 +1,7 @@
-"""Waiting for what must happen, however busy the machine is.
+"""Waits for events, on machines under any load.
 
-A test that waits for an event passes as soon as the event is there. The limit only ends a test that
-would wait for ever, so it is far beyond what any machine needs: it decides nothing about the result.
+A test that waits passes as soon as the event occurs. The limit only ends a test that would wait forever. It
+is far beyond any machine's needs and never decides a result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WATCHDOG = 180.0  # seconds after which a test gives up: a process, a reply, a t
 
 
 def until(condition: Callable[[], T], what: str = "") -> T:
-    """The first true value of `condition`. Fails with `what` if there is none within the watchdog's time."""
+    """Return the first true value of `condition`. Fails with `what` after the watchdog's time."""
     end = time.monotonic() + WATCHDOG
     while not (found := condition()):
         assert time.monotonic() < end, what or "what the test waits for did not happen"
@@ -26,7 +26,7 @@ def until(condition: Callable[[], T], what: str = "") -> T:
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises; fails where it takes longer."""
+    """Return the result of `work`, or raise its exception; fail if it takes longer."""
     result: list[Any] = []
 
     def run() -> None:
@@ -45,7 +45,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 
 
 def when(event: threading.Event, work: Callable[[], object]) -> None:
-    """Does `work` in a thread of its own once the event is set."""
+    """Run `work` in a thread of its own once the event is set."""
 
     def run() -> None:
         if event.wait(WATCHDOG):

@@ -1,4 +1,4 @@
-"""Marks of tests of what Wine, under which Windows wheels are tried here, does not do as Windows does."""
+"""Marks of tests of features in which Wine, used for Windows wheels here, differs from Windows."""
 
 import ctypes
 import sys

@@ -1,4 +1,4 @@
-"""A CPU worker beside a device, and the requests that a device would make."""
+"""A CPU worker of a hybrid model, and the requests that a device would submit."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 #version 450
-// Attention of one head of one token over its pages, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax over
-// the pages of a split of 512 positions, and then the splits, in order. Splits begin at fixed positions, so that the order of
-// every sum depends on the token's position alone. A lane has a position of a page, and then words of values.
+// Attention of one head of one token over its KV blocks, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax
+// over the KV blocks of a split of 512 positions, then a merge of the splits in order. Splits begin at fixed positions, so that
+// the order of every sum depends only on the token's position. A lane has a position of a KV block, then words of values.
 #include "common.glsl"
 #include "cache.glsl"
 
 layout(local_size_x = 64) in;
-layout(constant_id = 1) const uint DIM = 64;        // of a key
-layout(constant_id = 2) const uint DIM_V = 64;      // of a value
+layout(constant_id = 1) const uint DIM = 64;  // channels of a key
+layout(constant_id = 2) const uint DIM_V = 64;  // channels of a value
 layout(constant_id = 3) const uint SINKS = 0;
-layout(constant_id = 4) const uint APART = 0;       // 1: a workgroup has one split, and leaves its part
+layout(constant_id = 4) const uint APART = 0;  // 1: a workgroup computes one split and stores its part
 layout(constant_id = 5) const uint SLOPES = 0;      // ALiBi
 layout(constant_id = 6) const uint CAPPED = 0;
 layout(set = 0, binding = 0) readonly buffer Queries { float queries[]; };
@@ -23,15 +23,15 @@ layout(set = 0, binding = 7) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 8) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 9) readonly buffer Slopes { float slopes[]; };
 layout(push_constant) uniform Push {
-    uint n_head, n_head_kv, in_stride, out_stride, n_pages, max_tokens, behind, ahead, least, n_splits;
+    uint n_head, n_head_kv, in_stride, out_stride, n_kv_blocks, max_tokens, behind, ahead, least, n_splits;
     float scale, cap;
 };
 
-const uint PAGES = 8, LANES = 64;  // of a split
+const uint KV_BLOCKS = 8, LANES = 64;  // per split
 const uint VECTORS = (DIM + PER - 1u) / PER, VECTORS_V = (DIM_V + PER - 1u) / PER;
 const uint IN_WORD = PER / 4u, WORDS = (DIM_V + IN_WORD - 1u) / IN_WORD, OWN = (WORDS + LANES - 1u) / LANES;
 shared vec4 query[VECTORS * PER / 4u];
-shared float weights[PAGE];
+shared float weights[KV_BLOCK];
 
 #include "softmax.glsl"
 #include "visible.glsl"
@@ -40,7 +40,7 @@ struct State {
     float highest, total;
 };
 
-// The four channels of a word of a cache; of f16 two.
+// Return the four channels of a word of the cache; two with f16.
 vec4 channels_of(uint word) {
     if (KV == 0u) return vec4(uintBitsToFloat(word), 0.0, 0.0, 0.0);
     if (KV == 1u) return vec4(half_values(word), 0.0, 0.0);
@@ -52,7 +52,7 @@ float key_score(uint base, uint place) {
     for (uint first = 0; first < VECTORS; first += 4u) {
         uvec4 words[4];
         [[unroll]] for (uint v = 0; v < 4u; v++)
-            if (VECTORS % 4u == 0u || first + v < VECTORS) words[v] = keys[(base * VECTORS + first + v) * PAGE + place];
+            if (VECTORS % 4u == 0u || first + v < VECTORS) words[v] = keys[(base * VECTORS + first + v) * KV_BLOCK + place];
         [[unroll]] for (uint v = 0; v < 4u; v++) {
             if (VECTORS % 4u != 0u && first + v >= VECTORS) break;
             const uint vector = first + v;
@@ -66,7 +66,7 @@ float key_score(uint base, uint place) {
             }
             if (KV == 2u && ((vector & 1u) == 1u || vector + 1u == VECTORS)) {
                 const uint n_blocks = (DIM + 31u) / 32u;
-                score = fused(key_scales[(base * n_blocks + vector / 2u) * PAGE + place], block, score);
+                score = fused(key_scales[(base * n_blocks + vector / 2u) * KV_BLOCK + place], block, score);
                 block = 0.0;
             }
         }
@@ -80,10 +80,10 @@ vec4 values_of(uint word, uint at) {
     return value;
 }
 
-// The score of position p, which this lane has, or LOWEST where it is not seen.
+// Return the score of this lane's position p, or LOWEST if it is not visible.
 float score_of(uint p, uint first, uint last, uint base, uint token, uint head) {
     if (p < first || p > last) return LOWEST;
-    precise float score = key_score(base, p % PAGE);
+    precise float score = key_score(base, p % KV_BLOCK);
     if (CAPPED != 0u) score = soft_capped(cap, score);
     if (SLOPES != 0u) score = fused(slopes[head], -abs(float(positions[token]) - float(p)), score);
     return score;
@@ -91,9 +91,9 @@ float score_of(uint p, uint first, uint last, uint base, uint token, uint head) 
 
 void main() {
     const uint lane = gl_LocalInvocationIndex, head = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
-    const uint table = positions[max_tokens + token] * n_pages, head_kv = head / (n_head / n_head_kv);
+    const uint table = positions[max_tokens + token] * n_kv_blocks, head_kv = head / (n_head / n_head_kv);
     const uint first = first_seen(token), last = last_seen(token);
-    uint from = first / (PAGES * PAGE), to = last / (PAGES * PAGE);
+    uint from = first / (KV_BLOCKS * KV_BLOCK), to = last / (KV_BLOCKS * KV_BLOCK);
     if (APART != 0u) {
         if (gl_WorkGroupID.z < from || gl_WorkGroupID.z > to) return;
         from = to = gl_WorkGroupID.z;
@@ -103,12 +103,12 @@ void main() {
         query[i / 4u][i & 3u] = q;
     }
     barrier();
-    // Splits are joined by the highest score of all of them, which must be known before the first one ends.
+    // Splits are merged relative to their highest score, which must be known before the first one ends.
     float top = SINKS != 0u ? sinks[head] : LOWEST;
     if (APART == 0u && from != to)
-        for (uint page = first / PAGE; page <= last / PAGE; page++) {
-            const uint base = tables[table + page] * n_head_kv + head_kv;
-            top = max(top, largest_of(score_of(page * PAGE + lane, first, last, base, token, head)));
+        for (uint kv_block = first / KV_BLOCK; kv_block <= last / KV_BLOCK; kv_block++) {
+            const uint base = tables[table + kv_block] * n_head_kv + head_kv;
+            top = max(top, largest_of(score_of(kv_block * KV_BLOCK + lane, first, last, base, token, head)));
         }
     float total = 0.0;
     precise float outs[OWN * IN_WORD];
@@ -117,9 +117,9 @@ void main() {
         State state = State(LOWEST, 0.0);
         precise float sums[OWN * IN_WORD];
         [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) sums[i] = 0.0;
-        const uint start = max(split * PAGES, first / PAGE), end = min(split * PAGES + PAGES - 1u, last / PAGE);
-        for (uint page = start; page <= end; page++) {
-            const uint base = tables[table + page] * n_head_kv + head_kv, p = page * PAGE + lane;
+        const uint start = max(split * KV_BLOCKS, first / KV_BLOCK), end = min(split * KV_BLOCKS + KV_BLOCKS - 1u, last / KV_BLOCK);
+        for (uint kv_block = start; kv_block <= end; kv_block++) {
+            const uint base = tables[table + kv_block] * n_head_kv + head_kv, p = kv_block * KV_BLOCK + lane;
             const float score = score_of(p, first, last, base, token, head);
             const float highest = max(state.highest, largest_of(score));
             precise float below = score - highest, before = state.highest - highest;
@@ -127,14 +127,14 @@ void main() {
             weights[lane] = weight;
             const float rescale = exp_of(before);
             state = State(highest, fused(state.total, rescale, sum_of(weight)));
-            const uint low = page * PAGE < first ? first % PAGE : 0u, high = min(last - page * PAGE, PAGE - 1u);
+            const uint low = kv_block * KV_BLOCK < first ? first % KV_BLOCK : 0u, high = min(last - kv_block * KV_BLOCK, KV_BLOCK - 1u);
             [[unroll]] for (uint o = 0; o < OWN; o++) {
                 const uint word = o * LANES + lane;
                 if (word >= WORDS) break;
                 [[unroll]] for (uint c = 0; c < IN_WORD; c++) sums[o * IN_WORD + c] = sums[o * IN_WORD + c] * rescale;
                 const uint n_blocks = (DIM_V + 31u) / 32u, step = VECTORS_V * 4u;
-                const uint scales = (base * n_blocks + word / 8u) * PAGE;
-                uint slot = low, at = (base * PAGE + low) * step + word;
+                const uint scales = (base * n_blocks + word / 8u) * KV_BLOCK;
+                uint slot = low, at = (base * KV_BLOCK + low) * step + word;
                 for (; slot + 4u <= high + 1u; slot += 4u, at += 4u * step) {
                     uint words[4];
                     [[unroll]] for (uint s = 0; s < 4u; s++) words[s] = values[at + s * step];
@@ -171,7 +171,7 @@ void main() {
         total = fused(weight, state.total, total);
         [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) outs[i] = outs[i] + sums[i] * weight;
     }
-    if (SINKS != 0u) {  // it has no value
+    if (SINKS != 0u) {  // a sink has no value
         precise float below = sinks[head] - top;
         total = fused(exp_of(below), 1.0, total);
     }

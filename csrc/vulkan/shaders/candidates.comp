@@ -1,16 +1,16 @@
 #version 450
-// The KEPT largest of each CHUNK numbers of a row, equal ones by rising index, as pairs of key and index: of logits first,
-// then of what this left of them, until one chunk is left. A bitonic sort; no number is compared as a float, so that a NaN
-// comes before all others.
+// Find the KEPT largest of each CHUNK numbers of a row, equal ones by rising index, as pairs of key and
+// index. It is applied first to logits, then to its own results until one chunk is left. A bitonic sort that
+// does not compare floats, so that NaN sorts before all other numbers.
 layout(local_size_x = 256) in;
 layout(constant_id = 0) const uint OF_LOGITS = 0;
 layout(set = 0, binding = 0) readonly buffer Inputs { uint inputs[]; };  // bits of floats, or pairs
 layout(set = 0, binding = 1) writeonly buffer Outputs { uint outputs[]; };
-layout(push_constant) uniform Push { uint n, in_stride, out_stride; };  // n: numbers of a row; strides: words
+layout(push_constant) uniform Push { uint n, in_stride, out_stride; };  // n: numbers per row; strides: words
 const uint CHUNK = 1024, KEPT = 128, LANES = 256;
 shared uvec2 chunk[CHUNK];
 
-// Rises with the number whose bits these are; both zeros are the same.
+// Return a key that rises with the number whose bits are given; both zeros have the same key.
 uint key_of(uint bits) {
     const uint magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return 0xffffffffu;
@@ -26,7 +26,7 @@ void main() {
     const uint lane = gl_LocalInvocationIndex, row = gl_WorkGroupID.y, first = gl_WorkGroupID.x * CHUNK;
     for (uint i = lane; i < CHUNK; i += LANES) {
         const uint at = first + i;
-        uvec2 one = uvec2(0u, 0xffffffffu);  // behind every number
+        uvec2 one = uvec2(0u, 0xffffffffu);  // sorts after every number
         if (at < n && OF_LOGITS != 0u) one = uvec2(key_of(inputs[row * in_stride + at]), at);
         if (at < n && OF_LOGITS == 0u)
             one = uvec2(inputs[row * in_stride + 2u * at], inputs[row * in_stride + 2u * at + 1u]);

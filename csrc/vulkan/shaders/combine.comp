@@ -1,5 +1,5 @@
 #version 450
-// Joins the parts that attention left apart, in order: the same numbers as of one workgroup.
+// Merges the parts that attention stored separately, in order. The results equal a single workgroup's.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
@@ -33,7 +33,7 @@ void main() {
             if (channel < DIM_V) sums[i] = sums[i] + parts[at + 2u + channel] * weight;
         }
     }
-    if (SINKS != 0u) {  // it has no value
+    if (SINKS != 0u) {  // a sink has no value
         precise float below = sinks[head] - top;
         total = fused(exp_of(below), 1.0, total);
     }

@@ -1,10 +1,10 @@
-// What all kernels share. Sums and products are `precise`: neither contracted nor reordered, so that they round
-// as IEEE says on every device. What Vulkan leaves open (exp, half floats, how quotients and roots are rounded) is written
-// in such operations, and the CPU's order of operations is kept (csrc/kernels/float_kernels.h): so the bits are the CPU's.
+// Functions that all kernels share. Sums and products are `precise`: neither contracted nor reordered, so that they round as in
+// IEEE 754. Operations that Vulkan leaves open (exp, half floats, rounding of quotients and roots) are built from these, in the
+// CPU's order (csrc/kernels/float_kernels.h), so the results are bitwise the CPU's.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 
-#ifdef NATIVE  // the device has integer dot products, and a test of it found that it reads half floats exactly (probe.comp)
+#ifdef NATIVE  // the device has integer dot products and converts half floats exactly (probe.comp)
 #extension GL_EXT_spirv_intrinsics : require
 float half_value(uint h) {
     return unpackHalf2x16(h).x;
@@ -16,13 +16,13 @@ vec2 half_values(uint pair) {
 spirv_instruction(extensions = ["SPV_KHR_integer_dot_product"], capabilities = [6018, 6019], id = 4450)
 int dot_of_bytes(uint a, uint b, spirv_literal int packed);  // OpSDot
 
-// `sum` and the products of four signed bytes of each.
+// Add the products of four signed bytes to `sum`.
 int with_dot(int sum, uint a, uint b) {
     return dot_of_bytes(a, b, 0) + sum;
 }
 #else
-// A half float's value, denormals included.
-float half_value(uint h) {  // of the low 16 bits
+// Return the value of a half float, including denormals.
+float half_value(uint h) {  // uses the low 16 bits
     const uint exponent = (h >> 10) & 31u, mantissa = h & 0x3ffu;
     float magnitude = exponent == 0u    ? float(mantissa) * 5.9604644775390625e-8
                       : exponent == 31u ? uintBitsToFloat(0x7f800000u | (mantissa << 13))
@@ -41,7 +41,7 @@ int with_dot(int sum, uint a, uint b) {
 }
 #endif
 
-// The nearest half float, to even.
+// Round to the nearest half float, ties to even.
 uint to_half(float f) {
     const uint bits = floatBitsToUint(f), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return sign | 0x7e00u;
@@ -53,12 +53,12 @@ uint to_half(float f) {
     return sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
 }
 
-// Whether the device's fma() rounds once: a test of it says so (probe.comp).
+// Whether the device's fma() rounds once, as measured by probe.comp.
 layout(constant_id = 99) const uint FUSED = 0;
 
-// a * b + c, rounded once. Without such an instruction: product and sums with their exact errors, of which the lower
-// ones are joined so that the last sum rounds right (Boldo and Melquiond, Emulation of FMA and correctly rounded sums,
-// 2008).
+// Return a * b + c, rounded once. Without such an instruction it computes the product and the sums with their
+// exact errors, and joins the low parts so that the last sum rounds correctly (Boldo and Melquiond, Emulation
+// of FMA and correctly rounded sums, 2008).
 float fused(float a, float b, float c) {
     if (FUSED != 0u) {
         precise float at_once = fma(a, b, c);
@@ -81,7 +81,7 @@ float fused(float a, float b, float c) {
     return result;
 }
 
-// e^x to about one unit in the last place; 0 below -88 (denormals may be flushed anyway), 1 at 0.
+// Compute e^x to about one unit in the last place; 0 below -88 (denormals may be flushed anyway), 1 at 0.
 float exp_of(float x) {
     x = min(x > -88.5 ? x : -88.5, 89.0);
     precise float scaled = x * 1.44269504;
@@ -97,13 +97,13 @@ float exp_of(float x) {
     return result;
 }
 
-// a / b rounded as IEEE says, where all three are normal; Vulkan's quotient may be 2.5 units off. off: of tests.
+// Return a / b rounded as in IEEE 754 if all three are normal; Vulkan's quotient may be 2.5 units off. off: for tests.
 float divided(float a, float b, int off) {
     precise float near = a / b;
     const uint n = (floatBitsToUint(a) & 0x7fffffu) | 0x800000u, d = (floatBitsToUint(b) & 0x7fffffu) | 0x800000u;
     const uint exponent = (floatBitsToUint(a) >> 23) - (floatBitsToUint(b) >> 23) + (n < d ? 126u : 127u);
     uint code = uint(int(floatBitsToUint(near) - (exponent << 23)) + 0x800000 + off);  // 24 bits of the quotient
-    // What is left of the dividend, and then half of the divisor at most: it fits in 32 bits.
+    // The remainder of the dividend, at most half of the divisor afterwards: it fits in 32 bits.
     int rest = int((n << (n < d ? 24u : 23u)) - code * d);
     for (uint i = 0; i < 8u; i++) {
         const int step = 2 * rest > int(d) ? 1 : 2 * rest < -int(d) ? -1 : 0;
@@ -113,7 +113,7 @@ float divided(float a, float b, int off) {
     return uintBitsToFloat((exponent << 23) + code - 0x800000u);
 }
 
-// a / b rounded as IEEE says where the quotient and both are normal.
+// Return a / b rounded as in IEEE 754 if the quotient and both operands are normal.
 float quotient(float a, float b) {
     const uvec2 bits = uvec2(floatBitsToUint(a), floatBitsToUint(b));
     const ivec2 exponents = ivec2((bits >> 23) & 0xffu);
@@ -125,7 +125,7 @@ float quotient(float a, float b) {
     return ((bits.x ^ bits.y) & 0x80000000u) != 0u ? -magnitude : magnitude;
 }
 
-// The root of a normal number, rounded as IEEE says. The square of the candidate's 24 bits is compared with the number.
+// Return the root of a normal number, rounded as in IEEE 754, by comparing the square of the candidate's 24 bits.
 float root(float x) {
     precise float near = sqrt(x);
     const uint bits = floatBitsToUint(x), exponent = bits >> 23;

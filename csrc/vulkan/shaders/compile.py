@@ -1,9 +1,9 @@
-"""Compiles the shaders of this folder to SPIR-V, into src/hotset/backends/vulkan/spirv.
+"""Compile the shaders of this folder to SPIR-V, into src/hotset/backends/vulkan/spirv.
 
-    python csrc/vulkan/shaders/compile.py
+python csrc/vulkan/shaders/compile.py
 
-What it writes is committed: a build needs no compiler of shaders. `sources.json` says of which sources each
-file is, and which compiler made them; tests/backends/vulkan/test_shaders.py compares both.
+The results are committed, so that a build needs no shader compiler. `sources.json` has the hash of each
+file's sources and the compiler's version; tests/backends/vulkan/test_shaders.py checks both.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[2] / "src/hotset/backends/vulkan/spirv"
-# Not optimised: its optimiser unrolls loops without what is said of their operations, and then fuses products
-# and sums, which would have other bits. Drivers optimise themselves.
+# Not optimised: the optimiser unrolls loops and drops the decorations of their operations, so that products
+# and sums are fused, which changes bits. Drivers optimise themselves.
 GLSLC = ("glslc", "--target-env=vulkan1.1", "-O0")
-# Also compiled as NAME_native, for devices that have what common.glsl says.
+# Also compiled as NAME_native, for devices that fulfil the condition in common.glsl.
 NATIVE = ("attention", "linear_few", "linear_many", "probe", "rounded_few", "rounded_many", "transposed")
-OP_EXT_INST, OP_DECORATE, FMA, NO_CONTRACTION = 12, 71, 50, 42  # of the SPIR-V specification
-FOR_DEBUGGERS = range(2, 9)  # its operations from OpSourceContinued to OpLine
+OP_EXT_INST, OP_DECORATE, FMA, NO_CONTRACTION = 12, 71, 50, 42  # see the SPIR-V specification
+FOR_DEBUGGERS = range(2, 9)  # operations from OpSourceContinued to OpLine
 
 
 def compiler() -> str:
-    """The versions of what glslc is made of, in one line."""
+    """Return the versions of glslc and its parts, in one line."""
     done = subprocess.run([GLSLC[0], "--version"], capture_output=True, text=True, check=True)
     return " ".join(done.stdout.split())
 
 
 def compiled(source: Path, *, native: bool = False) -> bytes:
-    """A shader as SPIR-V."""
+    """Compile a shader to SPIR-V."""
     flags = ["-DNATIVE"] if native else []
     done = subprocess.run([*GLSLC, *flags, f"-I{HERE}", source, "-o", "-"], capture_output=True, check=False)
     if done.returncode:
@@ -43,9 +43,7 @@ def compiled(source: Path, *, native: bool = False) -> bytes:
 
 
 def as_committed(code: bytes) -> bytes:
-    """The same without names and lines, a seventh of it, and with every fma() decorated, as glslc does not
-    do: it is then one operation, or two, in all kernels of a device alike (GLSL.std.450: "invariant
-    results")."""
+    """Remove names and lines, and decorate every fma() so that it is the same operation in all kernels."""
     words = struct.unpack(f"<{len(code) // 4}I", code)
     made, at, place, found = list(words[:5]), 5, 0, []
     while at < len(words):
@@ -63,14 +61,14 @@ def as_committed(code: bytes) -> bytes:
 
 
 def outputs() -> dict[str, tuple[Path, bool]]:
-    """The files that are made, by name: of which source, and whether native."""
+    """Return the files to make, by name: the source, and whether it is native."""
     sources = sorted(HERE.glob("*.comp"))
     plain = {source.stem: (source, False) for source in sources}
     return plain | {f"{source.stem}_native": (source, True) for source in sources if source.stem in NATIVE}
 
 
 def digest(source: Path) -> str:
-    """Of a shader and all that it includes."""
+    """Return the hash of a shader and its includes."""
     sources, found = [source], hashlib.sha256()
     while sources:
         text = sources.pop().read_bytes()
@@ -80,7 +78,7 @@ def digest(source: Path) -> str:
 
 
 def main() -> None:
-    """Writes all of them."""
+    """Compile all shaders."""
     OUT.mkdir(exist_ok=True)
     digests = {}
     for name, (source, native) in outputs().items():

@@ -1,6 +1,6 @@
 #version 450
-// A causal convolution over the tokens of a sequence, each channel by itself (operations.ShortConv). A state has the
-// last inputs, the oldest first: [(kernel - 1) * dilation][width].
+// A causal convolution over the tokens of a sequence, per channel (operations.ShortConv). A state has the
+// last inputs, oldest first: [(kernel - 1) * dilation][width].
 #include "common.glsl"
 #include "states.glsl"
 
@@ -14,7 +14,7 @@ layout(set = 0, binding = 4) readonly buffer Steps { uint steps[]; };
 layout(set = 0, binding = 5) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push { uint width, in_stride, out_stride, kernel, max_tokens, dilation; };
 
-// The input of a channel `back` tokens before a token.
+// Return the input of a channel `back` tokens before a token.
 float input_at(uint i, uint token, uint back) {
     const uint in_step = token - first_of(token);
     if (back <= in_step) return inputs[(token - back) * in_stride + i];

@@ -1,5 +1,5 @@
 #version 450
-// Sums, products and activations, value by value.
+// Elementwise sums, products and activations.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
@@ -18,8 +18,8 @@ const uint ADD = 0, MULTIPLY = 1, SCALE = 2, SOFT_CAP = 3, ACTIVATE = 4, GATED =
 const uint SILU = 0, GELU_TANH = 1, RELU = 2, RELU2 = 3, FATRELU = 4, SIGMOID = 5, CLAMPED_SILU = 6,
            CLAMPED_PLUS_ONE = 7, EXP = 8, GELU = 9, XIELU = 10, SOFTPLUS = 11;
 
-// 1 + erf(x / sqrt(2)), off by less than 2.2e-7: polynomials fitted at Chebyshev nodes, of erf(x / sqrt(2)) / x in x^2
-// below 2, and from there of the logarithm of the rest to 1.
+// Compute 1 + erf(x / sqrt(2)) with an error below 2.2e-7, by polynomials fitted at Chebyshev nodes. Below 2
+// the polynomial in x^2 approximates erf(x / sqrt(2)) / x; above, one approximates the logarithm of 1 - erf.
 float one_and_erf(float x) {
     const float OF_SQUARE[10] =
         float[](0.7978845834732056, -0.13298076391220093, 0.01994710974395275, -0.0023746443912386894,
@@ -45,7 +45,7 @@ float one_and_erf(float x) {
     return y;
 }
 
-// ln(1 + e^x): the logarithm of 1 + u as twice the area tangent of u / (2 + u), at most 1/3, by its series.
+// Compute ln(1 + e^x): the logarithm of 1 + u is twice artanh(u / (2 + u)), computed by its series up to 1/3.
 float softplus(float x) {
     const float u = exp_of(-abs(x));
     precise float s = u / (2.0 + u), square = s * s, sum = 1.0 / 15.0;
@@ -54,7 +54,7 @@ float softplus(float x) {
     return y;
 }
 
-// a times the sigmoid of x.
+// Return a times the sigmoid of x.
 float gated_by(float a, float x) {
     precise float more = 1.0 + exp_of(-x);
     return quotient(a, more);
@@ -96,7 +96,7 @@ void main() {
     if (KIND == SCALE) y = a * number;
     if (KIND == SOFT_CAP) y = soft_capped(number, a);
     if (KIND == ACTIVATE) y = activated(a);
-    if (KIND == DECAY) {  // of a recurrent state: seconds has what is added, and then rates
+    if (KIND == DECAY) {  // of a recurrent state: `seconds` has the addends, then the rates
         precise float dt = softplus(a + seconds[i]);
         y = exp_of(seconds[width + i] * dt);
         outputs[token * out_stride + width + i] = dt;
@@ -110,7 +110,7 @@ void main() {
         if (KIND == ADD) y = a + b;
         if (KIND == MULTIPLY) y = a * b;
         if (KIND == GATED) y = activated(a) * b;
-        if (KIND == ADAPTED) y = b == 0.0 ? 0.0 : (a * number) * b;  // a token without an adapter
+        if (KIND == ADAPTED) y = b == 0.0 ? 0.0 : (a * number) * b;  // b is 0: the token has no adapter
         if (KIND == WEIGHTED) y = (a * number) * b;
     }
     outputs[token * out_stride + i] = y;

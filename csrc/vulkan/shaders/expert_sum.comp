@@ -1,5 +1,5 @@
 #version 450
-// The sum of what a token's experts yield, each times its weight, in the order of the route.
+// The weighted sum of the results of a token's experts, in the order of the route.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
@@ -7,7 +7,7 @@ layout(constant_id = 0) const uint SHARED = 0;  // 1: experts without a slot, -1
 layout(set = 0, binding = 0) readonly buffer Parts { float parts[]; };  // [token][rank][width]
 layout(set = 0, binding = 1) readonly buffer Routes { float routes[]; };
 layout(set = 0, binding = 2) writeonly buffer Outputs { float outputs[]; };
-layout(set = 0, binding = 3) readonly buffer Answers { float answers[]; };  // as parts, of the CPU
+layout(set = 0, binding = 3) readonly buffer Answers { float answers[]; };  // as `parts`, from the CPU
 layout(push_constant) uniform Push { uint width, n_used, parts_stride, route_stride, out_stride; };
 
 void main() {

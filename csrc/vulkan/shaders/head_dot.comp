@@ -1,6 +1,6 @@
 #version 450
-// x times the sum of a * b * weight of its head (operations.HeadDot), or a gate of the sum of a * b, times x that all
-// heads share (operations.SimilarityGate): lanes sum every 64th product, then a tree the lanes.
+// x times the sum of a * b * weight of its head (operations.HeadDot); or x, shared by all heads, times a gate of the sum of a *
+// b (operations.SimilarityGate). Each lane sums every 64th product, then a tree adds the lanes.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;

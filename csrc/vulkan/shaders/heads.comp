@@ -1,12 +1,12 @@
 #version 450
-// Some channels of each head, and behind them what all heads share.
+// Some channels of each head, followed by channels that all heads share.
 layout(local_size_x = 64) in;
 layout(set = 0, binding = 0) readonly buffer Inputs { float inputs[]; };
 layout(set = 0, binding = 1) readonly buffer Common { float common_inputs[]; };
 layout(set = 0, binding = 2) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push {
     uint width, in_stride, common_stride, out_stride;
-    uint in_dim, first, count, out_dim;  // of a head; count: channels that are its own
+    uint in_dim, first, count, out_dim;  // per head; count: the head's own channels
 };
 
 void main() {

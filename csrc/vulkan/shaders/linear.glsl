@@ -1,18 +1,18 @@
-// Matrix products with weights that are floats, and inputs that are.
+// Matrix products with float weights and float inputs.
 //
-// The order of a sum is the same in both kernels, whatever the number of tokens: 32 products one after the other, from
-// 0; eight such sums one after the other; and these, one after the other.
+// The order of a sum is the same in both kernels, for any number of tokens: 32 products in order, starting at
+// 0; then eight such sums in order; then these in order.
 #include "common.glsl"
 #include "weights.glsl"
 
 layout(set = 0, binding = 2) readonly buffer Inputs { vec4 inputs[]; };
 #include "product.glsl"
 
-layout(constant_id = 3) const uint WHOLE = 0;  // 1: no block has columns past the last
+layout(constant_id = 3) const uint WHOLE = 0;  // 1: no block has columns past the last one
 
 const uint CHUNK = 8;  // blocks
 
-// Four inputs of a row that starts at `row`, in vectors as `place` is, those past the last column as 0.
+// Load four inputs of a row. `row` and `place` are in vectors. Inputs past the last column are 0.
 vec4 inputs_at(uint row, uint place) {
     if (WHOLE != 0u) return inputs[row + place];
     if (place * 4u >= n_cols) return vec4(0.0);

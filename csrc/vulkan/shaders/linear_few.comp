@@ -1,5 +1,5 @@
 #version 450
-// A matrix product of floats with few tokens: 32 rows of a tile, of which each has eight lanes, a chunk of columns each.
+// A matrix product of floats with few tokens. Each of a tile's 32 rows has eight lanes, each with a chunk of columns.
 #include "linear.glsl"
 
 layout(local_size_x = 32, local_size_y = 8) in;

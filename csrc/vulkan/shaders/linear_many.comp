@@ -1,5 +1,5 @@
 #version 450
-// A matrix product of floats with many tokens: a tile of 32 rows and 32 tokens, of which each lane has every eighth of both.
+// A matrix product of floats with many tokens: a tile of 32 rows and 32 tokens. Each lane has every eighth of both.
 #include "linear.glsl"
 
 layout(local_size_x = 8, local_size_y = 8) in;
@@ -8,7 +8,7 @@ shared vec4 values[8][32];          // [four columns][token]
 
 void main() {
     const uint lane = gl_LocalInvocationIndex, own = lane & 31u, side = lane / 32u;
-    const uint rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y;  // every eighth from these on
+    const uint rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y;  // every eighth, starting here
     const uint tile = gl_WorkGroupID.x, first = gl_WorkGroupID.y * 32u, n_blocks = (n_cols + 31u) / 32u;
     const uint start = min(first + own, n_tokens - 1u) * (in_stride / 4u);
     precise float totals[16], sums[16];

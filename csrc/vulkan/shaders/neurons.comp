@@ -1,18 +1,18 @@
 #version 450
-// A predictor's scores for the two sides that share the neurons of a layer: those of the device's neurons, side by side,
-// or of all a bit each, which neurons are wanted.
+// A predictor's scores for a layer whose neurons the device and the CPU share: the scores of the device's
+// neurons side by side, or one bit per neuron that says whether it is wanted.
 layout(local_size_x = 64) in;
 layout(constant_id = 0) const uint BITS = 0;
 layout(set = 0, binding = 0) readonly buffer Scores { float scores[]; };
-layout(set = 0, binding = 1) readonly buffer Neurons { float neurons[]; };  // which are the device's
+layout(set = 0, binding = 1) readonly buffer Neurons { float neurons[]; };  // indices of the device's neurons
 layout(set = 0, binding = 2) writeonly buffer Outputs { uint outputs[]; };  // floats, or words of 32 bits
 layout(push_constant) uniform Push {
-    uint width, in_stride, out_stride;  // width: of outputs
-    uint n_neurons, first_score;        // the first neurons have no score: they are wanted
+    uint width, in_stride, out_stride;  // width: of the output
+    uint n_neurons, first_score;  // earlier neurons have no score and are always wanted
     float threshold;
 };
 
-// A score that is not below the threshold where a neuron is wanted.
+// Return a neuron's score; wanted neurons without a score get the threshold.
 float score_of(uint token, uint neuron) {
     return neuron < first_score ? threshold : scores[token * in_stride + neuron - first_score];
 }

@@ -1,6 +1,6 @@
 #version 450
-// What needs moments of a part of a row (a head, or all): RMSNorm, LayerNorm, GaussianTopK and MatchMagnitude. Sixteen lanes
-// sum every sixteenth value, as the CPU does, of a thousand that all lanes have read; then a tree the lanes.
+// Operations that need moments of a part of a row (a head, or all): RMSNorm, LayerNorm, GaussianTopK and MatchMagnitude. All
+// lanes read a thousand values, sixteen lanes sum every sixteenth one, as the CPU does, and a tree adds these sums.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
@@ -8,20 +8,20 @@ layout(constant_id = 0) const uint KIND = 0;
 layout(constant_id = 1) const uint WEIGHT = 0;
 layout(constant_id = 2) const uint BIAS = 0;
 layout(set = 0, binding = 0) readonly buffer Inputs { float inputs[]; };
-layout(set = 0, binding = 1) readonly buffer Weights { float weights[]; };  // or what is matched, of each token
+layout(set = 0, binding = 1) readonly buffer Weights { float weights[]; };  // or the values to match, per token
 layout(set = 0, binding = 2) readonly buffer Biases { float biases[]; };
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push {
-    uint width, in_stride, out_stride, weight_stride;  // of a part; weight_stride: 0 where parts share them
-    float eps;                                         // or the multiplier of a deviation, or the least mean
+    uint width, in_stride, out_stride, weight_stride;  // of a part; weight_stride 0: parts share the weights
+    float eps;  // or the multiplier of a deviation, or the least mean
 };
 const uint RMS = 0, LAYER = 1, TOP_K = 2, MATCH = 3, LANES = 64, SUMS = 16, CHUNK = 1024;
 shared float chunk[CHUNK];
 shared float lanes[SUMS];
 
-const uint PLAIN = 0, SQUARES = 1, OTHERS = 2;  // what is summed: values, squares, or squares of what is matched
+const uint PLAIN = 0, SQUARES = 1, OTHERS = 2;  // terms of the sum: values, squares, or squares of the values to match
 
-// Of `width` values, or of their squares less a mean.
+// Sum `width` values, or the squares of their differences from a mean.
 float sum_of(uint kind, uint from, float mean) {
     const uint lane = gl_LocalInvocationIndex;
     precise float sum = 0.0;

@@ -1,7 +1,7 @@
-// What all matrix products share, but for the inputs. out[t, r] = sum over k of w[r, k] * x[t, k], and then the bias and a
-// residual.
-layout(constant_id = 1) const uint TOKENS = 1;  // of a workgroup
-layout(constant_id = 2) const uint EXPERTS = 0;  // 1: of one input per token; 2: of one per expert
+// The common part of all matrix products, except for the inputs. out[t, r] = sum over k of w[r, k] * x[t, k],
+// plus the bias and a residual.
+layout(constant_id = 1) const uint TOKENS = 1;  // per workgroup
+layout(constant_id = 2) const uint EXPERTS = 0;  // 1: one input per token; 2: one input per expert
 
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 4) readonly buffer Biases { float biases[]; };
@@ -10,23 +10,23 @@ layout(set = 0, binding = 6) readonly buffer Routes { float routes[]; };
 
 layout(push_constant) uniform Push {
     uint n_tokens, n_rows, n_cols, flags;
-    uint in_stride, out_stride;  // in floats; of rounded inputs in blocks
-    uint residual_stride;        // with experts from one expert's outputs to the next's
+    uint in_stride, out_stride;  // in floats; rounded inputs: in blocks
+    uint residual_stride;  // with experts: from one expert's outputs to the next expert's
     uint route_stride;
-    uint n_used, bias_rows;                                     // of experts; an expert's biases
-    uint first_bias, first_out;                                 // of the first row
+    uint n_used, bias_rows;  // experts per token; biases per expert
+    uint first_bias, first_out;  // for the first row
     uint first_score;
     float threshold;
 };
-// A row is wanted where its route is not 0 (FIRING), or not below a threshold (CHOSEN): a predictor's score, which the
-// first rows do not have.
+// A row is wanted if its route is not 0 (FIRING), or its predictor score is not below a threshold (CHOSEN).
+// The first rows have no score and are always wanted.
 const uint BIAS = 1, RESIDUAL = 2, FIRING = 4, CHOSEN = 8;
 
-// Which tokens, and of which expert, a workgroup computes.
+// The tokens that a workgroup computes, and their expert.
 struct Place {
-    uint first;            // a token, or with experts one of a token's
+    uint first;  // index of a token or, with experts, of a token's expert
     uint token, rank;      // of `first`
-    uint expert, start;    // where the inputs of `first` begin, in units of in_stride
+    uint expert, start;  // offset of the inputs of `first`, in units of in_stride
 };
 
 Place place_of(uint first, uint width) {
@@ -47,7 +47,7 @@ bool is_wanted(uint r, uint first) {
     return false;
 }
 
-// Writes row r of a token from `first` on.
+// Write row r of token t, counted from `first`.
 void put(Place place, uint t, uint r, float sum) {
     const uint token = place.token + t;
     if (r >= n_rows || (EXPERTS == 0u && token >= n_tokens)) return;

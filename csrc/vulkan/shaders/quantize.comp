@@ -1,12 +1,12 @@
 #version 450
-// Rounds inputs of products to eight bits with a scale for each block of 32, as the CPU does (csrc/kernels/float_kernels.h):
-// eight lanes have a block.
+// Rounds inputs of products to eight bits with one scale per block of 32, as the CPU does
+// (csrc/kernels/float_kernels.h). Eight lanes share a block.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
-layout(constant_id = 0) const int OFF = 0;  // of tests: units in the last place that are added to a quotient
+layout(constant_id = 0) const int OFF = 0;  // for tests: units in the last place to add to a quotient
 layout(set = 0, binding = 0) readonly buffer Inputs { vec4 inputs[]; };
-layout(set = 0, binding = 1) writeonly buffer Outputs { uint outputs[]; };  // rounded.glsl
+layout(set = 0, binding = 1) writeonly buffer Outputs { uint outputs[]; };  // layout: rounded.glsl
 layout(push_constant) uniform Push { uint n_blocks, in_stride; };
 
 shared uint largest[64];
@@ -17,7 +17,7 @@ void main() {
     const uint block = gl_GlobalInvocationID.x / 8u, token = gl_WorkGroupID.y;
     const bool is_there = block < n_blocks;
     const vec4 x = is_there ? inputs[(token * in_stride + block * 32u) / 4u + part] : vec4(0.0);
-    const uvec4 magnitudes = floatBitsToUint(x) & 0x7fffffffu;  // in the order of the floats
+    const uvec4 magnitudes = floatBitsToUint(x) & 0x7fffffffu;  // integers in the order of the floats
     largest[lane] = max(max(magnitudes.x, magnitudes.y), max(magnitudes.z, magnitudes.w));
     barrier();
     uint bits = 0;
@@ -26,9 +26,9 @@ void main() {
     float inverse = 0.0, scale = uintBitsToFloat(0x7fc00000u);
     if (is_finite) {
         const float most = uintBitsToFloat(bits);
-        precise float small = most / 127.0;  // below 127 times the smallest normal number
+        precise float small = most / 127.0;  // for less than 127 times the smallest normal number
         scale = bits < 0x04000000u ? small : divided(most, 127.0, OFF);
-        if (bits > 0x02fe0000u) inverse = divided(127.0, most, OFF);  // below, it overflows: codes are 0
+        if (bits > 0x02fe0000u) inverse = divided(127.0, most, OFF);  // below, the inverse overflows: codes are 0
     }
     uint word = 0;
     int sum = 0;

@@ -1,5 +1,5 @@
 #version 450
-// Rotary embedding of some channels of each head; the others are copied.
+// Rotary position embedding of some channels of each head; other channels are copied.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;

@@ -1,6 +1,6 @@
-// Products of quantised weights with inputs that are rounded to eight bits (quantize.comp), in the CPU's order of sums
-// (csrc/kernels/kernels.h): the products of a block are an exact integer; block b belongs to sum b % 16 of sixteen, which
-// adds its blocks one after the other by fused multiply-add; and these are summed by a tree.
+// Products of quantised weights with inputs rounded to eight bits (quantize.comp), summed in the CPU's order
+// (csrc/kernels/kernels.h). The products of a block are an exact integer. Block b belongs to sum b % 16 of
+// sixteen, which adds its blocks in order by fused multiply-add. A tree adds these sums.
 #include "common.glsl"
 #include "weights.glsl"
 
@@ -8,10 +8,10 @@ layout(set = 0, binding = 2) readonly buffer Inputs { uvec4 inputs[]; };
 #include "product.glsl"
 
 const uint SUMS = 16;
-const uint DOTS = TYPE == Q6_K ? 2 : 1;  // of a block: of its halves, where these have scales of their own
+const uint DOTS = TYPE == Q6_K ? 2 : 1;  // per block: one per half, if halves have scales of their own
 
-// What a block of inputs has beside its codes: their scale, that times the sum of the codes, and what dots with the codes of
-// weights begin with, since a weight is its code less ZERO.
+// A block of inputs without its codes: their scale, the scale times the sum of the codes, and the start of
+// dot products with weight codes, which corrects for their offset ZERO.
 struct Facts {
     float scale, sum;
     ivec2 zeros;
@@ -22,7 +22,7 @@ Facts facts_of(uvec4 words) {
     return Facts(uintBitsToFloat(words.x), uintBitsToFloat(words.y), -ZERO * codes);
 }
 
-// `sum` and what a block adds to it.
+// Add a block's products to `sum`.
 float added(float sum, ivec2 dots, float scale, float minimum, vec2 parts, float input_scale, float input_sum) {
     precise float both = scale * input_scale, whole = float(dots.x);
     if (DOTS == 2u) whole = fma(parts.x, whole, parts.y * float(dots.y));  // below 2^24: exact

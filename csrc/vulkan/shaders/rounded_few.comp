@@ -1,16 +1,16 @@
 #version 450
-// A product of quantised weights with few tokens: SIDE lanes of each of ROWS rows take blocks SIDE apart, several at a time,
-// so that enough reads are under way.
+// A product of quantised weights with few tokens. Each of ROWS rows has SIDE lanes, which take blocks SIDE
+// apart, several at a time, so that enough reads are in flight.
 #include "rounded.glsl"
 
 layout(constant_id = 3) const uint ROWS = 16;
-layout(constant_id = 4) const uint SIDE = 16;  // of the sixteen sums a lane has SUMS / SIDE
+layout(constant_id = 4) const uint SIDE = 16;  // a lane has SUMS / SIDE of the sixteen sums
 layout(local_size_x_id = 3, local_size_y_id = 4) in;
 
 const uint OWN = SUMS / SIDE, AHEAD = TOKENS == 1u ? 4u : 2u;
 shared float parts[SUMS * TOKENS * ROWS];
 
-// `sum` and what a block and the inputs of a token, which begin at `start`, add to it.
+// Add a block's products with a token's inputs, which begin at `start`, to `sum`.
 float with_block(float sum, Raw raw, uint block, uint row, uint start) {
     const uvec4 first = inputs[(start + block) * 3u], second = inputs[(start + block) * 3u + 1u];
     const Block b = unpacked(raw, block, row);
@@ -25,7 +25,7 @@ float with_block(float sum, Raw raw, uint block, uint row, uint start) {
 
 void main() {
     const uint x = gl_LocalInvocationID.x, side = gl_LocalInvocationID.y;
-    // An expert without a slot, which the CPU computes.
+    // An expert without a slot: the CPU computes it.
     if (EXPERTS != 0u && routes[gl_WorkGroupID.y / n_used * route_stride + gl_WorkGroupID.y % n_used] < 0.0) return;
     const uint r = gl_WorkGroupID.x * ROWS + x, row = r % 32u, n_blocks = n_cols / 32u;
     const Place place = place_of(gl_WorkGroupID.y * TOKENS, n_blocks);

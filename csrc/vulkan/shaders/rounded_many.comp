@@ -1,22 +1,22 @@
 #version 450
-// A product of quantised weights with many tokens: a tile of 32 rows and 32 tokens, which four groups of 64 lanes have: a lane
-// of each the same four by four outputs, a group every fourth of the sixteen sums. These it takes one after the other, in the
-// order in which their tree is done with them, so that two wait at most; and then the groups' sums are added up.
+// A product of quantised weights with many tokens: a tile of 32 rows and 32 tokens, shared by four groups of 64 lanes. A lane
+// of each group has the same four by four outputs; a group has every fourth of the sixteen sums, and computes them in the order
+// of their tree, so that at most two wait. Finally the groups' sums are added.
 #include "rounded.glsl"
 
 layout(local_size_x = 8, local_size_y = 8, local_size_z = 4) in;
 
-// What a group has in shared memory of a block: vectors of four rows or tokens, first of their codes of four columns, and from
-// there on of what else they have.
+// A group's part of shared memory for a block: vectors of four rows or tokens, first their codes of four
+// columns, then, from these offsets on, their other data.
 const uint GROUPS = 4, VALUES = 64, SCALES = 128, INPUT_SCALES = 136, MINIMUMS = 144, INPUT_SUMS = 152, ZEROS = 160,
            PARTS = 176, SIZE = 192;
 shared uvec4 words[GROUPS * SIZE];
 
-// Registers are scarce: with minimums, and of Q6_K, whose halves have dots of their own, half of the outputs are computed at a
-// time.
+// Registers are scarce. With minimums, and for Q6_K, whose halves have dot products of their own, half of the
+// outputs are computed at a time.
 const uint PASSES = TYPE == Q6_K || HAS_MINIMUM ? 2u : 1u, AT_ONCE = 16u / PASSES;
 
-// Brings a block of 32 rows and 32 tokens there: a lane half of the codes of a row and of a token.
+// Load a block of 32 rows and 32 tokens into shared memory. A lane loads half of the codes of a row and of a token.
 void bring(uint tile, uint block, uint n_blocks, uint start) {
     const uint lane = gl_LocalInvocationIndex & 63u, row = lane & 31u, side = lane / 32u, place = lane & 3u;
     Raw raw = load(tile, block, row, n_blocks);
@@ -61,7 +61,7 @@ void main() {
             barrier();
             if (from + group < n_blocks)
                 [[unroll]] for (uint pass = 0; pass < PASSES; pass++) {
-                    memoryBarrierShared();  // or what a pass has read would be kept for the next one
+                    memoryBarrierShared();  // otherwise the compiler would keep a pass's reads for the next pass
                     ivec2 dots[AT_ONCE];
                     [[unroll]] for (uint i = 0; i < AT_ONCE; i++) {
                         const uint t = pass * AT_ONCE / 4u + i / 4u;
@@ -88,7 +88,7 @@ void main() {
                 }
             barrier();
         }
-        // As a binary number is counted up: what is in sum 0 joins 1, then 2 joins 3, and both join.
+        // Like counting in binary: sum 0 joins 1, then 2 joins 3, then both results join.
         [[dont_flatten]] if ((turn & 1u) == 0u) {
             waiting[0] = sums;
         } else {
@@ -97,7 +97,7 @@ void main() {
         }
     }
     join(sums, waiting[1]);
-    // Two groups leave what they have to two others, of which one then leaves it to the first.
+    // Two groups pass their sums to two others; then one of these passes its sums to the first group.
     const uint of_lane = tokens * 8u + rows;
     [[unroll]] for (uint n = 2; n > 0u; n /= 2u) {
         if (group >= n && group < 2u * n)

@@ -1,5 +1,5 @@
 #version 450
-// The experts of a token and their weights, best first (operations.Route). A workgroup has a token.
+// A token's experts and their weights, best first (operations.Route). One workgroup per token.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
@@ -70,7 +70,7 @@ void score(uint lane, uint from) {
     barrier();
 }
 
-// Leaves the experts of the best groups alone: those whose best have the highest sum.
+// Exclude all experts outside the best groups. A group's score is the sum of its best experts.
 void keep_groups(uint lane) {
     const uint size = n_expert / n_groups;
     if (lane < n_groups) {

@@ -1,28 +1,28 @@
 #version 450
-// A matrix S per head, which each token lets decay, corrects, adds to and reads (operations.SelectiveScan, DeltaNet, Wkv
-// and ChannelScan): S = w * S + b (S^T a)^T + k v^T, out = S^T r. A workgroup has 16 columns of a head of a sequence,
-// whose tokens come one after the other; a column has four lanes, with every fourth row each.
+// A state matrix S per head, which each token decays, corrects, adds to and reads (operations.SelectiveScan, DeltaNet, Wkv,
+// ChannelScan): S = w * S + b (S^T a)^T + k v^T, out = S^T r. A workgroup has 16 columns of a head of a sequence, and processes
+// its tokens in order. Each column has four lanes, each with every fourth row.
 #include "common.glsl"
 #include "states.glsl"
 
 layout(local_size_x = 16, local_size_y = 4) in;
 layout(constant_id = 0) const uint KIND = 0;
 layout(constant_id = 1) const uint DIM = 64;       // rows
-layout(constant_id = 2) const uint BY_ROW = 0;     // 1: each row has a decay of its own, 0: a head has one
+layout(constant_id = 2) const uint BY_ROW = 0;  // 1: one decay per row; 0: one per head
 layout(set = 0, binding = 0) readonly buffer Readers { float readers[]; };
 layout(set = 0, binding = 1) readonly buffer Keys { float keys[]; };
 layout(set = 0, binding = 2) readonly buffer Values { float values[]; };
-layout(set = 0, binding = 3) readonly buffer Decays { float decays[]; };  // of channels: their rates [column][DIM]
-layout(set = 0, binding = 4) readonly buffer Firsts { float firsts[]; };  // a; shares of a delta net; dt of channels
-layout(set = 0, binding = 5) readonly buffer Seconds { float seconds[]; };  // b; what is skipped to the output
+layout(set = 0, binding = 3) readonly buffer Decays { float decays[]; };  // channels: rates [column][DIM]
+layout(set = 0, binding = 4) readonly buffer Firsts { float firsts[]; };  // a; delta net: shares; channels: dt
+layout(set = 0, binding = 5) readonly buffer Seconds { float seconds[]; };  // b; or the factor of the input that is added to the output
 layout(set = 0, binding = 6) buffer States { float states[]; };             // [slot][head][row][column]
 layout(set = 0, binding = 7) readonly buffer Steps { uint steps[]; };
 layout(set = 0, binding = 8) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push {
     uint n_head, dim_v, n_tokens, max_tokens;
     uint reader_stride, key_stride, value_stride, decay_stride, first_stride, second_stride, out_stride;
-    uint first_reader, first_key, first_value;  // in their rows
-    uint share, tiled;                          // heads of a key: adjacent ones, or (tiled) every n-th
+    uint first_reader, first_key, first_value;  // offsets in their rows
+    uint share, tiled;  // heads per key head: adjacent ones or, if tiled, every n-th
 };
 const uint SELECTIVE = 0, DELTA = 1, WKV6 = 2, WKV7 = 3, CHANNELS = 4;
 const uint COLUMNS = 16, PARTS = 4, OWN = (DIM + PARTS - 1u) / PARTS;

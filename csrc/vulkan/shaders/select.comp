@@ -1,5 +1,5 @@
 #version 450
-// Rows of some tokens, by their numbers.
+// Copies the rows of some tokens.
 layout(local_size_x = 64) in;
 layout(set = 0, binding = 0) readonly buffer Inputs { float inputs[]; };
 layout(set = 0, binding = 1) readonly buffer Chosen { uint chosen[]; };

@@ -1,10 +1,10 @@
-// What the workgroups of attention share: a number of each of 64 lanes.
+// Reductions over the 64 lanes of attention's workgroups.
 shared float numbers[64];
 shared vec4 lanes[4];
 
 const float LOWEST = -3.4028234e38;
 
-// The numbers of 64 lanes as those of sixteen, every sixteenth together: summed, or the largest.
+// Reduce 64 numbers to sixteen, joining every sixteenth: their sums or their maxima.
 void gather(float mine, bool summed) {
     const uint lane = gl_LocalInvocationIndex;
     barrier();
@@ -24,7 +24,7 @@ float largest_of(float mine) {
     return max(max(most.x, most.y), max(most.z, most.w));
 }
 
-// In the order in which the CPU sums the positions of a page.
+// Sum in the CPU's order for the positions of a KV block.
 float sum_of(float mine) {
     gather(mine, true);
     precise vec4 sums[2];

@@ -1,6 +1,6 @@
-// Which slots hold the recurrent states of a step (backends/vulkan/inputs.py): `steps` has for each of max_tokens tokens
-// the first of its sequence in the step, the slot with the state before that, and the slot that takes the state
-// after the token; then the first tokens of the sequences.
+// The slots of the recurrent states of a step (backends/vulkan/inputs.py). For each of max_tokens tokens,
+// `steps` has: the sequence's first token in the step, the slot of the state before that, and the slot for
+// the state after the token. The first tokens of all sequences follow.
 const uint NO_STATE = 0xffffffffu;
 #define first_of(token) steps[token]
 #define state_before(token) steps[max_tokens + steps[token]]

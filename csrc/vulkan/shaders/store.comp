@@ -1,11 +1,11 @@
 #version 450
-// Stores keys and values of a step: 32 channels of a head of a token each.
+// Stores keys and values of a step, 32 channels of a head of a token per invocation.
 #include "common.glsl"
 #include "cache.glsl"
 
 layout(local_size_x = 64) in;
 layout(set = 0, binding = 0) readonly buffer Rows { float rows[]; };
-layout(set = 0, binding = 1) readonly buffer Slots { uint slots[]; };  // of each token
+layout(set = 0, binding = 1) readonly buffer Slots { uint slots[]; };  // per token
 layout(set = 0, binding = 2) buffer Cache { uvec4 cache[]; };
 layout(set = 0, binding = 3) buffer Scales { float scales[]; };
 layout(push_constant) uniform Push { uint n_tokens, stride, n_head, dim, is_value; };
@@ -15,7 +15,7 @@ void main() {
     const uint i = gl_GlobalInvocationID.x;
     if (i >= n_tokens * n_head * n_blocks) return;
     const uint block = i % n_blocks, head = i / n_blocks % n_head, token = i / n_blocks / n_head;
-    const uint page = slots[token] / PAGE, place = slots[token] % PAGE, base = page * n_head + head;
+    const uint kv_block = slots[token] / KV_BLOCK, place = slots[token] % KV_BLOCK, base = kv_block * n_head + head;
     float x[32];
     for (uint k = 0; k < 32u; k++) {
         const uint channel = block * 32u + k;
@@ -28,7 +28,7 @@ void main() {
         const float step = quotient(largest, 127.0);
         scale = half_value(to_half(step));
         if (scale > 0.0) inverse = quotient(1.0, scale);
-        scales[(base * n_blocks + block) * PAGE + place] = scale;
+        scales[(base * n_blocks + block) * KV_BLOCK + place] = scale;
     }
     for (uint v = 0; v < 32u / PER; v++) {
         const uint vector = block * (32u / PER) + v;
@@ -44,8 +44,8 @@ void main() {
             }
         }
         if (is_value != 0u)
-            cache[(base * PAGE + place) * n_vectors + vector] = words;
+            cache[(base * KV_BLOCK + place) * n_vectors + vector] = words;
         else
-            cache[(base * n_vectors + vector) * PAGE + place] = words;
+            cache[(base * n_vectors + vector) * KV_BLOCK + place] = words;
     }
 }

@@ -1,5 +1,5 @@
 #version 450
-// Adds streams y to streams of x, each times its weight, in the order of y (operations.AddStreams).
+// Adds the weighted streams of y to the streams of x, in the order of y (operations.AddStreams).
 #include "common.glsl"
 
 layout(local_size_x = 64) in;

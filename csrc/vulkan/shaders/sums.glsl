@@ -1,4 +1,4 @@
-// Sums of what the lanes of a workgroup have, by a tree: a fixed order. Needs LANES and `shared float lanes[LANES]`.
+// Sum a number per lane of a workgroup by a tree, in a fixed order. Needs LANES and `shared float lanes[LANES]`.
 float sum_of(float mine) {
     const uint lane = gl_LocalInvocationIndex;
     barrier();

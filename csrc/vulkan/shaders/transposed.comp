@@ -1,13 +1,13 @@
 #version 450
-// out[t, c] = sum over rows r of x[t, r] * w[r, c], and then the bias and a residual: a matrix with a row per neuron,
-// of which rows whose input is 0 are not read. A workgroup has 32 columns of a head; each lane sums every 64th row. Heads
-// have matrices of their own, one behind the other, and the same input; experts have inputs of their own.
+// out[t, c] = sum over rows r of x[t, r] * w[r, c], plus the bias and a residual. The matrix has a row per neuron; rows whose
+// input is 0 are not read. A workgroup has 32 columns of a head; each lane sums every 64th row. Heads have their own matrices,
+// one after another, and share the input; experts have their own inputs.
 #include "common.glsl"
 #include "weights.glsl"
 
 layout(local_size_x = 64) in;
 layout(constant_id = 1) const uint EXPERTS = 0;
-layout(constant_id = 2) const uint CHOSEN = 0;  // 1: some rows of planes, and `routes` has the tile of each one's scales
+layout(constant_id = 2) const uint CHOSEN = 0;  // 1: selected rows of planes; `routes` has the tile of each row's scales
 layout(set = 0, binding = 2) readonly buffer Inputs { float inputs[]; };
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 4) readonly buffer Biases { float biases[]; };
@@ -15,7 +15,7 @@ layout(set = 0, binding = 5) readonly buffer Residuals { float residuals[]; };
 layout(set = 0, binding = 6) readonly buffer Routes { float routes[]; };
 layout(push_constant) uniform Push {
     uint n_rows, n_cols, flags, in_stride, out_stride, residual_stride;
-    uint matrix_rows, part_stride, route_stride;  // from a matrix to the next, and from one's inputs to the next's
+    uint matrix_rows, part_stride, route_stride;  // strides between matrices, and between their inputs
 };
 const uint BIAS = 1, RESIDUAL = 2;
 

@@ -1,6 +1,6 @@
-// Weights as they are uploaded (backends/vulkan/weights.py): tiles of 32 rows, in blocks of 32 columns.
-// codes: [tile][block][vector][row]; what else a block has is in `more`.
-layout(constant_id = 0) const uint TYPE = 0;  // GGML's number
+// The layout of uploaded weights (backends/vulkan/weights.py): tiles of 32 rows, in blocks of 32 columns.
+// codes: [tile][block][vector][row]. `more` has the scales and high bits.
+layout(constant_id = 0) const uint TYPE = 0;  // GGML's type number
 
 layout(set = 0, binding = 0) readonly buffer Codes { uvec4 codes[]; };
 layout(set = 0, binding = 1) readonly buffer More { uint more[]; };
@@ -13,14 +13,14 @@ const bool IS_FLOAT = TYPE == F32 || TYPE == F16 || TYPE == BF16, IS_K = TYPE ==
 const bool HAS_MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
 const int ZERO = TYPE == Q4_0 || TYPE == PLANES_Q4 ? 8 : TYPE == Q5_0 ? 16 : TYPE == Q6_K ? 32 : 0;
 
-// What is read of a quantised block of a row. more: scales, and bits above the four of the codes.
+// The loaded data of a quantised block of a row. more: scales, and code bits above the low four.
 struct Raw {
     uvec4 first, second;
     uvec4 more;
 };
 
-// A quantised block: a weight is scale * parts * (q - ZERO) + minimum, with a part for 16 columns each, and the q of
-// four columns in a word.
+// A quantised block. A weight is scale * parts * (q - ZERO) + minimum, with one part per 16 columns and the q
+// of four columns in a word.
 struct Block {
     uint q[8];
     float scale, minimum;
@@ -33,7 +33,7 @@ Raw load(uint tile, uint block, uint row, uint n_blocks) {
     raw.first = codes[at * VECTORS * 32u + row];
     raw.second = IS_Q8 ? codes[(at * VECTORS + 1u) * 32u + row] : uvec4(0u);
     raw.more = uvec4(0u);
-    if (TYPE == Q4_0 || TYPE == Q8_0) {  // of two rows side by side
+    if (TYPE == Q4_0 || TYPE == Q8_0) {  // two rows side by side
         raw.more.x = more[at * 16u + row / 2u];
     } else if (TYPE == Q4_1) {
         raw.more.x = more[at * 32u + row];
@@ -60,7 +60,7 @@ Raw load(uint tile, uint block, uint row, uint n_blocks) {
     return raw;
 }
 
-// Twice the numbers of four bits each: a sign, two bits of exponent, one of mantissa.
+// Convert four 4-bit numbers to twice their values: a sign, two exponent bits, one mantissa bit.
 uint fp4_values(uint four) {
     uint q = 0;
     [[unroll]] for (uint i = 0; i < 4u; i++) {
@@ -71,10 +71,10 @@ uint fp4_values(uint four) {
     return q;
 }
 
-// The q of four columns of a half of a block, from its column 4 k on.
+// Return the q of four columns of a block's half `side`, starting at its column 4 k.
 uint word_of(Raw raw, uint side, uint k) {
     if (IS_Q8) return side == 0u ? raw.first[k] : raw.second[k];
-    uint q = (raw.first[k] >> (4u * side)) & 0x0f0f0f0fu;  // the first half in low halves of bytes, the second in high ones
+    uint q = (raw.first[k] >> (4u * side)) & 0x0f0f0f0fu;  // the first half is in low nibbles, the second in high ones
     if (TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K) q |= ((raw.more.z >> (4u * side + k)) << 4) & 0x10101010u;
     if (TYPE == Q6_K) {
         const uint high = side == 0u ? raw.more.z : raw.more.w;
@@ -83,7 +83,7 @@ uint word_of(Raw raw, uint side, uint k) {
     return TYPE == MXFP4 ? fp4_values(q) : q;
 }
 
-// Of a quantised type; of planes without scales, which columns have.
+// Unpack a quantised block. Planes have no scales here, because their scales belong to columns.
 Block unpacked(Raw raw, uint block, uint row) {
     Block b;
     b.parts = vec2(1.0);
@@ -107,9 +107,9 @@ Block unpacked(Raw raw, uint block, uint row) {
     return b;
 }
 
-const uint IN_VECTOR = 32u / VECTORS;  // weights that are floats
+const uint IN_VECTOR = 32u / VECTORS;  // float weights per vector
 
-// One of the weights of a vector.
+// Return one weight of a vector.
 float float_of(uvec4 words, uint i) {
     if (TYPE == F32) return uintBitsToFloat(words[i & 3u]);
     const uint word = words[i / 2u & 3u];
@@ -117,7 +117,7 @@ float float_of(uvec4 words, uint i) {
     return uintBitsToFloat((i & 1u) == 0u ? word << 16 : word & 0xffff0000u);
 }
 
-// The 32 weights of a block, in order. scales_tile: the tile whose scales a row of planes has.
+// Decode the 32 weights of a block, in order. scales_tile: the tile with the scales of a row of planes.
 void decode(uint tile, uint block, uint row, uint n_blocks, uint scales_tile, out float w[32]) {
     const uint at = tile * n_blocks + block;
     if (IS_FLOAT) {

@@ -87,26 +87,28 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
     """
     states, saves = batch.states, batch.saves
     if states is None or saves is None:
-        raise InvalidRequestError("a model with recurrent layers needs slots for the states of a batch")
+        raise InvalidRequestError("a model with recurrent layers needs state slots for the batch")
     if len(states) != len(batch.page_tables) or len(saves) != len(batch.tokens):
         raise InvalidRequestError("a batch has a state for each sequence, and perhaps one to save a token")
     written = saves[saves >= 0]
     used = np.concatenate([states, saves])
     if used.min() < -1 or used.max() >= n_states:
-        raise InvalidRequestError(f"a state of the batch lies outside the {n_states} slots of the cache")
+        raise InvalidRequestError(f"a state slot of the batch is outside the cache's {n_states} slots")
     begins = np.append(True, batch.sequences[1:] != batch.sequences[:-1])
     owners, first = batch.sequences[begins], batch.positions[begins]
     if len(np.unique(owners)) != len(owners) or (np.diff(batch.positions)[~begins[1:]] != 1).any():
-        raise InvalidRequestError("tokens of a sequence with a state must follow one another")
+        raise InvalidRequestError("tokens of a sequence with a state must be consecutive")
     if ((states[owners] < 0) != (first == 0)).any():
-        raise InvalidRequestError("a sequence has a state before every token but its first")
+        raise InvalidRequestError("a sequence needs a state exactly if it does not begin")
     ends = np.append(begins[1:], True)
     last = np.flatnonzero(ends)[np.cumsum(begins) - 1]  # of the sequence of each token
     ends = (last - np.arange(len(last)) < SAVED_TOKENS) | ((batch.positions + 1) % PAGE_SIZE == 0)
     if not ends[saves >= 0].all():
-        raise InvalidRequestError("a state is saved at the end of a page or of a sequence's tokens")
+        raise InvalidRequestError(
+            "a state can be saved only at the end of a KV block or among a sequence's last tokens"
+        )
     if len(np.unique(written)) != len(written) or np.isin(written, states[owners]).any():
-        raise InvalidRequestError("a step writes a state once, and none that it reads")
+        raise InvalidRequestError("a step must write a state only once, and none that it reads")
     return states, saves
 
 

@@ -317,8 +317,8 @@ def attention(
 ) -> np.ndarray:  # fmt: skip
     """Of n tokens, float32 [n, n_head, head_dim_v]. sizes: n_head, n_head_kv, head_dim, head_dim_v."""
     (heads, heads_kv, dim, dim_v), n, formats = sizes, len(q), kv_formats(kv_type)
-    n_pages = -(-n // _core.PAGE_SIZE)
-    slots = n_pages * heads_kv * _core.PAGE_SIZE
+    n_pages = -(-n // _core.KV_BLOCK_SIZE)
+    slots = n_pages * heads_kv * _core.KV_BLOCK_SIZE
     widths = dim, -(-dim_v // 16) * 16
     caches = [
         np.zeros(slots * width * format.bits // 8, np.uint8)

@@ -136,12 +136,12 @@ def test_seconds_of_operations_are_added_up_by_cells() -> None:
     sums = chain.plan.op_seconds(np.array([2, 0, 2, 0], np.int32), 3)
     np.testing.assert_allclose(sums, [each[1] + each[3], 0, each[0] + each[2]], rtol=1e-12)
     assert chain.plan.op_counts(np.zeros(24, np.int32), 2).tolist() == [0, 0]  # no FFN, nothing counts
-    with pytest.raises(ValueError, match="1 cells for each operation"):
+    with pytest.raises(ValueError, match="1 cells per operation"):
         chain.plan.op_seconds(np.zeros(3, np.int32), 1)
-    with pytest.raises(ValueError, match="6 cells for each operation"):
+    with pytest.raises(ValueError, match="6 cells per operation"):
         chain.plan.op_counts(np.zeros(4, np.int32), 1)
     for outside in (-1, 2):
-        with pytest.raises(ValueError, match="outside of the sums"):
+        with pytest.raises(ValueError, match="outside the sums"):
             chain.plan.op_seconds(np.array([0, 1, 0, outside], np.int32), 2)
 
 

@@ -262,7 +262,7 @@ def test_a_device_that_fails_leaves_the_next_step_clean(cold: CpuOffload) -> Non
 
 
 def test_what_was_posted_must_be_collected(cold: CpuOffload) -> None:
-    with pytest.raises(DeviceError, match="layer 0 were asked for and not gathered"), cold.step(1):
+    with pytest.raises(DeviceError, match="layer 0 were submitted and not collected"), cold.step(1):
         cold.post(0, inputs(1))
     assert_works(cold)
 
@@ -276,7 +276,7 @@ def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
             cold.post(0, inputs(1))
             until(lambda: done[0])
 
-    with pytest.raises(DeviceError, match="layer 0 were asked for and not gathered"):
+    with pytest.raises(DeviceError, match="layer 0 were submitted and not collected"):
         within(WATCHDOG, answered_and_left)
     assert_works(cold)
 
@@ -302,7 +302,7 @@ def test_a_waiter_is_released_from_elsewhere(cold: CpuOffload) -> None:
 
 def test_a_waiter_is_released_by_close(cold: CpuOffload) -> None:
     assert_released(cold, cold.close, "was closed")
-    with pytest.raises(DeviceError, match="cannot begin: the CPU's half was closed"):
+    with pytest.raises(DeviceError, match="cannot begin: the CPU worker was closed"):
         cold.begin_step(1)
     cold.close()
 
@@ -349,7 +349,7 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"layer 0 took more than 0\.001 s"):
         within(WATCHDOG, work)
     # The next step begins once the thread is through with the layer, or says that it is not.
-    busy = "the hybrid step cannot begin: the CPU's half is still busy with a layer of the step before"
+    busy = "the hybrid step cannot begin: the CPU worker is still busy with a layer of the previous step"
     refusals: list[str] = []
 
     def begins() -> bool:
@@ -499,12 +499,12 @@ def test_a_replay_after_the_step_was_given_up_does_not_hang(tmp_path: Path, fake
 
     def work() -> None:
         streamed.begin_step(1)
-        streamed._native.poison("the CPU's half failed")
+        streamed._native.poison("the CPU worker failed")
         for _ in range(3):
             fake.replay(graph)
         streamed.end_step()
 
-    with pytest.raises(DeviceError, match="given up: the CPU's half failed"):
+    with pytest.raises(DeviceError, match="given up: the CPU worker failed"):
         within(WATCHDOG, work)
     with streamed.step(1):
         fake.replay(graph)

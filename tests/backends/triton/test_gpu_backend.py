@@ -392,7 +392,7 @@ def test_two_stages_are_one(tmp_path: Path, model: str, predictor: str | None) -
         np.testing.assert_array_equal(second.run(step, x).numpy(), whole.run(step).numpy())
         np.testing.assert_array_equal(second.run(step, x.numpy()).numpy(), whole.run(step).numpy())
         for wrong in (x[:1], x[:, :32]):  # neither is repeated to fit
-            with pytest.raises(InvalidRequestError, match=r"the rows that enter are"):
+            with pytest.raises(InvalidRequestError, match=r"the input rows must be"):
                 second.run(step, wrong)
     for kind in ("weights", "kv"):
         assert first.nbytes[kind] + second.nbytes[kind] == whole.nbytes[kind]
@@ -479,7 +479,7 @@ def test_errors_are_sentences(tmp_path: Path) -> None:
     backend = gpu(gguf, graph)
     with pytest.raises(InvalidRequestError, match="1 to 64 tokens"):
         backend.step(batch([(tokens(65), 0, [0, 1])]))
-    with pytest.raises(InvalidRequestError, match="no page"):
+    with pytest.raises(InvalidRequestError, match="no KV block"):
         backend.step(batch([(tokens(65)[:10], 60, [0])]))
     backend.close()
     backend.close()

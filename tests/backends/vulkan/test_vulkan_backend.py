@@ -288,7 +288,7 @@ def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:
 
 @pytest.mark.parametrize(
     ("bound", "sentence"),
-    [((0, 2048), "lies outside of its buffer"), ((0, 0), "outside"), ((4, 256), "not aligned")],
+    [((0, 2048), "is outside its buffer"), ((0, 0), "outside"), ((4, 256), "not aligned")],
 )
 def test_a_binding_is_checked(gguf: GGUFFile, bound: tuple[int, int], sentence: str) -> None:
     stage = stage_of(vulkan(gguf))

@@ -204,7 +204,7 @@ def test_auto_leaves_a_slow_device_alone(tmp_path: Path, card: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", [{"kind": "software"}, {"refusal": "its driver has Vulkan 1.0"}], ids=["software", "refused"]
+    "facts", [{"kind": "software"}, {"refusal": "only Vulkan 1.0"}], ids=["software", "refused"]
 )
 def test_auto_never_takes(tmp_path: Path, card: Any, facts: dict[str, Any], monkeypatch: Any) -> None:
     path = write_model(tmp_path / "model.gguf")

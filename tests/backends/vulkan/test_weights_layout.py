@@ -112,12 +112,13 @@ FITTING: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"type": T.Q2_K}, "no kernel"), ({"type": -1}, "of a type"), ({"type": 1 << 20}, "of a type"),
+        ({"type": T.Q2_K}, "no device kernel"), ({"type": -1}, "out of range"),
+        ({"type": 1 << 20}, "out of range"),
         ({"cols": 0}, "of columns"), ({"cols": -64}, "of columns"), ({"cols": 1 << 62}, "of columns"),
-        ({"cols": 65}, "whole blocks"), ({"cols": 96}, "bytes of its columns"),
-        ({"data": np.zeros((1, 2, 35), np.uint8)}, "bytes of its columns"),
-        ({"rows": ROWS + 1}, "one of the matrix"), ({"rows": ROWS - 1}, "one of the matrix"),
-        ({"rows": np.zeros(3, np.int32)}, "once each"),
+        ({"cols": 65}, "whole blocks"), ({"cols": 96}, "do not match its columns"),
+        ({"data": np.zeros((1, 2, 35), np.uint8)}, "do not match its columns"),
+        ({"rows": ROWS + 1}, "outside the matrix"), ({"rows": ROWS - 1}, "outside the matrix"),
+        ({"rows": np.zeros(3, np.int32)}, "than the matrix has"),
         ({"n_threads": 0}, "threads"), ({"n_threads": 1 << 20}, "threads"),
     ],
 )  # fmt: skip

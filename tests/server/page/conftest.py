@@ -1,4 +1,4 @@
-"""The page in a real browser, in front of a server whose answers a test writes."""
+"""The chat page in a real browser, connected to a server whose answers the test gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from fake_chat_server import FakeServer, served
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test in both browsers. `make test` runs in Firefox only those that are marked `every_browser`."""
+    """Parametrize a test over both browsers.
+
+    In Firefox `make test` runs only tests marked `every_browser`.
+    """
     if "browser" not in metafunc.fixturenames:
         return
     marked = metafunc.definition.get_closest_marker
@@ -24,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("browser", quick_are(quick, browsers), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others
+@pytest.fixture(scope="module")  # playwright's event loop would disturb other tests
 def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
     with launched(request.param) as browser:
         yield browser
@@ -39,10 +42,10 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page at an address; afterwards nothing may have failed in it that the test did not expect.
+    """Yield a function that opens the page at an address.
 
-    stored: localStorage before it is opened. ready: whether it waits for the model's name. The rest: of the
-    browser's context.
+    Unexpected errors in the page fail the test. stored: localStorage at the beginning. ready: wait for the
+    model's name. Other arguments are for the browser's context.
     """
     faults: list[str] = []
     with ExitStack() as stack:
@@ -52,12 +55,13 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         ) -> Any:
             how = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | how
             if browser.browser_type.name == FIREFOX and how.get("color_scheme") == "dark":
-                stored = {"hotset.theme": "dark"} | (stored or {})  # its system is a light one
+                stored = {"hotset.theme": "dark"} | (stored or {})  # Firefox's preference is light
             context = browser.new_context(**context_options(browser, **how))
             stack.callback(context.close)
             context.set_default_timeout(WAIT)
             if stored:
-                # Once: what the page stores itself stays over a reload. An empty page cannot store.
+                # Only once, because values that the page stores must survive a reload. An empty page
+                # cannot store anything.
                 context.add_init_script(
                     "if (location.protocol === 'http:' && !sessionStorage.getItem('began')) {"
                     "sessionStorage.setItem('began', '1');"
@@ -80,7 +84,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
 def _note_fault(message: Any, faults: list[str]) -> None:
     if message.type == "error" and not message.text.startswith(
         "Failed to load resource"
-    ):  # a status, or no one
+    ):  # an HTTP error, or no connection
         faults.append(message.text)
 
 

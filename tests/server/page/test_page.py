@@ -1,4 +1,4 @@
-"""The page in a real Chromium: in front of a server whose answers a test writes, and of the real one."""
+"""The chat page in a browser, with a server whose answers the test gives, and with the real server."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_stop(server: FakeServer, opened: Any, how: str) -> None:
         if server.n_left:
             break
         page.wait_for_timeout(20)
-    assert server.n_left == 1  # the server hears of it
+    assert server.n_left == 1  # the server notices it
     say(page, "Go on")
     assert sent(server)[1] == ("assistant", "One two")
 
 
-def test_editing_a_message_answers_anew_what_follows(server: FakeServer, opened: Any) -> None:
+def test_editing_a_message_gives_a_new_answer(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
     page = opened(server.url)
     say(page, "first")
@@ -70,7 +70,7 @@ def test_editing_a_message_answers_anew_what_follows(server: FakeServer, opened:
     page.locator(".question").first.get_by_role("button", name="Edit").click()
     area = page.get_by_role("textbox", name="Edit your message")
     assert area.input_value() == "first"
-    area.press("Escape")  # nothing has changed
+    area.press("Escape")  # cancels the edit
     assert questions(page) == ["first", "second"]
     page.locator(".question").first.get_by_role("button", name="Edit").click()
     area.fill("another")
@@ -81,7 +81,7 @@ def test_editing_a_message_answers_anew_what_follows(server: FakeServer, opened:
     assert (questions(page), answers(page)) == (["another"], ["C."])
 
 
-def test_an_answer_is_drawn_again(server: FakeServer, opened: Any) -> None:
+def test_an_answer_is_regenerated(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."], ["Another B."]]
     page = opened(server.url)
     say(page, "first")
@@ -93,7 +93,7 @@ def test_an_answer_is_drawn_again(server: FakeServer, opened: Any) -> None:
     assert answers(page) == ["A.", "Another B."]
 
 
-def test_thoughts_stand_apart(server: FakeServer, opened: Any) -> None:
+def test_reasoning_is_shown_separately(server: FakeServer, opened: Any) -> None:
     server.replies.append([("reasoning_content", "<b>Hm</b>"), "Yes."])
     page = opened(server.url)
     say(page, "Well?")
@@ -154,7 +154,7 @@ HOSTILE = [
 ]
 
 
-def test_what_a_model_writes_never_becomes_html(server: FakeServer, opened: Any) -> None:
+def test_a_models_text_never_becomes_html(server: FakeServer, opened: Any) -> None:
     text = "\n\n".join(HOSTILE)
     parts: list[Any] = [token(i, text[i : i + 9], [0.5, 0.5, 0.5]) for i in range(0, len(text), 9)]
     server.replies += [[("reasoning_content", HOSTILE[0]), *parts], Refusal(400, HOSTILE[1])]
@@ -185,8 +185,8 @@ def test_what_a_model_writes_never_becomes_html(server: FakeServer, opened: Any)
     assert page.evaluate("window.pwned") is None
 
 
-def test_the_browser_refuses_what_would_make_html_of_text(server: FakeServer, browser: Any) -> None:
-    """Should a line of the page ever try it."""
+def test_the_browser_refuses_to_turn_text_into_html(server: FakeServer, browser: Any) -> None:
+    """This protects against mistakes in the page's code."""
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(server.url)
@@ -202,7 +202,7 @@ def test_the_browser_refuses_what_would_make_html_of_text(server: FakeServer, br
             assert page.evaluate("window.done") in ("TypeError", "EvalError")
 
 
-def test_what_no_parser_bears_is_shown_as_it_stands(server: FakeServer, opened: Any) -> None:
+def test_text_that_a_parser_cannot_process_is_shown_unchanged(server: FakeServer, opened: Any) -> None:
     deep = ">" * 3000 + " deep"
     wide = "*a **b " * 400
     server.replies += [[deep], [wide], ["fine"]]
@@ -215,10 +215,7 @@ def test_what_no_parser_bears_is_shown_as_it_stands(server: FakeServer, opened: 
     assert third == "fine"
 
 
-# ---- settings
-
-
-# ---- the picture
+# ---- neuron activity
 
 
 def write_for_chat(path: Path) -> Path:
@@ -241,7 +238,7 @@ def decimal(size: float) -> str:
     return f"{size / 1e3:.1f} kB"
 
 
-def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> None:
+def test_a_sparse_models_activity_is_shown(tmp_path: Path, opened: Any) -> None:
     path = write_for_chat(tmp_path / "sparse.gguf")
     with hotset.load(path, device="cpu", n_threads=1) as model:
         chunks = list(model.stream(model.encode_chat(MESSAGES), temperature=0, max_tokens=24))
@@ -256,14 +253,14 @@ def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> No
         say(page, MESSAGES[0]["content"])
         assert page.locator(".answer .markdown").text_content() == text.strip() or len(text) > 0
         assert "2 layers × 96 neurons · exact" in page.locator("#model").inner_text()
-        # The line of the summary: means over the tokens after the first.
+        # The summary has means over the tokens after the first.
         mean_kv = sum(kv[1:]) / len(kv[1:])
         read, total = stats.bytes_touched_per_token + mean_kv, stats.bytes_total_per_token + mean_kv
         summary = message(page, "#summary")
         fired, amount = f"{100 * stats.active_share:.0f}%", f"{read / 1e3:.1f} of {decimal(total)}"
         assert summary.startswith(f"{fired} of neurons fired; {amount} read per token; ")
         assert summary.endswith("tokens per second.")
-        # Each cell: its token, layer, share and bytes, reached with the arrow keys.
+        # The arrow keys select a cell, whose token, layer, share and bytes are shown.
         page.locator(".heat").focus()
         page.keyboard.press("Home")
         for i, step in enumerate(steps[:3]):
@@ -278,7 +275,7 @@ def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> No
                 page.keyboard.press("ArrowUp")
             page.keyboard.press("ArrowDown")
             page.keyboard.press("ArrowRight")
-        # The same as a table.
+        # The table has the same numbers.
         page.get_by_text("Show as tables").click()
         rows = page.locator("#tables-body table").first.locator("tbody tr").all_inner_texts()
         for row, layer in zip(rows, stats.layers, strict=True):
@@ -290,7 +287,7 @@ def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> No
 
 
 @pytest.mark.slow
-def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> None:
+def test_the_map_is_brighter_or_darker_where_more_neurons_fire(server: FakeServer, opened: Any) -> None:
     shares = [[0.1, 0.1, 0.1], [0.1, 0.5, 0.1], [0.1, 0.1, 0.1], [0.3, 0.1, 0.1]]
     for scheme in ("light", "dark"):
         server.replies.append([token(i, f" t{i}", row) for i, row in enumerate(shares)])
@@ -305,10 +302,10 @@ def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> 
             for i in range(4)
             for layer in range(3)
         }
-        sign = 1 if scheme == "dark" else -1  # on dark paper what is hot is bright
+        sign = 1 if scheme == "dark" else -1  # in dark mode higher shares are brighter
         assert sign * (seen[1, 1] - idle) > sign * (seen[3, 0] - idle) > 20
         assert {round(seen[cell]) for cell in seen if cell not in ((1, 1), (3, 0))} == {round(idle)}
-        # Pointing at a cell shows it, leaving clears it.
+        # Pointing at a cell shows its numbers, and leaving it clears them.
         box = page.locator(".heat").bounding_box()
         page.mouse.move(box["x"] + left + column + 8, box["y"] + top + row + 11)
         assert message(page, "#readout") == (
@@ -321,7 +318,7 @@ def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> 
         assert message(page, "#readout") == "Token 4, “ t3”: 16.7% of all neurons fired, 2.0 of 4.0 MB read."
 
 
-def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> None:
+def test_neurons_on_the_gpu_and_on_the_cpu(server: FakeServer, opened: Any) -> None:
     shares, cold = [0.4, 0.4, 0.2], [0.1, 0.1, 0.2]
     server.replies.append(
         [token(i, f" {i}", shares, cpu_share=cold, step_tokens=3 if i == 2 else 1) for i in range(5)]
@@ -340,7 +337,7 @@ def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> N
     both = luminance(page, x, y)
     page.get_by_label("CPU, cold").check()
     drawn(page)
-    assert luminance(page, x, y) > both + 20  # little of it is the CPU's
+    assert luminance(page, x, y) > both + 20  # the CPU computes few of them
     assert page.locator("#shared").is_visible()
     assert "Other requests ran at the same time" in message(page, "#shared")
     page.get_by_text("Show as tables").click()
@@ -375,7 +372,7 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
 
 
 @pytest.mark.slow
-def test_the_picture_of_an_earlier_answer(server: FakeServer, opened: Any) -> None:
+def test_the_activity_of_an_earlier_answer(server: FakeServer, opened: Any) -> None:
     server.replies += [
         [token(i, f" {i}", [0.9, 0.9, 0.9]) for i in range(3)],
         [token(i, f" {i}", [0.1, 0.1, 0.1]) for i in range(3)],
@@ -388,7 +385,7 @@ def test_the_picture_of_an_earlier_answer(server: FakeServer, opened: Any) -> No
     assert message(page, "#summary").startswith("90% of neurons")
 
 
-# ---- how it looks
+# ---- appearance
 
 
 def background(page: Any) -> str:
@@ -407,14 +404,14 @@ def test_light_and_dark(server: FakeServer, opened: Any) -> None:
     assert background(page) == light
 
 
-@pytest.mark.chromium_only  # in Firefox playwright cannot change what the system prefers
-def test_the_theme_of_the_system(server: FakeServer, opened: Any) -> None:
+@pytest.mark.chromium_only  # in Firefox playwright cannot change the system's preference
+def test_the_systems_theme(server: FakeServer, opened: Any) -> None:
     page = opened(server.url, color_scheme="light")
     light = background(page)
     page.emulate_media(color_scheme="dark")
     dark = background(page)
     assert light != dark
-    page.click("#theme")  # against the system
+    page.click("#theme")  # different from the system
     assert background(page) == light
     page.reload()
     assert background(page) == light
@@ -424,7 +421,7 @@ def test_the_theme_of_the_system(server: FakeServer, opened: Any) -> None:
 
 
 @pytest.mark.chromium_only  # as above
-def test_nothing_moves_where_that_is_asked(server: FakeServer, opened: Any) -> None:
+def test_nothing_moves_if_reduced_motion_is_preferred(server: FakeServer, opened: Any) -> None:
     hold = Hold()
     server.replies.append(["a", hold])
     page = opened(server.url)
@@ -438,10 +435,10 @@ def test_nothing_moves_where_that_is_asked(server: FakeServer, opened: Any) -> N
     done(page)
 
 
-# ---- without a mouse, without seeing
+# ---- accessibility
 
 
-def test_a_screen_reader_hears_the_beginning_and_the_end(server: FakeServer, opened: Any) -> None:
+def test_a_screen_reader_gets_the_beginning_and_the_end(server: FakeServer, opened: Any) -> None:
     server.replies.append([token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(60)])
     page = opened(server.url)
     page.evaluate(
@@ -490,7 +487,7 @@ def test_axe_finds_nothing(server: FakeServer, opened: Any, scheme: str, width: 
 
 
 @pytest.mark.parametrize("keep", quick_are((True,), [False, True]))
-def test_a_server_that_wants_a_key(server: FakeServer, opened: Any, keep: bool) -> None:
+def test_a_server_that_needs_a_key(server: FakeServer, opened: Any, keep: bool) -> None:
     server.key = "secret-1"
     server.replies += [["hi"], ["again"]]
     page = opened(server.url, ready=False)
@@ -511,7 +508,7 @@ def test_a_server_that_wants_a_key(server: FakeServer, opened: Any, keep: bool) 
     assert "cookie" not in server.headers[0]
     stored = "[sessionStorage.getItem('hotset.key'), localStorage.getItem('hotset.key')]"
     assert page.evaluate(stored) == ["secret-1", "secret-1" if keep else None]
-    # The server has another one now.
+    # The server's key changes.
     server.key = "secret-2"
     say(page, "more", wait=False)
     dialog.wait_for()
@@ -520,7 +517,7 @@ def test_a_server_that_wants_a_key(server: FakeServer, opened: Any, keep: bool) 
     page.get_by_text("again", exact=True).wait_for()
     done(page)
     assert sent(server)[-1] == ("user", "more")
-    # Cancelled, it says what is missing and how to go on.
+    # After a cancelled dialog, the page says that the key is missing and how to enter it.
     server.key = "secret-3"
     page.reload()
     dialog.wait_for()
@@ -541,7 +538,7 @@ def test_the_real_server_with_a_key(tmp_path: Path, opened: Any) -> None:
         assert page.locator("#tape span").count() > 0
 
 
-def test_a_refusal_is_shown_and_the_conversation_goes_on(server: FakeServer, opened: Any) -> None:
+def test_a_refusal_is_shown_and_the_conversation_continues(server: FakeServer, opened: Any) -> None:
     server.replies += [
         Refusal(400, "the prompt has 9 tokens and the context 8: shorten it"),
         Refusal(429, "64 answers wait already", {"Retry-After": "2.4"}),
@@ -564,13 +561,12 @@ def test_a_refusal_is_shown_and_the_conversation_goes_on(server: FakeServer, ope
     assert page.locator(".failed").is_hidden()
     assert sent(server) == [("user", "long")]
     say(page, "too long")
-    say(
-        page, "short"
-    )  # what was not answered is not asked again: many templates refuse two questions in a row
+    # The unanswered question is not sent again: many templates refuse two consecutive questions.
+    say(page, "short")
     assert sent(server) == [("user", "long"), ("assistant", "Whole."), ("user", "short")]
 
 
-def test_a_connection_that_breaks_and_comes_back(server: FakeServer, opened: Any) -> None:
+def test_a_connection_that_breaks_and_is_restored(server: FakeServer, opened: Any) -> None:
     hold = Hold()
     server.replies += [["So far", hold, Drop()], ["Whole."]]
     page = opened(server.url)
@@ -581,12 +577,12 @@ def test_a_connection_that_breaks_and_comes_back(server: FakeServer, opened: Any
     assert answers(page) == ["So far"]
     assert page.locator(".failed").inner_text() == "The connection broke in the middle of the answer."
     assert page.locator(".notice").is_visible()
-    page.locator(".notice").wait_for(state="hidden")  # it looks again, and the server is there
+    page.locator(".notice").wait_for(state="hidden")  # the page reconnects
     page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("Whole.", exact=True).wait_for()
 
 
-def test_a_server_that_loads_its_model(server: FakeServer, opened: Any) -> None:
+def test_a_server_that_is_loading_its_model(server: FakeServer, opened: Any) -> None:
     server.health = 503
     server.replies.append(["Now."])
     page = opened(server.url, ready=False)
@@ -598,7 +594,7 @@ def test_a_server_that_loads_its_model(server: FakeServer, opened: Any) -> None:
     assert answers(page) == ["Now."]
 
 
-def test_a_server_that_is_gone(opened: Any) -> None:
+def test_a_server_that_does_not_answer(opened: Any) -> None:
     fake = FakeServer()
     with served(fake.app) as url:
         page = opened(url)
@@ -610,7 +606,7 @@ def test_a_server_that_is_gone(opened: Any) -> None:
 # ---- conversations
 
 
-def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, tmp_path: Path) -> None:
+def test_conversations_are_stored(server: FakeServer, opened: Any, tmp_path: Path) -> None:
     server.replies += [["A."], ["B."], ["C."]]
     stored = {"hotset.chat.00": "{broken", "hotset.chat.01": '{"id": "02", "messages": []}', "other": "x"}
     page = opened(server.url, stored, accept_downloads=True)
@@ -651,7 +647,7 @@ def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, t
         page.locator(".notice[data-about=import]").get_by_role("button", name="Dismiss").click()
 
 
-def test_another_conversation_is_opened_while_an_answer_runs(server: FakeServer, opened: Any) -> None:
+def test_another_conversation_can_be_opened_during_an_answer(server: FakeServer, opened: Any) -> None:
     holds = Hold(), Hold()
     server.replies += [["First", holds[0], " lost"], ["Second."], ["Third", holds[1]]]
     page = opened(server.url)
@@ -666,7 +662,7 @@ def test_another_conversation_is_opened_while_an_answer_runs(server: FakeServer,
     page.click("#show-history")
     page.get_by_role("button", name="one", exact=True).click()
     assert answers(page) == ["First"]
-    # One that is deleted in the midst of an answer stays deleted.
+    # A conversation that is deleted during an answer stays deleted.
     say(page, "more", wait=False)
     page.get_by_text("Third", exact=True).wait_for()
     page.click("#show-history")
@@ -675,7 +671,7 @@ def test_another_conversation_is_opened_while_an_answer_runs(server: FakeServer,
     assert page.locator("#conversations .name").all_inner_texts() == ["two"]
 
 
-def test_a_browser_without_room_says_so(server: FakeServer, opened: Any) -> None:
+def test_a_full_browser_storage_is_reported(server: FakeServer, opened: Any) -> None:
     server.replies.append(["A."])
     page = opened(server.url)
     page.evaluate(

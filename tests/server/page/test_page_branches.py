@@ -1,4 +1,4 @@
-"""Branches of a conversation: versions of questions and answers, and what becomes of single messages."""
+"""Branches of a conversation: versions of questions and answers; single messages edited and deleted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fake_chat_server import FakeServer, Hold, Refusal
 
 
 @pytest.mark.slow
-def test_a_question_that_is_edited_keeps_the_one_before(server: FakeServer, opened: Any) -> None:
+def test_editing_a_question_keeps_the_earlier_version(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
     page = opened(server.url)
     say(page, "first")
@@ -68,7 +68,7 @@ def test_an_answer_is_edited(server: FakeServer, opened: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_message_is_deleted_and_comes_back(server: FakeServer, opened: Any) -> None:
+def test_a_message_is_deleted_and_restored(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
     page = opened(server.url)
     say(page, "first")
@@ -78,7 +78,7 @@ def test_one_message_is_deleted_and_comes_back(server: FakeServer, opened: Any) 
     page.get_by_role("button", name="Undo").click()
     assert answers(page) == ["A.", "B."]
     page.get_by_role("button", name="Delete this answer").first.click()
-    say(page, "third")  # two questions in a row are one: many templates refuse them
+    say(page, "third")  # two consecutive questions are joined: many templates refuse them
     assert sent(server) == [("user", "first\n\nsecond"), ("assistant", "B."), ("user", "third")]
     assert page.locator(".notice").count() == 0
     page.locator(".question").last.get_by_role("button", name="Delete your message").click()
@@ -87,7 +87,7 @@ def test_one_message_is_deleted_and_comes_back(server: FakeServer, opened: Any) 
     assert [message["content"] for message in stored(page)["messages"]] == ["first", "second", "B."]
 
 
-def test_of_versions_one_is_deleted(server: FakeServer, opened: Any) -> None:
+def test_one_of_several_versions_is_deleted(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["Another A."]]
     page = opened(server.url)
     say(page, "first")
@@ -99,7 +99,7 @@ def test_of_versions_one_is_deleted(server: FakeServer, opened: Any) -> None:
     assert version(page, "answer") == []
 
 
-def test_a_conversation_of_an_older_page_is_a_branch(server: FakeServer, opened: Any) -> None:
+def test_a_conversation_stored_by_an_older_page_is_read(server: FakeServer, opened: Any) -> None:
     old = {
         "id": "0a", "updated": 1,
         "messages": [{"role": "user", "content": "old"}, {"role": "assistant", "content": "answer"}],
@@ -113,7 +113,9 @@ def test_a_conversation_of_an_older_page_is_a_branch(server: FakeServer, opened:
     kept = {"hotset.chat.0a": json.dumps(old), "hotset.chat.0b": json.dumps(circle)}
     page = opened(server.url, kept)
     page.click("#show-history")
-    assert page.locator("#conversations .name").all_inner_texts() == ["old"]  # the other one is none
+    assert page.locator("#conversations .name").all_inner_texts() == [
+        "old"
+    ]  # the other stored value is not a conversation
     page.get_by_role("button", name="old", exact=True).click()
     say(page, "more")
     assert sent(server) == [("user", "old"), ("assistant", "answer"), ("user", "more")]

@@ -1,6 +1,6 @@
-"""What `make test` runs in Chromium and in Firefox; in Firefox the others are slow tests. One of each kind.
+"""One test of each kind for both browsers.
 
-They are one file so that Firefox, which takes some seconds, is started seldom.
+In Firefox, `make test` runs only these. They share a file because Firefox needs some seconds to start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from fake_chat_server import FakeServer, Hold, token
 pytestmark = pytest.mark.every_browser
 
 
-def test_an_answer_streams_and_the_next_request_has_the_conversation(server: FakeServer, opened: Any) -> None:
+def test_an_answer_streams_and_the_next_request_contains_the_conversation(
+    server: FakeServer, opened: Any
+) -> None:
     hold = Hold()
     server.replies += [["Good", " day", hold, ", you."], ["Again."]]
     page = opened(server.url)
@@ -52,7 +54,7 @@ def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
         "stream",
         "stream_options",
         "truncation",
-    }  # what is not set is the server's to choose
+    }  # only changed settings are sent
     page.click("#show-settings")
     assert page.get_by_label("Temperature", exact=True).get_attribute("placeholder") == "0.8"
     values = {
@@ -86,7 +88,7 @@ def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
     assert sent(server)[0] == ("system", "Be brief.")
 
 
-def test_an_answer_that_is_drawn_again_keeps_the_one_before(server: FakeServer, opened: Any) -> None:
+def test_a_regenerated_answer_keeps_the_earlier_one(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["Another A."], ["B."], ["C."]]
     page = opened(server.url)
     say(page, "first")
@@ -106,11 +108,11 @@ def test_an_answer_that_is_drawn_again_keeps_the_one_before(server: FakeServer, 
     page.reload()
     page.click("#show-history")
     page.get_by_role("button", name="first", exact=True).click()
-    assert answers(page) == ["Another A.", "B."]  # the branch that was shown
+    assert answers(page) == ["Another A.", "B."]  # the branch that was shown before
     assert violations(page) == []
 
 
-def test_files_stand_before_the_message(server: FakeServer, opened: Any, tmp_path: Path) -> None:
+def test_files_are_sent_before_the_message(server: FakeServer, opened: Any, tmp_path: Path) -> None:
     server.replies += [["A."], ["B."], ["C."]]
     server.models = [{"id": "tiny", "max_model_len": 40}]
     table, notes = tmp_path / "table.csv", tmp_path / "notes of me.md"
@@ -132,7 +134,7 @@ def test_files_stand_before_the_message(server: FakeServer, opened: Any, tmp_pat
     page.get_by_text("table.csv").click()
     assert page.locator(".question pre").first.inner_text() == "name;n\nä;1\n"
     assert violations(page) == []
-    # They stay with the question, over a reload and when it is edited.
+    # They stay with the question, after a reload and when it is edited.
     page.reload()
     page.click("#show-history")
     page.get_by_role("button", name="Sum up", exact=True).click()
@@ -142,10 +144,10 @@ def test_files_stand_before_the_message(server: FakeServer, opened: Any, tmp_pat
     page.keyboard.press("Enter")
     page.get_by_text("B.", exact=True).wait_for()
     assert sent(server) == [("user", expected.replace("Sum up", "Sum it up"))]
-    # One can go without a word.
+    # A file can be sent without text.
     page.click("#new-chat")
     page.set_input_files("#attach-file", [table])
-    page.locator("#files li", has_text="table.csv").get_by_text("6 tokens").wait_for()  # it was read
+    page.locator("#files li", has_text="table.csv").get_by_text("6 tokens").wait_for()  # the file was read
     say(page, "")
     assert sent(server) == [("user", expected.split("\n\nFile notes")[0])]
 
@@ -183,7 +185,7 @@ def test_formulas_become_mathml(server: FakeServer, opened: Any) -> None:
 
 
 def has_touch(page: Any) -> bool:
-    """WebDriver BiDi's taps are no clicks in Firefox."""
+    """Return whether a tap is a click, which it is not with Firefox's WebDriver BiDi."""
     return bool(page.evaluate("navigator.maxTouchPoints > 0"))
 
 
@@ -191,7 +193,7 @@ def tap(page: Any, selector: str) -> None:
     page.tap(selector) if has_touch(page) else page.click(selector)
 
 
-def test_360_pixels_are_enough(server: FakeServer, opened: Any) -> None:
+def test_360_pixels_are_wide_enough(server: FakeServer, opened: Any) -> None:
     server.replies.append(
         [
             *(token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(300)),
@@ -238,7 +240,7 @@ def test_360_pixels_are_enough(server: FakeServer, opened: Any) -> None:
     fits()
 
 
-def test_everything_by_keyboard(server: FakeServer, opened: Any) -> None:
+def test_everything_works_by_keyboard(server: FakeServer, opened: Any) -> None:
     server.replies += [[token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(4)], ["B."], ["C."]]
     page = opened(server.url)
     from_the_top(page)
@@ -273,7 +275,7 @@ def test_everything_by_keyboard(server: FakeServer, opened: Any) -> None:
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.closest('dialog').id") == "settings"
     page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.id") == "show-settings"  # back where it came from
+    assert page.evaluate("document.activeElement.id") == "show-settings"  # the focus returns
     assert focus_until(page, "Conversations", back=True)
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "hide-history"
@@ -282,14 +284,14 @@ def test_everything_by_keyboard(server: FakeServer, opened: Any) -> None:
 
 
 def from_the_top(page: Any) -> None:
-    """The next Tab goes to the first thing of the page."""
+    """Let the next Tab focus the first element of the page."""
     page.evaluate(
         "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')"
     )
 
 
 def focus_until(page: Any, name: str, back: bool = False) -> bool:
-    """Goes on by Tab until what has the focus is called so."""
+    """Press Tab until the focused element has this name."""
     for _ in range(40):
         page.keyboard.press("Shift+Tab" if back else "Tab")
         if page.evaluate("document.activeElement.textContent.trim()") == name:

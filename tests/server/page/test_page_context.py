@@ -1,4 +1,4 @@
-"""How full the context is, and what is dropped of a conversation that it has no room for."""
+"""The context's fill level, and the messages that are dropped if the context is full."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from chat_page import done, message, questions, say, sent, until, version, violations
 from fake_chat_server import FakeServer
 
-NINE = "one two three four five six seven eight"  # and a number
+NINE = "one two three four five six seven eight"  # a number follows
 
 
 def texts(server: FakeServer) -> list[str]:
     return [content for role, content in sent(server) if role == "user"]
 
 
-def test_the_oldest_turns_are_left_out_with_a_notice(server: FakeServer, opened: Any) -> None:
+def test_the_oldest_turns_are_dropped_with_a_notice(server: FakeServer, opened: Any) -> None:
     server.n_ctx = 40
     server.replies += [["A."]] * 6
     page = opened(server.url)
@@ -25,7 +25,7 @@ def test_the_oldest_turns_are_left_out_with_a_notice(server: FakeServer, opened:
     assert message(page, "#context") == "Context: 8 of 40 tokens"
     assert texts(server) == asked[:3]
     assert page.locator(".notice, .dropped").count() == 0
-    say(page, asked[3])  # 39 words, and no room for an answer
+    say(page, asked[3])  # 39 tokens, which leaves no room for an answer
     assert texts(server) == asked[:4]
     assert server.requests[-1]["truncation"] == "auto"
     full = "The context of 40 tokens is full. The oldest 2 messages are left out of the prompt"
@@ -44,7 +44,7 @@ def test_the_oldest_turns_are_left_out_with_a_notice(server: FakeServer, opened:
     assert message(page, ".note >> nth=-1").count("1 token") == 1
 
 
-def test_one_message_that_is_too_long_says_what_the_server_says(server: FakeServer, opened: Any) -> None:
+def test_the_servers_refusal_of_a_too_long_message_is_shown(server: FakeServer, opened: Any) -> None:
     server.n_ctx = 40
     server.replies += [["A."], ["B."]]
     page = opened(server.url)
@@ -54,7 +54,7 @@ def test_one_message_that_is_too_long_says_what_the_server_says(server: FakeServ
     assert page.locator(".failed:visible").inner_text() == "too long"
 
 
-def test_a_reload_opens_the_same_conversation(server: FakeServer, opened: Any) -> None:
+def test_a_reload_shows_the_same_conversation(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."]]
     page = opened(server.url)
     say(page, "one")
@@ -67,7 +67,7 @@ def test_a_reload_opens_the_same_conversation(server: FakeServer, opened: Any) -
     assert page.locator(".turn").count() == 0
 
 
-def test_versions_of_a_question_are_seen_without_pointing(server: FakeServer, opened: Any) -> None:
+def test_versions_of_a_question_are_visible_without_pointing(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."]]
     page = opened(server.url)
     say(page, "one")
@@ -84,14 +84,14 @@ def test_versions_of_a_question_are_seen_without_pointing(server: FakeServer, op
     assert page.evaluate("getComputedStyle(document.querySelector('.question .acts > .act')).opacity") == "0"
 
 
-def test_a_dense_model_promises_no_neurons(server: FakeServer, opened: Any) -> None:
+def test_a_dense_models_page_does_not_mention_neurons(server: FakeServer, opened: Any) -> None:
     server.props["hotset"]["has_zeros"] = False
     page = opened(server.url)
     until(page, "document.querySelector('#empty-text').textContent.includes('how fast')")
     assert message(page, "#empty-title") == "Ask a question."
 
 
-def test_dark_mode_is_a_state(server: FakeServer, opened: Any) -> None:
+def test_dark_mode_is_a_switch(server: FakeServer, opened: Any) -> None:
     page = opened(server.url, color_scheme="light")
     switch = page.get_by_role("switch", name="Dark mode")
     assert not switch.is_checked()

@@ -1,5 +1,4 @@
-"""The list of conversations: search, titles, pins; over a reload, in files, beside the chat on a wide
-screen."""
+"""The list of conversations: search, titles, pins, folders; after reloads, in files, on wide screens."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def test_titles_and_pins_last(server: FakeServer, opened: Any) -> None:
     act(page, "Rename", "about fish").click()
     title.fill("  Fish & chips ")
     title.press("Enter")
-    assert names(page) == ["My trees", "about birds", "Fish & chips"]  # in its place
+    assert names(page) == ["My trees", "about birds", "Fish & chips"]  # its position is unchanged
     assert page.evaluate("document.activeElement.textContent") == "Fish & chips"
     act(page, "Pin", "Fish & chips").click()
     assert names(page) == ["Fish & chips", "My trees", "about birds"]
@@ -75,7 +74,7 @@ def test_titles_and_pins_last(server: FakeServer, opened: Any) -> None:
     page.click("#show-history")
     assert names(page) == ["Fish & chips", "My trees", "about birds"]
     act(page, "Unpin", "Fish & chips").click()
-    # An empty title is the first message again; the one that is open is renamed, too.
+    # An empty title restores the first message as the title, also for the open conversation.
     page.get_by_role("button", name="Fish & chips", exact=True).click()
     page.click("#show-history")
     act(page, "Rename", "Fish & chips").click()
@@ -113,7 +112,7 @@ def test_files_keep_titles_pins_and_branches(server: FakeServer, opened: Any, tm
 
 
 @pytest.mark.slow
-def test_beside_the_chat_where_there_is_room(server: FakeServer, opened: Any) -> None:
+def test_the_list_is_a_column_on_a_wide_screen(server: FakeServer, opened: Any) -> None:
     page = opened(server.url, STORED, viewport={"width": 1600, "height": 800})
     history, chat, picture = (page.locator(name) for name in ("#history", "#chat", "#picture"))
     assert history.is_visible()
@@ -140,7 +139,7 @@ def test_beside_the_chat_where_there_is_room(server: FakeServer, opened: Any) ->
 
 
 def shown(page: Any) -> dict[str, list[str]]:
-    """Folder → titles in it that are shown; "": in none."""
+    """Return the shown titles by folder; "" means outside of folders."""
     found: dict[str, list[str]] = page.evaluate(
         """() => {
             const names = (root) => [...root.querySelectorAll(":scope > li > .name")]
@@ -165,7 +164,7 @@ def focused(page: Any) -> str:
 def test_folders_by_keyboard(server: FakeServer, opened: Any) -> None:
     page = opened(server.url, STORED)
     page.click("#show-history")
-    # Made and named.
+    # Make a folder and name it.
     page.locator("#new-folder").focus()
     page.keyboard.press("Enter")
     assert focused(page) == "Name of the folder New folder"
@@ -173,7 +172,7 @@ def test_folders_by_keyboard(server: FakeServer, opened: Any) -> None:
     page.keyboard.press("Enter")
     assert focused(page) == "Work"
     assert shown(page) == {"Work": [], "": ["My trees", "about birds", "about fish"]}
-    # A conversation is moved there, and another one into a folder that is made for it.
+    # Move a conversation to it, and another one to a new folder.
     act(page, "Move", "about fish").focus()
     page.keyboard.press("Enter")
     assert violations(page) == []
@@ -185,7 +184,7 @@ def test_folders_by_keyboard(server: FakeServer, opened: Any) -> None:
     page.fill("#folder-name", "Garden")
     page.keyboard.press("Enter")
     assert shown(page) == {"Garden": ["My trees"], "Work": ["about fish"], "": ["about birds"]}
-    # Closed, it stays so; what is searched for is found in it.
+    # A folder stays closed, and a search finds its conversations.
     page.locator(".folder-name", has_text="Work").focus()
     page.keyboard.press("Enter")
     assert focused(page) == "Work"
@@ -210,7 +209,7 @@ def test_a_folder_is_renamed_and_deleted(server: FakeServer, opened: Any) -> Non
     server.replies.append(["More."])
     page = opened(server.url, dict([fish, birds]))
     page.click("#show-history")
-    page.get_by_role("button", name="about fish", exact=True).click()  # the one that is open moves, too
+    page.get_by_role("button", name="about fish", exact=True).click()  # the open conversation is moved too
     page.click("#show-history")
     page.get_by_role("button", name="Rename the folder: Animals").click()
     page.keyboard.type(" <b>Beasts</b> ")
@@ -241,7 +240,10 @@ def test_files_keep_folders(server: FakeServer, opened: Any, tmp_path: Path) -> 
         server.url, stored | {"hotset.folders": '[["Empty", true], ["Work", true], 7]'}, accept_downloads=True
     )
     page.click("#show-history")
-    assert shown(page) == {"Work": ["about fish"], "": ["birds"]}  # damaged: what conversations name is left
+    assert shown(page) == {
+        "Work": ["about fish"],
+        "": ["birds"],
+    }  # the list is damaged: folders that conversations name remain
     page.click("#new-folder")
     page.keyboard.type("Empty")
     page.keyboard.press("Enter")
@@ -257,7 +259,7 @@ def test_files_keep_folders(server: FakeServer, opened: Any, tmp_path: Path) -> 
 
 
 def test_files_of_many_folders(server: FakeServer, opened: Any) -> None:
-    """Their number and the length of their names have limits: the list is made anew again and again."""
+    """The number of folders and the length of their names are limited, because the list is drawn often."""
     names = [f"Folder {i:05}" for i in range(50_000)]
     conversations = [
         json.loads(conversation(f"{i + 1:x}", "", f"number {i}", folder=names[i])[1]) for i in range(300)

@@ -1,4 +1,4 @@
-"""Figures of answers over a reload; drafted tokens."""
+"""Numbers of answers after a reload; drafted tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chat_page import message, say, until, violations
 from fake_chat_server import FakeServer, token
 
 
-def test_figures_come_back(server: FakeServer, opened: Any) -> None:
+def test_numbers_survive_a_reload(server: FakeServer, opened: Any) -> None:
     sparse = [token(i, f" {i}", [0.1 * i, 0.2, 0.3], cpu_share=[0.05, 0.1, 0.1]) for i in range(5)]
     dense = [
         {name: one[name] for name in ("token", "text", "seconds", "bytes_kv", "bytes_touched", "bytes_total")}
@@ -33,7 +33,7 @@ def test_figures_come_back(server: FakeServer, opened: Any) -> None:
     page.locator(".heat").focus()
     page.keyboard.press("End")
     assert message(page, "#readout") == cell
-    # Of an answer that was edited there are none; nor of a conversation that is gone.
+    # Edited answers and deleted conversations have no numbers.
     page.get_by_role("button", name="Edit this answer").first.click()
     page.get_by_role("textbox", name="Edit the answer").fill("other")
     page.get_by_role("button", name="Save", exact=True).click()

@@ -1,4 +1,4 @@
-"""Files that go with a message."""
+"""Files that are sent with a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fake_chat_server import FakeServer
 
 
 def pdf_of(*pages: str) -> bytes:
-    """A PDF with a line on each page; with a script that runs where one is opened."""
+    """Return a PDF with a line on each page, and with a script that would run when it is opened."""
     numbers = range(4, 4 + 2 * len(pages), 2)
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R /OpenAction << /S /JavaScript /JS (window.pwned = 1) >> >>",
@@ -50,7 +50,7 @@ def test_the_text_of_a_pdf(server: FakeServer, opened: Any, tmp_path: Path) -> N
     assert page.evaluate("window.pwned") is None
 
 
-def test_what_is_no_text_is_refused(server: FakeServer, opened: Any, tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_refused(server: FakeServer, opened: Any, tmp_path: Path) -> None:
     files = {
         "paper.pdf": (b"%PDF-1.7 ...", "paper.pdf cannot be read as a PDF."),
         "scanned.pdf": (pdf_of(""), "scanned.pdf has no text: its pages may be images."),
@@ -67,7 +67,7 @@ def test_what_is_no_text_is_refused(server: FakeServer, opened: Any, tmp_path: P
     assert page.locator("#files li").count() == 0
 
 
-def test_files_come_by_dropping_and_pasting_and_go(server: FakeServer, opened: Any) -> None:
+def test_files_are_dropped_pasted_and_removed(server: FakeServer, opened: Any) -> None:
     server.models = [{"id": "tiny", "max_model_len": 8}]
     page = opened(server.url)
     give = """(how) => {

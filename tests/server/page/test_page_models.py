@@ -1,4 +1,4 @@
-"""Several models behind one page: which one answers, how far a load is, and two of them side by side."""
+"""Several models on the page: choosing, progress of a load, and two models side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM = {"value": "loaded", "memory": 9_000_000, "weights": 5_000_000, "cache": 4
 
 @pytest.fixture
 def several(server: FakeServer) -> FakeServer:
-    """Two models, of which the second is loaded."""
+    """Return a server of two models; the second is loaded."""
     server.models = [
         {
             "id": "lab/cold.gguf",
@@ -58,7 +58,7 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     assert float(rows.first.locator("progress").get_attribute("value")) == 0.43
     assert violations(page) == []
     assert several.managed == [("load", "lab/cold.gguf")]
-    assert len(several.asked_props) == n_asked  # facts of a model that is not loaded would load it
+    assert len(several.asked_props) == n_asked  # a request for an unloaded model's facts would load it
     several.set_state("lab/cold.gguf", value="loaded", memory=5_000_000)
     until(page, "document.querySelector('#model').textContent.startsWith('cold · 3 layers')")
     assert page.locator(".notice, #load:not([hidden])").count() == 0
@@ -69,7 +69,7 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     say(page, "two")
     assert several.requests[-1]["model"] == "lab/cold.gguf"
     assert page.locator(".who").all_inner_texts() == ["You", "warm", "You", "cold"]
-    # A later conversation has the model that was chosen last; this one keeps its own.
+    # A new conversation gets the model that was chosen last; this one keeps its own.
     page.reload()
     until(page, "document.querySelector('#model').textContent.startsWith('cold')")
     page.click("#new-chat")
@@ -85,8 +85,8 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     assert several.requests[-1]["model"] == "warm"
 
 
-def test_an_adapter_comes_and_goes_with_its_model(several: FakeServer, opened: Any) -> None:
-    """The server knows facts, tokens and loads by the name of the model; the adapter's is for answers."""
+def test_an_adapter_is_listed_while_its_model_is_loaded(several: FakeServer, opened: Any) -> None:
+    """Facts, tokens and loads use the model's name; only answers use the adapter's."""
     several.models[1:] = [
         several.models[1],
         several.models[1] | {"id": "warm:poet", "root": "poet", "parent": "warm"},
@@ -122,10 +122,10 @@ def test_an_adapter_comes_and_goes_with_its_model(several: FakeServer, opened: A
     assert set(several.asked_props) == {"warm"}
 
 
-def test_a_load_that_fails_says_why(several: FakeServer, opened: Any) -> None:
+def test_a_failed_load_is_explained(several: FakeServer, opened: Any) -> None:
     page = opened(several.url)
     page.click("#choose-model")
-    several.key = "other"  # of one that may manage models
+    several.key = "other"  # a key that may manage models
     page.get_by_role("button", name="Load cold").click()
     page.locator("#model-problem", has_text="an API key is needed").wait_for()
     several.key = None
@@ -134,7 +134,7 @@ def test_a_load_that_fails_says_why(several: FakeServer, opened: Any) -> None:
     assert "could not be loaded" in message(page, "#model-list li >> nth=0")
 
 
-def test_a_model_comes_while_the_page_is_open(several: FakeServer, opened: Any) -> None:
+def test_a_model_is_added_while_the_page_is_open(several: FakeServer, opened: Any) -> None:
     page = opened(several.url)
     page.click("#choose-model")
     assert several.models is not None
@@ -170,7 +170,7 @@ def test_two_models_answer_side_by_side(several: FakeServer, opened: Any) -> Non
     assert page.locator(".who").all_inner_texts() == ["You", "warm", "cold"]
     assert "50% of neurons fired" in message(page, "#summary")
     assert violations(page) == []
-    # The conversation goes on with the one that is chosen.
+    # The conversation continues with the chosen model.
     page.get_by_role("button", name="Continue with this").click()
     assert answers(page) == ["Warm one", "Cold one."]
     say(page, "two")
@@ -181,7 +181,7 @@ def test_two_models_answer_side_by_side(several: FakeServer, opened: Any) -> Non
     page.keyboard.press("Escape")
     say(page, "three")
     assert sent(several)[2:] == [("user", "two"), ("assistant", "Warm two."), ("user", "three")]
-    page.reload()  # conversations stand beside the chat at this width
+    page.reload()  # at this width the list of conversations is a column
     page.get_by_role("button", name="one", exact=True).click()
     assert page.locator(".versus").count() == 2
     assert answers(page)[:2] == ["Warm one", "Cold one."]
@@ -203,7 +203,7 @@ def test_one_model_is_compared_with_other_settings(server: FakeServer, opened: A
     assert page.locator(".who").all_inner_texts() == ["You", "tiny", "tiny · calm"]
 
 
-def test_a_model_is_loaded_with_a_context(several: FakeServer, opened: Any) -> None:
+def test_a_model_is_loaded_with_a_requested_context(several: FakeServer, opened: Any) -> None:
     page = opened(several.url)
     page.click("#choose-model")
     context = page.get_by_label("Context of cold, in tokens")

@@ -1,4 +1,4 @@
-"""Settings of one conversation, and presets."""
+"""Settings of a conversation, and presets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATER = {"hotset.settings": '{"temperature": 0.5, "system": "Be kind."}'}
 def set_(page: Any, **values: str) -> None:
     for label, value in values.items():
         field = page.get_by_label(label.replace("_", " "), exact=True)
-        field.clear()  # playwright does not select a number in Firefox, and would write behind it
+        field.clear()  # in Firefox playwright appends to a number instead of replacing it
         field.fill(value)
 
 
@@ -23,7 +23,7 @@ def shown(page: Any, label: str) -> str:
     return value
 
 
-def test_a_conversation_has_settings_of_its_own(server: FakeServer, opened: Any) -> None:
+def test_a_conversation_has_its_own_settings(server: FakeServer, opened: Any) -> None:
     server.replies += [["a"], ["b"], ["c"]]
     page = opened(server.url, LATER)
     page.click("#show-settings")
@@ -76,7 +76,7 @@ def test_presets(server: FakeServer, opened: Any) -> None:
     assert (server.requests[-1]["temperature"], sent(server)[0]) == (0.5, ("system", "Be kind."))
     page.click("#show-settings")
     presets.select_option("wild")
-    set_(page, Temperature="1.1")  # a preset is not changed by what is set later
+    set_(page, Temperature="1.1")  # later changes do not affect a preset
     presets.select_option("kind")
     presets.select_option("wild")
     assert shown(page, "Temperature") == "1.5"

@@ -1,4 +1,4 @@
-"""What answers look like: formulas, code with colours, wide tables; and the work that a long answer makes."""
+"""The appearance of answers: formulas, colored code, wide tables; and the work for a long answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CODE = {
 }
 
 
-def test_code_has_colours_and_is_copied_as_it_stands(server: FakeServer, opened: Any) -> None:
+def test_code_is_colored_and_copied_unchanged(server: FakeServer, opened: Any) -> None:
     text = "\n\n".join(f"```{name}\n{code}\n```" for name, code in CODE.items())
     server.replies.append([text[i : i + 3] for i in range(0, len(text), 3)])
     page = opened(server.url, permissions=["clipboard-read", "clipboard-write"])
@@ -81,8 +81,8 @@ def test_narrow_tables_scroll(server: FakeServer, opened: Any) -> None:
     )
 
 
-def test_formulas_are_sought_as_far_as_the_lexer_goes_on_by_itself(server: FakeServer, opened: Any) -> None:
-    """It asks before each piece: looks at all that follows would make the work that of a square."""
+def test_formulas_are_searched_only_where_the_lexer_stops(server: FakeServer, opened: Any) -> None:
+    """The lexer calls the search before each piece. A search of the whole rest would take quadratic time."""
     texts = {
         "text": ["a $x$", "` a \\(x\\)", "a", "a *b* $x$", "a\nb $x$", "a \\* $x$"],
         "paragraphs": ["a\n$$x$$", "a\nb\n  \\[x\\]", "a", "a\n\nb\n$$x$$"],
@@ -103,7 +103,7 @@ def test_formulas_are_sought_as_far_as_the_lexer_goes_on_by_itself(server: FakeS
 LONG_CODE = "```text\n" + "a line of code, and no end of it\n" * 1200
 KINDS = {"prose": PROSE * 220, "code": "Look:\n\n" + LONG_CODE + "```\n\nThat is all.\n"}
 
-# Shows a text token by token, as an answer does; counts what the lexer reads and which elements are made.
+# Shows a text that grows like an answer. Counts the characters that the lexer reads, and the new elements.
 GROW = """async ([text, size]) => {
     const { MarkdownView } = await import("/page/markdown.js");
     const grown = document.createElement("div"), whole = document.createElement("div");
@@ -135,15 +135,13 @@ GROW = """async ([text, size]) => {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_work_of_a_token_does_not_grow_with_the_answer(
-    server: FakeServer, opened: Any, kind: str
-) -> None:
+def test_the_work_per_token_does_not_grow_with_the_answer(server: FakeServer, opened: Any, kind: str) -> None:
     text = KINDS[kind][:40_000]
     page = opened(server.url)
     found = page.evaluate(GROW, [text, 4])  # 10,000 tokens
     assert found["same"]
     assert found["nodes"]
-    # Were earlier blocks read or made again, these would be thousands of times as much.
+    # If earlier blocks were read or drawn again, these numbers would be thousands of times larger.
     assert found["lexed"] < 60 * len(text)
     assert found["made"] < 60 * found["needed"]
     assert found["most"] < 60
@@ -155,7 +153,7 @@ AT_END = """(({ scrollTop, clientHeight, scrollHeight }) => scrollTop + clientHe
     document.querySelector('#scroll'))"""
 
 
-def test_only_what_is_in_sight_is_laid_out(server: FakeServer, opened: Any) -> None:
+def test_only_visible_blocks_are_laid_out(server: FakeServer, opened: Any) -> None:
     text = PROSE * 200
     server.replies.append([text[i : i + 2000] for i in range(0, len(text), 2000)])
     page = opened(server.url)
@@ -165,7 +163,7 @@ def test_only_what_is_in_sight_is_laid_out(server: FakeServer, opened: Any) -> N
     assert blocks.count() > 1300
     assert page.evaluate(SEEN) > 10
     assert page.evaluate(AT_END)
-    # An earlier conversation opens at its end, although its parts have their heights only when they are seen.
+    # An earlier conversation scrolls to the bottom, although the heights of invisible blocks are unknown.
     page.reload()
     page.click("#show-history")
     page.get_by_role("button", name="Go on", exact=True).click()
@@ -179,13 +177,11 @@ def test_only_what_is_in_sight_is_laid_out(server: FakeServer, opened: Any) -> N
         page, "document.querySelector('.answer .part > *').checkVisibility({ contentVisibilityAuto: true })"
     )
     drawn(page)
-    assert (
-        page.evaluate("document.querySelector('#scroll').scrollTop") == 0
-    )  # the reader is not taken to the end
+    assert page.evaluate("document.querySelector('#scroll').scrollTop") == 0, "it scrolled to the end"
 
 
-def test_whatever_the_pieces_the_answer_is_the_same(server: FakeServer, opened: Any) -> None:
-    """Blocks are found in a text that grows as they are in the whole."""
+def test_an_answer_does_not_depend_on_its_pieces(server: FakeServer, opened: Any) -> None:
+    """A growing text has the same blocks as the whole text."""
     odd = (
         "[x]: https://example.org/x\n\nA [link][x] and [late].\n\n1. a\n\n   b\n2. c\n\ntext\n===\n\n"
         "    indented\n\n    more\n\n~~~\ntilde ``` inside\n~~~~\n\n````md\n```\nnested\n```\n````\n\n"
@@ -196,7 +192,7 @@ def test_whatever_the_pieces_the_answer_is_the_same(server: FakeServer, opened: 
         found = page.evaluate(GROW, [odd, size])
         assert found["same"], size
         assert found["nodes"], size
-    # In Windows' line ends, too.
+    # The same with Windows' line ends.
     assert page.evaluate(GROW, [odd.replace("\n", "\r\n"), 5])["same"]
 
 
@@ -230,9 +226,9 @@ ACTIVITY = """async () => {
 
 
 @pytest.mark.slow
-def test_figures_of_a_long_answer_are_carried_along(server: FakeServer, opened: Any) -> None:
+def test_means_of_a_long_answer_are_updated_incrementally(server: FakeServer, opened: Any) -> None:
     found = opened(server.url).evaluate(ACTIVITY)
-    assert found["read"] <= 20  # a few, not the ten thousand
+    assert found["read"] <= 20  # of 10,000 tokens
     assert all(found[name] for name in ("share", "touched", "layer", "bytes"))
     assert found["scale"] == 1
     assert 0.8 < found["quantile"] <= found["scale"]

@@ -1,4 +1,4 @@
-"""Tools: chosen for a conversation, called by the model, allowed or denied call by call."""
+"""Tools: chosen for a conversation, called by the model, and allowed or denied call by call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def result(content: str, is_error: bool = False) -> dict[str, Any]:
 
 @pytest.fixture
 def page(server: FakeServer, opened: Any) -> Any:
-    """The page of a server with an MCP server; one of its two tools is on."""
+    """Return the page of a server with an MCP server, of which one of two tools is on."""
     server.mcp_servers = [mcp_server("files", "read", "write")]
     page = opened(server.url)
     turn_on(page, "read")
@@ -59,7 +59,7 @@ def results(page: Any) -> list[str]:
     return found
 
 
-def test_a_call_is_made_once_it_is_allowed(server: FakeServer, page: Any) -> None:
+def test_a_call_is_made_when_it_is_allowed(server: FakeServer, page: Any) -> None:
     server.replies += [["Let me look.", READ], ["It says ", "hello."]]
     server.tool_results += [result("hello <b>you</b>")]
     say(page, "What is in a.txt?")
@@ -101,8 +101,8 @@ def test_a_call_is_made_once_it_is_allowed(server: FakeServer, page: Any) -> Non
     assert violations(page) == []
 
 
-def test_what_is_said_of_a_tool_is_shown(server: FakeServer, page: Any) -> None:
-    """Where it is asked about, in the list, and after a reload; not of another tool under the same name."""
+def test_a_tools_description_is_shown(server: FakeServer, page: Any) -> None:
+    """Check calls, the list and a reload; another tool of the same name does not get the description."""
     tool = server.mcp_servers[0]["tools"][0]
     tool["description"] = "To read.\u202e And <b>more</b>."
     weather = tool_call("get_weather", "{}", 1)
@@ -141,7 +141,7 @@ def test_what_is_said_of_a_tool_is_shown(server: FakeServer, page: Any) -> None:
 
 
 def test_a_tool_that_is_always_allowed(server: FakeServer, page: Any) -> None:
-    """In this conversation, for this tool, and until the reader takes it back."""
+    """The permission is for one conversation and one tool, and the user can withdraw it."""
     server.replies += [[READ], [READ, tool_call("files__read", "{}", 1)], ["Done."], [READ]]
     server.tool_results += [result("one"), result("two", True), result("three")]
     say(page, "Go")
@@ -166,8 +166,8 @@ def test_a_tool_that_is_always_allowed(server: FakeServer, page: Any) -> None:
     assert len(server.tool_calls) == 3
 
 
-def test_a_tool_that_has_changed_is_asked_about_again(server: FakeServer, page: Any) -> None:
-    """Another description, or another program behind the name, is not what the reader has allowed."""
+def test_a_changed_tool_needs_permission_again(server: FakeServer, page: Any) -> None:
+    """The permission is not for another description, or another program of the same name."""
     server.replies += [[READ], ["Done."], [READ], ["Done again."], [READ]]
     server.tool_results += [result("one"), result("two")]
     say(page, "Go")
@@ -187,8 +187,8 @@ def test_a_tool_that_has_changed_is_asked_about_again(server: FakeServer, page: 
     assert len(server.tool_calls) == 2
 
 
-def test_a_file_does_not_speak_for_the_page(server: FakeServer, page: Any, opened: Any) -> None:
-    """A call that waits in a file that may be anyone's: its tool is not on, and the page says what it is."""
+def test_an_imported_file_cannot_give_permissions(server: FakeServer, page: Any, opened: Any) -> None:
+    """A file can come from anyone. Its call has a tool that is off, and the page shows only its own text."""
     call = {
         "id": "c0", "name": "files__read", "arguments": "{}", "state": "asked", "server": "weather",
         "problem": "Checked: it reads the weather alone.", "digest": "weather",
@@ -221,9 +221,11 @@ def test_a_call_is_denied(server: FakeServer, page: Any) -> None:
     say(page, "Go")
     button(page, "Deny").first.click()
     assert states(page) == ["denied", "waiting for you"]
-    assert page.evaluate("document.activeElement.matches('.call.asked')")  # the next one, not its button
+    assert page.evaluate(
+        "document.activeElement.matches('.call.asked')"
+    )  # the next call, but none of its buttons
     page.keyboard.press("Enter")
-    assert len(server.requests) == 1  # it waits for the second one
+    assert len(server.requests) == 1  # the second call is undecided
     button(page, "Allow once").click()
     page.get_by_text("As you like.", exact=True).wait_for()
     assert [one["content"] for one in server.requests[1]["messages"] if one["role"] == "tool"] == [
@@ -233,8 +235,8 @@ def test_a_call_is_denied(server: FakeServer, page: Any) -> None:
     assert server.tool_calls == [("files__read", {"path": "b"})]
 
 
-def test_calls_that_no_tool_takes(server: FakeServer, page: Any) -> None:
-    """The model gets to know, and no one is asked: it is off, there is none, its arguments are none."""
+def test_calls_without_a_tool_are_answered_with_an_error(server: FakeServer, page: Any) -> None:
+    """The user is not asked: the tool is off or unknown, or the arguments are wrong."""
     server.replies += [
         [
             tool_call("files__write", "{}"),
@@ -255,7 +257,7 @@ def test_calls_that_no_tool_takes(server: FakeServer, page: Any) -> None:
     assert json.loads(sent) == {"text": '{"path": '}
 
 
-def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any) -> None:
+def test_calls_survive_a_reload_and_are_part_of_branches(server: FakeServer, page: Any) -> None:
     server.replies += [["Look.", READ], ["First."], ["Second."], [READ]]
     server.tool_results += [result("hello")]
     say(page, "Go")
@@ -270,7 +272,7 @@ def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any)
     page.get_by_role("button", name="Regenerate").last.click()
     page.get_by_text("Second.", exact=True).wait_for()
     done(page)
-    assert len(server.tool_calls) == 1  # the result is still there
+    assert len(server.tool_calls) == 1  # the result was kept
     assert server.requests[1]["messages"] == server.requests[2]["messages"]
     page.reload()
     page.click("#show-history")
@@ -286,8 +288,8 @@ def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any)
     assert states(page) == ["allowed once"]
 
 
-def test_the_file_of_a_conversation_has_its_calls(server: FakeServer, page: Any, opened: Any) -> None:
-    """And not what its reader allowed for the future: the file may be anyone's."""
+def test_an_exported_conversation_contains_its_calls(server: FakeServer, page: Any, opened: Any) -> None:
+    """After an import, permissions for the future have no effect, because a file can come from anyone."""
     server.replies += [["Look.", READ], ["Done."], [READ]]
     server.tool_results += [result("hello")]
     say(page, "Go")
@@ -319,7 +321,7 @@ def test_the_file_of_a_conversation_has_its_calls(server: FakeServer, page: Any,
     assert len(server.tool_calls) == 1
 
 
-def test_a_function_whose_result_is_typed(server: FakeServer, opened: Any) -> None:
+def test_the_user_types_a_functions_result(server: FakeServer, opened: Any) -> None:
     server.replies += [[tool_call("get_weather", '{"place": "Rome"}')], ["Sunny in Rome."]]
     page = opened(server.url)
     page.click("#show-tools")
@@ -352,10 +354,10 @@ def test_a_function_whose_result_is_typed(server: FakeServer, opened: Any) -> No
     }
     assert states(page) == ["result typed by you"]
     page.click("#new-chat")
-    assert page.locator("#n-tools").inner_text() == ""  # they are of the conversation
+    assert page.locator("#n-tools").inner_text() == ""  # functions belong to the conversation
 
 
-def test_a_call_that_does_not_end_or_cannot_be_made(server: FakeServer, page: Any) -> None:
+def test_calls_that_are_stopped_or_fail(server: FakeServer, page: Any) -> None:
     hold = Hold()
     server.replies += [[READ], ["Well."]]
     server.tool_results += [
@@ -379,7 +381,7 @@ def test_a_call_that_does_not_end_or_cannot_be_made(server: FakeServer, page: An
     assert server.n_left == 1
 
 
-def test_who_goes_on_without_calling(server: FakeServer, page: Any) -> None:
+def test_the_user_continues_without_a_call(server: FakeServer, page: Any) -> None:
     server.replies += [["Look.", READ], ["Never mind."]]
     say(page, "Go")
     say(page, "Leave it")
@@ -393,7 +395,7 @@ def test_who_goes_on_without_calling(server: FakeServer, page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_calls_without_end(server: FakeServer, page: Any) -> None:
+def test_an_endless_sequence_of_calls_is_interrupted(server: FakeServer, page: Any) -> None:
     server.replies += [[READ]] * 20
     server.tool_results += [result("x")] * 20
     say(page, "Go")
@@ -407,8 +409,8 @@ def test_a_model_that_calls_without_end(server: FakeServer, page: Any) -> None:
     page.get_by_text("Enough.", exact=True).wait_for()
 
 
-def test_texts_that_hide_something(server: FakeServer, page: Any) -> None:
-    """What is allowed is seen: turned and invisible letters are written out, and all of it is there."""
+def test_hidden_characters_are_shown(server: FakeServer, page: Any) -> None:
+    """The user sees all that is allowed: bidirectional and invisible characters are shown as escapes."""
     hidden, kept = (
         "\u3164\ufe01\u200d\U000e0041",
         "\u0645\u06cc\u200c\u062e \U0001f469\u200d\U0001f4bb \u2764\ufe0f",
@@ -429,12 +431,12 @@ def test_texts_that_hide_something(server: FakeServer, page: Any) -> None:
 
 
 def test_a_tool_of_an_mcp_server(tmp_path: Path, opened: Any) -> None:
-    """The page, the server, and a process that speaks MCP; only what the model says is written here."""
+    """Use the page, the server and a process with MCP; only the model's text is given."""
     script = str(ROOT / "tests" / "support" / "mcp_stdio.py")
     server = McpServer(name="small", command=sys.executable, args=("-I", "-S", script))
     said: list[dict[str, Any]] = [dict([tool_call("small__echo", '{"text": "heard"}')]), {"content": "Good."}]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]} for delta in said]
-    # Not by playwright's routes: in Firefox they do not have the body of a request.
+    # Not with playwright's routes, which in Firefox lack the request's body.
     answer = """(chunks) => {
         const plain = window.fetch.bind(window);
         window.asked = [];
@@ -480,13 +482,13 @@ def test_the_list_of_servers(server: FakeServer, opened: Any) -> None:
     button(page, "Start again", "gone").click()
     until(page, "!document.querySelector('#tools').textContent.includes('exit code')")
     server.mcp_servers[0] = mcp_server("slow", "b", "c")
-    page.get_by_text("0 of 2 tools on").wait_for()  # without being asked for
+    page.get_by_text("0 of 2 tools on").wait_for()  # the page polls
     page.locator("#tools .mcp", has_text="slow").get_by_role("checkbox").first.check()
     page.get_by_text("2 of 2 tools on").wait_for()
     server.mcp_servers = []
     page.keyboard.press("Escape")
     server.replies.append(["Hello."])
-    say(page, "Hi")  # it is answered, and the reader gets to know what is missing
+    say(page, "Hi")  # it is answered, and a notice names the missing server
     page.get_by_text("Tools that are on but not available: slow__b, slow__c").wait_for()
     assert "tools" not in server.requests[0]
     page.click("#show-tools")

@@ -1,6 +1,6 @@
-"""What PTX's instructions compute of numbers: functions of arrays, by opcode.
+"""PTX's arithmetic instructions: functions of arrays, by opcode.
 
-A number of 16 bits that is a bfloat16 is a float32 here, and rounded where it is stored.
+A 16-bit bfloat16 is a float32 here, and rounded when it is stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKED = {
     "f32x2": "f32",
     "s16x2": "s16",
     "u16x2": "u16",
-}  # two in a register
+}  # two per register
 
 
 def from_bfloat16(bits: Values) -> Values:
@@ -31,24 +31,24 @@ def from_bfloat16(bits: Values) -> Values:
 
 
 def to_bfloat16(x: Values) -> Values:
-    """To the nearest, ties to even."""
+    """Round to the nearest, ties to even."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
 
 
 def fused(a: Values, b: Values, c: Values) -> Values:
-    """a * b + c of float32 or float16, rounded once."""
+    """Return a * b + c of float32 or float16, rounded once."""
     product, c64 = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    total = product + c64  # of float32 and less the product is exact, the sum may be rounded
+    total = product + c64  # float32 products are exact, the sum may be rounded
     if a.dtype == np.float32:
         bits = total.view(np.uint64)
-        # Rounded again it may go wrong at ties alone, and where float32 has fewer bits.
+        # A second rounding can be wrong only at ties, and for results with fewer bits than float32.
         near = ((bits & np.uint64((1 << 29) - 1)) == np.uint64(1 << 28)) | (np.abs(total) < 2.0**-125)
         if near.any():
             part = total - product
             lost = (product - (total - part)) + (c64 - part)
-            # To odd: a digit below all that float32 has says on which side of a tie the sum is.
+            # Round to odd: a digit below float32's last one shows the side of a tie.
             is_even = (bits & np.uint64(1)) == 0
             inexact = near & is_even & (lost != 0) & np.isfinite(total)
             step = np.where((lost > 0) == (total > 0), 1, -1).astype(np.int64)
@@ -68,7 +68,7 @@ def shifted(a: Values, n: Values, *, left: bool) -> Values:
 
 
 def bit_field(a: Values, first: Values, n: Values) -> Values:
-    """bfe: n bits from `first` on, of signed types with their sign."""
+    """bfe: extract n bits starting at `first`, sign-extended for signed types."""
     bits, wide = 8 * a.itemsize, a.view(f"u{a.itemsize}").astype(np.uint64)
     n64 = np.minimum(n & 255, bits).astype(np.uint64)
     field = (wide >> np.minimum(first & 255, 63).astype(np.uint64)) & ((np.uint64(1) << n64) - np.uint64(1))
@@ -79,7 +79,7 @@ def bit_field(a: Values, first: Values, n: Values) -> Values:
 
 
 def bit_insert(a: Values, b: Values, first: Values, n: Values) -> Values:
-    """bfi: b with n bits of a from `first` on."""
+    """bfi: return b with n bits of a inserted at `first`."""
     wide = np.minimum(n & 255, 32).astype(np.uint64)
     mask = ((np.uint64(1) << wide) - np.uint64(1)) << np.minimum(first & 255, 32).astype(np.uint64)
     moved = a.astype(np.uint64) << np.minimum(first & 255, 32).astype(np.uint64)
@@ -87,7 +87,7 @@ def bit_insert(a: Values, b: Values, first: Values, n: Values) -> Values:
 
 
 def permuted(a: Values, b: Values, selector: Values) -> Values:
-    """prmt: four of the eight bytes of a and b, or their signs."""
+    """prmt: select four of the eight bytes of a and b, or their signs."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     result = np.uint32(0)
     for i in range(4):
@@ -99,7 +99,7 @@ def permuted(a: Values, b: Values, selector: Values) -> Values:
 
 
 def looked_up(a: Values, b: Values, c: Values, table: Values) -> Values:
-    """lop3: bit by bit what `table` has for the three."""
+    """lop3: look up each bit of the three operands in `table`."""
     result = np.uint32(0)
     for i in range(8):
         if int(table) >> i & 1:
@@ -109,13 +109,13 @@ def looked_up(a: Values, b: Values, c: Values, table: Values) -> Values:
 
 
 def funnel(a: Values, b: Values, n: Values, *, left: bool) -> Values:
-    """shf.wrap: 32 bits of b and a side by side."""
+    """shf.wrap: shift 32 bits of the concatenation of b and a."""
     both, n64 = b.astype(np.uint64) << np.uint64(32) | a, (n & np.uint32(31)).astype(np.uint64)
     return ((both << n64) >> np.uint64(32) if left else both >> n64).astype(np.uint32)
 
 
 def high_product(a: Values, b: Values) -> Values:
-    """mul.hi"""
+    """Return the high half of a product (mul.hi)."""
     bits = 8 * a.itemsize
     if bits < 64:
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
@@ -125,7 +125,7 @@ def high_product(a: Values, b: Values) -> Values:
 
 
 def quotient(a: Values, b: Values) -> Values:
-    """Towards zero; by zero all bits, as devices have it."""
+    """Divide towards zero; division by zero gives all bits set, as on devices."""
     if a.dtype.kind == "f":
         return a / b
     safe = np.where(b == 0, b.dtype.type(1), b)
@@ -140,7 +140,7 @@ def remainder(a: Values, b: Values) -> Values:
 
 
 def converted(x: Values, dtype: type[np.generic], kinds: tuple[str, ...]) -> Values:
-    """cvt: floats to whole numbers are clamped to their range, no number is 0."""
+    """cvt: clamp floats to the integer's range; NaN becomes 0."""
     to = np.dtype(dtype)
     if x.dtype.kind == "f" and to.kind in "iu":
         ways = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -156,12 +156,12 @@ def converted(x: Values, dtype: type[np.generic], kinds: tuple[str, ...]) -> Val
 
 
 def to_tf32(x: Values) -> Values:
-    """cvt.rna: to the nearest of ten bits, ties away from zero."""
+    """cvt.rna: round to ten bits, ties away from zero."""
     return (x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
 
 
 def less_nan(name: str) -> Callable[[Values, Values], Values]:
-    """min and max: of floats that which is a number."""
+    """min and max: of floats, return the operand that is not NaN."""
     whole, of_floats = {"min": (np.minimum, np.fmin), "max": (np.maximum, np.fmax)}[name]
     return lambda a, b: of_floats(a, b) if a.dtype.kind == "f" else whole(a, b)
 

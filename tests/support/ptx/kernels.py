@@ -1,6 +1,6 @@
-"""Triton's kernels, compiled for a device that is not here and executed by the interpreter, on CPU tensors.
+"""Triton's kernels, compiled for an absent device and interpreted on CPU tensors.
 
-compiled(kernel, args, ...) gives PTX and shared memory; `launch` takes the place of
+compiled(kernel, args, ...) returns PTX and shared memory. `launch` replaces
 hotset.backends.triton.launch.launch.
 """
 
@@ -28,13 +28,13 @@ from ptx.program import Program, read
 
 ARCH = int(os.environ.get("HOTSET_PTX_ARCH", "80"))
 STATISTICS: Counter[str] = Counter()
-HOST_MEMORY: list[np.ndarray] = []  # what kernels reach by addresses of the host, as `launch` finds it
+HOST_MEMORY: list[np.ndarray] = []  # host memory that kernels address, for `launch`
 
 
 def _without_assembler(
     backend: Any = None, stages: Any = None, options: Any = None, language: Any = None, capability: Any = None
 ) -> tuple[str, str]:
-    """Triton's hook: what is interpreted need not be assembled, and is cached under another name."""
+    """Triton's hook: interpreted code is not assembled, and is cached under another name."""
     if stages is not None:
         stages["cubin"] = lambda source, metadata: b""
     return "ptx alone", "ptx alone"
@@ -56,7 +56,7 @@ def _program(ptx: str) -> Program:
 
 
 def pretend_a_device(patch: pytest.MonkeyPatch) -> None:
-    """Kernels on tensors of the CPU are launched as on a device, and interpreted."""
+    """Make kernels on CPU tensors launch as on a device, but interpreted."""
     patch.setattr(launcher, "launch", launch)
     patch.setattr(triton_kernels, "_precision", lambda x: "tf32x3")
     patch.setattr(triton_kernels, "is_hopper", lambda x: ARCH == 90)
@@ -72,7 +72,7 @@ def launch(
     at_once: bool = False,
     **constants: Any,
 ) -> None:
-    """As hotset.backends.triton.launch.launch. Raises Fault where a device would find a fault, or chance."""
+    """Launch like hotset.backends.triton.launch.launch. Raises Fault for a device's faults and races."""
     launcher.check(kernel, grid, args, constants)
     source = source_of(kernel, args, constants)
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fused}
@@ -84,7 +84,7 @@ def launch(
     for array in HOST_MEMORY:
         memory.add(array.ctypes.data, array.nbytes)
     program = _program(made.asm["ptx"])
-    given += [0] * (program.n_parameters - len(given))  # scratch memory, which these kernels do not ask for
+    given += [0] * (program.n_parameters - len(given))  # scratch memory, which these kernels do not use
     STATISTICS["launches"] += 1
     STATISTICS["instructions"] += run(
         program, memory, made.metadata.shared, grid, given, dependent=launcher.DEPENDENT
@@ -92,7 +92,7 @@ def launch(
 
 
 def _argument(memory: Memory, arg: Any, type_: str) -> int:
-    """Its bits."""
+    """Return the bits of an argument."""
     if isinstance(arg, torch.Tensor):
         return _address(memory, arg)
     if type_ == "fp32":
@@ -101,7 +101,7 @@ def _argument(memory: Memory, arg: Any, type_: str) -> int:
 
 
 def _address(memory: Memory, tensor: torch.Tensor) -> int:
-    """Of a tensor: what is beyond it is not its kernel's."""
+    """Return a tensor's address; memory beyond it does not belong to the kernel."""
     if not tensor.numel():
         return memory.add(tensor.data_ptr(), 0, (tensor.data_ptr(), 0))
     strides: Sequence[int] = tensor.stride()

@@ -1,9 +1,8 @@
 """Executes the threads of a grid, all at once: a register is an array with a number for each thread.
 
-Threads that are at the same instruction execute it together, those that are furthest behind first, so that
-threads that went different ways meet again; what a warp must execute as a whole waits for all of it. At a
-barrier those of a block wait until all of it are there.
-Asynchronous copies arrive as late as they may: when their group is waited for.
+Threads at the same instruction execute it together, the furthest behind first, so that diverged threads meet
+again. Instructions for a whole warp wait for all of its threads. At a barrier the threads of a block wait for
+each other. Asynchronous copies arrive as late as possible: when their group is awaited.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ptx.program import Instruction, Operand, Program
 
 WARP = 32
 AT_ONCE = 1 << 13  # threads that are executed together, or one block
-MOST_STEPS = 3_000_000  # instructions of a launch, each of many threads: more is a loop without an end
+MOST_STEPS = 3_000_000  # instructions of a launch, each for many threads: more is an endless loop
 REGISTERS: dict[str, Any] = {
     "p": np.bool_, "rs": np.uint16, "h": np.uint16, "r": np.uint32, "f": np.uint32, "hh": np.uint32,
     "b": np.uint32, "rd": np.uint64, "fd": np.uint64,
@@ -31,12 +30,15 @@ Lanes = slice | np.ndarray
 
 
 class Apart(Fault):
-    """Some threads of a warp execute what all of it must: unless the others still come."""
+    """Only some threads of a warp execute an instruction for all: a fault, unless the others arrive later."""
 
 
 class Machine:
-    """Some blocks of a launch. grid: its three sides; blocks: numbers of those that are executed here.
-    dependent: it begins while the launch before it is at work."""
+    """Some blocks of a launch.
+
+    grid: its three sides. blocks: numbers of the executed blocks. dependent: it begins while the previous
+    launch is running.
+    """
 
     def __init__(
         self, program: Program, memory: Memory, shared: int, grid: Sequence[int], arguments: Sequence[int],
@@ -47,7 +49,7 @@ class Machine:
         self.is_early = np.full(n * len(blocks), dependent)  # threads before griddepcontrol.wait
         self.shared = Shared(len(blocks), shared)
         self.block = np.repeat(np.arange(len(blocks)), n)  # of each thread, counted here
-        self.number = np.repeat(blocks, n)  # and of the launch
+        self.number = np.repeat(blocks, n)  # and in the launch
         self.thread = np.tile(np.arange(n, dtype=np.uint32), len(blocks))
         self.warp = (self.thread // WARP).astype(np.int64)
         x, y, z = (np.uint32(side) for side in grid)
@@ -58,17 +60,17 @@ class Machine:
             "%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z,
         }  # fmt: skip
         self.registers: dict[str, np.ndarray] = {}
-        self.at: Lanes = slice(None)  # the threads that execute the present instruction
+        self.at: Lanes = slice(None)  # the threads that execute the current instruction
         self.copies: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # see _copy
-        self.n_groups = np.zeros(len(self.thread), np.int64)  # of asynchronous copies, by thread
-        # Of wgmma: who reads (a thread of each warp), in which group, where, and numbers of what type.
+        self.n_groups = np.zeros(len(self.thread), np.int64)  # groups of asynchronous copies, by thread
+        # For wgmma: the reading thread of each warp, its group, the places, and the type of numbers.
         self.operands: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.dtype]] = []
         self.n_products = np.zeros(len(self.thread), np.int64)  # groups of wgmma, by thread
 
     # ---- operands
 
     def get(self, operand: Operand, kind: str) -> Values:
-        """What the present threads have there: [k], [k, 2] where a register holds two, or one for all."""
+        """Return the threads' values: [k], [k, 2] if a register holds two, or one for all."""
         assert isinstance(operand, str), operand
         if kind in PACKED:
             bits, half = self.get(operand, "b64" if kind == "f32x2" else "b32"), PACKED[kind]
@@ -88,7 +90,7 @@ class Machine:
         return arithmetic.from_bfloat16(found) if kind == "bf16" else found
 
     def put(self, operand: Operand, value: Values, kind: str) -> None:
-        """kind: what `value` has numbers of."""
+        """Store `value`. kind: the type of its numbers."""
         assert isinstance(operand, str), operand
         if operand == "_":
             return
@@ -101,7 +103,7 @@ class Machine:
             value = arithmetic.to_bfloat16(value)
         to, value = np.dtype(_dtype_of(name)), np.asarray(value)
         if value.dtype != to:
-            if value.itemsize != to.itemsize:  # wider: with its sign
+            if value.itemsize != to.itemsize:  # wider: sign-extended
                 value = value.view(f"u{value.itemsize}") if value.dtype.kind == "f" else value
                 value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{to.itemsize}")
             value = value.view(to)
@@ -112,7 +114,7 @@ class Machine:
             self._register(name)[self.at] = value
 
     def _register(self, name: str) -> np.ndarray:
-        """Of a register that was never written what was there before: numbers that stand out."""
+        """Return a register; an unwritten one holds old data: conspicuous numbers."""
         if name not in self.registers:
             dtype = np.dtype(_dtype_of(name))
             junk = np.full(8, 0x7F, np.uint8).view(dtype)[0] if dtype.kind != "b" else True
@@ -120,7 +122,7 @@ class Machine:
         return self.registers[name]
 
     def addresses(self, operand: Operand) -> np.ndarray:
-        """Of "[register+number]", uint64 [k]."""
+        """Return the addresses of "[register+number]", uint64 [k]."""
         assert isinstance(operand, str), operand
         found = re.fullmatch(r"\[([%\w]+)(?:\+(-?\w+))?\]", operand)
         assert found is not None, operand
@@ -137,11 +139,11 @@ class Machine:
         return len(self.thread) if isinstance(self.at, slice) else len(self.at)
 
     def full(self, value: Values) -> np.ndarray:
-        """A number for each of the present threads."""
+        """Return one number for each current thread."""
         return value if value.ndim else np.full(self.n_lanes, value)
 
     def by_warp(self, value: Values) -> np.ndarray:
-        """[warps, 32] of instructions that a warp executes as a whole."""
+        """Return [warps, 32] for instructions that a whole warp executes."""
         if not isinstance(self.at, slice):
             lane = self.at % WARP
             if len(lane) % WARP or (lane.reshape(-1, WARP) != np.arange(WARP)).any():
@@ -150,7 +152,7 @@ class Machine:
 
     @property
     def memory(self) -> Memory:
-        """That of the device, which the launch before may still read and write."""
+        """Return the device's memory, which the previous launch may still read and write."""
         if self.is_early[self.at].any():
             raise Fault("global memory is touched before the launch before is over")
         return self._memory
@@ -158,10 +160,10 @@ class Machine:
     # ---- running
 
     def run(self) -> int:
-        """Executes all threads to their end; how many instructions were executed."""
+        """Execute all threads to their end. Returns the number of executed instructions."""
         program = self.program
         groups: dict[int, np.ndarray] = {0: np.arange(len(self.thread))}
-        waiting = np.full(len(self.thread), -1)  # at a barrier: where they go on
+        waiting = np.full(len(self.thread), -1)  # at a barrier: where they continue
         n_steps, late = 0, set[int]()  # places where threads wait for others of their warp
         while groups:
             place = min(groups.keys() - late, default=min(groups))
@@ -188,7 +190,7 @@ class Machine:
                 raise Fault(f"{program.name} does not end")
         if (waiting >= 0).any():
             raise Fault(f"{program.name}: a barrier that some threads of a block do not reach")
-        if self.is_early.any():  # the launch after would not wait for the one before
+        if self.is_early.any():  # the next launch would not wait for the previous one
             raise Fault(f"{program.name}: a thread ends before the launch before is over")
         return n_steps
 
@@ -200,8 +202,11 @@ class Machine:
         groups: dict[int, np.ndarray],
         waiting: np.ndarray,
     ) -> bool:
-        """Executes an instruction; whether all of `lanes` go on to the next. If not, those that do and those
-        that go elsewhere are in `groups`."""
+        """Execute an instruction.
+
+        Returns whether all of `lanes` continue with the next one. If not, the continuing threads and those
+        that jump are in `groups`.
+        """
         everything: Lanes = slice(None) if len(lanes) == len(self.thread) else lanes
         self.at, passed = everything, None
         if one.guard is not None:
@@ -234,7 +239,7 @@ class Machine:
         by_block = waiting.reshape(-1, self.program.n_threads)
         here = (by_block >= 0).all(axis=1) & (by_block == place + 1).any(axis=1)
         self.shared.barrier(np.flatnonzero(here))
-        for lanes_, group, at, dtype in self.operands:  # which are still being read
+        for lanes_, group, at, dtype in self.operands:  # they are still being read
             mine = here[self.block[lanes_]]
             self.read_operands((lanes_[mine], group[mine], at[mine], dtype))
         free = np.flatnonzero(here[self.block])
@@ -287,7 +292,7 @@ class Machine:
         return self.shared.load(addresses, dtype, 1, self.block[lanes], self.warp[lanes])
 
     def copy(self, one: Instruction) -> None:
-        """cp.async: 4, 8 or 16 bytes, of which as many as asked for are read, and the others 0."""
+        """cp.async: copy 4, 8 or 16 bytes; bytes beyond the requested number become 0."""
         n = int(str(one.operands[2]), 0) // 4
         lanes = np.arange(len(self.thread))[self.at]
         size = self.full(self.get(one.operands[3], "u32") if len(one.operands) > 3 else np.uint32(4 * n))
@@ -305,7 +310,7 @@ class Machine:
         self.n_groups[self.at] += 1
 
     def await_copies(self, one: Instruction) -> None:
-        """What was copied before the latest groups has arrived, of the threads that wait."""
+        """Complete the copies of the waiting threads, except the latest groups."""
         all_ = one.kinds[2] == "wait_all"
         if all_:
             self.n_groups[self.at] += 1
@@ -338,7 +343,7 @@ class Machine:
             self.put(to, self.get(given, one.type).copy(), one.type)
 
     def shuffle(self, one: Instruction) -> None:
-        """shfl: another thread's number; its own where there is none."""
+        """shfl: return another thread's number, or the thread's own where the source is out of bounds."""
         to, value, by, bounds = one.operands[:4]
         lane = np.arange(WARP)
         other = self.by_warp(self.get(by, "b32")).astype(np.int64)
@@ -359,7 +364,7 @@ class Machine:
         self.put(to, found.reshape(-1), "b32")
 
     def reduce_warp(self, one: Instruction) -> None:
-        """redux"""
+        """Reduce over a warp (redux)."""
         values = self.by_warp(self.get(one.operands[1], one.type))
         found = {
             "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
@@ -377,7 +382,7 @@ class Machine:
             self.put(one.operands[0], np.repeat(found, WARP), "pred")
 
     def atomic(self, one: Instruction) -> None:
-        """atom and red: additions and exchanges."""
+        """Execute atom and red: additions and exchanges."""
         (what,) = {"add", "exch"} & set(one.kinds)
         values, to = self.full(self.get(one.operands[-1], one.type)), one.operands[-2]
         before = self.memory.exchange(self.addresses(to), values, is_sum=what == "add")
@@ -426,7 +431,7 @@ class Machine:
         self.put(one.operands[0], found, kind)
 
     def multiply(self, one: Instruction) -> None:
-        """mul.wide, mul.hi, mad."""
+        """Execute mul.wide, mul.hi and mad."""
         kind, n = one.type, DTYPES[one.type](0).itemsize
         a, b = (self.get(name, kind) for name in one.operands[1:3])
         if "wide" in one.kinds:
@@ -453,12 +458,12 @@ class Machine:
         self.put(one.operands[0], arithmetic.funnel(a, b, n, left="l" in one.kinds), "b32")
 
     def depend(self, one: Instruction) -> None:
-        """griddepcontrol: wait, for the launch before; launch_dependents, of those after, which wait too."""
+        """griddepcontrol: wait for the previous launch; launch_dependents does nothing here."""
         if one.kinds[1] == "wait":
             self.is_early[self.at] = False
 
     def nothing(self, one: Instruction) -> None:
-        """Fences, which order what is done in order here."""
+        """Ignore fences: everything is in order here."""
 
 
 def _kind_of(found: Values, kind: str) -> str:
@@ -478,7 +483,7 @@ def _dtype_of(name: str) -> Any:
 
 
 def _number(text: str, dtype: np.dtype) -> np.ndarray | None:
-    """An immediate value."""
+    """Return an immediate value."""
     if text.startswith("%") or not re.match(r"-?\d", text):
         return None
     if text.startswith(("0f", "0d")):
@@ -509,8 +514,10 @@ def run(
     program: Program, memory: Memory, shared: int, grid: Sequence[int], arguments: Sequence[int],
     dependent: bool = False,
 ) -> int:  # fmt: skip
-    """Executes a launch, its blocks in a drawn order; how many instructions were executed. dependent: as of
-    Machine. Raises Fault."""
+    """Execute a launch, its blocks in random order.
+
+    Returns the number of executed instructions. dependent: see Machine. Raises Fault.
+    """
     sides = (*grid, 1, 1)[:3]
     blocks = np.random.default_rng(0).permutation(int(np.prod(sides)))
     each = max(1, AT_ONCE // program.n_threads)

@@ -1,8 +1,8 @@
-"""The memories of a device, and what may be wrong with an access: its place, its alignment, its order.
+"""The memories of a device, and faults of accesses: their place, alignment and order.
 
-Whether two accesses are in order does not depend on which happened to be first: a byte that a warp wrote may
-not be touched by another warp before a barrier, and of global memory, which no barrier orders between blocks,
-not by another block of the launch.
+Whether two accesses are ordered does not depend on which happened first: another warp may not touch a byte
+that a warp wrote before a barrier. For global memory, which no barrier orders between blocks, another block
+of the launch may not touch it at all.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WINDOW = 1 << 40  # addresses between one argument and the next, so that nothing beyond its end is another's
-FIRST = 1 << 50  # above all addresses of the host
+WINDOW = 1 << 40  # distance between arguments' addresses, so that no overrun reaches another argument
+FIRST = 1 << 50  # above all host addresses
 MANY = 255  # several warps
 
 
 class Fault(AssertionError):  # noqa: N818
-    """What a device would refuse, or what would be chance there."""
+    """A fault on a device, or a result that depends on timing."""
 
 
 def bytes_at(address: int, n_bytes: int) -> np.ndarray:
-    """Memory of this process, uint8 [n_bytes]."""
+    """Return memory of this process, uint8 [n_bytes]."""
     return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), np.uint8)
 
 
 @dataclass
 class Allocation:
-    """`n_bytes` of the host at `first`. owners: of each byte the block that wrote it, counted from 1; None as
-    long as none did."""
+    """`n_bytes` of host memory at `first`.
+
+    owners: for each byte the block that wrote it, counted from 1; None until one did.
+    """
 
     first: int
     n_bytes: int
     owners: np.ndarray | None = None
 
     def places(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
-        """Of accesses at addresses of the host [k] the places in `owners` [k, n_bytes]."""
+        """Return the indices into `owners` [k, n_bytes] of accesses to host addresses [k]."""
         return (addresses - self.first)[:, None] + np.arange(n_bytes)
 
 
 class Region:
-    """Memory that a kernel may touch: a part of an allocation, which the device knows as `start`."""
+    """Memory that a kernel may access: a part of an allocation, which the device addresses as `start`."""
 
     def __init__(self, start: int, address: int, n_bytes: int, allocation: Allocation) -> None:
         self.start, self.address, self.n_bytes, self.allocation = start, address, n_bytes, allocation
@@ -49,7 +51,7 @@ class Region:
         self._views: dict[np.dtype, np.ndarray] = {}
 
     def elements(self, dtype: np.dtype) -> np.ndarray:
-        """All of it and what may be before it, from a multiple of 16 bytes on."""
+        """Return the region and any bytes before it, from a multiple of 16 bytes on."""
         if dtype not in self._views:
             skipped = self.address % 16
             n = (skipped + self.n_bytes) // dtype.itemsize
@@ -57,7 +59,7 @@ class Region:
         return self._views[dtype]
 
     def places(self, addresses: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Places in `elements` of the device's addresses."""
+        """Return the indices into `elements` of device addresses."""
         start = np.uint64(self.start - self.address % 16)
         return ((addresses - start) // np.uint64(dtype.itemsize)).astype(np.int64)
 
@@ -66,15 +68,18 @@ class Region:
 
 
 class Memory:
-    """Global memory of one launch."""
+    """The global memory of one launch."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
         self._allocations: dict[int, Allocation] = {}
 
     def add(self, address: int, n_bytes: int, whole: tuple[int, int] | None = None) -> int:
-        """The device's address of memory of the host. whole: address and bytes of its allocation, of which
-        there may be several views; None: all of it, and the device knows it as the host does."""
+        """Return the device's address of host memory.
+
+        whole: address and bytes of its allocation, which may have several views; None: the whole allocation,
+        at the same address.
+        """
         start = address if whole is None else FIRST + len(self._regions) * WINDOW + address % 256
         first, n_all = whole or (address, n_bytes)
         allocation = self._allocations.setdefault(first, Allocation(first, n_all))
@@ -82,7 +87,7 @@ class Memory:
         return start
 
     def load(self, addresses: np.ndarray, dtype: np.dtype, n: int, blocks: np.ndarray) -> np.ndarray:
-        """n neighbouring numbers of each address, [k, n]; blocks: int [k], who reads them."""
+        """Load n adjacent numbers at each address, [k, n]. blocks: int [k], the readers."""
         found = np.empty((len(addresses), n), dtype)
         for region, which in self._found(addresses, dtype.itemsize * n, "load"):
             given = addresses[which]
@@ -91,7 +96,7 @@ class Memory:
         return found
 
     def store(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray) -> None:
-        """values: unsigned [k, n]."""
+        """Store values, unsigned [k, n]."""
         n = values.shape[1]
         for region, which in self._found(addresses, values.itemsize * n, "store"):
             given, into = addresses[which], region.elements(values.dtype)
@@ -109,7 +114,7 @@ class Memory:
             allocation.owners[places] = mine
 
     def exchange(self, addresses: np.ndarray, values: np.ndarray, *, is_sum: bool) -> np.ndarray:
-        """Atomic additions, or exchanges, one after the other: what was there before, [k]."""
+        """Add or exchange atomically, one access after another. Returns the old values, [k]."""
         before = np.empty_like(values)
         for i in range(len(addresses)):
             given = addresses[i : i + 1]
@@ -120,7 +125,7 @@ class Memory:
         return before
 
     def check_order(self) -> None:
-        """After a launch: nothing was loaded that another block stored, then or later."""
+        """Check, after a launch, that no block loaded what another one stored before or after."""
         for region in self._regions:
             owners = region.allocation.owners
             for addresses, n, blocks in region.loads if owners is not None else ():
@@ -129,7 +134,7 @@ class Memory:
                     raise Fault("a block loads what another block of the launch stores")
 
     def _found(self, addresses: np.ndarray, n: int, what: str) -> list[tuple[Region, np.ndarray]]:
-        """The regions of accesses to n bytes each, and which accesses are of each."""
+        """Return the regions of accesses to n bytes each, and the accesses of each region."""
         if (odd := addresses % np.uint64(n)).any():
             raise Fault(f"misaligned {what} of {n} bytes at {int(addresses[odd != 0][0]):#x}")
         found, left = [], np.ones(len(addresses), bool)
@@ -148,10 +153,10 @@ class Memory:
 
 
 class Shared:
-    """Shared memory of several blocks, each of `size` bytes, which at first hold what was there before.
+    """The shared memory of several blocks, `size` bytes each, with undefined initial contents.
 
-    Of each byte: the warp that wrote it since the block's latest barrier, counted from 1, and the one that
-    read it, or MANY.
+    For each byte it records the warp that wrote it since the block's latest barrier, counted from 1, and the
+    warp that read it, or MANY.
     """
 
     def __init__(self, n_blocks: int, size: int) -> None:
@@ -163,13 +168,13 @@ class Shared:
     def load(
         self, addresses: np.ndarray, dtype: np.dtype, n: int, blocks: np.ndarray, warps: np.ndarray
     ) -> np.ndarray:
-        """n neighbouring numbers of each address, [k, n]; blocks, warps: int [k], who reads them."""
+        """Load n adjacent numbers at each address, [k, n]. blocks, warps: int [k], the readers."""
         at = self._places(addresses, dtype.itemsize * n, blocks, "load")
         self._note_load(at, dtype.itemsize * n, warps)
         return self._data.view(dtype)[at[:, None] // dtype.itemsize + np.arange(n)]
 
     def store(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray, warps: np.ndarray) -> None:
-        """values [k, n]."""
+        """Store values [k, n]."""
         n_bytes = values.itemsize * values.shape[1]
         at = self._places(addresses, n_bytes, blocks, "store")
         self.check_store(at, n_bytes, warps)
@@ -184,7 +189,7 @@ class Shared:
         self._writers.reshape(-1)[cells] = mine
 
     def places(self, addresses: np.ndarray, n_bytes: int, blocks: np.ndarray) -> np.ndarray:
-        """Where the stores of an asynchronous copy will go; they may go there at once."""
+        """Return the places of an asynchronous copy's stores, which may happen at any time from now on."""
         return self._places(addresses, n_bytes, blocks, "copy")
 
     def check_store(self, at: np.ndarray, n_bytes: int, warps: np.ndarray) -> None:
@@ -193,7 +198,7 @@ class Shared:
             raise Fault("race: a warp stores where another has loaded, without a barrier between")
 
     def barrier(self, blocks: np.ndarray) -> None:
-        """All warps of these blocks have met."""
+        """Record that all warps of these blocks have met."""
         self._writers[blocks] = 0
         self._readers[blocks] = 0
 

@@ -1,4 +1,4 @@
-"""PTX as text: the instructions of one kernel, as NVIDIA's "Parallel Thread Execution ISA" has them."""
+"""Parses PTX: the instructions of one kernel, as in NVIDIA's "Parallel Thread Execution ISA"."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ Operand = str | tuple[str, ...]  # a register, a number, an address in brackets;
 
 @dataclass(frozen=True)
 class Instruction:
-    """One statement. kinds: the opcode, taken apart at its dots. guard: a register of the predicate under
-    which it is executed, or None; negated: where that is false."""
+    """One statement.
+
+    kinds: the opcode, split at its dots. guard: the predicate register under which it is executed, or None;
+    negated: executed if the predicate is false.
+    """
 
     text: str
     kinds: tuple[str, ...]
@@ -30,7 +33,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel: labels are places in `instructions`, n_threads those of a block."""
+    """A kernel. Labels are indices into `instructions`; n_threads is per block."""
 
     name: str
     n_parameters: int
@@ -40,7 +43,7 @@ class Program:
 
 
 def read(ptx: str) -> Program:
-    """The only kernel of a module."""
+    """Parse the only kernel of a module."""
     head, _, rest = ptx[ptx.index(".entry") :].partition("{")
     (name,) = re.findall(r"\.entry\s+(\w+)", head)
     (n_threads,) = re.findall(r"\.reqntid\s+(\d+)", head)

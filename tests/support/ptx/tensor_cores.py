@@ -1,8 +1,8 @@
-"""Matrices of a warp and of four: ldmatrix, stmatrix, mma and wgmma.
+"""Matrices of a warp and of four warps: ldmatrix, stmatrix, mma and wgmma.
 
-Which thread has which number of a fragment stands in the figures of "Warp Level Matrix Instructions" and
-"Asynchronous Warpgroup Level Matrix Instructions" of the PTX ISA. Products are added in float64, which is
-exact for halves but where magnitudes differ by more than 2^30.
+The figures of "Warp Level Matrix Instructions" and "Asynchronous Warpgroup Level Matrix Instructions" in the
+PTX ISA define which thread has which number of a fragment. Products are added in float64, which is exact for
+halves unless magnitudes differ by more than 2^30.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TYPES = {"f16": np.float16, "bf16": np.uint16, "tf32": np.uint32, "s8": np.int8,
 
 
 def _numbers(bits: np.ndarray, kind: str) -> np.ndarray:
-    """Of whole registers, or of elements of memory: float64 with an axis more."""
+    """Return the numbers in registers or memory elements: float64 with one more axis."""
     parts = np.ascontiguousarray(bits)[..., None].view(TYPES[kind])
     if kind == "bf16":
         parts = arithmetic.from_bfloat16(parts)
@@ -36,12 +36,12 @@ def _numbers(bits: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _fragments(machine: Machine, one: Instruction, i: int) -> np.ndarray:
-    """The registers of operand i, uint32 [registers, warps, 32]."""
+    """Return the registers of operand i, uint32 [registers, warps, 32]."""
     return np.stack([machine.by_warp(machine.get(name, "b32")) for name in one.operands[i]])
 
 
 def _sum_of_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a [w, m, k] times b [w, k, n], column by column: no sum depends on what stands beside it."""
+    """Return a [w, m, k] times b [w, k, n], column by column: no sum depends on other columns."""
     total = np.zeros((len(a), a.shape[1], b.shape[2]))
     for k in range(a.shape[2]):
         total += a[:, :, k, None] * b[:, None, k, :]
@@ -65,7 +65,7 @@ def load_matrix(machine: Machine, one: Instruction) -> None:
 
 
 def store_matrix(machine: Machine, one: Instruction) -> None:
-    """stmatrix"""
+    """Store matrices (stmatrix)."""
     here = machine.at
     lanes = np.arange(len(machine.thread))[here].reshape(-1, 32)
     addresses = machine.by_warp(machine.addresses(one.operands[0]))
@@ -82,7 +82,7 @@ def store_matrix(machine: Machine, one: Instruction) -> None:
 
 
 def multiply(machine: Machine, one: Instruction) -> None:
-    """mma.m16n8k*: each warp its 16 rows and 8 columns."""
+    """mma.m16n8k*: each warp computes its 16 rows and 8 columns."""
     found = re.search(r"m16n8k(\d+)", one.opcode)
     assert found is not None
     depth, (kind_a, kind_b) = int(found[1]), one.kinds[-3:-1]
@@ -99,8 +99,8 @@ def multiply(machine: Machine, one: Instruction) -> None:
 
 
 def _left(registers: np.ndarray, depth: int, kind: str) -> np.ndarray:
-    """Matrices [warps, 16, depth] of A's fragments."""
-    numbers = _numbers(registers, kind)  # [registers, warps, 32, numbers of a register]
+    """Return matrices [warps, 16, depth] of A's fragments."""
+    numbers = _numbers(registers, kind)  # [registers, warps, 32, numbers per register]
     n = numbers.shape[-1]
     made = np.zeros((registers.shape[1], 16, depth))
     for i, of in enumerate(numbers):
@@ -110,7 +110,7 @@ def _left(registers: np.ndarray, depth: int, kind: str) -> np.ndarray:
 
 
 def _right(registers: np.ndarray, depth: int, kind: str) -> np.ndarray:
-    """Matrices [warps, depth, 8] of B's fragments."""
+    """Return matrices [warps, depth, 8] of B's fragments."""
     numbers = _numbers(registers, kind)
     n = numbers.shape[-1]
     made = np.zeros((registers.shape[1], depth, 8))
@@ -121,7 +121,7 @@ def _right(registers: np.ndarray, depth: int, kind: str) -> np.ndarray:
 
 
 def _results(width: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Rows and columns of a thread's sums, of 16 rows of a warp."""
+    """Return the rows and columns of a thread's sums, for 16 rows of a warp."""
     return [
         (GROUP + 8 * down, 2 * IN_GROUP + e + 8 * block)
         for block in range(width // 8)
@@ -131,8 +131,10 @@ def _results(width: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def multiply_warpgroup(machine: Machine, one: Instruction) -> None:
-    """wgmma.mma_async: four warps, 16 rows each. Matrices in shared memory are read at once, and count as
-    being read until their group is waited for."""
+    """wgmma.mma_async: four warps, 16 rows each.
+
+    Matrices in shared memory are read immediately, but count as being read until their group is awaited.
+    """
     found = re.search(r"m64n(\d+)k(\d+)", one.opcode)
     assert found is not None
     width, depth, kind = int(found[1]), int(found[2]), one.kinds[-1]
@@ -162,8 +164,11 @@ def _described(
     machine: Machine, lanes: np.ndarray, descriptor: np.ndarray, shape: tuple[int, int], kind: str,
     is_transposed: bool,
 ) -> np.ndarray:  # fmt: skip
-    """A matrix in shared memory [warpgroups, *shape] of a descriptor: where it begins, how far core matrices
-    of 8 rows are apart in either direction, and the swizzle, which permutes 16 bytes within rows."""
+    """Return a matrix in shared memory [warpgroups, *shape] from a descriptor.
+
+    It gives the start, the distances of core matrices of 8 rows in both directions, and the swizzle, which
+    permutes 16 bytes within rows.
+    """
     of_threads = np.broadcast_to(descriptor, lanes.size).reshape(lanes.shape).astype(np.uint64)
     if (of_threads != of_threads[:, :1]).any():
         raise Fault("threads of a warpgroup have different descriptors")
@@ -196,16 +201,16 @@ def _described(
 
 
 def fence(machine: Machine, one: Instruction) -> None:
-    """wgmma.fence: registers are in order here."""
+    """wgmma.fence: registers are always in order here."""
 
 
 def commit(machine: Machine, one: Instruction) -> None:
-    """wgmma.commit_group"""
+    """Commit a group of wgmma (wgmma.commit_group)."""
     machine.n_products[machine.at] += 1
 
 
 def wait(machine: Machine, one: Instruction) -> None:
-    """wgmma.wait_group: all but the latest groups of these threads have read their matrices."""
+    """wgmma.wait_group: all but these threads' latest groups have read their matrices."""
     complete = np.zeros(len(machine.thread), np.int64)
     complete[machine.at] = machine.n_products[machine.at] - int(str(one.operands[0]), 0)
     left = []

@@ -33,7 +33,7 @@ from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Recurrent
 from hotset.offload.weight_store import StoredWeights
 
-assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
+assert (_core.KV_BLOCK_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 assert _core.SAVED_TOKENS == SAVED_TOKENS
 
 _PlanKey = tuple[frozenset[str], bool]  # the taps of a plan, and whether it has adapters

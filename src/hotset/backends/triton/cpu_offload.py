@@ -114,7 +114,7 @@ class CpuOffload(CpuWorker):
         """
         index = self._index[layer]
         if not self._finalizer.alive:
-            raise DeviceError("the CPU's half was closed")
+            raise DeviceError("the CPU worker was closed")
         if self._asks[index] != (bits is not None):
             raise InvalidRequestError(
                 f"layer {layer} has {'a' if self._asks[index] else 'no'} predictor: bits "
@@ -200,10 +200,10 @@ class _Direct:
         shared.h[:n].copy_(h)  # waits for the device, where it is another
         if bits is not None:
             shared.bits[index][:n].copy_(bits)
-        shared.native.post(index)
+        shared.native.submit(index)
 
     def collect(self, index: int) -> Tensor:
-        if not self.shared.native.wait(index):
+        if not self.shared.native.collect(index):
             raise DeviceError(f"the hybrid step was given up: {self.shared.native.poisoned()}")
         return self.shared.out[index][: self.shared.submitted[index]].to(self.device, copy=True)
 

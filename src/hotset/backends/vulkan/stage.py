@@ -236,7 +236,7 @@ class VulkanStage(DeviceStage):
             rows[self.entering] = on_host(x)
         # Without n_vocab: the chain has checked the tokens.
         slots = cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=None)
-        self._cancel.asked = False
+        self._cancel.requested = False
         if self._experts is not None:
             self._experts.begin_step()
         self._inputs.fill(batch, slots, rows)
@@ -265,7 +265,7 @@ class VulkanStage(DeviceStage):
             try:
                 return self._run(lowered, batch, rows)
             except StepCancelledError:
-                if worker is not None and not self._cancel.asked:
+                if worker is not None and not self._cancel.requested:
                     raise DeviceError(f"the hybrid step was given up: {worker.given_up()}") from None
                 raise
 
@@ -399,7 +399,7 @@ class VulkanStage(DeviceStage):
 
     def cancel(self) -> None:
         """Ends the step in flight after what was submitted, at most two layers of a prompt."""
-        self._cancel.asked = True
+        self._cancel.requested = True
         if self._worker is not None:
             self._worker.cancel("it was cancelled")
 
@@ -416,7 +416,7 @@ class VulkanStage(DeviceStage):
             self._experts.close()
             self._experts = None
         self._closed = True
-        self._cancel.asked = True
+        self._cancel.requested = True
         self.tapped = {}
         for lowered in self.__dict__.get("_lowered", {}).values():
             lowered.free()

@@ -1,28 +1,29 @@
-// What the tokens of one answer did, as the server counted it; docs/guides/serve.md has the fields.
+// The activity of one answer's tokens, as the server counted it; docs/guides/serve.md describes the fields.
 
 import { ENDS } from "./colours.js";
 import { count, counted, finePercent, percent, rate, shownToken, size, sizeOf } from "./units.js";
 
 const NEARLY_ALL = 0.97;
 
-/** Bytes that a token read, keys and values among them, and what it would have read with every neuron. */
+/** Return the bytes that a token read, including keys and values, and the bytes of a token with all neurons. */
 export const touched = (token) => token.bytes_touched + (token.bytes_kv ?? 0);
 export const total = (token) => token.bytes_total + (token.bytes_kv ?? 0);
 
-// What a mean is made of, by name.
+// The averaged quantities, by name.
 const COUNTED = { share: (token) => token.active_share, touched, total };
 
-/** Of one answer: an entry per token, in order. The first one's step read the prompt too, so it is in no mean. Sums and
- * counts are carried along: what is shown while an answer grows does not go through all of its tokens. */
+/** The activity of one answer: an entry per token, in order. The first token's step also read the prompt, so means
+ * exclude it. Sums and counts are updated with each token, so that the display of a growing answer does not read
+ * all tokens again. */
 export class Activity {
   constructor(facts) {
-    this.facts = facts; // of the model; null where the server gave none
+    this.facts = facts; // of the model; null if the server sent none
     this.tokens = [];
-    this.isSparse = this.hasDevice = false; // hasDevice: a device computed neurons, too
-    this.isShared = false; // steps of this answer had tokens of other requests in them
+    this.isSparse = this.hasDevice = false; // hasDevice: a device computed some neurons
+    this.isShared = false; // some steps of this answer included tokens of other requests
     this.nLayers = 0;
-    this.nDrafted = 0; // tokens that came from the step of the one before (speculative decoding)
-    this.below = ENDS.map(() => 0); // of each end of a scale, cells that are not above it
+    this.nDrafted = 0; // tokens drafted in the previous token's step (speculative decoding)
+    this.below = ENDS.map(() => 0); // for each possible end of the scale, the number of cells not above it
     this.nCells = 0;
     this.clear();
   }
@@ -41,7 +42,7 @@ export class Activity {
           for (let i = ENDS.length - 1; i >= 0 && share <= ENDS[i]; i--) this.below[i]++;
         }
       }
-      if (this.tokens.length === 2) this.clear(); // the first one was in until now
+      if (this.tokens.length === 2) this.clear(); // the first token was included until now
       this.isShared ||= this.tokens.length > 1 && token.step_tokens > 1;
       this.count(token);
     }
@@ -49,11 +50,11 @@ export class Activity {
 
   clear() {
     this.sums = {}; // name → [sum, weight]
-    this.layerSums = []; // of each layer: fired, fired on the CPU, bytes
+    this.layerSums = []; // per layer: fired, fired on the CPU, bytes
     this.layerWeight = 0;
   }
 
-  /** Several tokens in a step share what it did: each counts as its step does. */
+  /** Add a token to the sums. Tokens of one step share its counts, so each is weighted as its share of the step. */
   count(token) {
     const weight = token.step_tokens ?? 1, { layers } = token;
     for (const [name, of] of Object.entries(COUNTED)) {
@@ -79,23 +80,23 @@ export class Activity {
     return this.tokens.length;
   }
 
-  /** Tokens that means are made of. */
+  /** The tokens that means include. */
   get counted() {
     return this.tokens.length > 1 ? this.tokens.slice(1) : this.tokens;
   }
 
-  /** The mean of "share", "touched" or "total" over tokens. */
+  /** Return the mean of "share", "touched" or "total" over tokens. */
   mean(name) {
     const [sum, weight] = this.sums[name] ?? [0, 0];
     return weight ? sum / weight : 0;
   }
 
-  /** Mean bytes of a layer. */
+  /** Return the mean bytes that a token reads in a layer. */
   layerBytes(layer) {
     return this.layerWeight ? this.layerSums[layer][2] / this.layerWeight : 0;
   }
 
-  /** Tokens per second after the first; 0 before there is a second one. */
+  /** Tokens per second after the first; 0 before the second token. */
   get perSecond() {
     const n = this.tokens.length;
     if (n < 2) return 0;
@@ -103,17 +104,17 @@ export class Activity {
     return seconds > 0 ? (n - 1) / seconds : 0;
   }
 
-  /** Where the colours of the picture end: nearly all cells are below. A few that are far above would make the
+  /** The end of the picture's colour scale. Nearly all cells are below it: a few much larger ones would make the
    * rest look alike. */
   get scale() {
     const needed = Math.ceil(NEARLY_ALL * (this.nCells - 1)) + 1;
     const end = ENDS.find((_, i) => this.below[i] >= needed) ?? 1;
-    // Upwards only: the colours of what is drawn do not flicker.
+    // The scale only grows, so that colours do not flicker.
     this.scaleSoFar = Math.max(this.scaleSoFar ?? 0, end);
     return this.scaleSoFar;
   }
 
-  /** The share of a layer's neurons that fired for a token; place: "all", or what "device" or "cpu" computed. */
+  /** Return the share of a layer's neurons that fired for a token. place: "all", "device" or "cpu". */
   share(token, layer, place = "all") {
     const layers = this.tokens[token]?.layers;
     if (!layers) return null;
@@ -122,13 +123,13 @@ export class Activity {
     return place === "cpu" ? cpu : place === "device" ? Math.max(all - cpu, 0) : all;
   }
 
-  /** Mean share of each layer. */
+  /** Return the mean share of each layer. */
   layerShares(place = "all") {
     const of = { all: ([all]) => all, cpu: ([, cpu]) => cpu, device: ([all, cpu]) => all - cpu }[place];
     return this.layerSums.map((sum) => of(sum) / this.layerWeight);
   }
 
-  /** Of what fired, the share that the CPU computed. */
+  /** The share of the firing neurons that the CPU computed. */
   get cpuPart() {
     const all = this.layerShares().map((share, i) => share * (this.facts?.n_ff?.[i] ?? 1));
     const cpu = this.layerShares("cpu").map((share, i) => share * (this.facts?.n_ff?.[i] ?? 1));
@@ -136,7 +137,7 @@ export class Activity {
     return sum(all) ? sum(cpu) / sum(all) : 1;
   }
 
-  /** The answer as parts of a message: [number, words]. */
+  /** Return a summary of the answer as pairs [number, words]. */
   summary() {
     const parts = [];
     if (this.isSparse) {
@@ -154,7 +155,7 @@ export class Activity {
     return parts;
   }
 
-  /** One line: 31% fired · 5.2 of 14.6 MB read per token · 58 tok/s. */
+  /** Return a summary in one line: 31% fired · 5.2 of 14.6 MB read per token · 58 tok/s. */
   line() {
     const parts = [];
     if (this.isSparse) parts.push(`${percent(this.mean("share"))} fired`);
@@ -163,7 +164,7 @@ export class Activity {
     return parts.join(" · ");
   }
 
-  /** What is known of a token and, with a layer, of a cell: a message. */
+  /** Return a description of a token or, with a layer, of a cell. */
   describe(index, layer = null) {
     const token = this.tokens[index];
     if (!token) return "";

@@ -1,16 +1,16 @@
-// Files that go with a message: their text is read in the browser, and stands before the message.
+// Files attached to a message. The browser reads their text, which is sent before the message.
 
 import { byId, h, icon, ICONS } from "./dom.js";
 import { notice } from "./notices.js";
 import { textOfPdf } from "./pdf.js";
 import { count, counted, size } from "./units.js";
 
-const MOST_BYTES = 1_000_000; // of a file: the server counts the tokens of a text of about so many
+const MOST_BYTES = 1_000_000; // of a file: about the largest text whose tokens the server counts
 const MOST_PDF_BYTES = 20_000_000;
 const MOST_FILES = 16;
 const LONGEST_NAME = 120;
 
-/** The text of a file: {name, text}. Throws an Error with a message for the reader. */
+/** Read a file: {name, text}. Throws an Error with a message for the user. */
 async function read(file) {
   const name = file.name.replace(/[\p{C}`]+/gu, " ").slice(-LONGEST_NAME) || "file";
   const bytes = new Uint8Array(await file.arrayBuffer());
@@ -34,7 +34,7 @@ async function pdf(name, bytes) {
 
 const startsWith = (bytes, text) => [...text].every((letter, i) => bytes[i] === letter.charCodeAt(0));
 
-/** Bytes as text; null where they are none. */
+/** Decode bytes as text; null if they are not text. */
 function decoded(bytes) {
   const utf16 = { "255,254": "utf-16le", "254,255": "utf-16be" }[bytes.slice(0, 2).join()];
   try {
@@ -45,14 +45,14 @@ function decoded(bytes) {
   }
 }
 
-/** A text between fences that it does not have. */
+/** Return a text between fences that do not occur in it. */
 export function fenced(text, kind = "") {
   const longest = (text.match(/`+/g) ?? []).reduce((most, run) => Math.max(most, run.length), 2);
   const fence = "`".repeat(longest + 1);
   return `${fence}${kind}\n${text.replace(/\n+$/, "")}\n${fence}`;
 }
 
-/** What the model reads of a message: each file behind its name, between fences that it does not have, then the text. */
+/** Return a message as the model reads it: each file after its name, between unique fences, then the text. */
 export function contentOf({ content, files = [] }) {
   const blocks = files.map(({ name, text }) => {
     const kind = /\.(?!pdf$)(\w{1,10})$/i.exec(name)?.[1] ?? "";
@@ -61,7 +61,7 @@ export function contentOf({ content, files = [] }) {
   return [...blocks, content].filter((part) => part !== "").join("\n\n");
 }
 
-/** Files as they stand above a message that was sent. */
+/** Return the file list above a sent message. */
 export function fileList(files) {
   return h(
     "ul",
@@ -72,9 +72,9 @@ export function fileList(files) {
   );
 }
 
-/** Those of the message that is being written. */
+/** The files of the message that is being written. */
 export class Attachments {
-  /** countTokens(text): a promise of their number; null where they are not counted. room(): tokens of the context, or null. */
+  /** countTokens(text): a promise of the number, null if unknown. room(): free tokens of the context, or null. */
   constructor({ countTokens, room }) {
     this.countTokens = countTokens;
     this.room = room;
@@ -129,12 +129,12 @@ export class Attachments {
     try {
       file.tokens = await this.countTokens(contentOf({ content: "", files: [file] }));
     } catch {
-      file.tokens = null; // the server does not say; the request will
+      file.tokens = null; // unknown; the request will report an error
     }
     this.draw();
   }
 
-  /** Files for a message that is sent now. */
+  /** Remove and return the files, for a message that is sent now. */
   take() {
     const files = this.files.map(({ name, text }) => ({ name, text }));
     this.files = [];

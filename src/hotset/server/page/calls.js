@@ -1,23 +1,23 @@
-// The calls of an answer, as they are read: what the model wants to call, with which arguments, what the reader says to
-// it, and what came of it. Arguments and results are others' texts: they become text nodes, and what has no shape in them
-// is written out, so that nothing is allowed unseen.
+// Shows the tool calls of an answer: the requested tool, its arguments, the user's decision and the result. Arguments
+// and results are untrusted text: they become text nodes, and invisible characters are escaped, so that the user sees
+// everything that is allowed.
 
 import { h } from "./dom.js";
 import { isSettled, LONGEST_RESULT, parsed } from "./tools.js";
 import { counted } from "./units.js";
 
-// Controls, embedding and overriding of the direction, and what else has no shape; but for joiners within words and emoji.
+// Control, direction and other invisible characters, except joiners within words and emoji.
 const JOINER = "(?<=[\\p{L}\\p{M}\\p{Emoji}\\ufe0f])[\\u200c\\u200d](?=[\\p{L}\\p{Emoji}])|(?<=\\p{Emoji})\\ufe0f";
 const UNSEEN = new RegExp(`(?!${JOINER}|[\\n\\t])[\\p{Cc}\\p{Cf}\\p{Zl}\\p{Zp}\\p{Cs}\\p{Co}\\p{DI}]`, "gu");
 export const written = (text) => text.replace(UNSEEN, (letter) => `\\u{${letter.codePointAt(0).toString(16)}}`);
 
 const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "result typed by you" };
 
-/** The arguments that a tool, or a function, takes. */
+/** Show the parameters of a tool or function. */
 export const schemaOf = ({ name, parameters }) =>
   h("pre", { tabIndex: 0, role: "region", "aria-label": `Schema of ${name}` }, written(JSON.stringify(parameters, null, 2)));
 
-/** Calls of one message. actions: allow(message, call, always), deny(message, call), type(message, call, text),
+/** The calls of one message. actions: allow(message, call, always), deny(message, call), type(message, call, text),
  * toolOf(call). */
 export class CallsView {
   constructor(message, actions) {
@@ -26,7 +26,7 @@ export class CallsView {
     this.cards = [];
   }
 
-  /** running: the answer still grows. active: the reader may decide. */
+  /** running: the answer still grows. active: the user may decide. */
   update(running, active) {
     const calls = this.message.calls ?? [];
     this.element.hidden = calls.length === 0;
@@ -43,7 +43,7 @@ export class CallsView {
     this.cards[i] = card;
   }
 
-  /** One whose arguments are being written: each piece is added as it comes. */
+  /** Show a call whose arguments are being generated, adding each piece as it arrives. */
   growing(call) {
     const name = h("b"), text = document.createTextNode("");
     let taken = 0;
@@ -81,7 +81,7 @@ export class CallsView {
 
   consent(call) {
     const { message, actions } = this;
-    // The second click of two is not meant for what the first one has moved under the pointer.
+    // Ignore the second click of a double click: the first one has moved another button under the pointer.
     const once = (act) => (event) => event.detail > 1 || act();
     const button = (name, kind, act) => h("button", { type: "button", class: kind, "aria-label": `${name}: ${call.name}`, on: { click: once(act) } }, name);
     const deny = button("Deny", "quiet", () => actions.deny(message, call));
@@ -104,7 +104,7 @@ export class CallsView {
   }
 }
 
-/** What is known of a tool that the reader is asked about. */
+/** Describe a tool that the user is asked to allow. */
 function about(tool) {
   if (tool === undefined) return null;
   if (tool === null) return h("p", { class: "problem" }, "This tool has changed, or the server does not have it any more.");
@@ -126,5 +126,5 @@ function result(call) {
   return h("details", { class: "result", open: text.length < 400 }, h("summary", {}, title), pre);
 }
 
-/** Whether each call of a message has come to its end. */
+/** Whether all calls of a message are finished. */
 export const areSettled = (message) => (message.calls ?? []).every(isSettled);

@@ -4,10 +4,10 @@ import { byId, h } from "./dom.js";
 import * as server from "./server.js";
 import { percent, size } from "./units.js";
 
-const WAIT_MS = 200; // after the last key, before the catalogue is searched
+const WAIT_MS = 200; // after the last key press, before the search
 
 export class Catalogue {
-  /** downloaded(): the server has one more model. */
+  /** downloaded(): called when a download is complete. */
   constructor(downloaded) {
     this.downloaded = downloaded;
     this.found = [];
@@ -25,7 +25,7 @@ export class Catalogue {
     let note;
     try {
       const found = await server.catalogue(words);
-      if (words !== byId("catalogue-search").value) return; // more was written meanwhile
+      if (words !== byId("catalogue-search").value) return; // the search text has changed meanwhile
       this.found = found;
       note = found.length ? "" : "No model has these words.";
     } catch (error) {

@@ -1,4 +1,4 @@
-// The conversation that is open: what is asked, what is answered, what becomes of its messages.
+// The open conversation: sending messages, generating answers, editing and deleting.
 
 import { Activity } from "./activity.js";
 import { contentOf } from "./attachments.js";
@@ -16,12 +16,12 @@ import { Transcript } from "./transcript.js";
 import * as tree from "./tree.js";
 import { count, counted } from "./units.js";
 
-const MOST_ROUNDS = 16; // of calls, after which the reader says whether the model is to go on
+const MOST_ROUNDS = 16; // of calls, after which the user must confirm that the model continues
 
 export class Chat {
-  /** keep(conversation): it changed. second(): {model, preset} that answers beside the chosen model, or null.
-   * opened(conversation): it is the one that is shown.
-   * onError(error, retry): the server did not answer as it should. running(is): an answer begins or ends. */
+  /** keep(conversation): it changed. second(): {model, preset} that answers next to the chosen model, or null.
+   * opened(conversation): it is shown now. onError(error, retry): a request failed. running(is): an answer begins
+   * or ends. */
   constructor({ models, settings, tools, picture, keep, second, opened, onError, running, showEmpty }) {
     Object.assign(this, { models, settings, tools, picture, keep, second, opened, onError, onRunning: running, showEmpty });
     this.conversation = store.fresh();
@@ -52,7 +52,7 @@ export class Chat {
     return this.conversation.messages.length === 0;
   }
 
-  // ---- what is shown ----
+  // ---- display ----
 
   open(conversation) {
     this.stop();
@@ -67,7 +67,7 @@ export class Chat {
     this.findTools(conversation);
   }
 
-  /** Those of calls that wait since an earlier visit. */
+  /** Load the tools for calls that wait since an earlier visit. */
   async findTools(conversation) {
     const waits = (message) => message.calls?.some((call) => call.state === "asked" && !call.typed);
     if (this.tools.servers !== null || !tree.path(conversation).some(waits)) return;
@@ -75,17 +75,17 @@ export class Chat {
       await this.tools.load();
     } catch (error) {
       if (!(error instanceof server.ServerError)) throw error;
-      return; // the call says what is wrong, once it is allowed
+      return; // allowing the call will show the error
     }
     if (conversation === this.conversation && !this.running) this.draw(false);
   }
 
-  /** Those of earlier visits. */
+  /** Load the figures of answers from earlier visits. */
   async findFigures(conversation) {
     const answers = conversation.messages.filter((message) => message.role === "assistant" && !this.activities.has(message));
     const found = await Promise.all(answers.map((message) => figures.find(conversation, message)));
     for (const [i, activity] of found.entries()) {
-      // An answer that has been generated or edited meanwhile has its own.
+      // An answer that was generated or edited meanwhile has its own figures.
       if (activity && !this.activities.has(answers[i])) this.activities.set(answers[i], activity);
     }
     if (conversation === this.conversation && !this.running && found.some(Boolean)) this.draw(false);
@@ -117,7 +117,7 @@ export class Chat {
     this.draw(false);
   }
 
-  // ---- what the reader does ----
+  // ---- the user's actions ----
 
   send(text, files = []) {
     if (this.running || (text.trim() === "" && files.length === 0)) return;
@@ -128,7 +128,7 @@ export class Chat {
     this.answer(tree.add(this.conversation, last, message));
   }
 
-  /** An edited question is answered beside the one before; an edited answer is the text that it is now. */
+  /** Edit a message. An edited question gets a new answer next to the old one; an edited answer takes the new text. */
   edit(message, text) {
     if (this.running) return;
     clearNotice("message");
@@ -150,7 +150,7 @@ export class Chat {
     if (this.running) return;
     clearNotice("message");
     const question = this.parentOf(message);
-    if (message.content === "" && message.failed && !message.calls) tree.remove(this.conversation, message); // nothing that one would go back to
+    if (message.content === "" && message.failed && !message.calls) tree.remove(this.conversation, message); // an empty version is useless
     this.answer(question);
   }
 
@@ -181,7 +181,7 @@ export class Chat {
 
   // ---- answers ----
 
-  /** Asks for the answer to a message, of one model or of two. */
+  /** Generate the answer to a message, with one model or two. */
   answer(question) {
     const { conversation } = this;
     const asked = this.pathTo(question), sides = this.sides();
@@ -197,7 +197,7 @@ export class Chat {
     });
   }
 
-  /** Has an answer continued where it ends; behind calls that is another one. */
+  /** Continue an answer; after calls, generate another answer. */
   goOn(message) {
     if (this.running) return undefined;
     clearNotice("message");
@@ -211,7 +211,8 @@ export class Chat {
     return message === null ? [] : tree.path({ ...this.conversation, leaf: message.id });
   }
 
-  /** Who answers: the chosen model with the settings of the conversation, and the second one where two are compared. */
+  /** Return the answering models: the chosen one with the conversation's settings and, in a comparison, the second
+   * one. */
   sides() {
     const { models, settings } = this, second = this.second();
     const own = { label: models.shortName, model: models.name, values: settings.values };
@@ -221,7 +222,7 @@ export class Chat {
     return [own, { label, model: second.model, values: preset ?? settings.values }];
   }
 
-  /** The request for an answer; the server leaves out the oldest turns if the context is full. */
+  /** Return the request for an answer. If the context is full, the server leaves out the oldest turns. */
   bodyOf({ asked, model, values }) {
     return {
       ...(model === null ? {} : { model }),
@@ -232,7 +233,7 @@ export class Chat {
     };
   }
 
-  /** Runs answers side by side, and shows them as they come. retry: does it all again, once the server has a key. */
+  /** Generate answers side by side and show them as they grow. retry: called after the user has entered an API key. */
   async run(jobs, retry) {
     const owner = this.conversation, messages = jobs.map((job) => job.message);
     this.running = { controller: new AbortController(), messages };
@@ -279,7 +280,7 @@ export class Chat {
       const onDropped = (n) => isFirst && leftOut(owner, job.asked, n, size) && owner === this.conversation && this.draw();
       for await (const chunk of server.chat({ ...this.bodyOf(job), ...offered }, signal, onDropped)) {
         reason = take(chunk, message, activity) ?? reason;
-        if (owner !== this.conversation) continue; // another one was opened, and this is about to end
+        if (owner !== this.conversation) continue; // another conversation was opened; this request is about to end
         this.transcript.update(message, true, activity);
         if (activity.length && isFirst) this.picture.show(activity, true);
       }
@@ -289,7 +290,7 @@ export class Chat {
       announce(activity.length ? `The answer is complete. ${activity.line()}` : "The answer is complete.");
       clearNotice("answer");
     } catch (error) {
-      delete message.calls; // they may be cut
+      delete message.calls; // they may be truncated
       this.fail(error, message, activity, () => owner === this.conversation && retry());
     }
     if (message.content === before && !message.reasoning && !message.calls && message.failed === undefined) message.failed = "The answer is empty.";
@@ -297,7 +298,7 @@ export class Chat {
 
   // ---- calls ----
 
-  /** Makes the calls of an answer that need no one's consent, and has the model go on once all have come to an end. */
+  /** Make the calls that need no consent, and continue with the model when all calls are finished. */
   goOnBehind(message) {
     if (this.running || message.id !== this.conversation.leaf) return;
     const isFree = (call) => call.state === "asked" && !call.typed && !call.problem && this.tools.isAllowed(call, this.conversation);
@@ -329,7 +330,7 @@ export class Chat {
     this.makeCalls(message, [call]);
   }
 
-  /** The reader denies a call, or gives its result. */
+  /** The user denies a call, or types its result. */
   decide(message, call, how) {
     if (this.running || call.state !== "asked") return;
     how();
@@ -340,7 +341,7 @@ export class Chat {
     this.goOnBehind(message);
   }
 
-  /** Makes calls, one after the other. */
+  /** Make calls, one after another. */
   async makeCalls(message, calls) {
     const owner = this.conversation, controller = new AbortController();
     const show = () => owner === this.conversation && this.transcript.update(message, false, this.activities.get(message));
@@ -370,7 +371,7 @@ export class Chat {
     if (!stopped) this.goOnBehind(message);
   }
 
-  /** A call that was not made, or whose end was not waited for: the reader decides anew. */
+  /** Reset a call that was not made or was aborted, so that the user decides again. */
   failCall(call, error) {
     call.state = "asked";
     delete call.consent;
@@ -406,7 +407,7 @@ export class Chat {
   }
 }
 
-/** Adds what a chunk brings; returns why the answer ended, where it did. */
+/** Add the contents of a chunk. Returns the finish reason, if the answer ended. */
 function take(chunk, message, activity) {
   const choice = chunk.choices?.[0];
   if (choice?.delta?.content) message.content += choice.delta.content;

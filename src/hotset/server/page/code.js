@@ -1,13 +1,13 @@
-// Code in an answer: a block with the name of its language, a button that copies it, and colours (highlight.js).
+// Code in an answer: a block with its language, a copy button and syntax colours (highlight.js).
 
 import { copyFrom, h } from "./dom.js";
 
-const LONGEST = 30_000; // characters of a block that gets colours
+const LONGEST = 30_000; // characters of a block with syntax colours
 const LONGEST_NAME = 24;
 
-let highlighter = null; // the module, once a block of code was complete
+let highlighter = null; // the module, loaded for the first complete code block
 
-/** A block of code. complete: nothing more is to come, so that it gets its colours. */
+/** Return a code block. complete: it does not grow any more, so it gets syntax colours. */
 export function codeBlock(text, language, complete) {
   const name = (language ?? "").trim().split(/\s/)[0].slice(0, LONGEST_NAME);
   const code = h("code", {}, text);
@@ -27,10 +27,10 @@ async function colour(code, text, name) {
     highlighter ??= (await import("./vendor/highlight.min.js")).default;
     if (!highlighter.getLanguage(name)) return;
     const found = highlighter.highlight(text, { language: name, ignoreIllegals: true });
-    // The tree that its own HTML is made of: here it becomes elements.
+    // The syntax tree, from which highlight.js makes HTML, becomes elements here.
     if (!found.errorRaised) code.replaceChildren(...nodes(found._emitter.rootNode));
   } catch (error) {
-    if (!(error instanceof RangeError)) console.error(error); // nested too deeply: it stays plain
+    if (!(error instanceof RangeError)) console.error(error); // nested too deeply: stays plain
   }
 }
 

@@ -1,5 +1,5 @@
-// The colours of the pictures: light where little fires on a light page, dark on a dark one, so that what is idle
-// looks idle. Lightness rises or falls all the way, so that the scale reads without seeing hues.
+// The colours of the pictures. Idle layers have the page's background: light on a light page, dark on a dark one.
+// Lightness changes monotonically, so that the scale is readable without seeing hues.
 
 const RAMPS = {
   light: ["#f4ede2", "#f8d9ab", "#f2ac66", "#dd7130", "#ab3a14", "#62170b"],
@@ -27,14 +27,14 @@ function of(made) {
 
 const DARK = window.matchMedia("(prefers-color-scheme: dark)");
 
-/** "light" or "dark", as the page is now. */
+/** Return the page's current scheme, "light" or "dark". */
 export function scheme() {
   return document.documentElement.dataset.theme || (DARK.matches ? "dark" : "light");
 }
 
 const step = (value) => Math.round(STEPS * Math.min(Math.max(value, 0), 1));
 
-/** The colour of a value from 0 to 1. */
+/** Return the colour of a value from 0 to 1. */
 export const heat = (value) => NAMES[scheme()][step(value)];
 
 /** The same as pixels of an image, for thousands of values. */
@@ -43,16 +43,16 @@ export function heatPixels() {
   return (value) => pixels[step(value)];
 }
 
-/** All of them, for a legend. */
+/** Return the colours of the scale, for a legend. */
 export const heatStops = () => RAMPS[scheme()];
 
-/** Calls back when light becomes dark or the other way. */
+/** Call the listener when the scheme changes. */
 export function onSchemeChange(listener) {
   DARK.addEventListener("change", listener);
   new MutationObserver(listener).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 }
 
-// What a canvas draws beside heat; the style sheet has the same for the rest of the page.
+// Other colours that a canvas draws with; the style sheet has the same ones for the rest of the page.
 const INKS = {
   light: { ink: "#221c17", muted: "#6a5f54", line: "#ded3c4", cool: "#2c6d94", ember: "#c2531c", glow: "#f8e2cb" },
   dark: { ink: "#efe7dc", muted: "#a79b8e", line: "#3a332d", cool: "#74b6dc", ember: "#f08a45", glow: "#432818" },
@@ -60,5 +60,5 @@ const INKS = {
 
 export const inks = () => INKS[scheme()];
 
-/** Where a scale of shares may end. */
+/** The possible ends of a scale of shares. */
 export const ENDS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];

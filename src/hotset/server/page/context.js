@@ -5,15 +5,16 @@ import { clearNotice, notice } from "./notices.js";
 import { path } from "./tree.js";
 import { count, counted } from "./units.js";
 
-/** Where the messages begin that the model reads. `conversation.first` names the first one once turns were left out. */
+/** Return the index of the first message that the model reads. `conversation.first` is its id once turns were left
+ * out. */
 export function begins(conversation, messages) {
   return Math.max(messages.findIndex((message) => message.id === conversation.first), 0);
 }
 
-/** Notes that the server left out the oldest n turns of `messages` (docs/guides/serve.md). size: tokens of the context, null: not
- * known. Returns whether that is another number than before. */
+/** Record that the server left out the oldest n turns of `messages` (docs/guides/serve.md). size: tokens of the context;
+ * null: unknown. Returns whether the number has changed. */
 export function leftOut(conversation, messages, n, size) {
-  const question = messages.findLastIndex((message) => message.role === "user"); // which the model reads in any case
+  const question = messages.findLastIndex((message) => message.role === "user"); // the model always reads it
   const turns = [...messages.keys()].filter((i) => messages[i].role === "user" || i > question);
   const start = n ? Math.min(turns[n] ?? question, question) : 0, before = conversation.first ?? null;
   conversation.first = start > 0 ? messages[start].id : null;
@@ -27,7 +28,7 @@ export function leftOut(conversation, messages, n, size) {
   return true;
 }
 
-/** Shows how full the context was with the last answer. */
+/** Show how full the context was in the last answer. */
 export function showMeter(conversation, size) {
   const used = path(conversation).findLast((message) => message.tokens !== undefined)?.tokens;
   byId("context").hidden = used === undefined || size === null;

@@ -1,8 +1,8 @@
-// Elements made of parts. Strings become text nodes: nothing on this page parses HTML, whatever a model writes
-// (and the page's policy refuses innerHTML).
+// Builds elements. Strings become text nodes: this page never parses HTML, whatever a model generates (and the content
+// security policy forbids innerHTML).
 
-/** An element. properties: class, dataset, on (listeners by event), what the element has as a property, and
- * attributes. children: nodes, strings; null and false are left out. */
+/** Create an element. properties: class, dataset, on (listeners by event), element properties and attributes.
+ * children: nodes and strings; null and false are skipped. */
 export function h(name, properties = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
@@ -21,7 +21,7 @@ export const byId = (id) => document.getElementById(id);
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** A small drawing of 16 × 16, of one path; it stands beside a name and says nothing itself. */
+/** Return a 16 × 16 icon of one path. It is hidden from screen readers, because a name is next to it. */
 export function icon(path) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 16 16");
@@ -47,14 +47,14 @@ export const ICONS = {
   save: "M8 2.500v8M4.500 7 8 10.500 11.500 7M3 13.500h10",
 };
 
-/** Announces a message to screen readers, once; the same message twice is heard twice. */
+/** Announce a message to screen readers. A repeated message is announced again. */
 export function announce(message) {
   const live = byId("live");
   live.replaceChildren();
   window.setTimeout(() => live.replaceChildren(message), 60);
 }
 
-/** Copies text; the button says that it did. */
+/** Copy a text, and show the success on the button. */
 export async function copyFrom(button, text) {
   let said = "Copied";
   try {
@@ -70,7 +70,7 @@ export async function copyFrom(button, text) {
   window.setTimeout(() => (label.textContent = before), 1600);
 }
 
-// Without a secure origin (http on another host) there is no clipboard: the old way is left.
+// Without a secure origin (http on another host) the clipboard is missing: use the old command.
 function copiedByHand(text) {
   const area = h("textarea", { class: "hidden", value: text, "aria-hidden": "true" });
   document.body.append(area);
@@ -80,7 +80,7 @@ function copiedByHand(text) {
   return copied;
 }
 
-/** Hands a file to the reader. */
+/** Let the browser save a file. */
 export function download(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   const link = h("a", { href: url, download: name });

@@ -1,17 +1,17 @@
-// Figures of answers, kept in this browser over a reload: of each answer what its tokens did, packed, in IndexedDB. The
-// newest ones stay. Without a database (private windows) they last as long as the page.
+// Keeps the figures of answers across reloads: the packed activity of each answer's tokens, in IndexedDB. Only the
+// newest answers are kept. Without a database (private windows) figures last until the page is closed.
 
 import { Activity } from "./activity.js";
 
 const NAME = "hotset.figures", STORE = "answers";
 const MOST = 200; // answers
-const SHARES = 10_000; // a share has four digits
+const SHARES = 10_000; // a share is stored with four digits
 
 const keyOf = (conversation, message) => `${conversation.id}/${message.id}`;
 
 const NUMBERS = ["seconds", "bytes_kv", "bytes_touched", "bytes_total", "step_tokens", "active_share"];
 
-/** Tokens as a few arrays: a tenth of the memory of as many objects. */
+/** Pack tokens into a few arrays, which take a tenth of the memory of objects. */
 function packed({ tokens, nLayers, hasDevice }) {
   const n = tokens.length;
   const cells = (Kind, of) => Kind.from({ length: n * nLayers }, (_, i) => of(tokens[Math.floor(i / nLayers)].layers, i % nLayers));
@@ -40,7 +40,7 @@ function unpacked({ numbers, nLayers, texts, drafted, shares, bytes, cpu }) {
   });
 }
 
-let database = null; // a promise of it; of null where there is none
+let database = null; // a promise of the database; of null without one
 
 function opened() {
   database ??= new Promise((found) => {
@@ -56,7 +56,7 @@ function opened() {
   return database;
 }
 
-/** What a request in a transaction gives; null where it fails. */
+/** Return the result of a request in a transaction; null if it fails. */
 async function done(mode, ask) {
   const base = await opened();
   if (base === null) return null;
@@ -71,7 +71,7 @@ async function done(mode, ask) {
   });
 }
 
-/** Keeps what an answer's tokens did; of too many answers the oldest go. */
+/** Store the activity of an answer, and delete the oldest ones beyond the limit. */
 export async function keep(conversation, message, activity) {
   if (!activity.length) return;
   const value = { key: keyOf(conversation, message), time: Date.now(), facts: activity.facts, ...packed(activity) };
@@ -84,7 +84,7 @@ export async function keep(conversation, message, activity) {
 
 export const forget = (conversation, message) => done("readwrite", (store) => store.delete(keyOf(conversation, message)));
 
-/** The Activity of an answer; null where none was kept. */
+/** Return the Activity of an answer; null if it is not stored. */
 export async function find(conversation, message) {
   const value = await done("readonly", (store) => store.get(keyOf(conversation, message)));
   if (!value) return null;
@@ -93,7 +93,7 @@ export async function find(conversation, message) {
   return activity;
 }
 
-/** Forgets those of conversations that are not kept any more. ids: of those that are. */
+/** Delete the figures of all conversations except `ids`. */
 export async function clean(ids) {
   const keys = (await done("readonly", (store) => store.getAllKeys())) ?? [];
   for (const key of keys) if (!ids.has(key.split("/")[0])) await done("readwrite", (store) => store.delete(key));

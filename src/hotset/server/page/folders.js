@@ -1,27 +1,27 @@
-// Folders of conversations. A conversation names its folder; here is which folders there are, empty ones too, and which
-// of them are closed: one entry of localStorage.
+// Folders of conversations. A conversation stores its folder's name; one entry of localStorage stores all folders,
+// including empty ones, and which of them are closed.
 
 import { byId, h, icon, ICONS } from "./dom.js";
 
 export const KEY = "hotset.folders";
 const MAX_NAME = 60;
-export const MAX_FOLDERS = 256; // that a file brings: the list of them is made anew with each answer
+export const MAX_FOLDERS = 256; // from an imported file: the list of folders is rebuilt with each answer
 
-/** A name as it is kept; null where it is none. */
+/** Normalise a folder name; null if it is not valid. */
 export const folderName = (name) => (typeof name === "string" && name.trim().slice(0, MAX_NAME).trim()) || null;
 
-/** All folders in the order of their names: name → whether it is closed. */
+/** Return all folders ordered by name: name → whether it is closed. */
 export function folders(conversations) {
   const found = new Map(conversations.filter((one) => one.folder !== null).map((one) => [one.folder, false]));
   for (const [name, closed] of kept()) found.set(name, closed);
   return new Map([...found].sort(([a], [b]) => a.localeCompare(b)));
 }
 
-/** Keeps a folder. Returns whether there was room. */
+/** Store a folder. Returns false if the storage is full. */
 export const keepFolder = (name, closed = false) => write(kept().set(name, closed));
 
-/** Keeps those of a file, as far as there are fewer than MAX_FOLDERS. names: of all; known: folders that are there.
- * Returns the names that are left out. */
+/** Store the folders of an imported file, up to MAX_FOLDERS in total. names: of the file. known: existing folders.
+ * Returns the names that were left out. */
 export function takeFolders(names, known) {
   const fresh = [...new Set(names)].filter((name) => !known.has(name)), room = Math.max(MAX_FOLDERS - known.size, 0);
   write(fresh.slice(0, room).reduce((all, name) => all.set(name, false), kept()));
@@ -39,7 +39,7 @@ function kept() {
     const list = JSON.parse(localStorage.getItem(KEY) ?? "[]");
     return new Map(list.filter(([name]) => name === folderName(name)).map(([name, closed]) => [name, closed === true]));
   } catch {
-    return new Map(); // not ours, or an older page's
+    return new Map(); // invalid, or from an older page
   }
 }
 
@@ -52,9 +52,9 @@ function write(all) {
   }
 }
 
-let choose = null; // what is done with the folder that is chosen
+let choose = null; // called with the chosen folder
 
-/** Asks for the folder of a conversation; then(name), null: of none. */
+/** Ask for a conversation's folder. then(name) gets null for no folder. */
 export function askForFolder(conversation, names, then) {
   choose = then;
   const option = (name, label) => {

@@ -1,23 +1,23 @@
-// The heat map: a column per token, a row per layer, the first layer at the bottom. Above it the mean of each
-// token, at its right the mean of each layer. A cell is chosen by pointing or with the arrow keys.
+// The heat map: a column per token, a row per layer, with the first layer at the bottom. Token means are above it,
+// layer means to its right. The pointer or the arrow keys choose a cell.
 
 import { heat, heatPixels, inks, onSchemeChange } from "./colours.js";
 import { announce, h } from "./dom.js";
 import { percent } from "./units.js";
 
-const WIDEST = 16, NARROWEST = 1; // columns: all of them fit as long as they can, then the map scrolls
+const WIDEST = 16, NARROWEST = 1; // width of columns: all tokens fit until the narrowest, then the map scrolls
 const LEFT = 34, RIGHT = 58, TOP = 34, BOTTOM = 20, BAR = 12, GAP = 8;
 
 export class HeatMap {
-  /** onChoose(token, layer): a cell was chosen; null, null: none is. */
+  /** onChoose(token, layer): a cell was chosen; null, null: no cell. */
   constructor(root, onChoose) {
     this.onChoose = onChoose;
     this.activity = null;
     this.place = "all";
     this.chosen = null; // {token, layer}
-    this.follow = true; // stays at the newest token until the reader scrolls back
+    this.follow = true; // stays at the newest token until the user scrolls back
     this.canvas = h("canvas", { "aria-hidden": "true" });
-    this.small = h("canvas"); // is drawn from
+    this.small = h("canvas"); // source of the enlarged image
     this.spacer = h("div", { class: "spacer" });
     this.scroller = h("div", { class: "scroller", tabIndex: -1 }, this.spacer);
     this.element = h(
@@ -48,7 +48,7 @@ export class HeatMap {
     this.redraw();
   }
 
-  /** Draws in the next frame, once however often it is asked. */
+  /** Draw in the next frame, once for any number of calls. */
   redraw() {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
@@ -92,7 +92,7 @@ export class HeatMap {
     else if (left + g.column > shown + g.mapWidth) this.scroller.scrollLeft = left + 2 * g.column - g.mapWidth;
   }
 
-  // ---- what the reader does ----
+  // ---- the user's actions ----
 
   listen() {
     this.scroller.addEventListener("pointermove", (event) => {
@@ -161,7 +161,7 @@ export class HeatMap {
     this.drawChosen(pen, g, ink);
   }
 
-  /** Where a column begins and how wide it is, in whole pixels: else neighbours would shine through. */
+  /** Return a column's left edge and width in whole pixels; fractions would let neighbours shine through. */
   edges(g, token) {
     const left = LEFT + Math.round(token * g.column - g.offset);
     return [left, LEFT + Math.round((token + 1) * g.column - g.offset) - left];
@@ -177,7 +177,7 @@ export class HeatMap {
     pen.restore();
   }
 
-  /** With a gap between them. */
+  /** Draw cells with gaps between them. */
   drawLargeCells(pen, g) {
     for (let token = g.first; token < g.last; token++) {
       const [x, width] = this.edges(g, token);
@@ -192,7 +192,7 @@ export class HeatMap {
     }
   }
 
-  /** Thousands of them, in each frame: an image with a pixel for each, enlarged. */
+  /** Draw thousands of cells per frame as an enlarged image of one pixel per cell. */
   drawSmallCells(pen, g) {
     const n = g.last - g.first, colour = heatPixels();
     const image = new ImageData(n, g.rows), pixels = new Uint32Array(image.data.buffer);
@@ -210,7 +210,7 @@ export class HeatMap {
     pen.drawImage(this.small, LEFT + g.first * g.column - g.offset, TOP, n * g.column, g.mapHeight);
   }
 
-  /** Above: the share of all neurons that fired, a bar per token. */
+  /** Draw the bars above the map: for each token, the share of all neurons that fired. */
   drawTokens(pen, g, ink) {
     pen.save();
     pen.beginPath();
@@ -225,7 +225,7 @@ export class HeatMap {
       const [x, width] = this.edges(g, token);
       const gap = width > 3 ? 1 : 0;
       pen.fillRect(x, TOP - 5 - height, width - gap, height);
-      if (token > 0 && entry.step_tokens > 1) { // other requests were in the step
+      if (token > 0 && entry.step_tokens > 1) { // the step included other requests
         pen.fillStyle = ink.cool;
         pen.fillRect(x, TOP - 4, width - gap, 2);
       }
@@ -233,7 +233,7 @@ export class HeatMap {
     pen.restore();
   }
 
-  /** At the right: the mean of each layer; hot and cold side by side where a device computes. */
+  /** Draw the bars to the right: each layer's mean, hot and cold side by side if a device computes. */
   drawLayers(pen, g, ink) {
     const left = LEFT + g.mapWidth + GAP, room = RIGHT - 4;
     const all = this.activity.layerShares(), cpu = this.activity.layerShares("cpu");

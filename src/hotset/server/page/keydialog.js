@@ -6,9 +6,9 @@ import * as server from "./server.js";
 
 const QUESTION = "Enter one of the API keys of this server.";
 
-let next = null; // what is done once there is a key
+let next = null; // called with a new key
 
-/** problem: with the key before; "" where there was none. then: what is done with the new one. */
+/** problem: with the previous key; "" without one. then: called with a new key. */
 export function askForKey(problem, then) {
   next = then;
   byId("key-text").textContent = problem || QUESTION;

@@ -1,4 +1,4 @@
-// The page: its parts, and the events between them.
+// The page's parts, and the events between them.
 
 import { Attachments } from "./attachments.js";
 import { Chat } from "./chat.js";
@@ -17,7 +17,7 @@ import * as store from "./store.js";
 import { Tools } from "./tools.js";
 import { ToolsDialog } from "./toolsdialog.js";
 
-const FIRST_WAIT = 1, LONGEST_WAIT = 20; // seconds between two looks whether the server is back
+const FIRST_WAIT = 1, LONGEST_WAIT = 20; // seconds between two checks whether the server is back
 const IDEAS = [
   "What is photosynthesis?",
   "Write a short poem about a quiet fire.",
@@ -53,7 +53,7 @@ const attachments = new Attachments({
 
 // ---- the server and its models ----
 
-let back = null; // the timer that looks whether the server is back
+let back = null; // the timer of these checks
 
 async function connect() {
   window.clearTimeout(back);
@@ -75,7 +75,7 @@ function onConnectError(error) {
   lookAgain(FIRST_WAIT);
 }
 
-/** Looks whether the server answers again, at longer and longer intervals; then asks it for its models. */
+/** Check at growing intervals whether the server answers again; then load its models. */
 function lookAgain(seconds) {
   window.clearTimeout(back);
   back = window.setTimeout(async () => {
@@ -101,7 +101,7 @@ function onFacts() {
   showEmpty();
 }
 
-/** The model of this conversation, and of later ones; it is loaded at once. */
+/** Choose the model of this and later conversations, and load it immediately. */
 async function chooseModel(name) {
   chat.conversation.model = name;
   if (!chat.isEmpty) sidebar.keep(chat.conversation, false);
@@ -178,7 +178,7 @@ document.addEventListener("keydown", (event) => {
   if (!closeTop()) chat.stop();
 });
 
-/** The box is as high as what is written. */
+/** Fit the height of the text box to its text. */
 function fit() {
   ask.style.height = "auto";
   ask.style.height = `${ask.scrollHeight}px`;

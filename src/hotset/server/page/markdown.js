@@ -1,6 +1,6 @@
-// Markdown of an answer, as nodes. The vendored lexer (marked) says what the text means; here each kind of token
-// becomes an element, and what is not listed stays the text that it is: HTML is text, an image is a link (a model
-// must not make the browser call another host), a link leads to the web or to mail or nowhere.
+// Renders the Markdown of an answer as nodes. The vendored lexer (marked) parses it; each kind of token becomes an
+// element here, and everything else stays plain text. HTML is shown as text. An image becomes a link, because a model
+// must not make the browser call another host. A link may lead only to the web or to mail.
 
 import { Lexer, Marked } from "./vendor/marked.esm.js";
 import { codeBlock } from "./code.js";
@@ -8,36 +8,36 @@ import { h } from "./dom.js";
 import { mathExtensions, mathNode } from "./math.js";
 
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
-const PART = 32; // blocks that the browser lays out and paints together, or not at all: style.css
-const MAX_DEPTH = 40; // of quotes in lists in quotes: beyond it the rest is plain text
+const PART = 32; // blocks that the browser lays out and paints together (see style.css)
+const MAX_DEPTH = 40; // of nested quotes and lists, beyond which the rest is plain text
 const OPTIONS = new Marked({ gfm: true, breaks: true, extensions: mathExtensions }).defaults;
 
-/** Where a link may lead; null: nowhere. */
+/** Return a safe link target; null if the link is not allowed. */
 export function safeUrl(href) {
   try {
-    const url = new URL(href); // no base: what is relative would be a place of this server
+    const url = new URL(href); // no base: relative links would address this server
     return SCHEMES.has(url.protocol) ? url.href : null;
   } catch {
     return null;
   }
 }
 
-/** Shows a text that grows. Blocks before the last one do not change any more: they keep their elements, so that a
- * selection in them stays, and neither they nor their text are looked at again. Code whose fence is open gets new lines
- * as text. So the work of an update does not grow with the answer, but with its last block. */
+/** Shows a growing text. Blocks before the last one are final: their elements stay, so that a selection in them
+ * stays, and their text is not parsed again. Open code blocks get new lines as plain text. So the work of an
+ * update depends on the last block, not on the length of the answer. */
 export class MarkdownView {
   constructor(element) {
     this.element = element;
-    this.shown = []; // of each element what it was made from
-    this.settled = 0; // characters of the blocks that do not change
-    this.nSettled = 0; // their elements
-    this.links = {}; // definitions of links in them
-    this.fence = null; // of code that is open: {end, node, at, tail}
-    this.lexed = 0; // characters that the lexer has read, in all updates
+    this.shown = []; // source text of each element
+    this.settled = 0; // characters in final blocks
+    this.nSettled = 0; // elements of final blocks
+    this.links = {}; // their link definitions
+    this.fence = null; // the open code block: {end, node, at, tail}
+    this.lexed = 0; // characters parsed in all updates
   }
 
-  /** text: begins with the one before. complete: no more is to come; then it is read once as a whole, since a link may
-   * be defined behind the place where it is used. */
+  /** text: extends the previous text. complete: it is final; then it is parsed once as a whole, because a link may
+   * be used before its definition. */
   update(text, complete = false) {
     const source = text.replace(/\r\n?/g, "\n");
     if (complete) {
@@ -60,11 +60,11 @@ export class MarkdownView {
       Object.assign(lexer.tokens.links, links);
       return lexer.lex(text);
     } catch {
-      return [{ type: "plain", raw: text }]; // nested beyond what a parser bears
+      return [{ type: "plain", raw: text }]; // nested too deeply for the parser
     }
   }
 
-  /** Shows blocks from the element `first` on; elements that are right stay. */
+  /** Show blocks from the element `first` on; unchanged elements stay. */
   replace(blocks, first, complete) {
     const seen = blocks.filter(isShown), isWhole = (i) => complete || i < seen.length - 1;
     const keys = seen.map((block, i) => (block.type === "code" && isWhole(i) ? "whole " : "") + block.raw);
@@ -75,7 +75,7 @@ export class MarkdownView {
     this.shown.splice(first, Infinity, ...keys);
   }
 
-  /** Removes the blocks from the one of that number on. */
+  /** Remove the blocks from number n on. */
   cut(n) {
     const { children } = this.element;
     while (children.length > Math.ceil(n / PART)) this.element.lastChild.remove();
@@ -88,11 +88,11 @@ export class MarkdownView {
     this.element.lastChild.append(node);
   }
 
-  /** Blocks before the last one are as they will be. */
+  /** Mark the blocks before the last one as final. */
   settle(blocks, source) {
     const last = blocks.findLastIndex(isShown), before = blocks.slice(0, Math.max(last, 0));
     const length = (some) => some.reduce((sum, block) => sum + block.raw.length, 0);
-    if (last < 0 || length(blocks) !== source.length - this.settled) return; // the lexer has changed the text
+    if (last < 0 || length(blocks) !== source.length - this.settled) return; // the lexer has normalised the text
     this.settled += length(before);
     this.nSettled += before.filter(isShown).length;
     this.links = { ...blocks.links };
@@ -105,15 +105,15 @@ export class MarkdownView {
     const node = this.element.lastChild.lastChild.querySelector("code")?.firstChild;
     this.fence = { end, node, at: this.settled + head.length, tail: node?.length ?? 0 };
     if (!node || !this.growCode(source)) this.fence = null;
-    else this.shown[this.nSettled] = null; // its element goes on without the lexer
+    else this.shown[this.nSettled] = null; // its element grows without the lexer
   }
 
-  /** Adds what is new of code that is open; false: it is closed now. */
+  /** Add new lines to an open code block; false: it is closed now. */
   growCode(source) {
     const { end, node, at, tail } = this.fence;
     const lines = source.slice(at).split("\n");
     if (lines.some((line) => end.test(line))) return false;
-    // The last line is written anew each time, and not before it can no longer become the end.
+    // The last line is rewritten each time, and only when it cannot become the closing fence.
     const last = lines.pop(), whole = lines.map((line) => `${line}\n`).join("");
     const unfinished = /^ {0,3}[`~]*$/.test(last) ? "" : last;
     node.replaceData(node.length - tail, tail, whole + unfinished);
@@ -125,12 +125,12 @@ export class MarkdownView {
 
 const isShown = (block) => block.type !== "space" && block.type !== "def";
 
-/** whole: no more of the block is to come. */
+/** Return the element of a block. whole: the block is final. */
 function blockNode(token, depth, whole) {
   if (depth > MAX_DEPTH) return h("p", {}, token.raw ?? "");
   switch (token.type) {
     case "heading":
-      // The page's own headings end at the second level.
+      // The page itself uses the first two heading levels.
       return h(`h${Math.min(token.depth + 2, 6)}`, {}, inline(token.tokens, depth));
     case "paragraph":
       return h("p", {}, inline(token.tokens, depth));
@@ -160,7 +160,7 @@ function list(token, depth, whole) {
   const items = token.items.map((item) => {
     const box = item.task ? h("span", { class: "box" }, item.checked ? "☑ " : "☐ ") : null;
     const parts = item.tokens.filter((part) => part.type !== "space" && part.type !== "checkbox");
-    // A tight list has its words in the item itself.
+    // A tight list has its text in the item itself.
     const nodes = parts.map((part) =>
       part.type === "text" && !item.loose
         ? h("span", {}, part.tokens ? inline(part.tokens, depth) : part.text)

@@ -1,27 +1,28 @@
-// TeX in an answer: where it begins and ends (extensions of the Markdown lexer), and MathML of it (Temml). A browser
-// draws MathML itself: no fonts, no images. What Temml does not know stays the text that it is.
+// TeX in an answer: extensions of the Markdown lexer that find formulas, and their MathML (Temml). The browser draws
+// MathML without extra fonts or images. Anything that Temml rejects stays text.
 
 import { h } from "./dom.js";
 
 const MOST_EXPANSIONS = 500; // of macros
 const LARGEST = [20, 100]; // em, of rules and spaces
-// A definition may stand for a thousand times its length: a formula of 5,000 characters would have millions of elements.
+// A macro can expand to a thousand times its length: a formula of 5,000 characters would have millions of elements.
 const DEFINES = /\\(?:[egx]?def|let|futurelet|global|long|(?:re)?newcommand|providecommand)(?![a-zA-Z])/;
 const MATHML = "http://www.w3.org/1998/Math/MathML";
-const NAMED = /^(?:id|href|src|name|xlink.*|on.*)$/i; // attributes that reach beyond a formula
+const NAMED = /^(?:id|href|src|name|xlink.*|on.*)$/i; // attributes with effects outside the formula
 
-// A dollar sign begins a formula where a character follows it, and ends it behind one, but not before a digit:
-// "from $5 to $10" is text, and so is what has a backtick in it. A formula has 5,000 characters at most: a place where none ends costs no more than that.
+// A dollar sign begins a formula if a character follows, and ends it if a character precedes and no digit follows:
+// "from $5 to $10" is text, and so is text with a backtick. A formula has at most 5,000 characters, which limits the
+// cost of an unclosed one.
 const INLINE =
   /^\$\$([^$]{1,5000}?)\$\$|^\$(?!\s)((?:\\[^\n]|[^\\$\n`]){1,5000}?)(?<!\s)\$(?!\d)|^\\\(([^\n]{1,5000}?)\\\)|^\\\[([\s\S]{1,5000}?)\\\]/;
 const BLOCK = /^ {0,3}(?:\$\$([^$]{1,5000}?)\$\$|\\\[([\s\S]{1,5000}?)\\\])[ \t]*(?:\n|$)/;
 
-// The lexer asks before each piece of text where a formula may begin in it. It stops by itself at the next character
-// that may mean something, and at an empty line: a look at all that follows would cost the square of the text's length.
+// The lexer asks before each piece of text where a formula may begin. It stops at the next special character and at an
+// empty line by itself. Searching all remaining text would be quadratic.
 const IN_TEXT = /^([`~]*[^\\<![`*~_\n$]*)(?:\$|\\[([])/;
 const IN_PARAGRAPH = /^((?:(?!\n\n)[\s\S])*?)\n {0,3}(?:\$\$|\\\[)/;
 
-/** What the lexer of marked gets: tokens {type: "math", text, display}. */
+/** The extensions of marked's lexer: tokens {type: "math", text, display}. */
 export const mathExtensions = [
   {
     name: "math",
@@ -45,9 +46,9 @@ export const mathExtensions = [
   },
 ];
 
-let temml = null; // its module, once a formula was there
+let temml = null; // its module, loaded for the first formula
 
-/** An element with a formula; until Temml is loaded, with its source. */
+/** Return an element with a formula; until Temml is loaded, with its source. */
 export function mathNode(token) {
   const node = h("span", { class: token.display ? "math display" : "math", title: token.text }, token.text);
   if (temml) draw(node, token);
@@ -66,7 +67,7 @@ function draw(node, { text, display }) {
     const options = { displayMode: display, throwOnError: true, trust: false, maxExpand: MOST_EXPANSIONS, maxSize: LARGEST };
     temml.render(text, drawn, options);
   } catch {
-    return; // no TeX that it knows, or nested too deeply
+    return; // unknown TeX, or nested too deeply
   }
   for (const element of drawn.querySelectorAll("*")) {
     if (element.namespaceURI !== MATHML && element.localName !== "span") return;

@@ -1,4 +1,4 @@
-// The dialog of models: which one answers, what is loaded, and which two answer side by side.
+// The models dialog: the answering model, loading and unloading, and comparing two models.
 
 import { Catalogue } from "./catalogue.js";
 import { byId, h } from "./dom.js";
@@ -7,12 +7,12 @@ import * as server from "./server.js";
 import { count, counted, percent, size } from "./units.js";
 
 export class ModelDialog {
-  /** choose(name): the reader chose a model. settings: with presets. */
+  /** choose(name): the user chose a model. settings: with presets. */
   constructor(models, settings, { choose }) {
     this.models = models;
     this.settings = settings;
     this.choose = choose;
-    this.second = null; // {model, preset} beside the chosen model; null: one model answers
+    this.second = null; // {model, preset} next to the chosen model; null: one model answers
     this.problem = "";
     this.contexts = new Map(); // name → context of the next load, as text
     this.dialog = byId("models");
@@ -34,13 +34,13 @@ export class ModelDialog {
     byId("second-preset").addEventListener("change", (event) => (this.second.preset = event.target.value));
   }
 
-  /** A model other than the chosen one, where there is one. */
+  /** Return a model other than the chosen one, if there are several. */
   other() {
     const { list, name } = this.models;
     return (list.find((one) => one.id !== name) ?? list[0])?.id ?? null;
   }
 
-  /** The models are others now, or do something else. */
+  /** Update after a change of the models or their states. */
   update() {
     this.nameButton();
     if (this.dialog.open) this.draw();
@@ -91,7 +91,7 @@ export class ModelDialog {
     );
   }
 
-  /** The button that loads a model, or unloads it; an adapter comes and goes with its model. */
+  /** Return the button that loads or unloads a model. An adapter follows its model. */
   act(model) {
     if (!model.status || model.parent) return null;
     const [does, ask] = isLoaded(model) ? ["Unload", server.unload] : ["Load", server.load];
@@ -109,7 +109,7 @@ export class ModelDialog {
     return button;
   }
 
-  /** Where the context is written that a model is to be loaded with. */
+  /** Return the field for the context with which the model will be loaded. */
   contextField(model) {
     if (model.status?.value !== "unloaded" || model.parent) return null;
     const most = model.meta?.n_ctx_train || null;
@@ -122,13 +122,13 @@ export class ModelDialog {
     input.addEventListener("input", () => this.contexts.set(model.id, input.validity.valid ? input.value : ""));
     input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter") return;
-      event.preventDefault(); // it would close the dialog
+      event.preventDefault(); // otherwise it would close the dialog
       this.dialog.querySelector(`[data-act="${CSS.escape(`load ${model.id}`)}"]`)?.click();
     });
     return input;
   }
 
-  /** Asks for a load; one that the server refuses is shown. */
+  /** Run a load or unload request, and show a refusal. */
   async run(request) {
     this.problem = "";
     try {
@@ -158,10 +158,10 @@ export class ModelDialog {
   }
 }
 
-/** Whether idle neurons are skipped, as the file says; "" where the server does not say. */
+/** Describe whether idle neurons are skipped; "" if the server does not report it. */
 const kindOf = (meta) => (meta?.has_zeros ? "sparse: idle neurons are skipped" : meta?.has_zeros === false ? "dense" : "");
 
-/** The memory that a model reserves, or that its load will reserve; the size of its weights if that is unknown. */
+/** Describe the memory that a model reserves or will reserve, or the size of its weights if that is unknown. */
 function memoryOf({ status, meta }) {
   if (status?.memory) return `${size(status.memory)} reserved${partsOf(status)}`;
   if (meta?.needs) return `reserves ${size(meta.needs.memory)}${partsOf(meta.needs)}`;

@@ -1,28 +1,29 @@
-// The models of the server: which there are, which one answers, how far a load is.
+// The models of the server: the list, the chosen one, and the progress of loading.
 
 import { factsOf } from "./picture.js";
 import * as server from "./server.js";
 import { percent } from "./units.js";
 
 const CHOSEN = "hotset.model";
-const AGAIN_MS = 2000; // after which the events of models are asked for again
+const AGAIN_MS = 2000; // between two attempts to follow the models' events
 
 export const shortName = (id) => id.split("/").at(-1).replace(/\.gguf$/, "");
 
-/** What is known of the models. A server with one model has no states: it is loaded, or the server does not answer. */
+/** The state of the models. A server with one model reports no states: the model is loaded, or the server does not
+ * answer. */
 export class Models {
-  /** changed(): the list, the choice or a state is another one; ready(): the facts of the chosen model are known. */
+  /** changed(): the list, the choice or a state has changed. ready(): the facts of the chosen model are known. */
   constructor({ changed, ready }) {
     this.changed = changed;
     this.ready = ready;
-    this.list = []; // as /v1/models has them
+    this.list = []; // entries of /v1/models
     this.name = null; // of the chosen one
     this.facts = null; // of the chosen one, once it is loaded
-    this.defaults = {}; // its parameters of requests that leave them out
+    this.defaults = {}; // its default parameters
     this.watching = false;
   }
 
-  /** Asks the server anew. Throws ServerError. */
+  /** Load the list from the server. Throws ServerError. */
   async connect() {
     const list = await server.models();
     this.list = list;
@@ -31,19 +32,19 @@ export class Models {
     if (this.hasStates) this.watch();
   }
 
-  /** The one that was chosen last, or is loaded, or the first. */
+  /** Return the model that was chosen last, or is loaded, or is first in the list. */
   usual() {
     let last = null;
     try {
       last = localStorage.getItem(CHOSEN);
     } catch {
-      // Nothing is kept.
+      // Storage is not available.
     }
     const found = this.find(last) ?? this.list.find((one) => one.status?.value === "loaded") ?? this.list[0];
     return found?.id ?? null;
   }
 
-  /** A model of the list. Of one that is not loaded the server does not list adapters (MODEL:ADAPTER): they are there once it is. */
+  /** Find a model of the list. Adapters (MODEL:ADAPTER) are listed only while their model is loaded. */
   find(name) {
     const found = this.list.find((one) => one.id === name);
     if (found || !name?.includes(":")) return found;
@@ -59,7 +60,7 @@ export class Models {
     return this.find(this.name);
   }
 
-  /** By which the server knows the chosen model, without an adapter; null on a server of one model. */
+  /** The name of the chosen model without an adapter; null on a server with one model. */
   get baseName() {
     return this.hasStates ? (this.chosen?.parent ?? this.name) : null;
   }
@@ -72,12 +73,12 @@ export class Models {
     return isLoaded(this.chosen);
   }
 
-  /** Tokens of the chosen model's context; null where they are not known. */
+  /** Tokens of the chosen model's context; null if unknown. */
   get nContext() {
     return this.chosen?.max_model_len ?? null;
   }
 
-  /** name: null, or of no model here: the usual one. keep: for later conversations too. */
+  /** Choose a model. name: null or unknown: the usual one. keep: for later conversations, too. */
   async choose(name, keep = false) {
     const wanted = this.find(name)?.id ?? this.usual();
     if (wanted === this.name) return;
@@ -86,7 +87,7 @@ export class Models {
       try {
         localStorage.setItem(CHOSEN, wanted);
       } catch {
-        // Until the page is left, then.
+        // It holds until the page is closed.
       }
     }
     this.facts = null;
@@ -94,22 +95,22 @@ export class Models {
     try {
       await this.learn();
     } catch (error) {
-      if (!(error instanceof server.ServerError)) throw error; // the next request says what is wrong
+      if (!(error instanceof server.ServerError)) throw error; // the next request will report it
     }
   }
 
-  /** Asks for the facts of the chosen model; one that is not loaded would be loaded for that. */
+  /** Load the facts of the chosen model, but only if it is loaded: asking would load it. */
   async learn() {
     const { name } = this;
     const props = this.isLoaded ? await server.props(this.baseName) : null;
-    if (name !== this.name) return; // another one was chosen meanwhile
+    if (name !== this.name) return; // another model was chosen meanwhile
     this.facts = props?.hotset ?? null;
     this.defaults = props?.default_generation_settings?.params ?? {};
     this.changed();
     this.ready();
   }
 
-  /** Follows the states of models as long as the page lives. */
+  /** Follow the states of the models while the page is open. */
   async watch() {
     if (this.watching) return;
     this.watching = true;
@@ -118,7 +119,7 @@ export class Models {
         for await (const { model, ...status } of server.states()) this.take(model, status);
       } catch (error) {
         if (!(error instanceof server.ServerError)) throw error;
-        if (error.kind === "refused" || error.kind === "key") break; // a server that has no such events
+        if (error.kind === "refused" || error.kind === "key") break; // a server without such events
       }
       await new Promise((go) => window.setTimeout(go, AGAIN_MS));
       await this.refresh();
@@ -126,7 +127,7 @@ export class Models {
     this.watching = false;
   }
 
-  /** What came or went while nothing was heard. */
+  /** Reload the list after a time without events. */
   async refresh() {
     try {
       this.list = await server.models();
@@ -148,7 +149,7 @@ export class Models {
       .catch(() => {});
   }
 
-  /** The chosen model in a few words. */
+  /** Describe the chosen model in a few words. */
   describe() {
     if (this.name === null) return "";
     const state = this.isLoaded ? factsOf(this.facts) : [stateOf(this.chosen)];
@@ -158,13 +159,13 @@ export class Models {
 
 export const isLoaded = (model) => model !== undefined && (model.status === undefined || model.status.value === "loaded");
 
-/** How far a load is, from 0 to 1; null where none runs or nothing is known of it. */
+/** Return the progress of loading from 0 to 1; null if no load is running or it is unknown. */
 export function progressOf(model) {
   const progress = model?.status?.value === "loading" ? model.status.progress : null;
   return progress?.total ? Math.min(progress.done / progress.total, 1) : null;
 }
 
-/** What a model does, in a few words. */
+/** Describe a model's state in a few words. */
 export function stateOf(model) {
   const value = model?.status?.value, progress = progressOf(model);
   if (value === undefined) return "";

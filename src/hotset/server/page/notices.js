@@ -2,7 +2,7 @@
 
 import { byId, h } from "./dom.js";
 
-/** A message, until it is cleared or replaced by another about the same. */
+/** Show a message until it is cleared or replaced by another one about the same subject. */
 export function notice(about, message, mood = "alarm", ...actions) {
   const shown = find(about);
   if (shown?.firstChild.textContent === message && shown.classList.contains(mood)) return;
@@ -21,7 +21,7 @@ export function clearNotice(about) {
   find(about)?.remove();
 }
 
-/** A message with a way back; that is taken away by the next message about the same. */
+/** Show a message with an undo button; the next message about the same subject replaces it. */
 export function undoable(about, message, undo) {
   const button = h("button", { type: "button", class: "quiet" }, "Undo");
   button.addEventListener("click", () => {

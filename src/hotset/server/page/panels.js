@@ -1,15 +1,15 @@
-// Drawers, dialogs and the theme: what opens and closes.
+// Opens and closes drawers and dialogs, and sets the theme.
 
 import { scheme, onSchemeChange } from "./colours.js";
 import { byId } from "./dom.js";
 
-const WIDE = window.matchMedia("(min-width: 90rem)"); // conversations stand beside the chat, as in the style sheet
+const WIDE = window.matchMedia("(min-width: 90rem)"); // conversations are next to the chat, as in the style sheet
 const PANEL = "hotset.panel";
 
 const isHistoryOpen = () =>
   document.body.classList.contains(WIDE.matches ? "history-closed" : "history-open") !== WIDE.matches;
 
-/** Opens or closes the list of conversations: a drawer, or on a wide screen a column, whose state is kept. */
+/** Open or close the list of conversations: a drawer or, on a wide screen, a column whose state is stored. */
 export function openHistory(is) {
   document.body.classList.toggle("history-open", is && !WIDE.matches);
   if (WIDE.matches) {
@@ -20,7 +20,7 @@ export function openHistory(is) {
   if (is) byId("hide-history").focus();
 }
 
-/** Closes it where it covers the chat. */
+/** Close the list if it covers the chat. */
 export function leaveHistory() {
   if (!WIDE.matches) openHistory(false);
 }
@@ -32,7 +32,7 @@ export function openPicture(is) {
   if (is && sheet) byId("hide-picture").focus();
 }
 
-/** Closes what Escape closes; false: nothing is open. */
+/** Close the part that Escape closes; false: nothing is open. */
 export function closeTop() {
   if (document.body.classList.contains("picture-open")) byId("hide-picture").click();
   else if (document.body.classList.contains("history-open")) byId("hide-history").click();
@@ -46,13 +46,13 @@ function nameTheme() {
   byId("theme").setAttribute("aria-checked", String(scheme() === "dark"));
 }
 
-/** value: null: nothing is kept. */
+/** Store a value; null removes it. */
 function keep(name, value) {
   try {
     if (value === null) localStorage.removeItem(name);
     else localStorage.setItem(name, value);
   } catch {
-    // Until the page is left, then.
+    // It holds until the page is closed.
   }
 }
 
@@ -67,7 +67,7 @@ byId("hide-picture").addEventListener("click", () => {
   byId("show-picture").focus();
 });
 for (const dialog of document.querySelectorAll("dialog")) {
-  // A click beside it closes it.
+  // A click outside a dialog closes it.
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog) dialog.close();
   });
@@ -82,7 +82,7 @@ nameTheme();
 try {
   document.body.classList.toggle("history-closed", localStorage.getItem(PANEL) === "closed");
 } catch {
-  // Open, then.
+  // Storage is not available: the list is open.
 }
 WIDE.addEventListener("change", nameHistory);
 nameHistory();

@@ -1,17 +1,17 @@
-// The text of a PDF, by PDF.js. It is loaded with the first one, and works in this page's own thread: the page's policy
-// allows no worker. Of pages only their text is read: nothing is drawn, and no script of a file runs.
+// Extracts the text of a PDF with PDF.js, which is loaded for the first one. It runs in the page's own thread, because
+// the content security policy allows no workers. Only text is read: nothing is drawn, and no script of a file runs.
 
 const MOST_PAGES = 1000;
 
 let library = null;
 
 async function load() {
-  await import("./vendor/pdf.worker.min.mjs"); // PDF.js finds it, and starts no worker
+  await import("./vendor/pdf.worker.min.mjs"); // PDF.js finds it and starts no worker
   return import("./vendor/pdf.min.mjs");
 }
 
-/** The text of each page behind the other. Throws an Error with a message for the reader, which goes on with the name
- * of the file: "is protected by a password". */
+/** Return the text of all pages. Throws an Error whose message continues the file's name: "is protected by a
+ * password". */
 export async function textOfPdf(bytes) {
   library ??= await load();
   library.setVerbosityLevel?.(library.VerbosityLevel.ERRORS);

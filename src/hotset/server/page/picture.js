@@ -1,4 +1,4 @@
-// The picture beside the conversation: what the answer that runs, or the one that is chosen, did inside.
+// The picture next to the conversation: the inner activity of the running or the chosen answer.
 
 import { touched } from "./activity.js";
 import { heat, heatStops, inks, onSchemeChange } from "./colours.js";
@@ -7,8 +7,8 @@ import { HeatMap } from "./heatmap.js";
 import { SpeedPlot } from "./speedplot.js";
 import { counted, finePercent, percent, shownToken, size } from "./units.js";
 
-const SUMMARY_MS = 250; // between two versions of the numbers, so that they can be read
-const TAPE_LENGTH = 1500; // tokens that are written out; the picture has them all
+const SUMMARY_MS = 250; // between two updates of the numbers, so that they are readable
+const TAPE_LENGTH = 1500; // tokens that are written out; the picture shows all
 const HINT = "Point at a cell, or use the arrow keys, to see its numbers.";
 const SPEED_HINT = "Point at the curve, or use the arrow keys, to see the numbers of a token.";
 
@@ -36,7 +36,7 @@ export class Picture {
     new ResizeObserver(() => this.drawStrip()).observe(byId("strip"));
   }
 
-  /** What is known of the model before it says anything. */
+  /** Set the facts of the model before its first answer. */
   setFacts(facts) {
     this.facts = facts;
     byId("picture-title").textContent = facts?.has_zeros === false ? "Speed" : "Neurons that fire";
@@ -44,13 +44,13 @@ export class Picture {
     if (!this.activity) this.writeEmpty();
   }
 
-  /** Shows the activity of an answer; null: of none. running: more is to come. */
+  /** Show the activity of an answer; null: no answer. running: it still grows. */
   show(activity, running = false) {
     const another = activity !== this.activity;
     this.activity = activity;
     if (another) this.begin();
     if (activity?.length && !this.closedAbout) {
-      byId("about").open = false; // it stood open while there was nothing else to see
+      byId("about").open = false; // it was open while there was nothing else to show
       this.closedAbout = true;
     }
     if (!activity?.length) return this.writeEmpty();
@@ -165,7 +165,7 @@ export class Picture {
     this.describe(index, null);
   }
 
-  /** The picture as a line, where there is no room for more. */
+  /** Draw the picture as a line, for small screens. */
   drawStrip() {
     const canvas = byId("strip"), width = canvas.clientWidth, { activity } = this;
     if (!width) return;
@@ -179,7 +179,7 @@ export class Picture {
     }
   }
 
-  // ---- the same for those who do not see it ----
+  // ---- the same as tables, for screen readers ----
 
   fillTables() {
     if (!byId("tables").open || !this.activity) return;
@@ -187,7 +187,7 @@ export class Picture {
   }
 }
 
-/** The colour of a token: the share of all neurons that fired, on the scale of the picture. */
+/** Return the colour of a token: the share of all neurons that fired, on the picture's scale. */
 export function tokenHeat(activity, index) {
   const share = activity.tokens[index].active_share;
   return share === undefined ? inks().glow : heat(0.1 + (0.9 * share) / activity.scale);
@@ -238,7 +238,7 @@ function tableOf(caption, head, rows) {
   );
 }
 
-/** What is known of the model before it says anything, in a few words each. */
+/** Return short descriptions of the model, before its first answer. */
 export function factsOf(facts) {
   if (!facts?.n_ff?.length) return [];
   const sum = facts.n_ff.reduce((a, b) => a + b, 0), same = sum === facts.n_ff[0] * facts.n_ff.length;

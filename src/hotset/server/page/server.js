@@ -1,8 +1,8 @@
-// What the page asks of the server: the endpoints that any client has, under the same rules.
+// The page's requests to the server. It uses the public endpoints, under the same rules as any client.
 
 const KEY = "hotset.key";
 
-/** What went wrong, in a message for the reader. kind: "key", "network", "loading", "busy", "refused", "broken". */
+/** An error with a message for the user. kind: "key", "network", "loading", "busy", "refused", "broken". */
 export class ServerError extends Error {
   constructor(kind, message, retryAfter = null, code = null) {
     super(message);
@@ -20,7 +20,7 @@ function read(storage) {
   }
 }
 
-/** The API key from now on. keep: in this browser, else as long as the tab lives. */
+/** Set the API key. keep: store it in this browser, otherwise only for this tab. */
 export function useKey(value, keep) {
   key = value;
   try {
@@ -28,7 +28,7 @@ export function useKey(value, keep) {
     if (keep) localStorage.setItem(KEY, value);
     else localStorage.removeItem(KEY);
   } catch {
-    // It lives as long as the page, then.
+    // It lasts until the page is closed.
   }
 }
 
@@ -58,7 +58,7 @@ async function refusal(response) {
     code = body.error?.code ?? null;
     message = body.error?.message ?? (typeof body.detail === "string" ? body.detail : "");
   } catch {
-    // No message of the server's own: a proxy may stand between.
+    // The reply has no message of the server; it may come from a proxy.
   }
   const after = Number.parseFloat(response.headers.get("Retry-After") ?? "");
   const wait = Number.isFinite(after) ? after : null;
@@ -71,10 +71,10 @@ async function refusal(response) {
   return new ServerError(kind, message || `The server answered ${response.status} ${response.statusText}.`, null, code);
 }
 
-/** The models that are served. */
+/** Return the list of models. */
 export const models = async () => (await (await ask("v1/models")).json()).data ?? [];
 
-/** Facts of a loaded model (null where this server has none to give). name: of one that is loaded; null: of the only one. */
+/** Return the facts of a loaded model; null if the server has none. name: null for the only model. */
 export async function props(name = null) {
   try {
     return await (await ask(name === null ? "props" : `props?model=${encodeURIComponent(name)}`)).json();
@@ -84,7 +84,7 @@ export async function props(name = null) {
   }
 }
 
-/** Whether the server is up and has its model: "ok", "loading", "away". */
+/** Return whether the server is up and has its model: "ok", "loading", "away". */
 export async function health() {
   try {
     const response = await fetch("health", { credentials: "omit", cache: "no-store" });
@@ -97,13 +97,13 @@ export async function health() {
 const post = (path, body, signal) =>
   ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
 
-/** Begins to load a model, and does not wait for it. n_ctx: tokens of its context; null: the server's default. */
+/** Start to load a model, without waiting. n_ctx: tokens of its context; null: the server's default. */
 export const load = async (model, n_ctx = null) => void (await post("models/load", n_ctx === null ? { model } : { model, n_ctx }));
 
-/** Models that can be downloaded and have these words: {id, size, has_zeros, needs, is_stored}. */
+/** Return downloadable models that match these words: {id, size, has_zeros, needs, is_stored}. */
 export const catalogue = async (words) => (await (await ask(`models/catalogue?q=${encodeURIComponent(words)}`)).json()).data;
 
-/** Downloads a model; yields {status, completed, total} as it comes. Throws ServerError, and AbortError where `signal` says so. */
+/** Download a model; yields {status, completed, total}. Throws ServerError, and AbortError if `signal` aborts. */
 export async function* pull(model, signal) {
   for await (const line of linesOf(await post("api/pull", { model, stream: true }, signal))) {
     const state = line && parsed(line);
@@ -112,33 +112,34 @@ export async function* pull(model, signal) {
   }
 }
 
-/** Unloads a model, once its requests are answered. */
+/** Unload a model when its requests are finished. */
 export const unload = async (model) => void (await post("models/unload", { model }));
 
-/** How many tokens a text has for a model (null: the only one). */
+/** Return the number of tokens of a text for a model (null: the only one). */
 export async function countTokens(model, content) {
   const response = await post("tokenize", { ...(model === null ? {} : { model }), content, parse_special: false });
   return (await response.json()).count;
 }
 
-/** The MCP servers: {name, state, problem, tools: [{name, tool, description, parameters}]}. */
+/** Return the MCP servers: {name, state, problem, tools: [{name, tool, description, parameters}]}. */
 export const mcpServers = async () => (await (await ask("mcp/servers")).json()).servers ?? [];
 
-/** Has one of them started anew; the list as it is then. */
+/** Restart an MCP server. Returns the new list. */
 export const restartMcp = async (name) => (await (await post("mcp/restart", { server: name })).json()).servers ?? [];
 
-/** Calls a tool: {content, is_error}. digest: of the tool that is meant. Throws ServerError, and AbortError where `signal` says so. */
+/** Call a tool; returns {content, is_error}. digest: identifies the intended tool. Throws ServerError, and
+ * AbortError if `signal` aborts. */
 export const callTool = async (name, given, digest, signal) => (await post("mcp/call", { name, arguments: given, digest }, signal)).json();
 
-/** The states of models, as they change: {model, value, ...}. Ends where the connection does. */
+/** Yield the states of models as they change: {model, value, ...}. Ends with the connection. */
 export async function* states() {
   for await (const data of events(await ask("models/events"))) yield parsed(data);
 }
 
 const BROKE = "The connection broke in the middle of the answer.";
 
-/** The chunks of an answer, as the server sends them. onDropped(n): before the first one, how many turns of the conversation
- * had no room. Throws ServerError, and AbortError where `signal` says so. */
+/** Yield the chunks of an answer. onDropped(n): called before the first chunk with the number of turns left out of
+ * the context. Throws ServerError, and AbortError if `signal` aborts. */
 export async function* chat(body, signal, onDropped) {
   const response = await post("v1/chat/completions", { ...body, stream: true }, signal);
   onDropped(Number(response.headers.get("x-hotset-dropped-turns") ?? 0));
@@ -155,7 +156,7 @@ export async function* chat(body, signal, onDropped) {
   if (!complete) throw new ServerError("network", BROKE);
 }
 
-/** The data of server-sent events. Other lines are comments, which keep the connection alive. */
+/** Yield the data of server-sent events. Other lines are comments that keep the connection alive. */
 async function* events(response) {
   for await (const line of linesOf(response)) if (line.startsWith("data:")) yield line.slice(5).trim();
 }
@@ -172,7 +173,7 @@ async function* linesOf(response) {
       yield* lines;
     }
   } finally {
-    reader.cancel().catch(() => {}); // left early: the server hears of it
+    reader.cancel().catch(() => {}); // the consumer stopped early: tell the server
   }
 }
 

@@ -6,16 +6,16 @@ import { notice, undoable } from "./notices.js";
 import { leaveHistory } from "./panels.js";
 import * as store from "./store.js";
 
-const AROUND = 40; // characters that are shown before and behind what was searched for
+const AROUND = 40; // characters shown before and after a search result
 
 export class Sidebar {
-  /** open(conversation): the reader wants to see it; current(): the one that is open. */
+  /** open(conversation): the user opens it. current(): the open conversation. */
   constructor({ open, current }) {
     this.open = open;
     this.current = current;
-    this.removed = new Set(); // ids of conversations that are not to be kept, though an answer of theirs still ends
-    this.expanded = null; // id of a conversation whose actions are shown, beside the open one
-    this.renaming = false; // a title, or the name of a folder, is being written
+    this.removed = new Set(); // ids of deleted conversations, whose running answers must not be stored
+    this.expanded = null; // id of a conversation whose actions are shown, other than the open one
+    this.renaming = false; // a title or folder name is being edited
     byId("search").addEventListener("input", () => {
       const n = this.list();
       announce(n === 1 ? "One conversation" : `${n} conversations`);
@@ -31,15 +31,15 @@ export class Sidebar {
     });
   }
 
-  /** Keeps a conversation, unless it was deleted. touched: it is the latest one now. */
+  /** Store a conversation, unless it was deleted. touched: it becomes the latest one. */
   keep(conversation, touched = true) {
     if (!this.removed.has(conversation.id) && !store.save(conversation, touched)) noRoom();
     this.list();
   }
 
-  /** Shows those that have the words that are searched for, else all in their folders. Returns how many. */
+  /** Show the conversations that match the search, otherwise all in their folders. Returns their number. */
   list() {
-    if (this.renaming) return 0; // what is being written stays
+    if (this.renaming) return 0; // the field being edited stays
     const words = byId("search").value.trim().toLowerCase();
     const found = store.all().filter((one) => words === "" || one.title.toLowerCase().includes(words) || passage(one, words));
     const none = words === "" ? "No conversations yet." : "No conversation has these words.";
@@ -82,7 +82,7 @@ export class Sidebar {
     return h("li", { class: "folder", dataset: { folder: name } }, head, list);
   }
 
-  /** A new folder, whose name is to be written at once. */
+  /** Create a folder whose name is edited immediately. */
   newFolder() {
     const names = this.folderNames();
     let name = "New folder";
@@ -118,7 +118,7 @@ export class Sidebar {
     byId("new-folder").focus();
   }
 
-  /** Moves conversations as they are now: of some there may be more than when they were listed, or nothing. */
+  /** Move conversations in their stored state, which may have changed since they were listed. */
   moveAll(some, name) {
     const ids = new Set(some.map((one) => one.id));
     for (const one of store.all()) {
@@ -131,14 +131,14 @@ export class Sidebar {
 
   move(one) {
     folders.askForFolder(one, this.folderNames(), (name) => {
-      if (name !== null) folders.keepFolder(name); // open, so that it is seen there
+      if (name !== null) folders.keepFolder(name); // open, so that the conversations are visible
       this.moveAll([one], name);
       this.list();
       this.focus("id", one.id);
     });
   }
 
-  /** The entry of a conversation (by "id") or of a folder (by "folder"). */
+  /** Return the entry of a conversation (by "id") or of a folder (by "folder"). */
   find(kind, value) {
     return byId("conversations").querySelector(`[data-${kind}="${CSS.escape(value)}"]`);
   }
@@ -177,14 +177,14 @@ export class Sidebar {
     return item;
   }
 
-  /** Shows what can be done with a conversation that is not open, or hides it again. */
+  /** Show or hide the actions of a conversation that is not open. */
   expand(one) {
     this.expanded = this.expanded === one.id ? null : one.id;
     this.list();
     this.find("id", one.id)?.querySelector("[aria-expanded]")?.focus();
   }
 
-  /** The conversation itself, where it is open: what is changed is what the page goes on with. */
+  /** Return the open conversation's own object if it is the same one, so that changes apply to it. */
   own(one) {
     return one.id === this.current().id ? this.current() : one;
   }
@@ -205,7 +205,7 @@ export class Sidebar {
     });
   }
 
-  /** An entry becomes a text to write in; done(text): the one before where nothing is to change. */
+  /** Turn an entry into a text field. done(text): gets the old text if nothing changed. */
   write(item, before, label, done) {
     const input = h("input", { value: before, "aria-label": label, autocomplete: "off" });
     const end = (kept) => {
@@ -271,7 +271,7 @@ function importedText(n, nLeft) {
 
 const noRoom = () => notice("storage", "The browser has no room for more conversations: export them and delete some.");
 
-/** A button of an entry, whose label is not written. */
+/** Return an entry's icon button. */
 function action(name, label, of, does, more = {}) {
   const properties = { type: "button", class: "quiet small", "aria-label": `${label}: ${of}`, title: label, ...more };
   const button = h("button", properties, icon(ICONS[name]));
@@ -279,7 +279,7 @@ function action(name, label, of, does, more = {}) {
   return button;
 }
 
-/** The words around the first place in a conversation that has them; null: none has. */
+/** Return the text around the first match in a conversation; null: no match. */
 function passage(conversation, words) {
   for (const { content } of conversation.messages) {
     const at = content.toLowerCase().indexOf(words);

@@ -1,11 +1,12 @@
-// Of a dense model, where every neuron counts for every token: how fast the tokens came, and what each one read.
+// The plot for a dense model, where every neuron counts for every token: the speed of tokens and the bytes that each
+// one read.
 
 import { inks, onSchemeChange } from "./colours.js";
 import { announce, h } from "./dom.js";
 import { rate } from "./units.js";
 
 const LEFT = 34, TOP = 10, BOTTOM = 20, HEIGHT = 190;
-const SMOOTH = 8; // tokens that a point of the curve is the mean of
+const SMOOTH = 8; // tokens averaged in a point of the curve
 
 export class SpeedPlot {
   constructor(root, onChoose) {
@@ -72,7 +73,7 @@ export class SpeedPlot {
     this.choose(Math.min(Math.max((this.chosen ?? last) + steps[event.key], 1), last), true);
   }
 
-  /** Tokens per second at a token: of the few that end with it. */
+  /** Return the tokens per second at a token, averaged over the last few. */
   speedAt(token) {
     const { tokens } = this.activity;
     const from = Math.max(token - SMOOTH, 0);
@@ -89,7 +90,7 @@ export class SpeedPlot {
     const pen = this.canvas.getContext("2d");
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     const ink = inks(), n = this.activity.length;
-    // No more points than pixels, however long the answer is.
+    // At most one point per pixel, for answers of any length.
     const points = Math.min(Math.max(n - 1, 0), Math.ceil(width)), last = Math.max(n - 2, 0);
     const places = Array.from({ length: points }, (_, i) => Math.round((i * last) / Math.max(points - 1, 1)));
     const speeds = places.map((at) => this.speedAt(at + 1));
@@ -135,7 +136,7 @@ export class SpeedPlot {
   }
 }
 
-/** A round number that holds the value. */
+/** Return a round number that is not below the value. */
 function niceEnd(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 1.5, 2, 3, 4, 6, 8, 10].map((times) => times * power).find((end) => end >= value);

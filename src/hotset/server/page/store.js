@@ -1,4 +1,5 @@
-// Conversations, kept in this browser: one entry of localStorage each, so that two tabs seldom write the same.
+// Stores conversations in this browser, each in its own entry of localStorage, so that two tabs seldom write the same
+// one.
 
 import { fenced } from "./attachments.js";
 import { folderName } from "./folders.js";
@@ -9,17 +10,17 @@ import { path } from "./tree.js";
 const PREFIX = "hotset.chat.", OPEN = "hotset.open";
 const ROLES = new Set(["user", "assistant"]);
 const MAX_TITLE = 60;
-const MAX_OWN_TITLE = 200; // characters of a title that the reader chose
+const MAX_OWN_TITLE = 200; // characters of a title that the user typed
 
-/** A new conversation; it is stored once it has a message. settings: its own; null: those of all. model: the name
- * that the reader chose for it. tools: those that the model may call (tools.js). first: the message with which a request
- * begins, once the context was full (context.js). */
+/** Return a new conversation, which is stored after its first message. settings: its own; null: the common ones.
+ * model: the name that the user chose for it. tools: those that the model may call (tools.js). first: the first
+ * message of requests after the context was full (context.js). */
 export function fresh() {
   const id = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
   return { id, title: "", titled: false, pinned: false, folder: null, updated: Date.now(), model: null, settings: null, tools: null, messages: [], leaf: null, first: null };
 }
 
-/** What a conversation is called: by the reader, or the beginning of its first message. */
+/** Return a conversation's title: the user's, or the beginning of its first message. */
 export function titleOf(conversation) {
   if (conversation.titled) return conversation.title;
   const first = conversation.messages.find((message) => message.role === "user");
@@ -27,15 +28,15 @@ export function titleOf(conversation) {
   return line.length > MAX_TITLE ? `${line.slice(0, MAX_TITLE - 1)}…` : line || "New conversation";
 }
 
-/** Gives a conversation a title; an empty one is the beginning of its first message again. */
+/** Set a conversation's title; an empty one means the beginning of its first message. */
 export function rename(conversation, title) {
   conversation.title = title.trim().slice(0, MAX_OWN_TITLE);
   conversation.titled = conversation.title !== "";
   conversation.title = titleOf(conversation);
 }
 
-/** All of them, pinned ones first, the latest first. What is no conversation (another program's, an older page's) is
- * passed over. */
+/** Return all conversations, pinned ones first, then the latest. Entries that are not valid conversations (another
+ * program's, an older page's) are skipped. */
 export function all() {
   const found = [];
   for (let i = 0; i < localStorage.length; i++) {
@@ -45,13 +46,13 @@ export function all() {
       const conversation = checked(JSON.parse(localStorage.getItem(key)));
       if (conversation && PREFIX + conversation.id === key) found.push(conversation);
     } catch {
-      // Not ours to read.
+      // Not a conversation.
     }
   }
   return found.sort((a, b) => b.pinned - a.pinned || b.updated - a.updated);
 }
 
-/** Keeps a conversation. touched: it is the latest now. Returns whether there was room. */
+/** Store a conversation. touched: it is the latest now. Returns false if the storage is full. */
 export function save(conversation, touched = true) {
   if (touched) conversation.updated = Date.now();
   conversation.title = titleOf(conversation);
@@ -63,12 +64,12 @@ export function save(conversation, touched = true) {
   }
 }
 
-/** The conversation that this tab has open: a reload opens it again. */
+/** Remember the tab's open conversation, so that a reload opens it again. */
 export function remember(conversation) {
   try {
     sessionStorage.setItem(OPEN, conversation.id);
   } catch {
-    // A reload begins with a new one, then.
+    // A reload then begins with a new one.
   }
 }
 
@@ -83,10 +84,10 @@ export function remembered() {
 
 export const remove = (conversation) => localStorage.removeItem(PREFIX + conversation.id);
 
-/** Whether a change of localStorage, in another tab, is of a conversation. */
+/** Whether a change of localStorage in another tab concerns a conversation. */
 export const isOurs = (key) => key === null || key.startsWith(PREFIX);
 
-/** The parts of a value that make a conversation; null where it is none. */
+/** Return the valid parts of a stored conversation; null if it is not one. */
 function checked(value) {
   if (typeof value !== "object" || value === null || !Array.isArray(value.messages)) return null;
   if (typeof value.id !== "string" || !/^[0-9a-f]{1,32}$/.test(value.id)) return null;
@@ -112,8 +113,8 @@ function checked(value) {
   return conversation;
 }
 
-/** Messages of a stored list; null where one is none. Ids rise, and parents come first: so there is no circle. A list of
- * an older page has no ids: each message follows the one before it. */
+/** Return the messages of a stored list; null if one is invalid. Ids rise and parents precede children, which
+ * excludes cycles. Lists of older pages have no ids: each message follows the previous one. */
 function checkedMessages(list) {
   const messages = [], ids = new Set();
   for (const [i, value] of list.entries()) {
@@ -140,8 +141,8 @@ function checkedMessage(value) {
   return kept;
 }
 
-/** The conversations and the names of all folders in an exported file, first of those with conversations; throws a
- * message where it is none. A conversation that is here already, by its id, is to be replaced. */
+/** Return the conversations and all folder names of an exported file, folders with conversations first. Throws a
+ * message if the file is not valid. A conversation with the id of a stored one replaces it. */
 export function imported(text) {
   let value;
   try {
@@ -151,7 +152,7 @@ export function imported(text) {
   }
   const list = (Array.isArray(value?.conversations) ? value.conversations : []).map(checked);
   if (list.length === 0 || list.includes(null)) throw new Error("The file holds no conversations of this page.");
-  // What the author of the file allowed and turned on, this reader has not.
+  // Tools that the author of the file allowed or turned on are not allowed by this user.
   for (const { tools, messages } of list) {
     if (tools) Object.assign(tools, { on: [], allowed: [] });
     for (const { calls } of messages) if (calls) distrustCalls(calls);
@@ -163,7 +164,7 @@ export function imported(text) {
 export const exported = (conversations, folders) =>
   JSON.stringify({ from: "hotset", version: 2, folders, conversations }, null, 1);
 
-/** A conversation as a text to read: what of it is shown. */
+/** Return the visible part of a conversation as Markdown. */
 export function asMarkdown(conversation) {
   const parts = path(conversation).map((message) => {
     const files = (message.files ?? []).map((file) => `*Attached: ${file.name}*\n\n`).join("");

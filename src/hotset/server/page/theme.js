@@ -1,8 +1,8 @@
-// Before the first paint: the reader's own choice of light or dark, where there is one. (A script of its own,
-// since the page's policy allows none inside the HTML.)
+// Applies the user's stored theme before the first paint. A separate script, because the content security policy
+// forbids scripts inside the HTML.
 try {
   const chosen = localStorage.getItem("hotset.theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-  // Storage is closed to this page: the system's choice it is.
+  // Storage is not available: use the system's theme.
 }

@@ -1,26 +1,26 @@
-// Tools that a model may call: those of the server's MCP servers, and functions whose results the reader types. Which of
-// them a conversation has is kept with it: {on, functions, allowed}: names of MCP tools, functions, and {name, digest} of
-// tools that are called without asking: one that is changed is asked about again.
+// Tools that a model may call: tools of the server's MCP servers, and functions whose results the user types. A
+// conversation stores its tools as {on, functions, allowed}: names of MCP tools, functions, and {name, digest} of tools
+// that are called without asking. If a tool changes, the user must allow it again.
 //
 // A call of an answer is {id, name, arguments (the model's text), state, ...}. digest: of the tool that the model was
-// given under that name, which is the one that the reader allows. state: "asked": the reader decides;
-// "running"; "done", with `result` and, where it failed, `error`; "denied". consent: "once", "always", "typed".
+// given under that name, which is the one that the user allows. state: "asked" (the user decides), "running", "done"
+// (with `result` and, after a failure, `error`) or "denied". consent: "once", "always", "typed".
 
 import * as server from "./server.js";
 
 const isName = (name) => typeof name === "string" && /^[a-zA-Z0-9_.-]{1,128}$/.test(name);
 const MOST_FUNCTIONS = 64;
 const LONGEST_FUNCTION = 65_536; // characters of JSON
-export const LONGEST_RESULT = 60_000; // characters; the server cuts what its tools return at about as many
+export const LONGEST_RESULT = 60_000; // characters; the server truncates results at about the same length
 const MOST_CALLS = 64; // of an answer
 const DENIED = "The user did not allow this call.", SKIPPED = "The user went on without this call.";
 
 export class Tools {
   constructor() {
-    this.servers = null; // as the server lists them; null: it has not been asked
+    this.servers = null; // the server's list; null: not loaded yet
   }
 
-  /** Asks the server for its MCP servers. Throws ServerError. */
+  /** Load the MCP servers. Throws ServerError. */
   async load() {
     this.servers = await server.mcpServers();
   }
@@ -29,7 +29,7 @@ export class Tools {
     this.servers = await server.restartMcp(name);
   }
 
-  /** The MCP tools that there are, each with the name of its server in `server`. */
+  /** All MCP tools, each with its server's name in `server`. */
   get all() {
     return (this.servers ?? []).flatMap((one) => one.tools.map((tool) => ({ ...tool, server: one.name })));
   }
@@ -38,8 +38,8 @@ export class Tools {
     return this.all.find((tool) => tool.name === name) ?? null;
   }
 
-  /** The tool, or function, of a call; null where there is none, or another one than the model was given; undefined
-   * where the server was not asked. */
+  /** Return the tool or function of a call; null if it does not exist or has changed since the model got it;
+   * undefined if the list is not loaded. */
   of(call, conversation) {
     if (call.typed) return ownTools(conversation).functions.find((one) => one.name === call.name) ?? null;
     if (this.servers === null) return undefined;
@@ -47,12 +47,12 @@ export class Tools {
     return tool && tool.digest !== (call.digest ?? tool.digest) ? null : tool;
   }
 
-  /** Names of tools that are on in a conversation and that the server does not have. */
+  /** Return the names of tools that are on in a conversation but missing on the server. */
   missing(conversation) {
     return ownTools(conversation).on.filter((name) => !this.find(name));
   }
 
-  /** The `tools` of a request. Throws ServerError. */
+  /** Return the `tools` of a request. Throws ServerError. */
   async request(conversation) {
     const { on, functions } = ownTools(conversation);
     if (on.length) await this.load();
@@ -62,7 +62,7 @@ export class Tools {
     return all.length ? { tools: all.map((one) => ({ type: "function", function: one })) } : {};
   }
 
-  /** Says of the calls of an answer which of them cannot be made, and whose result the reader types. offered: `tools`. */
+  /** Mark the calls of an answer that cannot be made, and those whose result the user types. offered: `tools`. */
   judge(calls, offered, conversation) {
     const names = new Set((offered ?? []).map((one) => one.function.name));
     const typed = new Set(ownTools(conversation).functions.map((one) => one.name));
@@ -74,12 +74,12 @@ export class Tools {
     }
   }
 
-  /** Whether a call needs no one's consent in a conversation. */
+  /** Whether a conversation allows a call without asking. */
   isAllowed(call, conversation) {
     return ownTools(conversation).allowed.some(({ name, digest }) => name === call.name && digest === call.digest);
   }
 
-  /** Makes a call; what comes of it stands in the call. Throws ServerError where it was not made, and AbortError. */
+  /** Make a call and store its result in it. Throws ServerError if it was not made, and AbortError. */
   async run(call, signal) {
     try {
       const { content, is_error: failed } = await server.callTool(call.name, parsed(call) ?? {}, call.digest, signal);
@@ -91,10 +91,10 @@ export class Tools {
   }
 }
 
-/** The tools of a conversation. */
+/** Return the tools of a conversation. */
 export const ownTools = (conversation) => conversation.tools ?? { on: [], functions: [], allowed: [] };
 
-/** Changes them. change(tools): in place. */
+/** Change the tools of a conversation. change(tools): in place. */
 export function changeTools(conversation, change) {
   const { on, functions, allowed } = ownTools(conversation);
   conversation.tools = { on: [...on], functions: [...functions], allowed: [...allowed] };
@@ -111,7 +111,7 @@ export function settle(call, result, error = false) {
 
 export const isSettled = (call) => call.state === "done" || call.state === "denied";
 
-/** The arguments of a call; null where they are no JSON object. */
+/** Return the arguments of a call; null if they are not a JSON object. */
 export function parsed(call) {
   try {
     const value = JSON.parse(call.arguments || "{}");
@@ -121,7 +121,7 @@ export function parsed(call) {
   }
 }
 
-/** Adds what a chunk brings of calls to a message. */
+/** Add the calls of a chunk to a message. */
 export function takeCalls(message, deltas) {
   message.calls ??= [];
   for (const { index, id, function: part } of deltas) {
@@ -134,11 +134,11 @@ export function takeCalls(message, deltas) {
   }
 }
 
-/** The messages of a conversation as a request has them. contentOf(message): what the model reads of one. */
+/** Return the messages of a conversation for a request. contentOf(message): the text that the model reads. */
 export function sentMessages(system, messages, contentOf) {
   const sent = system ? [{ role: "system", content: system }] : [];
-  // A question without an answer goes with it: many templates refuse two questions in a row. Where the reader deleted
-  // what stood between two messages, they are one.
+  // Drop a question without an answer: many templates refuse two questions in a row. Messages that became adjacent by a
+  // deletion are joined.
   const isEmpty = (message) => message?.role === "assistant" && message.content === "" && !message.calls;
   for (const [i, message] of messages.entries()) {
     if (isEmpty(message) || (message.role === "user" && isEmpty(messages[i + 1]))) continue;
@@ -150,12 +150,12 @@ export function sentMessages(system, messages, contentOf) {
   return sent;
 }
 
-/** Calls, and what came of each: templates refuse a call without a result. */
+/** Add calls and their results: templates refuse a call without a result. */
 function addCalls(sent, { calls, reasoning }) {
   const tool_calls = calls.map((call) => ({
     id: call.id,
     type: "function",
-    // What is no JSON goes back as a text of it: templates read arguments as an object.
+    // Arguments that are not JSON are sent as an object with their text, because templates expect an object.
     function: { name: call.name, arguments: parsed(call) === null ? JSON.stringify({ text: call.arguments }) : call.arguments || "{}" },
   }));
   Object.assign(sent.at(-1), { tool_calls }, reasoning ? { reasoning_content: reasoning } : {});
@@ -167,7 +167,7 @@ function addCalls(sent, { calls, reasoning }) {
 
 // ---- functions ----
 
-/** The functions of a text, as OpenAI's API has them (alone or in a list) or MCP; throws a message for the reader. */
+/** Return the functions of a text in OpenAI's format (one or a list) or MCP's. Throws a message for the user. */
 export function functionsOf(text) {
   if (text.length > LONGEST_FUNCTION) throw new Error(`It has more than ${LONGEST_FUNCTION} characters.`);
   let value;
@@ -202,9 +202,9 @@ function checkedFunction(value) {
   return { name, description, parameters, ...(value.strict === true ? { strict: true } : {}) };
 }
 
-// ---- what is kept ----
+// ---- storage ----
 
-/** What may be kept of stored tools; null: none. */
+/** Return the valid part of stored tools; null: none. */
 export function checkedTools(value) {
   if (typeof value !== "object" || value === null) return null;
   const names = (list) => (Array.isArray(list) ? [...new Set(list.filter(isName))] : []);
@@ -218,12 +218,12 @@ export function checkedTools(value) {
   };
 }
 
-/** Calls of a file that may be anyone's: those that wait are named by nothing but what they are. */
+/** Remove consent from the calls of an imported file, which may come from anyone. */
 export function distrustCalls(calls) {
   for (const call of calls) if (!isSettled(call)) for (const name of ["server", "problem", "digest"]) delete call[name];
 }
 
-/** What may be kept of stored calls; null where they are none. */
+/** Return the valid part of stored calls; null if they are not valid. */
 export function checkedCalls(value) {
   if (!Array.isArray(value) || value.length === 0 || value.length > MOST_CALLS) return null;
   const calls = value.map(checkedCall);

@@ -1,4 +1,4 @@
-// The dialog of tools: which of them the model may call in this conversation, and the reader's own functions.
+// The tools dialog: the tools that the model may call in this conversation, and the user's own functions.
 
 import { schemaOf, written } from "./calls.js";
 import { byId, h } from "./dom.js";
@@ -6,16 +6,16 @@ import * as server from "./server.js";
 import { addFunctions, changeTools, functionsOf, ownTools } from "./tools.js";
 import { counted } from "./units.js";
 
-const LOOK_MS = 1000; // between two looks at servers that start
+const LOOK_MS = 1000; // between two updates while servers start
 const EXAMPLE = '{"name": "get_weather", "description": "The weather of a place", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}';
 
 export class ToolsDialog {
-  /** conversation(): the one that is open. changed(): its tools are others now. */
+  /** conversation(): the open one. changed(): its tools have changed. */
   constructor(tools, { conversation, changed }) {
     Object.assign(this, { tools, conversation, changed });
-    this.problem = ""; // of the list of servers
+    this.problem = ""; // with the list of servers
     this.timer = 0;
-    this.opened = new Set(); // details that are open
+    this.opened = new Set(); // open details elements
     this.dialog = byId("tools");
     this.servers = h("div", {});
     this.functions = h("div", {});
@@ -30,7 +30,7 @@ export class ToolsDialog {
     this.nameButton();
   }
 
-  /** Asks for the list of servers, again and again while one of them starts. */
+  /** Load the list of servers, repeatedly while one of them starts. */
   look() {
     window.clearTimeout(this.timer);
     return this.ask(() => this.tools.load());
@@ -55,7 +55,7 @@ export class ToolsDialog {
     this.draw();
   }
 
-  /** How many tools are on, on the button of the composer. */
+  /** Show the number of active tools on the composer's button. */
   nameButton() {
     const { on, functions } = ownTools(this.conversation());
     const n = on.length + functions.length, name = n === 1 ? "Tools: one is on" : n ? `Tools: ${n} are on` : "Tools";
@@ -80,7 +80,7 @@ export class ToolsDialog {
     return h("button", { type: "button", class: "quiet", "aria-label": `${label}: ${name}`, dataset: { act }, on: { click: does } }, label);
   }
 
-  /** Details that stay as they are when the dialog is drawn anew. act: by which they are found. */
+  /** Return a details element that keeps its state when the dialog is redrawn. act: its key. */
   details(act, summary, ...content) {
     const element = h("details", { open: this.opened.has(act) }, h("summary", { dataset: { act } }, summary), ...content);
     element.addEventListener("toggle", () => (element.open ? this.opened.add(act) : this.opened.delete(act)));
@@ -206,7 +206,7 @@ export class ToolsDialog {
     return form;
   }
 
-  // ---- what is allowed ----
+  // ---- allowed tools ----
 
   drawStanding() {
     const { allowed } = ownTools(this.conversation());

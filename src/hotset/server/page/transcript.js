@@ -1,4 +1,4 @@
-// The conversation as it is read: a list of turns, each with what can be done about it.
+// The visible conversation: a list of turns, each with its actions.
 
 import { fileList } from "./attachments.js";
 import { areSettled, CallsView } from "./calls.js";
@@ -8,26 +8,26 @@ import { MarkdownView } from "./markdown.js";
 import { tokenHeat } from "./picture.js";
 import { path, versions } from "./tree.js";
 
-const LEAST_MS = 40; // between two renderings of an answer that grows; a slow one waits longer
+const LEAST_MS = 40; // between two renderings of a growing answer; longer if rendering is slow
 const THREAD_STOPS = 40;
 
 export class Transcript {
-  /** actions, each of a message: edit(message, text), again, goOn, remove, show (another version), picture, isLeaf; busy();
-   * and those of CallsView. */
+  /** actions, each with a message: edit(message, text), again, goOn, remove, show (another version), picture,
+   * isLeaf; also busy(), and CallsView's actions. */
   constructor(actions) {
     this.actions = actions;
     this.list = byId("messages");
     this.box = byId("scroll");
-    this.turns = new Map(); // message → what is shown of it
+    this.turns = new Map(); // message → its elements
     this.atEnd = true;
     this.box.addEventListener("scroll", () => {
       this.atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 40;
     });
-    // Parts of an answer have their true height only when they come into sight.
+    // Parts of an answer get their true height only when they become visible.
     this.resized = new ResizeObserver(() => this.toEnd(false));
   }
 
-  /** Shows a conversation. activities: message → its Activity, where there is one. toEnd: and scrolls to its end. */
+  /** Show a conversation. activities: message → its Activity, if any. toEnd: scroll to its end. */
   show(conversation, activities, answerName, toEnd = true) {
     for (const turn of this.turns.values()) window.clearTimeout(turn.timer);
     this.turns.clear();
@@ -39,7 +39,7 @@ export class Transcript {
       const turns = pair.map((each) => {
         const isChosen = each === message;
         const turn = each.role === "user" ? this.question(each) : this.answer(each, answerName, isChosen && each === last);
-        // Of two that stand side by side the versions are those of both.
+        // Two answers side by side share their versions.
         if (isChosen && all.length > pair.length) turn.acts.prepend(this.versions(all, message));
         if (pair.length > 1) this.choice(turn, isChosen);
         turn.message = each;
@@ -65,14 +65,14 @@ export class Transcript {
     return button;
   }
 
-  /** A button whose name is not written. */
+  /** Return a message's icon button. */
   small(name, label, act, more = {}) {
     const button = h("button", { type: "button", class: "quiet act", "aria-label": label, title: label, ...more }, icon(ICONS[name]));
     button.addEventListener("click", act);
     return button;
   }
 
-  /** The way to the other versions of a message. */
+  /** Return the buttons for the other versions of a message. */
   versions(all, message) {
     const at = all.indexOf(message);
     const to = (i, name, label) =>
@@ -92,7 +92,7 @@ export class Transcript {
     );
   }
 
-  /** One of two answers side by side: the conversation goes on behind one of them. */
+  /** Return the choice between two answers side by side: the conversation continues after one of them. */
   choice(turn, isChosen) {
     turn.element.classList.toggle("chosen", isChosen);
     const message = () => turn.message;
@@ -152,7 +152,7 @@ export class Transcript {
     return { element, text, calls, thought, thinking, note, failed, thread, acts, goOn, view: new MarkdownView(text), took: 0, drawn: 0 };
   }
 
-  /** Shows the answer as far as it is; running: more is to come. */
+  /** Show the answer so far. running: it still grows. */
   update(message, running, activity) {
     const turn = this.turns.get(message);
     if (!turn) return;
@@ -162,7 +162,7 @@ export class Transcript {
       turn.timer = 0;
       this.render(turn, false);
     } else if (!turn.timer) {
-      // A long answer takes long to render: no more than a fifth of the time goes there.
+      // Rendering a long answer is slow: use at most a fifth of the time for it.
       const wait = Math.max(LEAST_MS, 4 * turn.took) - (performance.now() - turn.drawn);
       turn.timer = window.setTimeout(() => {
         turn.timer = 0;
@@ -171,8 +171,8 @@ export class Transcript {
     }
   }
 
-  /** Puts the focus on the next call that waits for the reader, not on a button: Enter allows nothing unread. False:
-   * there is none. */
+  /** Focus the next call that waits for the user, but not a button: Enter must not allow a call unread. Returns
+   * false if no call waits. */
   focusCall(message) {
     const next = this.turns.get(message)?.element.querySelector(".call:has(.consent)");
     if (document.activeElement !== document.body && document.activeElement !== byId("stop")) return true;
@@ -200,7 +200,7 @@ export class Transcript {
     this.toEnd(false);
   }
 
-  /** The line along an answer, from its first token to its last: hotter where more neurons fired. */
+  /** Draw the line along an answer, from its first token to its last: hotter where more neurons fired. */
   drawThread(turn) {
     const n = turn.activity?.length ?? 0;
     turn.thread.hidden = n < 2;
@@ -211,8 +211,8 @@ export class Transcript {
     turn.thread.style.setProperty("--thread", `linear-gradient(${stops.join(", ")})`);
   }
 
-  /** The message becomes a text to write in. A question is asked anew beside the one before; an answer takes the new
-   * text, and what follows it stays. */
+  /** Turn a message into a text field. An edited question is sent again as a sibling of the old one. An answer takes the
+   * new text, and later messages stay. */
   edit(message) {
     const turn = this.turns.get(message);
     if (this.actions.busy() || turn.element.classList.contains("edited")) return;
@@ -258,7 +258,7 @@ export class Transcript {
     area.setSelectionRange(area.value.length, area.value.length);
   }
 
-  /** Scrolls to the end, where the reader is there already. */
+  /** Scroll to the end if the user is already there. */
   toEnd(always) {
     if (always || this.atEnd) this.box.scrollTop = this.box.scrollHeight;
   }

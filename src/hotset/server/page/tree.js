@@ -1,9 +1,9 @@
-// The messages of a conversation are a tree: an answer that is generated again stands beside the one before, and so
-// does a question that was edited. What is shown is the path from the root to one leaf.
+// The messages of a conversation form a tree: a regenerated answer is a sibling of the old one, and so is an edited
+// question. The page shows the path from the root to one leaf.
 //
-// A message has `id`, which counts upwards, and `parent`, the id of the message before it (null: it is the first).
+// A message has a rising `id`, and `parent`, the id of the previous message (null: it is the first).
 
-/** The messages that are shown, the first one first. */
+/** Return the shown messages, in order. */
 export function path(conversation) {
   const byId = new Map(conversation.messages.map((message) => [message.id, message]));
   const found = [];
@@ -11,7 +11,7 @@ export function path(conversation) {
   return found.reverse();
 }
 
-/** Adds a message below another one (null: as a first message), and shows it. Returns it. */
+/** Add a message below another one (null: as a first message), and show it. Returns it. */
 export function add(conversation, parent, message) {
   const last = conversation.messages.at(-1)?.id ?? 0;
   const added = Object.assign(message, { id: last + 1, parent: parent?.id ?? null });
@@ -20,17 +20,17 @@ export function add(conversation, parent, message) {
   return added;
 }
 
-/** The messages that stand in one place, a message itself among them, the oldest first. */
+/** Return the siblings of a message, including itself, oldest first. */
 export const versions = (conversation, message) => conversation.messages.filter((other) => other.parent === message.parent);
 
-/** Shows the path through a message: below it, the newest message each time. */
+/** Show the path through a message and, below it, through the newest messages. */
 export function show(conversation, message) {
   let leaf = message;
   for (let next = leaf; next; next = conversation.messages.findLast((other) => other.parent === leaf.id)) leaf = next;
   conversation.leaf = leaf.id;
 }
 
-/** Removes one message; those below it stand in its place. */
+/** Remove one message; its children take its place. */
 export function remove(conversation, message) {
   const below = conversation.messages.filter((other) => other.parent === message.id);
   conversation.messages = conversation.messages.filter((other) => other !== message);

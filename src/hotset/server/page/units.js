@@ -1,4 +1,4 @@
-// Numbers as people read them; as units.py writes them.
+// Formats numbers like units.py.
 
 const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
 
@@ -8,7 +8,7 @@ export function size(bytes) {
   return `${bytes.toFixed(0)} B`;
 }
 
-/** 1.3 of 4.1 GB; the unit once where both have it. */
+/** 1.3 of 4.1 GB; the unit once if both have the same. */
 export function sizeOf(part, whole) {
   const [number, unit] = size(part).split(" ");
   const second = size(whole);
@@ -21,10 +21,10 @@ export function percent(share) {
   return share >= 0.0995 || share === 0 ? `${(100 * share).toFixed(0)}%` : `${(100 * share).toFixed(1)}%`;
 }
 
-/** 31.2%: of one cell. */
+/** 31.2%, for one cell. */
 export const finePercent = (share) => `${(100 * share).toFixed(1)}%`;
 
-/** 58, 5.2: of tokens per second. */
+/** 58, 5.2, for tokens per second. */
 export const rate = (perSecond) => (perSecond >= 9.95 ? perSecond.toFixed(0) : perSecond.toFixed(1));
 
 export const count = (n) => n.toLocaleString("en-US");
@@ -32,7 +32,7 @@ export const count = (n) => n.toLocaleString("en-US");
 /** 1 token, 1,024 tokens. */
 export const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 
-/** What a token looks like in one line: spaces at its ends seen, line ends as signs. */
+/** Show a token in one line: outer spaces visible, line ends as signs. */
 export function shownToken(text) {
   return text === "" ? "·" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
 }
