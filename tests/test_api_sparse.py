@@ -85,7 +85,7 @@ def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
         ({"sparsity": "half"}, "the sparsity mode 'half' is unknown"),
         ({"predictor": "oracle"}, "the predictor 'oracle' is unknown"),
         ({"predictor": "mlp"}, "must be in the file"),
-        ({"sparsity": "exact", "predictor": "svd"}, "leave one of the two out"),
+        ({"sparsity": "exact", "predictor": "svd"}, "`predictor` requires sparsity='predicted'"),
         ({"sparsity": "predicted", "activation": "silu"}, "has no zeros"),
         ({"profile": "any"}, "runs exact; name a predictor too"),
     ],

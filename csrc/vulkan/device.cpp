@@ -58,7 +58,7 @@ VkResult Buffer::allocate(const VkMemoryRequirements& needs, Place place, VkMemo
     const uint64_t there = device_->allocated_, limit = device_->limit_;
     if (reserved_ > limit || there > limit - reserved_)
         throw OutOfMemory("the model needs more than the budget of " + megabytes(limit) + " on " +
-                          device_->info().name + "; raise --vram-budget, or lower the context");
+                          device_->info().name + "; raise vram_budget, or lower the context");
     return device_->functions().vkAllocateMemory(device_->handle(), &wanted, nullptr, &memory_);
 }
 

@@ -45,7 +45,7 @@ const char* name_of(VkResult result) {
     switch (result) {
         case VK_ERROR_DEVICE_LOST:
             return "the device was lost (its driver was reset, or its watchdog ended the step); load the "
-                   "model again, or leave --device out";
+                   "model again, or leave `device` out";
         case VK_ERROR_INITIALIZATION_FAILED:
             return "it could not be initialised";
         case VK_ERROR_LAYER_NOT_PRESENT:

@@ -162,26 +162,22 @@ class LoadSettings:
             parse_activation(self.activation)
         asked_mode(self.sparsity, self.predictor, self.thresholds)
         if self.sparse_prompts and not self.asks_for_thresholds:
-            raise InvalidRequestError(
-                "sparse prompts require the sparsity mode threshold; select it, or leave them out"
-            )
+            raise InvalidRequestError("sparse_prompts requires sparsity='threshold'")
         if self.gpu_index is not None and (self.n_gpu_layers is not None or self.split != "auto"):
             raise InvalidRequestError(
-                "a GPU index sets the neurons on the device; leave out the number of layers, --split "
-                "and --disable-gpu-index"
+                "gpu_index says which neurons are on the device, and cannot be combined with n_gpu_layers or "
+                "`split`"
             )
         if self.is_on_cpu and self.asks_for_a_device:
             raise InvalidRequestError(
-                f"the device {', '.join(self.device or ())} uses no GPU; leave it out, or leave out the "
-                "settings of GPUs"
+                f"device='{','.join(self.device or ())}' cannot be combined with vram_budget, n_gpu_layers, "
+                "gpu_index or split='neurons'"
             )
         self._check_undivided()
         self._check_speculation()
         self._check_devices()
         if self.ram_budget is not None and self.is_reference:
-            raise InvalidRequestError(
-                "the reference maps its files and keeps no memory budget; leave it out, or ram_budget"
-            )
+            raise InvalidRequestError("device='reference' cannot be combined with ram_budget")
 
     @property
     def undivided(self) -> tuple[str, str] | None:
@@ -193,13 +189,11 @@ class LoadSettings:
             return "lora", "adapters"
         if self.cache_dir is not None:
             return "cache_dir", "prompt_cache"
-        return (f"speculate {self.drafter}", "speculation") if self.drafter in ("self", "mtp") else None
+        return (f"speculate='{self.drafter}'", "speculation") if self.drafter in ("self", "mtp") else None
 
     def _check_undivided(self) -> None:
         if self.cache_dir is not None and self.is_reference:
-            raise InvalidRequestError(
-                "cache_dir keeps results of the CPU or a device, not of the reference; leave one of them out"
-            )
+            raise InvalidRequestError("cache_dir cannot be combined with device='reference'")
         device = self.device_capabilities
         on_one = self.n_gpu_layers is None and self.split != "neurons" and device is not None
         if self.undivided is None or not self.asks_for_a_device:
@@ -231,33 +225,30 @@ class LoadSettings:
                 f"speculate must be one of {', '.join(get_args(Speculate))}, not {shown(asked)}"
             )
         if self.lookup is not None and asked != "ngram":
-            raise InvalidRequestError(
-                f"a text to look up requires speculate ngram, not {asked}; leave one of the two out"
-            )
+            raise InvalidRequestError(f"`lookup` requires speculate='ngram', not '{asked}'")
         if (self.draft is not None) != (asked == "draft"):
             raise InvalidRequestError(
-                "speculate draft needs a draft model; give it with draft"
+                "speculate='draft' requires `draft`, the model that drafts"
                 if self.draft is None
-                else f"a draft model requires speculate draft, not {asked}; leave one of the two out"
+                else f"`draft` requires speculate='draft', not '{asked}'"
             )
         if asked == "self":
             self._check_self_drafts()
         if asked != "off" and self.is_reference:
             raise InvalidRequestError(
-                "the reference computes with NumPy, whose results depend on the size of a step, so "
-                "drafts could change a text; leave it out, or speculate"
+                "device='reference' cannot be combined with `speculate`: its results depend on the size of "
+                "a step, so that drafts could change a text"
             )
 
     def _check_self_drafts(self) -> None:
         if self.sparsity in ("dense", "exact"):
             raise InvalidRequestError(
-                f"speculate self drafts in a sparser mode and verifies without it, and {self.sparsity} is "
-                "not sparser: leave it out, or choose predicted or threshold"
+                f"speculate='self' cannot be combined with sparsity='{self.sparsity}': it drafts in a "
+                "sparser mode, predicted or threshold"
             )
         if self.ram_budget is not None:
             raise InvalidRequestError(
-                "speculate self reads the weights in two modes, which a RAM budget does not support; leave "
-                "one of the two out"
+                "speculate='self' cannot be combined with ram_budget: it reads the weights in two modes"
             )
 
     def verifying(self, has_zeros: bool) -> LoadSettings:
@@ -296,9 +287,7 @@ class LoadSettings:
                 "the CPU and one another; leave out the others"
             )
         if self.ram_budget is not None and not device.ram_budget:
-            raise InvalidRequestError(
-                f"{device.title} does not support a memory budget; leave ram_budget out"
-            )
+            raise InvalidRequestError(f"ram_budget cannot be combined with {device.title}")
 
     def layers_on_devices(self, n_layer: int) -> int | None:
         """Return how many of n_layer layers must be on devices; None: the planner decides."""

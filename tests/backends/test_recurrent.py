@@ -365,7 +365,7 @@ def test_show_and_devices_know_of_states(path: Path, capsys: pytest.CaptureFixtu
         config = config_from_gguf(gguf)
         cost = Cost(describe(config, gguf.tensors), gguf.tensors)
     assert facts["recurrent"] == {"layers": config.n_recurrent, "state_bytes": cost.state_bytes}
-    with pytest.raises(UnsupportedModelError, match="computed on the CPU alone; use --device cpu"):
+    with pytest.raises(UnsupportedModelError, match="computed only on the CPU; use device='cpu'"):
         hotset.load(path, device="simulated", vram_budget=1.0, n_ctx=N_CTX)
 
 

@@ -150,7 +150,11 @@ def test_run_accepts_a_profile(published: Path, text: Path) -> None:
         (["run", "PLAIN", "hi", "--predictor", "oracle"], 1, "predictor 'oracle' is unknown"),
         (["run", "PLAIN", "hi", "--predictor", "sign"], 1, "the predictor sign was removed; use svd"),
         (["run", "PLAIN", "hi", "--predictor", "mlp"], 1, "choose svd, or train"),
-        (["run", "PLAIN", "hi", "--sparsity", "exact", "--predictor", "svd"], 1, "leave one of the two out"),
+        (
+            ["run", "PLAIN", "hi", "--sparsity", "exact", "--predictor", "svd"],
+            1,
+            "--predictor requires --sparsity predicted",
+        ),
         (["run", "DENSE", "hi", "--sparsity", "exact"], 1, "--activation relu"),
         (["run", "PLAIN", "hi", "--profile", "TEXT"], 1, "name a predictor too"),
         (["run", "PUBLISHED", "hi", "--profile", "TEXT"], 1, "TEXT"),

@@ -261,7 +261,7 @@ def test_a_sides_thresholds_replace_the_commands_mode(asked: dict[str, Any]):
     )]  # fmt: skip
     f = Path("f")
     assert cut == [(None, None, f), ("threshold", None, f), (None, "svd:64", f)]
-    with pytest.raises(InvalidRequestError, match="require the sparsity mode threshold, not dense"):
+    with pytest.raises(InvalidRequestError, match="`thresholds` requires sparsity='threshold', not 'dense'"):
         sides_of("M", settings, ["dense,thresholds=f"])
 
 
@@ -287,7 +287,7 @@ def test_the_commands_thresholds_apply_to_sides_with_that_mode(plain: Path, text
     assert modes(*stated, "--sparsity", "threshold", "--compare", "threshold") == ["threshold", "threshold"]
     done = inside(*arguments, "--sparsity", "exact", *stated, "--compare", "dense")
     assert done.returncode == 1
-    assert "thresholds require the sparsity mode threshold, not exact" in done.stderr
+    assert "--thresholds requires --sparsity threshold, not 'exact'" in done.stderr
 
 
 def test_a_side_on_the_cpu_ignores_the_commands_gpu_options():

@@ -271,7 +271,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequestError, match="is no folder"):
         PromptCache(tmp_path / "file", MODEL, FakeBackend(), 1 << 20)
-    with pytest.raises(HotsetError, match="--cache-dir"):
+    with pytest.raises(HotsetError, match="cache_dir"):
         PromptCache(tmp_path / "file" / "below", MODEL, FakeBackend(), 1 << 20)
 
 

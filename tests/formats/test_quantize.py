@@ -378,7 +378,7 @@ def test_the_model_that_is_read_is_not_written(f16: Path, tmp_path: Path) -> Non
 def test_what_is_quantised_is_not_quantised_again(f16: Path, tmp_path: Path) -> None:
     q8_0 = tmp_path / "q8_0.gguf"
     requantize.quantize(f16, q8_0, "q8_0")
-    with pytest.raises(InvalidRequestError, match=r"16 matrices .* --allow-requantize"):
+    with pytest.raises(InvalidRequestError, match=r"16 matrices .* allow_requantize=True"):
         planned(q8_0, "q4_0")
     requantize.quantize(q8_0, tmp_path / "q4_0.gguf", "q4_0", allow_requantize=True)
     with open_gguf(q8_0) as old, open_gguf(tmp_path / "q4_0.gguf") as new:

@@ -179,7 +179,7 @@ def test_exact_and_predicted_are_not_mixed_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"device": "reference"}, "cache_dir keeps results of the CPU or a device"),
+        ({"device": "reference"}, "cache_dir cannot be combined with device='reference'"),
         ({"device": "vulkan", "n_gpu_layers": 1}, "cache_dir needs a model that only the CPU"),
         ({"device": "simulated"}, "cache_dir needs a model that only the CPU computes"),
     ],

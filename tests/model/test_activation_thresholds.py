@@ -454,7 +454,7 @@ def test_thresholds_of_zero_are_dense(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="thresholds require the sparsity mode threshold"):
+    with pytest.raises(InvalidRequestError, match="`thresholds` requires sparsity='threshold'"):
         hotset.LoadSettings(sparsity="dense", thresholds="x.json")
-    with pytest.raises(InvalidRequestError, match="sparse prompts require"):
+    with pytest.raises(InvalidRequestError, match="sparse_prompts requires sparsity='threshold'"):
         hotset.LoadSettings(sparse_prompts=True)

@@ -41,7 +41,7 @@ def test_the_same_bits_in_any_steps_and_on_any_instruction_set(alibi: GGUFFile) 
 
 
 def test_torch_computes_it_and_a_device_refuses_it(alibi: GGUFFile) -> None:
-    assert_only_torch_computes(alibi, "ALiBi is computed on the CPU; use --device cpu")
+    assert_only_torch_computes(alibi, "ALiBi is computed on the CPU; use device='cpu'")
 
 
 def test_slopes(run_folder: Path) -> None:

@@ -30,7 +30,7 @@ def test_every_operation_is_the_references(apertus: GGUFFile) -> None:
 
 
 def test_torch_computes_it_and_a_device_refuses_it(apertus: GGUFFile) -> None:
-    assert_only_torch_computes(apertus, "xIELU is computed on the CPU; use --device cpu")
+    assert_only_torch_computes(apertus, "xIELU is computed on the CPU; use device='cpu'")
 
 
 def test_it_is_that_of_transformers() -> None:

@@ -55,7 +55,7 @@ def test_a_card_is_found_as_people_write_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("RTX 4900", "RTX 4090"), ("", "it has"), ("GTX", "--gpu-bandwidth")]
+    ("name", "meant"), [("RTX 4900", "RTX 4090"), ("", "it has"), ("GTX", "gpu_bandwidth")]
 )
 def test_a_card_that_is_unknown_is_not_guessed(name: str, meant: str) -> None:
     with pytest.raises(InvalidRequestError, match=meant):

@@ -141,7 +141,7 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
         ({"vram_budget": -2.0}, "GiB above 0"),
         ({"vram_budget": float("nan")}, "GiB above 0"),
         ({"n_gpu_layers": -1}, "n_gpu_layers must be at least 0"),
-        ({"n_gpu_layers": 1, "gpu_index": Path("x")}, "leave out"),
+        ({"n_gpu_layers": 1, "gpu_index": Path("x")}, "cannot be combined"),
     ],
 )
 def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], message: str) -> None:

@@ -89,7 +89,7 @@ def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
         (("exact",), "silu, which has no zeros"),
         (("predicted",), "silu, which has no zeros"),
         ((None, "svd"), "silu, which has no zeros"),
-        (("dense", "svd"), "leave one of the two out"),
+        (("dense", "svd"), "`predictor` requires sparsity='predicted'"),
         (("predicted", "tree"), "'tree' is unknown"),
     ],
 )

@@ -394,7 +394,7 @@ class ReferenceSampler:
             return
         if largest == -math.inf and self.constraint is not None:
             raise InvalidRequestError(
-                "no token is left to continue with: the required form of the answer allows none"
+                "the answer cannot continue: its required form allows no token"
                 + (" that logit_bias and ignore_eos allow" if self._forbids else " of the vocabulary")
             )
         if largest == -math.inf and self._forbids:

@@ -361,7 +361,7 @@ class TestLinearPath:
                 assert sum(options[i][o][0] for i, o in enumerate(other)) >= suffered - 1e-9
 
     def test_drelu_has_none(self) -> None:
-        with pytest.raises(InvalidRequestError, match="--activation relu"):
+        with pytest.raises(InvalidRequestError, match="activation='relu'"):
             SparsifySettings(activation="drelu", linear=4)
 
 
@@ -485,7 +485,7 @@ class TestTraining:
         [
             ({"activation": "silu"}, "relu or drelu"),
             ({"rank": -1}, "rank"),
-            ({"idle": 1.0}, "--idle"),
+            ({"idle": 1.0}, "`idle`"),
             ({"batch": 0}, "at least 1"),
             ({"lr": float("nan")}, "learning rate"),
             ({"lr": 0.0}, "learning rate"),

@@ -109,7 +109,7 @@ def taking_adapters(backend: Backend) -> TakesAdapters:
     if not isinstance(backend, TakesAdapters):
         raise UnsupportedModelError(
             "adapters (LoRA) need a model that this machine's CPU, or a Vulkan device, computes alone, and "
-            f"this one is computed by {backend.name!r}; leave them out, or use --device cpu and no "
-            "--stages"
+            f"this one is computed by {backend.name!r}; leave them out, or use device='cpu' and "
+            "no `stages`"
         )
     return backend

@@ -6,7 +6,6 @@ Rich is imported only where a table is really printed: `hotset run` answers befo
 from __future__ import annotations
 
 import json
-import re
 import select
 import sys
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hotset.cli.terminal import wrapped
+from hotset.cli.wording import in_options
 from hotset.escaping import LONGEST_CELL, escaped, escaped_json
 from hotset.files import read_bounded
-from hotset.sampling_parameters import OPTIONS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,22 +26,6 @@ if TYPE_CHECKING:
 
 _INPUT_SECONDS = 3.0  # for which a prompt waits for the standard input
 LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
-# Settings that error messages name as Python has them, and the options that they are here.
-_OPTIONS = {name: option for name, option in OPTIONS.items() if "_" in name} | {  # others are words, too
-    "n_ctx": "-c", "n_threads": "-t", "kv_type": "-ctk", "max_sequences": "-np", "log_form": "--log-form",
-    "tls_cert": "--tls-cert", "tls_key": "--tls-key", "max_seconds": "--timeout", "grace_seconds": "--grace",
-} | {
-    name: f"--{name.replace('_', '-')}"
-    for name in (
-        "keep_alive", "cache_dir", "cache_disk", "ram_budget", "vram_budget", "draft_max", "gpu_index",
-        "n_gpu_layers", "max_queue",
-    )
-}  # fmt: skip
-_SETTING = re.compile(rf"(?<![\w./\\'-])({'|'.join(_OPTIONS)})(?![\w/\\'-]|\.\w)")
-# A message on a file of models or a Modelfile, which have these names themselves.
-_OF_A_FILE = re.compile(
-    r"\[(models\.|default\])|\b(models\..+|default)\.(load|sampling)\b|\.toml\b|^PARAMETER\b"
-)
 
 
 def say(text: str, *, dim: bool = False, column: int = 0) -> None:
@@ -51,15 +34,19 @@ def say(text: str, *, dim: bool = False, column: int = 0) -> None:
 
 
 def warn(text: str) -> None:
-    """A warning on stderr."""
+    """A warning on stderr; settings become options."""
     typer.secho(prefix := "warning: ", fg="yellow", err=True, nl=False)
-    say(text, column=len(prefix))
+    say(in_options(text), column=len(prefix))
+
+
+def say_note(text: str) -> None:
+    """A note of the library on stderr; settings become options."""
+    say(in_options(text), dim=True)
 
 
 def print_error(message: str) -> None:
     """A message on stderr. It may begin with a name, whose case is its own; settings become options."""
-    if not _OF_A_FILE.search(message):
-        message = _SETTING.sub(lambda found: _OPTIONS[found[0]], message)
+    message = in_options(message)
     typer.secho(prefix := "error: ", fg="red", bold=True, err=True, nl=False)
     say(message if message.endswith((".", "!", "?")) else message + ".", column=len(prefix))
 
@@ -67,9 +54,9 @@ def print_error(message: str) -> None:
 def print_choice(model: Model) -> None:
     """Which neurons are computed and why, and what was built for it; nothing where there is no choice."""
     if model.config.has_zeros or model.sparsity.mode == "threshold":
-        say(f"sparsity {model.sparsity.reason}", dim=True)
+        say_note(f"sparsity {model.sparsity.reason}")
     for note in model.notes:
-        say(note, dim=True)
+        say_note(note)
     if (predicted := model.decided.channels) is not None:
         say(predicted.summary(), dim=True)
 
@@ -82,13 +69,13 @@ def print_memory(model: Model) -> None:
 
         print_table(*ram_table(model.ram), err=True, tight=True)
         for line in ram_lines(model.ram):
-            say(line, dim=True)
+            say_note(line)
     if model.placement is None:
         return
     from hotset.report.placement import memory_table
 
     for note in model.backend.notes:
-        say(note, dim=True)
+        say_note(note)
     print_table(*memory_table(model.device_memory()), err=True, tight=True)
 
 

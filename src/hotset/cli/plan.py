@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import print_json, print_table, say
+from hotset.cli.console import print_json, print_table, say, say_note
 from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
 from hotset.errors import DeviceError
@@ -170,7 +170,7 @@ def _print_memory(memory: _Memory) -> None:
     ram = memory.ram
     print_table(*ram_table(ram), tight=True)
     for line in ram_lines(ram):
-        say(line, dim=True)
+        say_note(line)
 
 
 def _experts(path: Path) -> dict[str, Any] | None:
@@ -236,4 +236,4 @@ def _print(planned: Placement, layers: bool) -> None:
         print_table(*layer_table(planned), tight=True)
     print_table(*placement_table(planned), tight=True)
     for line in placement_lines(planned):
-        say(line, dim=True)
+        say_note(line)

@@ -13,7 +13,7 @@ import typer
 
 from hotset.api import load_opened
 from hotset.cli import options
-from hotset.cli.console import print_json, print_table, read_text, say
+from hotset.cli.console import print_json, print_table, read_text, say, say_note
 from hotset.cli.progress import ProgressBar
 from hotset.convert.reorder import reorder as write_reordered
 from hotset.errors import InvalidRequestError, ModelNotFoundError
@@ -133,7 +133,7 @@ def _run(
 ) -> Profile:
     with loaded_exact(path, watching) as loaded:
         for note in loaded.notes:
-            say(note, dim=True)
+            say_note(note)
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         with ProgressBar() as bar:
             return collect(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from hotset.cli.console import print_table, say
+from hotset.cli.console import print_table, say, say_note
 from hotset.escaping import escaped
 from hotset.reporter import Reporter
 from hotset.units import human_size
@@ -86,7 +86,7 @@ class ProgressBar(Reporter):
 
         print_table(*placement_table(placement), err=True, tight=True)
         for line in placement_lines(placement):
-            say(line, dim=True)
+            say_note(line)
 
     def _detail(self) -> str:
         return f"; {self.detail}" if self.detail else ""

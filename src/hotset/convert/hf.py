@@ -11,7 +11,7 @@ A tensor is reordered by indices (`Origin`), so that every piece is read once, i
   checkpoint's class rotates neighbours as well.
 - Falcon's fused rows lie in groups (queries of a KV head, its key, its value); GGUF has all q, all k, all v.
 - Some norms are stored less one.
-- The parts of a family (`Part`) have the rest: state spaces, latent attention, ternary matrices.
+- The parts of a family (`FamilyPart`) have the rest: state spaces, latent attention, ternary matrices.
 - In PowerInfer's dialect the down projection is transposed, a row per neuron, and there are predictors.
 - With a profile, neurons stand in order of hotness (convert/reorder.py).
 """

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hotset.convert.hf_part import Facts, Part
-from hotset.convert.hf_parts import Latent
+from hotset.convert.hf_part import Facts, FamilyPart
+from hotset.convert.hf_parts import LatentPart
 from hotset.convert.hf_values import DELTA_TYPES, LEGACY_PARTS, checked_types, integer, number, positive
 from hotset.convert.sources import Origin, Source
 from hotset.errors import FormatError, UnsupportedModelError
@@ -19,7 +19,7 @@ _LARGEST_MULTIPLIER = 1e6  # several are multiplied, and weights with them
 _NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
-class DeltaNet(Part):
+class DeltaNetPart(FamilyPart):
     """The gated delta nets of Qwen 3.5. Its heads are in the order of the file if each key has one head."""
 
     tiled: ClassVar = True
@@ -78,7 +78,7 @@ class DeltaNet(Part):
         return np.append(np.arange(first), first + heads.swapaxes(0, 1).reshape(-1))
 
 
-class GroupedDeltaNet(DeltaNet):
+class GroupedDeltaNet(DeltaNetPart):
     """Those of Qwen3-Next: a matrix has of each key its query, itself, its values, and their gates."""
 
     tiled: ClassVar = False
@@ -101,7 +101,7 @@ class GroupedDeltaNet(DeltaNet):
         return Origin(values, rows=np.concatenate([part.reshape(-1) for part in parts]))
 
 
-class KimiDelta(Latent):
+class KimiDelta(LatentPart):
     """Kimi Linear's delta nets, and latent attention in the other layers."""
 
     def __init__(self, facts: Facts) -> None:
@@ -169,7 +169,7 @@ def state_keys(mixer: DeltaMixer | StateSpaceMixer) -> dict[str, Any]:
     }
 
 
-class StateSpace(Part):
+class StateSpace(FamilyPart):
     """The state spaces of Mamba 2.
 
     entries: of config.json, for the number of heads, their channels, groups, numbers of B and C, and the
@@ -296,7 +296,7 @@ def _multipliers(raw: dict[str, Any], entry: str, n: int) -> np.ndarray:
     return np.array([_multiplier({entry: value}, entry) for value in found], np.float32)
 
 
-class ChannelSpace(Part):
+class ChannelSpace(FamilyPart):
     """The state spaces of Mamba.
 
     entries: of config.json, for its channels over the model's, its numbers of B and C, the kernel of the

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Facts:
-    """Sizes that a config.json gives a model. A `Part` of its family may change them.
+    """Sizes that a config.json gives a model. A `FamilyPart` of its family may change them.
 
     raw: the entries of the model that generates, with the defaults of its class. n_nextn: layers for
     multi-token prediction behind the n_layer of the model. n_rot: channels of a head that are rotated, if a
@@ -43,7 +43,7 @@ class Facts:
     n_nextn = n_expert = n_expert_used = n_ff_expert = n_unused_positions = n_cut_positions = 0
 
 
-class Part:
+class FamilyPart:
     """Entries of config.json, keys and tensors that a family of checkpoints has and a llama has not.
 
     A class of checkpoints lists its parts (HFClass.parts). Each method here is a llama's.

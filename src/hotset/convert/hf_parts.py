@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_part import Facts, FamilyPart
 from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_values import ATTENTION_TYPES, checked_types, integer, number, positive
 from hotset.convert.sources import Origin, Source, Stack, Table
@@ -16,7 +16,7 @@ from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.keys import LLAMA3_FACTORS, MAX_HEAD_DIM, MAX_STREAMS, YARN_LOG_MULTIPLIER
 
 
-class Latent(Part):
+class LatentPart(FamilyPart):
     """Latent attention (model/config.py, Latent): ranks, the channels of a head of q and k that are rotated
     and those that are not, the channels of v."""
 
@@ -77,7 +77,7 @@ class LatentRope(HFRope):
         return keys | super().magnitude_keys(rope, log_factor)
 
 
-class PlainLatent(Latent):
+class PlainLatent(LatentPart):
     """PLM's, with the keys of the first deepseek2 files: heads are made of the latent vector."""
 
     def sizes(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class PlainLatent(Latent):
         }
 
 
-class IndexedLatent(Latent):
+class IndexedLatent(LatentPart):
     """Latent attention with an indexer, which chooses the keys that a token sees (Architecture.indexed)."""
 
     def __init__(self, facts: Facts) -> None:
@@ -115,7 +115,7 @@ class IndexedLatent(Latent):
         }
 
 
-class Compressed(Part):
+class CompressedPart(FamilyPart):
     """DeepSeek V4's attention (model/config.py, Compressed), its streams and its tables of experts.
 
     block_sizes: tokens of a compressed block of keys of each layer, or 0.
@@ -219,7 +219,7 @@ class Compressed(Part):
 
 
 def _block_sizes(config: dict[str, Any], n_layer: int) -> list[int]:
-    """Return Compressed.block_sizes."""
+    """Return CompressedPart.block_sizes."""
     ratios: list[int] | None = config.get("compress_ratios")
     if ratios is not None:  # as published, perhaps also of layers behind the model's
         known = isinstance(ratios, list) and all(type(n) is int and n in (0, 4, 128) for n in ratios)
@@ -247,7 +247,7 @@ def token_rows(values: np.ndarray, n_vocab: int) -> Origin:
     return Origin(values, rows=np.where(ids < len(values), ids, 0))
 
 
-class AltUp(Part):
+class AltUpPart(FamilyPart):
     """Gemma 3n (model/config.py, AltUp): streams, the width of a layer's embedding of a token, layers without
     keys and values of their own, widths of the FFN by layer."""
 
@@ -317,7 +317,7 @@ class ProportionalRope(HFRope):
         return {LLAMA3_FACTORS: np.where(turn, np.float32(1), np.float32(1e30))}
 
 
-class WindowHeads(Part):
+class WindowHeads(FamilyPart):
     """Gemma 4's layers: heads of keys and values and the channels of one, of layers with a window and of the
     others; which take keys for values; the width of the embedding that each layer adds and its tokens; how
     many layers at the end attend the keys and values of others, whose FFNs may be twice as wide."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_part import Facts, FamilyPart
 from hotset.convert.hf_values import integer
 from hotset.convert.sources import Origin, Source
 from hotset.errors import UnsupportedModelError
@@ -22,7 +22,7 @@ def ffn_width_6(n_embd: int) -> int:
     return n_embd * 7 // 2 // 32 * 32
 
 
-class Rwkv6(Part):
+class Rwkv6(FamilyPart):
     """RWKV 6. n_fused: tensors that are one in the file. vectors: tensors that have more dimensions in
     checkpoints."""
 

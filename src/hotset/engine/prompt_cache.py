@@ -60,7 +60,7 @@ _LOOK_SHARE = 1 / 64  # of the limit; after writing this much, the directory is 
 _LEFT_OVER_SECONDS = 3600.0  # age at which a temporary file of a killed process is deleted
 _IDLE_SHARE = 3  # pause after each stored block, in multiples of its time, that leaves the cores to steps
 _MAX_ABOUT_BYTES = 1 << 16  # of model.json
-_REMEDY = "choose another folder with --cache-dir"
+_REMEDY = "choose another folder with cache_dir"
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(r"[0-9a-f]{64}\.(kv|state)")
 

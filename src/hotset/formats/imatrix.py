@@ -93,7 +93,7 @@ class ImportanceMatrix:
         if not self.chunk_size or self.chunk_size != other.chunk_size:
             raise InvalidRequestError(
                 f"importance matrices of chunks of {self.chunk_size} and {other.chunk_size} tokens cannot be "
-                "added (0: a file of the older format); collect them with the same -c"
+                "added (0: a file of the older format); collect them with the same n_ctx"
             )
         inputs = dict(self.inputs)
         for name, theirs in other.inputs.items():

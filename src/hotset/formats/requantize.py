@@ -354,7 +354,7 @@ def _check_weighted(model: TypedModel, planned: PlannedTensor, type: str | None)
     if needs and planned.type != planned.info.type and name not in (*model.important, *_WITHOUT_IMPORTANCE):
         what = f"the file lacks that of {name}" if model.important else "collect one with 'hotset imatrix'"
         raise InvalidRequestError(
-            f"{planned.type.name} (of {name}) requires an importance matrix (--imatrix FILE): {what}"
+            f"{planned.type.name} (of {name}) requires an importance matrix (`imatrix`): {what}"
         )
 
 
@@ -419,7 +419,7 @@ def _check_sources(gguf: GGUFFile, tensors: list[PlannedTensor], allow_requantiz
         raise InvalidRequestError(
             f"{len(again)} matrices of {gguf.path} are quantised already ({info.name}: {info.type.name}), "
             f"so {again[0].type.name} cannot restore the lost precision; quantise the F16 model, or use "
-            "--allow-requantize"
+            "allow_requantize=True"
         )
 
 

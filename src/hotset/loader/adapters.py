@@ -48,7 +48,7 @@ def check_adapter(path: str | os.PathLike[str]) -> Path:
     elif found.suffix == ".safetensors":
         raise UnsupportedModelError(
             f"{found} is a file of safetensors; name PEFT's folder that it is in, or an adapter in GGUF "
-            "(those of 'hotset sparse make' become part of a model with its --adapters)"
+            "(those of 'hotset sparse make' become part of a model with its `adapters`)"
         )
     return found
 

@@ -165,7 +165,7 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bo
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     if mode != settings.sparsity:
         assert device is not None
-        reason = f"dense: all neurons, as on {device.title} without --sparsity"
+        reason = f"dense: all neurons, the default of {device.title}"
         choice = replace(choice, reason=reason)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
@@ -182,7 +182,7 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bo
         _warn_of_key_bias(decided)
         unused = thresholds_path(gguf.path)
         if opened.settings.drafter != "self" and thresholds is None and unused.is_file():
-            decided.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
+            decided.notes.append(f"{unused} has thresholds that are not used; sparsity='threshold' uses them")
         placed = _shared_out(decided, opened.devices, profile)
         return placed if for_device else _with_channels(placed)
     except BaseException:
@@ -352,7 +352,7 @@ def _plan_ram(decided: Decided) -> RamPlan | None:
     if settings.ram_budget is None:
         _warn(
             f"the model's {human_size(decided.gguf.nbytes)} are more than what is free: what has no room is "
-            f"read as it is needed, within {limit / 2**30:.1f} GiB (--ram-budget)"
+            f"read as it is needed, within {limit / 2**30:.1f} GiB (ram_budget)"
         )
     return planned
 
@@ -444,7 +444,7 @@ def _thresholds(settings: LoadSettings, gguf: GGUFFile, config: ModelConfig) -> 
 
 def _say_unplaced(error: HotsetError) -> None:
     """A GPU that was not requested and cannot be used costs a line, and the CPU computes alone."""
-    _warn(f"the GPU is not used: {error} (--device cpu: without this line)")
+    _warn(f"the GPU is not used: {error} (device='cpu': without this line)")
 
 
 def _warn_of_key_bias(decided: Decided) -> None:

@@ -68,8 +68,8 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
         devices = "".join(f", or {one.title}" for one in all_capabilities() if one.prompt_cache)
         raise UnsupportedModelError(
             f"{asked} needs a model that this machine's CPU computes alone{devices}, and parts "
-            f"of this one are elsewhere (backend {backend.name!r}); leave it out, or use --device cpu "
-            "and no --stages"
+            f"of this one are elsewhere (backend {backend.name!r}); leave it out, or use device='cpu' "
+            "and no `stages`"
         )
     memory: CacheMemory = backend.stage
     drafter = None if speculator is None else speculator.drafter
@@ -90,7 +90,7 @@ def open_prompt_cache(
         return None
     from hotset.engine.prompt_cache import PromptCache
 
-    memory = memory_of(decided, backend, speculator, "--cache-dir")
+    memory = memory_of(decided, backend, speculator, "cache_dir")
     folder = expanded(settings.cache_dir).absolute()
     return PromptCache(folder, identity_of(decided), memory, settings.cache_disk_bytes)
 

@@ -54,7 +54,7 @@ def open_speculator(
     if device is not None and not device.speculation:
         raise InvalidRequestError(
             "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
-            "tokens are in its step; leave out speculate, or use --device cpu"
+            "tokens are in its step; leave `speculate` out, or use device='cpu'"
         )
     if settings.drafter == "mtp":
         mtp = _open_mtp(decided, backend)
@@ -128,12 +128,12 @@ def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
     settings, path = decided.settings, decided.gguf.path
     if not isinstance(backend, WholeModel) or decided.ram is not None:
         raise InvalidRequestError(
-            "speculate self needs the whole model in memory, computed by one process on the CPU, or by one "
+            "speculate='self' needs the whole model in memory, computed by one process on the CPU, or by one "
             "device; leave it out, or what divides the model"
         )
     if decided.n_states:
         raise UnsupportedModelError(
-            "speculate self cannot take drafted tokens back from recurrent layers; use ngram"
+            "speculate='self' cannot take drafted tokens back from recurrent layers; use speculate='ngram'"
         )
     mode, asked = settings.sparsity, (settings.sparsity, settings.predictor, settings.thresholds)
     if asked == (None, None, None) and thresholds_path(path).is_file():
@@ -193,7 +193,7 @@ def _mtp_bytes(opened: Opened) -> int:
 def _open_mtp(decided: Decided, backend: Backend) -> MtpDrafter:
     if not isinstance(backend, WholeModel):
         raise InvalidRequestError(
-            "speculate mtp needs the whole model computed by one process on the CPU, or by one "
+            "speculate='mtp' needs the whole model computed by one process on the CPU, or by one "
             "device; leave it out, or what divides the model"
         )
     graph = _mtp_graph(decided, decided.weights.tensors)

@@ -530,7 +530,7 @@ REFUSED = {
 
 
 NO_MODELS = {
-    "adapter": "an adapter (LoRA): name the model that it belongs to, and this file with --lora",
+    "adapter": "an adapter (LoRA): name the model that it belongs to, and this file with `lora`",
     "imatrix": "an importance matrix, which `hotset quantize --imatrix` takes",
     "mmproj": "a projector of images, which hotset does not use: name the file of the language model",
 }

@@ -166,7 +166,7 @@ def hot_of(placement: Placement, piece: PlacedPiece) -> dict[int, np.ndarray]:
 def smaller_plan(placement: Placement) -> str:
     """What to try where a plan did not hold, as the end of a message."""
     planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
-    return f"try --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}, nine tenths of what was planned"
+    return f"try vram_budget={max(0.9 * planned / 2**30, 0.01):.2g}, nine tenths of what was planned"
 
 
 @dataclass(frozen=True)

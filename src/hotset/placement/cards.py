@@ -73,7 +73,7 @@ def find_card(name: str) -> Card:
     meant = f"{meant} " if (meant := did_you_mean(wanted, names)) else ""
     raise InvalidRequestError(
         f"the GPU {name!r} is not in the table; {meant}it has {', '.join(names.values())}. For another one "
-        "give --gpu-bandwidth and --vram-budget"
+        "give gpu_bandwidth and vram_budget"
     )
 
 

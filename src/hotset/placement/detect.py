@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INSTALL = install_command("gpu")
 _CUDA = {"win32": "nvcuda.dll"}
 _HIP = {"win32": "amdhip64.dll"}
-_NO_LAYERS = "no GPU was found: the CPU computes all layers, and --n-gpu-layers has no effect"
+_NO_LAYERS = "no GPU was found: the CPU computes all layers, and n_gpu_layers has no effect"
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
         none = "no GPU" if settings.is_auto else "no NVIDIA or AMD GPU"
         raise DeviceError(
             "; ".join(problems)
-            or f"{none} was found to place anything on; name a device ('--device list' prints "
-            "them), or leave the GPU's options out"
+            or f"{none} was found to place anything on; name a device (device='list' on the command "
+            "line prints them), or leave out the settings of the GPU"
         )
     if problems:
         said = "; ".join(problems)
-        return (), f"{said}. The CPU computes alone (--device cpu: without this line)."
+        return (), f"{said}. The CPU computes alone (device='cpu': without this line)."
     return (), _NO_LAYERS if settings.n_gpu_layers else None
 
 

@@ -98,7 +98,7 @@ def _if_faster(placement: Placement, facts: PlacementFacts, settings: LoadSettin
     alone = predict(facts.model, Rates(facts.rates), on_cpu, facts.frequencies).total
     here, devices = placement.predicted.total, " and ".join(placement.devices)
     said = (
-        f"chosen by measured rates (--device auto): {1e3 * here:.3g} ms per token with {devices}, "
+        f"chosen by measured rates (device='auto'): {1e3 * here:.3g} ms per token with {devices}, "
         f"{1e3 * alone:.3g} ms on the CPU alone"
     )
     if here >= alone and not settings.asks_for_a_device:
@@ -117,7 +117,7 @@ def _with_hotness(facts: PlacementFacts, model: ModelToPlace) -> PlacementFacts:
         if model.settings.split == "neurons" and not any(layer.is_cached for layer in layers):
             raise UnsupportedModelError(
                 "no layer has neurons that a device could share with the CPU: they leave none at zero, or no "
-                "down projection has a row per neuron; leave --split out, or take --sparsity exact"
+                "down projection has a row per neuron; leave `split` out, or use sparsity='exact'"
             )
         return facts
     counted, hotness = _profile_of(model)

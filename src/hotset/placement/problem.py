@@ -349,7 +349,7 @@ class PlacementProblem:
         given = " and ".join(f"{device.limit / 2**30:.2f} GiB on {device.name}" for device in self.devices)
         return (
             f"{what} cannot be placed in {given}: the smallest budget that works is "
-            f"{-(-smallest * 100 // 2**30) / 100:.2f} GiB (--vram-budget); a shorter context (-c) or a "
+            f"{-(-smallest * 100 // 2**30) / 100:.2f} GiB (vram_budget); a shorter context (n_ctx) or a "
             "smaller batch lowers it"
         )
 

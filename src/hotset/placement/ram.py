@@ -117,7 +117,7 @@ class HostMemory:
                 f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
                 f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.least_of_all)} of "
                 f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for "
-                f"the program{beside}); raise --ram-budget, or lower the context"
+                f"the program{beside}); raise ram_budget, or lower the context"
             )
         if step < max_batch and limit - fixed >= sizes.all:
             larger = self._workspace(disk, sizes, max_batch, sizes.all)

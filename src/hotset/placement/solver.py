@@ -100,7 +100,7 @@ def place_index(
     problem = PlacementProblem(facts, rates, tuple(devices), frequencies, len(facts.layers), True)
     if not all(problem.is_split):
         raise InvalidRequestError(
-            "a GPU index names neurons, and this model's layers cannot be split; leave --gpu-index out"
+            "a GPU index names neurons, and this model's layers cannot be split; leave gpu_index out"
         )
     for owners in problem.splits(0):
         candidate = [

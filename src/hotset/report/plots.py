@@ -61,7 +61,7 @@ def require_matplotlib() -> None:
     except ImportError:
         raise HotsetError(
             "the plots of a report need matplotlib, which is not installed; install it with "
-            f"{install_command('plot')} (or pip install matplotlib), or get the numbers with --json"
+            f"{install_command('plot')} (or pip install matplotlib), or get the numbers as JSON"
         ) from None
 
 

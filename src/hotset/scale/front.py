@@ -114,7 +114,7 @@ class Front:
                 reply = await self._metrics()
             elif path in _OF_ONE_REPLICA:
                 raise RequestError(
-                    "adapters (LoRA) of replicas are those that they begin with; start them with --lora",
+                    "adapters (LoRA) of replicas are those that they begin with; start them with `lora`",
                     501,
                     code="not_supported",
                 )

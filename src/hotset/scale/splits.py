@@ -84,7 +84,7 @@ def planned(layers: Sequence[float], rooms: Sequence[Room]) -> list[Split]:
             return splits
     raise OutOfMemoryError(
         f"the model needs {human_size(sum(layers))}, and the machines have room for "
-        f"{human_size(sum(room.n_bytes for room in rooms))}; add one, or lower -c"
+        f"{human_size(sum(room.n_bytes for room in rooms))}; add one, or lower n_ctx"
     )
 
 

@@ -67,10 +67,10 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
             "stages on machines compute on their CPUs; leave out what is asked of a GPU"
         )
     if settings.ram_budget is not None:
-        raise InvalidRequestError("a machine maps the layers of its stages; leave out --ram-budget")
+        raise InvalidRequestError("a machine maps the layers of its stages; leave out ram_budget")
     if settings.cache_dir is not None:
         raise UnsupportedModelError(
-            "the cache of stages lies on their machines and is not kept on a disk; leave out --cache-dir"
+            "the cache of stages lies on their machines and is not kept on a disk; leave out cache_dir"
         )
     opened = open_model(model, replace(settings, device="cpu"))
     with ExitStack() as undone:
@@ -79,15 +79,15 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
         undone.callback(decided.weights.close)
         if decided.n_states:
             raise UnsupportedModelError(
-                "a model with recurrent layers is not split over machines; leave out --stages"
+                "a model with recurrent layers is not split over machines; leave out `stages`"
             )
         if settings.lora is not None:
             raise UnsupportedModelError(
-                "adapters (LoRA) are not split over machines; leave out lora, or --stages"
+                "adapters (LoRA) are not split over machines; leave out `lora`, or `stages`"
             )
         if decided.config.altup is not None:
             raise UnsupportedModelError(
-                "a model with several residual streams is not cut over machines; leave out --stages"
+                "a model with several residual streams is not cut over machines; leave out `stages`"
             )
         n_layer = decided.graph.n_layer
         splits = parse_splits(stages, n_layer) if stages != AUTO else []

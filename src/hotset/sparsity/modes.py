@@ -101,13 +101,9 @@ def asked_mode(
         )
     spec = None if predictor is None else parse_predictor(predictor)
     if spec is not None and mode in ("dense", "exact"):
-        raise InvalidRequestError(
-            f"a predictor requires the sparsity mode predicted, not {mode}; leave one of the two out"
-        )
+        raise InvalidRequestError(f"`predictor` requires sparsity='predicted', not '{mode}'")
     if thresholds is not None and mode not in (None, "threshold"):
-        raise InvalidRequestError(
-            f"thresholds require the sparsity mode threshold, not {mode}; leave one of the two out"
-        )
+        raise InvalidRequestError(f"`thresholds` requires sparsity='threshold', not '{mode}'")
     return cast(SparsityMode | None, mode), spec
 
 
@@ -141,7 +137,7 @@ def choose(
     if (mode in ("exact", "predicted") or spec is not None) and not config.has_zeros:
         raise InvalidRequestError(
             f"the model's activation is {activation}, which has no zeros, so only dense is possible; "
-            "if the file is a ReLU model that does not say so, name its activation (--activation relu)"
+            "if the file is a ReLU model that does not say so, name its activation (activation='relu')"
         )
     if spec is not None and spec.kind == "mlp" and not published:
         raise InvalidRequestError(

@@ -61,7 +61,7 @@ def record(
         most = MOST_BITS // sum(8 * -(-n // 8) for n in n_neurons)
         raise InvalidRequestError(
             f"a trace of {tokens.size} tokens would take more than {human_size(MOST_BITS // 8)}; "
-            f"trace at most {most} of them (-n {most})"
+            f"trace at most {most} of them (n_tokens={most})"
         )
     names = [_seen_of(ffn) for ffn in traced]
     parts: list[list[np.ndarray]] = [[] for _ in traced]

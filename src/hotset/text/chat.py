@@ -160,7 +160,7 @@ def chat_template(
         found = turn_formats.pointed_to(tokenizer.vocabulary)
         format = found or turn_formats.DEFAULT
         why = "by its vocabulary" if found else "the vocabulary points to no format"
-        log.info("The model has no chat template, and gets %s (%s); --chat-template chooses.", format, why)
+        log.info("The model has no chat template, and gets %s (%s); chat_template chooses.", format, why)
         source = turn_formats.by_vocabulary(tokenizer.vocabulary).source
         return ChatTemplate(source, bos, eos, is_fallback=True, renderer=renderer)
     return ChatTemplate(source, bos, eos, renderer=renderer)

@@ -198,6 +198,6 @@ def _number(given: Mapping[str, Any], where: str) -> int:
     if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,2}", text):
         raise FormatError(
             f"{where}, has no label, the number of the right choice (it is {clause(shown(label))}): take a "
-            "part of the data set whose answers are public, or give them with --labels"
+            "part of the data set whose answers are public, or give them with `labels`"
         )
     return int(text)

@@ -128,7 +128,7 @@ def collect(
         if not n_tokens[part]:
             raise InvalidRequestError(
                 f"not one sequence of {len(sequences[0]) if len(sequences) else 0} tokens fits in the "
-                f"{limits[part]:,} bytes that its pairs may take; raise --max-bytes or shorten the sequences"
+                f"{limits[part]:,} bytes that its pairs may take; raise max_bytes or shorten the sequences"
             )
     result = Collected(n_tokens["train"], n_tokens["held_out"], n_bytes, limited)
     write_whole({complete: json.dumps({"settings": key, **vars(result)})})

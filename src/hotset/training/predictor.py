@@ -288,7 +288,7 @@ def split_texts(
     if not train:
         raise InvalidRequestError(
             f"the text is too short: it has {len(held_out)} sequences of {n_ctx} tokens, but predictors need "
-            "at least three, two of them for measurements; give more text, or a smaller --ctx-size"
+            "at least three, two of them for measurements; give more text, or a smaller n_ctx"
         )
     order = np.random.default_rng(settings.schedule.seed).permutation(len(train))
     return [train[i] for i in order], held_out
@@ -476,7 +476,7 @@ class _Training:
         self._say(
             f"{collected.n_train + collected.n_held_out} tokens, {collected.n_held_out} of them held out: "
             f"{collected.n_bytes / 1e6:.0f} MB of pairs"
-            + (", which is all that --max-bytes allows" if collected.limited else "")
+            + (", which is all that max_bytes allows" if collected.limited else "")
         )
         self._n_steps = self.settings.schedule.n_steps(collected.n_train)
         return collected.n_train + collected.n_held_out
@@ -508,7 +508,7 @@ class _Training:
             raise InvalidRequestError(
                 f"even predictors of rank {STEP} take {least / self.model_bytes:.1%} of the model as "
                 f"{self.type.name}, but only {self.settings.max_share:.0%} is allowed; choose a smaller "
-                "type, or raise --max-share"
+                "type, or raise max_share"
             )
         while sum(self._n_bytes(i, rank) for i, rank in enumerate(ranks)) > self._room:
             ranks = [max(STEP, rank - STEP) if rank == max(ranks) else rank for rank in ranks]
@@ -651,7 +651,7 @@ class _Training:
                 f"{len(short)} of {len(layers)} layers would select fewer neurons with more rank, but "
                 f"{settings.max_share:.0%} of the model is not enough: in layer "
                 f"{worst.layer} {worst.quality.precision:.0%} of the selected neurons fire, but the goal is "
-                f"{settings.precision:.0%}; use a smaller --type or a larger --max-share"
+                f"{settings.precision:.0%}; use a smaller `type` or a larger max_share"
             )
         return tuple(problems)
 
@@ -714,7 +714,7 @@ class _Pool:
         except BrokenProcessPool:
             raise HotsetError(
                 "the system ended a process that trained a layer, perhaps because memory is too small for "
-                f"{self._jobs} of them; start again with --jobs 1, which reuses finished layers"
+                f"{self._jobs} of them; start again with jobs=1, which reuses finished layers"
             ) from None
 
     def __enter__(self) -> _Pool:

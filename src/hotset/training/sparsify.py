@@ -86,21 +86,21 @@ class SparsifySettings:
 
     def __post_init__(self) -> None:
         if self.activation not in ("relu", "drelu"):
-            raise InvalidRequestError(f"--activation must be relu or drelu, not {self.activation!r}")
+            raise InvalidRequestError(f"activation must be relu or drelu, not {self.activation!r}")
         if self.rank < 0:
             raise InvalidRequestError(f"the rank of the adapters must be at least 1, not {self.rank}")
         if self.linear < 0 or (self.linear and self.activation != "relu"):
             raise InvalidRequestError(
-                "a linear path (--linear) requires --activation relu and a number of neurons"
+                "a linear path (`linear`) requires activation='relu' and a number of neurons"
             )
         if not 0 < self.idle < 1:
-            raise InvalidRequestError(f"--idle must be between 0 and 1, not {self.idle:g}")
+            raise InvalidRequestError(f"`idle` must be between 0 and 1, not {self.idle:g}")
         if self.n_tokens < 1 or self.batch < 1 or self.n_ctx < 8:
-            raise InvalidRequestError("--tokens and --batch must be at least 1, --ctx-size at least 8")
+            raise InvalidRequestError("`tokens` and `batch` must be at least 1, n_ctx at least 8")
         if not 0 <= self.labels <= 1:
-            raise InvalidRequestError(f"--labels must be between 0 and 1, not {self.labels:g}")
+            raise InvalidRequestError(f"`labels` must be between 0 and 1, not {self.labels:g}")
         if not 0 < self.scored <= 1:
-            raise InvalidRequestError(f"--scored must be between 0 and 1, not {self.scored:g}")
+            raise InvalidRequestError(f"`scored` must be between 0 and 1, not {self.scored:g}")
         if not (self.lr > 0 and self.vector_lr > 0 and math.isfinite(self.lr + self.vector_lr)):
             raise InvalidRequestError("the learning rate must be a positive number")
 
@@ -348,7 +348,7 @@ class Training:
             changed = [k for k, v in asdict(self.settings).items() if state["settings"].get(k) != v]
             raise InvalidRequestError(
                 f"the training in {self.folder} was started with other settings "
-                f"({', '.join(changed) or 'number of processes'}); use these, or another folder with --work"
+                f"({', '.join(changed) or 'number of processes'}); use these, or another folder with `work`"
             )
         self.student.load(state["values"])
         self.optimizer.load_state_dict(state["optimizer"])

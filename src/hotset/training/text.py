@@ -34,12 +34,12 @@ class Mixture:
 
     def __init__(self, sources: Sequence[WeightedText], n_ctx: int, seed: int = 0) -> None:
         if not sources:
-            raise InvalidRequestError("no text to train on was given; use --text or --generate")
+            raise InvalidRequestError("no text to train on was given; use `text` or `generate`")
         for source in sources:
             if len(source.tokens) < 2 * n_ctx:
                 raise InvalidRequestError(
                     f"the text {source.name} has {len(source.tokens)} tokens, but windows of {n_ctx} need at "
-                    f"least {2 * n_ctx}; give a longer text or a smaller --ctx-size"
+                    f"least {2 * n_ctx}; give a longer text or a smaller n_ctx"
                 )
         self.sources = sources
         self.n_ctx = n_ctx
@@ -76,7 +76,7 @@ def parse_text(text: str) -> tuple[Path, float]:
     except ValueError:
         return Path(text), 1.0
     if not 0 < weight < float("inf"):
-        raise InvalidRequestError(f"the weight of --text {text} must be a positive number")
+        raise InvalidRequestError(f"the weight of `text` {text} must be a positive number")
     return Path(name), weight
 
 

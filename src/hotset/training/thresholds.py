@@ -91,8 +91,8 @@ class ThresholdSettings:
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.max_increase, self.share, self.uniform)) != 1:
             raise InvalidRequestError(
-                "a calibration needs one target: an increase of perplexity (--max-ppl-increase 1%), a share "
-                "of the bytes (--sparsity 0.5) or a share of all values (--uniform 0.25)"
+                "a calibration needs one target: an increase of perplexity (max_ppl_increase='1%'), a share "
+                "of the bytes (sparsity=0.5) or a share of all values (uniform=0.25)"
             )
         if self.max_increase is not None and not 0 < self.max_increase <= 10:
             raise InvalidRequestError(
@@ -240,7 +240,7 @@ class _Search:
         if not any(sites.keys() & set(settings.only) for sites in sites_of(self.graph)):
             raise InvalidRequestError(
                 f"the model has no sites for {', '.join(settings.only)}: experts only have thresholds "
-                "of gates; name other thresholds, or omit --only"
+                "of gates; name other thresholds, or omit `only`"
             )
 
     def run(self, target: Path) -> CalibratedThresholds:

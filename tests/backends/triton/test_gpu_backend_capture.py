@@ -392,7 +392,7 @@ def test_a_device_that_triton_does_not_compile_for_is_refused_before_anything_is
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(7, 5), (8, 0), (12, 1)][index])
     with pytest.raises(
-        DeviceError, match=r"cuda:0 has compute capability 7\.5, .* need 8\.0; use --device cpu"
+        DeviceError, match=r"cuda:0 has compute capability 7\.5, .* need 8\.0; use device='cpu'"
     ):
         devices.find_device("cuda:0")
     for index in (1, 2):

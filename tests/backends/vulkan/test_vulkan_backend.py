@@ -180,7 +180,7 @@ def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
     expected = backend.step(step).logits.copy()
     for adapters, n_bytes in zip(([], [one]), held, strict=True):
         give(backend, adapters)
-        with pytest.raises(OutOfMemoryError, match="raise --vram-budget"):
+        with pytest.raises(OutOfMemoryError, match="raise vram_budget"):
             give(backend, [one, other])
         assert stage.adapters.adapters == tuple(adapters)
         assert stage._device.allocated == n_bytes
@@ -220,7 +220,7 @@ def test_a_budget_holds_and_memory_is_freed(gguf: GGUFFile) -> None:
     finally:
         gc.enable()
     vulkan(gguf, budget=held).close()
-    with pytest.raises(OutOfMemoryError, match=r"budget of .* raise --vram-budget, or lower the context"):
+    with pytest.raises(OutOfMemoryError, match=r"budget of .* raise vram_budget, or lower the context"):
         vulkan(gguf, budget=held // 2)
 
 
@@ -242,7 +242,7 @@ def test_a_cancelled_step_leaves_a_state_to_go_on_from(gguf: GGUFFile) -> None:
 
 
 def test_what_no_kernel_computes_is_named(tmp_path: Path) -> None:
-    sentence = "no Vulkan kernel decodes the type IQ4_NL yet; leave --device out"
+    sentence = "no Vulkan kernel decodes the type IQ4_NL yet; leave `device` out"
     path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.IQ4_NL)
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
         vulkan(gguf)
@@ -250,7 +250,7 @@ def test_what_no_kernel_computes_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_type", ["q4_0", "q8_0/q4_0"])
 def test_a_cache_that_no_kernel_reads_is_named(tmp_path: Path, kv_type: Any) -> None:
-    sentence = f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave --device out"
+    sentence = f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave `device` out"
     path = write_llama(tmp_path / "m.gguf")
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
         vulkan(gguf, kv_type=kv_type)

@@ -101,7 +101,7 @@ def test_a_step_that_fails(tmp_path: Path, name: str) -> None:
             backend.close()
             gc.collect()
         assert said or name not in ("vkQueueSubmit", "vkWaitForFences", "vkCreateFence")
-        assert all("the device was lost" in one and "leave --device out" in one for one in said)
+        assert all("the device was lost" in one and "leave `device` out" in one for one in said)
 
 
 def test_a_kernel_that_is_not_made_leaves_nothing() -> None:

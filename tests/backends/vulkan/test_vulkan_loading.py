@@ -36,7 +36,7 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
         expected = [one.text for one in model.generate_many(prompts, **params)]
     with hotset.load(path, device="vulkan", n_seqs=2, **SMALL) as model:
         assert model.backend.name == "vulkan"
-        assert model.decided.choice.reason.endswith("as on a Vulkan device without --sparsity")
+        assert model.decided.choice.reason.endswith("the default of a Vulkan device")
         assert [one.text for one in model.generate_many(prompts, **params)] == expected
         assert model.generate(prompts[1], **params).text == expected[1]
         assert any("Vulkan" in note for note in model.backend.notes)
@@ -145,14 +145,14 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_a_budget_and_settings_that_do_not_fit(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
-    with pytest.raises(OutOfMemoryError, match=r"the smallest budget that works is .* \(--vram-budget\)"):
+    with pytest.raises(OutOfMemoryError, match=r"the smallest budget that works is .* \(vram_budget\)"):
         hotset.load(path, device="vulkan", vram_budget=0.001, **SMALL)
     with hotset.load(path, device="vulkan", n_gpu_layers=0, **SMALL) as model:
         assert model.backend.name == "cpu"
     for changes, sentence in (
         ({"device": ("vulkan:0", "cuda:0")}, "leave out the others"),
         ({"device": ("auto", "vulkan")}, "the device auto cannot be combined"),
-        ({"device": "vulkan", "ram_budget": 1.0}, "does not support a memory budget"),
+        ({"device": "vulkan", "ram_budget": 1.0}, "ram_budget cannot be combined with a Vulkan device"),
     ):
         with pytest.raises(InvalidRequestError, match=sentence):
             LoadSettings(**changes)

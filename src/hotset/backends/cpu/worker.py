@@ -228,7 +228,7 @@ def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collec
         if layer not in mixed:
             raise UnsupportedModelError(
                 f"the experts of layer {layer} have predictors of their own and are computed on the CPU "
-                "alone; use --device cpu"
+                "alone; use device='cpu'"
             )
     return {i: split[i] for i in layers} | {i: mixed[i] for i in experts}
 

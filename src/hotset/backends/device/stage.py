@@ -72,7 +72,7 @@ class DeviceStage:
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
         if self.entering is not None and x is not None and tuple(x.shape) != (n, self.entering.width):
             raise InvalidRequestError(
-                f"the rows that enter are [{n}, {self.entering.width}], a row per token; these are "
+                f"the input rows must be [{n}, {self.entering.width}], a row per token; these are "
                 f"{list(x.shape)}"
             )
 

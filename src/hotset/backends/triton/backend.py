@@ -35,7 +35,7 @@ class GpuBackend(ChainBackend):
         if needed > free:
             raise OutOfMemoryError(
                 f"the model needs {human_size(needed)} on {found}, cache and workspace included, "
-                f"and {human_size(free)} are free; share it with the CPU (--vram-budget) or lower the context"
+                f"and {human_size(free)} are free; share it with the CPU (vram_budget) or lower the context"
             )
         self.kv_type, self.sparse = options.kv_type, options.sparse
         self.stage = GpuStage(weights, graph, device, options, gpu=gpu)

@@ -32,7 +32,7 @@ def find_device(name: str) -> torch.device:
         import torch
     except ImportError:
         raise DeviceError(
-            f"a GPU needs PyTorch, which is not installed; run {install_command('gpu')}, or use --device cpu"
+            f"a GPU needs PyTorch, which is not installed; run {install_command('gpu')}, or use device='cpu'"
         ) from None
     kind, _, number = name.partition(":")
     index = int(number or 0)
@@ -49,14 +49,14 @@ def find_device(name: str) -> torch.device:
     if not built[kind]:
         raise DeviceError(
             f"the device {name} cannot be used: PyTorch {torch.__version__} is built without {kind}; install "
-            "the build for it from pytorch.org/get-started/locally, or use --device cpu"
+            "the build for it from pytorch.org/get-started/locally, or use device='cpu'"
         )
     found = "cuda" if kind == "rocm" else kind  # torch's word
     count = _count(found)
     if count == 0:
         raise DeviceError(
             f"the device {name} is not there: PyTorch finds no {kind} device; check its driver, or use "
-            "--device cpu"
+            "device='cpu'"
         )
     if index >= count:
         raise DeviceError(f"the device {name} is not there: PyTorch finds {count}, numbered from 0")
@@ -66,7 +66,7 @@ def find_device(name: str) -> torch.device:
             has, least = (".".join(map(str, one)) for one in (capability, LEAST_CAPABILITY))
             raise DeviceError(
                 f"the device {name} has compute capability {has}, and Triton's kernels need {least}; use "
-                "--device cpu (or set HOTSET_TRITON=0 for the slow path in plain torch)"
+                "device='cpu' (or set HOTSET_TRITON=0 for the slow path in plain torch)"
             )
     return torch.device(found, index)
 

@@ -166,7 +166,7 @@ class DeviceMatrix:
         type = GGMLType(type)
         if type not in EXPERT_TYPES:
             raise UnsupportedModelError(
-                f"experts of type {type.name} cannot be computed on a GPU; use --device cpu"
+                f"experts of type {type.name} cannot be computed on a GPU; use device='cpu'"
             )
         row = _taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
         parts = {
@@ -384,7 +384,8 @@ def check_type(type: GGMLType) -> None:
     if type not in SUPPORTED:
         names = ", ".join(TYPES[t].name for t in sorted(SUPPORTED))
         raise UnsupportedModelError(
-            f"tensors of type {type.name} cannot be computed on a GPU: use a file of {names}, or --device cpu"
+            f"tensors of type {type.name} cannot be computed on a GPU; use a file of {names}, or "
+            "device='cpu'."
         )
 
 

@@ -78,15 +78,15 @@ def check_placeable(model: ModelToPlace) -> None:
     check_cache(model.settings.kv_type)
     if config.masked and config.has_experts:
         raise UnsupportedModelError(
-            "experts with predictors of their own are computed on the CPU alone; use --device cpu"
+            "experts with predictors of their own are computed only on the CPU; use device='cpu'"
         )
     if config.latent is not None:
-        raise UnsupportedModelError("latent attention is computed on the CPU alone; use --device cpu")
+        raise UnsupportedModelError("latent attention is computed only on the CPU; use device='cpu'")
     if config.altup is not None:
-        raise UnsupportedModelError("AltUp's streams are computed on the CPU alone; use --device cpu")
+        raise UnsupportedModelError("AltUp's streams are computed only on the CPU; use device='cpu'")
     if model.graph.recurrent:
         raise UnsupportedModelError(
-            "models with recurrent layers are computed on the CPU alone; use --device cpu"
+            "models with recurrent layers are computed only on the CPU; use device='cpu'"
         )
 
 
@@ -132,11 +132,11 @@ def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
     if limit > free and isinstance(device, Card):
         raise OutOfMemoryError(
             f"a budget of {budget:g} GiB is more than the {device.memory:g} GiB of the {name}; lower "
-            "--vram-budget, or name another card with --gpu"
+            "vram_budget, or name another card with `gpu`"
         )
     if limit > free:
         raise OutOfMemoryError(
             f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "
-            "lower --vram-budget, or free some of its memory"
+            "lower vram_budget, or free some of its memory"
         )
     return Device(name, limit, context, spare)

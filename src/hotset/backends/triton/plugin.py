@@ -25,4 +25,4 @@ CAPABILITIES = Capabilities(
 def check_cache(kv_type: KVType) -> None:
     """Raise UnsupportedModelError for a cache that the attention kernels do not read."""
     if kv_type not in CAPABILITIES.kv_types:
-        raise UnsupportedModelError(f"a {kv_type} cache runs on the CPU only; use f16, or --device cpu")
+        raise UnsupportedModelError(f"a {kv_type} cache runs on the CPU only: use f16, or use device='cpu'")

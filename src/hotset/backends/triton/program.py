@@ -333,7 +333,7 @@ class Program:
             if inside:
                 raise InvalidRequestError(
                     f"{min(inside)} cannot be tapped: the neurons of layer {layer} are split between GPU and "
-                    "CPU; use --device cpu"
+                    "CPU; use device='cpu'"
                 )
             raise UnsupportedModelError(
                 f"the neurons of layer {layer} cannot be split between GPU and CPU: its FFN has no zeros, "
@@ -346,7 +346,7 @@ class Program:
         layer, part = max(group.layer, 0), PARTS.index(group.part)
         activate = group.first(Activate) if group.ffn is None else group.ffn.gate_act
         if activate is not None and activate.xielu is not None:
-            raise UnsupportedModelError("xIELU is computed on the CPU; use --device cpu")
+            raise UnsupportedModelError("xIELU is computed on the CPU; use device='cpu'")
         outs, reads = tuple(group.out), tuple(group.reads)
         inside = sum(op.out.width for op in group.ops if op.out not in group.out)
         if (ffn := group.ffn) is not None:
@@ -385,7 +385,7 @@ class Program:
                 NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
                 | PoolBlocks() | HeadDot() | SimilarityGate()
             ):  # fmt: skip
-                raise UnsupportedModelError("recurrent layers are computed on the CPU; use --device cpu")
+                raise UnsupportedModelError("recurrent layers are computed on the CPU; use device='cpu'")
             case SelectOutputs():
                 x = main.x.id
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
@@ -406,20 +406,21 @@ class Program:
                 return lambda f: f.values.__setitem__(out, compute(f.values))
             case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
                 raise UnsupportedModelError(
-                    "several residual streams, and adapters (LoRA), are computed on the CPU; use --device cpu"
+                    "several residual streams, and adapters (LoRA), are computed on the CPU; use "
+                    "device='cpu'"
                 )
             case UnitNorm():
                 raise UnsupportedModelError(
-                    "norms without weights (of values, as in Gemma 4) are computed on the CPU; use --device "
-                    "cpu"
+                    "norms without weights (of values, as in Gemma 4) are computed on the CPU; use "
+                    "device='cpu'"
                 )
             case Heads() | TransposedHeads():
-                raise UnsupportedModelError("latent attention is computed on the CPU; use --device cpu")
+                raise UnsupportedModelError("latent attention is computed on the CPU; use device='cpu'")
             case Route() | ExpertLinear() | ExpertSum():
                 # Of an FFN that was taken apart for a tap, or whose experts have predictors.
                 raise UnsupportedModelError(
-                    "experts with predictors, and values inside experts, are computed on the CPU alone; use "
-                    "--device cpu"
+                    "experts with predictors, and values inside experts, are computed only on the CPU; use "
+                    "device='cpu'"
                 )
             case Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
@@ -470,7 +471,7 @@ class Program:
         """A norm, and a threshold behind it."""
         k, eps = self._kernels, op.eps
         if isinstance(op, LayerNorm) and op.n_head > 1:
-            raise UnsupportedModelError("layer norms of heads are computed on the CPU; use --device cpu")
+            raise UnsupportedModelError("layer norms of heads are computed on the CPU; use device='cpu'")
         weight = self._norm_weight(op)
         if isinstance(op, LayerNorm):
             bias = self._weights.bias(op.bias)
@@ -643,12 +644,12 @@ class Program:
     def _attention(self, group: Fused, main: Attention) -> Callable[[RunningStep], None]:
         """Attention, with the head norms and rotations that were fused into it."""
         if not main.causal:
-            raise UnsupportedModelError("attention of encoders is computed on the CPU; use --device cpu")
+            raise UnsupportedModelError("attention of encoders is computed on the CPU; use device='cpu'")
         if main.blocks is not None:
-            raise UnsupportedModelError("attention to blocks is computed on the CPU; use --device cpu")
+            raise UnsupportedModelError("attention to blocks is computed on the CPU; use device='cpu'")
         if main.slopes is not None or main.first_seen:
             what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
-            raise UnsupportedModelError(f"{what} is computed on the CPU; use --device cpu")
+            raise UnsupportedModelError(f"{what} is computed on the CPU; use device='cpu'")
         sinks = self._weights.bias(main.sinks)
         heads, k = _heads_of(group), self._kernels
         norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "eps": 0.0}
@@ -688,13 +689,13 @@ class Program:
         op, cold, k, layer = ffn.select, self._cold, self._kernels, ffn.layer
         if not isinstance(op, Route) or cold is None or ffn.selected.name in self._kept_names:
             raise UnsupportedModelError(
-                "experts with predictors, and values inside experts, are computed on the CPU alone; use "
-                "--device cpu"
+                "experts with predictors, and values inside experts, are computed only on the CPU; use "
+                "device='cpu'"
             )
         if op.table is not None or op.scoring == "sqrt_softplus":
             raise UnsupportedModelError(
                 "experts that a table names, or scores that are roots, are computed on the CPU; use "
-                "--device cpu"
+                "device='cpu'"
             )
         entered, scores, gate_threshold = (
             self._entered(ffn.x, ffn.norm, ffn.in_threshold),

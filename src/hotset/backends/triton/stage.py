@@ -108,7 +108,7 @@ class GpuStage(DeviceStage):
         self._seconds = np.zeros((self.n_layer, len(PARTS)))
         self._warming = False
         self._cancelled = False
-        advice = "lower the context, max_batch or --vram-budget, or use --device cpu"
+        advice = "lower the context, max_batch or vram_budget, or use device='cpu'"
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
             self._outputs = StepOutputs(self._counts, self.graph.result.width if self.has_output else 0)
@@ -164,7 +164,7 @@ class GpuStage(DeviceStage):
             vectors[self.entering.id] = x
         cold = None if self._streams(n) and not self._experts else self._worker
         self._is_served = cold is not None
-        advice = "load the model with a smaller max_batch or --vram-budget"
+        advice = "load the model with a smaller max_batch or vram_budget"
         with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
             self._inputs.fill(batch, vectors)
             if self._expert_cache is not None:

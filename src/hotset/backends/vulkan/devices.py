@@ -68,7 +68,9 @@ def find_device(name: str) -> VulkanInfo:
     _, colon, number = name.partition(":")
     found = list_devices()
     if not found:
-        raise DeviceError("the Vulkan driver has no device; install that of the GPU, or leave --device out")
+        raise DeviceError(
+            "the Vulkan driver has no device; install the driver of the GPU, or leave `device` out"
+        )
     if not colon:
         found.sort(key=lambda one: (bool(one.refusal), _ORDER.index(one.kind)))
         chosen = found[0]

@@ -203,7 +203,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
         if settings.n_gpu_layers is not None and settings.n_gpu_layers < n_layers:
             raise UnsupportedModelError(
                 "more than one value crosses from layer to layer in this model: it is not split between the "
-                "CPU and a Vulkan device; leave -ngl out"
+                "CPU and a Vulkan device; leave n_gpu_layers out"
             )
     cached, why = cached_layers(graph, tensors)
     with_cache = None
@@ -212,7 +212,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
         with_cache = counted(cached=cached)
     if settings.split == "neurons":
         if why and with_cache is None and not any(layer.n_split for layer in model.layers):
-            raise UnsupportedModelError(f"{why}; leave --split out, and layers stay whole")
+            raise UnsupportedModelError(f"{why}; leave `split` out, and layers stay whole")
         model, with_cache = with_cache or model, None
     return PlacementFacts(
         model, tuple(limits), rates, tuple(np.zeros(layer.n_ff) for layer in model.layers),
@@ -222,9 +222,9 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
 
 
 def refused(where: str, what: str, *, or_auto: bool = False) -> UnsupportedModelError:
-    auto = ", or take --device auto, and it computes these layers" if or_auto else ""
+    auto = ", or use device='auto', and it computes these layers" if or_auto else ""
     return UnsupportedModelError(
-        f"{where}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this model"
+        f"{where}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this model"
         f"{auto}"
     )
 
@@ -254,7 +254,7 @@ def limit_of(name: str, info: VulkanInfo, gib: float | None, free: float | None 
     if gib * 2**30 > there:
         raise OutOfMemoryError(
             f"a budget of {gib:g} GiB is more than the {there / 2**30:.1f} GiB that are free on {info.name}; "
-            "lower --vram-budget, or free some of its memory"
+            "lower vram_budget, or free some of its memory"
         )
     return Device(name, int(gib * 2**30), 0)
 

@@ -933,7 +933,7 @@ def _only(op: Primitive, matrix: VulkanMatrix) -> MatrixPart:
 
 def _refused(op: Primitive, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{op.out.name}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this "
+        f"{op.out.name}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this "
         "model"
     )
 

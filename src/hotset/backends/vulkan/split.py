@@ -189,7 +189,7 @@ class SharedLayers:
                 what = "neurons" if ffn.route is None else "experts"
                 raise InvalidRequestError(
                     f"{min(found)} cannot be tapped: the {what} of layer {ffn.layer} are split between the "
-                    "Vulkan device and the CPU; use --split layers"
+                    "Vulkan device and the CPU; use split='layers'"
                 )
 
     def gather_experts(self, to: Recorder, layer: int, n: int) -> _core.VulkanBinding | None:

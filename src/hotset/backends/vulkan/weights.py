@@ -98,7 +98,7 @@ class VulkanWeights:
             sizes = n_rows * codes.shape[2], own.nbytes
             if max(sizes) > self._max_range:
                 raise UnsupportedModelError(
-                    f"{name} is more than the device binds at a time; take --sparsity dense"
+                    f"{name} is more than the device binds at a time; use sparsity='dense'"
                 )
             of_codes, of_scales = map(self.arena.piece, sizes)
             part = MatrixPart(of_codes, of_scales, 0, n_rows)
@@ -155,7 +155,7 @@ class VulkanWeights:
         type_ = self._source.tensors[name].type
         if type_ not in COMPUTED:
             raise UnsupportedModelError(
-                f"{name}: no Vulkan kernel decodes the type {type_.name} yet; leave --device out, and the "
+                f"{name}: no Vulkan kernel decodes the type {type_.name} yet; leave `device` out, and the "
                 "CPU computes this model, or take a file of another type"
             )
         return type_

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotset.convert.checkpoints.names import LAYER_TENSORS, TENSORS, TEXT_MODEL
-from hotset.convert.hf_part import Part
+from hotset.convert.hf_part import FamilyPart
 from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_values import integer
 from hotset.model.architectures import ARCHITECTURES
@@ -139,7 +139,7 @@ class HFClass:
     stored_by_input: tuple[str, ...] = ()
     experts: HFExperts | None = None
     rope: type[HFRope] = HFRope
-    parts: tuple[type[Part], ...] = ()
+    parts: tuple[type[FamilyPart], ...] = ()
     variant: Callable[[HFClass, dict[str, Any]], HFClass] | None = None
 
     @property

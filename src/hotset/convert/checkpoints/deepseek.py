@@ -10,9 +10,14 @@ from hotset.convert.checkpoints.names import (
     GROUPED_EXPERTS,
     LATENT_DEFAULTS,
 )
-from hotset.convert.hf_parts import Compressed, IndexedLatent, Latent, LatentRope, PlainLatent
+from hotset.convert.hf_parts import CompressedPart, IndexedLatent, LatentPart, LatentRope, PlainLatent
 
-_LATENT: dict[str, Any] = {"kv_heads": every_head, "rotates": "norm", "rope": LatentRope, "parts": (Latent,)}
+_LATENT: dict[str, Any] = {
+    "kv_heads": every_head,
+    "rotates": "norm",
+    "rope": LatentRope,
+    "parts": (LatentPart,),
+}
 
 _INDEXED: dict[str, Any] = {
     **_LATENT,
@@ -143,7 +148,7 @@ CLASSES: dict[str, HFClass] = {
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         windows=("sliding_window",),
         rotates="norm",
-        parts=(Compressed,),
+        parts=(CompressedPart,),
         experts=HFExperts(n_shared="n_shared_experts", scoring="sqrt_softplus"),
     ),
     "GlmMoeDsaForCausalLM": HFClass(

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts, every_head
-from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_part import Facts, FamilyPart
 from hotset.convert.hf_values import integer, number
 
 
-class PaddedPositions(Part):
+class PaddedPositions(FamilyPart):
     """RoBERTa, whose first learned positions, up to pad_token_id, are of no token."""
 
     def __init__(self, facts: Facts) -> None:
@@ -23,7 +23,7 @@ class PaddedPositions(Part):
         facts.n_ctx = integer({entry: facts.n_ctx - facts.n_unused_positions}, entry)
 
 
-class NomicExperts(Part):
+class NomicExperts(FamilyPart):
     """The matrices of all experts, one under the other and as by input."""
 
     def learn(self, tensors: Mapping[str, np.ndarray]) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
 from hotset.convert.checkpoints.names import POST_NORM
-from hotset.convert.hf_part import Part
-from hotset.convert.hf_parts import AltUp, ProportionalRope, WindowHeads
+from hotset.convert.hf_part import FamilyPart
+from hotset.convert.hf_parts import AltUpPart, ProportionalRope, WindowHeads
 from hotset.convert.hf_values import positive
 
 
-class QueryScale(Part):
+class QueryScale(FamilyPart):
     """The entry whose inverse root scales the scores, if it is not the width of a head."""
 
     def keys(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ _GEMMA3N = HFClass(
     required={"use_bidirectional_attention": False, "altup_active_idx": 0, "altup_correct_scale": True},
     numbers={"final_logit_softcapping": "final_logit_softcapping"},
     windows=("sliding_window", "layer_types"),
-    parts=(AltUp,),
+    parts=(AltUpPart,),
 )
 
 CLASSES: dict[str, HFClass] = {

@@ -10,12 +10,12 @@ from hotset.convert.checkpoints.names import (
     four_times,
     two_thirds_of_four_times,
 )
-from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_part import Facts, FamilyPart
 from hotset.convert.hf_values import integer
 from hotset.errors import UnsupportedModelError
 
 
-class Mpt(Part):
+class Mpt(FamilyPart):
     """MPT, whose attn_config has entries of attention."""
 
     @staticmethod
@@ -24,7 +24,7 @@ class Mpt(Part):
         return config | own if isinstance(own, dict) else config
 
 
-class Opt(Part):
+class Opt(FamilyPart):
     """OPT, of one width."""
 
     def __init__(self, facts: Facts) -> None:

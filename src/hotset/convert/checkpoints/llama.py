@@ -11,7 +11,7 @@ import numpy as np
 
 from hotset.convert.checkpoints.classes import HFClass, every_head
 from hotset.convert.checkpoints.names import LLAMA_DEFAULTS, POST_NORM, SPARSE_LM
-from hotset.convert.hf_part import Part
+from hotset.convert.hf_part import FamilyPart
 from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_values import ATTENTION_TYPES, checked_types, integer, positive
 from hotset.convert.sources import Origin, Source
@@ -19,7 +19,7 @@ from hotset.errors import FormatError, UnsupportedModelError
 from hotset.formats.torch_file import to_floats
 
 
-class UnitOutput(Part):
+class UnitOutput(FamilyPart):
     """Baichuan 2, each row of whose output counts as a vector of length 1."""
 
     adapts = False
@@ -28,7 +28,7 @@ class UnitOutput(Part):
         return Origin(values, unit=True) if stem == "output" and self.facts.n_vocab == 125696 else None
 
 
-class XIELU(Part):
+class XieluPart(FamilyPart):
     """The activation of Apertus: numbers of a layer that are keys of the file."""
 
     constants: ClassVar = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
@@ -51,7 +51,7 @@ class XIELU(Part):
         return float(to_floats(np.ascontiguousarray(values)).reshape(()))
 
 
-class OnlineBitNet(Part):
+class OnlineBitNet(FamilyPart):
     """BitNet's matrices before quantisation: a loader makes them ternary."""
 
     adapts = False
@@ -68,7 +68,7 @@ class OnlineBitNet(Part):
         return Origin(values, ternary=True) if is_ternary and layer >= 0 and values.ndim == 2 else None
 
 
-class FactoredQueries(Part):
+class FactoredQueries(FamilyPart):
     """Muse Glimmer: queries and keys pass norms without weights, and an entry multiplies queries. Layers
     without a window or a rotation are counted from the last one."""
 
@@ -110,7 +110,7 @@ class BeyondContext(HFRope):
         return "default" if kind == "dynamic" else kind
 
 
-class DepthScales(Part):
+class DepthScales(FamilyPart):
     """The scales of MiniCPM."""
 
     adapts = False
@@ -124,7 +124,7 @@ class DepthScales(Part):
         }
 
 
-class ScatteredGroups(Part):
+class ScatteredGroups(FamilyPart):
     """PLaMo: a key is of each so-many-th head of queries, and not of as many side by side."""
 
     adapts = False
@@ -234,7 +234,7 @@ CLASSES: dict[str, HFClass] = {
             }
         },
         required={"hidden_act": "xielu"},
-        parts=(XIELU,),
+        parts=(XieluPart,),
     ),
     "BitNetForCausalLM": HFClass(
         "bitnet",

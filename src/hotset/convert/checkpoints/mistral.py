@@ -11,7 +11,7 @@ from hotset.convert.checkpoints.names import (
     LATENT_DEFAULTS,
     LLAMA_DEFAULTS,
 )
-from hotset.convert.hf_parts import Latent, LatentRope
+from hotset.convert.hf_parts import LatentPart, LatentRope
 from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_values import number
 from hotset.model.keys import YARN_LOG_MULTIPLIER
@@ -107,7 +107,7 @@ CLASSES: dict[str, HFClass] = {
         kv_heads=every_head,
         rotates="norm",
         rope=LatentRope,
-        parts=(Latent,),
+        parts=(LatentPart,),
         experts=HFExperts(**GROUPED_EXPERTS, scoring="softmax"),
     ),
 }

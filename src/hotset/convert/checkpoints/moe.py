@@ -13,12 +13,12 @@ from hotset.convert.checkpoints.names import (
     LLAMA_DEFAULTS,
     POST_NORM,
 )
-from hotset.convert.hf_part import Part
+from hotset.convert.hf_part import FamilyPart
 from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, UnsupportedModelError
 
 
-class Layouts(Part):
+class Layouts(FamilyPart):
     """SmallThinker: sliding_window_layout and rope_layout name the layers with a window or a rotation."""
 
     def keys(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Layouts(Part):
         return {"attention.sliding_window": window, "attention.sliding_window_pattern": windowed}
 
 
-class TransposedExperts(Part):
+class TransposedExperts(FamilyPart):
     """gpt-oss: matrices of all experts are stored by input, gate and up column by column, or in MXFP4."""
 
     @staticmethod

@@ -13,14 +13,14 @@ from hotset.convert.checkpoints.names import (
     POST_NORM,
     SPARSE_LM,
 )
-from hotset.convert.hf_mixers import DeltaNet, GroupedDeltaNet
-from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_mixers import DeltaNetPart, GroupedDeltaNet
+from hotset.convert.hf_part import Facts, FamilyPart
 from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.keys import MAX_CONV_KERNEL, MAX_NGRAM, MAX_NGRAM_HEADS, MAX_STREAMS
 
 
-class ExpertsByInput(Part):
+class ExpertsByInput(FamilyPart):
     """Qwen3-VL: matrices of all experts may be stored by input, which those that are not square show."""
 
     by_input = False
@@ -38,7 +38,7 @@ class ExpertsByInput(Part):
         return np.split(values.swapaxes(1, 2), len(stems), axis=1)[i]
 
 
-class Ngrams:
+class HFNgrams:
     """Embeddings of n-grams: the layer that adds them, the length of the longest, heads of all lengths, the
     width of one's embedding, tensors that their rows are split into, the kernel of their convolution, the
     token that ends a text."""
@@ -78,7 +78,7 @@ class Ngrams:
         } | ({} if self.image is None else {"ple.image_token_id": self.image})
 
 
-class GatedStreams(DeltaNet):
+class GatedStreamsPart(DeltaNetPart):
     """Qwen4-Exp (model/config.py, GatedStreams and Ngrams): streams, the rank of their gates, heads of the
     indexer and the channels of one, the tokens that it chooses and the tokens of a block,
     embeddings of n-grams (None: no layer has them)."""
@@ -99,7 +99,7 @@ class GatedStreams(DeltaNet):
         self.index_dim = integer(config, "indexer_head_dim", high=1 << 14)
         self.budget, self.block = integer(config, "indexer_budget"), integer(config, "indexer_compress_ratio")
         layers = config.get("ple_layer_ids")
-        self.ngrams = Ngrams(config, layers, facts.n_layer) if layers else None
+        self.ngrams = HFNgrams(config, layers, facts.n_layer) if layers else None
         if isinstance(types := config.get("layer_types"), list):  # as transformers writes them
             config["layer_types"] = ["full_attention" if t == "indexed_attention" else t for t in types]
 
@@ -160,7 +160,7 @@ _DELTA: dict[str, Any] = {
     "layer_tensors": POST_NORM,
     "norms_less_one": True,
     "partial": True,
-    "parts": (DeltaNet,),
+    "parts": (DeltaNetPart,),
 }
 _DELTA_DEFAULTS: dict[str, Any] = {
     **LLAMA_DEFAULTS,
@@ -189,7 +189,7 @@ _QWEN4 = HFClass(
             "self_attn.indexer.q_layernorm": "indexer.q_norm",
             "self_attn.indexer.k_layernorm": "indexer.k_norm",
         },
-        "parts": (GatedStreams,),
+        "parts": (GatedStreamsPart,),
     },
     ff="moe_intermediate_size",
     defaults=_DELTA_DEFAULTS

@@ -20,7 +20,7 @@ from hotset.convert.hf_mixers import (
     ParallelSpace,
     StateSpace,
 )
-from hotset.convert.hf_part import Facts, Part
+from hotset.convert.hf_part import Facts, FamilyPart
 from hotset.convert.hf_parts import LatentRope
 from hotset.convert.hf_rwkv import Rwkv6, Rwkv7, ffn_width_6
 from hotset.convert.hf_values import LEGACY_PARTS, checked_types, integer, number
@@ -30,7 +30,7 @@ from hotset.model.keys import EPSILON_KEYS, MAX_CONV_KERNEL
 _PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of a pattern
 
 
-class ShortConv(Part):
+class ShortConvPart(FamilyPart):
     """LFM2's short convolutions, which layer_types puts in place of attention."""
 
     adapts = False
@@ -56,7 +56,7 @@ class ShortConv(Part):
         }
 
 
-class DenseShortConv(ShortConv):
+class DenseShortConv(ShortConvPart):
     """LFM2 without experts, whose FFNs may have two thirds of the neurons that config.json says."""
 
     def __init__(self, facts: Facts) -> None:
@@ -344,6 +344,6 @@ CLASSES: dict[str, HFClass] = {
         },
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         experts=HFExperts(n_dense="num_dense_layers"),
-        parts=(ShortConv,),
+        parts=(ShortConvPart,),
     ),
 }

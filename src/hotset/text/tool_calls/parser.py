@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from hotset.text.parts import CallArguments, CallStart, Part, ReasoningChunk, Text, merged
+from hotset.text.tool_calls.nulls import NullFilter, without_null
 from hotset.text.tool_calls.reader import SPACE, Reader, Steps
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -36,6 +37,7 @@ class ToolCallParser(Reader):
         )
         self._make_id = make_id
         self._is_empty = False  # whether the last call has no arguments so far
+        self._nulls: NullFilter | None = None  # of the last call, if its arguments need one
         self._parts: list[Part] = []
         self._blank: list[str] = []  # white space that is text only if more text follows
         self._ids: set[str] = set()
@@ -91,16 +93,21 @@ class ToolCallParser(Reader):
         self._ids.add(id)
         self._parts.append(CallStart(self.n_calls, id, name))
         self.n_calls += 1
+        names = without_null(self.schema(name))
+        self._nulls = NullFilter(names) if names else None
 
     def arguments(self, text: str) -> None:
-        if text:
-            self._is_empty = False
+        self._is_empty &= not text
+        if text := text if self._nulls is None else self._nulls.push(text):
             self._parts.append(CallArguments(self.n_calls - 1, text))
 
     def _end_call(self) -> None:
         """Arguments that broke off before they began are no JSON either."""
         if self._is_empty:
             self.arguments("{")
+        if self._nulls is not None and (rest := self._nulls.rest()):
+            self._parts.append(CallArguments(self.n_calls - 1, rest))
+        self._nulls = None
 
     def knows(self, name: str) -> bool:
         """Whether a function of this name may be called."""

@@ -1,0 +1,59 @@
+"""Messages of the library in the words of the command line.
+
+The library names settings as Python has them: names with an underscore (`n_ctx`) as they are, words such as
+`device` between backticks, and values as `device='auto'`. A message may begin with a name and "must" or
+"requires". Here each becomes its option.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hotset.sampling_parameters import OPTIONS
+
+# Settings whose options have other names.
+_OTHERS = OPTIONS | {
+    "grace_seconds": "--grace", "kv_type": "-ctk", "max_seconds": "--timeout", "max_sequences": "-np",
+    "n_ctx": "-c", "n_gpu_layers": "-ngl", "n_seqs": "--contexts", "n_threads": "-t", "n_tokens": "-n",
+}  # fmt: skip
+# Further settings that messages name without backticks or with a value.
+_ALIKE = (
+    "allow_requantize", "cache_dir", "cache_disk", "chat_template", "draft_max", "gpu_bandwidth", "gpu_index",
+    "keep_alive", "log_form", "max_bytes", "max_ppl_increase", "max_queue", "max_share", "ram_budget",
+    "reset_gpu_index", "sparse_prompts", "tls_cert", "tls_key", "vram_budget",
+)  # fmt: skip
+_WORDS = (
+    "activation", "backend", "device", "draft", "idle", "jobs", "labels", "lookup", "lora", "predictor",
+    "profile", "scored", "sparsity", "speculate", "split", "thresholds", "uniform",
+)  # fmt: skip
+_VALUES = {"backend='cpu'": "--no-gpu"}  # options that stand for a value
+_UNDERSCORED = "|".join(name for name in (*_OTHERS, *_ALIKE) if "_" in name)
+_NAMED = re.compile(
+    rf"(?<![\w./\\'`-])(?P<value_of>{_UNDERSCORED}|{'|'.join(_WORDS)})=(?P<value>'[^']*'|[\w.%]*[\w%])"
+    r"|`(?P<word>[a-z][a-z0-9_]*)`"
+    rf"|(?<![\w./\\'-])(?P<name>{_UNDERSCORED})(?![\w/\\'-]|\.\w)"
+    rf"|^(?P<first>{'|'.join(_WORDS)})(?= (?:must|requires|cannot) )"
+)
+# A message on a file of models or a Modelfile, which have these names themselves.
+_OF_A_FILE = re.compile(
+    r"\[(models\.|default\])|\b(models\..+|default)\.(load|sampling)\b|\.toml\b|^PARAMETER\b"
+)
+
+
+def option_of(name: str) -> str:
+    """Return the option of a setting or parameter of Python."""
+    return _OTHERS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def in_options(message: str) -> str:
+    """Return a message of the library with options in place of Python's names."""
+    return message if _OF_A_FILE.search(message) else _NAMED.sub(_spelled, message)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    if (name := found["value_of"]) is None:
+        return option_of(found["word"] or found["name"] or found["first"])
+    if (option := _VALUES.get(found[0])) is not None:
+        return option
+    value = found["value"].strip("'")
+    return option_of(name) if value == "True" else f"{option_of(name)} {value}"
