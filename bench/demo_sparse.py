@@ -38,7 +38,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    print("\nThe same prompt through a sparse model. Its weights are random: read the speed, not the text.")
+    print(
+        "\nThe same prompt through a synthetic sparse model. Its weights are random, so ignore the text. The"
+    )
+    print("neurons that fire are planted and the predictor is ideal: a trained model gains less.")
     if not args.model.exists():
         from synthetic import SHAPES, write_sparse_model
 

@@ -1,7 +1,4 @@
-"""The documentation site, by Sphinx: `make site`. Its pages are the Markdown files of the repository.
-
-Why Sphinx, and how it is checked: decision 031.
-"""
+"""Settings of the documentation site, which `make site` builds of the Markdown files (decision 031)."""
 
 from __future__ import annotations
 
@@ -28,28 +25,30 @@ def ordered(folder: str, *first: str) -> list[str]:
 
 # A page that is not here is a warning, and warnings are errors.
 NAVIGATION = {
-    "Get started": ordered("docs/get-started", "install", "first-run"),
-    "Guides": ordered("docs/guides", "chat", "serve") + pages("docs/guides/tools"),
+    "Get started": ordered("docs/get-started", "install", "first-run", "choose-a-model", "coming-from"),
+    "Guides": ordered("docs/guides", "chat", "serve", "server-page", "several-models", "clients", "agents"),
     "Examples": ["docs/examples/first-steps", "docs/examples/sparsity"],
-    "Concepts": ordered("docs/concepts", "sparsity"),
-    "Reference": ordered("docs/reference", "cli"),
-    "Benchmarks": [
-        *ordered("docs/benchmarks", "results"),
-        "bench/README",
-        "bench/gpu/README",
-        "adapters/README",
-    ],
+    "Concepts": ordered("docs/concepts", "sparsity", "determinism"),
+    "Reference": ordered("docs/reference", "cli", "command-line", "http", "http-behaviour", "python"),
+    "Benchmarks": [*ordered("docs/benchmarks", "results"), "bench/README", "bench/gpu/README"],
     "Contributing": [
         *ordered("docs/contributing", "architecture"),
         *pages("docs/contributing/internals"),
-        *pages("docs/contributing/decisions"),
+        "docs/contributing/decisions/README",
         "CONTRIBUTING",
         "RELEASING",
         "packaging/wheels/README",
     ],
-    "Project": ["README", "CHANGELOG", "SECURITY", "THIRD_PARTY_NOTICES"],
+    "Project": ["README", "CHANGELOG", "SECURITY", "THIRD_PARTY_NOTICES", "adapters/README"],
 }
 HOME = "docs/index"
+# Pages below another one in the navigation.
+BELOW = {
+    "docs/reference/http": pages("docs/reference/http"),
+    "docs/contributing/decisions/README": [
+        page for page in pages("docs/contributing/decisions") if not page.endswith("README")
+    ],
+}
 
 project, author, copyright = PROJECT["name"], "the hotset authors", "the hotset authors, MIT licence"
 version = release = PROJECT["version"]
@@ -63,27 +62,36 @@ suppress_warnings = ["misc.highlighting_failure"]
 html_theme = "furo"
 html_title = f"hotset {version}"
 html_copy_source = False
+html_static_path = ["static"]
+html_js_files = ["site.js"]
+html_css_files = ["site.css"]
 
 
-# What a link to a folder, which GitHub lists, shows on the site.
+# The page that the site shows for a link to a folder, which GitHub lists.
 FOLDERS = {
-    "decisions": "/docs/benchmarks/results.md#what-was-tried-and-what-was-decided",
+    "decisions": "/docs/contributing/decisions/README.md",
     "internals": "/docs/contributing/architecture.md#where-the-details-are",
 }
 
 
 def adapt(_: Any, name: str, source: list[str]) -> None:
-    """Links to folders; and the navigation of the home page, which GitHub shows without it."""
+    """Change links to folders, and add the navigation, which GitHub does not show."""
     source[0] = re.sub(r"\]\([./\w]*?(\w+)/\)", lambda match: f"]({FOLDERS[match[1]]})", source[0])
-    if name == HOME:
-        for caption, pages in NAVIGATION.items():
-            entries = "\n".join(f"/{page}" for page in pages if page != HOME)
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+    for caption, pages in (NAVIGATION if name == HOME else {"": BELOW.get(name, [])}).items():
+        entries = "\n".join(f"/{page}" for page in pages if page != HOME)
+        if entries:
+            title = f":caption: {caption}\n" if caption else ""
+            source[0] += f"\n```{{toctree}}\n:hidden:\n{title}\n{entries}\n```\n"
 
 
-def enter(app: Any, error: Exception | None) -> None:
-    """The root of the site leads to the home page."""
+def write_root(app: Any, error: Exception | None) -> None:
+    """Write the page at the root, which leads to the home page, and llms.txt, a list of all pages."""
     if error is None and app.builder.format == "html":
+        titles = {name: title.astext() for name, title in app.env.titles.items()}
+        lines = [f"# {project}", "", f"> {PROJECT['description']}"]
+        for caption, pages in NAVIGATION.items():
+            lines += ["", f"## {caption}", "", *(f"- [{titles[page]}]({page}.html)" for page in pages)]
+        (Path(app.outdir) / "llms.txt").write_text("\n".join([*lines, ""]), "utf-8")
         page = (
             f'<!doctype html><title>hotset</title><meta http-equiv="refresh" content="0; url={HOME}.html">\n'
         )
@@ -91,7 +99,7 @@ def enter(app: Any, error: Exception | None) -> None:
 
 
 class Notebook(Parser):
-    """A Jupyter notebook without outputs, as Markdown."""
+    """Reads a Jupyter notebook without outputs as Markdown."""
 
     supported = ("notebook",)
 
@@ -108,4 +116,4 @@ class Notebook(Parser):
 def setup(app: Any) -> None:
     app.add_source_parser(Notebook)
     app.connect("source-read", adapt)
-    app.connect("build-finished", enter)
+    app.connect("build-finished", write_root)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -32,7 +34,7 @@ from hotset.cli.spellings import FILE, FLAGS, MEANT, MODEL, REPOSITORY, WITHOUT_
 from hotset.formats import bundle
 from hotset.formats.encode import WRITABLE
 from hotset.formats.quants import TYPES
-from hotset.model.operations import Primitive
+from hotset.model.operations import Heads, Primitive, Recurrent, TransposedHeads
 from hotset.model.supported import supported
 from hotset.reporter import Reporter
 from hotset.server import metrics
@@ -59,23 +61,24 @@ PYTHON_HEAD = f"""# Python reference
 
 {NOTE}
 
-Every name of `hotset.__all__`, and two classes that these return or take. The guide is
-[Python](../guides/python.md).
+Every name of `hotset.__all__`, and two classes that these return or take. [Python](../guides/python.md)
+is the guide.
 """
 HTTP_HEAD = f"""# HTTP reference
 
 {NOTE}
 
-Every route of `hotset serve`, and every field of its bodies and replies. A running server has the same as
-JSON at `/openapi.json`. [Serve](../guides/serve.md) is the guide: defaults, limits, what a parameter does.
+Every route of `hotset serve`, and every field of its bodies and replies. The page of a route has a request by
+curl and Python, and its reply. A running server has the same as JSON at `/openapi.json`.
+[HTTP behaviour](http-behaviour.md) describes parameters, errors and limits.
 """
 METRICS_HEAD = f"""# Metrics reference
 
 {NOTE}
 
-What `GET /metrics` has for Prometheus, beside the `process_*` of its client (memory, file handles and time of
-the process). [Serve](../guides/serve.md#metrics) explains the labels. With `--replicas` each has a label
-`replica`.
+The metrics of `GET /metrics` for Prometheus, in addition to the `process_*` of its client (memory, file
+handles and time of the process). [Serve](../guides/serve.md#metrics) explains the labels. With `--replicas`
+each has a label `replica`.
 """
 FILES_HEAD = f"""# File formats reference
 
@@ -264,7 +267,7 @@ The folder of models, measurements and the history of the chat.
     return pages
 
 
-ABOUT = "runs large language models by computing only the neurons that fire"
+ABOUT = "runs language models from GGUF files on a PC: fast on the CPU, the same bits each time"
 
 
 def man_head(name: str, about: str) -> str:
@@ -424,14 +427,98 @@ def host() -> Models:
 
 def http_reference() -> str:
     document = create_app(host()).openapi()
+    pages = http_pages()
+
+    def title(method: str, path: str) -> str:
+        name, text = page_of(method, path), f"`{method.upper()} {path}`"
+        return f"[{text}]({name})" if name in pages else text
+
     rows = [
-        f"| `{method.upper()} {path}` | {body_of(route)} | {reply_of(route)} | {first_line(route)} |"
+        f"| {title(method, path)} | {body_of(route)} | {reply_of(route)} | {first_line(route)} |"
         for path, methods in document["paths"].items()
         for method, route in methods.items()
     ]
     parts = [HTTP_HEAD, "| route | body | reply | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"]
     schemas = document["components"]["schemas"]
     return "\n".join([*parts, *(schema_section(name, schemas[name]) for name in sorted(schemas))])
+
+
+ROUTE = """# {method} {path}
+
+{note}
+
+{text}
+
+```sh
+{curl}
+```
+
+```python
+import httpx
+
+reply = httpx.{call}("{url}"{json})
+print(reply.{shown})
+```
+
+The reply (`<...>` and `…` replace values that change):
+
+```
+{reply}
+```
+"""
+GOLDEN = FOLDER.parent.parent / "tests/data/golden"
+SERVER = "http://127.0.0.1:8080"
+
+
+def http_pages() -> dict[str, str]:
+    """A page for each route with a stored request, by the name of its file."""
+    found: dict[str, str] = {}
+    routes = create_app(host()).openapi()["paths"]
+    for file in sorted(GOLDEN.glob("server-*.json")):
+        for case in json.loads(file.read_text("utf-8"))["golden"]:
+            method, path = case["request"]["method"], case["request"]["path"].partition("?")[0]
+            for route, methods in routes.items():
+                pattern = re.sub(r"\{\w+\}", "[^/]+", route)
+                if method.lower() in methods and re.fullmatch(pattern, path) and case["status"] == 200:
+                    found.setdefault(
+                        page_of(method, route), route_page(method, route, methods[method.lower()], case)
+                    )
+    return found
+
+
+def page_of(method: str, path: str) -> str:
+    return f"http/{method.lower()}{re.sub(r'[^a-z0-9_]+', '-', path).rstrip('-')}.md"
+
+
+def route_page(method: str, path: str, route: dict[str, Any], case: dict[str, Any]) -> str:
+    body = shown_json(case["request"].get("body"), "smollm2-135m")
+    url = SERVER + case["request"]["path"].replace("tiny", "smollm2-135m")
+    links = [f"{what}: {of(route)}." for what, of in (("Body", body_of), ("Reply", reply_of)) if of(route)]
+    text = escaped(" ".join(route.get("description", "").split()))
+    curl = f"curl {shlex.quote(url)}"
+    if method != ("GET" if body is None else "POST"):
+        curl = f"curl -X {method} {shlex.quote(url)}"
+    reply = json.dumps(shown_json(case["reply"], "smollm2-135m"), indent=1, ensure_ascii=False)
+    is_text = not isinstance(case["reply"], dict | list) or "event-stream" in case["type"]
+    return ROUTE.format(
+        method=method, path=path, note=NOTE, url=url, call=method.lower(),
+        text="\n\n".join(filter(None, [text, " ".join(links).replace("](#", "](../http.md#")])),
+        curl=f"{curl} -d {shlex.quote(json.dumps(body))}" if body is not None else curl,
+        json=f", json={body!r}" if body is not None else "",
+        shown="text" if is_text else "json()",
+        reply="\n".join(reply.splitlines()[:60]),
+    )  # fmt: skip
+
+
+def shown_json(value: Any, model: str) -> Any:
+    """Return a stored value for readers: with the name of a model, without random texts, long lists cut."""
+    if isinstance(value, dict):
+        return {key: shown_json(one, model) for key, one in value.items()}
+    if isinstance(value, list):
+        return [shown_json(one, model) for one in value[:8]] + ["…"] * (len(value) > 8)
+    if isinstance(value, str):
+        return "…" if re.search(r"[\x00-\x08\x0b-\x1f\ufffd]", value) else re.sub(r"\btiny\b", model, value)
+    return value
 
 
 def body_of(route: dict[str, Any]) -> str:
@@ -590,37 +677,62 @@ def paragraph(part: str) -> str:
 
 
 FEATURES = {
-    "adapters": "adapters (LoRA)", "speculation": "drafts (`--speculate`)",
-    "prompt_cache": "prompt cache on disk", "sparse_ffn": "sparse by default, and counts neurons",
-    "thresholds": "leaves out zeros of activation thresholds", "neuron_split": "shares neurons with the CPU",
-    "expert_cache": "shares experts with the CPU", "ram_budget": "works within `--ram-budget`",
+    "adapters": "adapters (LoRA) *", "speculation": "speculative decoding *",
+    "prompt_cache": "prompt cache on disk *", "neuron_split": "neurons split with the CPU",
+    "expert_cache": "cache of experts, others on the CPU", "ram_budget": "works within `--ram-budget`",
+    "sparse_ffn": "sparse by default, counts neurons",
+    "thresholds": "skips inputs below activation thresholds",
 }  # fmt: skip
+MATRIX_HEAD = f"""# Backend matrix
+
+{NOTE}
+
+The features of each backend, from its capabilities. A model with an unsupported part is rejected by name;
+with `--device auto` that part stays on the CPU. \\* on a device: only if one device has the whole model.
+"""
 
 
-def device_table() -> str:
-    """What the CPU and each device backend compute, by their capabilities."""
+def backend_matrix() -> str:
+    """The CPU and each device backend, by their capabilities."""
     backends = all_capabilities()
     words_of = (("cpu",), *DEVICE_BACKENDS.values())
-    everything = [op.__name__ for op in Primitive.__args__]
+    everything = set(Primitive.__args__)
 
     def row(name: str, cpu: str, of: Callable[[Capabilities], str]) -> str:
-        return f"| {' | '.join([name, cpu, *map(of, backends)])} |"
+        return f"| {' | '.join([escaped(name), cpu, *map(of, backends)])} |"
 
-    def missing(names: Iterable[str], found: Iterable[str]) -> str:
-        left = sorted(set(names) - set(found))
-        return f"all but {', '.join(left)}" if left else "all"
+    def computed(operations: Iterable[type]) -> Callable[[Capabilities], str]:
+        def some(one: Capabilities) -> str:
+            left = sorted(op.__name__ for op in set(operations) - set(one.operations))
+            return (
+                f"all but {', '.join(left)}"
+                if 0 < len(left) < len(set(operations))
+                else "no"
+                if left
+                else "yes"
+            )
+
+        return some
 
     return "\n".join([
-        row("", "the CPU", lambda one: one.title),
+        MATRIX_HEAD,
+        row("", "CPU", lambda one: one.title),
         row("---", "---", lambda _: "---"),
-        "| " + " | ".join(["option", *(f"`--device {'`, `'.join(words)}`" for words in words_of)]) + " |",
+    words_of = (("cpu",), *DEVICE_BACKENDS.values())
+        row("option", "`--no-gpu`", lambda one: f"`--device {'`, `'.join(one.kinds)}`"),
+        row("state", "measured on x86-64; AArch64 tested in an emulator", lambda one: one.state),
+        row("used without an option", "yes", lambda one: "yes, if found" if one.unasked else "no"),
         row("tensor types", "all", lambda one: ", ".join(type_.name for type_ in one.tensor_types)),
-        row("KV cache", "all", lambda one: ", ".join(kind for kind in one.kv_types if kind != "f32")),
-        row("operations", "all", lambda one: missing(everything, (op.__name__ for op in one.operations))),
+        row("KV cache", "f16, q8_0, q4_0", lambda one: ", ".join(k for k in one.kv_types if k != "f32")),
+        row("MLA (latent attention)", "yes", computed((Heads, TransposedHeads))),
+        row("recurrent layers", "yes", computed(Recurrent.__args__)),
         *(
             row(title, "yes", lambda one, name=name: "yes" if getattr(one, name) else "no")
             for name, title in FEATURES.items()
         ),
+        row("other operations", "yes", computed(everything - {Heads, TransposedHeads, *Recurrent.__args__})),
+        row("determinism", "the same bits for any threads, batch, chunk and instruction set",
+            lambda one: one.determinism),
     ])  # fmt: skip
 
 
@@ -631,27 +743,47 @@ def between(text: str, what: str, table: str) -> str:
     return f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
 
 
-def models() -> str:
-    """docs/reference/models.md with its tables of architectures and of devices."""
+ARCHITECTURES_HEAD = f"""# Architectures
+
+{NOTE}
+
+`hotset list --architectures` prints this table (`--json`: for programs). The names are values of the GGUF key
+`general.architecture`. A file of another architecture is rejected; the message names the most similar ones,
+and the new tensors and keys. [Adding a model](../contributing/adding-a-model.md) describes how to add one.
+
+- *Kind*: `dense or MoE` means that files of both kinds have this name. `encoder`: embeddings and reranking.
+- *Sparsity*: `exact zeros`: the activation makes zeros, and `exact` is bitwise identical to `dense`.
+  `thresholds`: `hotset sparse calibrate` finds thresholds below which values count as zero.
+- *Compared with*: the implementation with which the tests compare logits (encoders: hidden states), on tiny
+  random models, in prefill, decode and mixed batches. *of the same graph*: transformers has no class for this
+  architecture, and the named class computes the same.
+"""
+
+
+def architectures() -> str:
     rows = (" | ".join((f"`{row.name}`", row.kind, row.sparsity, row.compared_with)) for row in supported())
     head = "| architecture | kind | sparsity | compared with |\n|---|---|---|---|"
-    table = "\n".join([head, *(f"| {row} |" for row in rows)])
-    text = (FOLDER / "models.md").read_text("utf-8")
-    return between(between(text, "architectures", table), "devices", device_table())
+    return "\n".join([ARCHITECTURES_HEAD, head, *(f"| {row} |" for row in rows)])
 
 
 LAUNCHED = ServerAddress(url="http://127.0.0.1:8080", model="qwen3-4b", n_ctx=32768, key="none")
 
 
-def tool_page(name: str) -> str:
-    """docs/guides/tools/NAME.md with what `hotset launch NAME` sets, for a user without settings."""
+def settings_of(name: str) -> str:
+    """Return the settings of `hotset launch NAME`, for a user without settings."""
     with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, {"HOME": home}):
         os.environ.pop("XDG_CONFIG_HOME", None)
         setup = TOOLS[name].setup(LAUNCHED)
         lines = list(shown(setup, with_arguments(setup, [], Path("FOLDER"))))
-        settings = "\n".join(lines).replace(os.path.realpath(home), "~")
-    text = (FOLDER.parent / "guides" / "tools" / f"{name}.md").read_text("utf-8")
-    return between(text, "settings", f"```\n{settings}\n```")
+        return "\n".join(lines).replace(os.path.realpath(home), "~")
+
+
+def agents() -> str:
+    """docs/guides/agents.md with the settings of each agent."""
+    text = (FOLDER.parent / "guides/agents.md").read_text("utf-8")
+    for name in TOOLS:
+        text = between(text, f"settings of {name}", f"```\n{settings_of(name)}\n```")
+    return text
 
 
 def references() -> dict[str, str]:
@@ -662,8 +794,10 @@ def references() -> dict[str, str]:
         "http.md": http_reference(),
         "metrics.md": metrics_reference(),
         "files.md": files_reference(),
-        "models.md": models(),
-        **{f"../guides/tools/{name}.md": tool_page(name) for name in TOOLS},
+        "architectures.md": architectures(),
+        "backend-matrix.md": backend_matrix(),
+        "../guides/agents.md": agents(),
+        **http_pages(),
     }
     clean = {name: re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n" for name, text in made.items()}
     return clean | {f"../man/{name}": text for name, text in man_pages().items()}

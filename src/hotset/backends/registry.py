@@ -47,7 +47,8 @@ class Capabilities:
     has whole. neuron_split, expert_cache: the CPU computes the other neurons, or experts. sparse_ffn: models
     run sparse by default, and kernels count the neurons that fire. thresholds: kernels leave out inputs that
     activation thresholds make zero. ram_budget: works within a budget of this machine's memory. unasked: its
-    devices are used although no option names them. cards: plans for cards that are not here.
+    devices are used although no option names them. cards: plans for cards that are not here. state: the
+    devices on which it was measured. determinism: the facts on which the bits of its results depend.
     """
 
     title: str
@@ -64,6 +65,8 @@ class Capabilities:
     ram_budget: bool = False
     unasked: bool = False
     cards: bool = False
+    state: str = ""
+    determinism: str = ""
 
 
 @cache

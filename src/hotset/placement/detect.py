@@ -96,8 +96,8 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
         none = "no GPU" if settings.is_auto else "no NVIDIA or AMD GPU"
         raise DeviceError(
             "; ".join(problems)
-            or f"{none} was found to place anything on; name a device (device='list' on the command "
-            "line prints them), or leave out the settings of the GPU"
+            or f"{none} was found to place anything on; name a device ('hotset doctor' shows "
+            "them), or leave out the settings of the GPU"
         )
     if problems:
         said = "; ".join(problems)

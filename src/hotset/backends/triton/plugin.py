@@ -19,6 +19,8 @@ CAPABILITIES = Capabilities(
     kv_types=("f32", "f16"),
     neuron_split=True, expert_cache=True, sparse_ffn=True, thresholds=True, ram_budget=True, unasked=True,
     cards=True,
+    state="measured on an NVIDIA H100; never run on another NVIDIA card, nor on AMD, Apple or Intel GPUs",
+    determinism="the same bits in each run; they depend on the number of tokens in a step",
 )  # fmt: skip
 
 
