@@ -537,7 +537,7 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
 def test_a_device_that_was_asked_for_must_take_the_model(tmp_path: Path) -> None:
     model = write_sparse(tmp_path / "wide.gguf", n_embd=128)
     for make in (hotset.load, hotset.plan):
-        with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only; use f16"):
+        with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only: use f16"):
             make(model, device="simulated", kv_type="q8_0", **SMALL)
 
 

@@ -308,7 +308,7 @@ def test_no_subcommand_replaces_what_is_no_file(tmp_path: Path, arguments: list[
     before = sorted(tmp_path.rglob("*"))
     done = inside(*[places.get(a, odd if a.startswith("ODD") else a) for a in arguments])
     assert done.returncode == 1, done.stderr
-    assert re.search(r"odd(\.html)? is (a pipe|no folder)", done.stderr)
+    assert re.search(r"odd(\.html)? is (a pipe|not a folder)", done.stderr)
     assert stat.S_ISFIFO(odd.stat().st_mode)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -28,6 +28,7 @@ from peers import print_table
 from ruler import facts, median_of
 from synthetic import SHAPES, Kind, Shape, write_sparse_model
 
+from hotset.backends.triton.devices import device_name
 from hotset.formats.quants import GGMLType
 
 GIB = 1 << 30
@@ -131,7 +132,7 @@ def measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, 
     plain = _model(setup.folder, name, plain=True) if setup.llama else path
     size = path.stat().st_size / GIB
     budget = None if share == WHOLE else share * size
-    device = {"device": str(setup.device)}
+    device = {"device": device_name(setup.device)}
     hybrid = device | ({} if budget is None else {"vram_budget": budget})
     runs: dict[str, list[dict[str, Any]]] = {}
 

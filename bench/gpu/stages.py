@@ -19,7 +19,7 @@ hybrid   tokens per second at 25, 50 and 100% of a model in GPU memory: hybrid, 
 
 A stage starts no unit of work after --seconds, ends within nine minutes whatever its programs do, and
 continues when it is called again with the same --out. It prints a table last and keeps raw results. Without
-a GPU, --device cpu --small runs every line of it with meaningless sizes.
+a GPU, --device simulated --small runs every line of it with meaningless sizes.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py and synthetic.py 
 
 from ledger import LIMIT, Ledger, run_within
 
+from hotset.backends.registry import SIMULATED
 from hotset.cores import usable_cores
 
 PROCESSES = 12  # each with a context on the device
@@ -154,7 +155,7 @@ def check(device: str, parts: list[str], seconds: float, *, small: bool = False)
             print(f"no time is left for {part}: run check --part {part}")
             return 1
         print(f"\n{part}: {PARTS[part]}", flush=True)
-        if device == "cpu" and part != "models":
+        if device == SIMULATED and part != "models":
             print("the kernels are compiled only for GPUs; `make test` runs them in Triton's interpreter")
             continue
         code |= _part(part, device, left, small)

@@ -20,6 +20,7 @@ from peers import print_table, verdict
 from synthetic import Shape, write_model
 
 from hotset.backends.triton.cpu_offload import Kind
+from hotset.backends.triton.devices import device_name
 from hotset.formats.quants import GGMLType
 
 TRIAL = Path(__file__).with_name("trial.py")
@@ -32,7 +33,7 @@ RATIOS = {"pp": 0.8, "tg": 1.0}  # of llama.cpp's, with everything on the device
 
 def run(ledger: Ledger, setup: Setup) -> None:
     """Run synchronisation, captured steps, long prompts with and without waiting launches, and experts."""
-    path, device = hybrid._model(setup.folder, setup.models[0]), str(setup.device)
+    path, device = hybrid._model(setup.folder, setup.models[0]), device_name(setup.device)
     n_tokens = 48 if setup.options else PROMPT_TOKENS
     rows = []
     for kind in get_args(Kind) if setup.device.type != "cpu" else ("direct",):  # the device's kinds
@@ -73,7 +74,7 @@ def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
     if not path.exists():
         setup.folder.mkdir(parents=True, exist_ok=True)
         write_model(path, EXPERTS, GGMLType.Q4_0, n_vocab=1000)
-    device, n_tokens = str(setup.device), 4 if setup.options else ANSWER
+    device, n_tokens = device_name(setup.device), 4 if setup.options else ANSWER
     rows, answers = [], []
     for share, misses in ((None, "cpu"), (0.25, "cpu"), (0.25, "fetch")):
         key = f"experts-{'all' if share is None else 'some'}-{misses}"
@@ -96,7 +97,7 @@ def budgets(ledger: Ledger, setup: Setup) -> None:
         path = hybrid._model(setup.folder, name)
         size = path.stat().st_size / GIB
         for share in (0.85,) if setup.options else SHARES:
-            given = {"device": str(setup.device), "vram_budget": share * size}
+            given = {"device": device_name(setup.device), "vram_budget": share * size}
             key = f"{name}-{share:.0%}".replace("%", "")
             found = ledger.unit(key, lambda given=given, path=path: _kept(  # type: ignore[misc]
                 hybrid._worker(ledger, setup, path, given)
@@ -123,7 +124,7 @@ def speed(ledger: Ledger, setup: Setup, files: list[Path]) -> None:
     for path in [*files, *own]:
         tests = ["-m", str(path), "-p", str(n_prompt), "-n", str(n_gen), "-r", "3", "-o", "json"]
         programs = {"hotset": [sys.executable, "-m", "hotset.cli.main", "bench", "--sparsity", "dense"]}
-        programs["hotset"] += ["--device", str(setup.device)]
+        programs["hotset"] += ["--device", device_name(setup.device)]
         if setup.llama is not None:
             programs["llama.cpp"] = [str(setup.llama / "llama-bench"), "-ngl", "999"]
         found = {

@@ -19,6 +19,7 @@ import hotset
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.triton.capture import MAX_CAPTURED
 from hotset.backends.triton.cpu_offload import round_trip_seconds
+from hotset.backends.triton.devices import find_device
 from hotset.backends.triton.stage import GpuStage
 from hotset.errors import HotsetError
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
@@ -30,7 +31,7 @@ GRAIN = 1 << 20  # bytes; a budget is a multiple
 
 def synchronisation(device: str, kind: Any) -> dict[str, Any]:
     """Measure the seconds of a round trip with one kind, in a captured graph."""
-    return {"seconds": round_trip_seconds(device, kind)}
+    return {"seconds": round_trip_seconds(find_device(device), kind)}
 
 
 def replays(

@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import json
 import os
+import pprint
 import re
 import shlex
 import tempfile
@@ -456,7 +457,7 @@ ROUTE = """# {method} {path}
 ```python
 import httpx
 
-reply = httpx.{call}("{url}"{json})
+{body}reply = httpx.{call}("{url}"{json})
 print(reply.{shown})
 ```
 
@@ -504,10 +505,16 @@ def route_page(method: str, path: str, route: dict[str, Any], case: dict[str, An
         method=method, path=path, note=NOTE, url=url, call=method.lower(),
         text="\n\n".join(filter(None, [text, " ".join(links).replace("](#", "](../http.md#")])),
         curl=f"{curl} -d {shlex.quote(json.dumps(body))}" if body is not None else curl,
-        json=f", json={body!r}" if body is not None else "",
+        body="" if body is None else f"body = {as_python(body)}\n",
+        json="" if body is None else ", json=body",
         shown="text" if is_text else "json()",
         reply="\n".join(reply.splitlines()[:60]),
     )  # fmt: skip
+
+
+def as_python(body: Any) -> str:
+    """Return the source of a dict, whose lines begin below each other behind `body = `."""
+    return pprint.pformat(body, width=100, sort_dicts=False).replace("\n", "\n       ")
 
 
 def shown_json(value: Any, model: str) -> Any:
@@ -695,7 +702,7 @@ with `--device auto` that part stays on the CPU. \\* on a device: only if one de
 def backend_matrix() -> str:
     """The CPU and each device backend, by their capabilities."""
     backends = all_capabilities()
-    words_of = (("cpu",), *DEVICE_BACKENDS.values())
+    words_of = [f"`--device {'`, `'.join(words)}`" for words in (("cpu",), *DEVICE_BACKENDS.values())]
     everything = set(Primitive.__args__)
 
     def row(name: str, cpu: str, of: Callable[[Capabilities], str]) -> str:
@@ -718,8 +725,7 @@ def backend_matrix() -> str:
         MATRIX_HEAD,
         row("", "CPU", lambda one: one.title),
         row("---", "---", lambda _: "---"),
-    words_of = (("cpu",), *DEVICE_BACKENDS.values())
-        row("option", "`--no-gpu`", lambda one: f"`--device {'`, `'.join(one.kinds)}`"),
+        f"| option | {' | '.join(words_of)} |",
         row("state", "measured on x86-64; AArch64 tested in an emulator", lambda one: one.state),
         row("used without an option", "yes", lambda one: "yes, if found" if one.unasked else "no"),
         row("tensor types", "all", lambda one: ", ".join(type_.name for type_ in one.tensor_types)),

@@ -257,7 +257,7 @@ def test_refused_mixes(model: GGUFFile) -> None:
         backend.step(step_of((IDS, 0, [0], (("0" * 32, 1.0),))))
     with pytest.raises(InvalidRequestError, match="finite"):
         backend.step(step_of((IDS, 0, [0], scales_of(adapter, scales=[1e39]))))
-    with pytest.raises(InvalidRequestError, match="adapter and sequence"):
+    with pytest.raises(InvalidRequestError, match="adapter_scales for each sequence"):
         backend.step(replace(batch([(IDS, 0, [0])]), adapter_scales=[]))
     with pytest.raises(InvalidRequestError, match="100 adapters"):
         AdapterSet(backend.graph, model.tensors, [adapter] * 101)

@@ -135,7 +135,7 @@ def test_a_checkpoint_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
     whole = tensors.pop(name)
     for more, message in (
         ({}, r"blk\.1\.ffn_up_exps\.weight of 4 experts, not of 5"),
-        ({name: whole[:-1]}, "w3.weight of the checkpoint is .159, 96."),
+        ({name: whole[:-1]}, "shapes that differ in the checkpoint"),
         ({name: whole, name.replace(".3.", ".7."): whole}, "experts"),
     ):
         save_file(tensors | {k: v.clone() for k, v in more.items()}, folder / "model.safetensors")

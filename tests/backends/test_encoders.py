@@ -17,7 +17,6 @@ from backend_runs import assert_every_operation_is_right, cpu_backend
 from fuzz import fuzz_reads
 
 import hotset
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile
@@ -33,12 +32,12 @@ from encoders_oracle import LENGTHS, PAGES_EACH, TOLERANCE, recipe, run, states_
 __all__ = ["recipe"]  # the fixture
 
 
-def opened(kind: type, gguf: GGUFFile, graph: Graph, **how: Any) -> Any:
+def opened(kind: Any, gguf: GGUFFile, graph: Graph, **how: Any) -> Any:
     return closing(kind(gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), max_batch=512, kv_type="f32", **how))
 
 
-@pytest.mark.parametrize("kind", [ReferenceBackend, CpuBackend])
-def test_hidden_states_match_transformers_alone_and_together(recipe: Any, kind: type) -> None:
+@pytest.mark.parametrize("kind", [ReferenceBackend, cpu_backend])
+def test_hidden_states_match_transformers_alone_and_together(recipe: Any, kind: Any) -> None:
     gguf, graph, expected = recipe
     with opened(kind, gguf, graph) as backend:
         alone = [run(backend, [i])[0] for i in range(len(LENGTHS))]
@@ -46,7 +45,7 @@ def test_hidden_states_match_transformers_alone_and_together(recipe: Any, kind: 
             assert np.abs(states - expected[i]).max() < TOLERANCE * np.abs(expected[i]).max(), i
         for order in ([0, 1, 2, 3], [3, 2, 0], [1, 0]):
             for i, states in zip(order, run(backend, order), strict=True):
-                if kind is CpuBackend:
+                if kind is cpu_backend:
                     assert np.array_equal(states, alone[i]), (order, i)
                 else:  # NumPy's products depend on their number of rows
                     assert np.abs(states - alone[i]).max() < TOLERANCE * np.abs(alone[i]).max()
@@ -56,7 +55,7 @@ def test_threads_and_instructions_change_no_bit(recipe: Any) -> None:
     gguf, graph, _ = recipe
     found = []
     for how in ({"n_threads": 1}, {"n_threads": 3}, {"n_threads": 2, "isa": "scalar"}):
-        with opened(CpuBackend, gguf, graph, **how) as backend:
+        with opened(cpu_backend, gguf, graph, **how) as backend:
             found.append(np.concatenate(run(backend, [0, 1, 2, 3])))
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])

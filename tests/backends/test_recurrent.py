@@ -347,7 +347,7 @@ def test_a_loaded_model_counts_its_states(path: Path) -> None:
         assert model.engine.scheduler.states.n_available == n_states
         steps = model.tap_steps(prompt(60), ["logits"])
         next(steps)
-        with pytest.raises(OutOfMemoryError, match="another text has the slots"):
+        with pytest.raises(OutOfMemoryError, match="another text uses the slots"):
             model.taps(ids, ["logits"])
         steps.close()
         np.testing.assert_array_equal(model.taps(ids, ["logits"])["logits"], expected)
@@ -408,7 +408,7 @@ def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: P
         assert [len(counts) for counts in Counter(model.config).counts] == [0, 160, 0, 160, 0]
     with (
         hotset.load(tiny_models.shared_gguf("mamba2", run_folder), device="cpu", n_ctx=N_CTX) as model,
-        pytest.raises(UnsupportedModelError, match="the model has none"),
+        pytest.raises(UnsupportedModelError, match="the model has no FFN"),
     ):
         Counter(model.config)
     with pytest.raises(InvalidRequestError, match="layers without an FFN"):

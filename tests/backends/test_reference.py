@@ -130,7 +130,7 @@ def test_a_quantised_cache_needs_whole_blocks(kv_type: KVType, keys: int, values
     graph = Graph()
     q, v, out = Value(0, keys, "q"), Value(1, values, "v"), Value(2, values, "out")
     graph.add(Attention(out, q, q, v, 1, 1, keys, values, 1.0, layer=0))
-    with pytest.raises(UnsupportedModelError, match=f"multiple of 32 channels, and the {have};"):
+    with pytest.raises(UnsupportedModelError, match=f"multiple of 32 channels, but the {have};"):
         ReferenceBackend(SimpleNamespace(tensors={}), graph, n_pages=1, kv_type=kv_type)  # type: ignore[arg-type]
 
 

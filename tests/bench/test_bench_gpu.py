@@ -301,10 +301,10 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
         hotset.plan(
             path, device="simulated", vram_budget=0.5 * path.stat().st_size / hybrid.GIB, **trial.SETTINGS
         )
-    found = trial.replays("cpu", str(path), 0.5, [1])
+    found = trial.replays("simulated", str(path), 0.5, [1])
     assert (found["different"], found["split"], found["notes"]) == ([], 2, [])
     assert 500 << 20 < found["budget"] * hybrid.GIB < 512 << 20
-    assert trial.replays("cpu", str(path), None, [1])["split"] == 0
+    assert trial.replays("simulated", str(path), None, [1])["split"] == 0
 
 
 def test_a_stage_on_a_device_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

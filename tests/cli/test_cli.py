@@ -336,7 +336,7 @@ def test_a_mistake_is_reported_without_a_traceback(
     (tmp_path / "SHORT").write_text("too short")
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe")
     places = {"MODEL": str(model)} | {n: str(tmp_path / n) for n in ("EMPTY", "SHORT", "BINARY")}
-    if arguments[0] in ("run", "perplexity") and "--backend" not in arguments:
+    if arguments[0] in ("run", "perplexity") and not {"--backend", "--device"} & {*arguments}:
         arguments = [*arguments, "--device", "reference"]
     done = inside(*[places.get(argument, argument) for argument in arguments])
     assert done.returncode == code, done.stderr
@@ -401,9 +401,9 @@ def test_options_of_several_subcommands_are_declared_once() -> None:
             for name in getattr(parameter, "opts", []):
                 facts = (parameter.name, parameter.help, parameter.default, tuple(parameter.opts))
                 found.setdefault(name, {})[subcommand] = facts
-    shared = ["--sparsity", "--predictor", "--device", "--vram-budget", "--n-gpu-layers", "--gpu-index",
-              "--reset-gpu-index", "--disable-gpu-index", "--device", "cpu"]  # fmt: skip
-    # In these, --device has torch's values, and --sparsity is a target.
+    shared = ["--sparsity", "--predictor", "--vram-budget", "--n-gpu-layers", "--gpu-index",
+              "--reset-gpu-index", "--disable-gpu-index"]  # fmt: skip
+    # In these, --sparsity is a target.
     others = ("sparse make", "sparse train", "sparse calibrate")
     for name in shared:
         subcommands = {

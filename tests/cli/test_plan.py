@@ -180,7 +180,7 @@ def test_layers_for_a_missing_gpu_give_a_warning(model: Path) -> None:
 def test_contradictory_options_are_refused(model: Path) -> None:
     done = inside("run", model, "Hello", "--device", "cpu", "--vram-budget", 4)
     assert done.returncode == 1
-    assert "the device cpu uses no GPU" in done.stderr
+    assert "--device cpu cannot be combined with --vram-budget" in done.stderr
 
 
 # -- the index -----------------------------------------------------------------------------------

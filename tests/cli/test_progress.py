@@ -127,9 +127,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG: list[tuple[str, list[str]]] = [
     ("calibrate model.gguf -f text.txt -c 32 --tokens 64 --measured 128 --sparsity 0.3 -o t.json",
      ["thresholds on offer", "losses", "kind 1 of 4", "measuring"]),
-    (f"train-predictor relu.gguf -f text.txt {QUICK_TRAINING} -d predictors",
+    (f"train-predictor relu.gguf -f text.txt {QUICK_TRAINING} --dir predictors",
      ["pairs (train)", "training 2 layers", "perplexity"]),
-    (f"sparsify smollm2-135m out.gguf -f short.txt {QUICK_SPARSIFYING}",
+    (f"sparsify smollm2-135m out.gguf --text short.txt {QUICK_SPARSIFYING}",
      ["generating text", "choosing layers", "calibrating layers", "training", "out.gguf"]),
     ("profile relu.gguf -f text.txt -c 32 -n 256 -o p.hotset.gguf", ["profile"]),
     ("trace relu.gguf -f text.txt -c 32 -n 256 -o t.hotset.gguf", ["trace"]),

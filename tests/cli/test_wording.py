@@ -86,9 +86,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"split": "rows"}, "split must be one of", "--split must be one of"),
         ({"kv_type": "f64"}, "kv_type must be", "-ctk must be"),
         ({"ram_budget": 1e-6}, "raise ram_budget", "raise --ram-budget"),
-        ({"device": "cuda:99"}, "backend='cpu'", "--no-gpu"),
+        ({"device": "cuda:99"}, "device='cpu'", "--device cpu"),
         ({"gpu_index": "m.index", "split": "layers"}, "`split`", "--split"),
-        ({"cache_dir": "c", "backend": "reference"}, "cache_dir cannot", "--cache-dir cannot"),
+        ({"cache_dir": "c", "device": "reference"}, "cache_dir cannot", "--cache-dir cannot"),
     ],
     ids=str,
 )
@@ -105,9 +105,9 @@ def test_an_error_of_load_names_settings(
 
 
 def test_values_and_words_become_options() -> None:
-    said = "leave `device` out, use device='auto' or split='layers', try vram_budget=0.5, or backend='cpu'"
+    said = "leave `device` out, use device='auto' or split='layers', try vram_budget=0.5, or device='cpu'"
     assert in_options(said) == (
-        "leave --device out, use --device auto or --split layers, try --vram-budget 0.5, or --no-gpu"
+        "leave --device out, use --device auto or --split layers, try --vram-budget 0.5, or --device cpu"
     )
     assert in_options("insist with allow_requantize=True") == "insist with --allow-requantize"
     for unchanged in ("the device is lost; leave it out", "a draft model", "There is no file 'device=auto'"):

@@ -626,7 +626,7 @@ def test_older_spellings_of_rope_and_windows(tmp_path: Path) -> None:
         ({"architectures": ["Plamo2ForCausalLM"]}, UnsupportedModelError, "'Plamo2F.*PlamoForCausalLM"),
         ({"architectures": None}, UnsupportedModelError, "no list 'architectures'"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),
-        ({"hidden_act": "swiglu"}, HotsetError, "'swiglu' is not known"),
+        ({"hidden_act": "swiglu"}, HotsetError, "'swiglu' is unknown"),
         ({"hidden_act": "fatrelu"}, FormatError, "hidden_act_param"),
         ({"hidden_size": "96"}, FormatError, "hidden_size in config.json must be a number"),
         ({"num_hidden_layers": None}, FormatError, "num_hidden_layers"),
@@ -638,7 +638,7 @@ def test_older_spellings_of_rope_and_windows(tmp_path: Path) -> None:
         (
             {"intermediate_size": 161},
             UnsupportedModelError,
-            r"ffn_gate.weight is \[96, 160\]",
+            r"ffn_gate.weight has the shape \[96, 160\]",
         ),
         ({"vocab_size": 319}, FormatError, r"is \[320, 96\], and its config.json says \[319, 96\]"),
         ({"num_hidden_layers": 2}, UnsupportedModelError, r"not known: model\.layers\.2\."),

@@ -21,7 +21,7 @@ from hotset import files
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine import prompt_cache as module
 from hotset.engine.blocks import HEAD_BYTES, Identity, _states_to_store
-from hotset.engine.engine import Engine
+from hotset.engine.engine import Engine, ModelTraits
 from hotset.engine.prompt_cache import PromptCache
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Sequence
@@ -171,9 +171,9 @@ def test_blocks_of_others_are_none(tmp_path: Path):
 
 def test_thresholded_tokens_are_other_blocks(tmp_path: Path):
     """Check thresholds: an answer's pages are computed without small values, a prompt's with them."""
-    with engine(tmp_path, thresholded="answers") as first:
+    with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as first:
         whole = generate(first, prompt(100), max_tokens=200).tokens
-    with engine(tmp_path, thresholded="answers") as second:
+    with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as second:
         assert generate(second, whole).n_reused == PAGE_SIZE  # the page with only prompt tokens
 
 
@@ -269,7 +269,7 @@ def test_a_limit_below_a_block_is_refused(tmp_path: Path):
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequestError, match="is no folder"):
+    with pytest.raises(InvalidRequestError, match="is not a folder"):
         PromptCache(tmp_path / "file", MODEL, FakeBackend(), 1 << 20)
     with pytest.raises(HotsetError, match="cache_dir"):
         PromptCache(tmp_path / "file" / "below", MODEL, FakeBackend(), 1 << 20)

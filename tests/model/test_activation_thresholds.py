@@ -32,6 +32,7 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.stage import BackendOptions
 from hotset.engine.engine import Engine, ModelTraits, ThresholdedTokens
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, UnsupportedModelError
@@ -313,9 +314,8 @@ class Watched(CpuBackend):
 
 def watched(gguf: GGUFFile, layer_thresholds: LayerThresholds = EVERY, **options: Any) -> Watched:
     weights, graph = graph_of(gguf, layer_thresholds)
-    return Watched(
-        weights, graph, **{"n_pages": 16, "max_batch": 64, "n_threads": 1, "sparse": True, **options}
-    )
+    given = {"n_pages": 16, "max_batch": 64, "n_threads": 1, "sparse": True, **options}
+    return Watched(weights, graph, BackendOptions(**given))
 
 
 def answer(engine: Engine, prompt: Sequence[int], n: int = 12) -> list[int]:

@@ -206,7 +206,7 @@ def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(FormatError, match=r"general\.architecture"):
         config_from_gguf(SimpleNamespace(metadata={}, tensors={}))
     for kind, hint in (
-        ("adapter", "--lora"),
+        ("adapter", "`lora`"),
         ("imatrix", "quantize --imatrix"),
         ("mmproj", "language model"),
     ):

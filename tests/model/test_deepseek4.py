@@ -127,7 +127,9 @@ def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path,
     table[7, 0] = expert
     source.mkdir()
     tiny_models.save(tiny_models.EXPERTS[NAME], model, source)
-    with pytest.raises(FormatError, match="tid2eid of the checkpoint must name experts from 0 to 7"):
+    with pytest.raises(
+        FormatError, match="tid2eid of layer 0 of the checkpoint must name experts from 0 to 7"
+    ):
         convert_hf(source, tmp_path / "m.gguf", GGMLType.F32)
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import assert_every_operation_is_right, cpu, logits_of, tokens
+from backend_runs import assert_every_operation_is_right, cpu, cpu_backend, logits_of, tokens
 from tiny_gguf import write_llama
 
 import hotset
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import rotate
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
@@ -62,7 +61,7 @@ def test_keys_without_the_mean_of_their_bias_are_stored_well(tmp_path: Path) -> 
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     unknown = {op: replace(op, key_bias=None) for op in graph.ops if isinstance(op, Attention)}
     assert all(op.centred for op in unknown)
-    plain = CpuBackend(
+    plain = cpu_backend(
         gguf, replace(graph, ops=tuple(unknown.get(op, op) for op in graph.ops)), n_pages=4, kv_type="q4_0"
     )
     without = logits_of(plain, ids, [], [0, 1])

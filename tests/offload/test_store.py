@@ -327,7 +327,7 @@ def test_an_embedding_is_read_by_the_row(tmp_path: Path) -> None:
         assert (mine.hits, mine.misses) == rows[:2]
         assert 4 * 4096 <= mine.bytes_read - rows[2] <= 2 * 4096 * len(ids)
         backend.close()
-    with pytest.raises(ValueError, match="no more tokens than a store has room for"):
+    with pytest.raises(ValueError, match="more tokens than the store has room for"):
         stored(gguf, "exact", 0.5, max_batch=9, step=8)
     backend, weights = stored(gguf, "exact", 1.0, step=8)
     assert weights.shares.whole

@@ -172,7 +172,9 @@ def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> N
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         reply = await act(client, "save", filename="model.gguf")
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "filename")
-        assert reply.json()["error"]["message"].startswith("model.gguf is a file of something else")
+        assert reply.json()["error"]["message"].startswith(
+            "model.gguf exists and is not a file of cache blocks"
+        )
         for _ in range(2):
             assert (await act(client, "save", filename="own")).status_code == 200
 

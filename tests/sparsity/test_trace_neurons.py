@@ -167,7 +167,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: d
 
 def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MOST_BITS", 2 * 736 * 20)
-    with pytest.raises(InvalidRequestError, match=r"trace at most 20 of them \(-n 20\)"):
+    with pytest.raises(InvalidRequestError, match=r"trace at most 20 of them \(n_tokens=20\)"):
         traced(write(tmp_path, "llama", GGMLType.Q8_0), "exact")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from fake_backend import FakeBackend
 
 from hotset.engine.blocks import Identity
-from hotset.engine.engine import Engine
+from hotset.engine.engine import NO_TRAITS, Engine
 from hotset.engine.prompt_cache import PromptCache
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Sequence
@@ -31,7 +31,7 @@ def engine(
 
     At the end everything is stored. folder: None: no prompt cache.
     """
-    how = {"n_ctx": 512, "max_sequences": 4, "thresholded": "none"}
+    how = {"n_ctx": 512, "max_sequences": 4, "traits": NO_TRAITS}
     how |= {key: options.pop(key) for key in how.keys() & options.keys()}
     backend = FakeBackend(**options)
     cache = None if folder is None else PromptCache(folder, identity, backend, limit)

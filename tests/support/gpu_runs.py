@@ -41,14 +41,18 @@ def write(path: Path, model: str, type: GGMLType = T.F32, **options: Any) -> GGU
 def gpu(weights: Any, graph: Any, **options: Any) -> GpuBackend:
     given = {"n_pages": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, **options}
     how = taken(BackendOptions, given)
-    return open_gpu(weights, graph, given.pop("device", "simulated"), how, gpu=taken(GpuOptions, given), **given)
+    return open_gpu(
+        weights, graph, given.pop("device", "simulated"), how, gpu=taken(GpuOptions, given), **given
+    )
 
 
 def gpu_stage(weights: Any, graph: Any, *, hot: Any = None, span: Span = WHOLE, **options: Any) -> GpuStage:
     given = {"n_pages": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, "worker": None, **options}
     how, worker = taken(BackendOptions, given), given.pop("worker")
     gpu = GpuOptions(**given)
-    return GpuStage(weights, graph, "simulated", how, span=span, share=CpuShare(hot or {}), worker=worker, gpu=gpu)
+    return GpuStage(
+        weights, graph, "simulated", how, span=span, share=CpuShare(hot or {}), worker=worker, gpu=gpu
+    )
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:

@@ -12,7 +12,7 @@ import sys
 
 from paths import TESTS
 
-FILE = TESTS / "backends" / "gpu" / "interpreted_gpu_kernels.py"
+FILE = TESTS / "backends" / "triton" / "interpreted_gpu_kernels.py"
 # One or two tests of each kernel: with splits, ranges, thresholds and branches, for few tokens and for many.
 PART = tuple(
     f"{FILE}::{name}"

@@ -21,9 +21,10 @@ N_CTX = 2048
 
 # Options that make training fast. One thread, because several would wait for each other on busy cores.
 QUICK_TRAINING = (
-    "-c 64 --tokens 700 --epochs 0.02 --max-share 90 --max-increase 1e9 --recall 0.5 --precision 0.01 -j 1"
+    "-c 64 --tokens 700 --epochs 0.02 --max-share 90 --max-increase 1e9 --recall 0.5 --precision 0.01 "
+    "--jobs 1"
 )
-QUICK_SPARSIFYING = "--generate 600 --lora 2 --linear 0 -n 128 -c 32 -b 2 -t 1"
+QUICK_SPARSIFYING = "--generate 600 --lora 2 --linear 0 -n 128 -c 32 --batch 2 -t 1"
 
 
 def write_checkpoint(folder: Path) -> Path:

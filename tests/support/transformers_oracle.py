@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import cpu_backend
 from cases import quick_are
 from made_once import made_once
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4  # of the largest logit
 LENGTHS = (150, 90, 37)  # tokens of the sequences
 PAGES_EACH = 3
 N_CTX = PAGES_EACH * PAGE_SIZE
-BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
+BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": cpu_backend}
 RECIPES = tiny_models.RECIPES | tiny_models.EXPERTS
 
 

@@ -42,7 +42,16 @@ def filtered(text: str, names: set[str], ends: tuple[int, ...] = ()) -> str:
         ({"properties": {"a": NUMBER}, "anyOf": [{"required": ["a"]}]}, set()),
         ({}, set()),
     ],
-    ids=str,
+    ids=(
+        "plain",
+        "required null",
+        "reference",
+        "any of",
+        "free",
+        "required flag",
+        "any of required",
+        "empty",
+    ),
 )
 def test_which_arguments_cannot_be_null(schema: dict[str, Any], names: set[str]) -> None:
     assert without_null(schema) == names

@@ -597,14 +597,14 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
         calibrate_thresholds(path, "a b c", tmp_path / "o.json", settings)
     with pytest.raises(InvalidRequestError, match="is one of the files that are read"):
         calibrate_thresholds(path, text, path, settings)
-    with pytest.raises(HotsetError, match="stays below 0"):
+    with pytest.raises(HotsetError, match="no thresholds were found with an increase of perplexity below 0"):
         calibrate_thresholds(path, text, tmp_path / "o.json", ThresholdSettings(max_increase=1e-9, **QUICK))
     assert not (tmp_path / "o.json").exists()
     moe_layer = write_bytes(tmp_path / "experts.gguf", experts=(4, 2))
     settings = ThresholdSettings(share=0.5, only=("ffn_in", "down_in"), **QUICK)
     with pytest.raises(
         InvalidRequestError,
-        match="no place for thresholds of ffn_in, down_in: experts have those of gates alone",
+        match="no sites for ffn_in, down_in: experts only have thresholds of gates",
     ):
         calibrate_thresholds(moe_layer, text, tmp_path / "o.json", settings)
 

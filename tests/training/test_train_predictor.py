@@ -491,7 +491,7 @@ def test_mistakes_cost_a_sentence(tmp_path: Path) -> None:
         train_predictors(path, [TEXT], tmp_path / "p", path, QUICK)
     with pytest.raises(InvalidRequestError, match="which has no zeros"):
         train_predictors(path, [TEXT], tmp_path / "p", None, QUICK, activation="silu")
-    with pytest.raises(InvalidRequestError, match="the device 'cuda:99' cannot be used"):
+    with pytest.raises(InvalidRequestError, match="the device 'cuda:99' cannot train"):
         train_predictors(path, [TEXT], tmp_path / "p", None, replace(QUICK, device="cuda:99"))
     (tmp_path / "file").write_text("")
     with pytest.raises(HotsetError, match="cannot be"):

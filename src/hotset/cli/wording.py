@@ -23,10 +23,9 @@ _ALIKE = (
     "reset_gpu_index", "sparse_prompts", "tls_cert", "tls_key", "vram_budget",
 )  # fmt: skip
 _WORDS = (
-    "activation", "backend", "device", "draft", "idle", "jobs", "labels", "lookup", "lora", "predictor",
+    "activation", "device", "draft", "idle", "jobs", "labels", "lookup", "lora", "predictor",
     "profile", "scored", "sparsity", "speculate", "split", "thresholds", "uniform",
 )  # fmt: skip
-_VALUES = {"backend='cpu'": "--no-gpu"}  # options that stand for a value
 _UNDERSCORED = "|".join(name for name in (*_OTHERS, *_ALIKE) if "_" in name)
 _NAMED = re.compile(
     rf"(?<![\w./\\'`-])(?P<value_of>{_UNDERSCORED}|{'|'.join(_WORDS)})=(?P<value>'[^']*'|[\w.%]*[\w%])"
@@ -53,7 +52,5 @@ def in_options(message: str) -> str:
 def _spelled(found: re.Match[str]) -> str:
     if (name := found["value_of"]) is None:
         return option_of(found["word"] or found["name"] or found["first"])
-    if (option := _VALUES.get(found[0])) is not None:
-        return option
     value = found["value"].strip("'")
     return option_of(name) if value == "True" else f"{option_of(name)} {value}"

@@ -108,9 +108,10 @@ class Engine:
     n_ctx: the longest sequence in tokens, prompt and answer together. max_sequences: how many run at once, or
     fewer if the backend lacks slots for recurrent states. max_batch: tokens per step, at most the backend's.
     prompt_seconds: by how much prompts may lengthen a step, but at least by the time of a decode step; inf:
-    no limit, as for a single sequence (engine/pacing.py). speculator: drafts tokens (engine/speculation.py);
-    None: one token per sequence and step. prompt_cache: stores and finds blocks on disk; None: off.
-    collect_stats: collect the backend's statistics of every step in step_stats.
+    no limit, as for a single sequence (engine/pacing.py). traits: facts of the model. speculator: drafts
+    tokens (engine/speculation.py); None: one token per sequence and step. prompt_cache: stores and finds
+    blocks on disk; None: off. The attribute collect_stats makes each step keep the backend's statistics in
+    step_stats.
 
     Raises OutOfMemoryError if the backend's cache cannot hold one whole context.
     """

@@ -190,9 +190,9 @@ def train_predictors(
 
     texts: the text on which the model runs. folder: receives model_<layer>.pt and config.json, and during the
     training its state, from which a killed run continues. out: the model file with predictors; None: do not
-    write one. dialect: None chooses PowerInfer's format if it can hold the model unchanged. Raises HotsetError
-    for a model without zeros, too short texts, predictors that cannot be small enough, and files that cannot
-    be written.
+    write one. dialect: None chooses PowerInfer's format if it can hold the model unchanged. Raises
+    HotsetError for a model without zeros, too short texts, predictors that cannot be small enough, and files
+    that cannot be written.
     """
     settings = settings or PredictorSettings()
     folder = Path(folder)

@@ -346,7 +346,7 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
                 slow.post(0, h)
                 slow.collect(0)
 
-    with pytest.raises(DeviceError, match=r"layer 0 took more than 0\.001 s"):
+    with pytest.raises(DeviceError, match=r"layer 0 of the CPU worker took more than 0\.001 s"):
         within(WATCHDOG, work)
     # The next step begins once the thread is through with the layer, or says that it is not.
     busy = "the hybrid step cannot begin: the CPU worker is still busy with a layer of the previous step"

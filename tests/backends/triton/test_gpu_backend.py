@@ -407,7 +407,7 @@ def test_a_graph_is_cut_between_layers(tmp_path: Path) -> None:
     assert entering is not None
     assert entering.name == "blk.0.out"
     assert part.result.name == "blk.1.out"
-    with pytest.raises(InvalidRequestError, match="split between layers"):
+    with pytest.raises(InvalidRequestError, match="split only between layers"):
         graph.split(starts[1] + 1, starts[2])
     with pytest.raises(InvalidRequestError, match="no part"):
         graph.split(3, 3)

@@ -18,6 +18,7 @@ from vulkan_runs import VulkanOracle, stage_of, validated, vulkan
 from hotset import _core
 from hotset.backends.base import N_CANDIDATES
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.registry import backend_of
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.devices import find_device, list_devices
@@ -32,6 +33,7 @@ from hotset.errors import (
 )
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.settings import LoadSettings
 
 __all__ = ["validated"]  # the fixture
 
@@ -262,9 +264,13 @@ def test_devices_by_name() -> None:
     assert find_device("vulkan") in found
     with pytest.raises(DeviceError, match=f"there is no vulkan:{len(found)}: .*the driver has {len(found)}$"):
         find_device(f"vulkan:{len(found)}")
-    for name in ("vulkan:x", "vulkan:", "cuda"):
-        with pytest.raises(InvalidRequestError, match="a Vulkan device is named vulkan, or vulkan:1"):
-            find_device(name)
+    for name in ("vulkan:x", "vulkan:", "vulkan:-1", "vulkan:0:1"):
+        with pytest.raises(InvalidRequestError, match=rf"'{name}' is not known; .*, vulkan\[:N\]"):
+            LoadSettings(device=name)
+    for device in ("vulkan", "vulkan:0", "vulkan:12"):
+        assert LoadSettings(device=device).device == (device,)
+        assert backend_of(device) == "vulkan"
+    assert backend_of("cuda") != "vulkan"
 
 
 def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:

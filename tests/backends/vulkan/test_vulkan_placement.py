@@ -371,8 +371,10 @@ def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
     plan = inside("plan", str(path), "--device", "vulkan", "-c", "128")
     assert plan.returncode == 0, plan.stderr
+    listed = inside("plan", str(path), "--device", "list").stdout
     for text in (" ".join(shown.split()), " ".join(plan.stderr.split())):
         assert "GB/s" in text
+    for text in (" ".join(shown.split()), listed):
         assert "not used by --device auto: a software driver" in text
     found = json.loads(inside("plan", str(path), "--device", "vulkan", "-c", "128", "--json").stdout)
     assert found["devices"][0]["device"] == f"vulkan:{one['index']}"

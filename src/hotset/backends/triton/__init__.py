@@ -28,4 +28,4 @@ def open_gpu(
     find_device(device)  # before anything that imports torch
     from hotset.backends.triton.backend import GpuBackend
 
-    return GpuBackend(weights, graph, str(found), options, **given)
+    return GpuBackend(weights, graph, device, options, **given)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hotset.backends.registry import SIMULATED
-from hotset.backends.triton.devices import find_device
+from hotset.backends.triton.devices import device_name, find_device
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.placement import detect
 from hotset.placement.detect import Examined
@@ -22,7 +22,7 @@ def named_devices(names: Sequence[str]) -> tuple[str, ...]:
     """Check names, as Detector.named_devices; a simulated device may be named several times."""
     _pack_memory()
     found = [find_device(name) for name in names]
-    named = tuple(SIMULATED if one.type == "cpu" else str(one) for one in found)
+    named = tuple(device_name(one) for one in found)
     if len({*named} - {SIMULATED}) < len(named) - named.count(SIMULATED):
         raise InvalidRequestError(f"a device is named twice: {', '.join(names)}")
     return named

@@ -71,6 +71,11 @@ def find_device(name: str) -> torch.device:
     return torch.device(found, index)
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of one of torch's devices, which find_device finds."""
+    return SIMULATED if device.type == "cpu" else str(device)
+
+
 def _count(kind: str) -> int:
     import torch
 

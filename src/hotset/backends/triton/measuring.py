@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.cpu.processor import isa
-from hotset.backends.registry import SIMULATED
-from hotset.backends.triton.devices import find_device, free_bytes, synchronize
+from hotset.backends.triton.devices import device_name, find_device, free_bytes, synchronize
 from hotset.cores import usable_cores
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.quants import row_bytes
@@ -148,7 +147,7 @@ def measure_now(device: torch.device, n_threads: int) -> DeviceRates:
 def _round_trip(device: torch.device) -> float:
     from hotset.backends.triton.cpu_offload import round_trip_seconds
 
-    chosen = synchronisation(SIMULATED if device.type == "cpu" else str(device))
+    chosen = synchronisation(device_name(device))
     return chosen.seconds or round_trip_seconds(device, chosen.kind, width=machine.WIDTH)
 
 

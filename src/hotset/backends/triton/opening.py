@@ -194,8 +194,9 @@ def _cpu_offload(
     if stream_from is not None and not share.experts:
         most = max(min(most, stream_from - 1), 1)
     return CpuOffload(
-        weights, graph, share.hot, device, replace(options, max_batch=most), experts=share.experts,
-        runtime=runtime, kind=worker.synchronisation, timeout=worker.timeout, isa=worker.isa,
+        weights, graph, share.hot, find_device(device), replace(options, max_batch=most),
+        experts=share.experts, runtime=runtime, kind=worker.synchronisation, timeout=worker.timeout,
+        isa=worker.isa,
     )  # fmt: skip
 
 
@@ -238,7 +239,9 @@ def host_workspace(
                 continue
             total += _exchanged_bytes(graph, options.n_pages, options.max_batch)
             if share := _share(placement, piece, graph):
-                service = _cpu_offload(weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime)
+                service = _cpu_offload(
+                    weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime
+                )
                 total += service.buffer_bytes
                 service.close()
         total += runtime.nbytes

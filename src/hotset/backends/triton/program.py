@@ -406,8 +406,7 @@ class Program:
                 return lambda f: f.values.__setitem__(out, compute(f.values))
             case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
                 raise UnsupportedModelError(
-                    "several residual streams, and adapters (LoRA), are computed on the CPU; use "
-                    "device='cpu'"
+                    "several residual streams, and adapters (LoRA), are computed on the CPU; use device='cpu'"
                 )
             case UnitNorm():
                 raise UnsupportedModelError(

@@ -110,8 +110,8 @@ class VulkanStage(DeviceStage):
         self.has_output, self.kv_type = span.ends(graph), options.kv_type
         if self.kv_type not in KV_CODES:
             raise UnsupportedModelError(
-                f"a {self.kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave `device` out, and the "
-                "CPU computes"
+                f"a {self.kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave `device` out, and "
+                "the CPU computes"
             )
         self.weights, self.opened, self.info = weights, opened, opened.info
         self.name = self.info.name

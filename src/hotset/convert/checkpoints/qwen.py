@@ -148,6 +148,9 @@ class GatedStreamsPart(DeltaNetPart):
         """Split the rows of queries and keys of the indexer, which has one key."""
         if stems != ["indexer.q_proj", "indexer.k_proj"]:
             return None
+        n_rows = (self.n_index_heads + 1) * self.index_dim
+        if values.ndim and len(values) != n_rows:
+            raise FormatError(f"the checkpoint has {len(values)} rows of the indexer, not {n_rows}")
         return np.split(values, [self.n_index_heads * self.index_dim])[i]
 
 
