@@ -1,4 +1,4 @@
-"""Adapters (LoRA) in a step: what they add, beside others, in every mode, and as merged models compute it."""
+"""Adapters (LoRA) in a step: alone and with others, in every mode, and compared with merged models."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def adapter_of(backend: Any, **options: Any) -> LoraAdapter:
 
 
 def step_of(*parts: tuple[np.ndarray, int, list[int], AdapterScales], taps: tuple[str, ...] = ()) -> Batch:
-    """A step of sequences: (tokens, first position, pages, adapter scales)."""
+    """Return a step of sequences: (tokens, first position, KV blocks, adapter scales)."""
     made = batch([part[:3] for part in parts], taps)
     return replace(made, adapter_scales=[part[3] for part in parts])
 
 
 def check_every_value(backend: Any, weights: Any, parts: list[Any]) -> None:
-    """Each operation of a step is the oracle's within its bound, and no tap changes a logit."""
+    """Check each operation of a step against the oracle within its bound. Taps must change no logit."""
     adapters = backend.adapters
     oracle = Oracle(weights, adapters.graph, n_pages=backend.n_pages, kv_type=backend.kv_type)
     oracle.adapters = adapters
@@ -69,7 +69,7 @@ def _is_made(backend: Any, value: Any) -> bool:
 def test_every_operation_with_adapters_is_right(model: GGUFFile, type: GGMLType) -> None:
     backend = cpu(model, kv_type="f32")
     one = adapter_of(backend, type=type)
-    # Of some matrices, and of an odd rank.
+    # This one adapts only some matrices, with an odd rank.
     other = adapter_of(
         backend, rank=19, seed=1, type=type, names=lambda name: "attn_q" in name or "up" in name
     )
@@ -83,7 +83,7 @@ def test_every_operation_with_adapters_is_right(model: GGUFFile, type: GGMLType)
 @pytest.mark.parametrize("kind", ["llama", "bamboo", "falcon-7b", "opt"])
 @pytest.mark.parametrize("mode", ["dense", "exact"])
 def test_sparse_ffns_with_adapters(tmp_path: Path, kind: str, mode: str) -> None:
-    """exact leaves rows out, and computes what dense does; both as the oracle does."""
+    """Compare the logits of `exact`, which leaves rows out, with `dense`, and both with the oracle."""
     gguf = sparse_runs.write(tmp_path, kind, T.Q8_0, dialect="gguf")
     backends = {name: sparse_runs.cpu(gguf, name, kv_type="f32") for name in ("dense", mode)}
     adapter = adapter_of(backends["dense"])
@@ -98,7 +98,7 @@ def test_sparse_ffns_with_adapters(tmp_path: Path, kind: str, mode: str) -> None
 
 
 def test_exact_leaves_rows_out_with_adapters_too(tmp_path: Path) -> None:
-    """Counts are those of the reference, whose neurons are those with what adapters add."""
+    """Compare the counts with the reference's, whose active neurons include the adapters' part."""
     for kind in ("llama", "opt"):
         (tmp_path / kind).mkdir()
         gguf = sparse_runs.write(tmp_path / kind, kind, T.F32, dialect="gguf")
@@ -119,7 +119,7 @@ def test_exact_leaves_rows_out_with_adapters_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("predictor", ["svd", "mlp"])
 def test_predicted_neurons_with_adapters(tmp_path: Path, predictor: str) -> None:
-    """What a predictor does not name is zero, whatever adapters add to it."""
+    """Check that neurons that a predictor does not name are zero, whatever adapters add to them."""
     dialect = "powerinfer" if predictor == "mlp" else "gguf"
     gguf = sparse_runs.write(tmp_path, "llama", T.F32, dialect=dialect)
     name = None if predictor == "mlp" else "svd:8"
@@ -132,7 +132,7 @@ def test_predicted_neurons_with_adapters(tmp_path: Path, predictor: str) -> None
 
 @pytest.mark.parametrize("sites", ["gate", "every"])
 def test_thresholds_with_adapters(tmp_path: Path, sites: str) -> None:
-    """Inputs and activations with what adapters add have thresholds; taps change nothing."""
+    """Check that thresholds apply to inputs and activations that include the adapters' part."""
     gguf = threshold_models.write(tmp_path)
     backend = threshold_models.cpu(gguf, threshold_models.CASES[sites], kv_type="f32")
     adapter = adapter_of(backend)
@@ -171,7 +171,7 @@ def test_streamed_weights_with_adapters(tmp_path: Path) -> None:
 
 
 def test_logits_depend_on_nothing_but_the_own_adapters(model: GGUFFile) -> None:
-    """Not on threads, chunks, neighbours, nor on other adapters that are loaded."""
+    """Check that threads, chunks, neighbours and other loaded adapters do not change logits."""
     alone = cpu(model)
     adapters = [adapter_of(alone, rank=rank, seed=rank) for rank in (1, 8, 40)]
     choices: list[AdapterScales] = [
@@ -222,7 +222,7 @@ def test_a_model_without_adapters_is_the_same(model: GGUFFile) -> None:
 
 @pytest.mark.parametrize("made", [cpu, None], ids=["cpu", "reference"])
 def test_products_are_those_of_the_merged_model(tmp_path: Path, made: Any) -> None:
-    """Each product with what two adapters add is x times the merged matrix, within the rounding of both."""
+    """Compare each product, with two adapters, with x times the merged matrix, within both roundings."""
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", n_embd=96, n_ff=160))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     backend = cpu(gguf, kv_type="f32") if made else ReferenceBackend(gguf, graph, n_pages=4)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) on every matrix that they can change, of a model of each architecture."""
+"""Adapters (LoRA) on every matrix that they can change, in a model of each architecture."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hotset.model.decoder import describe
 pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
 
-# Recurrent layers, several streams, latent attention, experts beside a shared network, xIELU.
+# Recurrent layers, several streams, latent attention, experts with a shared expert, xIELU.
 QUICK = ("lfm2", "gemma3n", "deepseek2-lite", "mamba", "qwen2moe", "apertus")
-N = 20  # tokens of the first sequence, the second has 7 of them and no adapter
+N = 20  # tokens of the first sequence; the second has its first 7 and no adapter
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Every architecture against transformers: a tiny model with every parameter random gives the same logits.
+"""Every architecture compared with transformers: a tiny model with random parameters gives the same logits.
 
-Each recipe of `tiny_models.RECIPES` is written as GGUF in F32 and run by every backend as a whole prompt, in
-chunks, token by token and mixed with other sequences. Prompts are longer than the sliding windows (24) and
-the original contexts (32) of the recipes, and cross pages of the cache.
+Each recipe of `tiny_models.RECIPES` is written as GGUF in F32. Every backend runs it as a whole prompt, in
+chunks, token by token, and mixed with other sequences. Prompts are longer than the sliding windows (24) and
+the original contexts (32) of the recipes, and need several KV blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = ["recipe"]  # the fixture
 
 @pytest.mark.parametrize("name", ["gemma3-relu", "phi3-relu", "granite-relu"])
 def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
-    """Behind norms and scales, and where gate and up are one matrix: the bits of all neurons."""
+    """Compare skipped neurons with dense, behind norms and scales, and with gate and up in one matrix."""
     recipe = tiny_models.RECIPES[name]
     path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
     ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, 50)
@@ -93,7 +93,7 @@ __all__ = ["recipe"]  # the fixture
     ids=["soft cap", "shared layers", "sinks", "MLA", "ALiBi", "encoder"],
 )
 def test_a_q4_0_cache_of_every_kind_of_attention(name: str, run_folder: Path) -> None:
-    """Transformed and back: each operation is the reference's, with taps and without the same bits."""
+    """Compare each operation over a transformed cache with the reference, and the logits without taps."""
     heads = tiny_models.HEADS_OF_32.get(name, tiny_models.THREE_HEADS if name == "nomic-bert" else {})
     with open_gguf(tiny_models.shared_gguf(name, run_folder, **heads)) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -109,7 +109,7 @@ def test_a_q4_0_cache_of_every_kind_of_attention(name: str, run_folder: Path) ->
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "granitemoe", "qwen3next"])
 def test_experts_of_a_checkpoint_may_be_in_one_tensor(tmp_path: Path, name: str) -> None:
-    """As transformers holds them in memory, and one by one as it publishes them."""
+    """Convert a checkpoint with one tensor for all experts, and one with a tensor for each expert."""
     recipe, files = RECIPES[name], {}
     model = tiny_models.build(recipe)
     for form in (True, False):
@@ -158,7 +158,7 @@ def test_prompts_cross_windows_contexts_and_pages() -> None:
 
 
 def test_two_rotations_are_each_layers_own_where_they_are_seen(tmp_path: Path) -> None:
-    """A step whose values are all tapped rotates by itself what attention rotates otherwise."""
+    """Check a fully tapped step, which applies the rotation that attention applies otherwise."""
     recipe = tiny_models.RECIPES["gemma3-pattern"]
     with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)

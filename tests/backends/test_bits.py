@@ -1,14 +1,14 @@
-"""The bits of logits that were written down: a change of the code must not change one of them.
+"""Stored hashes of logits: a change of the code must not change any bit.
 
 `tests/data/bits.json` holds a hash for every architecture, tensor type and mode of the small models here, for
 every recipe of tiny_models.py in every mode and with every KV type, and for some real files. Tokens of a
-step, threads and a RAM budget have no hash of their own: the logits must be the same. A change that means to
-alter the arithmetic writes them anew, in a commit that says so:
+step, threads and a RAM budget have no hash of their own: the logits must be the same. A change that is meant
+to alter the arithmetic writes new hashes, in a commit that says so:
 
     python tests/backends/test_bits.py --write [NAME ...]
 
-Frequencies, sines and cosines of the rotation come from the C library and may differ between platforms in
-their last bits: hashes of another platform are compared with the instruction sets of that platform alone.
+Frequencies, sines and cosines of the rotation come from the C library. Their last bits may differ between
+platforms. So hashes of another platform are compared only with that platform's instruction sets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-if __name__ == "__main__":  # as pytest does for the tests
+if __name__ == "__main__":  # pytest sets the same path for the tests
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 import published
@@ -79,7 +79,7 @@ MERGED = "real/smollm2-135m-relu/file"
 
 
 def write(name: str, folder: Path) -> Path:
-    """The small model of a case."""
+    """Write the small model of a case, and return its path."""
     if (kept := (RECIPES | ENCODERS).get(name)) is not None:
         recipe = (tiny_models.RECIPES | tiny_models.EXPERTS | tiny_models.ENCODERS)[kept]
         return tiny_models.to_gguf(recipe, tiny_models.build(recipe), folder)
@@ -87,13 +87,13 @@ def write(name: str, folder: Path) -> Path:
 
 
 def digest_of(path: Path) -> str:
-    """Of what a file holds."""
+    """Return the digest of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
 
 def compute(name: str, folder: Path, isa: str | None = None, file: Path | None = None) -> str:
-    """`file`: the model of the case, where it has been written."""
+    """Return the hash of a case. file: the model of the case, if it has been written."""
     path: Path | str
     if name in REAL:
         of, settings = REAL[name]
@@ -110,7 +110,7 @@ def compute(name: str, folder: Path, isa: str | None = None, file: Path | None =
 
 
 def real(name: str, folder: Path) -> Path:
-    """A real file, or what is made of one, once in a folder; skips where it is not in the store."""
+    """Return a real file, or one made from it once per folder. Skip the test if it is not in the store."""
     if name == "synthetic":
         return made_once(
             folder / "big.gguf",
@@ -134,7 +134,7 @@ def real(name: str, folder: Path) -> Path:
 
 
 def known_bits() -> dict[str, str]:
-    """By name; skips on another platform."""
+    """Return the hashes by name. Skip the test on another platform."""
     platform, bits = written_bits()
     if platform != PLATFORM:
         pytest.skip(f"bits were written down on {platform}; this is {PLATFORM}")
@@ -144,7 +144,7 @@ def known_bits() -> dict[str, str]:
 @pytest.mark.parametrize("name", [*OF_RECIPES, *DENSE_CASES, *RELU_CASES, *ENCODERS])
 def test_bits_are_those_that_were_written_down(name: str, tmp_path: Path, run_folder: Path) -> None:
     file = None
-    if name in RECIPES | ENCODERS:  # a copy: hotset may write beside a model
+    if name in RECIPES | ENCODERS:  # a copy: hotset may write files next to a model
         file = Path(shutil.copy(tiny_models.shared_gguf((RECIPES | ENCODERS)[name], run_folder), tmp_path))
     assert compute(name, tmp_path, file=file) == known_bits()[name]
 
@@ -164,9 +164,9 @@ def test_merged_adapters_are_the_same_file_on_every_machine(run_folder: Path) ->
 # -- every recipe in every mode, with every cache ----------------------------------------------------
 
 N_CTX = 128
-N_TOKENS = 70  # more than a page, a window and a context before scaling; the last step of 64 is a short one
+N_TOKENS = 70  # more than a KV block, a window and a context before scaling; the last step of 64 is short
 LAYER_THRESHOLDS = LayerThresholds(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
-MODES: dict[str, tuple[dict[str, Any], ...]] = {  # the first that the model takes
+MODES: dict[str, tuple[dict[str, Any], ...]] = {  # the first settings that the model supports
     "dense": ({"sparsity": "dense"},),
     "exact": ({"sparsity": "exact"},),
     "predicted": ({"sparsity": "predicted"},),
@@ -177,7 +177,7 @@ MODES: dict[str, tuple[dict[str, Any], ...]] = {  # the first that the model tak
 
 
 class Way(NamedTuple):
-    """How the same logits are computed: tokens of a step, threads, and whether in the least memory."""
+    """A way to compute the same logits: tokens of a step, threads, and whether memory is minimal."""
 
     n_tokens: int
     n_threads: int
@@ -193,7 +193,7 @@ def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
         "n_ctx": N_CTX, "device": "cpu", "max_batch": way.n_tokens, "n_threads": way.n_threads, **settings
     }  # fmt: skip
     ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, N_TOKENS).tolist()
-    with (  # what the program itself takes is no part of the budget, which would hold these models many times
+    with (  # the budget excludes the program itself, in which these models would fit many times
         mock.patch.object(ram, "own_memory", return_value=0),
         mock.patch.object(ram, "_PROGRAM", 0),
         mock.patch.object(channel_rates, "of_cpu", rates_of_channels),
@@ -205,12 +205,12 @@ def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
 
 
 def rates_of_channels(works: Iterable[Workload], *_: Any, **__: Any) -> dict[GGMLType, ChannelRates]:
-    """In place of measured ones: input-major is always quicker."""
+    """Replace the measured rates: input-major is always quicker."""
     return {work.type: ChannelRates(1e9, 1e11) for work in works}
 
 
 def settings_of(mode: str, path: Path, base: BaseMode) -> Iterator[dict[str, Any]]:
-    """Of a mode; its file of thresholds, of `base`, is written beside the model."""
+    """Yield settings of a mode. Its file of thresholds, for mode `base`, is written next to the model."""
     for settings in MODES[mode]:
         if "thresholds" in settings:
             file = path.with_name("thresholds.json")
@@ -222,9 +222,9 @@ def settings_of(mode: str, path: Path, base: BaseMode) -> Iterator[dict[str, Any
 
 
 def with_predictors(path: Path) -> Path:
-    """The model with random predictors, in a file beside it; itself if it can have none, or has some.
+    """Return a file with the model and random predictors; the model itself if it needs none or allows none.
 
-    Those that hotset builds depend on the processor, by the SVD of NumPy.
+    The predictors that hotset builds depend on the processor, through NumPy's SVD.
     """
     with open_gguf(path) as model:
         config, rng = config_from_gguf(model), np.random.default_rng(0)
@@ -241,7 +241,7 @@ def with_predictors(path: Path) -> Path:
 
 
 def bits_of_modes(path: Path, kv_type: str, ways: Sequence[Way]) -> dict[str, str]:
-    """The hash of each mode that the model has; of a mode all ways must give the same logits."""
+    """Return the hash of each mode that the model has. All ways must give the same logits."""
     found: dict[str, str] = {}
     for mode in MODES:
         own = with_predictors(path) if mode == "predicted" else path
@@ -263,11 +263,11 @@ def bits_of_modes(path: Path, kv_type: str, ways: Sequence[Way]) -> dict[str, st
 def bits_of_recipe(
     name: str, folder: Path, run_folder: Path, kv_types: Sequence[str], ways: Sequence[Way]
 ) -> dict[str, str]:
-    """By name, as the table has them: recipe, mode, cache."""
+    """Return hashes by the name in the table: recipe, mode, cache."""
     found = {}
     for kv_type in kv_types:
         heads = tiny_models.HEADS_OF_32.get(name, {}) if kv_type == "q8_0" else {}
-        own = folder / kv_type  # hotset writes beside a model
+        own = folder / kv_type  # hotset writes files next to a model
         own.mkdir()
         path = Path(shutil.copy(tiny_models.shared_gguf(name, run_folder, **heads), own / "model.gguf"))
         found |= {
@@ -278,7 +278,7 @@ def bits_of_recipe(
 
 @pytest.mark.parametrize("name", quick_are(tiny_models.ONE_OF_EACH_KIND, FIRST))
 def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path) -> None:
-    """Few ways of each: what is `slow` has all of them, of all recipes and with both caches."""
+    """Compare a few ways; the slow test has all of them, all recipes and both caches."""
     found = bits_of_recipe(name, tmp_path, run_folder, ["f16"], FEW_WAYS)
     assert found == known_of_recipe(name, ["f16"])
 
@@ -286,7 +286,7 @@ def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES.values())
 def test_modes_and_caches_of_every_recipe(name: str, tmp_path: Path, run_folder: Path) -> None:
-    """Tokens of a step, threads and memory change nothing."""
+    """Check that tokens of a step, threads and memory do not change logits."""
     found = bits_of_recipe(name, tmp_path, run_folder, KV_TYPES, WAYS)
     if f"recipe/{name}/exact/f16" in found:
         assert found[f"recipe/{name}/exact/f16"] == found[f"recipe/{name}/dense/f16"]
@@ -304,7 +304,7 @@ def test_every_architecture_has_a_recipe_with_a_q8_0_cache() -> None:
 
 
 def known_of_recipe(name: str, kv_types: Sequence[str]) -> dict[str, str]:
-    """Those of the table that `bits_of_recipe` finds."""
+    """Return the entries of the table that `bits_of_recipe` computes."""
     first = f"recipe/{name}/"
     return {
         key: bits

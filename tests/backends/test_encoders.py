@@ -1,7 +1,7 @@
-"""Encoders against transformers: tiny models with every parameter random give the same hidden states.
+"""Encoders compared with transformers: tiny models with random parameters give the same hidden states.
 
-Each recipe of `tiny_models.ENCODERS` is run by every backend, alone and several texts in one step, which must
-not change a bit of any. Texts are longer than the windows (24), and cross pages of the cache.
+Every backend runs each recipe of `tiny_models.ENCODERS` with one text, and with several texts in one step,
+which must not change a bit. Texts are longer than the windows (24), and need several KV blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_hidden_states_match_transformers_alone_and_together(recipe: Any, kind: 
             for i, states in zip(order, run(backend, order), strict=True):
                 if kind is cpu_backend:
                     assert np.array_equal(states, alone[i]), (order, i)
-                else:  # NumPy's products depend on their number of rows
+                else:  # NumPy's products depend on the number of rows
                     assert np.abs(states - alone[i]).max() < TOLERANCE * np.abs(alone[i]).max()
 
 
@@ -163,7 +163,7 @@ def test_all_layers_share_one_cache(encoder: hotset.Model) -> None:
 def test_a_memory_budget_has_room_for_whole_texts(
     encoder: hotset.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # what the tests take would hold this model many times
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # the tests use enough memory for many such models
     monkeypatch.setattr(ram, "_PROGRAM", 0)
     path, how = encoder.gguf.path, {"device": "cpu", "n_threads": 2, "max_batch": 16}
     with hotset.load(path, **how, ram_budget=fuzz_reads.least_budget(path, **how)) as model:

@@ -1,7 +1,7 @@
 """Layers for multi-token prediction (MTP), compared with a layer of transformers between the same matrices.
 
-transformers' classes leave these layers out. Here the last layer of a model is made one: in the file by a key
-and the tensors around it, in transformers as the only layer of a model that is given its input.
+transformers' classes leave these layers out. Here the last layer of a model becomes one: in the file through
+a key and extra tensors, in transformers as the only layer of a model that receives its input.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def expected(
     tokens: np.ndarray,
     hidden: Any,
 ) -> np.ndarray:
-    """Logits after each token, by the published formula. hidden: the states before them."""
+    """Return the logits after each token, by the published formula. hidden: the states before the tokens."""
     both = [rms(embedding[tokens], around["enorm"], eps), rms(hidden, around["hnorm"], eps)]
     x = torch.from_numpy((np.concatenate(both, axis=1) @ around["eh_proj"].T).astype(np.float32))
     with torch.no_grad():
@@ -58,7 +58,7 @@ def expected(
 
 
 def test_attention_and_experts_of_nemotron(tmp_path: Path) -> None:
-    """Two layers of the model are one, and the last norm has a mean; as the converter writes it."""
+    """Check two layers in one, with a last norm that subtracts the mean, as the converter writes them."""
     path, model, around, embedding = nextn_models.made_nemotron(tmp_path)
     draw = np.random.default_rng(2)
     tokens = draw.integers(0, 300, N_TOKENS).astype(np.int32)
@@ -83,7 +83,7 @@ def reference_of(gguf: GGUFFile) -> ReferenceBackend:
 
 
 def test_logits_are_those_of_a_layer_of_transformers(nextn: Nextn) -> None:
-    """Behind the model's own hidden states; whole, chunk by chunk, beside another, by any threads."""
+    """Compare a layer after the model's own hidden states: whole, in chunks, with a neighbour, by threads."""
     config = config_from_gguf(nextn.gguf)
     tokens = np.random.default_rng(2).integers(0, tiny_models.VOCABULARY, N_TOKENS + 1).astype(np.int32)
     trunk = cpu_backend(
@@ -102,7 +102,7 @@ def test_logits_are_those_of_a_layer_of_transformers(nextn: Nextn) -> None:
             part = batch([(behind[first:last], first + 1, [0])])
             rows.append(backend.run(part, hidden[first:last]).copy())
         found.append(np.concatenate(rows))
-        if n_threads == 2:  # a token of another sequence comes first
+        if n_threads == 2:  # a token of another sequence precedes
             beside = batch([(behind[5:6], 1, [1]), (behind, 1, [2])])
             both = backend.run(beside, np.concatenate([hidden[3:4], hidden]))
             found.append(both[1:].copy())

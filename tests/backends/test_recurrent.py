@@ -1,6 +1,6 @@
-"""Models with a recurrent state: it follows chunks, neighbours, reuse, preemption and cancellation exactly.
+"""Models with a recurrent state, which is exact after chunks, reuse, preemption and cancellation.
 
-Every comparison is for equality with the same tokens computed alone, in one step, by one thread.
+Every comparison requires equality with the same tokens computed by themselves, in one step, by one thread.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def backend(gguf: GGUFFile, **options: Any) -> CpuBackend:
 
 
 def assert_computed_alone(gguf: GGUFFile, sequence: Request, rows: list[np.ndarray]) -> None:
-    """The logits of an answer are those of its tokens in a fresh cache, in one step."""
+    """Check that an answer's logits equal the logits of its tokens in a fresh cache, in one step."""
     assert_are_of_one_step(backend(gguf), sequence, rows)
 
 
@@ -106,7 +106,7 @@ def test_every_operation_is_the_references(gguf: GGUFFile, isa: str) -> None:
 
 
 def test_a_wrong_result_is_found(gguf: GGUFFile) -> None:
-    """The oracle's bounds are so close that one part in some thousands is noticed."""
+    """Check that the oracle's bounds detect an error of one part in two thousand."""
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     text, table = prompt(40, 1), np.array([[3]], np.int32)
     batch = replace(
@@ -133,7 +133,7 @@ def _batch(
 
 
 def test_a_step_can_run_again(gguf: GGUFFile) -> None:
-    """A step writes no state that it reads: as often as it runs, it gives the same."""
+    """Check that a step gives the same result each time: it writes no state that it reads."""
     text, table = prompt(90), np.array([[0, 1]], np.int32)
     for native in (backend(gguf, n_threads=2), reference(gguf)):
         whole = native.step(_batch([text], [0], [(0, 90)], table).with_states_of_rows(0)).logits.copy()
@@ -150,7 +150,7 @@ def test_a_step_can_run_again(gguf: GGUFFile) -> None:
 
 
 def test_more_heads_of_sequences_than_a_phase_has_chunks(gguf: GGUFFile) -> None:
-    """200 sequences, of six heads each where there are delta nets: steps of all, and of each by itself."""
+    """Run 200 sequences, of six heads each in models with delta nets, in one step and one by one."""
     n, table = 200, np.arange(200, dtype=np.int32)[:, None]
     texts = [prompt(3, i) for i in range(n)]
     together = backend(gguf, n_pages=n, n_states=2 * n, max_batch=400, n_threads=2)
@@ -226,7 +226,7 @@ def test_a_prefix_goes_on_from_the_state_behind_it(gguf: GGUFFile) -> None:
         drain(engine)
         assert sequence.n_reused == reused
         assert_computed_alone(gguf, sequence, rows)
-    # What was generated is a prefix too; and a text that leaves the first inside its second page.
+    # Generated tokens are a prefix, too. The second text leaves the shared one inside its second KV block.
     for text, reused in ((first.tokens + prompt(20, 3), 192), (shared[:100] + prompt(60, 4), 64)):
         sequence, rows = ask(engine, text, seed=1, max_tokens=9)
         drain(engine)
@@ -235,16 +235,19 @@ def test_a_prefix_goes_on_from_the_state_behind_it(gguf: GGUFFile) -> None:
 
 
 def test_without_a_state_a_prefix_is_computed_again(gguf: GGUFFile) -> None:
-    """Four slots, two of them in use: the latest states drive out the others, of those of one step the ends
-    of the longer prefixes those of the shorter ones. Pages without a state are no use."""
+    """Use four slots, of which two are needed by a running sequence.
+
+    The latest states replace the others. Among the states of one step, those after longer prefixes replace
+    those after shorter ones. KV blocks without a state are not reused.
+    """
     engine = Engine(backend(gguf, n_states=4), N_CTX, prompt_seconds=math.inf)
     assert engine.max_sequences == 1
     shared = prompt(220)
     for text, reused in (
-        (shared, 0),  # leaves the states behind 128 and 192 tokens
+        (shared, 0),  # leaves the states after 128 and 192 tokens
         (shared + prompt(5, 1), 192),
         (shared[:140], 128),
-        (shared[:100], 0),  # that behind 64 is gone
+        (shared[:100], 0),  # the state after 64 is gone
         (prompt(200, 8), 0),
         (prompt(200, 9), 0),
         (shared + prompt(5, 3), 0),
@@ -341,7 +344,7 @@ def test_a_loaded_model_counts_its_states(path: Path) -> None:
         assert n_states == min(2 * 17 + 4, max(12, kv // per_state))
         ids = prompt(100)
         expected = model.logits(ids)
-        # Steps of their own beside the engine's have slots of their own, and give them back.
+        # Steps outside of the engine have slots of their own, and free them.
         np.testing.assert_array_equal(model.taps(ids, ["logits"])["logits"], expected)
         assert model.engine.scheduler.states is not None
         assert model.engine.scheduler.states.n_available == n_states
@@ -420,8 +423,8 @@ def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: P
 
 @pytest.mark.parametrize("n_states", quick_are((13,), [40, 13]))
 def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile, n_states: int) -> None:
-    """Three requests side by side, whose drafts are right for some tokens: each goes on from the state behind
-    the last right one. With few slots drafts are cut."""
+    """Run three requests at once, whose drafts are right for some tokens. Each continues from the state after
+    the last right one. With few slots, drafts are shortened."""
     expected = []
     for i, n in enumerate((3, 60, 120)):
         engine = Engine(backend(gguf), N_CTX)
@@ -441,7 +444,7 @@ def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile, n_states:
         assert (sequence.tokens, sequence.logprobs) == (other.tokens, other.logprobs)
         assert_computed_alone(gguf, sequence, rows)
     assert engine.counters().accepted_tokens > 0
-    # What they leave in the cache is a prefix for others.
+    # The prefixes that they leave in the cache are found by other requests.
     longer = [*asked[2][0].tokens, 7, 7]
     again, rows = ask(engine, longer, temperature=0, max_tokens=20)
     drain(engine)

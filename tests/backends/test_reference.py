@@ -1,4 +1,4 @@
-"""The NumPy backend beyond what test_architectures covers: ops alone, cache types, taps, broken batches."""
+"""The NumPy backend beyond test_architectures: single operations, cache types, taps, wrong batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ F32 = np.float32
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
-    """A random two-layer llama with heads of 32; the embedding is Q8_0 and serves as output too."""
+    """Return a random two-layer llama with heads of 32; the Q8_0 embedding is the output matrix, too."""
     types = {"token_embd": GGMLType.Q8_0, "attn_q": GGMLType.F16}
     path = write_llama(
         tmp_path_factory.mktemp("llama") / "llama.gguf", tied=True,
@@ -58,7 +58,7 @@ def backend(gguf: GGUFFile, **options: Any) -> ReferenceBackend:
 
 
 def batch(n: int, outputs: list[int] | None = None, taps: tuple[str, ...] = (), **replaced: Any) -> Batch:
-    """n tokens of one sequence from position 0, on pages 2, 0, 1."""
+    """Return a batch of n tokens of one sequence from position 0, in KV blocks 2, 0, 1."""
     tokens = (np.arange(n) * 37 + 5) % N_VOCAB
     arrays: dict[str, Any] = {
         "tokens": tokens, "positions": np.arange(n), "sequences": np.zeros(n), "page_tables": [[2, 0, 1]],
@@ -158,7 +158,7 @@ def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], me
 def test_a_route_is_what_its_description_says() -> None:
     x = np.array([[1, 3, 2, 3], [0, 0, 0, 0], [-1, np.nan, -2, -3]], F32)
     chosen = {
-        "softmax": [[1, 3], [0, 1], [0, 2]],  # of equal ones the lower, and no number last
+        "softmax": [[1, 3], [0, 1], [0, 2]],  # the lower of equal ones, and NaN last
         "sigmoid": [[1, 3], [0, 1], [0, 2]],
         "softmax_chosen": [[1, 3], [0, 1], [0, 2]],
     }
@@ -173,12 +173,12 @@ def test_a_route_is_what_its_description_says() -> None:
     p = 1 / (1 + np.exp(-x[0]))
     route = replace(normalised, scoring="sigmoid")
     bias = np.array([0.9, 0, 0, 0.001], F32)
-    found = routed(x, bias, route)[0]  # the bias chooses and does not weigh
+    found = routed(x, bias, route)[0]  # the bias affects the choice, not the weights
     assert found[:2].tolist() == [0, 3]
     np.testing.assert_allclose(found[2:], 3 * p[[0, 3]] / p[[0, 3]].sum(), rtol=1e-6)
-    scales = np.array([2, 5, 7, 0.5], F32)  # of each expert, behind all else
+    scales = np.array([2, 5, 7, 0.5], F32)  # one per expert, applied last
     np.testing.assert_array_equal(routed(x, bias, route, scales)[0, 2:], found[2:] * scales[[0, 3]])
-    tiny = routed(np.full((1, 4), -60, F32), None, route)[0, 2:]  # a sum of almost nothing counts as 2^-14
+    tiny = routed(np.full((1, 4), -60, F32), None, route)[0, 2:]  # a sum below 2^-14 counts as 2^-14
     np.testing.assert_allclose(tiny, 3 * np.exp(-60) * 2**14, rtol=1e-3, atol=1e-12)
 
 
@@ -193,7 +193,7 @@ def test_groups_of_experts_are_chosen_by_their_two_best() -> None:
     assert routed(x, bias, route)[0, :2].tolist() == [5, 4]
     by_one = replace(route, group_best=1)
     assert routed(x, None, by_one)[0, :2].tolist() == [0, 1]
-    assert routed(x, bias, by_one)[0, :2].tolist() == [0, 1]  # 9, 3, 9: of equal ones the first
+    assert routed(x, bias, by_one)[0, :2].tolist() == [0, 1]  # 9, 3, 9: the first of equal ones
 
 
 def test_closing_frees_memory_and_may_happen_twice(llama: GGUFFile) -> None:
@@ -216,7 +216,7 @@ def test_closing_frees_memory_and_may_happen_twice(llama: GGUFFile) -> None:
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance() -> None:
-    """|Rq| = |q|, and (R_m q) · (R_n k) depends on m - n only: what RoPE is for."""
+    """Check the properties of RoPE: |Rq| = |q|, and (R_m q) · (R_n k) depends only on m - n."""
     rng = np.random.default_rng(2)
     q, k = rng.standard_normal((2, 1, 24)).astype(F32)
     for kind in ("norm", "neox"):
@@ -260,7 +260,7 @@ def test_activations_against_their_formulas() -> None:
     }  # fmt: skip
     assert set(formulas) == set(ACTIVATIONS)
     for kind, formula in formulas.items():
-        own = np.minimum(x, F32(80)) if kind == "exp" else x  # whose powers are float32
+        own = np.minimum(x, F32(80)) if kind == "exp" else x  # larger powers overflow float32
         found = ACTIVATIONS[kind](own, F32(0.25))
         assert found.dtype == F32
         expected = [formula(float(v)) for v in own]
@@ -288,7 +288,7 @@ def test_layer_norm(tmp_path: Path) -> None:
 
 
 def step_of(path: Path, tensors: dict[str, Any], build: Any, n: int = 6, width: int = 40) -> np.ndarray:
-    """What `build(graph, x)` computes from the rows x [n, width] of the tensor "x"; types by name."""
+    """Return the result of `build(graph, x)` for the rows x [n, width] of the tensor "x"; types by name."""
     writer = GGUFWriter(path / "ops.gguf", "none")
     for name, (data, type_, shape) in tensors.items():
         writer.add_tensor(name, data, type_, shape)
@@ -322,7 +322,7 @@ def test_products_of_rows_and_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("type_", [GGMLType.Q4_0, GGMLType.Q8_0])
 def test_a_matrix_in_planes_is_the_matrix(tmp_path: Path, type_: GGMLType) -> None:
-    """Values of the file's own down matrix [n_embd, n_ff], read by neuron."""
+    """Compare products with a neuron-major copy with products of the down matrix [n_embd, n_ff]."""
     rng = np.random.default_rng(7)
     n_ff, d = 64, 32
     x, down = rng.standard_normal((96, n_ff)).astype(F32), rng.standard_normal((d, n_ff)).astype(F32)

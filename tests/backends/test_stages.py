@@ -1,6 +1,6 @@
-"""Stages in a chain: however a model is cut, and wherever the CPU's layers stand, its bits are the whole's.
+"""Chained stages: logits are bitwise equal to the whole model's, however it is split over stages.
 
-Stages on a device are compared in test_hybrid.py; here nothing needs torch.
+Stages on a device are tested in test_hybrid.py; nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hotset.model.graph import Graph
 
 OPTIONS: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f16", "n_threads": 2}
 N_LAYER = 3
-# Before these layers: 0 is behind the embedding, 3 before the output.
+# Splits before these layers: 0 is after the embedding, 3 is before the output.
 SPLITS = [[1], [2], [1, 2], [0, 3], [0, 1, 2, 3]]
 
 
 def chain(weights: Any, graph: Graph, splits: Sequence[int], **options: Any) -> ChainBackend:
-    """The model on the CPU in parts that begin with the tokens and with each layer of `cuts`."""
+    """Return the model on the CPU in stages, which begin with the tokens and with each layer of `splits`."""
     given = OPTIONS | options
     ends = [0, *(graph.layer_starts[layer] for layer in splits), len(graph.ops)]
     stages = [cpu_backend(weights, graph, span=Span(first, last), **given) for first, last in pairwise(ends)]
@@ -55,9 +55,9 @@ def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str,
     whole = cpu_backend(ready.weights, graph, sparse=sparse, **OPTIONS)
     parts = chain(ready.weights, graph, splits, sparse=sparse)
     ids = tokens(30)
-    ends = [7, *range(26, 30)]  # prompts, then one by one
+    ends = [7, *range(26, 30)]  # prompt parts, then token by token
     np.testing.assert_array_equal(logits_of(parts, ids, ends, [2]), logits_of(whole, ids, ends, [2]))
-    # One sequence goes on, one begins, and a third is a prompt.
+    # One sequence continues, one begins, and a third is a prompt.
     mixed = batch([(tokens(1, 7), 30, [2]), (tokens(3, 8), 0, [5]), (tokens(20, 9), 0, [6])])
     np.testing.assert_array_equal(parts.step(mixed).logits, whole.step(mixed).logits)
     expected, found = whole.stats(), parts.stats()
@@ -67,12 +67,12 @@ def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str,
         np.testing.assert_array_equal(getattr(found, kind), getattr(expected, kind))
     assert found.ffn.min() > 0
     assert found.attention.min() > 0
-    parts._latest = parts._latest[0], 10.0  # seconds of the step: what no layer has is the others'
+    parts._latest = parts._latest[0], 10.0  # seconds of the step; those outside of layers are `other`
     found = parts.stats()
     assert found is not None
     assert found.other == pytest.approx(10 - (found.predictor + found.ffn + found.attention).sum(), abs=1e-9)
     for backend in (whole, parts, ReferenceBackend(ready.weights, graph, n_pages=1)):
-        backend.cancel()  # without a step nothing happens
+        backend.cancel()  # has no effect without a running step
     np.testing.assert_array_equal(parts.step(mixed).logits, whole.step(mixed).logits)
     parts.close()
     parts.close()
@@ -94,7 +94,7 @@ def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
     ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "predicted")
     whole = cpu_backend(ready.weights, graph, sparse=True, **OPTIONS)
     parts = chain(ready.weights, graph, [1, 2], sparse=True)
-    # Every value of the model, the streams that cross among them, in turn and together.
+    # Tap every value, also the streams between stages, one by one and together.
     names = [op.out.name for op in graph.primitives][:-1]
     assert {"blk.0.out", "blk.1.out", "blk.2.ffn_act", "output_norm"} <= set(names)
     for request in (tuple(names), *((name,) for name in names[::7])):
@@ -109,7 +109,7 @@ def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
 
 
 def test_many_random_steps(tmp_path: Path) -> None:
-    """Threads that are late in one step may find the rows of the next one: no bit of either changes."""
+    """Check that late threads of one step, which may find the next step's rows, change no bit."""
     ready, graph = prepared(write(tmp_path, "bamboo", ranks=(32, 64, 32)), "predicted")
     whole = cpu_backend(ready.weights, graph, sparse=True, **OPTIONS)
     parts = chain(ready.weights, graph, [1, 3], sparse=True, n_threads=3)
@@ -144,7 +144,7 @@ def test_rows_that_do_not_enter(tmp_path: Path) -> None:
         assert isinstance(part, CpuBackend)
         with pytest.raises(InvalidRequestError, match="a stage of a chain"):
             part.step(step)
-    # Strided rows are rows; and what was refused has left the stage as it was.
+    # Strided rows are accepted, and refused steps have not changed the stage.
     wide = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
     expected = np.array(second.run(step, wide[:, ::2].copy()))
     np.testing.assert_array_equal(second.run(step, wide[:, ::2]), expected)

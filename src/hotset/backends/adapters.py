@@ -1,4 +1,4 @@
-"""The adapters (LoRA) of a backend, and which of them the sequences of a batch have."""
+"""The adapters (LoRA) of a backend, and their scales for the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from hotset.formats.source import WeightSource
 
 ADAPTER_GONE = "an adapter of the request is not loaded any more; name another"
-MOST_ADAPTERS = 100  # of a model at once
+MOST_ADAPTERS = 100  # loaded adapters per model
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 class AdapterSet:
-    """The adapters that a backend has in memory; immutable, but for the default of batches that name none.
+    """The adapters that a backend has in memory. Only `default`, for batches that name none, may change.
 
-    graph: of the model, without adapters. They are in the order of their digests, in which they are added: so
-    a result depends on what they are, and not on when they came.
+    graph: the graph of the model, without adapters. Adapters are sorted and added by digest, so the order of
+    loading does not change a result.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AdapterSet:
         adapters: Sequence[LoraAdapter] = (),
         default: AdapterScales = NO_ADAPTERS,
     ) -> None:
-        """Raises InvalidRequestError for too many adapters, and for a default that names others."""
+        """Raise InvalidRequestError for too many adapters, or for a default that names an unknown one."""
         if len(adapters) > MOST_ADAPTERS:
             raise InvalidRequestError(f"a model takes {MOST_ADAPTERS} adapters at once; unload some first")
         self._plain, self._tensors = graph, tensors
@@ -50,26 +50,28 @@ class AdapterSet:
 
     @cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Those that adapters can change: name → outputs, inputs."""
+        """Return the matrices that adapters can change: name → outputs, inputs."""
         return adaptable(self._plain, self._tensors)
 
     @cached_property
     def graph(self) -> Graph:
-        """The model's with what the adapters add."""
+        """Return the model's graph with the operations of the adapters."""
         return adapted(self._plain, {name for adapter in self.adapters for name in adapter.pairs})
 
     def has(self, scales: AdapterScales) -> bool:
-        """Whether all of these adapters are here."""
+        """Return whether all of these adapters are loaded."""
         return all(digest in self._columns for digest, _ in scales)
 
     def pairs_of(self, op: LowRank) -> list[tuple[int, LowRankPair]]:
-        """What adapters add at an operation: their columns of `scales`, in order."""
+        """Return each adapter's column of `scales` and its pair of matrices at `op`, in order."""
         pairs = ((i, adapter.pairs.get(op.matrix)) for i, adapter in enumerate(self.adapters))
         return [(i, pair) for i, pair in pairs if pair is not None]
 
     def scales(self, batch: Batch) -> np.ndarray | None:
-        """How much each sequence of a batch has of each adapter, float32 [rows of page_tables, n_adapters];
-        None where no token has any. Raises InvalidRequestError for an adapter that is not here."""
+        """Return the scale of each adapter for each sequence, float32 [rows of page_tables, n_adapters].
+
+        Return None if no token uses an adapter. Raises InvalidRequestError for an adapter that is not loaded.
+        """
         of_sequences = batch.adapter_scales
         if not self.adapters and of_sequences is None:
             return None
@@ -97,7 +99,7 @@ class AdapterSet:
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """A backend that computes what adapters add."""
+    """A backend that supports adapters."""
 
     graph: Graph
     weights: WeightSource
@@ -105,7 +107,7 @@ class TakesAdapters(Protocol):
 
 
 def taking_adapters(backend: Backend) -> TakesAdapters:
-    """The same backend. Raises UnsupportedModelError for one that takes no adapters."""
+    """Return the same backend. Raises UnsupportedModelError if it does not support adapters."""
     if not isinstance(backend, TakesAdapters):
         raise UnsupportedModelError(
             "adapters (LoRA) need a model that this machine's CPU, or a Vulkan device, computes alone, and "

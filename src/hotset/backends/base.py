@@ -1,6 +1,6 @@
-"""What the engine asks of a backend: one batch of tokens in, logits out.
+"""The interface between engine and backend: one batch of tokens in, logits out.
 
-A backend is built once from a file, its configuration and its graph, and owns the paged KV cache.
+A backend is built once from a file, its configuration and its graph, and owns the KV cache.
 Batches mix prefill and decode freely; the result for a token never depends on its neighbours.
 """
 
@@ -16,13 +16,13 @@ from hotset import _core
 from hotset.errors import InvalidRequestError
 from hotset.offload.cache_stats import CacheStats
 
-PAGE_SIZE = 64  # tokens per page of the KV cache
-SAVED_TOKENS = 17  # of a sequence in a step, the last ones, behind which a recurrent state can be saved
-LOGIT_GROUP = 64  # logits of a row, side by side, of which a backend may find the largest
-N_CANDIDATES = 128  # logits of a row, the largest, that a backend hands out where these are enough
+PAGE_SIZE = 64  # tokens per KV block
+SAVED_TOKENS = 17  # the recurrent state can be saved after each of a sequence's last 17 tokens in a step
+LOGIT_GROUP = 64  # adjacent logits of a row, of which a backend may find the largest
+N_CANDIDATES = 128  # the largest logits of a row, which a backend may return instead of all
 
 AdapterScales = tuple[tuple[str, float], ...]
-"""Which adapters (LoRA) a sequence has, by digest (formats/lora.py), and how much of each; in that order."""
+"""The adapters (LoRA) of a sequence: pairs of a digest (formats/lora.py) and a scale."""
 NO_ADAPTERS: AdapterScales = ()
 
 
@@ -31,22 +31,22 @@ class Batch:
     """The tokens of one step. Tokens of one sequence are adjacent and in rising position.
 
     tokens, positions, sequences: int32 [n_tokens]; sequences[t] is a row of page_tables.
-    page_tables: int32 [n_sequences, max_pages]; entry i holds the page of positions
+    page_tables: int32 [n_sequences, max_pages]; entry i holds the KV block of positions
     [i * PAGE_SIZE, (i + 1) * PAGE_SIZE), or -1.
-    outputs: int32 [n_outputs], rising indices of the tokens whose logits are wanted.
-    taps: names of graph values to hand out.
-    thresholded: bool [n_tokens], whose small values are zero where the graph has thresholds
-    (operations.Threshold);
-    None: of no token.
-    adapter_scales: of each sequence, a row of page_tables each; None: those of the backend by default.
-    wants_candidates: of each output the N_CANDIDATES largest logits are enough, equal ones by rising token; a
-    backend may hand out all the same.
+    outputs: int32 [n_outputs], rising indices of the tokens whose logits are computed.
+    taps: names of graph values to return.
+    thresholded: bool [n_tokens], the tokens whose small values count as zero (operations.Threshold); None:
+    no tokens.
+    adapter_scales: one item per row of page_tables; None: the backend's default for all.
+    wants_candidates: the N_CANDIDATES largest logits of each output are enough, equal ones by rising token. A
+    backend may still return all logits.
 
-    Where the graph has operations with a state (operations.Recurrent; else both are ignored), positions of a
-    sequence follow one another. states: int32 [n_sequences], the slot with the state of each sequence before
-    its first token of the batch, -1 where that is the first of all. saves: int32 [n_tokens], the slot that
-    takes the state after a token, the last of a page or one of the last SAVED_TOKENS of the sequence in the
-    batch; -1: none. A step that reads a slot does not write it, and so can be run again.
+    states, saves: only for graphs with recurrent operations (operations.Recurrent), otherwise ignored. The
+    positions of a sequence must then be consecutive. states: int32 [n_sequences], the slot with the state of
+    each sequence before its first token in the batch; -1 if the sequence begins. saves: int32 [n_tokens], the
+    slot for the state after a token; -1: do not save. The token must be the last of a KV block or among the
+    last SAVED_TOKENS of its sequence in the batch. A step does not write a slot that it reads, so it can run
+    again.
     """
 
     tokens: np.ndarray
@@ -62,10 +62,10 @@ class Batch:
     wants_candidates: bool = False
 
     def with_states_of_rows(self, steps: int | np.ndarray, slots: np.ndarray | None = None) -> Batch:
-        """The same for callers that keep no states: each row of the page tables has two slots in turn.
+        """Return the batch with states for callers that keep none: each row uses two slots in turn.
 
-        steps: how many each row has had a token in, int [n_sequences], or all. slots: int32 [n_sequences, 2];
-        None: 2 r and 2 r + 1 for row r.
+        steps: the earlier steps that had tokens of a row, int [n_sequences], or one number for all rows.
+        slots: int32 [n_sequences, 2]; None: 2 r and 2 r + 1 for row r.
         """
         n = len(self.page_tables)
         turn = np.broadcast_to(np.asarray(steps) % 2, n)
@@ -81,9 +81,9 @@ class Batch:
 
 
 def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
-    """`states` and `saves` of a batch for a graph with a state, of which the cache has n_states slots.
+    """Return `states` and `saves` of a batch for a recurrent graph. n_states: state slots of the cache.
 
-    Raises InvalidRequestError for a batch that breaks the contract of Batch.
+    Raises InvalidRequestError if the batch breaks the contract of Batch.
     """
     states, saves = batch.states, batch.saves
     if states is None or saves is None:
@@ -101,7 +101,7 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
     if ((states[owners] < 0) != (first == 0)).any():
         raise InvalidRequestError("a sequence needs a state exactly if it does not begin")
     ends = np.append(begins[1:], True)
-    last = np.flatnonzero(ends)[np.cumsum(begins) - 1]  # of the sequence of each token
+    last = np.flatnonzero(ends)[np.cumsum(begins) - 1]  # the last token of each token's sequence
     ends = (last - np.arange(len(last)) < SAVED_TOKENS) | ((batch.positions + 1) % PAGE_SIZE == 0)
     if not ends[saves >= 0].all():
         raise InvalidRequestError(
@@ -113,10 +113,10 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int | None) -> np.ndarray:
-    """Where the cache holds each token of a batch, int64 [n_tokens]: page * PAGE_SIZE + place in the page.
+    """Return the cache slot of each token, int64 [n_tokens]: block * PAGE_SIZE + place in the block.
 
-    n_vocab: None where no token is looked up. Raises InvalidRequestError for a batch that breaks the contract
-    of Batch. It is native code, since it runs between two steps.
+    n_vocab: None to skip the check of token ids. Raises InvalidRequestError if the batch breaks the contract
+    of Batch. Native code computes the slots, since this runs between two steps.
     """
     thresholded = batch.thresholded
     if thresholded is not None and (thresholded.dtype != np.bool_ or thresholded.shape != batch.tokens.shape):
@@ -132,21 +132,21 @@ def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int | No
         raise InvalidRequestError(str(error)) from None
 
 
-# What operations of a layer count (csrc/plan.h), in this order: fields of StepStats.
+# The counts of a layer's operations (csrc/plan.h), in this order: fields of StepStats.
 COUNTS = ("selected", "active", "gate_rows", "up_rows", "down_rows", "left_out")
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the FFNs of one step did; arrays are [n_layer].
+    """The FFN counts and the times of one step; arrays are [n_layer].
 
-    n_tokens: of the step; all counts are sums over them, except rows.
-    selected: neurons that a predictor named (all of them without one). active: neurons whose value is not 0.
-    gate_rows, up_rows, down_rows: rows of the matrices that were read; the tokens of a step share them.
+    n_tokens: tokens of the step; all counts are sums over them, except rows.
+    selected: neurons that a predictor named; all neurons without a predictor. active: neurons whose value is
+    not 0. gate_rows, up_rows, down_rows: rows of the matrices that were read, once for all tokens of a step.
     predictor, ffn, attention: seconds. ffn covers its norm and its matrices without the predictor. other:
-    seconds of the rest of the step. active_on_cpu: of the active neurons those that the CPU computed; None
-    where no device computes any. left_out: bytes of input-major matrices that were not read, as their inputs
-    are zero; None where there are no thresholds.
+    seconds of the rest of the step. active_on_cpu: active neurons that the CPU computed; None if no device
+    computes any. left_out: bytes of input-major matrices that were not read because their inputs are zero;
+    None without thresholds.
     """
 
     n_tokens: int
@@ -173,8 +173,11 @@ class StepStats:
         has_thresholds: bool,
         active_on_cpu: np.ndarray | None = None,
     ) -> Self:
-        """Of what was counted, int64 [n_layer, len(COUNTS)], and timed, float64 [n_layer, len(PARTS)]: of the
-        parts all but the last. has_thresholds: whether the model has activation thresholds."""
+        """Build the statistics from counts and times.
+
+        counts: int64 [n_layer, len(COUNTS)]. seconds: float64 [n_layer, len(PARTS)]; the last part is not
+        used. has_thresholds: the model has activation thresholds.
+        """
         selected, active, gate_rows, up_rows, down_rows, left_out = counts.T
         predictor, ffn, attention, _ = seconds.T
         return cls(
@@ -185,14 +188,16 @@ class StepStats:
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width].
+    """The results of one step.
 
-    largest: float32 [n_outputs, n_vocab / LOGIT_GROUP], the largest logit of each group of a row, NaN where
-    one is not finite, valid as long; None: it was not found. A row of logits lies in no cache of the core
-    that draws from it; with this it looks at a few groups alone.
+    logits: float32 [n_outputs, n_vocab], valid until the next step. taps: name → [n_rows, width].
 
-    candidates: int32 [n_outputs, N_CANDIDATES], rising in each row: the tokens with the largest logits, where
-    the batch wanted no others; logits then are theirs, [n_outputs, N_CANDIDATES]. None: logits are of all.
+    largest: float32 [n_outputs, n_vocab / LOGIT_GROUP], the largest logit of each group of a row, NaN if one
+    is not finite, valid until the next step; None if it was not computed. With it, sampling reads only a few
+    groups of a row, which is not in the core's cache.
+
+    candidates: int32 [n_outputs, N_CANDIDATES], rising in each row: the tokens with the largest logits, if
+    the batch needs no others. `logits` then has only theirs, [n_outputs, N_CANDIDATES]. None: it has all.
     """
 
     logits: np.ndarray
@@ -202,36 +207,38 @@ class StepResult:
 
 
 class CacheMemory(Protocol):
-    """A cache whose contents can be copied out and in. A page, and a state, is so many bytes, whose order and
-    type are the backend's own.
+    """A cache whose contents can be copied out and in.
 
-    Reading is for any thread: what a page or slot holds that is written meanwhile is for the caller to throw
-    away. Writing is for the thread that steps.
+    A KV block has page_nbytes bytes and a state state_nbytes; only the backend knows their layout. Any thread
+    may read; the caller must discard a KV block or slot that was written meanwhile. Only the thread that runs
+    the steps may write.
     """
 
     page_nbytes: int
     state_nbytes: int
 
     def read_page(self, page: int) -> bytes:
-        """Keys and values of a page in all layers."""
+        """Return the keys and values of a KV block in all layers."""
         ...
 
     def write_page(self, page: int, data: bytes) -> None:
-        """Puts back what `read_page` gave."""
+        """Restore the data of `read_page` to a KV block."""
         ...
 
     def read_state(self, slot: int) -> bytes:
-        """The recurrent states of a slot in all layers."""
+        """Return the recurrent states of a slot in all layers."""
         ...
 
     def write_state(self, slot: int, data: bytes) -> None:
-        """Puts back what `read_state` gave."""
+        """Restore the data of `read_state` to a slot."""
         ...
 
 
 class Backend(Protocol):
-    """Executes a graph. `max_batch` tokens per step at most; `n_pages` pages in the cache, and n_states slots
-    for the recurrent state of a sequence: 0 where there is none.
+    """An executor of a graph.
+
+    max_batch: the most tokens of a step. n_pages: KV blocks of the cache. n_states: slots for recurrent
+    states; 0 without recurrent layers.
     """
 
     name: str
@@ -242,56 +249,56 @@ class Backend(Protocol):
 
     @property
     def n_threads(self) -> int | None:
-        """Of the CPU's thread pool; None where it has none."""
+        """Return the threads of the CPU's thread pool; None without a pool."""
         ...
 
     @property
     def runtime(self) -> _core.Runtime | None:
-        """The CPU's thread pool, which also draws tokens between two steps; None if there is no pool."""
+        """Return the CPU's thread pool, which also samples tokens between two steps; None without a pool."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """How it computes, a line each for a person."""
+        """Return lines about the devices in use, for display."""
         ...
 
     def step(self, batch: Batch) -> StepResult:
-        """Runs one step: stores keys and values, returns logits (and taps).
+        """Run one step: store keys and values, and return logits (and taps).
 
-        Raises StepCancelledError where `cancel` came in between, and what a signal handler raised (Ctrl-C)
-        without waiting for the end of the step. Then the cache holds anything at the positions of the batch
-        and in the states that it saves, and what it held elsewhere.
+        Raises StepCancelledError after `cancel`, and passes on an exception of a signal handler (Ctrl-C)
+        before the step ends. After an error, cache entries and states written by this batch are undefined;
+        all others are unchanged.
         """
         ...
 
     def cancel(self) -> None:
-        """Ends the step in flight, from any thread or a signal handler; without one nothing happens."""
+        """End the step in flight, if there is one, from any thread or a signal handler."""
         ...
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step; None where the backend keeps none."""
+        """Return counts and times of the latest step; None if the backend does not keep them."""
         ...
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of this machine's memory for the values of a step; 0 if the backend does not count them."""
+        """Return the bytes of host memory for the values of a step; 0 if the backend does not count them."""
         ...
 
     def expert_counts(self) -> CacheStats:
-        """Return what became of the experts that its devices needed, since it was made."""
+        """Return the cache statistics of the experts that the devices needed, since the backend was built."""
         ...
 
     def device_bytes(self) -> list[dict[str, int]]:
-        """Bytes that it holds on each device, by kind, in the order of a placement; none on the CPU alone."""
+        """Return the bytes on each device, by kind, in the order of a placement; empty without devices."""
         ...
 
     def close(self) -> None:
-        """Frees threads and memory; safe to call twice."""
+        """Free threads and memory. Safe to call twice."""
         ...
 
 
 class WithoutDevices:
-    """The answers of a backend that has no device."""
+    """The results of device queries for a backend without devices."""
 
     @property
     def workspace_bytes(self) -> int:

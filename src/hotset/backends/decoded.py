@@ -1,4 +1,4 @@
-"""Tensors of a file as float32, for the backends that interpret a graph."""
+"""Tensors of a file as float32, for backends that interpret a graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class DecodedWeights(Generic[T]):
-    """Tensors by name, the last dimension first as NumPy has it: [ne1, ne0], or [ne0].
+    """Decoded tensors by name, with shapes in NumPy's order: [ne1, ne0], or [ne0].
 
-    place: makes of a decoded array what the backend computes with. room: bytes of decoded tensors that are
-    kept; the others are decoded each time.
+    place: converts a decoded array to the backend's type. room: bytes of decoded tensors to keep; other
+    tensors are decoded at each use.
     """
 
     def __init__(self, source: WeightSource, place: Callable[[np.ndarray], T], room: float) -> None:
@@ -30,7 +30,7 @@ class DecodedWeights(Generic[T]):
         self.kept: dict[str, T] = {}
 
     def whole(self, name: str) -> T:
-        """A tensor."""
+        """Return a whole tensor."""
         if name in self.kept:
             return self.kept[name]
         info = self.source.tensors[name]
@@ -38,7 +38,7 @@ class DecodedWeights(Generic[T]):
         return self._keep(name, array.reshape(info.shape[::-1]))
 
     def expert(self, op: ExpertLinear | ExpertSum, expert: int) -> T:
-        """The matrix of one expert. Where there is no room to keep those of all, it is decoded by itself."""
+        """Return the matrix of one expert. Decode only this expert if `room` is too small for all."""
         if len(op.weights) > 1:
             return self.whole(op.weights[expert])
         name = op.weights[0]
@@ -49,7 +49,7 @@ class DecodedWeights(Generic[T]):
         return self.place(dequantize(data, info.type, info.shape[:2]).reshape(info.shape[1::-1]))
 
     def neuron_major(self, op: TransposedLinear) -> T:
-        """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
+        """Return the matrix of a down projection [n_ff, width], from its rows or from its planes."""
         if op.scales is None or op.weight in self.kept:
             return self.whole(op.weight)
         codes = self.source.data(op.weight).view(np.int8).reshape(op.x.width, -1)

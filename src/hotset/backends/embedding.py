@@ -1,4 +1,4 @@
-"""Embeddings, looked up on the host: the matrix is large, and a step needs a few of its rows."""
+"""Embedding lookup on the host: the matrix is large, and a step needs only a few of its rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hotset.offload.uploads import rows_at
 
 
 def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
-    """The rows that an Embed takes for the tokens of a batch, float32 [n_tokens, width].
+    """Return the embedding rows for the tokens of a batch, float32 [n_tokens, width].
 
-    Decoded by native code, since it runs between two steps. Raises as `encoded_rows`.
+    Native code decodes them, since this runs between two steps. Raises as `encoded_rows`.
     """
     rows = encoded_rows(weights, op, batch)
     info = weights.tensors[op.weight]
@@ -26,9 +26,9 @@ def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
 
 
 def encoded_rows(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
-    """The same as the file has them, uint8 [n_tokens, bytes of a row].
+    """Return the embedding rows as stored in the file, uint8 [n_tokens, bytes of a row].
 
-    Raises InvalidRequestError for a position past the last that the model has learned.
+    Raises InvalidRequestError for a position after the last one that the model has learned.
     """
     match op.of:
         case "token":
@@ -41,7 +41,7 @@ def encoded_rows(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
                     f"position {batch.positions.max()} lies past {n_rows - op.first_row - 1}, "
                     "the last that the model has learned"
                 )
-        case "type":  # one row, which may be a vector
+        case "type":  # only row 0; the tensor may be a vector
             rows = np.zeros_like(batch.tokens)
         case _:
             assert_never(op.of)

@@ -1,13 +1,13 @@
-"""The Backend protocol over stages, one after the other: one model on several processors.
+"""The Backend protocol over a chain of stages: one model on several processors.
 
     CPU         layers that are on no device: the native engine over their part of the graph
     device 0    a stage of a device backend: attention, norms, predictor, hot neurons of its layers
       + CPU     the cold neurons of these layers, at the same time (backends/cpu/worker.py)
     device 1 …  the next layers; the last stage has the output
 
-Between them goes the residual stream alone, and stages stand in any order, the CPU's too. A dense model, or
-layers of which a device has every neuron, need no host-device synchronisation: then this is the split by
-layers that llama.cpp's users know as -ngl. Which stages there are is decided elsewhere (placement/build.py).
+Only the residual stream passes between stages, and they may be in any order, including the CPU's. A dense
+model, or layers whose neurons are all on a device, need no host-device synchronisation within a stage. This
+is the split by layers that llama.cpp's users know as -ngl. placement/build.py decides on the stages.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from hotset.offload.cache_stats import CacheStats
 if TYPE_CHECKING:
     from hotset import _core
 
-HOST = -1  # in place of the index of a device
+HOST = -1  # the CPU, instead of the index of a device
 
 
 class ChainBackend:
-    """Stages that make up a model, in order; they are closed with it.
+    """A model as a chain of stages, which are closed with it.
 
-    devices: which device each stage is on, by index, HOST (-1) for the CPU; several stages may share one.
-    n_pages, max_batch: of every stage. runtime: what its stages on the CPU share,
-    and is closed with them; None where the CPU computes nothing.
+    devices: the device index of each stage, HOST (-1) for the CPU; several stages may share a device.
+    n_pages, max_batch: of every stage. runtime: the thread pool that the stages on the CPU share, closed with
+    them; None if the CPU computes nothing.
 
-    Whatever fails in a step, the other stages are released, and the next step works or says why not. Taps
-    may be any value but those inside an FFN whose neurons are split.
+    After a failure in a step the other stages are released; the next step works or raises an error. Any value
+    can be tapped, except inside an FFN whose neurons are split.
 
-    Raises InvalidRequestError for stages that do not follow one another.
+    The constructor raises InvalidRequestError if a stage does not begin where the previous one ends.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class ChainBackend:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of how it runs, a sentence each: its own, and those of its stages."""
+        """Return sentences about the chain and its stages, for display."""
         return *self._notes, *(note for stage in self.stages for note in stage.notes)
 
     def device_bytes(self) -> list[dict[str, int]]:
-        """Bytes that each device holds, by kind (GpuStage.nbytes), in the order of their indices."""
+        """Return the bytes that each device holds, by kind (Stage.nbytes), in the order of their indices."""
         held: list[dict[str, int]] = [{} for _ in range(1 + max(self.devices))]
         for device, stage in zip(self.devices, self.stages, strict=True):
             for kind, n_bytes in stage.nbytes.items():
@@ -89,8 +89,8 @@ class ChainBackend:
         return held
 
     def step(self, batch: Batch) -> StepResult:
-        """Runs one step. Raises InvalidRequestError, StepCancelledError; DeviceError where a side failed or
-        took too long."""
+        """Run one step. Raises InvalidRequestError or StepCancelledError, and DeviceError if a device or the
+        CPU worker failed or took too long."""
         self._cancelled = False
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         if batch.taps and (unknown := set(batch.taps).difference(*self._values)):
@@ -113,10 +113,10 @@ class ChainBackend:
         return StepResult(logits, taps, self.stages[-1].largest, self.stages[-1].candidates)
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step; None where FFNs have no zeros and the graph has no thresholds.
+        """Return counts and times of the latest step; None if FFNs have no zeros and no thresholds exist.
 
-        Of a step with taps that lie inside an FFN there are no counts for it. Times are those of the stages;
-        what they do not assign to a layer is `other`: on a GPU all of it, unless its stage is `timed`.
+        An FFN with taps inside is not counted. The stages measure the times. Time that they do not assign to
+        a layer counts as `other`: on a GPU all time, unless its stage is `timed`.
         """
         if self._latest is None or not (
             self._has_thresholds or any(stage.has_neurons for stage in self.stages)
@@ -140,25 +140,25 @@ class ChainBackend:
 
     @property
     def n_layer(self) -> int:
-        """Layers of the model."""
+        """Return the number of layers of the model."""
         return self.stages[0].n_layer
 
     def cpu_worker_seconds(self) -> np.ndarray:
-        """Of the latest step: how long the CPU took for the cold neurons of each layer, float64 [n_layer]."""
+        """Return the CPU's seconds for cold neurons in the latest step, by layer: float64 [n_layer]."""
         return sum((stage.cpu_worker_seconds() for stage in self.stages), np.zeros(self.n_layer))
 
     def expert_counts(self) -> CacheStats:
-        """What became of the experts of the devices' layers, since the stages were made."""
+        """Return the cache statistics of the devices' experts, since the stages were built."""
         return sum((stage.expert_counts() for stage in self.stages), CacheStats())
 
     def cancel(self) -> None:
-        """Ends the step in flight on all sides, from any thread; it raises StepCancelledError."""
+        """End the step in flight in all stages, from any thread. The step raises StepCancelledError."""
         self._cancelled = True
         for stage in self.stages:
             stage.cancel()
 
     def close(self) -> None:
-        """Stops the threads and frees the memory of all stages; safe to call twice."""
+        """Stop the threads and free the memory of all stages. Safe to call twice."""
         self._latest = None
         for stage in self.stages:
             stage.close()

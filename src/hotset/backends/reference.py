@@ -1,7 +1,7 @@
-"""Executes a graph in plain NumPy, one op after the other: the oracle of every other backend.
+"""The reference implementation: a graph in plain NumPy, one operation after the other.
 
-Written to be read, not to be fast. Weights are decoded to float32 where they are first used and kept while
-they fit in `weight_cache_bytes`; a larger model decodes the rest again in each step.
+All other backends are tested against it. It is written to be read, not to be fast. Weights are decoded to
+float32 at their first use and kept while they fit in `weight_cache_bytes`; the rest is decoded in each step.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ F32 = np.float32
 class ReferenceBackend(WithoutDevices):
     """The Backend protocol over NumPy float32.
 
-    kv_type says how keys and values are rounded when they are stored: f32 not at all, f16 to half precision,
-    q8_0 and q4_0 to blocks of 32 channels, those of q4_0 after `hadamard`. Raises UnsupportedModelError where
-    blocks do not fit the head size.
-    n_states: slots for states, where the graph has any.
-    sparse says only how `stats` counts rows: those that the step's neurons needed, or all. All are computed.
+    kv_type: how keys and values are rounded for storage: f32 not at all, f16 to half precision, q8_0 and q4_0
+    in blocks of 32 channels, q4_0 after `hadamard`. The constructor raises UnsupportedModelError if blocks do
+    not fit the head size. n_states: slots for states, if the graph has any.
+    sparse: `stats` counts only the rows that the step's neurons need; False: all rows. All are computed.
     """
 
     name = "reference"
@@ -113,7 +112,7 @@ class ReferenceBackend(WithoutDevices):
         self._weights = DecodedWeights(weights, np.asarray, weight_cache_bytes)
         self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
         self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
-        # The same of blocks, each where its last token is.
+        # The same for the blocks of block attention, each at the slot of its last token.
         self._block_keys: dict[int, np.ndarray] = {}
         self._block_values: dict[int, np.ndarray] = {}
         self.n_threads: int | None = None
@@ -121,7 +120,7 @@ class ReferenceBackend(WithoutDevices):
         self.notes: tuple[str, ...] = ()
         self._stats: StepStats | None = None
         self._cancelled = False
-        self._formats = kv_formats(kv_type)  # of keys, of values
+        self._formats = kv_formats(kv_type)  # of keys and of values
         stored_k, stored_v = (np.float16 if format.bits == 16 else np.float32 for format in self._formats)
         for op in graph.ops:
             if isinstance(op, Attention) and op.source is None:
@@ -134,19 +133,22 @@ class ReferenceBackend(WithoutDevices):
                     self._block_values[op.layer] = np.zeros_like(self._values[op.layer])
 
     def cancel(self) -> None:
-        """Ends the step in flight after its operation, from any thread; it raises StepCancelledError."""
+        """End the step in flight after its operation, from any thread. It raises StepCancelledError."""
         self._cancelled = True
 
     def close(self) -> None:
-        """Drops the cache and the decoded weights; safe to call twice."""
+        """Release the cache and the decoded weights. Safe to call twice."""
         self._weights.kept.clear()
         self._keys.clear()
         self._values.clear()
         self._states.clear()
 
     def step(self, batch: Batch, x: np.ndarray | None = None) -> StepResult:
-        """Runs one step. x: float32 [n_tokens, width], what enters a graph that begins with rows. Raises
-        InvalidRequestError for a batch that breaks the contract of Batch."""
+        """Run one step. x: float32 [n_tokens, width], the input of a graph that begins with rows.
+
+        Raises InvalidRequestError if the batch breaks the contract of Batch, and StepCancelledError after
+        `cancel`.
+        """
         self._cancelled = False
         slots = self._slots(batch)
         scales = self.adapters.scales(batch)
@@ -162,7 +164,7 @@ class ReferenceBackend(WithoutDevices):
         taps: dict[str, np.ndarray] = {}
         last_use = _last_use(graph)
         counts = np.zeros((self.graph.n_layer, len(COUNTS)), np.int64)
-        seconds = np.zeros((self.graph.n_layer + 1, len(PARTS)))  # the last row: of no layer
+        seconds = np.zeros((self.graph.n_layer + 1, len(PARTS)))  # last row: outside the layers
         for index, op in enumerate(graph.ops):
             if self._cancelled:
                 raise StepCancelledError
@@ -186,11 +188,11 @@ class ReferenceBackend(WithoutDevices):
         return StepResult(values[graph.result.id], taps)
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step; None before the first."""
+        """Return counts and times of the latest step; None before the first."""
         return self._stats
 
     def _slots(self, batch: Batch) -> list[np.ndarray]:
-        """For each token, the cache slots of positions 0 to its own; checks the batch on the way."""
+        """Check the batch, and return for each token the cache slots of positions 0 to its own."""
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         if self.n_states:
             check_states(batch, self.n_states)
@@ -217,7 +219,7 @@ class ReferenceBackend(WithoutDevices):
                 return self._layer_normed(op, values[op.x.id])
             case Linear():
                 rows = slice(op.first_row, op.first_row + op.out.width)
-                weight = self._weight(op.weight).reshape(-1, op.x.width)  # of one row: a vector in files
+                weight = self._weight(op.weight).reshape(-1, op.x.width)  # files store one row as a vector
                 out = values[op.x.id] @ weight[rows].T
                 return out if op.bias is None else out + self._weight(op.bias).reshape(-1)[rows]
             case TransposedLinear():
@@ -285,7 +287,7 @@ class ReferenceBackend(WithoutDevices):
     def _with_adapters(
         self, op: LowRank, values: dict[int, np.ndarray], batch: Batch, scales: np.ndarray
     ) -> np.ndarray:
-        """One adapter after the other, of the rows that have it."""
+        """Return y plus the products of each adapter, in order, for the rows that use it."""
         x, out = values[op.x.id], values[op.y.id].copy()
         owners = batch.sequences if len(out) == len(batch.tokens) else batch.sequences[batch.outputs]
         for column, pair in self.adapters.pairs_of(op):
@@ -316,7 +318,7 @@ class ReferenceBackend(WithoutDevices):
         return head_dot(op, values[op.x.id], values[op.a.id], values[op.b.id], weight)
 
     def _conv_weight(self, op: ShortConv) -> np.ndarray:
-        """Of a short convolution, [width, kernel]."""
+        """Return the weight of a short convolution, [width, kernel]."""
         if op.weight is None:
             return np.full((op.x.width, len(SHIFT)), SHIFT, F32)
         return self._weight(op.weight).reshape(op.x.width, op.kernel)
@@ -362,7 +364,10 @@ class ReferenceBackend(WithoutDevices):
         batch: Batch,
         step: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
     ) -> np.ndarray:
-        """Token by token: step(row of x, state before it) gives the row of the result and the state after."""
+        """Run `step` for each token in order, and return its results, [n_tokens, width].
+
+        step(row of x, state before it) returns the row of the result and the state after it.
+        """
         assert batch.states is not None
         assert batch.saves is not None
         slots = self._states[op.out.id]
@@ -380,7 +385,7 @@ class ReferenceBackend(WithoutDevices):
     def _by_experts(
         self, op: ExpertLinear | ExpertSum, x: np.ndarray, route: np.ndarray, n_rows: int
     ) -> np.ndarray:
-        """x [n_tokens, n_used, width] times the matrices of their experts: [n_tokens, n_used, n_rows]."""
+        """Multiply x [n_tokens, n_used, width] by its experts' matrices: [n_tokens, n_used, n_rows]."""
         ids = route[:, : op.n_used].astype(np.int64)
         first = op.first_row if isinstance(op, ExpertLinear) else 0
         out = np.empty((*ids.shape, n_rows), x.dtype)
@@ -408,7 +413,7 @@ class ReferenceBackend(WithoutDevices):
         return out
 
     def _store(self, op: Attention, found: dict[int, np.ndarray], own: list[np.intp]) -> None:
-        """Stores the keys and values of a batch, unless another layer has, and its blocks."""
+        """Store the keys and values of a batch, unless another layer stores them, and its blocks."""
         of_keys, of_values = self._formats
         if op.source is None:
             k, v = found[op.k.id].reshape(-1, op.n_head_kv, op.head_dim), found[op.v.id]
@@ -422,8 +427,10 @@ class ReferenceBackend(WithoutDevices):
             self._block_values[op.layer][own] = stored(blocks, of_values)
 
     def _seen(self, op: Attention, seen: np.ndarray, all_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values that a token sees: of the slots `seen`, and of the blocks that are complete.
-        all_before: the slots of positions 0 to its own."""
+        """Return the keys and values that a token sees: of the slots `seen`, and of complete blocks.
+
+        all_before: the slots of positions 0 to its own.
+        """
         keys, values = self._keys[op.cache_layer][seen], self._values[op.cache_layer][seen]
         if op.blocks is None:
             return keys, values
@@ -434,7 +441,7 @@ class ReferenceBackend(WithoutDevices):
         )
 
     def _attend(self, op: Attention, q: np.ndarray, batch: Batch, slots: list[np.ndarray]) -> np.ndarray:
-        """Lets each token look back, or around, one at a time."""
+        """Compute the attention of each token, one at a time: [n_tokens, width]."""
         of_keys, of_values = self._formats
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
@@ -467,16 +474,18 @@ class ReferenceBackend(WithoutDevices):
 
 
 def stored(x: np.ndarray, format: KVFormat) -> np.ndarray:
-    """Keys or values [..., dim] as a cache holds them."""
+    """Round keys or values [..., dim] as a cache stores them."""
     if format.n_channels == 1:
         return x.astype(np.float16 if format.bits == 16 else F32)
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite makes its block NaN
+    with np.errstate(invalid="ignore", over="ignore"):  # a value that is not finite makes its block NaN
         return {8: q8_0_stored, 4: q4_0_stored}[format.bits](x)
 
 
 def q8_0_stored(x: np.ndarray) -> np.ndarray:
-    """Keys or values [..., dim] as a q8_0 cache stores them, exactly. Files round halves away from zero, and
-    divide by the scale before it is rounded to f16."""
+    """Round keys or values [..., dim] exactly as a q8_0 cache stores them.
+
+    Files differ: they round halves away from zero, and divide by the scale before it is rounded to f16.
+    """
     blocks = np.asarray(x, F32).reshape(-1, 32)
     largest = np.abs(blocks).max(axis=1, keepdims=True)
     scale = (largest / F32(127)).astype(np.float16).astype(F32)
@@ -485,7 +494,7 @@ def q8_0_stored(x: np.ndarray) -> np.ndarray:
 
 
 def q4_0_stored(x: np.ndarray) -> np.ndarray:
-    """Keys or values [..., dim] as a q4_0 cache stores them, exactly: transformed, and not back."""
+    """Round keys or values [..., dim] exactly as a q4_0 cache stores them. The result stays transformed."""
     blocks = hadamard(np.asarray(x, F32)).reshape(-1, 32)
     first = np.abs(blocks).argmax(axis=1)
     scale = blocks[np.arange(len(blocks)), first][:, None] / F32(-8)
@@ -495,11 +504,11 @@ def q4_0_stored(x: np.ndarray) -> np.ndarray:
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """The normalised Walsh-Hadamard transform of heads, float [..., head_dim]; it is its own inverse.
+    """Return the normalised Walsh-Hadamard transform of heads, float [..., head_dim]; it is its own inverse.
 
-    A head is transformed in blocks of the largest power of two that divides it: a channel that is much larger
-    than the others becomes that many of one size (QuaRot, arXiv 2404.00456). One order of additions, which
-    the kernels have too: pairs of channels that are 1 apart, then 2, 4, ...
+    A head is transformed in blocks of the largest power of two that divides it. A channel that is much larger
+    than the others is spread evenly over its block (QuaRot, arXiv 2404.00456). The order of additions is the
+    same as in the kernels: pairs of channels that are 1 apart, then 2, 4, ...
     """
     width = x.shape[-1] & -x.shape[-1]
     out, apart = x.reshape(-1, width), 1
@@ -519,11 +528,11 @@ def _last_use(graph: Graph) -> dict[int, int]:
 
 
 def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each token the cache slots that it sees, and how far behind it each position is.
+    """Yield for each token the cache slots that it sees, and the distance back to each position.
 
-    slots: of positions 0 to its own.
+    slots: for each token, the slots of positions 0 to its own.
     """
-    whole = dict(zip(batch.sequences.tolist(), slots, strict=True))  # those of a sequence's last token
+    whole = dict(zip(batch.sequences.tolist(), slots, strict=True))  # the slots of a sequence's last token
     for token, sequence in enumerate(batch.sequences.tolist()):
         own = len(slots[token]) - 1
         if op.causal:
@@ -535,7 +544,7 @@ def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tu
 
 
 def _counts_of(ffn: Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[int, ...]:
-    """What the values of an FFN say about its neurons, in the order of base.COUNTS."""
+    """Count an FFN's neurons and rows from its values, in the order of base.COUNTS."""
     active = _of_all_experts(ffn, values, values[ffn.selected.id] != 0)
     chosen = there = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
     if ffn.mask is not None:
@@ -552,7 +561,7 @@ def _counts_of(ffn: Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[i
 
 
 def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarray) -> np.ndarray:
-    """Truths about the neurons of a token's experts as truths about all neurons, bool [n_tokens, n_ff]."""
+    """Scatter flags of the neurons of each token's experts to all neurons, bool [n_tokens, n_ff]."""
     if ffn.route is None:
         return of_chosen
     n_used, n_expert = ffn.route.n_used, ffn.route.x.width
@@ -569,8 +578,10 @@ def routed(
     scales: np.ndarray | None = None,
     ids: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Ids and weights of the experts of each token, [n_tokens, 2 * n_used] (operations.Route). ids: those
-    that a table names."""
+    """Return the ids and weights of each token's experts, [n_tokens, 2 * n_used] (operations.Route).
+
+    ids: the experts that a table names, [n_tokens, n_used]; None: choose them by score.
+    """
     scoring = {
         "softmax": softmax,
         "sigmoid": ACTIVATIONS["sigmoid"],
@@ -600,18 +611,18 @@ def routed(
 
 
 def softmax(x: np.ndarray, _: np.float32 | None = None) -> np.ndarray:
-    """exp(x) over its sum, by rows."""
+    """Return exp(x) divided by its sum, by rows."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return np.asarray(e / e.sum(axis=-1, keepdims=True))
 
 
 def selected(op: Mask, scores: np.ndarray) -> np.ndarray:
-    """The neurons that a mask lets through, bool [n_tokens, n_ff]: also those whose score is NaN."""
+    """Return the neurons that a mask keeps, bool [n_tokens, n_ff]. It keeps neurons whose score is NaN."""
     return np.pad(~(scores < F32(op.threshold)), ((0, 0), (op.first, 0)), constant_values=True)
 
 
 def zero_small(x: np.ndarray, threshold: float, tokens: np.ndarray | None) -> np.ndarray:
-    """x [n_tokens, width] with zeros in place of the small values of thresholded tokens."""
+    """Return x [n_tokens, width] with small values of thresholded tokens replaced by zeros."""
     if tokens is None:
         return x
     return np.where(tokens[:, None] & (np.abs(x) < F32(threshold)), F32(0), x)
@@ -620,7 +631,7 @@ def zero_small(x: np.ndarray, threshold: float, tokens: np.ndarray | None) -> np
 def normalised(
     op: RMSNorm | UnitNorm | LayerNorm, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
 ) -> np.ndarray:
-    """The rows of x, [n, width], as a norm leaves them."""
+    """Return the normalised rows of x, [n, width]."""
     if not isinstance(op, LayerNorm):
         x = x.reshape(-1, op.n_head, op.x.width // op.n_head)
         scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
@@ -633,7 +644,7 @@ def normalised(
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
-    """Rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; angles in float64."""
+    """Return the rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; float64 angles."""
     cos, sin = (values[:, None, :] for values in cos_sin(op.rope, positions))  # [n_tokens, 1, n_rot / 2]
     out = x.reshape(len(x), op.n_head, op.head_dim).copy()
     turn(out[..., op.first : op.first + op.rope.n_rot], op.rope, cos, sin)
@@ -641,7 +652,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
 
 
 def joined(op: Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
-    """Channels of each head of x [n_tokens, x.width], and what they share [n_tokens, shared.width]."""
+    """Join channels of each head of x [n_tokens, x.width] with shared ones [n_tokens, shared.width]."""
     parts = [x.reshape(len(x), op.n_head, -1)[:, :, op.first : op.first + op.count]]
     if shared is not None:
         parts.append(np.repeat(shared[:, None], op.n_head, axis=1))
@@ -651,8 +662,11 @@ def joined(op: Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
 def short_conv(
     x: np.ndarray, past: np.ndarray, weight: np.ndarray, dilation: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A token's inputs [width] after those before it [(kernel - 1) * dilation, width]: its outputs, and what
-    is then past. weight: [width, kernel]."""
+    """Return a token's outputs [width] and the inputs to keep for the next token.
+
+    x: the token's inputs [width]. past: the inputs before it, [(kernel - 1) * dilation, width]. weight:
+    [width, kernel].
+    """
     seen = np.concatenate([past, x[None]])
     return (seen[::dilation] * weight.T).sum(axis=0), seen[1:]
 
@@ -660,8 +674,8 @@ def short_conv(
 def ngrams(
     op: NgramEmbed, token: np.ndarray, past: np.ndarray, table: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a token's n-grams, side by side, and the state after it. past: the state before it."""
-    seen = np.append(past, token + 1)  # the oldest first; 0: there was none
+    """Return the concatenated rows of a token's n-grams, and the state after it. past: the state before."""
+    seen = np.append(past, token + 1)  # token id + 1, the oldest first; 0: no token
     mix, rows, begun = int(token[0]) * op.multipliers[0], [], True
     for n in range(2, len(op.multipliers) + 1):
         before = int(seen[-n]) - 1
@@ -673,7 +687,7 @@ def ngrams(
 
 
 def similarity_gate(op: SimilarityGate, x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """operations.SimilarityGate, of rows. Sums are float64: near 0 a root would make much of a rounding."""
+    """Compute operations.SimilarityGate for rows. Sums are float64: roots near 0 amplify rounding errors."""
     products = (a.astype(np.float64) * b).reshape(len(x), op.n_streams, -1)
     s = products.sum(axis=2, keepdims=True) / math.sqrt(op.x.width)
     root = (np.sign(s) * np.sqrt(np.maximum(np.abs(s), 1e-6))).astype(x.dtype)
@@ -683,8 +697,10 @@ def similarity_gate(op: SimilarityGate, x: np.ndarray, a: np.ndarray, b: np.ndar
 def delta_rule(
     op: DeltaNet, row: np.ndarray, state: np.ndarray, rate: np.ndarray, step: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A token's outputs [n_head * dim_v] and the state after it. row: its x, alpha and beta; state: before
-    it, [n_head, dim_k, dim_v]."""
+    """Return a token's outputs [n_head * dim_v] and the state after it.
+
+    row: the token's x, alpha and beta. state: the state before it, [n_head, dim_k, dim_v].
+    """
     of_keys = op.n_head_k * op.dim_k
     q, k, v, alpha, beta = np.split(row, np.cumsum([of_keys, of_keys, op.out.width, op.alpha.width]))
     times = op.n_head // op.n_head_k
@@ -710,8 +726,10 @@ def selective_scan(
     step: np.ndarray,
     skip: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A token's outputs [n_head * dim_v] and the state after it. row: its x and dt; state: before it,
-    [n_head, dim_k, dim_v]."""
+    """Return a token's outputs [n_head * dim_v] and the state after it.
+
+    row: the token's x and dt. state: the state before it, [n_head, dim_k, dim_v].
+    """
     of_group = op.n_group * op.dim_k
     x, b, c, dt = np.split(row, np.cumsum([op.out.width, of_group, of_group]))
 
@@ -728,16 +746,20 @@ def selective_scan(
 def channel_scan(
     op: ChannelScan, row: np.ndarray, state: np.ndarray, rate: np.ndarray, skip: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A token's outputs [width] and the state after it. row: its x, dt, b and c; state: before it, [dim_k,
-    width]."""
+    """Return a token's outputs [width] and the state after it.
+
+    row: the token's x, dt, b and c. state: the state before it, [dim_k, width].
+    """
     x, dt, b, c = np.split(row, np.cumsum([op.x.width, op.dt.width, op.b.width]))
     state = np.exp(rate.T * dt) * state + b[:, None] * (dt * x)
     return c @ state + skip * x, state
 
 
 def wkv(op: Wkv, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A token's outputs [n_head * dim_v] and the state after it. row: what it reads, in the record's order;
-    state: before it, [n_head, dim_k, dim_v]."""
+    """Return a token's outputs [n_head * dim_v] and the state after it.
+
+    row: the token's inputs, in the order of op.inputs. state: the state before it, [n_head, dim_k, dim_v].
+    """
     widths = [value.width for value in op.inputs]
     r, w, k, v, *corrected = (x.reshape(op.n_head, -1) for x in np.split(row, np.cumsum(widths[:-1])))
     after = w[:, :, None] * state + k[:, :, None] * v[:, None]
@@ -749,11 +771,14 @@ def wkv(op: Wkv, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def pool_blocks(op: PoolBlocks, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A token's outputs [width] and the state after it. row: its x, its scores with their bias, and whether
-    it is the first of a block; state: before it, [3 or 6, width]."""
+    """Return a token's outputs [width] and the state after it.
+
+    row: the token's x, its scores with their bias, and whether it is the first of a block. state: the state
+    before it, [3 or 6, width].
+    """
     n = 2 if op.overlaps else 1
     x, scores = row[:-1].reshape(2, n, -1)
-    parts = state.reshape(n, 3, -1)[::-1]  # of the next block, if there is one, before the token's own
+    parts = state.reshape(n, 3, -1)[::-1]  # with overlaps, the next block comes before the token's own
     if row[-1]:
         parts = np.stack([np.zeros_like(parts[0]), *parts[:-1]])
     highest, total, sums = parts.swapaxes(0, 1)
@@ -764,7 +789,7 @@ def pool_blocks(op: PoolBlocks, row: np.ndarray, state: np.ndarray) -> tuple[np.
 
 
 def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """operations.HeadDot, of rows."""
+    """Compute operations.HeadDot for rows."""
     n = len(x)
     sums = (a * b * weight).reshape(n, op.n_head, -1).sum(axis=2, keepdims=True)
     return (x.reshape(n, op.n_head, -1) * sums).reshape(n, -1)
@@ -773,7 +798,7 @@ def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: n
 def add_streams(
     op: AddStreams, x: np.ndarray | None, y: np.ndarray, weights: np.ndarray | None
 ) -> np.ndarray:
-    """operations.AddStreams, of x [n, n_streams * width] and y [n, streams * width]."""
+    """Compute operations.AddStreams for x [n, n_streams * width] and y [n, streams * width]."""
     n, width = len(y), op.out.width // op.n_streams
     y = y.reshape(n, -1, width)
     shape = n, op.n_streams, y.shape[1]
@@ -786,7 +811,8 @@ def add_streams(
 
 
 def hyper_connection(op: HyperConnection, x: np.ndarray, scale: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """operations.HyperConnection, of x [n, n_streams * (n_streams + 2)] or [n, n_streams]; in float64."""
+    """Compute operations.HyperConnection in float64 for x [n, n_streams * (n_streams + 2)] or
+    [n, n_streams]."""
     n, rows, factor = op.n_streams, x.astype(np.float64), scale.reshape(-1).astype(np.float64)
     rows = rows * np.repeat(factor, [n, n, n * n][: len(factor)]) + base.reshape(-1)
     read = 1 / (1 + np.exp(-rows[:, :n])) + op.eps
@@ -803,7 +829,7 @@ def hyper_connection(op: HyperConnection, x: np.ndarray, scale: np.ndarray, base
 
 
 def match_magnitude(x: np.ndarray, like: np.ndarray, least: float) -> np.ndarray:
-    """operations.MatchMagnitude, of x [n, parts * width] and like [n, width]."""
+    """Compute operations.MatchMagnitude for x [n, parts * width] and like [n, width]."""
     parts = x.reshape(len(x), -1, like.shape[1])
     wanted = np.sqrt((like * like).mean(axis=1))[:, None, None]
     found = np.sqrt(np.maximum((parts * parts).mean(axis=2, keepdims=True), F32(least)))
@@ -811,20 +837,20 @@ def match_magnitude(x: np.ndarray, like: np.ndarray, least: float) -> np.ndarray
 
 
 def gaussian_top_k(x: np.ndarray, multiplier: float) -> np.ndarray:
-    """What each row has above its mean and `multiplier` times its deviation."""
+    """Return by how much each value exceeds its row's mean + multiplier · deviation, at least 0."""
     threshold = x.mean(axis=1, keepdims=True) + F32(multiplier) * x.std(axis=1, keepdims=True)
     return np.maximum(F32(0), x - threshold)
 
 
 def xielu(x: np.ndarray, f: XIELU) -> np.ndarray:
-    """operations.XIELU."""
+    """Compute operations.XIELU."""
     positive, negative, linear, eps = map(F32, (f.positive, f.negative, f.linear, f.eps))
     below = negative * (np.expm1(np.minimum(x, eps)) - x) + linear * x
     return np.where(x > 0, positive * x * x + linear * x, below)
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:
-    """cap * tanh(x / cap)."""
+    """Return cap * tanh(x / cap)."""
     return F32(cap) * np.tanh(x / F32(cap))
 
 
@@ -833,7 +859,7 @@ def _silu(x: np.ndarray, _: np.float32) -> np.ndarray:
 
 
 def _sigmoid(x: np.ndarray, _: np.float32) -> np.ndarray:
-    with np.errstate(over="ignore"):  # far below 0 it is 0
+    with np.errstate(over="ignore"):  # exp(-x) may overflow; the result is then 0
         return np.asarray(1 / (1 + np.exp(-x)))
 
 

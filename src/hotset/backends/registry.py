@@ -6,7 +6,7 @@ A device backend is a folder of backends/ with these modules, which are imported
     detection   finds its devices (placement/detect.py: Detector)
     planning    its part of placement (placement/planner.py: Planner)
     opening     builds the backend of a placement (placement/build.py: Opener)
-    measuring   with the capability thresholds: how fast devices leave out zeros
+    measuring   for backends with the capability thresholds: how fast devices skip zeros
 
 To delete a backend, delete its folder and its line in DEVICE_BACKENDS.
 """
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from hotset.model.cost import KVType
     from hotset.model.operations import Op
 
-# Words for the processor: its kernels, and plain NumPy, slow, that the others are checked against.
+# Words for the processor: its kernels, and the slow plain NumPy that the other backends are tested against.
 CPU, REFERENCE = "cpu", "reference"
-SIMULATED = "simulated"  # the device of tests, and of people without a GPU
+SIMULATED = "simulated"  # a device for tests, and for machines without a GPU
 _NUMBER = "[:N]"
 # Backend → words for its devices.
 DEVICE_BACKENDS: Mapping[str, tuple[str, ...]] = {
@@ -41,14 +41,14 @@ DEVICE_BACKENDS: Mapping[str, tuple[str, ...]] = {
 class Capabilities:
     """The capabilities of a device backend.
 
-    title: its device in a sentence, such as "a Vulkan device".
-    operations, tensor_types, kv_types: with kernels; tensor_types are the types of plain products.
-    adapters, speculation, prompt_cache: LoRA, drafts and a prompt cache on disk, for a model that one device
-    has whole. neuron_split, expert_cache: the CPU computes the other neurons, or experts. sparse_ffn: models
-    run sparse by default, and kernels count the neurons that fire. thresholds: kernels leave out inputs that
-    activation thresholds make zero. ram_budget: works within a budget of this machine's memory. unasked: its
-    devices are used although no option names them. cards: plans for cards that are not here. state: the
-    devices on which it was measured. determinism: the facts on which the bits of its results depend.
+    title: its device as a phrase in a sentence, such as "a Vulkan device".
+    operations, tensor_types, kv_types: those with kernels; tensor_types are the types of plain products.
+    adapters, speculation, prompt_cache: LoRA, drafts and a prompt cache on disk, for a model that is whole on
+    one device. neuron_split, expert_cache: the CPU computes the other neurons, or experts. sparse_ffn: models
+    run sparse by default, and kernels count the neurons that fire. thresholds: kernels skip inputs that
+    activation thresholds make zero. ram_budget: works within a budget of host memory. unasked: its devices
+    are used even if no option names them. cards: plans for cards that this machine does not have. state: the
+    devices on which it was measured. determinism: the conditions under which results have the same bits.
     """
 
     title: str
@@ -87,7 +87,7 @@ def device_words() -> tuple[str, ...]:
 
 
 def check_device(name: str) -> None:
-    """Raise InvalidRequestError, with the words that exist, for a name that no device can have."""
+    """Raise InvalidRequestError, which lists the valid words, if no device can have this name."""
     kind, colon, number = name.partition(":")
     words = device_words()
     is_plain = not colon and kind in (*words, REFERENCE)

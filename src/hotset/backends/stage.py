@@ -1,8 +1,8 @@
-"""What a chain of stages is made of: some layers of a model each, and the residual stream between them.
+"""The interface of a stage in a chain: some layers of a model, with the residual stream between stages.
 
-A stage executes a range of the graph's operations where it is: on the CPU (cpu.CpuBackend), on a device
-(the stage of a device backend). It takes the rows that its first layer reads and returns those that its last
-one makes, so layers may be in any order of places. backends/pipeline.py runs stages one after the other.
+A stage executes a range of the graph's operations on the CPU (cpu.CpuBackend), or on a device (the stage of a
+device backend). It takes the input rows of its first layer and returns the output rows of its last one, so
+consecutive stages may run anywhere. backends/pipeline.py runs stages one after the other.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "np.ndarray | torch.Tensor"
 """float32 [n_rows, width], on the host or on a device."""
 
-# Bytes and rows that a stage on a device holds at a time; placement/budget.py reserves as much.
-STREAM_FROM = 64  # tokens of a step from which on cold rows come to a device, which computes whole layers
-STREAM_BYTES = 64 << 20  # of cold rows that come at a time
-OUTPUT_ROWS = 64  # of logits that a device holds at a time
-SLICE_VALUES = 1 << 22  # decoded or copied at a time: bounds what a temporary takes, there and on the host
+# Bytes and rows that a stage on a device holds at a time; placement/budget.py reserves the same.
+STREAM_FROM = 64  # from this many tokens on, cold rows are copied to a device, which computes whole layers
+STREAM_BYTES = 64 << 20  # of cold rows copied at a time
+OUTPUT_ROWS = 64  # rows of logits that a device holds at a time
+SLICE_VALUES = 1 << 22  # decoded or copied at a time, to bound temporaries on the device and the host
 
 
 class Stage(Protocol):
-    """A range of a model's operations, where they are computed.
+    """A range of a model's operations on one processor.
 
-    graph: its operations. entering: the value that they read and do not make, the residual stream; None where
-    they begin with the tokens. has_output: whether they end in logits, rather than in the residual stream.
-    n_layer: of the whole model. n_states: slots for recurrent states, 0 where the model has none. notes: what
-    a person should know of how it runs, a sentence each.
+    graph: its operations. entering: their input value, the residual stream; None if they begin with the
+    tokens. has_output: they end in logits, not in the residual stream. n_layer: layers of the whole model.
+    n_states: slots for recurrent states; 0 if the model has none. notes: sentences about the stage, for
+    display.
     """
 
     graph: Graph
@@ -55,71 +55,73 @@ class Stage(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it is, for a person."""
+        """Return the name of its processor or device, for display."""
         ...
 
     @property
     def has_neurons(self) -> bool:
-        """Whether its FFNs have zeros to count."""
+        """Return whether its FFNs have zeros to count."""
         ...
 
     @property
     def nbytes(self) -> Mapping[str, int]:
-        """Of a device's memory that the stage holds, by kind; empty where it has no such memory."""
+        """Return the bytes of device memory that the stage holds, by kind; empty without device memory."""
         ...
 
     @property
     def tapped(self) -> Mapping[str, np.ndarray]:
-        """Values of the latest step that its batch asked for, by name."""
+        """Return the tapped values of the latest step, by name."""
         ...
 
     @property
     def largest(self) -> np.ndarray | None:
-        """Of the logits of the latest step, as StepResult.largest."""
+        """Return the largest logits of the latest step, as StepResult.largest."""
         ...
 
     @property
     def candidates(self) -> np.ndarray | None:
-        """Of the logits of the latest step, as StepResult.candidates."""
+        """Return the candidates of the latest step, as StepResult.candidates."""
         ...
 
     def run(self, batch: Batch, x: Rows | None = None) -> Rows:
-        """One step of a batch that was checked (base.cache_slots); all its taps are values of this stage.
+        """Run one step of a checked batch (base.cache_slots). All its taps must be values of this stage.
 
-        x: what enters, [n_tokens, width], from any place; None where the stage begins with the tokens.
-        Returns the residual stream, [n_tokens, width], or logits, as StepResult, where the stage has them;
-        valid until the next step. Raises InvalidRequestError for rows that it does not take, and
+        x: input rows, [n_tokens, width], on any device; None if the stage begins with the tokens. Returns
+        the residual stream, [n_tokens, width], or logits, as StepResult, if the stage has the output. They
+        are valid until the next step. Raises InvalidRequestError for rows that do not fit, and
         StepCancelledError, as Backend.step.
         """
         ...
 
     def counts(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer, len(base.COUNTS)]."""
+        """Return the counts of the latest step, int64 [n_layer, len(base.COUNTS)]."""
         ...
 
     def active_on_cpu(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer]: of the active neurons those that the CPU computed."""
+        """Return the active neurons that the CPU computed in the latest step, int64 [n_layer]."""
         ...
 
     def seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer, len(graph.PARTS)]: as far as they are measured."""
+        """Return the measured seconds of the latest step, float64 [n_layer, len(graph.PARTS)]."""
         ...
 
     def cpu_worker_seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer]: how long the CPU took for the cold neurons of a device's
-        layers. They pass at the same time as those of `seconds`."""
+        """Return the CPU's seconds for a device's cold neurons in the latest step, float64 [n_layer].
+
+        They overlap the times of `seconds`.
+        """
         ...
 
     def expert_counts(self) -> CacheStats:
-        """What became of experts for whose layers a device asks the CPU."""
+        """Return the cache statistics of experts in layers that a device shares with the CPU."""
         ...
 
     def cancel(self) -> None:
-        """Ends the step in flight, from any thread; it raises StepCancelledError."""
+        """End the step in flight, from any thread. The step raises StepCancelledError."""
         ...
 
     def close(self) -> None:
-        """Frees threads and memory; safe to call twice."""
+        """Free threads and memory. Safe to call twice."""
         ...
 
 
@@ -151,17 +153,17 @@ WHOLE = Span()
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """How the backend of a model is built, wherever it computes.
+    """The options of a model's backend, on any processor.
 
-    n_pages: pages of the cache. max_batch: most tokens of a step. kv_type: how keys and values are stored
-    (model/cost.py; f32 for tests). n_states: slots for recurrent states, if the model has any. n_threads: of
-    the CPU; None: every core that this process may use.
+    n_pages: KV blocks of the cache. max_batch: most tokens of a step. kv_type: the storage type of keys and
+    values (model/cost.py; f32 for tests). n_states: slots for recurrent states, if the model has any.
+    n_threads: of the CPU; None: every core that this process may use.
 
     sparse: skip the unneeded rows of an FFN with zeros: up rows of neurons whose gate does not fire, down
     rows of zero neurons, and all rows of neurons that a predictor does not name. The bits are the same.
-    channel_rates: of types, the bytes per second read input-major over those read by row, 1 for the others
-    (placement/channels.py). whole: up matrices that are read as a whole, although their gates have
-    thresholds, because leaving rows out does not pay.
+    channel_rates: by type, the rate of input-major reads divided by the rate of reads by row; 1 for other
+    types (placement/channels.py). whole: up matrices that are read as a whole although their gates have
+    thresholds, because skipping rows does not pay off.
     """
 
     n_pages: int
@@ -177,7 +179,7 @@ class BackendOptions:
 
 @runtime_checkable
 class WholeModel(Backend, Protocol):
-    """A backend with a whole model in one stage, whose cache can be copied and read by a model that drafts.
+    """A backend with a whole model in one stage, whose cache can be copied and read by a draft model.
 
     is_on_device: a device computes the model, not the CPU.
     """
@@ -186,7 +188,7 @@ class WholeModel(Backend, Protocol):
 
     @property
     def stage(self) -> CacheStage:
-        """The stage with all of the model."""
+        """Return the stage with the whole model."""
         ...
 
     def open_draft(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> Backend:
@@ -199,5 +201,5 @@ class WholeModel(Backend, Protocol):
 
 
 def on_host(rows: Rows) -> np.ndarray:
-    """The same rows as an array; waits for the device that has them."""
+    """Return rows as an array on the host. Waits for the device that has them."""
     return rows if isinstance(rows, np.ndarray) else rows.numpy(force=True)

@@ -1,4 +1,4 @@
-"""An answer to a prompt or a turn of a chat: how it is asked for, written, and summed up."""
+"""An answer to a prompt or a turn of a chat: its chunks, its closing line and its statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_template(model: Model) -> bool:
 def chunks(
     model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any], *, parse_special: bool = True
 ) -> Iterator[Chunk]:
-    """The answer piece by piece: to a text as it stands, or to messages through the chat template.
+    """Return the chunks of the answer to a text, used unchanged, or to messages in the chat template.
 
     parse_special: special tokens spelled in a text are parsed.
     """
@@ -33,7 +33,7 @@ def chunks(
 
 
 def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) -> float:
-    """Bytes of weights and cache that an average token of the answer touched."""
+    """Return the bytes of weights and cache that an average token of the answer touched."""
     depth = timings.prompt_tokens + timings.predicted_tokens / 2
     if stats is None:
         return model.cost.bytes_per_token(depth, model.kv_type)
@@ -41,7 +41,7 @@ def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) ->
 
 
 def closing_line(model: Model, last: Chunk) -> str:
-    """One line: sizes and speeds of prompt and answer, bytes read, and what ended the answer early."""
+    """Return a line with sizes and speeds of prompt and answer, bytes read, and why the answer ended."""
     timings = last.timings
     parts = [f"prompt {timings.prompt_tokens} tokens"]
     if timings.reused_tokens:
@@ -70,14 +70,14 @@ def _bytes_read(model: Model, timings: Timings, stats: StatsSummary | None) -> s
         return f"{human_size(read)} read per token"
     whole = read - stats.bytes_touched_per_token + stats.bytes_total_per_token
     has_idle_experts = model.config.has_experts and not model.config.has_zeros
-    if has_idle_experts or model.sparsity.mode == "threshold":  # of which no share of neurons is counted
+    if has_idle_experts or model.sparsity.mode == "threshold":  # no active share is counted for these
         return f"{size_of(read, whole)} read per token"
     size = human_size(read) if model.sparsity.mode == "dense" else size_of(read, whole)
     return f"{percent(stats.active_share)} of FFN neurons fired, {size} read per token"
 
 
 def print_stats(stats: StatsSummary | None, model: Model) -> None:
-    """A table with a row for each layer, and a line for the whole, on stderr."""
+    """Print a table with a row for each layer, and a line for the whole model, to stderr."""
     if stats is None:
         why = "the activation of this model has no zeros, so that every neuron is computed"
         device = model.decided.capabilities
@@ -97,7 +97,7 @@ def print_stats(stats: StatsSummary | None, model: Model) -> None:
         f"{human_count(stats.flops)} FLOPs, {times}]",
         dim=True,
     )
-    predicted = model.decided.channels  # of thresholds
+    predicted = model.decided.channels  # the estimate for thresholds
     if predicted is not None and predicted.left_out is not None:
         saved = stats.bytes_total_per_token - stats.bytes_touched_per_token
         say(

@@ -1,10 +1,10 @@
-"""`hotset bench`: llama-bench's options and table, and how much of the machine's memory speed was reached.
+"""`hotset bench`: llama-bench's options and table, with the share of the memory's read rate that is reached.
 
-As llama-bench does it: random tokens, no tokenizer, no sampling; but through the engine and its thread, as an
-answer comes. `pp` is the processing of a prompt, `tg` the generation of tokens one by one, `@ d` with d
-tokens in the cache before. Generation reads every weight once per token, but those of neurons that it skips,
-so the rate at which the mapped file can be read is its ceiling: it is measured first, and again between the
-repetitions, since a shared machine's ceiling moves.
+Like llama-bench, it uses random tokens, no tokenizer and no sampling. The tokens pass through the engine and
+its thread, just like an answer's. `pp` is the prefill of a prompt, `tg` the generation of single tokens,
+`@ d` a cache with d tokens before. Generation reads every weight once per token, except the weights of
+skipped neurons. So the read rate of the mapped file is its ceiling. The bench measures this rate first, and
+again between the repetitions, because the ceiling of a shared machine changes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _N_COUNTED = 32  # generated tokens whose neurons are counted
 
 @dataclass(frozen=True)
 class Test:
-    """n_prompt tokens at once, then n_gen one by one, after n_depth tokens that are not timed."""
+    """A test: n_prompt tokens at once, then n_gen one by one, after n_depth tokens that are not timed."""
 
     n_prompt: int
     n_gen: int
@@ -105,7 +105,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What became of drafted tokens. steps: in which an answer got tokens, of which there were `tokens`."""
+    """Counts of drafted tokens. steps: in which an answer got tokens. tokens: of those steps."""
 
     tokens: int
     steps: int
@@ -114,19 +114,19 @@ class Drafted:
 
     @classmethod
     def of(cls, now: Counters, before: Counters) -> Drafted:
-        """Between two looks at an engine's counters."""
+        """Return the difference between two states of an engine's counters."""
         names = ("generated_tokens", "answer_steps", "drafted_tokens", "accepted_tokens")
         return cls(*(getattr(now, name) - getattr(before, name) for name in names))
 
 
 @dataclass
 class Measurement:
-    """Seconds of each repetition, and bytes per second read of the mapped file beside them.
+    """The results of a test: seconds of each repetition, and bytes per second read of the mapped file.
 
-    stats: of the steps of the warm-up that generated, or of those of prompts where none did. The same tokens
-    give the same counts again, and counting in the repetitions would cost them time. drafted: what became of
-    drafted tokens, of all repetitions. disk: of each repetition under a budget of memory. joules: that the
-    processor took meanwhile.
+    stats: of the generating steps of the warm-up, or of prompt steps if nothing is generated. Repetitions
+    have the same tokens and counts, so that counting them would only cost time. drafted: counts of drafted
+    tokens in all repetitions. disk: of each repetition under a RAM budget. joules: that the processor used in
+    each repetition.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -224,7 +224,7 @@ def _names(given: list[str]) -> list[str]:
 
 
 def _energy_counters() -> EnergyCounters | None:
-    """None where there is nothing to read, which is said."""
+    """Return the energy counters. If they cannot be read, print the reason and return None."""
     try:
         return EnergyCounters()
     except OSError as error:
@@ -248,7 +248,7 @@ def _bench_tests(
     read: Callable[[], float],
     printer: Any,
 ) -> None:
-    """A row for each test. Nothing is drawn while a repetition runs."""
+    """Print a row for each test. Nothing is drawn while a repetition runs."""
     progress = ProgressBar(transient=True, auto_refresh=False)
     for test in tests:
         on_run = progress.counting(test.name, "runs")
@@ -267,7 +267,7 @@ def _bench_steps(
     *,
     as_json: bool,
 ) -> None:
-    """What a step of so many tokens of one sequence takes."""
+    """Print the times of steps of these numbers of tokens of one sequence."""
     with ProgressBar() as bar:
         settings = loading(progress=bar)
         path = resolve(name, progress=bar)
@@ -316,7 +316,7 @@ def _kv_types(text: str) -> list[KVType]:
 
 
 def _mean_depth(test: Test) -> float:
-    """The tokens in the cache before an average generated one."""
+    """Return the number of tokens in the cache before an average generated one."""
     return test.n_depth + test.n_prompt + max(test.n_gen - 1, 0) / 2
 
 
@@ -325,9 +325,9 @@ def _mean_depth(test: Test) -> float:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a test is measured. batch: tokens of a step at most. collect_stats: the warm-up generates some more
-    tokens, and counts which neurons fire. speculator: drafts tokens. text: the tokens of depth and prompt, of
-    which answers are then the likeliest continuation; None: random ones. energy: counters that are read."""
+    """The conditions of a test. batch: most tokens of a step. collect_stats: the warm-up generates some more
+    tokens, and counts which neurons fire. speculator: drafts tokens. text: tokens for depth and prompt, whose
+    likeliest continuation is the answer; None: random tokens. energy: counters to read."""
 
     repetitions: int
     batch: int
@@ -347,9 +347,9 @@ def measure(
     stored: StoredWeights | None = None,
     on_run: Callable[[int, int], None] = lambda *_: None,
 ) -> Measurement:
-    """Runs the test after a warm-up, which computes the depth. It is found in the cache from then on.
+    """Run the test after a warm-up, and return the results. The warm-up computes the depth for the cache.
 
-    stored: of a model under a budget of memory. on_run: receives how many runs are done, and of how many.
+    stored: weights under a RAM budget. on_run: called with the number of finished runs, and of all runs.
     """
     repetitions, collect_stats = conditions.repetitions, conditions.collect_stats
     on_run(0, repetitions + 1)
@@ -377,11 +377,11 @@ def measure(
 
 
 class _Requests:
-    """Requests of random tokens or of a text, one after the other, to an engine that is driven by its thread.
+    """Requests of random tokens or of a text, one after the other, to an engine that its thread drives.
 
-    What is measured is what the engine takes from one event to another. No thread waits for each token: on
-    two cores a thread that is woken for one takes 2 to 4% of the speed from the step that computes the next
-    (decision 021), and other engines' benchmarks have no such reader.
+    The time is measured between events of the engine. No thread waits for each token: on two cores, waking
+    one for each token takes 2 to 4% of the speed from the next step (decision 021). Benchmarks of other
+    engines have no such reader either.
     """
 
     def __init__(self, backend: Backend, test: Test, conditions: Conditions) -> None:
@@ -393,7 +393,7 @@ class _Requests:
             traits=ModelTraits(thresholded=conditions.thresholded), speculator=conditions.speculator,
         )  # fmt: skip
         self.stats: list[StepStats] = []  # of the steps of the latest request
-        self.joules: list[float] = []  # of its timed part, or none where they are not counted
+        self.joules: list[float] = []  # of its timed part; empty if they are not counted
         self._energy = conditions.energy
         self._thread = EngineThread(self.engine)
         self._random = np.random.default_rng(_SEED)
@@ -403,7 +403,7 @@ class _Requests:
         self._thread.close()
 
     def once(self, n_gen: int) -> float:
-        """The seconds of the prompt and of n_gen tokens after it."""
+        """Return the seconds of the prompt and of n_gen tokens after it."""
         test = self.test
         if self._text is not None:
             tokens = self._text[: max(test.n_depth + test.n_prompt, 1)]
@@ -424,11 +424,11 @@ class _Requests:
             raise sequence.error
         self.stats = sequence.step_stats[1:] or [s for s in (self.engine.step_stats,) if s is not None]
         seconds = 0.0
-        if test.n_prompt:  # with the rest of a page of the depth, which is computed again
+        if test.n_prompt:  # includes the end of the depth: it fills no KV block, and is computed again
             seconds = events[0].time - sequence.started
             seconds *= test.n_prompt / (sequence.n_prompt - sequence.n_reused)
         if n_gen:
-            # The first token came of the prompt: one more is generated, unless the cache ends before it.
+            # The prompt gave the first token, so one more is generated, unless the cache is full before.
             start = events[0].time if len(events) > 1 else sequence.started
             seconds += n_gen * (events[-1].time - start) / max(len(events) - 1, 1)
         if self._energy is not None:
@@ -437,7 +437,7 @@ class _Requests:
 
     def _sequence(self, tokens: list[int], n_gen: int) -> Sequence:
         class Drawn(Sampler):
-            """A sampler whose tokens are random, as llama-bench's are."""
+            """A sampler that draws random tokens, like llama-bench."""
 
             left = iter(self._draw(n_gen + 1))
 
@@ -461,9 +461,9 @@ class _Requests:
 
 
 def _bandwidth_reader(model: Model, path: Path, n_threads: int) -> Callable[[], float]:
-    """Reads the mapped file (at most 2 GB of it), or what of it is in memory, and returns bytes per second.
+    """Return a function that reads the file and returns bytes per second, the best of three runs.
 
-    The best of three, since an interruption is no part of a ceiling.
+    It reads the mapped file (at most 2 GB of it), or the resident part. An interruption is not a ceiling.
     """
     if model.stored is not None:
         resident = model.stored.resident
@@ -477,7 +477,7 @@ def _bandwidth_reader(model: Model, path: Path, n_threads: int) -> Callable[[], 
 
 
 def _touched(model: Model, test: Test, result: Measurement) -> tuple[float, float | None]:
-    """Bytes that a generated token touched, and the share of the neurons that fired for a token."""
+    """Return the bytes that a generated token touched, and the share of neurons that fired for a token."""
     summary = model.summary(result.stats)
     depth = _mean_depth(test)
     if summary is None:
@@ -489,7 +489,7 @@ def _touched(model: Model, test: Test, result: Measurement) -> tuple[float, floa
 
 
 def _drafts(model: Model, result: Measurement) -> dict[str, Any]:
-    """What became of drafted tokens; nothing without any."""
+    """Return the counts of drafted tokens; {} without speculation."""
     found, speculator = result.drafted, model.engine.speculator
     if found is None or speculator is None:
         return {}
@@ -500,7 +500,7 @@ def _drafts(model: Model, result: Measurement) -> dict[str, Any]:
 
 
 def _tokens_of(model: Model, file: Path | None, n: int) -> list[int] | None:
-    """The first tokens of a text, at least n."""
+    """Return the first tokens of a text. Wrong usage if it has fewer than n."""
     if file is None:
         return None
     tokens = model.tokenizer.encode(read_text(file, "-f")[: 64 * max(n, 1)])[: max(n, 1)]
@@ -512,17 +512,17 @@ def _tokens_of(model: Model, file: Path | None, n: int) -> list[int] | None:
 
 
 def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
-    """What was read from the disk, over all repetitions; nothing where files are mapped."""
+    """Return the bytes read from the disk in all repetitions; {} if files are mapped."""
     if model.ram is None or not result.disk:
         return {}
     total = sum(result.disk, CacheStats())
     timed = test.n_prompt + test.n_gen
-    counted = timed + (test.n_prompt == 0)  # with the token that generation begins with, which is not timed
+    counted = timed + (test.n_prompt == 0)  # includes the first generated token, which is not timed
     return disk_dict(total, counted * len(result.seconds), sum(result.seconds) * counted / timed, model.ram)
 
 
 def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
-    """What all entries of a model share, under llama-bench's names."""
+    """Return the fields that all entries of a model share, under llama-bench's names."""
     facts = describe(model.gguf, path)
     main_type = next(iter(facts["types"]))
     type_k, type_v = kv_names(model.kv_type)
@@ -557,7 +557,7 @@ def _entry(
     bytes_per_token: float,
     active_share: float | None = None,
 ) -> dict[str, Any]:
-    """One line of the table. ts: tokens per second; ns: nanoseconds of a repetition."""
+    """Return one line of the table. ts: tokens per second; ns: nanoseconds of a repetition."""
     n = test.n_prompt + test.n_gen
     speeds = [n / seconds for seconds in result.seconds]
     nanoseconds = [int(seconds * 1e9) for seconds in result.seconds]
@@ -579,7 +579,7 @@ def _entry(
         "read_bandwidth": bandwidth,
         "bytes_per_token": int(bytes_per_token),
         "active_share": active_share,
-        # Of a token that a device computes, the rate of this machine's memory says nothing.
+        # The rate of this machine's memory limits no token that a device computes.
         "bandwidth_share": average * bytes_per_token / bandwidth
         if test.n_gen and not test.n_prompt and facts["backends"] == "CPU"
         else None,
@@ -592,7 +592,7 @@ def _deviation(values: list[float] | list[int]) -> float:
 
 class _Markdown:
     """llama-bench's table, with more columns: the share of the read bandwidth that generation reached, and,
-    where neurons are skipped, the mode and the share of them that fired."""
+    if neurons are skipped, the mode and the active share."""
 
     columns: tuple[str, ...] = (
         "model",

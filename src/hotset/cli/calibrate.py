@@ -1,4 +1,4 @@
-"""`hotset sparse calibrate`: thresholds of a model's small values, to a stated loss or sparsity."""
+"""`hotset sparse calibrate`: thresholds below which values count as zero, for a target loss or sparsity."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def calibrate(
 
 
 def _names(text: str | None) -> tuple[ThresholdName, ...]:
-    """All of them where none is named, and in the order of the file."""
+    """Return the names of thresholds in the order of the file; all of them if none is given."""
     if text is None:
         return THRESHOLD_NAMES
     names = [name.strip() for name in text.split(",")]
@@ -113,7 +113,7 @@ def _names(text: str | None) -> tuple[ThresholdName, ...]:
 
 
 def _share(text: str | None, option: str, *, percent: bool) -> float | None:
-    """A number, or one with a percent sign; percent: without the sign it is one of a hundred too."""
+    """Return a share from a number with or without a percent sign. percent: a bare number is a percentage."""
     if text is None:
         return None
     number, sign, rest = text.partition("%")

@@ -1,4 +1,4 @@
-"""The chat in a terminal: a conversation, and commands that begin with a slash."""
+"""The chat in a terminal: a conversation, with commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _LeaveError(Exception):
-    """/exit, or the end of the input."""
+    """The exception that leaves the chat: /exit, or the end of the input."""
 
 
 class Chat:
@@ -47,9 +47,9 @@ class Chat:
         self.template = has_template(model) and not raw
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self.n_dropped = 0  # turns, the oldest, that the latest prompt left out
+        self.n_dropped = 0  # the oldest turns, which the latest prompt left out
         self.last: Chunk | None = None
-        self.answered = 0  # answers, and the tokens of them
+        self.answered = 0  # answers; `generated` counts their tokens
         self.generated = 0
         self.commands: dict[str, tuple[Callable[[str], None], str]] = {
             "help": (self.help, "these commands"),
@@ -85,7 +85,7 @@ class Chat:
                     print_error(str(error))
 
     def handle(self, typed: str) -> None:
-        """What was typed: a command, or something to answer."""
+        """Obey a command, or answer a message."""
         text = block(typed)
         if text is None:
             text = typed
@@ -101,8 +101,10 @@ class Chat:
             self._show(self.model.stream(ids, **self.params))
 
     def _obeys(self, typed: str) -> bool:
-        """Whether it was a command. Several lines, such as a path or a comment that is pasted, are one only
-        where they begin with its whole name."""
+        """Obey a command, and return whether the text was one.
+
+        Pasted lines, such as a path or a comment, are a command only if they begin with its whole name.
+        """
         name, rest = [*typed[1:].split(None, 1), "", ""][:2]
         name = {"quit": "exit", "bye": "exit"}.get(name, name)
         if name not in self.commands:
@@ -119,7 +121,7 @@ class Chat:
         return True
 
     def answer(self) -> None:
-        """Answers the last message, and keeps the answer (or what there is of it) in the conversation."""
+        """Answer the last message, and keep the answer, even if interrupted, in the conversation."""
         try:
             n_ctx, params = self.model.n_ctx, SamplingParams(**self.params)
             found = fitted(self.whole, self._encoded, n_ctx, params.max_tokens)
@@ -130,7 +132,7 @@ class Chat:
                 say(f"({full}: {which} left out; a larger -c keeps more)", dim=True)
             text = self._show(stream)
         except (HotsetError, KeyboardInterrupt):
-            self.messages.pop()  # what cannot be answered must not block the next question
+            self.messages.pop()  # a message that cannot be answered must not block the next one
             raise
         self.messages.append({"role": "assistant", "content": text})
         self.n_dropped = found.n_dropped
@@ -141,7 +143,7 @@ class Chat:
 
     @property
     def whole(self) -> list[dict[str, str]]:
-        """All messages, of the system too."""
+        """Return all messages, with the system message."""
         return [*self._system_messages(), *self.messages]
 
     def _system_messages(self) -> list[dict[str, str]]:
@@ -192,7 +194,7 @@ class Chat:
             say(f"System message: {self.system or '(none)'}")
 
     def set_parameter(self, rest: str) -> None:
-        """Change a sampling parameter for the answers from now on, or print those that are set."""
+        """Change a sampling parameter for later answers, or print the parameters that are set."""
         name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
         if not value:
             for field, given in self.params.items():
@@ -253,7 +255,7 @@ class Chat:
 
 
 def parameter(name: str, value: str) -> dict[str, Any]:
-    """Return a field of SamplingParams and its value. Raises InvalidRequestError for any other name or value.
+    """Return a field of SamplingParams with its value. Raises InvalidRequestError for a wrong name or value.
 
     name: of the field, of its option (`temp`, `--top-k`) or of Ollama's parameter (`num_predict`).
     """
@@ -282,7 +284,7 @@ def chat(
     session: Session | None = None,
     another: Callable[[str], Model] | None = None,
 ) -> None:
-    """Chat until /exit or Ctrl-D. session: keeps the conversation. another: loads a model by its name."""
+    """Chat until /exit or Ctrl-D. session: keeps the conversation. another: loads a model by name."""
     if system and (raw or not has_template(model)):
         raise typer.BadParameter("it needs a chat template.", param_hint="--system")
     conversation = Chat(model, system, raw, params, parse_special)

@@ -1,4 +1,4 @@
-"""A client of the server that runs: which address it has, its key, and what it answers."""
+"""A client of a running server: its address, the API key, and its replies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from hotset.errors import HotsetError
 from hotset.escaping import clause
 
-URL = "http://127.0.0.1:8080"  # where a server is looked for
+URL = "http://127.0.0.1:8080"  # the default address of a server
 NO_KEY = "none"
 _KEY = "HOTSET_API_KEY"
-_ANSWER_SECONDS = 10.0  # for which a server that runs may take to say what it has
-_LONG = 600.0  # seconds for what waits until requests are answered
-_LARGEST = 8 << 20  # bytes of such an answer
+_ANSWER_SECONDS = 10.0  # for a running server to answer a question about itself
+_LONG = 600.0  # seconds for a request that waits until other requests are answered
+_LARGEST = 8 << 20  # bytes of a reply
 
 
 def api_key() -> str:
@@ -47,7 +47,7 @@ def is_address(url: str) -> bool:
 
 
 class NoModelServerError(HotsetError):
-    """A message that no server of models answers at an address. is_silent: nothing listens there."""
+    """The error that no server of models answers at an address. is_silent: nothing listens there."""
 
     def __init__(self, message: str, *, is_silent: bool = False) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class NoModelServerError(HotsetError):
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """They would get the key."""
+    """A handler that follows no redirects: their targets would get the key."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -64,10 +64,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _opened(
     url: str, headers: dict[str, str], data: bytes | None = None, seconds: float = _ANSWER_SECONDS
 ) -> Any:
-    """Raises urllib's HTTPError and OSError."""
+    """Return the open response to a request. Raises urllib's HTTPError and OSError."""
     handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
     if _is_loopback(urllib.parse.urlsplit(url).hostname or ""):
-        handlers.append(urllib.request.ProxyHandler({}))  # none, whatever the environment says
+        handlers.append(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
     request = urllib.request.Request(url, data, headers)
     return urllib.request.build_opener(*handlers).open(request, timeout=seconds)
 
@@ -82,7 +82,7 @@ def _is_loopback(host: str) -> bool:
 def fetched(url: str, path: str, key: str, asked: dict[str, Any] | None = None) -> bytes:
     """Return the body of a reply. asked: the JSON of a POST request, which may take long.
 
-    Raises HotsetError if the server wants another key or refuses what is asked, and NoModelServerError for
+    Raises HotsetError if the server wants another key or refuses the request, and NoModelServerError for
     every other failure.
     """
     headers, data, seconds = {"Authorization": f"Bearer {key}"}, None, _ANSWER_SECONDS
@@ -141,16 +141,16 @@ def _body(response: Any, seconds: float = _ANSWER_SECONDS) -> bytes:
 
 
 def running(url: str | None) -> tuple[str, str]:
-    """Return the address and the key of the server that a command asks: at `url`, or at the default address,
-    where only a server that says it is hotset gets the key."""
+    """Return address and key of the server for a command: the one at `url`, or at the default address. At the
+    default address only a server that says that it is hotset gets the key."""
     at = (url or URL).rstrip("/")
     return at, api_key() if url is not None or is_hotset(at) else NO_KEY
 
 
 def is_hotset(url: str) -> bool:
-    """Whether a server that says so is ready there: others get no key that was not meant for them."""
+    """Return whether a ready server says that it is hotset: other servers must not get the key."""
     try:
         with _opened(f"{url}/health", {}) as response:
             return bool(response.headers.get("server") == "hotset")
-    except (OSError, ValueError, http.client.HTTPException):  # HTTPError is an OSError: it loads its model
+    except (OSError, ValueError, http.client.HTTPException):  # OSError: also HTTPError of a loading server
         return False

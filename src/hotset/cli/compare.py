@@ -1,16 +1,16 @@
-"""The sides of `hotset perplexity --compare`: what each word stands for, and the table of all.
+"""The sides of `hotset perplexity --compare`: their words, their settings, and the table of results.
 
     --compare exact --compare svd:256          two modes of MODEL
     --compare OTHER.gguf                       MODEL against another file
     --compare OTHER.gguf,exact,cache-type=q8_0 a file, its mode, a setting
     --compare thresholds=FILE                  MODEL against itself with a file of thresholds
 
-A side is a list of words with commas between: a mode (dense, exact, predicted, threshold), a predictor
-(svd:256, or predicted:svd:256), a setting (NAME=VALUE), or else a model. What it leaves out is as on the rest
-of the command line; but what is said there of MODEL itself (mode, predictor, profile, activation) is not said
-of another file, and a mode, a predictor or thresholds take the place of the mode and the predictor there.
+A side is a list of words, separated by commas: a mode (dense, exact, predicted, threshold), a predictor
+(svd:256, or predicted:svd:256), a setting (NAME=VALUE), or otherwise a model. The rest of the command line
+gives the other settings. Its mode, predictor, profile and activation apply only to MODEL, not to another
+file. A mode, a predictor or thresholds of a side replace both its mode and its predictor.
 
-A file that --thresholds names is that of the sides that say `threshold`. Where none does, it is that of
+A file of --thresholds applies to the sides with the word `threshold`. If no side has it, it applies to
 MODEL.
 """
 
@@ -48,7 +48,7 @@ _OF_THE_GPU = ("vram_budget", "n_gpu_layers", "gpu_index")
 
 @dataclass(frozen=True)
 class Side:
-    """model: a path or a name. said: its own settings, as they were written."""
+    """One side of a comparison. model: a path or a name. said: its own settings, as the user wrote them."""
 
     model: str
     settings: LoadSettings
@@ -58,16 +58,16 @@ class Side:
 def sides_of(
     model: str, settings: LoadSettings, compare: Sequence[str], thresholds: Path | None = None
 ) -> list[Side]:
-    """What is compared: MODEL as its settings say with the one that is named, or those that are named.
+    """Return the sides to compare: MODEL and the one that is named, or only the named ones.
 
-    thresholds: a file for the sides of MODEL that say `threshold`, where the settings have none.
+    thresholds: a file for the sides of MODEL with the word `threshold`, if the settings have none.
     """
     named = [_side(words, model, settings, thresholds) for words in compare]
     return [Side(model, settings), *named] if len(named) < 2 else named
 
 
 def says_threshold(compare: Sequence[str]) -> bool:
-    """Whether a side of MODEL asks for the mode without a file of its own."""
+    """Return whether a side of MODEL asks for mode `threshold` without a file of its own."""
     return any(
         words.model is None and words.changed.get("sparsity") == "threshold" and not words.names_thresholds
         for words in map(_read, compare)
@@ -76,7 +76,7 @@ def says_threshold(compare: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Words:
-    """What a side says: another model or None, fields of LoadSettings, settings as they were written."""
+    """The parsed words of a side: another model or None, fields of LoadSettings, settings as written."""
 
     model: str | None
     changed: dict[str, Any]
@@ -134,7 +134,7 @@ def _side(text: str, model: str, settings: LoadSettings, thresholds: Path | None
     elif not changed.keys().isdisjoint(("sparsity", "predictor", "thresholds")):
         unsaid = ("sparsity", "predictor")
         if changed.get("sparsity") in ("dense", "exact"):
-            unsaid += ("profile",)  # it serves predictions
+            unsaid += ("profile",)  # only predictions use it
         if changed.get("sparsity") == "threshold":
             changed = {"thresholds": thresholds or settings.thresholds} | changed
         elif not words.names_thresholds:
@@ -147,7 +147,7 @@ def _side(text: str, model: str, settings: LoadSettings, thresholds: Path | None
 
 
 def names_of(sides: Sequence[Side], models: Sequence[Model]) -> list[str]:
-    """A short name for each: the file where there are several, the mode, the settings."""
+    """Return a short name for each side: the file if there are several, the mode, the settings."""
     files = [model.gguf.path.name.removesuffix(".gguf") for model in models]
     several = len(set(files)) > 1
     names = []
@@ -163,7 +163,7 @@ def _mode_of(choice: Choice) -> str:
 
 
 def table_of(names: Sequence[str], results: Sequence[PerplexityResult]) -> tuple[list[str], list[list[str]]]:
-    """A row for each side; what is compared with the first is blank in its own row."""
+    """Return a row for each side. Comparisons with the first side are blank in its own row."""
     counted = any(result.active_share is not None for result in results)
     chosen = any((result.selected_share or 1) < 1 for result in results)
     columns = ["", ">PPL", ">÷ first", ">KL mean", ">KL 99%", ">same top"]

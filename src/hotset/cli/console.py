@@ -1,6 +1,6 @@
-"""What the subcommands share: messages on stderr, tables and JSON on stdout.
+"""Output of all subcommands: messages on stderr, tables and JSON on stdout.
 
-Rich is imported only where a table is really printed: `hotset run` answers before it would load.
+Rich is imported only to print a table: `hotset run` answers before that import would be done.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
     from hotset.api import Model
 
 
-_INPUT_SECONDS = 3.0  # for which a prompt waits for the standard input
-LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
+_INPUT_SECONDS = 3.0  # to wait for text on the standard input
+LONGEST_TEXT = 1 << 30  # bytes of a text to read, since a device has no end
 
 
 def say(text: str, *, dim: bool = False, column: int = 0) -> None:
-    """A message on stderr, which is at that column; stdout belongs to the answer."""
+    """Print a message to stderr, where the cursor is at `column`; stdout is for the answer."""
     typer.secho(wrapped(escaped(text), sys.stderr, column), err=True, dim=dim)
 
 
 def warn(text: str) -> None:
-    """A warning on stderr; settings become options."""
+    """Print a warning to stderr; settings are replaced by options."""
     typer.secho(prefix := "warning: ", fg="yellow", err=True, nl=False)
     say(in_options(text), column=len(prefix))
 
 
 def say_note(text: str) -> None:
-    """A note of the library on stderr; settings become options."""
+    """Print a note of the library to stderr; settings are replaced by options."""
     say(in_options(text), dim=True)
 
 
 def print_error(message: str) -> None:
-    """A message on stderr. It may begin with a name, whose case is its own; settings become options."""
+    """Print an error message to stderr; settings are replaced by options. Its first letter is unchanged."""
     message = in_options(message)
     typer.secho(prefix := "error: ", fg="red", bold=True, err=True, nl=False)
     say(message if message.endswith((".", "!", "?")) else message + ".", column=len(prefix))
 
 
 def print_choice(model: Model) -> None:
-    """Which neurons are computed and why, and what was built for it; nothing where there is no choice."""
+    """Print which neurons are computed and why, if there is a choice, and the notes on the model."""
     if model.config.has_zeros or model.sparsity.mode == "threshold":
         say_note(f"sparsity {model.sparsity.reason}")
     for note in model.notes:
@@ -62,8 +62,8 @@ def print_choice(model: Model) -> None:
 
 
 def print_memory(model: Model) -> None:
-    """Planned beside measured memory of devices, and what their backend chose; or what memory is for under
-    a budget of it. Nothing without either."""
+    """Print the planned and the measured memory of devices, and the notes of their backend; or the use of
+    memory under a RAM budget. Print nothing without either."""
     if model.ram is not None:
         from hotset.report.disk import ram_lines, ram_table
 
@@ -80,9 +80,9 @@ def print_memory(model: Model) -> None:
 
 
 def read_text(file: Path, option: str, longest: int | None = None) -> str:
-    """A text file of so many bytes at most (None: LONGEST_TEXT) as it stands: newlines stay what they are."""
+    """Return a file's text, at most `longest` bytes (None: LONGEST_TEXT), with its newlines unchanged."""
     try:
-        with file.open("rb") as opened:  # a pipe too: -f <(...)
+        with file.open("rb") as opened:  # it may be a pipe, as in -f <(...)
             return read_bounded(opened, file, longest or LONGEST_TEXT).decode("utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{file} cannot be read ({error.strerror}).", param_hint=option) from None
@@ -97,7 +97,7 @@ def input_waits() -> bool:
     try:
         fd = sys.stdin.fileno()
         ready = bool(select.select([fd], [], [], _INPUT_SECONDS)[0])
-    except (OSError, ValueError):  # no file of the system; Windows, where only sockets can be asked
+    except (OSError, ValueError):  # not a file of the system; on Windows select() takes only sockets
         return True
     if not ready:
         warn("the standard input is open and has no text yet: it is left out. -f - waits for it.")
@@ -105,7 +105,7 @@ def input_waits() -> bool:
 
 
 def read_input(argument: str) -> str:
-    """The standard input, for an argument, as `read_text` reads a file."""
+    """Return the text of the standard input, for an argument, as `read_text` reads a file."""
     try:
         return read_bounded(sys.stdin.buffer, "the standard input", LONGEST_TEXT).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -119,7 +119,7 @@ def read_input(argument: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """`value` as JSON on stdout. Numbers that JSON does not know (NaN, infinity) become null."""
+    """Print `value` as JSON to stdout. Numbers that JSON does not have (NaN, infinity) become null."""
     sys.stdout.write(escaped_json(json.dumps(_finite(value), indent=2, ensure_ascii=False)) + "\n")
 
 
@@ -142,9 +142,10 @@ def print_table(
     tight: bool = False,
     limit: int = LONGEST_CELL,
 ) -> None:
-    """Rows of text as a table; a column whose name begins with ">" is set flush right.
+    """Print rows of text as a table. A column whose name begins with ">" is aligned right.
 
-    Title and cells may be anybody's text; longer ones than `limit` lose their middle.
+    Title and cells are escaped, since strangers may have written them. Texts longer than `limit` lose their
+    middle.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

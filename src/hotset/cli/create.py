@@ -1,4 +1,4 @@
-"""`hotset create`: a model made of another one, by a Modelfile."""
+"""`hotset create`: a model made from another one with a Modelfile."""
 
 from __future__ import annotations
 

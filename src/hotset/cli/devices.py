@@ -1,4 +1,4 @@
-"""The devices of this machine: the rows of `--device list` and of `hotset doctor`."""
+"""The devices of this machine, for `--device list` and for `hotset doctor`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_devices() -> None:
 
 
 def examined() -> Iterator[tuple[str, tuple[list[Examined], str]]]:
-    """Yield the devices of each backend, or why it has no device."""
+    """Yield each backend with its devices, or with the reason that it has none."""
     for backend in DEVICE_BACKENDS:
         try:
             yield backend, (detector_of(backend).examine(Reporter()), "")

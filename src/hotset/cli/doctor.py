@@ -1,4 +1,4 @@
-"""`hotset doctor`: what this machine has, what hotset chose of it and why."""
+"""`hotset doctor`: the hardware and software of this machine, and what hotset chose for it and why."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def doctor(json: options.Json = False) -> None:
 
 
 def examine(devices: Mapping[str, tuple[list[Examined], str]]) -> dict[str, Any]:
-    """Everything that doctor shows, as plain values. devices: as of examined."""
+    """Return everything that doctor shows, as plain values. devices: as `examined` returns them."""
     import psutil
 
     from hotset.cores import usable_cores
@@ -113,7 +113,7 @@ def examine(devices: Mapping[str, tuple[list[Examined], str]]) -> dict[str, Any]
 
 
 def _kernels() -> dict[str, Any]:
-    """Which kernels the native core chose, of which it has, and the reason in words."""
+    """Return the kernels that the native core chose, the available ones, and the reason in words."""
     try:
         from hotset import _core
     except ImportError as error:
@@ -142,7 +142,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    """GPUs, the libraries that use them, and what to do; nothing of torch is imported."""
+    """Return the GPUs, the libraries for them, and advice. This does not import torch."""
     drivers = {
         name: any(ctypes.util.find_library(library) for library in libraries)
         for name, libraries in _GPU_DRIVERS.items()
@@ -167,7 +167,7 @@ def _device_rows(backend: str, found: list[Examined], why: str) -> Iterator[tupl
 
 
 def package_version(package: str) -> str | None:
-    """The installed version, or None (running from a source folder has none of hotset)."""
+    """Return the installed version, or None, as for hotset itself if it runs from a source folder."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -175,7 +175,7 @@ def package_version(package: str) -> str | None:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty elsewhere than on Linux."""
+    """Return the first processor of /proc/cpuinfo; {} on other systems than Linux."""
     try:
         block = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -185,7 +185,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _features() -> list[str]:
-    """Those instruction sets that matter to the kernels, as Linux names them."""
+    """Return the instruction sets that matter to the kernels, under Linux's names."""
     info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     relevant = "avx avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_int8 "

@@ -1,7 +1,7 @@
-"""The editor of the chat: messages of one line or more, with a history that all chats share.
+"""The editor of the chat: messages of one or more lines, with a history that all chats share.
 
-prompt_toolkit edits them: a pasted block is one message (bracketed paste), Tab completes commands, the arrow
-up and Ctrl-R find earlier messages. Where nothing can be drawn (TERM=dumb) lines are read as they are.
+prompt_toolkit edits them. A pasted block is one message (bracketed paste), Tab completes commands, the arrow
+up and Ctrl-R find earlier messages. If nothing can be drawn (TERM=dumb), plain lines are read.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from hotset.storage import store
 _PROMPT, _CONTINUATION = "> ", "  "
 _QUOTES = '"""'
 _LARGEST_HISTORY = 1 << 20  # bytes of the file
-_LONGEST_ENTRY = 64 << 10  # bytes of a message in it; a longer one is not kept
+_LONGEST_ENTRY = 64 << 10  # bytes of a message; a longer one is not stored
 
 
 def is_open(typed: str) -> bool:
-    """Whether Enter begins another line: after a backslash, and in a block until a line ends with quotes."""
+    """Return whether Enter begins another line: after a backslash, or in a block until its closing quotes."""
     if typed.startswith(_QUOTES):
         return not any(line.rstrip().endswith(_QUOTES) for line in typed[len(_QUOTES) :].split("\n"))
     return typed.endswith("\\")
 
 
 def block(typed: str) -> str | None:
-    """What stands between the quotes of a block, or None where `typed` is none."""
+    """Return the text between the quotes of a block, or None if `typed` is not a block."""
     text, n = typed.rstrip(), len(_QUOTES)
     if len(text) < 2 * n or not (text.startswith(_QUOTES) and text.endswith(_QUOTES)):
         return None
@@ -52,7 +52,7 @@ def block(typed: str) -> str | None:
 
 
 class Editor:
-    """Reads messages from the terminal. commands: what Tab completes at the beginning of a message."""
+    """A reader of messages from the terminal. commands: completions of Tab at the start of a message."""
 
     def __init__(self, commands: Iterable[str]) -> None:
         self._session: PromptSession[str] | None = None
@@ -61,7 +61,7 @@ class Editor:
         output = create_output(always_prefer_tty=True)
         if isinstance(output, Vt100_Output):
             output.enable_cpr = (
-                False  # menus need the cursor's position, and a late reply is text in an answer
+                False  # menus need the cursor's position; a late reply would appear as text in an answer
             )
         self._history = ChatHistory()
         self._session = PromptSession(
@@ -71,13 +71,13 @@ class Editor:
         )  # fmt: skip
 
     def read(self) -> str:
-        """The next message as it was typed. Raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C."""
+        """Return the next message as typed. Raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C."""
         if self._session is None:
             return _read_lines()
         try:
             return self._session.prompt()
         finally:
-            self._session.output.enable_bracketed_paste()  # for what is pasted during an answer
+            self._session.output.enable_bracketed_paste()  # for text that is pasted during an answer
             self._session.output.flush()
             self._history.report()
 
@@ -112,9 +112,9 @@ def _bindings() -> KeyBindings:
 
 
 class ChatHistory(History):
-    """The messages of all chats, the newest last: a JSON string a line. What is no such line is skipped.
+    """The messages of all chats, the newest last: one JSON string per line. Other lines are skipped.
 
-    A file that cannot be read or written is reported once, and changes nothing else.
+    An error of reading or writing the file is reported once, and changes nothing else.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class ChatHistory(History):
             return
         try:
             path = _history_file()
-            entries = [*_kept(path), entry]  # other chats have added to it meanwhile
+            entries = [*_kept(path), entry]  # read again, because other chats may have added entries
             size = sum(len(one) + 1 for one in entries)
             while size > _LARGEST_HISTORY:
                 size -= len(entries.pop(0)) + 1
@@ -146,7 +146,7 @@ class ChatHistory(History):
             self._problem = str(error)
 
     def report(self) -> None:
-        """Says what was wrong with the file, where nothing is drawn."""
+        """Print the error of the file, at a moment when nothing is drawn."""
         if self._problem and not self._is_reported:
             self._is_reported = True
             say(f"Messages are not kept for later chats: {self._problem}", dim=True)
@@ -157,7 +157,7 @@ def _history_file() -> Path:
 
 
 def _kept(path: Path) -> list[str]:
-    """The entries of a file, as they are there. Raises HotsetError."""
+    """Return the entries of a file, unchanged. Raises HotsetError."""
     try:
         lines = read_small_file(path, _LARGEST_HISTORY).decode("utf-8", "replace").split("\n")
     except FileNotFoundError:
@@ -188,7 +188,7 @@ def _read_line(prompt: str) -> str:
         line = sys.stdin.readline()
     finally:
         if not line:
-            say("")  # the cursor is behind the prompt
+            say("")  # moves the cursor away from the prompt
     if not line:
         raise EOFError
     return line.removesuffix("\n")

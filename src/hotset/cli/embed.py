@@ -1,4 +1,4 @@
-"""`hotset embed` and `hotset rerank`: texts as vectors, and documents by how well they answer a query."""
+"""`hotset embed` and `hotset rerank`: vectors of texts, and documents ranked by their answer to a query."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 FORMATS = (".npy", ".jsonl")
-_AT_ONCE = 64  # texts between two signs of progress
+_AT_ONCE = 64  # texts between two updates of the progress bar
 
 TextsFile = Annotated[
     Path | None, typer.Option("--file", "-f", help="Texts, one per line; -: the standard input.")
@@ -115,7 +115,7 @@ def rerank(
 
 
 def _in_pieces(texts: list[str], bar: ProgressBar) -> Iterator[tuple[int, list[str]]]:
-    """Some of the texts at a time, and how many are before them; the bar shows how many are done."""
+    """Yield a few texts at a time, with the index of the first. The bar shows how many are done."""
     for start in range(0, len(texts), _AT_ONCE):
         if len(texts) > 1:
             bar.advance("texts", start, len(texts), "texts")
@@ -133,7 +133,7 @@ def _loaded(model: str, settings: LoadSettings, bar: ProgressBar) -> Model:
 
 
 def _texts(given: list[str] | None, file: Path | None, name: str) -> list[str]:
-    """The arguments, and the lines of a file behind them. Wrong usage where there are none, or empty ones."""
+    """Return the arguments and the lines of a file. Raises BadParameter without texts or for an empty one."""
     texts = list(given or [])
     if not all(texts):
         raise typer.BadParameter(f"number {texts.index('') + 1} is empty.", param_hint=name)

@@ -136,7 +136,7 @@ def _json_line(answer: ScoredAnswer) -> bytes:
 
 
 def _questions(file: Path, option: str, labels: Path | None, labels_option: str) -> list[Question]:
-    # Split at \n alone: JSON may hold other separators of lines.
+    # Split only at \n: texts in JSON may have other line separators.
     lines = read_text(file, option).encode().split(b"\n")
     of_lines = None if labels is None else read_text(labels, labels_option).encode().split(b"\n")
     return read_questions(lines, str(file), of_lines)
@@ -150,7 +150,7 @@ def _with_examples(
         raise InvalidRequestError("--shots needs --examples FILE, from which examples are drawn")
     if pool and pool[0].task != task:
         raise InvalidRequestError(f"{file} has questions of {pool[0].task}, and FILE those of {task}")
-    # The harness has a test split of ARC alone, and compares the names of splits, not their questions.
+    # The harness has only a test split for ARC. It compares the names of splits, not their questions.
     shots = Shots(n, seed, one_more=task != "arc")
     return with_examples(questions, [one.document for one in pool], pool.__getitem__, shots, str(file))
 

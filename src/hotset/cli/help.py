@@ -1,4 +1,4 @@
-"""The help of commands: `-h` prints the options of `SHOWN`, and `--help-all` prints all of them in groups."""
+"""The help of commands: `-h` prints the options in `SHOWN`, and `--help-all` prints all of them in groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 MOST_SHOWN = 15
-# The options that -h prints of a command with more than MOST_SHOWN.
+# The options that -h prints for a command with more than MOST_SHOWN.
 SHOWN = frozenset((
     "--model", "--prompt", "--file", "--system", "--session", "--json", "--n-predict", "--temp",
     "--seed", "--ctx-size", "--threads", "--device", "--sparsity", "--vram-budget", "--ram-budget",
@@ -21,7 +21,7 @@ _WORDS = {int: "N", float: "NUMBER", Path: "PATH"}
 
 
 def format_usage_and_text(command: Any, context: Any, formatter: Any) -> None:
-    """Write how a command is called, and what it does."""
+    """Write the usage and the description of a command."""
     command.format_usage(context, formatter)
     command.format_help_text(context, formatter)
 

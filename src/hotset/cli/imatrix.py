@@ -1,4 +1,4 @@
-"""`hotset imatrix`: which inputs of a model's matrices matter, for `hotset quantize --imatrix`."""
+"""`hotset imatrix`: the importance of the inputs of a model's matrices, for `hotset quantize --imatrix`."""
 
 from __future__ import annotations
 

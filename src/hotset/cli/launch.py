@@ -1,8 +1,8 @@
-"""`hotset launch`: a coding agent or an editor that uses a model of this machine.
+"""`hotset launch`: start a coding agent or an editor with a model of this machine.
 
-A server that runs is used; else one is started, and stopped with the tool. What is set is shown. A file of
-the user's own is changed only after a yes, and has its old bytes again when the tool has ended, or at the
-next launch.
+It uses a running server. Otherwise it starts one, and stops it with the tool. It prints every setting. A file
+of the user is changed only after a yes. The file gets its old bytes back when the tool ends, or at the next
+launch.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from hotset.model.decoder import describe
 from hotset.model.supported import read_config
 from hotset.storage import catalogue, find_created, resolve
 
-_FREE = "http://127.0.0.1:PORT"  # what --print shows for a server that would be started
-_CONTEXT = 32768  # tokens of a server that is started, for prompts of agents
-_SHORT_CONTEXT = 16384  # fewer are warned about
-_SHARE_OF_FREE = 0.5  # of the memory beside the model, that a context may have which was not asked for
+_FREE = "http://127.0.0.1:PORT"  # shown by --print for a server that would be started
+_CONTEXT = 32768  # tokens of a new server's context, for the prompts of agents
+_SHORT_CONTEXT = 16384  # a smaller context causes a warning
+_SHARE_OF_FREE = 0.5  # of the memory next to the model, for the cache of a default context
 _LONGEST_NAME = 1000  # characters of a model's name
 _LONGEST_CONTEXT = 1 << 31  # tokens of a context that a server may claim
-_LOOK_SECONDS = 0.1  # between two looks whether the server that was started is ready
+_LOOK_SECONDS = 0.1  # between two checks whether the new server is ready
 _KEY = "HOTSET_API_KEY"
 
 
@@ -88,7 +88,7 @@ def launch(
     program = shutil.which(chosen.program)
     if program is None and not show:
         raise HotsetError(f"{chosen.what} ({chosen.program}) is not installed: {chosen.page} says how.")
-    if program is not None and not os.path.isabs(program):  # where Windows looks first
+    if program is not None and not os.path.isabs(program):  # Windows searches the current folder first
         raise HotsetError(
             f"The current folder has a program {program}, which is not started: remove it first."
         )
@@ -128,8 +128,8 @@ def launch(
 
 
 def _known(name: str) -> Path | None:
-    """The file of a model, None for one that would be fetched. Raises ModelNotFoundError for a name that is
-    neither."""
+    """Return the file of a model, None for one that would be fetched. Raises ModelNotFoundError for any other
+    name."""
     entry = catalogue.find(name)
     try:
         return resolve(name, download=False)
@@ -145,8 +145,8 @@ def _served_name(name: str) -> str:
 
 
 def _context(name: str, path: Path | None) -> int:
-    """Tokens of a context for agents: what the model was created with, or was trained for, as far as its
-    cache fits beside it. path: None for a model that is not here."""
+    """Return the tokens of a context for agents: those that the model was created with, or as many as its
+    training and the memory allow. path: None for a model that is not on this machine."""
     made = find_created(name)
     if path is None or (made is not None and made[1].load.get("n_ctx")):
         return _CONTEXT if made is None else int(made[1].load["n_ctx"])
@@ -231,7 +231,7 @@ def _with(ctx_size: int | None) -> str:
 
 @contextlib.contextmanager
 def _started(model: str, ctx_size: int | None) -> Iterator[ServerAddress]:
-    """A server of a model on a free port of this machine, until the tool has ended."""
+    """Yield a new server of a model on a free port of this machine. It ends with the tool."""
     check_installed()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -241,7 +241,7 @@ def _started(model: str, ctx_size: int | None) -> Iterator[ServerAddress]:
     say(f"No server runs: starting one of {model} at {url}{_with(ctx_size)} ...")
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-P", "-m", "hotset.cli.main", "serve", model, "--port", str(port), *more]
-        # A group of its own: Ctrl-C is the tool's.
+        # The server has its own process group: Ctrl-C is only for the tool.
         server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **_OWN_GROUP)
         try:
             while not is_hotset(url):
@@ -267,7 +267,7 @@ _OWN_GROUP: dict[str, Any] = (
 
 
 def shown(setup: Setup, command: list[str]) -> Iterator[str]:
-    """Lines that say what is set."""
+    """Yield lines that show the settings."""
     for name, value in setup.env.items():
         yield f"  {name} is not set" if value is None else f"  {name}={_hidden(value)}"
     for name, text in setup.scratch.items():
@@ -285,7 +285,7 @@ def _hidden(text: str) -> str:
 
 
 def _added(path: Path, new: str) -> list[str]:
-    """What is added to a file of JSON, line by line; of a new file all."""
+    """Return the lines that are added to a JSON file; for a new file, all lines."""
     try:
         old = set(path.read_text("utf-8").splitlines())
     except OSError:
@@ -295,7 +295,7 @@ def _added(path: Path, new: str) -> list[str]:
 
 @contextlib.contextmanager
 def _edited(setup: Setup, *, yes: bool) -> Iterator[None]:
-    """The user's files as the tool needs them. Raises HotsetError where that is not wanted."""
+    """Change the user's files for the tool, and restore them. Raises HotsetError if the user says no."""
     if not setup.edits:
         yield
         return
@@ -304,7 +304,7 @@ def _edited(setup: Setup, *, yes: bool) -> Iterator[None]:
     for path, text in setup.edits.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         backup = backup_of(path)
-        if not backup.exists():  # else a launch was killed, and this is what the file was before
+        if not backup.exists():  # otherwise a launch was killed, and the backup has the original
             _write_as(path, backup, path.read_bytes() if path.exists() else b"")
         _write_as(path, path, text.encode())
         written = path.stat().st_mtime_ns
@@ -317,34 +317,34 @@ def _edited(setup: Setup, *, yes: bool) -> Iterator[None]:
 
 
 def _write_as(model: Path, path: Path, data: bytes) -> None:
-    """Writes a file with the permissions of another one, where that is there."""
+    """Write a file with the permissions of another one, if that exists."""
     try:
         mode = stat.S_IMODE(model.stat().st_mode)
     except FileNotFoundError:
         write_whole({path: data})
         return
     write_whole({path: data}, mode=mode)
-    path.chmod(mode)  # what the umask took
+    path.chmod(mode)  # sets permissions that the umask removed
 
 
 def _restore(path: Path, written: str) -> None:
-    """Gives a file the bytes that it had before. written: what the launch made of it: a file that has been
-    changed since stays."""
+    """Restore the bytes that a file had before. written: the launch's version: a file that has been changed
+    since then stays."""
     backup = backup_of(path)
     if path.exists() and path.read_bytes() != written.encode():
         say(f"{path} was changed in the meantime and stays as it is; what it was before is in {backup}.")
     elif backup.stat().st_size:
         backup.replace(path)
-    else:  # there was no such file
+    else:  # the file did not exist
         path.unlink(missing_ok=True)
         backup.unlink()
 
 
 def _run(command: list[str], env: dict[str, str]) -> int:
-    """The tool's exit code; Ctrl-C is for the tool alone."""
+    """Run the tool and return its exit code; Ctrl-C is only for the tool."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        # The tool gets the signal again.
+        # The tool's process handles the signal again.
         return subprocess.run(command, env=env, check=False, **_GETS_INTERRUPTS).returncode
     finally:
         signal.signal(signal.SIGINT, before)

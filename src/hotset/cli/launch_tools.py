@@ -1,4 +1,4 @@
-"""How programs are pointed at a server: arguments, variables, and files where nothing else reaches them."""
+"""Settings that direct programs to a server: arguments, variables, and files if a program needs them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hotset.files import read_small_text
 from hotset.parameters import shown
 
 _MAX_SETTINGS = 4 << 20  # bytes of a file of settings
-BACKUP = ".before-hotset"  # behind the name of a file that a launch has changed
-_NAME = "hotset"  # what the server is called in the tools' own settings
+BACKUP = ".before-hotset"  # the suffix of a backup of a file that a launch has changed
+_NAME = "hotset"  # the server's name in the tools' own settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """url: without a path. model: the name that requests say. n_ctx: tokens of its context, where it is
-    known. key: what clients send; any text where the server wants none."""
+    """A server for tools. url: without a path. model: the name in requests. n_ctx: tokens of its context, if
+    known. key: what clients send; any text if the server needs none."""
 
     url: str
     model: str
@@ -33,9 +33,9 @@ class ServerAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a tool is started. env: variables; None: not set. scratch: files that it reads beside those of the
-    user, as they are called in `command` ("{NAME}"). edits: the user's own files, with what they have while
-    the tool runs."""
+    """The start of a tool. env: variables; None: unset. scratch: files for this run, by the name that
+    `command` has in braces ("{NAME}"). edits: the user's own files, with their contents while the tool
+    runs."""
 
     command: tuple[str, ...]
     env: Mapping[str, str | None] = field(default_factory=dict)
@@ -50,12 +50,12 @@ def _claude(server: ServerAddress) -> Setup:
         env={
             "ANTHROPIC_BASE_URL": server.url,
             "ANTHROPIC_AUTH_TOKEN": server.key,
-            "ANTHROPIC_API_KEY": None,  # it would be sent in place of the token
+            "ANTHROPIC_API_KEY": None,  # the tool would send it in place of the token
             **{f"ANTHROPIC_{name}": server.model for name in models},
             "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it differs in each request: no prompt would be cached
-            # Without it Claude Code sends a request again after 300 s, for it does not count `ping` events.
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it differs in each request: no prefix is cached
+            # By default Claude Code repeats a request after 300 s, because it does not count `ping` events.
             "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "1800000",
         },
     )
@@ -69,16 +69,16 @@ def _codex(server: ServerAddress) -> Setup:
         f"model_providers.{_NAME}.wire_api": "responses",
         f"model_providers.{_NAME}.env_key": "HOTSET_API_KEY",
         "model": server.model,
-        "web_search": "disabled",  # a tool that a provider runs
+        "web_search": "disabled",  # only a provider can run this tool
         **({} if server.n_ctx is None else {"model_context_window": server.n_ctx}),
     }
-    # A value is TOML, of which JSON's texts and numbers are a part.
+    # Values are TOML, which includes JSON's texts and numbers.
     arguments = (part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}"))
     return Setup(command=("codex", *arguments), env={"HOTSET_API_KEY": server.key})
 
 
 def _opencode(server: ServerAddress) -> Setup:
-    # OpenCode keeps `output` tokens free for an answer, and shortens a conversation that needs them.
+    # OpenCode reserves `output` tokens for an answer, and shortens a conversation that needs them.
     limit = {} if server.n_ctx is None else {"limit": {"context": server.n_ctx, "output": server.n_ctx // 4}}
     settings = {
         "$schema": "https://opencode.ai/config.json",
@@ -126,7 +126,7 @@ def _continue(server: ServerAddress) -> Setup:
 
 
 def _zed(server: ServerAddress) -> Setup:
-    path = zed_settings().resolve()  # a link to it stays one
+    path = zed_settings().resolve()  # so that a link stays a link
     model = {
         "name": server.model,
         "max_tokens": server.n_ctx or 8192,
@@ -139,7 +139,7 @@ def _zed(server: ServerAddress) -> Setup:
         "agent": {"default_model": {"provider": _NAME, "model": server.model}},
     }
     settings = _merged(_read_settings(path), added)
-    # It takes the key of a provider from the variable with the provider's name.
+    # Zed takes a provider's key from the variable with the provider's name.
     return Setup(
         command=("zed", "--wait"),
         env={"HOTSET_API_KEY": server.key},
@@ -149,7 +149,7 @@ def _zed(server: ServerAddress) -> Setup:
 
 @dataclass(frozen=True)
 class LaunchTool:
-    """what: in words. program: its command. page: where it is installed from."""
+    """A tool that can be launched. what: its title. program: its command. page: its installation page."""
 
     what: str
     program: str
@@ -169,7 +169,7 @@ TOOLS = {
 
 
 def zed_settings() -> Path:
-    """Where Zed has its user's settings."""
+    """Return the path of Zed's user settings."""
     if sys.platform == "win32":
         return (
             Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming") / "Zed" / "settings.json"
@@ -179,8 +179,11 @@ def zed_settings() -> Path:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """A file of JSON with comments and commas at ends, as it was before a launch that did not end; {} where
-    there is none. Raises InvalidRequestError, also where it was changed after that launch."""
+    """Return the settings in a JSON file with comments and trailing commas; {} if the file does not exist.
+
+    If a launch did not end, it returns the settings before that launch. Raises InvalidRequestError, also if
+    the file was changed after that launch.
+    """
     backup = backup_of(path)
     if backup.exists() and path.exists() and not _is_untouched(path, backup):
         raise InvalidRequestError(
@@ -203,13 +206,13 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _is_untouched(path: Path, backup: Path) -> bool:
-    """Whether a file is as a launch wrote it, or as it was before."""
+    """Return whether a file is unchanged since a launch wrote it, or equal to its backup."""
     return path.stat().st_mtime_ns == backup.stat().st_mtime_ns or path.read_bytes() == backup.read_bytes()
 
 
 def backup_of(path: Path) -> Path:
-    """Where the bytes of a user's file are while a launch has changed it; without any where there was no
-    file. Its time is that at which the launch wrote the other one."""
+    """Return the path of the backup of a user's file while a launch has changed it. It is empty if there was
+    no file. Its time is the time at which the launch wrote the user's file."""
     return path.with_name(path.name + BACKUP)
 
 
@@ -217,7 +220,7 @@ _PARTS = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/|,(?=(?:\s|//[^\n]*|
 
 
 def without_comments(text: str) -> str:
-    """JSON of JSON with comments, and with commas behind the last element."""
+    """Return JSON from JSON with comments and trailing commas."""
     return _PARTS.sub(lambda found: found[1] or "", text).strip()
 
 
@@ -230,13 +233,13 @@ def _merged(settings: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, 
 
 
 def tool_of(name: str) -> LaunchTool:
-    """Raises HotsetError for a name that is none."""
+    """Return the tool with this name. Raises HotsetError for an unknown name."""
     if name not in TOOLS:
         raise HotsetError(f"There is no {shown(name)} to launch; there are {', '.join(TOOLS)}.")
     return TOOLS[name]
 
 
 def with_arguments(setup: Setup, arguments: Sequence[str], folder: Path) -> list[str]:
-    """The command line, with the scratch files in `folder`."""
+    """Return the command line, with the scratch files in `folder`."""
     places = {f"{{{name}}}": str(folder / name) for name in setup.scratch}
     return [*(places.get(part, part) for part in setup.command), *arguments]

@@ -26,7 +26,7 @@ from hotset.errors import FormatError, HotsetError, did_you_mean
 from hotset.escaping import escaped
 
 # Group of the help → subcommand → module and function. Only the subcommand that is called is imported: the
-# imports of the others would be a tenth of the time to the first token.
+# other imports would take a tenth of the time to the first token.
 GROUPS = {
     "Use": {
         "run": ("run", "run"),
@@ -69,14 +69,14 @@ GROUPS = {
 }
 SUBCOMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
 _SPARSE = "sparse"
-# Earlier names, and those of shells and of other programs.
+# Earlier names of subcommands, and names that shells and other programs use.
 _ALIASES = {
     **{name: f"sparse {name}" for name in ("profile", "trace", "report", "reorder", "calibrate")},
     "train-predictor": "sparse train",
     "sparsify": "sparse make",
     "ls": "list",
 }
-# What other programs call some of them.
+# Names of some subcommands in other programs.
 _ELSEWHERE = {
     "chat": "run", "generate": "run", "start": "serve", "download": "pull", "fetch": "pull", "get": "pull",
     "models": "list", "info": "show", "remove": "rm", "delete": "rm", "benchmark": "bench",
@@ -112,7 +112,7 @@ class _Subcommand(TyperCommand):
 
 
 class _Subcommands(TyperGroup):
-    """Subcommands whose names begin with `prefix`. Each is loaded when it is called."""
+    """The subcommands whose names begin with `prefix`. Each is loaded when it is called."""
 
     prefix = ""
 
@@ -181,7 +181,7 @@ def _sparse_commands() -> _SparseCommands:
 
 
 class _Group(_Subcommands):
-    """All subcommands. Turns what they raise into a message and an exit code."""
+    """All subcommands. It turns their exceptions into a message and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _as_options(args))
@@ -192,7 +192,7 @@ class _Group(_Subcommands):
     def make_context(self, *args: Any, **more: Any) -> Any:
         try:
             return super().make_context(*args, **more)
-        except _OutputError as error:  # of --help
+        except _OutputError as error:  # raised by --help
             _leave(error)
         except Exception as error:
             _flush()
@@ -206,7 +206,7 @@ class _Group(_Subcommands):
 
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # here, so that a closed pipe is noticed where it is handled
+            sys.stdout.flush()  # flush here, where an error of a closed pipe is handled
             if message := _truncated_message(truncated_before):
                 raise FormatError(message)
             return result
@@ -227,7 +227,7 @@ class _Group(_Subcommands):
             _print_message("There is not enough memory: use a smaller model, or a smaller context with -c.")
             sys.exit(1)
         except Exception as error:
-            if hasattr(error, "exit_code"):  # typer's own: wrong usage, an early exit
+            if hasattr(error, "exit_code"):  # typer's own exceptions: wrong usage, an early exit
                 _flush()
                 raise _escaped(error) from None
             print_message(_fault(error))
@@ -235,7 +235,7 @@ class _Group(_Subcommands):
 
 
 def _as_options(args: list[str]) -> list[str]:
-    """Return the arguments with `help`, `version` and aliases replaced by what they stand for."""
+    """Return the arguments with `help`, `version` and aliases replaced by their meaning."""
     match args:
         case ["help", name, *rest] if name not in ("help", "version"):
             return [*_as_options([name, *rest]), "--help"]
@@ -249,7 +249,7 @@ def _as_options(args: list[str]) -> list[str]:
 
 
 def _flush() -> None:
-    """What --help has printed, before an exit that nothing handles."""
+    """Flush the output of --help before an exit that nothing handles."""
     try:
         sys.stdout.flush()
     except _OutputError as error:
@@ -257,26 +257,29 @@ def _flush() -> None:
 
 
 def _leave(error: _OutputError) -> NoReturn:
-    if error.is_closed_pipe:  # `hotset ... | head`: the reader has what it wanted
+    if error.is_closed_pipe:  # `hotset ... | head`: the reader has closed the pipe
         sys.exit(0)
     _print_message(str(error))
     sys.exit(1)
 
 
 def _escaped(error: Exception) -> Exception:
-    """Wrong usage whose message, which typer prints, shows what it quotes."""
+    """Return an error of wrong usage with its message escaped, because typer prints it."""
     if isinstance(message := getattr(error, "message", None), str):
         error.message = escaped(message)  # type: ignore[attr-defined]
     return error
 
 
 def _truncated_files() -> frozenset[Any]:
-    mapped = sys.modules.get("hotset.formats.mapped")  # a subcommand that reads no model does not load it
+    mapped = sys.modules.get("hotset.formats.mapped")  # only loaded by subcommands that read a model
     return mapped.truncated_files() if mapped is not None else frozenset()
 
 
 def _truncated_message(before: frozenset[Any]) -> str:
-    """The error message where a mapped file was truncated since `before`: any other error follows from it."""
+    """Return the message about a mapped file truncated since `before`, "" without one.
+
+    Every other error follows from the truncation.
+    """
     truncated = _truncated_files() - before
     return str(sys.modules["hotset.formats.mapped"].truncated_error(min(truncated)[1])) if truncated else ""
 
@@ -326,7 +329,7 @@ def _options(
 
 
 class _OutputError(Exception):
-    """The standard output cannot be written. No OSError, which a writer takes for one of its file."""
+    """An error of writing the standard output. Not an OSError: a writer would blame its own file."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(
@@ -336,10 +339,10 @@ class _OutputError(Exception):
 
 
 class _Stream(io.TextIOWrapper):
-    """A standard stream that has an answer to an error of its own: `failed`."""
+    """A standard stream that handles its own errors: `failed`."""
 
     def write(self, text: str) -> int:
-        if text == "":  # click writes it to see what a stream takes, and hides an error
+        if text == "":  # click writes "" to test a stream, and hides an error
             return 0
         try:
             return super().write(text)
@@ -354,14 +357,14 @@ class _Stream(io.TextIOWrapper):
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """What it still holds, and what is written to it from now on, is lost."""
+        """Drop the buffered text and everything that is written later."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
         self.failed(error)
 
     def failed(self, error: OSError) -> None:
-        """Where stderr cannot be written the work goes on."""
+        """Do nothing: work continues if stderr cannot be written."""
 
 
 class _Output(_Stream):
@@ -370,15 +373,15 @@ class _Output(_Stream):
 
 
 def _streams() -> None:
-    """Standard streams that take every character; closed ones are there, and fail or are silent."""
+    """Replace the standard streams: the new ones accept every character, and closed ones exist."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     for name, kind in (("stdout", _Output), ("stderr", _Stream)):
         stream = getattr(sys, name)
-        if stream is None:  # closed: one that can only be read, so that writing fails
+        if stream is None:  # closed: open it for reading only, so that writing fails
             buffer = io.BufferedWriter(io.FileIO(os.open(os.devnull, os.O_RDONLY), "w"))
             stream = kind(buffer, "utf-8", "replace")
-        elif type(stream) is io.TextIOWrapper:  # a code page that lacks a character must not end an answer
+        elif type(stream) is io.TextIOWrapper:  # a character missing from a code page must not end an answer
             encoding = stream.encoding if stream.isatty() else "utf-8"
             lines, at_once = stream.line_buffering, stream.write_through
             stream = kind(stream.detach(), encoding, "replace", line_buffering=lines, write_through=at_once)
@@ -387,7 +390,7 @@ def _streams() -> None:
 
 
 def main() -> None:
-    """Entry point of the `hotset` script."""
+    """Run the `hotset` script."""
     _streams()
     warnings.showwarning = _warn
     app(prog_name="hotset")

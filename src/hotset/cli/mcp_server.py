@@ -1,4 +1,4 @@
-"""The server of `hotset mcp`: the MCP SDK speaks the protocol, this module adds the tools and the limits."""
+"""The server of `hotset mcp`. The MCP SDK handles the protocol; this module adds the tools and the limits."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 MAX_LINE = 16 << 20  # bytes of a message
-MAX_OPEN = 64  # requests without an answer
+MAX_OPEN = 64  # unanswered requests
 MAX_TEXTS = 2048  # texts of one embed call
-_PROGRESS = 16  # tokens between two notes of progress
+_PROGRESS = 16  # tokens between two reports of progress
 _ERROR_CHARS = 300  # of a message about an argument, which quotes the argument
 
 _MODEL = {
@@ -88,7 +88,7 @@ TOOLS = [
 
 
 class LocalModels:
-    """The models of this machine, of which one at a time is loaded: the last one that a call used."""
+    """The models of this machine. Only the one of the latest call is loaded."""
 
     def __init__(self, name: str, path: Path, settings: LoadSettings) -> None:
         self._default, self._path, self._settings = name, path, settings
@@ -120,9 +120,9 @@ class LocalModels:
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[AsyncModel]:
-        """Load the model if another one is loaded. Calls use models one after the other.
+        """Yield a model, after loading it if another one is loaded. Calls use models one after the other.
 
-        Raises InvalidRequestError for a name that `list` does not give: a client names no file.
+        Raises InvalidRequestError for a name that `list` does not return: clients cannot name files.
         """
         async with self._turn:
             wanted = self._wanted(name)
@@ -153,7 +153,7 @@ class Tools:
     async def call(
         self, context: ServerRequestContext[Any, Any], params: types.CallToolRequestParams
     ) -> types.CallToolResult:
-        """Return the result of a tool, or, with is_error, a message: an agent reads it and tries again."""
+        """Return the result of a tool, or a message with is_error: an agent reads it and tries again."""
         tool = next((tool for tool in TOOLS if tool.name == params.name), None)
         if tool is None:
             raise MCPError(types.INVALID_PARAMS, f"there is no tool {shown(params.name)}")
@@ -222,16 +222,16 @@ async def serve(models: LocalModels) -> None:
         async with stdio_server(stdin=cast("Any", _lines())) as (read, write):
             await _Conversation(read, write).run(server_of(models))
     except* BrokenPipeError:
-        pass  # the client has gone
+        pass  # the client has disconnected
     finally:
         await models.close()
 
 
 class _Conversation:
-    """The messages between the client and the SDK. At most MAX_OPEN requests are without an answer.
+    """The messages between the client and the SDK. At most MAX_OPEN requests are unanswered.
 
     The SDK starts a task for each request, and cancels all tasks at the end of the input. Here the end waits
-    for the answers, as in `hotset mcp < requests`. What the SDK would drop in silence gets an error.
+    for the answers, as in `hotset mcp < requests`. Messages that the SDK would ignore get an error.
     """
 
     def __init__(self, read: Any, write: Any) -> None:
@@ -291,7 +291,7 @@ class _Conversation:
 
 
 def _own_reader() -> BinaryIO:
-    """Open standard input once more; its own buffer if it is no file."""
+    """Open standard input once more; return its own buffer if it is not a file."""
     try:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     except io.UnsupportedOperation:
@@ -301,8 +301,8 @@ def _own_reader() -> BinaryIO:
 async def _lines() -> AsyncGenerator[str, None]:
     """Yield the lines of standard input that are not blank, each cut after MAX_LINE bytes.
 
-    A daemon thread with a reader of its own reads them: nothing can interrupt a read, and neither Ctrl-C nor
-    the end of the interpreter must wait for one.
+    A daemon thread reads them through its own reader. Nothing can interrupt a read, and neither Ctrl-C nor
+    the end of the interpreter must wait for it.
     """
     loop, lines = asyncio.get_running_loop(), asyncio.Queue[str | None](1)
 
@@ -319,7 +319,7 @@ async def _lines() -> AsyncGenerator[str, None]:
     def run() -> None:
         with suppress(RuntimeError, asyncio.CancelledError):  # the loop has ended
             try:
-                with suppress(OSError):  # an input that cannot be read has ended
+                with suppress(OSError):  # an unreadable input counts as ended
                     read(_own_reader())
             finally:
                 put(None)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.model.cost import Cost
 
-_LONGEST_LIST = 8  # of a key, in whole
-_LONGEST_VALUE = 300  # characters of a key or a name; --json has all of them
+_LONGEST_LIST = 8  # elements of a key that are shown completely
+_LONGEST_VALUE = 300  # characters of a key or a name; --json shows all of them
 
 
 def pull(
@@ -132,7 +132,7 @@ def _item(model: StoredModel, memory: int) -> dict[str, Any]:
 
 
 def _item_of(base: str, memory: int) -> dict[str, Any]:
-    """Return the entry of the base of a created model or an alias, without a size if it is not here."""
+    """Return the entry of a created model's or alias's base, without a size if it is not on this machine."""
     with suppress(HotsetError, OSError):
         return _item(store.describe(resolve(base, download=False), base), memory)
     nothing = dict.fromkeys(("size", "path", "dialect", "fits", "needs", "unsupported"))
@@ -140,7 +140,7 @@ def _item_of(base: str, memory: int) -> dict[str, Any]:
 
 
 def _local_items(local: Sequence[StoredModel], memory: int) -> list[dict[str, Any]]:
-    """The models of this machine, those that were created of them, and aliases."""
+    """Return the entries of local models, of models created from them, and of aliases."""
     items = [_item(model, memory) for model in local]
     by_name = {item["name"].lower(): item for item in items}
     made = [(name, one.base, "created from") for name, one in created.read().items()]
@@ -153,7 +153,7 @@ def _local_items(local: Sequence[StoredModel], memory: int) -> list[dict[str, An
 
 
 def _catalogue_items(here: set[str], memory: int) -> list[dict[str, Any]]:
-    """The entries of the catalogue that are not here."""
+    """Return the entries of the catalogue for models that are not on this machine."""
     return [
         {
             "name": entry.name,
@@ -241,7 +241,7 @@ def rm(
 
 
 def _forgotten(name: str) -> str | None:
-    """Deletes a created model or an alias. What it was and what stays, in words; None: it is neither."""
+    """Delete a created model or an alias. Return its kind and the model that stays, in words, or None."""
     if created.remove(name):
         return "which was created; the model that it is made of"
     model = aliases.find(name)
@@ -252,14 +252,14 @@ def _forgotten(name: str) -> str | None:
 
 
 def _dependents(name: str) -> list[str]:
-    """Created models and aliases that lead to the file of a stored model."""
+    """Return the created models and aliases that use the file of a stored model."""
     found = store.find_local(name)
     if found is None:
         return []
     led = [(known, one.base) for known, one in created.read().items()] + list(aliases.read().items())
     names = {found.name.lower()}
     for known, base in led:
-        with suppress(HotsetError):  # several are called so
+        with suppress(HotsetError):  # several models have this name
             if base.lower() in names or store.local_path(base) == found.path:
                 names.add(known.lower())
     return [known for known, _ in led if known.lower() in names - {found.name.lower()}]
@@ -302,7 +302,7 @@ def show(
 
 
 def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[str, Any]:
-    """The facts of a file as plain values. An architecture that cannot run still has most of them."""
+    """Return the facts of a file as plain values. Most of them exist for unsupported architectures, too."""
     from hotset.errors import HotsetError
     from hotset.model.cost import Cost
     from hotset.model.decoder import describe as describe_graph
@@ -378,7 +378,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
 
 
 def _experts(config: ModelConfig, cost: Cost) -> dict[str, Any] | None:
-    """What an MoE layer is made of; token_cycle: bytes of the experts that a token reads, in all layers."""
+    """Return the facts of MoE layers. token_cycle: bytes of the experts that a token reads, in all layers."""
     layers = [layer for layer in config.layers if layer.experts is not None]
     if not layers or layers[0].experts is None:
         return None
@@ -429,7 +429,7 @@ def _recurrent_text(facts: dict[str, Any]) -> str | None:
 
 
 def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
-    """What lies beside a file for --sparsity threshold, and what it is expected to gain on this machine."""
+    """Return the thresholds file next to a model, and its expected gain on this machine."""
     from hotset.errors import HotsetError
     from hotset.model.decoder import describe
     from hotset.placement import channel_rates
@@ -459,7 +459,7 @@ def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
-    """How a file runs by default and why, the predictor that it carries, and what lies beside it."""
+    """Return how a file runs by default and why, its own predictor, and the files next to it."""
     from hotset.formats.powerinfer import activation_files, gpu_index_file
     from hotset.sparsity.modes import choose
     from hotset.sparsity.predictors import n_always
@@ -585,7 +585,7 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
 
 
 def _shown(value: Any) -> Any:
-    """A value of the metadata as JSON can hold it; of long lists, at any depth, the beginning."""
+    """Return a metadata value for JSON; long lists, at any depth, are shortened."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list):
@@ -596,5 +596,5 @@ def _shown(value: Any) -> Any:
 
 
 def _text(value: Any) -> str | None:
-    """A key that is meant to be a text; whatever else it is, as text."""
+    """Return a metadata value as text; None stays None."""
     return value if value is None or isinstance(value, str) else str(_shown(value))

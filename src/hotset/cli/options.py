@@ -1,7 +1,6 @@
-"""Options that several subcommands share, spelled as llama.cpp's users know them: each is declared here,
-once.
+"""Options of several subcommands, spelled for users of llama.cpp. Each is declared here once.
 
-Those that go together are a group; those that say how a model is loaded make LoadSettings of it.
+Options that belong together form a group; groups about loading a model make its LoadSettings.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ def _option(names: str, help: str, panel: str | None = None, **more: Any) -> typ
     return info
 
 
-# A shell may run what it is given (typer's script for zsh evaluates it), and strangers name files too.
+# A shell may evaluate a completion (typer's script for zsh does), and strangers can name files.
 _PLAIN_NAME = re.compile(r"[\w.:/@+ ()-]+")
 
 
 def _model_names(incomplete: str) -> list[str]:
-    """Of the store and the catalogue, for the completion of a shell; where none fits it completes files."""
+    """Return names of the store and the catalogue for a shell, which completes files if no name fits."""
     from hotset.storage import catalogue, on_this_machine
 
     known = [*(model.name for model in on_this_machine()), *(entry.name for entry in catalogue.ENTRIES)]
@@ -79,8 +78,8 @@ ContextSize = Annotated[
         min=1,
     ),
 ]
-LONGEST = 512  # tokens of a sequence that is watched
-OBSERVED = 128  # of them at a time: the values of their neurons, of all layers, are in memory
+LONGEST = 512  # tokens of a sequence in an observation
+OBSERVED = 128  # tokens at a time: the values of their neurons, in all layers, are in memory
 SequenceSize = Annotated[int | None, _option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
 CacheType = Annotated[
     str, _option("--cache-type --cache-type-k -ctk", "Type of the KV cache: f16, q8_0 or q4_0.", _ENGINE)
@@ -232,7 +231,7 @@ RamBudget = Annotated[
     _option("--ram-budget", "GiB of memory in all; weights beyond it are read from disk as needed.", _ENGINE),
 ]
 
-# llama.cpp's, for what hotset has another option for.
+# Options of llama.cpp for which hotset has another option.
 CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "The CPU computes all experts.", _LLAMA, hidden=True)]
 NCpuMoe = Annotated[
     int | None,
@@ -259,7 +258,7 @@ Contexts = Annotated[int, _option("--contexts", "Size of the KV cache, in full c
 
 
 def scale_option(names: str, help: str, **more: object) -> typer.models.OptionInfo:
-    """An option of those about several machines."""
+    """Return an option about several machines."""
     return _option(names, help, "Several machines (needs the extras serve and scale)", **more)
 
 
@@ -331,7 +330,7 @@ GrammarFile = Annotated[
 ]
 
 
-# -- groups: a subcommand takes one as a parameter, and `spread` shows the options that it holds ----------
+# -- groups: parameters of a subcommand; `spread` shows their options -------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,11 +338,11 @@ class LoadOptions:
     """Options that say how a model is loaded: the base of all such groups."""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of LoadSettings that they say."""
+        """Return the fields of LoadSettings that these options set."""
         return {}
 
     def settings(self, **more: Any) -> LoadSettings:
-        """All of them; more: fields that no option of these says."""
+        """Return the LoadSettings. more: fields that no option of this group sets."""
         from hotset.settings import LoadSettings
 
         return LoadSettings(**self.fields(), **more)
@@ -435,7 +434,7 @@ class PromptCacheOptions(LoadOptions):
         return super().fields() | {"cache_dir": self.cache_dir} | size
 
     def check_cache_disk(self, folder: str = "--cache-dir", *, has_folder: bool = False) -> None:
-        """Wrong usage for a size of no directory. folder: the options that name one."""
+        """Raise BadParameter for a size without a directory. folder: the options that name a directory."""
         if self.cache_disk is not None and self.cache_dir is None and not has_folder:
             raise typer.BadParameter(
                 f"it is of a directory; name that by {folder}.", param_hint="--cache-disk"
@@ -458,7 +457,7 @@ class BenchOptions(SpeculationOptions, LoraOptions, PlacementOptions, SparsityOp
 
 
 def kv_type(keys: str, values: str | None) -> str:
-    """The setting of that name: of keys and values alike, or of both."""
+    """Return the setting `kv_type`: of keys and values alike, or of both. Raises BadParameter."""
     from hotset.model.cost import KVType
 
     known, one = "f16, q8_0 and q4_0", [name for name in get_args(KVType) if "/" not in name]
@@ -469,7 +468,7 @@ def kv_type(keys: str, values: str | None) -> str:
     return keys if values in (None, keys) else f"{keys}/{values}"
 
 
-_MOST_LAYERS = 1024  # for which a pattern is tried
+_MOST_LAYERS = 1024  # layers for which a pattern is tested
 
 
 def _layers_of(override: str) -> set[int]:
@@ -560,8 +559,10 @@ class ScaleOptions:
     ray: RayAddress = None
 
     def load(self, model: str, path: Path, settings: LoadSettings, progress: Reporter) -> Model:
-        """The model at a path, or its stages, which each machine opens by the name that was given. A created
-        model is loaded by its name, with what it was created with."""
+        """Return the model at a path, or its stages. Each machine opens the stages by the given name.
+
+        A created model is loaded by its name, with its own settings.
+        """
         if self.stages is None:
             if self.ray is not None:
                 raise typer.BadParameter("it is where --stages are; name these too.", param_hint="--ray")
@@ -575,14 +576,14 @@ class ScaleOptions:
 
 
 def loaded_by(model: str, path: Path) -> str | Path:
-    """What `load` takes: the name of a created model, which has settings; of any other one the file."""
+    """Return the argument of `load`: a created model's name, which has settings, or another model's file."""
     from hotset.storage import find_created
 
     return path if find_created(model) is None else model
 
 
 def check_not_created(model: str, option: str) -> None:
-    """Wrong usage for a created model, which other machines do not know."""
+    """Raise BadParameter for a created model, which other machines do not know."""
     from hotset.storage import find_created
 
     if (found := find_created(model)) is not None:
@@ -594,7 +595,7 @@ def check_not_created(model: str, option: str) -> None:
 
 
 def name_everywhere(model: str, path: Path) -> str:
-    """How each machine finds a model: by the name that was given, or by the path, which is then the same."""
+    """Return how each machine finds a model: by the given name, or by a path that is equal on all."""
     return str(path.resolve()) if Path(model).is_file() else model
 
 
@@ -615,7 +616,7 @@ class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
     grammar_file: GrammarFile = None
 
     def params(self) -> dict[str, Any]:
-        """What Model.generate takes for those that were given."""
+        """Return the arguments of Model.generate for the given options."""
         if self.max_tokens == 0:
             raise typer.BadParameter("an answer has at least one token.", param_hint="-n")
         given = {name: getattr(self, name) for name in OPTIONS} | {
@@ -640,12 +641,12 @@ class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
 
 
 def _breakers(given: list[str] | None) -> list[str] | None:
-    """As llama.cpp has it: any that are given replace the defaults, and "none" is no text."""
+    """Return llama.cpp's sequence breakers: given ones replace the defaults, and "none" is dropped."""
     return None if given is None else [one for one in given if one != "none"]
 
 
 def _json_schema(given: str | None) -> str | None:
-    """The text of a schema, of a file where it is not itself one."""
+    """Return the text of a schema, from a file if the argument is not a schema."""
     if given is None or given.lstrip()[:1] == "{":
         return given
     from hotset.cli.console import read_text
@@ -685,8 +686,7 @@ class ObservationOptions(LoadOptions):
 
 
 def spread(subcommand: Callable[..., None]) -> Callable[..., None]:
-    """The subcommand with an option for each field of the groups that it takes, as typer wants to see
-    them."""
+    """Return the subcommand with an option for each field of its groups, in the form that typer needs."""
     parameters: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[type, tuple[str, ...]]] = {}
     for name, parameter in inspect.signature(subcommand, eval_str=True).parameters.items():
@@ -714,7 +714,7 @@ def spread(subcommand: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_type(name: str) -> None:
-    """Wrong usage unless `name` is a --type of convert and quantize."""
+    """Raise BadParameter unless `name` is a --type of convert and quantize."""
     from hotset.errors import InvalidRequestError
     from hotset.formats.requantize import target_of
 

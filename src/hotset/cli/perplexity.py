@@ -1,6 +1,6 @@
 """`hotset perplexity`: llama-perplexity's protocol.
 
-One model, or several modes and files side by side (cli/compare.py).
+It measures one model, or compares several modes and files (cli/compare.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def perplexity(
     text = read_text(file, "-f")
     thresholds = loading.thresholds
     if compare and loading.sparsity != "threshold" and says_threshold(compare):
-        loading = replace(loading, thresholds=None)  # they are not for MODEL
+        loading = replace(loading, thresholds=None)  # another side has them
     settings = loading.settings(n_ctx=n_ctx)
     sides = sides_of(model, settings, compare, thresholds) if compare else [Side(model, settings)]
     models: list[Model] = []
@@ -109,7 +109,7 @@ def _print(names: Sequence[str], results: Sequence[PerplexityResult], n_ctx: int
 def _follow(
     results: Iterable[tuple[PerplexityResult, ...]], bar: ProgressBar
 ) -> tuple[PerplexityResult, ...]:
-    """Runs through the chunks; the bar has the perplexities so far."""
+    """Run through the chunks and return the last results; the bar shows the perplexities so far."""
     sides: tuple[PerplexityResult, ...] = ()
     for sides in results:
         each = ", ".join(f"{side.ppl:.3f}" for side in sides)

@@ -1,4 +1,4 @@
-"""`hotset plan`: what would go where, before anything is loaded."""
+"""`hotset plan`: the placement of a model, computed without loading it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hotset.placement.table import Placement
     from hotset.settings import LoadSettings
 
-_BATCH = 512  # tokens of a step, as `hotset run` has it
+_BATCH = 512  # tokens of a step, as in `hotset run`
 
 
 def plan(
@@ -101,7 +101,7 @@ def plan(
 def _card(
     settings: LoadSettings, gpu: str | None, bandwidth: float | None, link: float | None
 ) -> Card | None:
-    """The GPU to plan for, if it is named, or if a budget is given and there is none; None: those here."""
+    """Return the named GPU, or a default if there is a budget and no GPU; None: plan for real GPUs."""
     for value, option in ((bandwidth, "--gpu-bandwidth"), (link, "--gpu-link")):
         if value is not None and not 0 < value < 1e6:
             raise typer.BadParameter("it is a number of GB/s above 0.", param_hint=option)
@@ -156,7 +156,7 @@ def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Plac
 
 @dataclass(frozen=True)
 class _Memory:
-    """A plan of memory, and what it was made for."""
+    """A plan of memory, and the settings that it was made for."""
 
     ram: RamPlan
     n_ctx: int
@@ -174,7 +174,7 @@ def _print_memory(memory: _Memory) -> None:
 
 
 def _experts(path: Path) -> dict[str, Any] | None:
-    """The facts of an MoE model that say what a cache of its experts is worth; None of another model."""
+    """Return an MoE model's facts about a cache of experts; None for another model."""
     with open_gguf(path) as gguf:
         facts = describe(gguf, path)
     experts = facts["experts"]
@@ -211,7 +211,7 @@ def _print_experts(facts: dict[str, Any]) -> None:
 
 
 def _masks(planned: Placement) -> list[np.ndarray]:
-    """Per layer bool [n_ff]: neurons on a device; none of a layer of the CPU."""
+    """Return bool [n_ff] for each layer: True for neurons on a device, all False for a layer of the CPU."""
     return [
         place.hot if place.hot is not None else np.full(n_ff, place.device != CPU)
         for place, n_ff in zip(planned.layers, planned.n_ff, strict=True)
@@ -219,7 +219,7 @@ def _masks(planned: Placement) -> list[np.ndarray]:
 
 
 def _write_index(path: Path, planned: Placement) -> None:
-    # The capacity that the original compares with its budget is what the neurons need, without the rest.
+    # PowerInfer compares the capacity with its budget: the bytes of the neurons, without other tensors.
     neurons = sum(device.neurons for device in planned.budget.devices) if planned.budget else 0
     write_gpu_index(path, GPUIndex(neurons, _masks(planned)))
 

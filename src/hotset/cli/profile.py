@@ -151,11 +151,11 @@ def _run_on_ray(
     watching: options.ObservationOptions,
     address: str,
 ) -> Profile:
-    """name: by which each machine finds the model."""
+    """Return the profile that a Ray cluster's machines count. name: each machine finds the model by it."""
     with loaded_exact(path, watching) as loaded:
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         settings, mark = loaded.decided.settings, fingerprint(loaded.gguf)
-        settings = replace(settings, n_ctx=loaded.n_ctx)  # the same everywhere, whatever memory is there
+        settings = replace(settings, n_ctx=loaded.n_ctx)  # equal on all machines, whatever memory they have
     with ProgressBar() as bar:
         progress = bar.counting("profile", "tokens")
         return profile_on_ray(target, tokens, name, settings, mark, address, progress)
@@ -163,8 +163,8 @@ def _run_on_ray(
 
 @contextmanager
 def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[Model]:
-    """The model as it is looked at: what fires, not what a predictor thinks of it. Raises InvalidRequestError
-    where nothing varies: every neuron fires for every token, and there are no experts.
+    """Yield a model that computes the neurons that really fire, not a predictor's choice. Raises
+    InvalidRequestError if the model has no experts and every neuron fires for every token.
     """
     with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
@@ -175,8 +175,8 @@ def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[M
 
 
 def sequences(model: Model, text: str, n_ctx: int | None, n_tokens: int | None) -> np.ndarray:
-    """The text as rows of n_ctx tokens (None: as the model allows, options.LONGEST at most), each with the
-    beginning of a text; a shorter text as one.
+    """Return the text as rows of n_ctx tokens (None: as the model allows, at most options.LONGEST), int32
+    [n, n_ctx]. Each row begins like a text. A shorter text becomes one row, int32 [n_tokens].
     """
     n_ctx = n_ctx or min(options.LONGEST, model.n_ctx)
     tokens = model.tokenizer.encode(text, add_special=True)[:n_tokens]

@@ -1,7 +1,7 @@
-"""Progress of what takes long, with the time left: on stderr, a bar in a terminal and lines elsewhere.
+"""Progress of long work, with the time left: a bar on stderr in a terminal, otherwise lines.
 
-Every subcommand uses `ProgressBar`; what works reports to it as a `Reporter`. Rich is imported where a bar is
-drawn: `hotset run` answers before it would load.
+Every subcommand uses `ProgressBar`; working code reports to it as a `Reporter`. Rich is imported only to draw
+a bar: `hotset run` answers before that import would be done.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress, Task, TaskID
     from rich.text import Text
 
-clock: Callable[[], float] = time.monotonic  # seconds; tests have their own
-_LONGEST_LABEL = 80  # characters of what stands before a bar
-_QUICK, _SLOW = 1.0, 30.0  # seconds between two lines: at least, and at most while something advances
+clock: Callable[[], float] = time.monotonic  # seconds; tests replace it
+_LONGEST_LABEL = 80  # characters of the label before a bar
+_QUICK, _SLOW = 1.0, 30.0  # least and most seconds between two lines while work advances
 
 
 class ProgressBar(Reporter):
-    """Shows each label that is advanced, with how much of it is done and the time that the rest will take.
+    """A display of each label that is advanced: its progress and the estimated time left.
 
-    detail: a text behind it, such as the perplexity so far. transient: what was drawn disappears at the end.
-    auto_refresh: False where a thread that draws would disturb what is measured.
+    detail: a text after it, such as the perplexity so far. transient: remove the bar at the end.
+    auto_refresh: False if a drawing thread would disturb a measurement.
     """
 
     def __init__(self, *, transient: bool = False, auto_refresh: bool = True) -> None:
@@ -53,7 +53,7 @@ class ProgressBar(Reporter):
         self.clear()
 
     def clear(self) -> None:
-        """Leaves the terminal to what is written next; an advance after this draws again."""
+        """Stop drawing, so that other output can follow; the next advance draws again."""
         if self._progress is not None:
             self._progress.stop()
         self._progress = None
@@ -68,7 +68,7 @@ class ProgressBar(Reporter):
     def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
         label, now = escaped(label, _LONGEST_LABEL), clock()
         phase = self._phases.get(label)
-        if phase is None or done < phase.done:  # it begins again
+        if phase is None or done < phase.done:  # the label starts again
             phase = self._phases[label] = _Phase(done, now, unit)
             self._tasks.pop(label, None)
         phase.done, phase.total, phase.at = done, total, now
@@ -78,7 +78,7 @@ class ProgressBar(Reporter):
             say(f"{label}: {phase.facts(now)}{self._detail()}", dim=True)
 
     def counting(self, label: str, unit: str) -> Callable[[int, int], None]:
-        """A function that advances a label: of (units done, units of all)."""
+        """Return a function that advances a label; its arguments are finished units and all units."""
         return lambda done, total: self.advance(label, done, total, unit)
 
     def planned(self, placement: Any) -> None:
@@ -121,17 +121,17 @@ class ProgressBar(Reporter):
 
 
 class _Phase:
-    """One label: what of it is done, since when, and when a line last said so."""
+    """The progress of one label: units done, the start, and the last line printed."""
 
     def __init__(self, done: int, now: float, unit: str) -> None:
         self.unit = unit
-        self.done = self._first = done  # what an earlier run left takes no time now
-        self.total = 0  # 0: not known
+        self.done = self._first = done  # work of an earlier run takes no time now
+        self.total = 0  # 0: unknown
         self.at = self._began = now
         self._said_at, self._said_tenth, self._said_left, self._said_end = -1.0, -1, False, False
 
     def facts(self, now: float) -> str:
-        """Such as "3 of 8 layers, 1:20 left"."""
+        """Return the progress as text, such as "3 of 8 layers, 1:20 left"."""
         done, total = self._counted(self.done), self._counted(self.total)
         if not self.total:
             return done if self.done else "..."
@@ -142,8 +142,8 @@ class _Phase:
         return counted + (f", {_time(left)} left" if left is not None else "")
 
     def is_due(self, now: float) -> bool:
-        """Whether a line is to say so now: at the beginning and the end, when the time left is first known,
-        at each tenth, and after half a minute."""
+        """Return whether a line is due now. It is at the beginning and the end, when the time left is first
+        known, at each tenth, and after half a minute."""
         ends = 0 < self.total <= self.done
         tenth = 10 * self.done // self.total if self.total else 0
         knows_left = self._left(now) is not None
@@ -160,7 +160,7 @@ class _Phase:
         return due
 
     def _left(self, now: float) -> float | None:
-        """Seconds, by the mean speed so far; None while nothing is done."""
+        """Return the seconds left, by the mean speed so far; None if nothing is done."""
         if self.done <= self._first or not self.total:
             return None
         rest = (self.at - self._began) * (self.total - self.done) / (self.done - self._first)
@@ -171,12 +171,12 @@ class _Phase:
 
 
 def _is_drawn() -> bool:
-    """Whether stderr is a terminal on which a bar can be drawn."""
+    """Return whether stderr is a terminal on which a bar can be drawn."""
     return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _time(seconds: float) -> str:
-    """Such as 0:07, 12:30 or 3:05:00."""
+    """Return a time such as 0:07, 12:30 or 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""`hotset quantize`: a GGUF file with its matrices in another type."""
+"""`hotset quantize`: write a GGUF file with its matrices in another type."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def quantize(
 
 
 def _unread_by_powerinfer(tensors: list[PlannedTensor]) -> str | None:
-    """The type of a down projection that the original engine would misread, if there is one."""
+    """Return the type of a down projection that PowerInfer would misread, or None."""
     types = {p.type.name for p in tensors if p.info.name.endswith("ffn_down_t.weight")}
     return next(iter(sorted(types - {"F16", "Q4_0"})), None)
 
 
 def _rows(tensors: list[PlannedTensor]) -> list[list[str]]:
-    """One row for all layers' tensors that are alike."""
+    """Return one row for all equal tensors of the layers."""
     groups: dict[tuple[str, ...], list[PlannedTensor]] = {}
     for planned in tensors:
         info = planned.info

@@ -1,4 +1,4 @@
-"""`hotset sparse report`: what a person would look at, of a profile and of a text, as plots on one page."""
+"""`hotset sparse report`: plots of a profile and of a text's activity on one page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.trace import RouteTrace
 
-_TOKENS = 4096  # of the text, by default: enough for a smooth picture
+_TOKENS = 4096  # default tokens of the text: enough for smooth plots
 
 
 def report(
@@ -93,7 +93,7 @@ def report(
             counts, run = _run(path, text, counted, n_tokens, watching)
         if counted is None:
             counted, source = counts, str(file)
-    assert counted is not None  # _open refuses to go on with neither
+    assert counted is not None  # _open raises if there is neither profile nor text
 
     curves = curves_of(counted) if config.has_zeros else []
     seen = _Seen(path, config, counted, source, curves, run, trace)
@@ -118,7 +118,7 @@ def _image_kinds(images: list[str] | None) -> list[str]:
 def _open(
     path: Path, profile: Path | None, watching: options.ObservationOptions, *, needed: bool
 ) -> tuple[ModelConfig, Profile | None, str]:
-    """The model's configuration, and its profile and where that is from."""
+    """Return the model's configuration, its profile, and the profile's source. Raises InvalidRequestError."""
     with open_model(path, watching.settings()) as opened:
         config = opened.config
         if not config.has_zeros and not config.has_experts:
@@ -147,7 +147,7 @@ def _run(
     n_tokens: int,
     watching: options.ObservationOptions,
 ) -> tuple[Profile, TextActivity]:
-    """What fires over a text: the counts, and what only a run shows."""
+    """Return the counts over a text, and the activity that only a run shows."""
     with loaded_exact(path, watching) as loaded:
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         pilot = None
@@ -167,7 +167,7 @@ def _run(
 def _run_experts(
     path: Path, text: str, n_tokens: int, watching: options.ObservationOptions
 ) -> tuple[Profile, RouteTrace]:
-    """Which experts a text has, and what fires in them."""
+    """Return a profile over a text, and the trace of its experts."""
     with loaded_exact(path, watching) as loaded:
         counter = Counter(loaded.config)
 
@@ -189,9 +189,10 @@ def _run_experts(
 
 @dataclass(frozen=True)
 class _Seen:
-    """A model, how often its neurons fire and where that is from, and what a run of a text showed: of a
-    MoE model which experts its tokens have, of another which neurons fire together. curves: none where every
-    neuron fires.
+    """The data of a page: a model, its profile with the source, and the activity over a text.
+
+    For an MoE model the activity is the experts of each token, otherwise the neurons that fire together.
+    curves: empty if every neuron fires.
     """
 
     path: Path
@@ -204,7 +205,7 @@ class _Seen:
 
     @property
     def hotness(self) -> ExpertHotness | None:
-        """Of experts, where there are any and they were counted."""
+        """Return the counts of experts; None if there are no counted experts."""
         used = [layer.experts.n_used for layer in self.config.layers if layer.experts is not None]
         return hotness_of(self.profile, used[0]) if used and self.profile.experts else None
 
@@ -226,7 +227,7 @@ def _write(seen: _Seen, target: Path, kinds: list[str]) -> list[Path]:
 
 
 def _facts(seen: _Seen) -> PageHeading:
-    """The head of the page."""
+    """Return the heading of the page."""
     path, config, profile, curves, run = seen.path, seen.config, seen.profile, seen.curves, seen.run
     n_ff = sorted(set(config.n_ff) - {0})
     neurons = str(n_ff[0]) if len(n_ff) == 1 else f"{n_ff[0]} to {n_ff[-1]}"

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from hotset.sparsity.stats import StatsSummary
     from hotset.storage.store import StoredModel
 
-# What a model is made of are hundreds of thousands of objects in no circle: to look for circles among them
-# again and again, as Python does by default, is a tenth of the time to the first token.
+# A loaded model has hundreds of thousands of objects without cycles. By default, Python's garbage collector
+# scans them again and again, which takes a tenth of the time to the first token.
 _COLLECTED = 100_000
 _WITHOUT_ANSWERS = ("embedding", "reranker")  # kinds of models
-_QUALITY_TOKENS = 128  # over which --stats measures a predictor
+_QUALITY_TOKENS = 128  # tokens on which --stats measures a predictor
 
 
 def run(
@@ -108,7 +108,7 @@ def run(
 
 
 def check_session(path: Path) -> None:
-    """Wrong usage where a session could not be written at the end."""
+    """Raise BadParameter if a session could not be written at the end."""
     folder = expanded(path).absolute().parent
     if not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {folder} to write it in.", param_hint="--session")
@@ -125,7 +125,7 @@ def _open_session(model: Model, path: Path) -> Session:
 def _arguments(
     model: str | None, prompt: str | None, prompt_option: str | None, file: Path | None
 ) -> tuple[str | None, str | None]:
-    """Return the model and the prompt that were given; no prompt means a chat.
+    """Return the given model and prompt; None for the prompt means a chat.
 
     A file follows a prompt, and without a file the standard input does, unless it is a terminal.
     """
@@ -156,7 +156,7 @@ def _is_message(text: str) -> bool:
 
 
 def _of_a_line(text: str) -> str:
-    """Without the newline that an editor or `echo` puts at the end of a prompt."""
+    """Return a prompt without the newline that an editor or `echo` adds."""
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -171,7 +171,7 @@ def _find(name: str | None, interactive: bool, bar: ProgressBar) -> Path:
 
 
 def _choose() -> str:
-    """Ask which model to chat with: first those that are here, of each the ReLU models, then by size.
+    """Ask which model to chat with: local models first, then ReLU models, then by size.
 
     A model that is not here is fetched only after a yes.
     """
@@ -248,7 +248,7 @@ def _of_size(size: int | None) -> str:
 
 
 def _ask(question: str) -> str:
-    """A line from the terminal; the question goes to stderr. Ctrl-D leaves."""
+    """Return a line from the terminal; the question goes to stderr. Ctrl-D exits."""
     sys.stderr.write(question)
     sys.stderr.flush()
     line = sys.stdin.readline()
@@ -262,7 +262,7 @@ def _ask(question: str) -> str:
 
 
 def _messages(model: Model, system: str | None, text: str, raw: bool) -> str | list[dict[str, str]]:
-    """The conversation of one prompt, or the bare text where no chat template is applied."""
+    """Return the conversation of one prompt, or the bare text if no chat template is applied."""
     if raw or not has_template(model):
         if system:
             raise typer.BadParameter(
@@ -284,7 +284,7 @@ def _answer(
     *,
     parse_special: bool,
 ) -> str:
-    """Prints the answer, and returns it."""
+    """Print the answer, and return it."""
     pieces: list[str] = []
     tokens: list[int] = []
     last: Chunk | None = None
@@ -361,7 +361,7 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
 
 
 def _speculation(model: Model, timings: Timings) -> dict[str, Any]:
-    """What became of drafted tokens; nothing without any."""
+    """Return the counts of drafted tokens for JSON; {} without speculation."""
     speculator = model.engine.speculator
     if speculator is None:
         return {}
@@ -374,7 +374,7 @@ def _speculation(model: Model, timings: Timings) -> dict[str, Any]:
 
 
 def _expert_counts(model: Model) -> CacheStats | None:
-    """What became of an MoE model's experts, where there is a cache of them."""
+    """Return the counts of an MoE model's experts, None without a cache of experts."""
     if not model.config.has_experts:
         return None
     from hotset.report.experts import expert_counts
@@ -383,7 +383,7 @@ def _expert_counts(model: Model) -> CacheStats | None:
 
 
 def _experts(model: Model) -> dict[str, Any]:
-    """The same for JSON."""
+    """Return the counts of experts for JSON."""
     counts = _expert_counts(model)
     if counts is None:
         return {}
@@ -393,7 +393,7 @@ def _experts(model: Model) -> dict[str, Any]:
 
 
 def _placement(model: Model) -> dict[str, Any]:
-    """What is on which device, with planned and measured bytes; nothing where the CPU computes alone."""
+    """Return the placement on devices, with planned and measured bytes; {} without devices."""
     if model.placement is None:
         return {}
     from hotset.report.placement import memory_dict, placement_dict
@@ -402,7 +402,7 @@ def _placement(model: Model) -> dict[str, Any]:
 
 
 def _disk(model: Model, timings: Timings) -> dict[str, Any]:
-    """What was read from the disk since the model was loaded; nothing where files are mapped."""
+    """Return the disk reads since the model was loaded; {} if files are mapped."""
     if model.ram is None or model.stored is None:
         return {}
     from hotset.report.disk import disk_dict
@@ -425,9 +425,9 @@ def _with_quality(
     tokens: list[int],
     parse_special: bool,
 ) -> StatsSummary | None:
-    """The statistics with the predictor's recall and precision, over the beginning of the conversation."""
+    """Return the statistics with the predictor's recall and precision at the start of the conversation."""
     if stats is None or model.sparsity.mode != "predicted" or model.stored is not None:
-        return stats  # values inside an FFN are not to be had under a budget of memory
+        return stats  # under a RAM budget the values inside an FFN are not available
     if isinstance(prompt, str):
         ids = model.encode(prompt, parse_special=parse_special)
     else:

@@ -34,7 +34,7 @@ _OTEL_PARTS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _MCP_PARTS = ("mcp", "mcp_types", "httpx2")
 _MAX_KEYS_BYTES = 1 << 20  # of a file of API keys
 _KEY_VARIABLE = "HOTSET_API_KEY"
-_SHARE_OF_FREE = 0.9  # of memory, that models have which are given no limit
+_SHARE_OF_FREE = 0.9  # of the free memory, for models without a given limit
 
 
 def _option(names: str, help: str, **more: Any) -> Any:
@@ -161,7 +161,7 @@ class ServerOptions:
 
     @property
     def is_of_several(self) -> bool:
-        """Whether an option is given that only a server of several models has."""
+        """Return whether an option is given that only a server of several models has."""
         return any(value is not None for value in (self.max_memory, self.keep_alive, self.models_file))
 
     def settings(self) -> ServerSettings:
@@ -211,7 +211,7 @@ class ServerOptions:
         if self.api_key_file is not None:
             lines = read_text(self.api_key_file, "--api-key-file", _MAX_KEYS_BYTES).splitlines()
             in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not in_file:  # a server that was to be locked must not stand open
+            if not in_file:  # a server that should require a key must not start without one
                 raise typer.BadParameter(
                     f"{self.api_key_file} has no key in it.", param_hint="--api-key-file"
                 )
@@ -372,7 +372,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _folder(given: list[str] | None) -> Path | None:
-    """The folder of models that was given, None for a model, or a folder that is one."""
+    """Return the folder of models that was given; None for a model, also one that is a folder."""
     if not given or len(given) > 1 or store.find_local(given[0]) is not None:
         return None
     path = expanded(given[0])
@@ -380,8 +380,8 @@ def _folder(given: list[str] | None) -> Path | None:
 
 
 def _named(given: list[str]) -> tuple[dict[str, Path], list[str]]:
-    """The files of models that were given, by name, and the names that were given: a created model has its
-    own. What is not here is fetched."""
+    """Return the files of the given models by name, and the given names; a created model has its own name.
+    Models that are not on this machine are fetched."""
     found: dict[str, Path] = {}
     first = []
     with ProgressBar() as bar:
@@ -398,7 +398,7 @@ def _named(given: list[str]) -> tuple[dict[str, Path], list[str]]:
 
 
 def _aliases(given: list[str]) -> dict[str, str]:
-    """Alias → model, of NAME=MODEL."""
+    """Return alias → model from NAME=MODEL."""
     pairs = [one.partition("=") for one in given]
     if wrong := [one for one, (name, _, model) in zip(given, pairs, strict=True) if not name or not model]:
         raise typer.BadParameter(
@@ -410,7 +410,7 @@ def _aliases(given: list[str]) -> dict[str, str]:
 def check_installed(
     parts: Sequence[str] = _PARTS, what: str = "the server needs", extra: str = "serve"
 ) -> None:
-    """Raises HotsetError where the extra is missing."""
+    """Raise HotsetError if packages of the extra are missing."""
     if missing := [part for part in parts if not _is_installed(part)]:
         raise HotsetError(f"{what} {', '.join(missing)}; install it with: {install_command(extra)}")
 
@@ -418,13 +418,13 @@ def check_installed(
 def _is_installed(part: str) -> bool:
     try:
         return find_spec(part) is not None
-    except ModuleNotFoundError:  # what it is a part of is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def model_name(path: Path, given: str | None = None) -> str:
-    """What a model is called: as it was created, as in the store, or as its file. given: its name on the
-    command line."""
+    """Return the name of a model: its name as a created model, its name in the store, or its file's. given:
+    its name on the command line."""
     if given is not None and (made := find_created(given)) is not None:
         return made[0]
     stored = (model.name for model in on_this_machine() if model.path == path)

@@ -1,4 +1,4 @@
-"""`hotset run --session FILE`: a conversation that goes on in the next run, with its cache."""
+"""`hotset run --session FILE`: a conversation that continues in the next run, with its cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Message = dict[str, str]
 
 
 class Session:
-    """A conversation in a file, which is read now, where there is one. messages: of it, in order.
+    """A conversation that is read from a file, if the file exists. messages: in order.
 
-    What is found of its cache is put into the model's, so that its prompt is not computed again. Raises
-    FormatError for a file that is something else.
+    The file's cache is restored into the model's, so that the prompt is not computed again. Raises
+    FormatError for any other file.
     """
 
     def __init__(self, model: Model, path: Path) -> None:
@@ -42,17 +42,17 @@ class Session:
 
     @property
     def system(self) -> str | None:
-        """Its system message."""
+        """Return its system message, or None."""
         return next((one["content"] for one in self.messages if one["role"] == "system"), None)
 
     @property
     def turns(self) -> list[Message]:
-        """Its messages without that."""
+        """Return its messages without the system message."""
         return [one for one in self.messages if one["role"] != "system"]
 
     def with_question(self, asked: str | list[Message]) -> str | list[Message]:
-        """A prompt behind what was said before; a bare text stands for itself. Its own system message takes
-        the place of the earlier one."""
+        """Return a prompt that follows the earlier messages; a bare text is unchanged. A system message in
+        the prompt replaces the earlier one."""
         if isinstance(asked, str):
             return asked
         system = [one for one in asked if one["role"] == "system"]
@@ -61,14 +61,14 @@ class Session:
         return [*system, *self.turns, *(one for one in asked if one["role"] != "system")]
 
     def save(self, messages: list[Message]) -> None:
-        """Writes the conversation, with the cache of its latest answer."""
+        """Write the conversation, with the cache of its latest answer."""
         slots = self._files.thread.engine.keep_slots()
         prefix = next(iter(slots.values()), self._prefix)
         self._files.save(self._path, prefix, {"messages": messages})
 
 
 def _messages(given: Any, path: Path) -> list[Message]:
-    """Checked: a file may come from anywhere."""
+    """Return the checked messages of a file, which may come from anyone. Raises FormatError."""
     if not isinstance(given, list) or not all(
         isinstance(one, dict)
         and set(one) == {"role", "content"}

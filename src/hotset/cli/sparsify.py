@@ -1,5 +1,4 @@
-"""`hotset sparse make`: a SiLU model becomes a ReLU one, recovered by distillation; or finished adapters are
-merged."""
+"""`hotset sparse make`: turn a SiLU model into a ReLU model by distillation, or merge finished adapters."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from hotset.training.text import WeightedText
 
 _TRAINING, _TEXT, _RUN = "Training", "Text", "Run"
-_LINEAR = 8  # one in so many neurons
-_FULL_LR = 20  # whole matrices take so much smaller steps than the factors of low-rank ones
+_LINEAR = 8  # neurons per linear neuron
+_FULL_LR = 20  # whole matrices have a learning rate smaller by this factor than low-rank factors have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class AdapterOptions:
     ] = None
 
     def settings(self, n_ff: int) -> SparsifySettings:
-        """What the training takes for them. n_ff: neurons of the smallest layer."""
+        """Return the settings of the training. n_ff: neurons of the smallest layer."""
         from hotset.training.sparsify import SparsifySettings
 
         lr, vector_lr = self.lr, SparsifySettings.vector_lr
@@ -218,7 +217,7 @@ def sparsify(
 
 
 def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
-    """The GGUF file to start from; a Hugging Face checkpoint is converted into the run's folder first."""
+    """Return the GGUF file to start from. A Hugging Face checkpoint is first converted into the folder."""
     if Path(model).is_dir() and (Path(model) / "config.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         converted = folder / "original.gguf"
@@ -239,7 +238,7 @@ def _open(
     device: str,
     threads: int | None,
 ) -> tuple[Training, bool]:
-    """A run that is ready to train, and whether this process is the first of those that share it."""
+    """Return a run that is ready to train, and whether this process is the first of its processes."""
     if training.lora is not None and training.lora < 1:
         raise InvalidRequestError(f"the rank of --lora must be at least 1, not {training.lora}")
     if not texts.text and texts.generate is None and texts.on_policy is None:
@@ -259,12 +258,12 @@ def _open(
     from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training, TrainingTexts
     from hotset.training.student import load_base
 
-    training.settings(n_ff=_LINEAR)  # what means nothing is said before the work begins
+    training.settings(n_ff=_LINEAR)  # raises for invalid settings before the work begins
     n_threads = threads or usable_cores()
     stack.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(n_threads)
-    stack.callback(torch.set_flush_denormal, False)  # which is the thread's: logits after it would differ
-    torch.set_flush_denormal(True)  # products of small adapters and small gradients
+    stack.callback(torch.set_flush_denormal, False)  # it is the thread's: later logits would differ
+    torch.set_flush_denormal(True)  # small adapters times small gradients give denormals
     where = torch_device(device)
     on_gpu = where.startswith("cuda")
     process, n_processes = stack.enter_context(torchrun_processes(on_gpu=on_gpu))
@@ -273,7 +272,7 @@ def _open(
 
     gguf = stack.enter_context(open_gguf(path))
     base = load_base(gguf, where)
-    engine = stack.enter_context(  # the GPU is for training
+    engine = stack.enter_context(  # on the CPU: the GPU is for training
         hotset.load(path, n_ctx=training.n_ctx, n_threads=n_threads, device="cpu")
     )
     sources, held = _texts(engine, path, folder, training, texts, n_threads, process, n_processes)
@@ -309,7 +308,7 @@ def _texts(
     process: int,
     n_processes: int,
 ) -> tuple[list[WeightedText], list[list[int]]]:
-    """What to train on, from files and from what the models write, and the windows to evaluate on."""
+    """Return the texts to train on, from files and from the models, and the windows to evaluate on."""
     from hotset.training.processes import wait_for_all
 
     n_ctx, held_out = training.n_ctx, texts.held_out
@@ -352,11 +351,11 @@ def _write(
     seed: int,
     n_threads: int,
 ) -> None:
-    """Text of the model, or of the student that adapters make of it."""
+    """Write text of the model, or of the student that the adapters make from it."""
     if sum(map(len, writing.read_documents(written))) >= n_tokens:
         return
     with contextlib.ExitStack() as stack:
-        if adapters is not None:  # with what hotset.load lays down beside a sparse model
+        if adapters is not None:  # a folder for the student and the files that hotset.load puts next to it
             place = stack.enter_context(tempfile.TemporaryDirectory(dir=written.parent))
             student = Path(place) / "student.gguf"
             _merge(path, adapters, student, "q8_0")

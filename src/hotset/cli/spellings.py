@@ -1,6 +1,6 @@
-"""Spellings of other programs: every command takes them, and no help shows them.
+"""Spellings of other programs: every command accepts them, and no help shows them.
 
-`MEANT` has other names of one option, `WITHOUT_EFFECT` options for what hotset does anyway.
+`MEANT` has other names of one option, `WITHOUT_EFFECT` has options for things that hotset always does.
 `-m` and `-hf` name a model as the argument MODEL does.
 """
 
@@ -14,7 +14,7 @@ import typer
 
 from hotset.cli.console import say
 
-# Option → its spellings in llama.cpp, Ollama and vLLM, in commands that have it.
+# Option → its spellings in llama.cpp, Ollama and vLLM, for commands that have it.
 MEANT: Mapping[str, tuple[str, ...]] = {
     "--device": ("-dev", "--backend"),
     "--contexts": ("--parallel", "-np"),
@@ -36,13 +36,13 @@ MEANT: Mapping[str, tuple[str, ...]] = {
     "--typical": ("--typical-p",),
 }  # fmt: skip
 
-# Option → flags that stand for one of its values.
+# Option → flags that set it to one of its values.
 FLAGS: Mapping[str, Mapping[str, str]] = {"--device": {"--no-gpu": "cpu", "--list-devices": "list"}}
 _DEVICES = {"none": "cpu", "metal": "mps", "mtl": "mps", "sycl": "xpu"}  # llama.cpp's words
 
 
 class WithoutEffect(NamedTuple):
-    """An option of llama.cpp. values: those that it takes; (): any; None: none. why: the reason."""
+    """An option of llama.cpp without effect. values: accepted ones; (): any; None: no value. why: reason."""
 
     names: tuple[str, ...]
     values: tuple[str, ...] | None
@@ -65,7 +65,7 @@ REPOSITORY, FILE = ("-hf", "-hfr", "--hf-repo"), ("-hff", "--hf-file")
 
 
 def with_spellings(parser: Any, context: Any, parameters: Sequence[Any]) -> Any:
-    """Return the parser of a command that also takes these spellings. parameters: of the command."""
+    """Return the parser of a command with these spellings added. parameters: of the command."""
     options = [one for one in parameters if one.param_type_name == "option"]
     own = {name for one in options for name in (*one.opts, *one.secondary_opts)}
     for option in options:
@@ -105,7 +105,7 @@ def with_spellings(parser: Any, context: Any, parameters: Sequence[Any]) -> Any:
 
 
 def _add_names(parser: Any, context: Any, option: Any, own: Collection[str]) -> None:
-    """Let a parser take other names of an option. own: the names of all options of the command."""
+    """Let a parser accept other names of an option. own: the names of all options of the command."""
     shown = option.opts
     option.opts = [name for one in shown for name in MEANT.get(one, ()) if name not in own]
     if option.opts:
@@ -117,12 +117,12 @@ def _add_names(parser: Any, context: Any, option: Any, own: Collection[str]) -> 
 
 
 def _add(parser: Any, names: Sequence[str], key: str, *, has_value: bool) -> None:
-    """Let a parser collect what is given for these names, under `key`."""
+    """Let a parser collect the values of these names, under `key`."""
     parser.add_option(None, names, dest=key, action="append" if has_value else "append_const", const=key)
 
 
 def _models(given: Mapping[str, Any]) -> list[str]:
-    """Return the models that -m and -hf name."""
+    """Return the models named by -m and -hf."""
     files, repositories = given.get(FILE[0], [None]), given.get(REPOSITORY[0], [])
     if not repositories and files != [None]:
         raise typer.BadParameter("--hf-file requires --hf-repo.", param_hint="--hf-file")
@@ -135,7 +135,7 @@ def _models(given: Mapping[str, Any]) -> list[str]:
 
 
 def device_names(given: str) -> str:
-    """Return the names of devices, some of which llama.cpp calls CUDA1, Vulkan0, Metal or none."""
+    """Return device names in hotset's spelling, for llama.cpp's CUDA1, Vulkan0, Metal or none."""
     names = re.sub(r"\b([A-Za-z]+)(\d+)\b", r"\1:\2", given).lower()
     return re.sub(r"\b(metal|mtl|sycl|none)\b", lambda found: _DEVICES[found[0]], names).replace(
         "mps:0", "mps"

@@ -1,6 +1,6 @@
-"""Answers and messages on a terminal: nothing in an answer controls it, and no line ends inside a word.
+"""Answers and messages on a terminal: an answer cannot control the terminal, and lines break between words.
 
-What goes to a pipe or a file is left as it is. How messages and tables show what others wrote: escaping.py.
+Output to a pipe or a file is unchanged. escaping.py escapes texts in messages and tables.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ _JOINER = "\u200d"
 
 
 class AnswerWriter:
-    """Writes an answer piece by piece to the standard output.
+    """A writer of an answer to the standard output, piece by piece.
 
-    On a terminal its control characters are written out, and its lines break between words: a word waits
-    until it is complete. Lines of code, fenced or indented, and words that are longer than a line, such as
-    addresses, are left to the terminal, so that they can be copied. The width is asked for again with every
-    piece.
+    On a terminal it escapes control characters, and breaks lines between words: a word waits until it is
+    complete. The terminal itself breaks lines of code, fenced or indented, and words longer than a line, such
+    as addresses, so that they can be copied. The width is read again for every piece.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
         self._wraps = self._stream.isatty()
-        self._column = 0  # where the cursor is
-        self._spaces = ""  # of this line, not written yet
-        self._word = ""  # not written yet
+        self._column = 0  # of the cursor
+        self._spaces = ""  # of this line, not yet written
+        self._word = ""  # not yet written
         self._width_of_word = 0
-        self._goes_on = False  # whether what waits goes on with a word whose beginning is written
-        self._begun = False  # whether a word stands on this line of the text
-        self._code = ""  # the fence that began, "line" of one that is indented, or "": no code
-        self._line = ""  # of code, its beginning
+        self._goes_on = False  # whether the waiting text continues a word whose beginning is written
+        self._begun = False  # whether this line of the text has a word
+        self._code = ""  # the opening fence, "line" for indented code, or "": no code
+        self._line = ""  # the beginning of a line of code
 
     def __enter__(self) -> Self:
         return self
@@ -51,15 +50,15 @@ class AnswerWriter:
         self.finish()
 
     def write(self, text: str) -> None:
-        """The next piece."""
+        """Write the next piece."""
         self._put(self._wrapped(text) if self._wraps else text)
 
     def finish(self) -> None:
-        """Writes what still waits."""
+        """Write the waiting word."""
         self._put(self._place(self._columns()))
 
     def wrapped(self, text: str, column: int) -> str:
-        """A whole text as `write` and `finish` would write it from that column on."""
+        """Return a whole text as `write` and `finish` would write it, with the cursor at `column`."""
         if not self._wraps:
             return text
         self._column = column
@@ -71,7 +70,7 @@ class AnswerWriter:
             self._stream.flush()
 
     def _columns(self) -> int:
-        """Of the terminal, 0 where it does not know."""
+        """Return the columns of the terminal, 0 if they are unknown."""
         if not self._wraps:
             return 0
         try:
@@ -81,13 +80,13 @@ class AnswerWriter:
 
     def _wrapped(self, text: str) -> str:
         columns = self._columns()
-        if columns and self._column > columns:  # it became narrower, and broke the line by itself
+        if columns and self._column > columns:  # the terminal became narrower, and broke the line
             self._column = (self._column - 1) % columns + 1
         text = escaped_text(text)
         return "".join(self._next(character, columns) for character in text)
 
     def _next(self, character: str, columns: int) -> str:
-        """What is to be written now that this character is here."""
+        """Add a character, and return the text to write now."""
         if self._code:
             return self._next_of_code(character)
         if character == "\n":
@@ -109,11 +108,11 @@ class AnswerWriter:
         width = _cells(character)
         out = ""
         if self._word and width and self._word[-1] != _JOINER and (width > 1 or _cells(self._word[-1]) > 1):
-            out = self._place(columns)  # between characters that are words by themselves
+            out = self._place(columns)  # for characters that are words by themselves
             self._goes_on = False
         elif (
             self._width_of_word + width > columns
-        ):  # longer than a line, or that is unknown: it does not wait
+        ):  # longer than a line, or the width is unknown: do not wait
             out = self._place(columns)
             self._goes_on = True
         if self._code:
@@ -134,21 +133,21 @@ class AnswerWriter:
         return character
 
     def _is_end(self, line: str) -> bool:
-        """Whether a line is a fence as long as the one that began."""
+        """Return whether a line is a closing fence, at least as long as the opening one."""
         return line.startswith(self._code) and not line.strip(self._code[0])
 
     def _place(self, columns: int) -> str:
-        """The word that waits, on this line or on the next one."""
+        """Return the waiting word, on this line or on the next one."""
         if not self._word:
             return ""
         word, width, spaces = self._word, self._width_of_word, self._spaces
         self._word, self._width_of_word, self._spaces = "", 0, ""
         if not self._begun and (fence := _FENCE.fullmatch(word)):
             self._code = fence[1] or fence[2]
-            self._line = "-"  # the rest of this line ends nothing
+            self._line = "-"  # the rest of this line closes nothing
         self._begun = True
         if columns and self._column and self._column + len(spaces) + width > columns:
-            if self._goes_on:  # the terminal breaks it
+            if self._goes_on:  # the terminal breaks the word
                 self._column = (self._column + width - 1) % columns + 1
                 return word
             self._column = width
@@ -158,12 +157,12 @@ class AnswerWriter:
 
 
 def wrapped(text: str, stream: TextIO, column: int = 0) -> str:
-    """A message for `stream`, which is at that column: on a terminal its lines break between words."""
+    """Return a message for `stream` with the cursor at `column`; on a terminal lines break between words."""
     return AnswerWriter(stream).wrapped(text, column)
 
 
 def _cells(character: str) -> int:
-    """How many columns a character takes: 0, 1 or 2."""
+    """Return how many columns a character takes: 0, 1 or 2."""
     if character.isascii():
         return 1
     from rich.cells import cell_len

@@ -1,4 +1,4 @@
-"""`hotset sparse trace`: which experts or neurons a text needed, and what a cache would have hit."""
+"""`hotset sparse trace`: the experts or neurons that a text needs, and the hit rates of caches for them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def record_text(
     sparsity: str | None,
     predictor: str | None,
 ) -> Trace:
-    """What a text needs in the mode that `run` would choose, in sequences as `profile` splits them."""
+    """Return the trace of a text in the mode that `run` would choose, in sequences as `profile` has them."""
     with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
         with load_opened(opened.with_settings(sparsity=sparsity, predictor=predictor)) as loaded:

@@ -1,4 +1,4 @@
-"""`hotset sparse train`: predictors for a ReLU-family model, from text to a file that runs with them."""
+"""`hotset sparse train`: train predictors for a ReLU-family model on text, and write a file with them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TrainOptions:
     ] = None
 
     def settings(self) -> PredictorSettings:
-        """What the training takes for them."""
+        """Return the settings of the training."""
         from hotset.training.predictor import PredictorSettings
         from hotset.training.predictor_layer import Schedule
 

@@ -1,9 +1,9 @@
-"""Values of options that need no library to be understood.
+"""Fast parsing of simple option values, without pydantic.
 
-Typer checks every value with an adapter of pydantic, which it makes for each option, also for those that were
-not given: to import pydantic and make them took a seventh of the time to the first token. Here a value that
-is nothing, a text or a plain number within its bounds is taken as it is. For all others, and so for every
-mistake, the library is asked; what it says of a number is said in our words.
+Typer checks every value with a pydantic adapter, which it makes for each option, also for those that are not
+given. Importing pydantic and making the adapters took a seventh of the time to the first token. Here a
+missing value, a text, or a plain number within its bounds is accepted directly. Typer checks all others, and
+so every mistake; hotset words the messages about numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, get_args
 import typer
 
 _NUMBERS = {int: re.compile(r"-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")}
-_ASK = object()  # of the library
+_ASK = object()  # a value that Typer must check
 
 
 def take_plain_values(options: Iterable[Any], parameters: Mapping[str, Parameter]) -> None:
-    """Makes options of a command take plain values by themselves. parameters: of the function it calls."""
+    """Let options of a command accept plain values directly. parameters: of the command's function."""
     for option in options:
         kinds, info = get_args(parameters[option.name].annotation)
         if info.callback is None and info.parser is None and not info.clamp:
@@ -30,14 +30,14 @@ def take_plain_values(options: Iterable[Any], parameters: Mapping[str, Parameter
 
 
 def take_no_value(option: Any) -> Any:
-    """The same option, which is there to be called: as long as it is not given, it does nothing."""
+    """Return the same option, which does nothing if it is not given."""
     if option is not None and not isinstance(option.process_value, _Taking):
         option.process_value = _Taking(option, NoneType)
     return option
 
 
 class _Taking:
-    """Stands in the place of an option's `process_value`."""
+    """A replacement for an option's `process_value`."""
 
     def __init__(self, option: Any, kind: type, least: float | None = None, most: float | None = None):
         self._ask, self._least, self._most = option.process_value, least, most
@@ -57,7 +57,7 @@ class _Taking:
             raise
 
     def _complaint(self, value: str) -> str:
-        """Why a number is refused."""
+        """Return why a number is refused."""
         try:
             number = self._kind(value.replace("_", " "))
         except ValueError:
@@ -80,5 +80,5 @@ class _Taking:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it has no bytes that were not UTF-8 on the command line."""
+    """Return whether a value was valid UTF-8 on the command line."""
     return value.isascii() or not re.search("[\ud800-\udfff]", value)

@@ -1,8 +1,8 @@
-"""Messages of the library in the words of the command line.
+"""Translation of the library's messages to the words of the command line.
 
-The library names settings as Python has them: names with an underscore (`n_ctx`) as they are, words such as
-`device` between backticks, and values as `device='auto'`. A message may begin with a name and "must" or
-"requires". Here each becomes its option.
+The library names settings as in Python: bare names with an underscore (`n_ctx`), words such as `device`
+between backticks, and values as `device='auto'`. A message may begin with a name and "must" or "requires".
+Each of these names becomes its option.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 from hotset.sampling_parameters import OPTIONS
 
-# Settings whose options have other names.
+# Settings whose options have a different name.
 _OTHERS = OPTIONS | {
     "grace_seconds": "--grace", "kv_type": "-ctk", "max_seconds": "--timeout", "max_sequences": "-np",
     "n_ctx": "-c", "n_gpu_layers": "-ngl", "n_seqs": "--contexts", "n_threads": "-t", "n_tokens": "-n",
@@ -33,14 +33,14 @@ _NAMED = re.compile(
     rf"|(?<![\w./\\'-])(?P<name>{_UNDERSCORED})(?![\w/\\'-]|\.\w)"
     rf"|^(?P<first>{'|'.join(_WORDS)})(?= (?:must|requires|cannot) )"
 )
-# A message on a file of models or a Modelfile, which have these names themselves.
+# Messages about a models file or a Modelfile, which use these names themselves.
 _OF_A_FILE = re.compile(
     r"\[(models\.|default\])|\b(models\..+|default)\.(load|sampling)\b|\.toml\b|^PARAMETER\b"
 )
 
 
 def option_of(name: str) -> str:
-    """Return the option of a setting or parameter of Python."""
+    """Return the option for a setting or parameter of Python."""
     return _OTHERS.get(name) or f"--{name.replace('_', '-')}"
 
 

@@ -1,9 +1,9 @@
-"""Matrices that a checkpoint holds as FP8 (E4M3) under scales, decoded while they are read.
+"""Matrices that a checkpoint stores as FP8 (E4M3) with scales, decoded while they are read.
 
-DeepSeek, Qwen and MiniMax publish blocks of 128 rows and columns with a scale each (`weight_scale_inv`, which
-is multiplied with in spite of its name; `scale`, a power of two, in DeepSeek V4); compressed-tensors, FBGEMM
-and ModelOpt one scale for a matrix or for each of its rows (`weight_scale`). Scales of activations belong to
-an engine that computes in FP8 and are left out.
+DeepSeek, Qwen and MiniMax publish blocks of 128 rows and columns with a scale each. It is `weight_scale_inv`,
+which is a factor in spite of its name, or in DeepSeek V4 `scale`, a power of two. compressed-tensors, FBGEMM
+and ModelOpt have a scale for a matrix or for each of its rows (`weight_scale`). Scales of activations are for
+engines that compute in FP8, and are left out.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix whose rows and columns can be chosen as those of an array, without decoding it.
+    """A matrix whose rows and columns can be selected as in an array, without decoding it.
 
-    What else an array has raises UnsupportedModelError. name: of the tensor. codes: CODES [n_rows,
-    n_columns]. scales: float32 [blocks of rows, blocks of columns]; rows, columns: the block of each.
+    Other attributes of arrays raise UnsupportedModelError. name: of the tensor. codes: CODES [n_rows,
+    n_columns]. scales: float32 [blocks of rows, blocks of columns]; rows, columns: the block of each one.
     """
 
     name: str
@@ -68,14 +68,14 @@ class Scaled:
         return self.codes.size
 
     @property
-    def T(self) -> Scaled:  # noqa: N802 - as NumPy has it
+    def T(self) -> Scaled:  # noqa: N802 - NumPy's name
         return Scaled(self.name, self.codes.T, self.scales.T, self.columns, self.rows)
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # what Python and NumPy look for
+        if attribute.startswith("__"):  # Python and NumPy look for these
             raise AttributeError(attribute)
         raise self._unsupported()
 
@@ -83,7 +83,7 @@ class Scaled:
         return UnsupportedModelError(f"the tensor {self.name} is FP8, which is not supported of this tensor")
 
     def __getitem__(self, key: Any) -> Scaled:
-        """Some rows, or (rows, columns); with an ellipsis before them as of an array of two dimensions."""
+        """Select rows, or (rows, columns); an ellipsis before them works as for two dimensions."""
         keys = key if isinstance(key, tuple) else (key,)
         if keys[0] is Ellipsis:
             keys = (slice(None), *keys[1:])[-2:]
@@ -94,20 +94,20 @@ class Scaled:
         return Scaled(self.name, codes, self.scales, self.rows[rows], self.columns[columns])
 
     def reshape(self, n: int, *_: int) -> list[Scaled]:
-        """n equal parts of the rows: all that a matrix of heads is reshaped to."""
+        """Return n equal parts of the rows, the only reshape that a matrix of heads needs."""
         if n < 1 or len(self) % n:
             raise self._unsupported()
         size = len(self) // n
         return [self[i * size : (i + 1) * size] for i in range(n)]
 
     def floats(self) -> np.ndarray:
-        """The values, float32."""
+        """Return the decoded values, float32."""
         found: np.ndarray = VALUES[self.codes["e4m3"]] * self.scales[self.rows][:, self.columns]
         return found
 
 
 def is_fp8(quantised: object) -> bool:
-    """Whether a quantization_config is of weights in FP8 under scales."""
+    """Return whether a quantization_config describes FP8 weights with scales."""
     if not isinstance(quantised, dict):
         return False
     match quantised.get("quant_method"):
@@ -123,7 +123,7 @@ def is_fp8(quantised: object) -> bool:
 
 
 def block_of(quantised: object) -> tuple[int, int]:
-    """Rows and columns of a block where a scale is one block's."""
+    """Return the rows and columns of a block with one scale."""
     found = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
     if found is None and isinstance(quantised, dict):
         groups = quantised.get("config_groups")
@@ -144,7 +144,7 @@ def block_of(quantised: object) -> tuple[int, int]:
 
 
 def scaled(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The tensors with those in FP8 and FP4 under their scales, and without the scales."""
+    """Return the tensors, with FP8 and FP4 ones joined to their scales, and without the scales."""
     found, used = {}, set()
     for name, values in tensors.items():
         if values.dtype == PAIRS:
@@ -165,7 +165,7 @@ def scaled(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[st
                 )
             used.add(scale)
             matrix = _under(name, values, tensors[scale], block)
-            found[name] = cast("np.ndarray", matrix)  # it has what converting asks of an array
+            found[name] = cast("np.ndarray", matrix)  # it has the attributes that converting needs
     for name, values in tensors.items():
         if name not in found and name not in used and not _UNUSED.fullmatch(name):
             if values.dtype == EXPONENTS:

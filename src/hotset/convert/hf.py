@@ -1,19 +1,19 @@
 """Converts a Hugging Face checkpoint (config.json, tensors, tokenizer) to a GGUF file, plain or PowerInfer's.
 
 Neither torch nor transformers is needed. Tensors stream in pieces of a few megabytes, whatever the size of
-the model, and the file appears under its name only when it is whole. What is not known is refused, never
-guessed: an architecture, a RoPE scaling, an activation, a tensor, a shape, a pre-tokenizer.
+the model, and the file appears under its name only when it is complete. Anything unknown raises an error and
+is never guessed: an architecture, a RoPE scaling, an activation, a tensor, a shape, a pre-tokenizer.
 
-A tensor is reordered by indices (`Origin`), so that every piece is read once, in its last order:
+A tensor is reordered by indices (`Origin`), so that every piece is read once, in its final order:
 
-- Hugging Face's llama rotates the halves of a head (i, i + n/2), GGUF's neighbours (2i, 2i + 1): rows of q
-  and k are permuted for the architectures whose row in `ARCHITECTURES` says rope="norm", unless the
-  checkpoint's class rotates neighbours as well.
-- Falcon's fused rows lie in groups (queries of a KV head, its key, its value); GGUF has all q, all k, all v.
-- Some norms are stored less one.
-- The parts of a family (`FamilyPart`) have the rest: state spaces, latent attention, ternary matrices.
+- Hugging Face's llama rotates the halves of a head (i, i + n/2), GGUF's rotates neighbours (2i, 2i + 1). Rows
+  of q and k are permuted for the architectures whose row in `ARCHITECTURES` has rope="norm", unless the
+  checkpoint's class rotates neighbours too.
+- Falcon's fused rows are in groups (queries of a KV head, its key, its value); GGUF has all q, all k, all v.
+- Some norms are stored minus one.
+- The parts of a family (`FamilyPart`) handle the rest: state spaces, latent attention, ternary matrices.
 - In PowerInfer's dialect the down projection is transposed, a row per neuron, and there are predictors.
-- With a profile, neurons stand in order of hotness (convert/reorder.py).
+- With a profile, neurons are in order of hotness (convert/reorder.py).
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ _BUFFERS = re.compile(  # constants that older versions of a model's class store
     r"(.*\.)?(inv_freq|cos_cached|sin_cached|position_ids|(attn|attention)\.(masked_)?bias)"
 )
 _NEXTN_MODULE = re.compile(r"(model\.)?mtp\..*")  # predicts more than one token
-# Of models that see: the other parts.
+# Tensors of the other parts of models that see.
 _OTHER_PARTS = re.compile(
     r"(model\.)?((visual|vit|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR|vision_adapter|vision_projection)\..*"
     r"|image_newline|view_seperator)"
 )
-# Of encoders: what was trained with them and is no part of their hidden states.
+# Tensors that were trained with encoders and do not affect their hidden states.
 _OTHER_HEADS = re.compile(
     r"((bert|roberta|model)\.)?(pooler|head|decoder|classifier|lm_head|cls\.predictions|cls\.seq_relationship)\..*"
 )
@@ -96,8 +96,8 @@ _OTHER_HEADS = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written. n_always: leading neurons of each layer that need no prediction, with a profile. use:
-    the subcommand for it."""
+    """The result of a conversion. n_always: leading neurons of each layer that need no prediction, with a
+    profile. use: the subcommand for the file."""
 
     n_bytes: int
     tensors: tuple[PlannedTensor, ...]
@@ -116,14 +116,14 @@ def convert_hf(
     activation: str | None = None,
     progress: Reporter | None = None,
 ) -> Converted:
-    """Writes the checkpoint in the folder `src_dir` as a GGUF file.
+    """Write the checkpoint in the folder `src_dir` as a GGUF file.
 
-    type, tensor_types: of the matrices, as `requantize.types_of` takes them; vectors are F32, and what is
-    MXFP4 in the checkpoint stays so unless tensor_types names it. predictors: a folder of model_<layer>.pt
+    type, tensor_types: of the matrices, as for `requantize.types_of`. Vectors are F32, and MXFP4 of the
+    checkpoint remains MXFP4 unless tensor_types names it. predictors: a folder of model_<layer>.pt
     with fc1.weight [rank, n_embd] and fc2.weight [n_ff, rank], and perhaps a config.json with
-    sparse_threshold: the file is then one of PowerInfer's. profile: neurons are written in its order, and it
-    goes along; it must be of this model, which nothing in a checkpoint can prove. activation: overrides what
-    config.json says. A checkpoint without tokenizer files gives a file without tokenizer. Raises
+    sparse_threshold; the file is then in PowerInfer's dialect. profile: neurons are written in its order, and
+    it is copied next to the file. It must be of this model, which cannot be checked. activation: overrides
+    config.json. A checkpoint without tokenizer files gives a file without tokenizer. Raises
     ModelNotFoundError, FormatError, UnsupportedModelError, TokenizerError or InvalidRequestError, and then
     leaves no file.
     """
@@ -188,12 +188,12 @@ def convert_hf(
 
 
 def _stored_type(source: Source) -> GGMLType:
-    """Of a tensor to which no type is given."""
+    """Return the type of a tensor without a requested type."""
     return GGMLType.I32 if isinstance(source, Table) else GGMLType.F32
 
 
 def _opened(src: Path, config: HFConfig) -> Checkpoint:
-    """Open the tensors. `config` learns what only the tensors and other files say."""
+    """Open the tensors. Complete `config` with facts of tensors and other files."""
     if (n_tokens := longest_text(src)) is not None:
         config.limit_positions(n_tokens)
     checkpoint, hf = Checkpoint(src, config.fp8_block), config.hf_class
@@ -215,7 +215,7 @@ def _tokenizer(src: Path, config: HFConfig, sources: dict[str, Source]) -> dict[
 
 
 def _answering(sources: dict[str, Source], ids: list[int]) -> dict[str, Source]:
-    """The tensors of a reranker: of the output those rows alone whose logits are the scores."""
+    """Return the tensors of a reranker, whose output has only the rows of the tokens that are scores."""
     output = sources.get("output.weight", sources["token_embd.weight"])
     assert isinstance(output, Origin)
     others = {name: source for name, source in sources.items() if name != "output.weight"}
@@ -230,7 +230,7 @@ def _keys(config: HFConfig, architecture: str, folder: _Predictors | None, *, ma
     keys = config.keys(architecture, n_positions)
     if folder is not None:
         keys[SPARSE_THRESHOLD_KEY] = folder.threshold
-    if masked:  # the mask is round(sigmoid(score)): of a score above 0
+    if masked:  # the mask is round(sigmoid(score)), so it is set for scores above 0
         keys |= {PREDICTOR_MASKS_KEY: True, SPARSE_THRESHOLD_KEY: float(np.finfo(np.float32).tiny)}
     for part in config.parts:
         keys |= part.tensor_keys(config.architecture)
@@ -243,20 +243,20 @@ def _in_parts(config: HFConfig) -> bool:
 
 
 def checkpoint_name(name: str, config: HFConfig) -> str:
-    """The full name of a tensor of the text model."""
+    """Return the full name of a tensor of the text model."""
     return config.hf_class.full_name(config.hf_class.text_name(name))
 
 
 def _pieces(source: Source, type: GGMLType) -> Iterator[np.ndarray]:
-    """Floats, or blocks of the type that are not decoded, in order."""
+    """Yield the tensor in order, as floats, or as blocks of the type without decoding."""
     if isinstance(source, Packed) and type != GGMLType.MXFP4:
         return source.floats()
     return source.pieces()
 
 
 def _check_loads(planned: PlannedFile) -> None:
-    """Raises what loading the file would raise: a missing tensor, a number out of its range, a tokenizer."""
-    file = cast("GGUFFile", planned)  # the parts of it that are read
+    """Raise the errors of loading the file: a missing tensor, a number out of its range, a bad tokenizer."""
+    file = cast("GGUFFile", planned)  # it has the attributes that are read
     try:
         config = config_from_gguf(file)
         published = Predictor("mlp", (0.0,) * config.n_layer) if planned.dialect == "powerinfer" else None
@@ -270,12 +270,12 @@ def _check_loads(planned: PlannedFile) -> None:
 
 
 def _powerinfer_architecture(config: HFConfig) -> str:
-    """The name under which PowerInfer knows such a model."""
+    """Return PowerInfer's name for such a model. Raises UnsupportedModelError if it has none."""
     if config.n_expert:
         raise UnsupportedModelError("PowerInfer's format has no experts")
     architecture = config.architecture
     if architecture == "llama" and config.activation == DRELU:
-        architecture = "bamboo"  # the same model but for the activation
+        architecture = "bamboo"  # the same model except for the activation
     if architecture not in POWERINFER_ARCHITECTURES:
         raise UnsupportedModelError(
             f"PowerInfer's format has no {architecture} models, only {', '.join(POWERINFER_ARCHITECTURES)}"
@@ -294,9 +294,9 @@ def _powerinfer_architecture(config: HFConfig) -> str:
 
 @dataclass(frozen=True, order=True)
 class _Place:
-    """Where a tensor of the checkpoint goes: -1 for a layer outside of them, for an expert none of its own.
+    """The destination of a checkpoint's tensor. layer: -1 outside the layers. expert: -1 for no expert.
 
-    targets: names in the file; several: each has an equal part of it.
+    targets: names in the file; if there are several, each gets an equal part of the tensor.
     """
 
     layer: int
@@ -309,13 +309,13 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     name = hf.text_name(hf_nextn.as_layer(name, hf.layers, config.n_layer, in_parts=_in_parts(config)))
     full = hf.full_name(name)
     stem, _, kind = full.rpartition(".")
-    if kind not in ("weight", "bias"):  # parameters that belong to no matrix have no kind
+    if kind not in ("weight", "bias"):  # parameters without a matrix have no kind
         stem, kind = full, "weight"
     numbered = re.fullmatch(r"(.+)\.([0-9]{1,5})", stem)
     if numbered and (several := hf.outer_target(f"{numbered[1]}.*")) is not None:
         return _Place(-1, (f"{several}.{kind}",), int(numbered[2]))
     if (found := hf.outer_target(stem)) is not None:
-        if found.endswith(".weight"):  # a parameter that belongs to no matrix
+        if found.endswith(".weight"):  # a parameter without a matrix
             return _Place(-1, (found,))
         if stem != full:
             return _Place(-1, (f"{found}.{kind}",))
@@ -323,7 +323,7 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     if match and (layer := int(match[1])) < config.n_layer + config.n_nextn:
         behind = hf_nextn.NAMES if layer >= config.n_layer else {}
         part = re.fullmatch(r"(.+\.shard_)([0-9]{1,5})", match[2])
-        if part and (several := hf.target(f"{part[1]}*")) is not None:  # of no layer
+        if part and (several := hf.target(f"{part[1]}*")) is not None:  # it belongs to no layer
             return _Place(-1, (f"{several}.{kind}",), int(part[2]))
         number = re.search(r"\.(?:experts|norms)\.([0-9]{1,5})(?=\.|$)", match[2])
         inside = match[2] if number is None else f"{match[2][: number.start(1)]}*{match[2][number.end(1) :]}"
@@ -341,7 +341,7 @@ def _place_of(name: str, config: HFConfig) -> _Place:
 
 
 def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iterator[tuple[str, Source]]:
-    """Yield (name in the file, where it comes from), layer by layer. Refuse a tensor that has no place."""
+    """Yield (name in the file, its source), layer by layer. Raises an error for a tensor without a place."""
     names, tied = _names(checkpoint, config)
     places = sorted((_place_of(name, config), name) for name in names)
     counted = Counter((target, place.expert) for place, _ in places for target in place.targets)
@@ -380,14 +380,14 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
         yield from family.extra().items()
     alone = not all(family.ties for family in config.parts)
     if tied and (alone or (dialect == "powerinfer" and config.architecture != "opt")):
-        # PowerInfer's engine ties OPT's output only. With multipliers it is another matrix.
+        # PowerInfer's engine ties only OPT's output. With multipliers the output differs from the embedding.
         values = checkpoint.tensors[_embedding(names, config)]
         yield "output.weight", _source(values, "output.weight", _OUTPUTS[0], config, dialect)
 
 
 @contextmanager
 def _fitting(name: str, values: np.ndarray) -> Iterator[None]:
-    """Raise FormatError if a tensor of the checkpoint cannot be reordered as its class asks."""
+    """Raise FormatError if a tensor of the checkpoint cannot be reordered as its class requires."""
     try:
         yield
     except HotsetError:
@@ -399,7 +399,7 @@ def _fitting(name: str, values: np.ndarray) -> Iterator[None]:
 
 
 def _is_tied(checkpoint: Checkpoint, config: HFConfig, output: str | None) -> bool:
-    """Return whether the embedding is the output matrix too.
+    """Return whether the embedding is also the output matrix.
 
     An output matrix that differs from the embedding is kept, even if config.json ties them: many fine-tuned
     models are saved so.
@@ -422,7 +422,7 @@ def _equal(checkpoint: Checkpoint, *names: str) -> bool:
 
 
 def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
-    """Return the tensors that become part of the file, and whether the embedding is the output too.
+    """Return the tensors that become part of the file, and whether the embedding is also the output.
 
     Raises UnsupportedModelError if one of them has a type that hotset does not read, or the output is
     missing.
@@ -451,8 +451,8 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
 
 
 def _n_parts(target: str, config: HFConfig) -> int:
-    """Return how many tensors of the checkpoint become one: an expert each, a head's norm, or as a part
-    of the family says."""
+    """Return how many tensors of the checkpoint become one: one per expert, one per head of a norm, or as a
+    part of the family decides."""
     stem = _stem(target)
     for part in config.parts:
         if (own := part.n_parts(stem)) is not None:
@@ -463,11 +463,11 @@ def _n_parts(target: str, config: HFConfig) -> int:
 
 
 def _part(values: np.ndarray, i: int, place: _Place, config: HFConfig) -> np.ndarray:
-    """Return the i-th of the matrices of a place that lie in one tensor, or in one for all experts."""
+    """Return the i-th matrix of a place whose matrices share one tensor, or one tensor per expert."""
     stems = [_stem(target) for target in place.targets]
     if stems == ["position_embd"]:
         return values[config.n_unused_positions : len(values) - config.n_cut_positions]
-    if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
+    if values.ndim == 3 and values.shape[1] == 1:  # a depthwise convolution
         values = values[:, 0]
     for part in config.parts:
         if (own := part.split(values, i, stems)) is not None:
@@ -479,7 +479,7 @@ def _part(values: np.ndarray, i: int, place: _Place, config: HFConfig) -> np.nda
 
 
 def _of_all(values: np.ndarray, target: str, config: HFConfig) -> Stack | Packed:
-    """Return the matrices of all experts that lie in one tensor."""
+    """Return the matrices of all experts, which are in one tensor."""
     if values.ndim < 2 or len(values) != config.n_expert:
         raise ValueError(f"{values.shape} of {config.n_expert} experts")
     return _stacked(dict(enumerate(values)), target, config)
@@ -527,7 +527,7 @@ def _converted_name(target: str, dialect: Dialect) -> str:
 
 
 def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialect: Dialect) -> Source:
-    """Return the tensor as its family has it. target: its name in a plain file."""
+    """Return the source of a tensor, changed as its family requires. target: its name in a plain file."""
     _check_shape(values, target, name, config)
     hf, stem = config.hf_class, _stem(target)
     layer = int(target.split(".")[1]) if target.startswith("blk.") else -1
@@ -545,13 +545,13 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     is_norm = stem.endswith(("_norm", "enorm", "hnorm")) or stem.startswith("ple_norm_")
     if hf.norms_less_one and is_norm and target.endswith("weight") and stem not in hf.whole_norms:
         return Origin(values, plus=1.0)
-    if stem == "ffn_gate_inp_shexp":  # files have it as a vector
+    if stem == "ffn_gate_inp_shexp":  # a vector in GGUF files
         return Origin(values.reshape(values.shape[1]))
     return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
 
 
 def _of_fused_qkv(values: np.ndarray, i: int, config: HFConfig) -> Origin:
-    """q, k or v (i: 0, 1 or 2) of a matrix, or a bias, that has the rows of all three."""
+    """Return q, k or v (i: 0, 1 or 2) of a matrix or bias with the rows of all three."""
     hf, heads, kv = config.hf_class, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
     if len(values) != heads + 2 * kv:
         raise ValueError(f"{len(values)} rows, not {heads + 2 * kv}")
@@ -569,7 +569,7 @@ def _stem(target: str) -> str:
 
 
 def _check_shape(values: np.ndarray, target: str, name: str, config: HFConfig) -> None:
-    """Raise FormatError unless a tensor that a loader does not check is what config.json says."""
+    """Raise FormatError if a tensor that a loader does not check has another shape than in config.json."""
     d, n, stem = config.n_embd, len(values), _stem(target)
     if target.startswith("blk."):
         shapes = [part.shapes(int(target.split(".")[1])) for part in config.parts]
@@ -590,7 +590,7 @@ def _check_shape(values: np.ndarray, target: str, name: str, config: HFConfig) -
 
 
 def _ungrouped(config: HFConfig) -> np.ndarray:
-    """Rows of Falcon's fused matrix, all q, all k, all v, where they lie by group."""
+    """Return the rows of Falcon's fused matrix, stored by group, in the order all q, all k, all v."""
     per_group = config.n_head // config.n_head_kv
     rows = np.arange(config.n_head_kv * (per_group + 2) * config.head_dim)
     groups = rows.reshape(config.n_head_kv, per_group + 2, config.head_dim)
@@ -640,7 +640,7 @@ def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
 
 
 def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
-    """The same with its neurons in the new order."""
+    """Return the source with its neurons in the new order."""
     place = neurons_of(name)
     if place is None or place[0] >= len(orders) or not isinstance(source, Origin):
         return source

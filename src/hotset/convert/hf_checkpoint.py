@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face checkpoint where they lie: safetensors, or `torch.save`'s files, in shards.
+"""The tensors of a Hugging Face checkpoint in place: safetensors, or `torch.save`'s files, in shards.
 
-Neither torch nor the safetensors library is needed. Files are mapped, so that a tensor costs memory only
+Neither torch nor the safetensors library is needed. Files are mapped, so a tensor uses memory only
 while a piece of it is read, and none after `release`.
 """
 
@@ -25,7 +25,7 @@ from hotset.files import SMALL_FILE, open_regular
 from hotset.formats.mapped import MappedFile
 from hotset.formats.torch_file import BFLOAT16, MAX_DIMS, map_torch
 
-# Which files a checkpoint may consist of, the first that is there.
+# Files of a checkpoint; the first that exists counts.
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 DTYPES: dict[str, np.dtype] = {
@@ -37,9 +37,9 @@ DTYPES: dict[str, np.dtype] = {
 }
 PACKED = re.compile(r".*_(blocks|scales)")  # names of tensors that hold bytes: weights in MXFP4
 BYTES: dict[str, np.dtype] = {"U8": np.dtype("u1")}
-WHOLE = re.compile(r".*\.(ple_embedding\.\w+|tid2eid)")  # that hold whole numbers: of hashes, of experts
+WHOLE = re.compile(r".*\.(ple_embedding\.\w+|tid2eid)")  # tensors of whole numbers: hashes, experts
 NUMBERS: dict[str, np.dtype] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
-OF_EXPERT = re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight")  # that may hold FP4, as DeepSeek V4's
+OF_EXPERT = re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight")  # tensors that may hold FP4, as in DeepSeek V4
 FP4: dict[str, np.dtype] = DTYPES | {"I8": mxfp4.PAIRS}
 SCALES: dict[str, np.dtype] = DTYPES | {"F8_E8M0": mxfp4.EXPONENTS}
 OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # TensorFlow's
@@ -48,12 +48,12 @@ OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".Layer
 class Checkpoint:
     """All tensors of a folder: name → array, outermost dimension first, read-only, in the mapped file.
 
-    Matrices in FP8 lie under their scales (fp8.Scaled), and experts' in FP4 (mxfp4.Matrix). A published
+    Matrices in FP8 are joined to their scales (fp8.Scaled), as are experts in FP4 (mxfp4.Matrix). A published
     checkpoint may hold tensors that the model does not need, such as masks and positions, in any type.
 
     Attributes:
         tensors: the tensors whose type hotset reads under their name.
-        unread: name → "NAME in FILE is TYPE" of all other tensors; `check_readable` refuses those needed.
+        unread: name → "NAME in FILE is TYPE" of all other tensors; `check_readable` rejects the needed ones.
         embeds: whether it is a checkpoint of sentence-transformers, which needs no output matrix.
 
     Args:
@@ -105,7 +105,7 @@ class Checkpoint:
                 raise UnsupportedModelError(f"the tensor {self.unread[name]}, which is not supported")
 
     def release(self) -> None:
-        """Takes what has been read out of the process's memory (the system may keep it)."""
+        """Release the memory of the data read so far (the system may keep it cached)."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for mapped in self._maps:
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -126,7 +126,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _current_name(name: str) -> str:
-    """Return the name that transformers gives a tensor today."""
+    """Return the current name in transformers of a tensor."""
     for old, new in OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -179,7 +179,7 @@ def _dtypes_of(name: str) -> dict[str, np.dtype]:
 
 
 def _counts(values: object) -> tuple[int, ...]:
-    """JSON's whole numbers, none of them negative; ValueError for anything else, such as Infinity."""
+    """Return whole numbers of JSON, none negative. Raises ValueError for others, such as Infinity."""
     if not isinstance(values, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
         raise ValueError
     return tuple(values)

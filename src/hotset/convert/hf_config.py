@@ -1,7 +1,7 @@
 """A Hugging Face config.json as the keys of a GGUF file: the row of its class (checkpoints/) and its entries.
 
-config.json is a stranger's file: every number that is read has a type and a range, and what is known to
-change a model in a way that no key describes is refused.
+config.json is not trusted: every number has a type and a range. Entries that are known to change a model in a
+way that no key describes raise an error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from hotset.parameters import shown
 
 
 def read_json(path: Path, limit: int = SMALL_FILE) -> dict[str, Any]:
-    """The object in a JSON file of at most `limit` bytes; ModelNotFoundError or FormatError where there is
-    none."""
+    """Return the object in a JSON file of at most `limit` bytes. Raises ModelNotFoundError or FormatError."""
     try:
         value = json.loads(read_small_text(path, limit))
     except FileNotFoundError:
@@ -40,7 +39,7 @@ def read_json(path: Path, limit: int = SMALL_FILE) -> dict[str, Any]:
 
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json without synonyms; of several names of one entry, the first of `SYNONYMS` wins."""
+    """Return config.json without synonyms. Among several names of an entry the first of `SYNONYMS` wins."""
     renamed = {entry: value for entry, value in config.items() if entry not in SYNONYMS}
     for other, entry in SYNONYMS.items():
         if renamed.get(entry) is None and config.get(other) is not None:
@@ -54,7 +53,7 @@ def _of_text(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
     if not hf_class.sees or not isinstance(text, dict):
         return config
     whole = {k: config[k] for k in ("tie_word_embeddings", "architectures") if k in config}
-    return config | text | whole  # the output is the whole model's
+    return config | text | whole  # the output belongs to the whole model
 
 
 def _with_defaults(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def _class_of(config: dict[str, Any]) -> HFClass:
     if refused := REFUSED.get(stem):
         raise UnsupportedModelError(f"the architecture {name!r} in config.json is not supported: {refused}")
     if isinstance(name, str) and name not in CLASSES and name.endswith("Model"):
-        name = f"{name.removesuffix('Model')}ForCausalLM"  # which has an output beside it
+        name = f"{name.removesuffix('Model')}ForCausalLM"  # the same model with an output
     if not isinstance(name, str):
         raise UnsupportedModelError(
             "config.json has no list 'architectures' that names the model's class: the folder must hold a "
@@ -111,8 +110,8 @@ class HFConfig(Facts):
     """A checked config.json.
 
     activation: replaces the entry (see parse_activation). parts: the parts of the class. n_extra_layers:
-    layers for multi-token prediction behind the model's own; n_nextn: those that the file has too, which the
-    tensors of the checkpoint say. Raises UnsupportedModelError for a model that cannot be converted,
+    layers for multi-token prediction after the model's own. n_nextn: how many of these the file gets, which
+    the checkpoint's tensors decide. Raises UnsupportedModelError for a model that cannot be converted,
     FormatError for a value out of its range.
     """
 
@@ -142,7 +141,7 @@ class HFConfig(Facts):
         self.n_ff = self._neurons()
         self.n_vocab = integer(config, "vocab_size", high=1 << 24)
         self.n_ctx = integer(config, "max_position_embeddings")
-        if config.get("max_trained_positions") is not None:  # beyond them the rotation is another
+        if config.get("max_trained_positions") is not None:  # later positions rotate differently
             self.n_ctx = min(self.n_ctx, integer(config, "max_trained_positions"))
         self.moe: HFMoE | None = None
         if (experts := hf_class.experts) is not None:
@@ -159,7 +158,7 @@ class HFConfig(Facts):
 
     @property
     def tied(self) -> bool:
-        """Whether the embedding is the output matrix as well."""
+        """Return whether the embedding is also the output matrix."""
         return self.raw.get("tie_word_embeddings", self.hf_class.tied) is True
 
     def _neurons(self) -> int:
@@ -194,7 +193,7 @@ class HFConfig(Facts):
             means = self.hf_class.means
             meant = means if isinstance(means, str) else means.get(name, name)
             activation = parse_activation(meant, threshold)
-            # Bamboo's checkpoints say "relu" and mean both relus of dReLU: the second is in the class.
+            # Bamboo's checkpoints have "relu" and mean both relus of dReLU: the second is in the class.
             if activation == FFNActivation(row.activation.gate):
                 activation = row.activation
         if activation == DRELU and not row.gated:
@@ -223,7 +222,7 @@ class HFConfig(Facts):
             }
         for part in self.parts:
             keys |= part.sizes()
-        if not row.norm_weights:  # OLMo's class has it in its code, and llama.cpp needs the key
+        if not row.norm_weights:  # OLMo's code has this value, and llama.cpp needs the key
             keys[EPSILON_KEYS[row.norm]] = 1e-5
         if hf_class.epsilon is not None:
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, hf_class.epsilon))

@@ -1,6 +1,6 @@
-"""What makes an embedding model or a reranker of a checkpoint: files beside its tensors, and keys for them.
+"""Embedding models and rerankers in a checkpoint: the files that describe them, and keys for these.
 
-Names and keys are those of llama.cpp's converter: _try_set_pooling_type in conversion/base.py, and its
+Names and keys follow llama.cpp's converter: _try_set_pooling_type in conversion/base.py, and its
 Qwen3Model in conversion/qwen.py.
 """
 
@@ -20,7 +20,7 @@ from hotset.errors import FormatError, TokenizerError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.parameters import shown
 
-_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}  # of sentence-transformers → pooling_type
+_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}  # mode of sentence-transformers → pooling_type
 _OLDER_MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -30,12 +30,12 @@ _PROJECTIONS = ("dense_2", "dense_3")
 _WITHOUT_KEYS = (
     "Transformer",
     "Normalize",
-)  # modules that are the model itself, and what is done to all vectors
+)  # modules without keys: the model itself, and the normalisation, which all vectors get
 _TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """Kinds of models that name the file in which sentence-transformers stores the limit of a text."""
 _RANK = 4
 _RERANKER = "qwen3-reranker"
-_ANSWERS = ("yes", "no")  # tokens whose logits are the scores
+_ANSWERS = ("yes", "no")  # tokens whose logits give the scores
 _RERANK_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -46,10 +46,10 @@ _RERANK_TEMPLATE = (
 
 
 def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What a checkpoint of sentence-transformers does behind the model, and what a classifier's outputs mean:
-    keys that bear the name of the architecture, and tensors. Nothing of any other checkpoint.
+    """Return keys (without the architecture's name) and tensors of sentence-transformers' modules after the
+    model, and the meaning of a classifier's outputs. Both are empty for other checkpoints.
 
-    Raises UnsupportedModelError for what no key describes, FormatError for damaged files.
+    Raises UnsupportedModelError for modules that no key describes, FormatError for damaged files.
     """
     keys: dict[str, Any] = {}
     tensors: dict[str, np.ndarray] = {}
@@ -81,7 +81,7 @@ def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[st
 
 
 def longest_text(src: Path) -> int | None:
-    """Return the tokens of a text that a checkpoint of sentence-transformers reads, if it has a limit.
+    """Return the maximum tokens of a text in a checkpoint of sentence-transformers; None without a limit.
 
     sentence-transformers cuts longer texts. The limit is often below the model's own number of positions.
     """
@@ -93,14 +93,14 @@ def longest_text(src: Path) -> int | None:
 
 
 def use_of(config: HFConfig, keys: Mapping[str, Any]) -> Literal["run", "embed", "rerank"]:
-    """The subcommand for a file with these keys, which bear the name of its architecture."""
+    """Return the subcommand for a file with these keys, named without its architecture."""
     if keys.get("pooling_type") == _RANK or "classifier.output_labels" in keys:
         return "rerank"
     return "embed" if "pooling_type" in keys or config.hf_class.is_encoder else "run"
 
 
 def _labels(config: dict[str, Any]) -> list[str]:
-    """Names of a classifier's outputs, in order. config.json leaves out those of two that have none."""
+    """Return the names of a classifier's outputs, in order. config.json may leave out two default names."""
     labels = config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
     if not isinstance(labels, dict) or not all(str(i) in labels for i in range(len(labels))):
         raise FormatError("id2label in config.json must name the outputs of the classifier, from 0 on")
@@ -108,7 +108,7 @@ def _labels(config: dict[str, Any]) -> list[str]:
 
 
 def _projection(folder: Path, n_in: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Weight [n_out, n_in] and bias [n_out] of a module of kind Dense."""
+    """Return weight [n_out, n_in] and bias [n_out] of a module of kind Dense."""
     activation = str(read_json(folder / "config.json").get("activation_function")).rpartition(".")[2]
     if activation != "Identity":
         raise UnsupportedModelError(f"the activation of {folder} is {activation}; supported is Identity")
@@ -122,7 +122,7 @@ def _projection(folder: Path, n_in: int) -> tuple[np.ndarray, np.ndarray | None]
 
 
 def modules(src: Path) -> list[dict[str, Any]]:
-    """The parts of a checkpoint of sentence-transformers (modules.json); none for another."""
+    """Return the modules of a checkpoint of sentence-transformers (modules.json); [] for others."""
     path = src / "modules.json"
     if not path.exists():
         return []
@@ -136,7 +136,7 @@ def modules(src: Path) -> list[dict[str, Any]]:
 
 
 def _inside(src: Path, path: str) -> Path:
-    """The folder of a module. The files of others are none of a checkpoint's business."""
+    """Return the folder of a module. Raises FormatError for a folder outside the checkpoint."""
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise FormatError(f"modules.json names a folder outside of the checkpoint: {shown(path)}")
     return src / path
@@ -152,7 +152,7 @@ def _mode(modes: list[Any]) -> int:
 
 
 def is_reranker(src: Path, config: HFConfig) -> bool:
-    """Whether a checkpoint is a Qwen3 Reranker, which its configuration does not tell from a Qwen3."""
+    """Return whether a checkpoint is a Qwen3 Reranker, whose configuration equals a Qwen3's."""
     if config.architecture != "qwen3":
         return False
     names = (src.resolve().name, str(config.raw.get("_name_or_path")))
@@ -162,17 +162,17 @@ def is_reranker(src: Path, config: HFConfig) -> bool:
 
 
 def reranker_keys() -> dict[str, Any]:
-    """The keys of a Qwen3 Reranker that bear the name of its architecture."""
+    """Return the keys of a Qwen3 Reranker, named without its architecture."""
     return {"pooling_type": _RANK, "classifier.output_labels": list(_ANSWERS)}
 
 
 def reranker_template() -> dict[str, Any]:
-    """Its template, in keys of the tokenizer."""
+    """Return the template of a Qwen3 Reranker, in keys of the tokenizer."""
     return {"tokenizer.chat_templates": ["rerank"], "tokenizer.chat_template.rerank": _RERANK_TEMPLATE}
 
 
 def answer_ids(tokenizer: Mapping[str, Any]) -> list[int]:
-    """The tokens that a Qwen3 Reranker answers with. tokenizer: keys of the file. Raises TokenizerError."""
+    """Return the tokens that a Qwen3 Reranker answers with. tokenizer: its keys. Raises TokenizerError."""
     tokens = tokenizer.get("tokenizer.ggml.tokens", [])
     if missing := [answer for answer in _ANSWERS if answer not in tokens]:
         raise TokenizerError(

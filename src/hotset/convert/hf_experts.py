@@ -1,4 +1,4 @@
-"""The experts that a config.json has: how many, how wide, and how a router chooses among them."""
+"""The experts in a config.json: their number, their width, and how a router chooses among them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hotset.model.keys import SCORINGS
 
 
 class HFMoE:
-    """Sizes of experts. n: of them; n_used: of a token; n_ff: neurons of one; n_ff_shared: of the network
-    that all tokens pass beside them, 0: there is none."""
+    """Sizes of experts. n: their number; n_used: per token; n_ff: neurons of one; n_ff_shared: neurons of the
+    shared expert, which every token passes too; 0 without one."""
 
     def __init__(self, raw: dict[str, Any], hf_class: HFClass, entries: HFExperts, n_layer: int) -> None:
         self.raw, self.entries, self.n_layer = raw, entries, n_layer
@@ -28,7 +28,7 @@ class HFMoE:
             self.n_ff_shared = integer(raw, entries.n_shared, high=1 << 10) * self.n_ff
 
     def keys(self) -> dict[str, Any]:
-        """Keys of the GGUF file."""
+        """Return the keys of the GGUF file."""
         experts = self.entries
         keys: dict[str, Any] = {"expert_count": self.n, "expert_used_count": self.n_used}
         if experts.says_ff:

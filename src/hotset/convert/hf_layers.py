@@ -11,7 +11,7 @@ from hotset.model.architectures import ARCHITECTURES
 
 
 def check_unrotated(raw: dict[str, Any], n_layer: int, period: int) -> None:
-    """Raise UnsupportedModelError unless each so-many-th layer, and no other, has no rotation."""
+    """Raise UnsupportedModelError unless exactly each `period`-th layer has no rotation."""
     if not period:
         return
     rotated = raw.get("no_rope_layers")
@@ -26,10 +26,12 @@ def check_unrotated(raw: dict[str, Any], n_layer: int, period: int) -> None:
 
 
 def window_keys(raw: dict[str, Any], hf_class: HFClass, n_layer: int) -> dict[str, Any]:
-    """Which layers slide: those of layer_types, else all but each sliding_window_pattern-th, else those
-    from max_window_layers on, else all; of these the entries that the class reads (HFClass.windows).
-    The architecture's period, where there is no sliding_window_pattern, needs no key, unless the class
-    writes it (HFClass.writes_pattern).
+    """Return the keys of layers with a sliding window.
+
+    layer_types lists them. Without it they are all except each sliding_window_pattern-th, otherwise those
+    from max_window_layers on, otherwise all. Only entries that the class reads count (HFClass.windows). If
+    sliding_window_pattern is missing, the architecture's period needs no key, unless the class writes it
+    (HFClass.writes_pattern).
     """
     n, read, row = n_layer, hf_class.windows, ARCHITECTURES[hf_class.architecture]
     period = row.window_period
@@ -50,7 +52,7 @@ def window_keys(raw: dict[str, Any], hf_class: HFClass, n_layer: int) -> dict[st
     elif "max_window_layers" in read:
         first = number(config, "max_window_layers")
         windowed = [i >= first for i in range(n)]
-    elif "layer_types" in read:  # transformers' versions disagree
+    elif "layer_types" in read:  # versions of transformers disagree
         raise UnsupportedModelError("config.json has a window but no layer_types, which says where")
     else:
         windowed = [True] * n

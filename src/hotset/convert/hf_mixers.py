@@ -15,15 +15,15 @@ from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS, MIXER_EPSILON
 from hotset.model.mixers import DeltaMixer, StateSpaceMixer
 
-_LARGEST_MULTIPLIER = 1e6  # several are multiplied, and weights with them
+_LARGEST_MULTIPLIER = 1e6  # several are multiplied with each other and with weights
 _NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
 class DeltaNetPart(FamilyPart):
-    """The gated delta nets of Qwen 3.5. Its heads are in the order of the file if each key has one head."""
+    """The gated delta nets of Qwen 3.5. Heads keep their order if each key has one head of values."""
 
     tiled: ClassVar = True
-    """Heads of the file are the first of all keys, then the second of all keys, and so on."""
+    """Whether heads in the file are the first of all keys, then the second of all keys, and so on."""
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -44,7 +44,7 @@ class DeltaNetPart(FamilyPart):
             )
 
     def keys(self) -> dict[str, Any]:
-        """Return the sizes, and which layers have a delta net. Those for multi-token prediction have none."""
+        """Return the sizes, and which layers have a delta net (those for multi-token prediction do not)."""
         raw, n_layer = self.facts.raw, self.facts.n_layer
         types = raw.get("layer_types")
         if types is None:
@@ -72,14 +72,14 @@ class DeltaNetPart(FamilyPart):
         return None
 
     def _tiles(self, n: int, first: int = 0) -> np.ndarray:
-        """Return the order of heads of n channels that follow `first` channels which keep their places."""
+        """Return the new order of heads of n channels, after `first` channels that keep their places."""
         delta = self.sizes_of
         heads = np.arange(delta.n_head * n).reshape(delta.n_head_k, -1, n)
         return np.append(np.arange(first), first + heads.swapaxes(0, 1).reshape(-1))
 
 
 class GroupedDeltaNet(DeltaNetPart):
-    """Those of Qwen3-Next: a matrix has of each key its query, itself, its values, and their gates."""
+    """The delta nets of Qwen3-Next: a matrix has per key its query, the key, its values, and their gates."""
 
     tiled: ClassVar = False
 
@@ -124,8 +124,9 @@ class KimiDelta(LatentPart):
         self.recurrent = self._recurrent()
 
     def _recurrent(self) -> list[bool]:
-        """Return which layers have a delta net: those that layer_types or linear_attn_config (from 1 on)
-        name, or all but each fourth after the first."""
+        """Return which layers have a delta net, from layer_types or linear_attn_config (numbers from 1 on).
+
+        Without these entries all layers have one, except every fourth after the first."""
         own, types, n_layer = self.lists, self.facts.raw.get("layer_types"), self.facts.n_layer
         if types is not None:
             return [kind == "linear_attention" for kind in checked_types(types, n_layer, DELTA_TYPES)]
@@ -145,7 +146,7 @@ class KimiDelta(LatentPart):
             "ssm.conv_kernel": self.kernel,
             "kda.head_dim": self.dim,
             "attention.value_length": self.n_value,
-            "rope.dimension_count": self.n_rot,  # channels of a key that all heads share; nothing is rotated
+            "rope.dimension_count": self.n_rot,  # channels of a key that all heads share; none is rotated
         }
 
     def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
@@ -159,7 +160,7 @@ class KimiDelta(LatentPart):
 
 
 def state_keys(mixer: DeltaMixer | StateSpaceMixer) -> dict[str, Any]:
-    """Return the sizes of recurrent layers with heads."""
+    """Return the keys for the sizes of recurrent layers with heads."""
     return {
         "ssm.conv_kernel": mixer.kernel,
         "ssm.inner_size": mixer.of_values,
@@ -173,7 +174,7 @@ class StateSpace(FamilyPart):
     """The state spaces of Mamba 2.
 
     entries: of config.json, for the number of heads, their channels, groups, numbers of B and C, and the
-    kernel of the convolution. limits: values of time_step_limit that are supported; None: it is not read.
+    kernel of the convolution. limits: supported values of time_step_limit; None: the entry is not read.
     """
 
     adapts = False
@@ -203,7 +204,7 @@ class StateSpace(FamilyPart):
             )
 
     def _inner_size(self) -> int:
-        """Return the channels of all heads, if config.json does not give the channels of one."""
+        """Return the channels of all heads if config.json does not give the channels of one."""
         raw = self.facts.raw
         if raw.get("mamba_d_ssm") is not None:
             return integer(raw, "mamba_d_ssm", high=1 << 22)
@@ -225,7 +226,7 @@ class HybridSpace(StateSpace):
     entries = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 
     def keys(self) -> dict[str, Any]:
-        """Return which layers have attention, whether it has a rotation, and the sizes."""
+        """Return the keys for sizes, for which layers have attention, and whether it is rotated."""
         raw, n_layer = self.facts.raw, self.facts.n_layer
         types = raw.get("layer_types") or raw.get("layers_block_type")
         types = ["linear_attention"] * n_layer if types is None else types
@@ -238,7 +239,7 @@ class HybridSpace(StateSpace):
 
 
 class ParallelSpace(StateSpace):
-    """Falcon-H1's state spaces, which read what attention reads, and multipliers of its matrices."""
+    """Falcon-H1's state spaces, which have the same input as attention, and multipliers of its matrices."""
 
     entries = HybridSpace.entries
 
@@ -256,7 +257,7 @@ class ParallelSpace(StateSpace):
         return self._factors("token_embd") is None and self._factors("output") is None
 
     def _factors(self, stem: str) -> np.ndarray | None:
-        """Return the multipliers of a tensor: float32, one, or one for each row; or None."""
+        """Return the multipliers of a tensor, float32: one, or one per row. None if they are all 1."""
         raw, space = self.facts.raw, self.mixer
         plain = {
             "token_embd": ("embedding_multiplier",),
@@ -279,7 +280,7 @@ class ParallelSpace(StateSpace):
 
 
 def _multiplier(config: dict[str, Any], entry: str) -> float:
-    """Return a number by which weights are multiplied; without one, 1."""
+    """Return a multiplier of weights; 1 without the entry."""
     value = number(config, entry, 1.0)
     if not abs(value) <= _LARGEST_MULTIPLIER:
         raise FormatError(
@@ -299,8 +300,8 @@ def _multipliers(raw: dict[str, Any], entry: str, n: int) -> np.ndarray:
 class ChannelSpace(FamilyPart):
     """The state spaces of Mamba.
 
-    entries: of config.json, for its channels over the model's, its numbers of B and C, the kernel of the
-    convolution, and the rank of dt.
+    entries: of config.json, for its channels divided by the model's, its numbers of B and C, the kernel of
+    the convolution, and the rank of dt.
     """
 
     adapts = False

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction (MTP) of a checkpoint: behind the model's own, or in a module mtp."""
+"""Layers for multi-token prediction (MTP) of a checkpoint: after the model's own, or in a module mtp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = {
     "shared_head.head": "nextn.shared_head_head",
     "post_attention_layernorm": "post_attention_norm",
 }
-"""Stems of such a layer beside those that the model's layers have → GGUF's."""
+"""Stems that only such a layer has, not the model's own layers → GGUF's names."""
 
 _MODULE = re.compile(r"(?:model\.)?mtp\.(?:layers\.([0-9]{1,5})\.(.+)|(\w+)\.(weight|bias))")
 _AROUND = {
@@ -23,7 +23,7 @@ _AROUND = {
     "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head.norm",
 }
-# Of models whose layers are attention or an FFN: the module's second layer is the FFN of its first.
+# In models whose layers are attention or an FFN, the module's second layer is the FFN of its first.
 _OF_SECOND = {
     "norm.weight": "post_attention_layernorm.weight",
     "final_layernorm.weight": "shared_head.norm.weight",
@@ -31,8 +31,9 @@ _OF_SECOND = {
 
 
 def as_layer(name: str, layers: str, n_layer: int, *, in_parts: bool) -> str:
-    """A tensor of the module mtp under the name that it has in a layer behind the model's own; others keep
-    theirs. layers: what stands before the number of a layer. in_parts: each layer is attention or an FFN."""
+    """Rename a tensor of the module mtp to the name in a layer after the model's own. Other names stay.
+
+    layers: the text before the number of a layer. in_parts: each layer is attention or an FFN."""
     match = _MODULE.fullmatch(name)
     if match is None:
         return name
@@ -45,7 +46,7 @@ def as_layer(name: str, layers: str, n_layer: int, *, in_parts: bool) -> str:
 
 
 def count(names: Iterable[str], layers: str, n_layer: int, *, in_parts: bool) -> int:
-    """Layers for multi-token prediction among tensors of these names; 0 where one of them lacks a part."""
+    """Return the number of layers for multi-token prediction in `names`; 0 if one of them lacks a part."""
     behind: dict[int, set[str]] = {}
     for name in names:
         own = as_layer(name, layers, n_layer, in_parts=in_parts)

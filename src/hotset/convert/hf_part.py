@@ -18,10 +18,10 @@ class Facts:
     """Sizes that a config.json gives a model. A `FamilyPart` of its family may change them.
 
     raw: the entries of the model that generates, with the defaults of its class. n_nextn: layers for
-    multi-token prediction behind the n_layer of the model. n_rot: channels of a head that are rotated, if a
-    part knows it. n_ff_of_layers: neurons of each layer, if they differ. n_ctx: the context in tokens.
+    multi-token prediction after the n_layer of the model. n_rot: rotated channels of a head, if a part
+    knows them. n_ff_of_layers: neurons of each layer, if they differ. n_ctx: the context in tokens.
     n_unused_positions, n_cut_positions: rows of the learned positions, at the beginning and at the end, that
-    the file does not have. partial: partial_rotary_factor is read. default_rope: the class's
+    the file leaves out. partial: whether partial_rotary_factor is read. default_rope: the class's
     rope_parameters.
     """
 
@@ -44,13 +44,13 @@ class Facts:
 
 
 class FamilyPart:
-    """Entries of config.json, keys and tensors that a family of checkpoints has and a llama has not.
+    """Entries of config.json, keys and tensors of a family of checkpoints that a llama does not have.
 
-    A class of checkpoints lists its parts (HFClass.parts). Each method here is a llama's.
+    A class of checkpoints lists its parts (HFClass.parts). The methods here have the behaviour of a llama.
 
     constants: ends of the names of tensors that become keys of the file. in_parts: each layer is
-    attention, or what replaces it, or an FFN. adapts: adapters fit the matrices of the file as they fit those
-    of the checkpoint.
+    attention, or its replacement, or an FFN. adapts: adapters fit the matrices of the file as they fit the
+    matrices of the checkpoint.
     """
 
     constants: ClassVar[tuple[str, ...]] = ()
@@ -79,10 +79,10 @@ class FamilyPart:
         return {}
 
     def learn(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Look at all tensors of the checkpoint by their full names before one of them is placed."""
+        """Inspect all tensors of the checkpoint, by their full names, before the first is placed."""
 
     def tensor_keys(self, architecture: str) -> dict[str, Any]:
-        """Return keys of the file, by their full names, that the checkpoint has as tensors."""
+        """Return keys of the file, by their full names, that are tensors in the checkpoint."""
         return {}
 
     def reads(self, name: str) -> bool:
@@ -90,15 +90,15 @@ class FamilyPart:
         return not name.endswith(tuple(f".{stem}" for stem in self.constants))
 
     def targets(self, targets: list[str], layer: int) -> list[str]:
-        """Return the tensors of a layer that one of the checkpoint becomes."""
+        """Return the targets that replace `targets` for a tensor of a layer."""
         return targets
 
     def n_parts(self, stem: str) -> int | None:
-        """Return how many tensors of the checkpoint become `stem`; None: the part does not know it."""
+        """Return how many tensors of the checkpoint become `stem`; None if the part does not know it."""
         return None
 
     def split(self, values: np.ndarray, i: int, stems: list[str]) -> np.ndarray | None:
-        """Return the i-th of several tensors that lie in one; None: it has equal parts."""
+        """Return the i-th of several tensors that are stored as one; None if its parts are equal."""
         return None
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
@@ -106,11 +106,11 @@ class FamilyPart:
         return {}
 
     def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
-        """Return a tensor of the file, its stem without "weight"; None: as in other models."""
+        """Return the source of a tensor; None: as in other models. stem: its name without "weight"."""
         return None
 
     def extra(self) -> dict[str, Origin]:
-        """Return tensors that the file has and the checkpoint has not."""
+        """Return tensors of the file that the checkpoint does not have."""
         return {}
 
     @property

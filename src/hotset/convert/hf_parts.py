@@ -17,8 +17,8 @@ from hotset.model.keys import LLAMA3_FACTORS, MAX_HEAD_DIM, MAX_STREAMS, YARN_LO
 
 
 class LatentPart(FamilyPart):
-    """Latent attention (model/config.py, Latent): ranks, the channels of a head of q and k that are rotated
-    and those that are not, the channels of v."""
+    """Latent attention (model/config.py, Latent): the ranks, the rotated and other channels of a head of q
+    and k, and the channels of v."""
 
     adapts = False
 
@@ -35,7 +35,7 @@ class LatentPart(FamilyPart):
         facts.head_dim, facts.n_rot = self.n_own + self.n_rot, self.n_rot
 
     def sizes(self) -> dict[str, Any]:
-        """Return keys as llama.cpp's converter writes them: a head is the latent vector."""
+        """Return keys as llama.cpp's converter writes them, in which a head is the latent vector."""
         return {
             "attention.head_count_kv": 1,
             "attention.key_length": self.rank + self.n_rot,
@@ -49,8 +49,8 @@ class LatentPart(FamilyPart):
         return values if "attn_k_b" in stems else None
 
     def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
-        """Split a matrix that makes keys and values from a latent vector, head by head: values by output,
-        keys by input, since engines multiply the query with them."""
+        """Split the matrix that makes keys and values from a latent vector, head by head. Values are stored
+        by output, keys by input, since engines multiply the query with them."""
         if stem not in ("attn_k_b", "attn_v_b"):
             return None
         if values.shape[1:] != (self.rank,):
@@ -62,7 +62,7 @@ class LatentPart(FamilyPart):
 
 
 class LatentRope(HFRope):
-    """The rotation of latent attention, in which YaRN's mscale_all_dim scales the scores as well."""
+    """The rotation of latent attention, in which YaRN's mscale_all_dim also scales the scores."""
 
     def own_keys(self, rope: dict[str, Any]) -> dict[str, Any]:
         if rope["rope_type"] not in ("default", "yarn") and rope.get("mscale_all_dim"):
@@ -71,14 +71,14 @@ class LatentRope(HFRope):
 
     def magnitude_keys(self, rope: dict[str, Any], log_factor: float) -> dict[str, Any]:
         keys: dict[str, Any] = {}
-        if rope.get("mscale_all_dim"):  # the first key makes it known
+        if rope.get("mscale_all_dim"):  # the first key marks the file as having it
             keys[YARN_LOG_MULTIPLIER] = 0.1 * number(rope, "mscale_all_dim")
             keys["rope.scaling.yarn_attn_factor"] = log_factor + 1
         return keys | super().magnitude_keys(rope, log_factor)
 
 
 class PlainLatent(LatentPart):
-    """PLM's, with the keys of the first deepseek2 files: heads are made of the latent vector."""
+    """The latent attention of PLM, with the keys of early deepseek2 files: heads from the latent vector."""
 
     def sizes(self) -> dict[str, Any]:
         return {
@@ -118,7 +118,7 @@ class IndexedLatent(LatentPart):
 class CompressedPart(FamilyPart):
     """DeepSeek V4's attention (model/config.py, Compressed), its streams and its tables of experts.
 
-    block_sizes: tokens of a compressed block of keys of each layer, or 0.
+    block_sizes: tokens per compressed block of keys, for each layer; 0 without compression.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -127,7 +127,7 @@ class CompressedPart(FamilyPart):
         self.rank_q = integer(config, "q_lora_rank", high=1 << 20)
         if config.get("partial_rotary_factor") is None and config.get("qk_rope_head_dim") is not None:
             facts.n_rot = integer(config, "qk_rope_head_dim", high=head_dim)
-        else:  # which transformers heeds first
+        else:  # transformers reads this entry first
             factor = number(config, "partial_rotary_factor", 0.125)
             if not 0 < factor <= 1:
                 raise FormatError(f"partial_rotary_factor in config.json is {factor:g}, not from 0 to 1")
@@ -204,7 +204,7 @@ class CompressedPart(FamilyPart):
         }
 
     def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
-        """Return the table of the experts of each token, which the file has in 32 bits."""
+        """Return the table of each token's experts, which the file has in 32 bits."""
         if stem == "attn_compressor_ape" and len(values) != self.block_sizes[layer]:
             raise ValueError(f"blocks of {self.block_sizes[layer]} tokens")
         if stem != "ffn_gate_tid2eid":
@@ -219,9 +219,9 @@ class CompressedPart(FamilyPart):
 
 
 def _block_sizes(config: dict[str, Any], n_layer: int) -> list[int]:
-    """Return CompressedPart.block_sizes."""
+    """Return the value of CompressedPart.block_sizes."""
     ratios: list[int] | None = config.get("compress_ratios")
-    if ratios is not None:  # as published, perhaps also of layers behind the model's
+    if ratios is not None:  # the published entry, perhaps with layers after the model's own
         known = isinstance(ratios, list) and all(type(n) is int and n in (0, 4, 128) for n in ratios)
         if not known or len(ratios) < n_layer:
             raise FormatError("compress_ratios in config.json must hold 0, 4 or 128 for each layer")
@@ -236,20 +236,20 @@ def _block_sizes(config: dict[str, Any], n_layer: int) -> list[int]:
         hca: integer(rates, hca, integer(config, "compress_rate_hca", 128)),
     }
     types = config.get("layer_types")
-    if types is None:  # as transformers' class has it
+    if types is None:  # the default of transformers' class
         types = [hca if i < 2 or i % 2 == 0 else csa for i in range(n_layer)]
     return [sizes[kind] for kind in checked_types(types, n_layer, tuple(sizes))]
 
 
 def token_rows(values: np.ndarray, n_vocab: int) -> Origin:
-    """Return as many rows as there are tokens; a token without a row has the first, as in transformers."""
+    """Return one row per token. A token without a row gets the first one, as in transformers."""
     ids = np.arange(n_vocab)
     return Origin(values, rows=np.where(ids < len(values), ids, 0))
 
 
 class AltUpPart(FamilyPart):
     """Gemma 3n (model/config.py, AltUp): streams, the width of a layer's embedding of a token, layers without
-    keys and values of their own, widths of the FFN by layer."""
+    their own keys and values, and widths of the FFN by layer."""
 
     adapts = False
 
@@ -269,7 +269,7 @@ class AltUpPart(FamilyPart):
         self.width = integer(config, "hidden_size_per_layer_input", high=1 << 16)
         self.n_shared = integer(config, "num_kv_shared_layers", high=n_layer - 1, low=0)
         pattern = config.get("activation_sparsity_pattern")
-        if pattern is None:  # transformers' class has it so
+        if pattern is None:  # the default of transformers' class
             n_sparse = 10 if n_layer > 10 else 0
             pattern = [0.95] * n_sparse + [0.0] * (n_layer - n_sparse)
         if not isinstance(pattern, list) or not all(type(v) is float and 0 <= v < 1 for v in pattern):
@@ -278,7 +278,7 @@ class AltUpPart(FamilyPart):
 
     @staticmethod
     def prepared(config: dict[str, Any]) -> dict[str, Any]:
-        """Move a list of the widths of FFNs to an entry of its own."""
+        """Move a list of the widths of FFNs to a separate entry."""
         widths = config.get("intermediate_size")
         return (
             config | {"intermediate_size": widths[0], "intermediate_sizes": widths}
@@ -287,7 +287,7 @@ class AltUpPart(FamilyPart):
         )
 
     def n_parts(self, stem: str) -> int | None:
-        """Return the number of residual streams but the first."""
+        """Return the number of residual streams except the first."""
         return self.n_streams - 1 if stem.startswith("altup_") else None
 
     def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
@@ -318,9 +318,9 @@ class ProportionalRope(HFRope):
 
 
 class WindowHeads(FamilyPart):
-    """Gemma 4's layers: heads of keys and values and the channels of one, of layers with a window and of the
-    others; which take keys for values; the width of the embedding that each layer adds and its tokens; how
-    many layers at the end attend the keys and values of others, whose FFNs may be twice as wide."""
+    """Gemma 4's layers: heads of keys and values and their channels, in layers with and without a window;
+    whether keys serve as values; the width of the embedding that each layer adds, and its tokens; the number
+    of last layers that use the keys and values of other layers, and whose FFNs may be twice as wide."""
 
     adapts = False
 
@@ -342,7 +342,7 @@ class WindowHeads(FamilyPart):
         first_full = next((i for i, windowed in enumerate(self.windowed) if not windowed), 0)
         own = of_layers.get(str(first_full))
         own = own if isinstance(own, dict) else {}
-        # transformers writes what differs layer by layer; checkpoints have two entries for it.
+        # transformers writes the differences layer by layer; checkpoints have two entries for them.
         self.dim_full = integer(
             config | own if own else config, "head_dim" if own else "global_head_dim", 512
         )
@@ -355,7 +355,7 @@ class WindowHeads(FamilyPart):
         if config.get("use_double_wide_mlp") is True and self.n_shared:
             wide = integer({"intermediate_size": 2 * facts.n_ff}, "intermediate_size", high=1 << 22)
             facts.n_ff_of_layers = [facts.n_ff] * (n_layer - self.n_shared) + [wide] * self.n_shared
-        facts.head_dim = facts.n_rot = self.dim_full  # channels that are not rotated have no frequency
+        facts.head_dim = facts.n_rot = self.dim_full  # unrotated channels have no frequency
 
     def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
         return token_rows(values, self.facts.n_vocab) if stem == "per_layer_token_embd" else None

@@ -1,4 +1,4 @@
-"""The rotation that a config.json asks for: channels, base, scalings and their divisors."""
+"""The rotation in a config.json: channels, base, scalings and their divisors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hotset.model.keys import LLAMA3_FACTORS, LONG_FACTORS, MAX_HEAD_DIM, SHORT_
 
 
 def neighbours(n_rows: int, head_dim: int) -> np.ndarray:
-    """Rows of each head from halves to neighbours: rows i and i + head_dim / 2 become 2i and 2i + 1."""
+    """Return the rows of heads from halves to neighbours: i and i + head_dim / 2 become 2i and 2i + 1."""
     if head_dim % 2:
         raise FormatError(f"config.json has heads of {head_dim} channels, which cannot be rotated in pairs")
     return np.arange(n_rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
 
 
 class HFRope:
-    """RoPE as config.json has it. A class of checkpoints may name a subclass (HFClass.rope).
+    """RoPE in a config.json. A class of checkpoints may name a subclass (HFClass.rope).
 
-    Raises UnsupportedModelError for scalings that are not computed, FormatError for what makes no sense.
+    Raises UnsupportedModelError for scalings that hotset does not compute, FormatError for invalid values.
 
-    as_tensors: scalings without keys; rope_freqs.weight has them.
+    as_tensors: scalings without keys; they are in the tensor rope_freqs.weight.
     """
 
     as_tensors: ClassVar[tuple[str, ...]] = ("default", "llama3")
@@ -43,7 +43,7 @@ class HFRope:
         return {}
 
     def magnitude_keys(self, rope: dict[str, Any], log_factor: float) -> dict[str, Any]:
-        """Return what YaRN scales queries and keys by. log_factor: 0.1 * log(factor)."""
+        """Return the keys of YaRN's factor for queries and keys. log_factor: 0.1 * log(factor)."""
         if rope.get("attention_factor") is not None:
             return {"rope.scaling.yarn_attn_factor": float(number(rope, "attention_factor"))}
         if not (rope.get("mscale") and rope.get("mscale_all_dim")):
@@ -54,8 +54,8 @@ class HFRope:
         return {"rope.scaling.yarn_attn_factor": above / below}
 
     def _ropes(self, layers: str) -> dict[str, Any]:
-        """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
-        where it distinguishes them, or in all."""
+        """Return the parameters of the rotation in `layers` ("full_attention", "sliding_attention"), if
+        config.json distinguishes them, or in all."""
         rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
         if rope is None:
             rope = self.facts.default_rope
@@ -68,18 +68,18 @@ class HFRope:
         return dict(rope)
 
     def parameters(self) -> dict[str, Any]:
-        """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
+        """Return RoPE's parameters in the current spelling (older: rope_theta and rope_scaling, "type")."""
         config, rope = self.raw, self._ropes("full_attention")
         kind = rope.get("rope_type", rope.get("type", "default"))
         kind = self.resolved(rope, kind)
-        if kind == "mrope":  # of a text all dimensions of a position are the same
+        if kind == "mrope":  # in a text all dimensions of a position are equal
             kind = "default"
-        if kind == "su" or (kind == "yarn" and "long_factor" in rope):  # what Phi 3 called it first
+        if kind == "su" or (kind == "yarn" and "long_factor" in rope):  # Phi 3's first names for it
             kind = "longrope"
         rope["rope_type"] = kind
         rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
         original = "original_max_position_embeddings"
-        if config.get(original) is not None:  # it wins over that of the scaling
+        if config.get(original) is not None:  # it overrides the entry of the scaling
             rope[original] = config[original]
         rope.setdefault(original, self.n_ctx)
         return rope
@@ -106,7 +106,7 @@ class HFRope:
         return {} if base == full else {"rope.freq_base_swa": base}
 
     def _n_rot(self, rope: dict[str, Any]) -> int:
-        """Channels of a head that are rotated."""
+        """Return the number of channels of a head that are rotated."""
         if self.facts.n_rot is not None:
             return self.facts.n_rot
         factor = number(rope, "partial_rotary_factor", number(self.raw, "partial_rotary_factor", 1.0))
@@ -160,10 +160,10 @@ class HFRope:
         return keys
 
     def sections(self) -> list[int]:
-        """Pairs of channels for time, height, width and another dimension of a position.
+        """Return the pairs of channels for time, height, width and another dimension of a position.
 
-        A text has no part in it, but llama.cpp loads no file without the key and ends where the sections are
-        more than a head has. Without mrope_section: a third each, which is 11, 11, 10 in published models.
+        For a text they have no effect. But llama.cpp loads no file without the key, and aborts if the
+        sections exceed a head. Default: a third each, which is 11, 11, 10 in published models.
         """
         rope = self.parameters()
         found = rope.get("mrope_section", rope.get("xdrope_section"))
@@ -180,7 +180,7 @@ class HFRope:
         return found + [0] * (4 - len(found))
 
     def _longrope_magnitude(self, rope: dict[str, Any], original: int) -> float:
-        """What sines and cosines are multiplied by: more, the longer the context is than the original."""
+        """Return the factor of sines and cosines, which grows with context / original context."""
         if rope.get("attention_factor") is not None:
             return float(number(rope, "attention_factor"))
         factor = number(rope, "factor", self.n_ctx / original)
@@ -189,7 +189,7 @@ class HFRope:
         return math.sqrt(1 + math.log(factor) / math.log(original))
 
     def divisors(self) -> dict[str, np.ndarray]:
-        """Scalings that GGUF stores as tensors: what each frequency is divided by, float32 [n_rot / 2]."""
+        """Return the scalings that GGUF stores as tensors: a divisor per frequency, float32 [n_rot / 2]."""
         if self.row.rope is None:
             return {}
         rope = self.parameters()
@@ -210,10 +210,11 @@ class HFRope:
         return np.array(numbers, np.float32)
 
     def _llama3_divisors(self, rope: dict[str, Any]) -> np.ndarray:
-        """Llama 3.1's.
+        """Return the divisors of Llama 3.1.
 
-        Channels that turn less than low_freq_factor times in the original context are slowed by `factor`,
-        those that turn more than high_freq_factor times stay, and between them 1 / divisor is interpolated.
+        Channels that turn less than low_freq_factor times in the original context are slowed by `factor`.
+        Those that turn more than high_freq_factor times do not change. Between them 1 / divisor is
+        interpolated.
         """
         factor, low, high = (number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
         base = float(number(rope, "rope_theta"))

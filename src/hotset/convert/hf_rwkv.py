@@ -1,4 +1,4 @@
-"""Checkpoints of RWKV 6 and 7: what their entries and tensors are in a GGUF file of llama.cpp."""
+"""Checkpoints of RWKV 6 and 7: their entries and tensors as llama.cpp has them in GGUF files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hotset.convert.sources import Origin, Source
 from hotset.errors import UnsupportedModelError
 
 FUSED = "time_mix_lerp_fused"
-"""What the token before counts for: a tensor of the checkpoint is a row of it, the one behind the #."""
+"""The weights of the previous token: a tensor of the checkpoint is one row of it, with the number after #."""
 
 _HALVED = ("time_mix_output", "channel_mix_value")
 
 
 def ffn_width_6(n_embd: int) -> int:
-    """Return the width of RWKV 6, if config.json does not say it."""
+    """Return the FFN's width of RWKV 6 if config.json does not state it."""
     return n_embd * 7 // 2 // 32 * 32
 
 
 class Rwkv6(FamilyPart):
-    """RWKV 6. n_fused: tensors that are one in the file. vectors: tensors that have more dimensions in
+    """RWKV 6. n_fused: tensors that the file joins to one. vectors: tensors that have more dimensions in
     checkpoints."""
 
     n_fused: ClassVar[int] = 5
@@ -46,14 +46,14 @@ class Rwkv6(FamilyPart):
         return {
             "wkv.head_size": self.dim,
             "attention.head_count": 0,
-            # No entry says the ranks: they are the authors' for models of a width.
+            # No entry gives the ranks: these are the authors' choices for a width.
             "time_mix_extra_dim": 64 if wide else 32,
             "time_decay_extra_dim": 128 if wide else 64,
             "rescale_every_n_layers": self._halves(),
         }
 
     def _halves(self) -> int:
-        """Return after how many layers the residual stream is halved; 0: never."""
+        """Return the number of layers after which the residual stream is halved; 0: never."""
         raw = self.facts.raw
         return integer(raw, "rescale_every", 6, 1 << 12) if raw.get("rescale_every") else 0
 
@@ -102,7 +102,7 @@ class Rwkv7(Rwkv6):
         return not name.startswith(f"{self.facts.layers}.0.attn.v_lora.")
 
     def targets(self, targets: list[str], layer: int) -> list[str]:
-        """Return a second tensor of the first layer, which llama.cpp requires and does not read."""
+        """Add a second tensor in the first layer, which llama.cpp requires and does not read."""
         (target,) = targets
         is_needed = layer == 0 and target.startswith(("time_mix_a0", "time_mix_a1", "time_mix_a2"))
         return [target, target.replace("time_mix_a", "time_mix_v")] if is_needed else targets

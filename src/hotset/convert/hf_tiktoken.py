@@ -1,8 +1,8 @@
-"""Vocabularies of Hugging Face checkpoints in tiktoken's form: lines of a token in base64 and its rank.
+"""Vocabularies of Hugging Face checkpoints in tiktoken's format: lines with a token in base64 and its rank.
 
-tiktoken merges the neighbours whose union has the lowest rank; GGUF has merges, each of one pair. A token is
-only ever made of one pair: until two neighbours become it, the merges within its bytes are those that the
-bytes alone would have. So the pairs found here, in the order of ranks, give tiktoken's tokens for any ranks.
+tiktoken merges the neighbours whose union has the lowest rank. GGUF has merges, each of one pair. A token is
+always made from one pair: until two neighbours become the token, the merges inside it do not depend on the
+text around it. So the pairs found here, in the order of ranks, give tiktoken's tokens for any ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MOST_WORK = 1 << 30  # sum of the squares of the tokens' lengths: about 20 s. Q
 
 @dataclass(frozen=True)
 class TiktokenClass:
-    """What only the code of a checkpoint's tokenizer class says.
+    """Facts that only the code of a checkpoint's tokenizer class has.
 
     name: tokenizer_class of tokenizer_config.json.
-    pre: the name that GGUF files give to the way it splits texts.
-    special: texts of the special tokens behind the ranks; {} is the id.
-    numbered: false where ranks are not read, and lines with a token again are skipped.
+    pre: GGUF's name for the way it splits texts.
+    special: texts of the special tokens after the ranks; {} is the id.
+    numbered: whether ranks are read. If not, lines that repeat a token are skipped.
     """
 
     name: str
@@ -50,9 +50,9 @@ TIKTOKEN_CLASSES = {
 
 
 def read_ranks(path: Path, most: int, numbered: bool) -> dict[bytes, int]:
-    """Token → rank, in the order of ranks 0, 1, 2, ... Raises FormatError.
+    """Return token → rank, in the order of ranks 0, 1, 2, ... Raises FormatError.
 
-    most: tokens that the file may have. numbered: as of TiktokenClass.
+    most: the maximum number of tokens in the file. numbered: see TiktokenClass.
     """
     ranks: dict[bytes, int] = {}
     for n, line in enumerate(read_small_file(path).splitlines(), 1):
@@ -99,7 +99,7 @@ class Tekken:
     pattern: str
 
 
-# Files of the versions v3 and v7 may leave out their special tokens.
+# Files of versions v3 and v7 may omit their special tokens.
 _TEKKEN_SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
@@ -142,13 +142,13 @@ def read_tekken(path: Path, most: int) -> Tekken:
 
 
 def merged_pairs(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
-    """The pairs that tokens are made of, in the order of ranks; whether each token of more than a byte is."""
+    """Return the pairs of tokens, in the order of ranks, and whether all tokens over one byte have one."""
     found = [_last_pair(token, ranks) for token in ranks if len(token) > 1]
     return [pair for pair in found if pair], None not in found
 
 
 def _last_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """What merges into a token at last where its bytes are a text; None where they do not become it."""
+    """Return the pair whose merge completes a token; None if merging its bytes does not give the token."""
     parts = [token[i : i + 1] for i in range(len(token))]
     none = len(ranks)
     unions = [ranks.get(token[i : i + 2], none) for i in range(len(token) - 1)]  # of a part and the next

@@ -4,7 +4,7 @@ Sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byt
 characters, WordPiece or unigram), RWKV's vocabulary, a file of tiktoken's ranks or Mistral's tekken.json
 (byte-level BPE), vocab.json with merges.txt (byte-level BPE as GPT-2's; OPT has only these), vocab.txt
 (WordPiece).
-What GGUF has no name for is refused: a guess would silently change the tokens.
+Anything without a name in GGUF raises an error: a guess would silently change the tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hotset.text.tokenizer import (
 NO_TOKEN = 0xFFFFFFFF  # an id that no vocabulary has
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
-# Values of tokenizer.ggml.pre that are written: of several names of one way to split, the best known.
+# Values of tokenizer.ggml.pre that are written: the best known among several names of one way to split.
 _WRITTEN = (
     "gpt-2",
     "smollm",
@@ -51,41 +51,41 @@ _WRITTEN = (
     "deepseek-coder",
     "deepseek-v3",
 )
-# What steps of a tokenizer.json split that are no Split.
+# Expressions of steps of a tokenizer.json other than Split.
 _BYTE_LEVEL = PRE_TOKENIZERS["gpt-2"].patterns[0]
 _PUNCTUATION = PRE_TOKENIZERS["falcon"].patterns[0]
 _DIGIT, _DIGITS, _THREE_DIGITS = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
 
 
 def _spelled(pattern: str) -> str:
-    """A regular expression in one spelling: some files have a line feed where others have \\n."""
+    """Return a regular expression in one spelling: some files have a line feed, others \\n."""
     return pattern.replace("\r", r"\r").replace("\n", r"\n").replace(r"\"", '"')
 
 
 def _names() -> dict[tuple[tuple[str, ...], bool], str]:
-    """Patterns, and whether a word that is a token is taken whole whatever the merges say → the name."""
+    """Return the name by patterns, and by whether a word that is a token becomes it, whatever the merges."""
     rows = {name: PRE_TOKENIZERS[name] for name in _WRITTEN}
     found = {(tuple(map(_spelled, row.patterns)), row.ignore_merges): name for name, row in rows.items()}
-    # Falcon 7B's splits " 12" into " " and "12" as well: it has no merge across that split.
+    # Falcon 7B also splits " 12" into " " and "12": it has no merge across that split.
     found[(_PUNCTUATION, _BYTE_LEVEL, _DIGITS, _THREE_DIGITS), False] = "falcon"
     return found
 
 
 NAMES = _names()
 RWKV_VOCABULARY = "rwkv_vocab_v20230424.txt"
-_LONGEST_LITERAL = 4096  # characters of a token as Python spells it
-# As the World models were trained: a name, a colon, and an empty line behind each turn.
+_LONGEST_LITERAL = 4096  # characters of a token as a Python literal
+# The World models' training format: a name, a colon, and an empty line after each turn.
 _RWKV_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role']|capitalize + ': ' + m['content']|trim + '\n\n' }}"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 _SPACE = "\u2581"  # SentencePiece's visible space
-# Normalizers of BPE over characters: spaces become visible, and SentencePiece's puts one before each text.
+# Normalizers of BPE over characters: spaces become visible, and SentencePiece's adds one before each text.
 _SPACES = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
 _PREFIX_AND_SPACES = [{"type": "Prepend", "prepend": _SPACE}, *_SPACES]
 _SPECIAL_KINDS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}  # of keys
-_TEXT_KINDS = {"cls": "cls", "sep": "seperator", "mask": "mask"}  # so spelled
-# Of these every character belongs to a match, so that what lies between matches is nothing.
+_TEXT_KINDS = {"cls": "cls", "sep": "seperator", "mask": "mask"}  # (sic)
+# Patterns whose matches cover every character, so that gaps between matches are empty.
 _COVERING = {
     _spelled(PRE_TOKENIZERS[name].patterns[0])
     for name in ("llama-bpe", "qwen2", "qwen35", "gpt-4o", "tekken")
@@ -93,7 +93,7 @@ _COVERING = {
 
 
 def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer.* keys, as GGUFWriter.add takes them; none for a folder without tokenizer.
+    """Return the tokenizer.* keys, as GGUFWriter.add accepts them; {} for a folder without tokenizer.
 
     Raises TokenizerError for a tokenizer that no key describes, FormatError for damaged JSON.
     """
@@ -143,7 +143,7 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _special_id(
     kind: str, settings: dict[str, Any], config: dict[str, Any], ids: dict[str, int]
 ) -> int | None:
-    """By its text in tokenizer_config.json, else by its number in config.json (the first of several)."""
+    """Return an id by its text in tokenizer_config.json, otherwise by its (first) number in config.json."""
     token = settings.get(kind)
     token = token.get("content") if isinstance(token, dict) else token
     if isinstance(token, str) and token in ids:
@@ -157,7 +157,7 @@ def _chat_template(src: Path, settings: dict[str, Any]) -> str | None:
     if (path := src / "chat_template.jinja").exists():
         return read_small_text(path)
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
+    if isinstance(template, list):  # several templates with names
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
         template = named[0].get("template") if named else None
     return template if isinstance(template, str) else None
@@ -166,7 +166,7 @@ def _chat_template(src: Path, settings: dict[str, Any]) -> str | None:
 def _of_json(
     tokenizer: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """Tokens, their types and further keys of a tokenizer.json."""
+    """Return tokens, their types and further keys of a tokenizer.json."""
     kinds = {"WordPiece": _word_piece, "Unigram": _unigram}
     model = tokenizer.get("model")
     kind = model.get("type") if isinstance(model, dict) else None
@@ -177,7 +177,7 @@ def _of_json(
 
 
 def _rows(by_id: dict[int, tuple[str, int]], added: list[dict[str, Any]]) -> tuple[list[str], list[int]]:
-    """Tokens and types by id. added: tokens of a tokenizer.json that win."""
+    """Return tokens and types by id. added: tokens of a tokenizer.json, which replace others."""
     for token in added:
         by_id[int(token["id"])] = (str(token["content"]), CONTROL if token["special"] else USER_DEFINED)
     n = max(by_id) + 1
@@ -217,7 +217,7 @@ def _word_piece_keys(
     lowercase: Any,
     strips: Any,
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """As _of_json. Words are written with "\u2581" before them, and what goes on with them without "##"."""
+    """Return the same as _of_json. Words begin with "\u2581" in the file, and later pieces lose "##"."""
     spelled = {
         id: (token[2:] if token.startswith("##") else f"\u2581{token}", NORMAL)
         for id, token in vocabulary.items()
@@ -243,7 +243,7 @@ def _word_piece_keys(
 
 
 def _vocab_txt(src: Path, settings: dict[str, Any]) -> tuple[list[str], list[int], dict[str, Any]]:
-    """vocab.txt, a token a line: special tokens are those that a setting names, else BERT's."""
+    """Read vocab.txt, a token per line. Special tokens are those that settings name, otherwise BERT's."""
     lines = read_small_file(src / "vocab.txt").decode("utf-8", "replace").splitlines()
     named = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("unk", "cls", "sep", "pad", "mask")}
     special = []
@@ -311,16 +311,16 @@ def _unigram(
 
 
 def _rwkv_world(src: Path, n_vocab: int) -> tuple[list[str], list[int], dict[str, Any]]:
-    """A line for each token: its id, it as Python spells it, its bytes. 0 is both the beginning and the end
-    of a text."""
+    """Read a line for each token: its id, the token as a Python literal, its bytes. Id 0 is both the
+    beginning and the end of a text."""
     tokens, lines = ["<s>"], read_small_file(src / RWKV_VOCABULARY).decode("utf-8", "replace").splitlines()
     for line in lines[:n_vocab]:
         id, _, rest = line.partition(" ")
         text, _, length = rest.rpartition(" ")
         try:
-            token = ast.literal_eval(text[:_LONGEST_LITERAL])  # a deeper expression may end the process
+            token = ast.literal_eval(text[:_LONGEST_LITERAL])  # a deeper expression may crash the process
             data = token.encode() if isinstance(token, str) else token
-        except (ValueError, SyntaxError, RecursionError, MemoryError):  # ValueError: a surrogate, too
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # ValueError: also for a surrogate
             data = None
         if not isinstance(data, bytes) or [id, length] != [str(len(tokens)), str(len(data))]:
             raise TokenizerError(f"{RWKV_VOCABULARY} is damaged: {line[:100]!r}")
@@ -351,7 +351,7 @@ def _byte_level_bpe(
         if normalizer["type"] != "NFC":
             raise TokenizerError(f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported")
     by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
-    # Written "left right" by older versions of the library, as a pair by newer ones.
+    # "left right" in files of older versions of the library, a pair in newer ones.
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     keys = _byte_level_keys(_pre_tokenizer(tokenizer), merges, settings)
     if bool(steps) != PRE_TOKENIZERS[keys["tokenizer.ggml.pre"]].normalises:
@@ -372,7 +372,7 @@ def _byte_level_keys(pre: str, merges: list[str], settings: dict[str, Any]) -> d
 def _text_bpe(
     model: dict[str, Any], added: list[dict[str, Any]]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """Return what _of_json does, of BPE over characters whose texts have "\u2581" for spaces: Gemma's.
+    """Return the same as _of_json, for BPE over characters with "\u2581" for spaces: Gemma's.
 
     Runs of spaces among the added tokens are written with spaces, as llama.cpp's converter does.
     """
@@ -399,7 +399,7 @@ def _text_rows(model: dict[str, Any], added: list[dict[str, Any]]) -> tuple[list
 def _ranked_bpe(
     model: dict[str, Any], added: list[dict[str, Any]], settings: dict[str, Any]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """Return what _of_json does, of a SentencePiece BPE model that was rewritten as merges: Llama 2's.
+    """Return the same as _of_json, for a SentencePiece BPE model rewritten as merges: Llama 2's.
 
     A SentencePiece model merges any two pieces whose union is a piece, the best score first. So the merges of
     one piece must be all its divisions, and follow each other.
@@ -439,7 +439,7 @@ def _ranked_bpe(
 def _gpt2_bpe(
     src: Path, settings: dict[str, Any], config: dict[str, Any]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """vocab.json and merges.txt: special tokens are those that a setting or config.json names."""
+    """Read vocab.json and merges.txt. Special tokens are those that settings or config.json name."""
     vocabulary = read_json(src / "vocab.json")
     lines = read_small_file(src / "merges.txt").decode("utf-8", "replace").splitlines()
     named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
@@ -457,13 +457,13 @@ def _gpt2_bpe(
 def _tiktoken(
     src: Path, name: str, settings: dict[str, Any], n_vocab: int
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """Ranks, and the special tokens behind them, of which added_tokens_decoder may name some (Kimi's)."""
+    """Read ranks, and the special tokens after them, some of which added_tokens_decoder may name (Kimi's)."""
     path, row = src / name, TIKTOKEN_CLASSES[name]
-    if settings.get("tokenizer_class") != row.name:  # its code, which is not run, says how texts are split
+    if settings.get("tokenizer_class") != row.name:  # its code, which is not run, splits texts
         raise TokenizerError(f"{path} needs the tokenizer_class {row.name} in tokenizer_config.json")
     ranks = read_ranks(path, n_vocab, row.numbered)
     special = {len(ranks) + i: text.format(len(ranks) + i) for i, text in enumerate(row.special)}
-    # As its class does: others do not count, and all are control tokens.
+    # As in its class: others do not count, and all are control tokens.
     special |= {id: text for id, text, _ in _added_tokens(src, settings) if id in special}
     if max(special) >= n_vocab:
         what = f"{len(ranks)} tokens and the tokenizer {len(special)} special ones"
@@ -481,7 +481,7 @@ _TEKKEN_SETTINGS = {
 def _tekken(
     path: Path, settings: dict[str, Any], n_vocab: int
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    """Return what _of_json does. A text never becomes a special token, so all of these are control tokens."""
+    """Return the same as _of_json. All special tokens are control tokens, since no text becomes one."""
     read = read_tekken(path, n_vocab)
     pre = NAMES.get(((_spelled(read.pattern),), True))
     if pre is None:
@@ -519,8 +519,8 @@ _TIKTOKEN_SPECIAL = {
 
 
 def _tiktoken_ids(settings: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """tokenizer_config.json and config.json as _special_id needs them to find what llama.cpp's converter
-    writes: numbers of config.json before texts, but for those that it knows to be wrong."""
+    """Return tokenizer_config.json and config.json changed so that _special_id finds the ids of llama.cpp's
+    converter. It prefers numbers in config.json to texts, except numbers that it knows to be wrong."""
     texts = dict(settings)
     classes = config.get("architectures")
     kind = str(classes[0]) if isinstance(classes, list) and classes else ""
@@ -534,7 +534,7 @@ def _tiktoken_ids(settings: dict[str, Any], config: dict[str, Any]) -> tuple[dic
 
 
 def _steps(step: Any, inner: str) -> list[Any]:
-    """A normalizer or pre-tokenizer as a list of those that are no Sequence; inner: what a Sequence has."""
+    """Flatten a normalizer or pre-tokenizer to a list of steps. inner: the entry of a Sequence's steps."""
     if not step:
         return []
     if isinstance(step, dict) and step.get("type") == "Sequence":
@@ -543,8 +543,8 @@ def _steps(step: Any, inner: str) -> list[Any]:
 
 
 def _patterns(step: Any) -> Iterator[str]:
-    """Where a tokenizer.json's pre-tokenizer splits, as the engine has it (text/pretokenizers.py)."""
-    in_bytes = False  # text has become a letter for each byte: only ASCII is as it was
+    """Yield the patterns of a tokenizer.json's pre-tokenizer in the engine's form (text/pretokenizers.py)."""
+    in_bytes = False  # each byte of the text has become a letter: only ASCII is unchanged
     for one in _steps(step, "pretokenizers"):
         kind, pattern = one.get("type"), None
         if kind == "Split":
@@ -569,7 +569,7 @@ def _patterns(step: Any) -> Iterator[str]:
 
 
 def _pre_tokenizer(tokenizer: dict[str, Any]) -> str:
-    """The name that GGUF files give to a tokenizer.json's pre-tokenizer."""
+    """Return GGUF's name of a tokenizer.json's pre-tokenizer."""
     patterns = tuple(_patterns(tokenizer["pre_tokenizer"]))
     ignore_merges = tokenizer["model"].get("ignore_merges") is True
     if (name := NAMES.get((patterns, ignore_merges))) is not None:
@@ -584,27 +584,27 @@ def _pre_tokenizer(tokenizer: dict[str, Any]) -> str:
 
 
 def _merges_lead_to_words(tokenizer: dict[str, Any]) -> bool:
-    """Whether ignore_merges makes no difference: what is a token is one by its merges, too."""
+    """Return whether ignore_merges has no effect, since merges lead to every word that is a token."""
     from tokenizers.models import BPE
 
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
     pairs = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in merges]
     added = {token["content"] for token in tokenizer.get("added_tokens") or []}
-    # The library panics at a merge into more than the longest token.
+    # The library panics at a merge into a text that is longer than the longest token.
     if any(len(pair) != 2 or "".join(pair) not in vocabulary for pair in pairs):
         return False
     try:
         library = BPE(vocabulary, pairs)
         return all(len(library.tokenize(word)) == 1 for word in vocabulary if word and word not in added)
-    except Exception:  # so are its errors
+    except Exception:  # the library raises this class itself
         return False
 
 
 def _template_settings(post_processor: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with the special tokens that the template of a tokenizer.json puts around a single text.
+    """Return settings with the special tokens that the template of a tokenizer.json puts around one text.
 
-    add_bos_token and add_eos_token of tokenizer_config.json win. A GGUF file has room for one token before a
-    text: of a template with more (GLM 4: [gMASK]<sop>) there is none.
+    add_bos_token and add_eos_token of tokenizer_config.json take precedence. A GGUF file can only have one
+    token before a text, so a template with more (GLM 4: [gMASK]<sop>) sets none.
     """
     before, after = _template(post_processor)
     added: dict[str, Any] = {}
@@ -614,7 +614,7 @@ def _template_settings(post_processor: Any, settings: dict[str, Any]) -> dict[st
         added |= {"eos_token": after[0], "add_eos_token": True}
         eos = settings.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
-        if eos != after[0]:  # what ends an answer is another token (Qwen3 Embedding)
+        if eos != after[0]:  # another token ends an answer (Qwen3 Embedding)
             added["eot_token"] = eos
     if _separates(post_processor):
         added["add_sep_token"] = True
@@ -622,7 +622,7 @@ def _template_settings(post_processor: Any, settings: dict[str, Any]) -> dict[st
 
 
 def _separates(post_processor: Any) -> bool:
-    """Whether two texts have a separator between them beside what ends the first, as RoBERTa's."""
+    """Return whether a separator is between two texts, in addition to the first text's end (RoBERTa)."""
     try:
         for step in _steps(post_processor, "processors"):
             if step["type"] == "RobertaProcessing":
@@ -636,7 +636,7 @@ def _separates(post_processor: Any) -> bool:
 
 
 def _template(post_processor: Any) -> tuple[list[str], list[str]]:
-    """Texts of the special tokens before a single text and after it."""
+    """Return the texts of the special tokens before a single text and after it."""
     before: list[str] = []
     after: list[str] = []
     try:
@@ -673,10 +673,10 @@ def _sentencepiece(
         n = sp.vocab_size()
         tokens = [sp.id_to_piece(i) for i in range(n)]
         scores = [sp.get_score(i) for i in range(n)]
-    except (OSError, RuntimeError, ValueError, IndexError):  # ValueError: what is not UTF-8
+    except (OSError, RuntimeError, ValueError, IndexError):  # ValueError: text that is not UTF-8
         raise TokenizerError(f"{path} is not a SentencePiece model") from None
     _check_sentencepiece(path, trainer, normalizer, denormalizer)
-    kinds = [piece.get(3, NORMAL) for piece in pieces]  # GGUF has SentencePiece's numbers
+    kinds = [piece.get(3, NORMAL) for piece in pieces]  # GGUF uses SentencePiece's numbers
     types = [kind for kind in kinds if isinstance(kind, int)]
     if len(types) != n or not {*types} <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
         raise TokenizerError(f"{path} is damaged")
@@ -690,7 +690,7 @@ def _sentencepiece(
             scores.append(-1000.0)
             types.append(UNUSED)
         if id < n and types[id] not in (NORMAL, USER_DEFINED):
-            continue  # <s> and </s>, which are control tokens of the model already
+            continue  # <s> and </s>, which are already control tokens of the model
         tokens[id], types[id] = token, CONTROL if special else USER_DEFINED
     add_bos = settings.get("add_bos_token")
     keys: dict[str, Any] = {
@@ -707,7 +707,7 @@ def _sentencepiece(
         keys[WHOLE_TEXT_KEY] = True
     ids = {"bos": sp.bos_id(), "eos": sp.eos_id(), "unknown": sp.unk_id(), "padding": sp.pad_id()}
     for name, id in ids.items():
-        if id >= 0 or name in ("bos", "eos"):  # without a key readers take 1 and 2
+        if id >= 0 or name in ("bos", "eos"):  # without a key, readers assume 1 and 2
             keys[f"tokenizer.ggml.{name}_token_id"] = id if id >= 0 else NO_TOKEN
     return tokens, types, keys
 
@@ -715,7 +715,7 @@ def _sentencepiece(
 def _check_sentencepiece(
     path: Path, trainer: dict[int, Any], normalizer: dict[int, Any], denormalizer: dict[int, Any]
 ) -> None:
-    """Raises TokenizerError for what no key of GGUF describes; the arguments are parts of a ModelProto."""
+    """Raise TokenizerError for settings that no GGUF key describes. Arguments: parts of a ModelProto."""
     kind = trainer.get(3, 1)
     refused = {
         f"a {_MODEL_TYPES.get(kind, kind)} model, not BPE": kind != 2,
@@ -730,7 +730,7 @@ def _check_sentencepiece(
 
 
 def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
-    """(field number, value) of a protocol buffer that the sentencepiece library has accepted."""
+    """Yield (field number, value) of a protocol buffer that the sentencepiece library has accepted."""
     data = message if isinstance(message, bytes) else b""
     at = 0
 
@@ -756,12 +756,12 @@ def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _merged(fields: list[tuple[int, bytes | int]], number: int) -> bytes:
-    """A message that is a field; one that comes several times is their merger."""
+    """Return a message field; if it occurs several times, the merged messages."""
     return b"".join(value for n, value in fields if n == number and isinstance(value, bytes))
 
 
 def _added_tokens(src: Path, settings: dict[str, Any]) -> list[tuple[int, str, bool]]:
-    """(id, text, special) of the tokens that Hugging Face added to a SentencePiece model, by id."""
+    """Return (id, text, special) of the tokens that Hugging Face added to a SentencePiece model, by id."""
     found: dict[int, tuple[str, bool]] = {}
     try:
         if (path := src / "added_tokens.json").exists():

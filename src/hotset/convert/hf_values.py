@@ -1,4 +1,4 @@
-"""Entries of a config.json, checked: what reads one goes through here."""
+"""Checked reading of entries of a config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEGACY_PARTS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number of config.json, below 1e30 in magnitude."""
+    """Return a number of config.json, below 1e30 in magnitude. Raises FormatError for others."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -24,7 +24,7 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
 
 
 def positive(config: Mapping[str, Any], key: str) -> float:
-    """A number of config.json above 0."""
+    """Return a number of config.json above 0. Raises FormatError for others."""
     value = float(number(config, key))
     if not value > 0:
         raise FormatError(f"{key} in config.json must be above 0, not {value:g}")
@@ -32,7 +32,7 @@ def positive(config: Mapping[str, Any], key: str) -> float:
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A truth value of config.json; without one, false."""
+    """Return a truth value of config.json; without one, False."""
     value = config.get(key)
     value = False if value is None else value
     if not isinstance(value, bool):
@@ -43,7 +43,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
 def integer(
     config: Mapping[str, Any], key: str, default: int | None = None, high: int = 1 << 31, low: int = 1
 ) -> int:
-    """An integer of config.json from `low` to `high`."""
+    """Return an integer of config.json from `low` to `high`. Raises FormatError for others."""
     value = number(config, key, default)
     if not isinstance(value, int) or not low <= value <= high:
         raise FormatError(f"{key} in config.json must be an integer from {low} to {high}, not {value!r}")

@@ -1,8 +1,8 @@
 """PEFT's folders of adapters: adapter_config.json, and adapter_model.safetensors or .bin.
 
-Their matrices have the names, and the order of rows, of the checkpoint that they were trained with, which is
-not at hand: names are found by the classes of the model's architecture (convert/checkpoints/), and rows of
-queries and keys are permuted where those of the model were (convert/hf.py).
+Their matrices have the names and row order of the checkpoint that they were trained with, which is not
+available. The classes of the model's architecture give the names (convert/checkpoints/). Rows of queries and
+keys are permuted if the model's rows were (convert/hf.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hotset.parameters import shown
 CONFIG = "adapter_config.json"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MOST_ALPHA = 1e30
-_MOST_PAIRS = 4096  # of matrices, and as many patterns
+_MOST_PAIRS = 4096  # of matrices; also the maximum number of patterns
 _CONFIG_BYTES, _HEADER_BYTES = 1 << 20, 16 << 20
 _LITERAL = re.compile(r"[A-Za-z0-9_.]+")
-# Entries that change what an adapter means, and the values that do not.
+# Entries that change the meaning of an adapter, and their values without effect.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,), "lora_bias": (False,), "fan_in_fan_out": (False,), "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"), "layer_replication": (),
@@ -47,11 +47,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def open_peft_adapter(
     folder: Path, architecture: str, head_dim: int, check: Callable[[], object] = lambda: None
 ) -> AdapterFile:
-    """An adapter for a model of an architecture, with heads of so many channels. check: called before each
-    tensor; what it raises ends the reading.
+    """Open an adapter for a model of an architecture, whose heads have head_dim channels. check: called
+    before each tensor; an error in it ends the reading.
 
     Raises ModelNotFoundError for missing files, FormatError for damaged ones, UnsupportedModelError for other
-    kinds of adapters, and models whose matrices a conversion changes otherwise.
+    kinds of adapters, and for models whose matrices a conversion changes in other ways.
     """
     config = read_json(folder / CONFIG, _CONFIG_BYTES)
     if config.get("peft_type") != "LORA":
@@ -89,7 +89,7 @@ def open_peft_adapter(
 
 
 class _Names:
-    """How modules of checkpoints of an architecture are called in its files."""
+    """The names in GGUF files of modules in checkpoints of an architecture."""
 
     def __init__(self, folder: Path, architecture: str) -> None:
         self._folder, self._architecture = folder, architecture
@@ -102,7 +102,7 @@ class _Names:
             )
 
     def target(self, module: str) -> str:
-        """The tensor of a module's weight. Raises UnsupportedModelError."""
+        """Return the name of a module's weight. Raises UnsupportedModelError."""
         found = {name for hf in self._classes if (name := _target(module, hf)) is not None}
         if len(found) != 1 or " " in (name := found.pop()):
             raise UnsupportedModelError(
@@ -112,7 +112,7 @@ class _Names:
         return name
 
     def permutes(self, target: str) -> bool:
-        """Whether rows lie otherwise in files."""
+        """Return whether the rows of a tensor have another order in files."""
         stem = target.rpartition(".")[0].rpartition(".")[2]
         return self._classes[0].turns_rows(self._architecture) and stem in ("attn_q", "attn_k")
 
@@ -141,7 +141,7 @@ def _tensors(folder: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
 
 
 def _matrix(values: np.ndarray, permuted: int | None, folder: Path, name: str) -> StoredMatrix:
-    """permuted: channels of the heads whose rows are permuted; None: rows stay."""
+    """Return the matrix of a tensor. permuted: channels of the heads whose rows are permuted, or None."""
     kinds = {
         np.dtype("<f8"): GGMLType.F32, np.dtype("<f4"): GGMLType.F32, np.dtype("<f2"): GGMLType.F16,
         BFLOAT16: GGMLType.BF16,
@@ -163,7 +163,7 @@ def _matrix(values: np.ndarray, permuted: int | None, folder: Path, name: str) -
 
 
 class _Alphas:
-    """By what the products of pairs are multiplied: alpha over the rank, or over its root."""
+    """The factors of the products of pairs: alpha divided by the rank, or by its square root."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         pattern = config.get("alpha_pattern") or {}
@@ -194,7 +194,7 @@ class _Alphas:
         return alpha
 
     def factor(self, module: str, rank: int) -> float:
-        """Of the patterns that the module's name ends with, the first of the file counts."""
+        """Return the factor of a module. The first pattern of the file that its name ends with counts."""
         parts = module.split(".")
         suffixes = (".".join(parts[i:]) for i in range(len(parts)))
         found = [self._patterns[suffix] for suffix in suffixes if suffix in self._patterns]

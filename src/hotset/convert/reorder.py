@@ -1,13 +1,13 @@
-"""Writes a model again with the neurons of each layer in order of hotness.
+"""Rewriting of a model with the neurons of each layer in order of hotness.
 
 The order of neurons means nothing to a model: any permutation, applied to everything that refers to them,
-leaves the same function. In order of hotness the neurons that fire nearly always stand together at the head
-of each matrix, where they stream without prediction (key `hotset.n_always`), and what is gathered lies close.
+leaves the same function. In order of hotness, neurons that fire nearly always are at the beginning of each
+matrix. They stream without prediction (key `hotset.n_always`), and gathered neurons are close together.
 
-What refers to neurons: rows of ffn_gate, ffn_up, fc2 and ffn_down_t, biases of ffn_gate and ffn_up,
-ffn_sub_norm, columns of ffn_down; beside the file, its activation counts and its GPU index. Sidecars are
-built anew: they belong to the old file. Columns of a quantised ffn_down cannot move, for a block of 32
-neurons shares one scale.
+These refer to neurons: rows of ffn_gate, ffn_up, fc2 and ffn_down_t, biases of ffn_gate and ffn_up,
+ffn_sub_norm, columns of ffn_down, and next to the file its activation counts and its GPU index. Sidecars are
+built again, since they belong to the old file. Columns of a quantised ffn_down cannot move: a block of
+32 neurons shares one scale.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 # A gathered byte costs about as much as 1.6 streamed ones (docs/contributing/internals/pitfalls.md): from
 # this frequency on, reading a neuron for every token, at the head, is cheaper than a predicted gather.
 HEAD_FREQUENCY = 0.6
-ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
+ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, equal in files with the same order
 _NEURONS = re.compile(
     r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down|ffn_sub_norm|channel_mix_key|channel_mix_value(?:_t)?)"
     r"\.(weight|bias)"
 )
-_DOWN = "ffn_down", "channel_mix_value"  # whose neurons are columns
+_DOWN = "ffn_down", "channel_mix_value"  # their neurons are columns
 
 
 @dataclass(frozen=True)
 class Reordered:
-    """What was written. n_always: leading neurons per layer that need no prediction. files: all of them."""
+    """The result. n_always: leading neurons per layer that need no prediction. files: all written files."""
 
     n_always: tuple[int, ...]
     n_bytes: int
@@ -68,20 +68,20 @@ def reorder(
     bundle: bool = False,
     progress: Reporter | None = None,
 ) -> Reordered:
-    """Writes `out_path`: the model in the order of the profile's counts, the hottest neuron first; None: in
-    the order that it has.
+    """Write the model to `out_path` in the order of the profile's counts, the hottest neuron first. Without a
+    profile the order does not change.
 
-    bundle: what a neuron, or an expert, needs of several matrices stands side by side (formats/bundle.py).
-    always: the frequency from which a neuron is computed without prediction (above 1: none is). Metadata and
-    dialect stay; a split model becomes one file. The profile goes along, and so do the counts and the GPU
-    index of a published PowerInfer model. Raises InvalidRequestError where the profile is another model's, or
-    the order cannot change without changing values.
+    bundle: store the parts of a neuron or expert in several matrices side by side (formats/bundle.py).
+    always: the frequency from which a neuron is computed without prediction (above 1: none). Metadata and
+    dialect stay; a split model becomes one file. The profile is written next to it, and so are the counts and
+    the GPU index of a published PowerInfer model. Raises InvalidRequestError if the profile belongs to
+    another model, or if the order cannot change without changing values.
     """
     out = Path(out_path)
     with open_gguf(in_path) as gguf:
         check_target(out, gguf.paths)
         config = config_from_gguf(gguf)
-        graph = describe(config, gguf.tensors)  # a file that is no model is refused
+        graph = describe(config, gguf.tensors)  # raises for a file that is not a model
         if profile is not None:
             _check_order(gguf, out, profile, config.n_ff)
         orders = neuron_orders(profile) if profile is not None else None
@@ -123,7 +123,7 @@ def _check_order(gguf: GGUFFile, out: Path, profile: Profile, n_ff: Sequence[int
 
 
 def neuron_orders(profile: Profile) -> list[np.ndarray]:
-    """Per layer, the neurons from the hottest to the coldest. Raises UnsupportedModelError for experts."""
+    """Return each layer's neurons, the hottest first. Raises UnsupportedModelError for experts."""
     if profile.experts:
         raise UnsupportedModelError("the neurons inside experts cannot be reordered")
     return [np.argsort(-counts.astype(np.int64), kind="stable") for counts in profile.counts]
@@ -132,7 +132,7 @@ def neuron_orders(profile: Profile) -> list[np.ndarray]:
 def add_order(
     writer: GGUFWriter, profile: Profile, orders: list[np.ndarray], always: float = HEAD_FREQUENCY
 ) -> tuple[int, ...]:
-    """Adds the keys of a file in these orders; how many neurons lead each layer that need no prediction."""
+    """Add the keys of a file in these orders. Return each layer's leading neurons without prediction."""
     n_always = tuple(
         max(min(int((profile.frequencies(i) >= always).sum()), len(order) - 1), 0)
         for i, order in enumerate(orders)
@@ -144,7 +144,7 @@ def add_order(
 
 
 def neurons_of(name: str) -> tuple[int, bool] | None:
-    """The layer of a tensor that has neurons, and whether they are its columns (else rows, or a bias)."""
+    """Return a tensor's layer and whether its neurons are columns; None for a tensor without neurons."""
     match = _NEURONS.fullmatch(name)
     if match is None or (match[3] == "bias" and match[2].removesuffix("_t") in _DOWN):
         return None
@@ -152,7 +152,7 @@ def neurons_of(name: str) -> tuple[int, bool] | None:
 
 
 def order_of_rows(order: np.ndarray, n_rows: int) -> np.ndarray:
-    """Rows of a tensor in the order of its neurons: once, or for gate and up of all, one after the other."""
+    """Return the order of rows: the neurons' order, or twice in a tensor with gate and up of all."""
     return np.concatenate([order, order + len(order)]) if n_rows == 2 * len(order) else order
 
 
@@ -163,12 +163,12 @@ def _alignment(gguf: GGUFFile) -> int:
 
 
 def _moved(gguf: GGUFFile, info: TensorInfo, orders: list[np.ndarray]) -> Callable[[], np.ndarray]:
-    """A function that yields the tensor's bytes with its neurons in the new order."""
+    """Return a function that returns the tensor's bytes with its neurons in the new order."""
     place = neurons_of(info.name)
     if place is None:
         return lambda: gguf.data(info.name)
     layer, by_column = place
-    if layer >= len(orders):  # it predicts more than one token, and no profile is of it
+    if layer >= len(orders):  # for multi-token prediction, which profiles do not cover
         return lambda: gguf.data(info.name)
     order = orders[layer]
     is_vector = info.name.endswith((".bias", ".ffn_sub_norm.weight"))
@@ -178,7 +178,7 @@ def _moved(gguf: GGUFFile, info: TensorInfo, orders: list[np.ndarray]) -> Callab
             f"the tensor {info.name} is {info.type.name} {list(info.shape)}, whose neurons cannot be moved"
         )
     n_neurons = info.shape[0] if by_value else info.shape[1]
-    if n_neurons == 2 * len(order) and not by_column:  # gate and up in one: describe() has checked it
+    if n_neurons == 2 * len(order) and not by_column:  # gate and up in one, as describe() has checked
         order = order_of_rows(order, n_neurons)
     if n_neurons != len(order):
         raise InvalidRequestError(
@@ -196,10 +196,10 @@ def _columns(gguf: GGUFFile, info: TensorInfo, order: np.ndarray) -> np.ndarray:
 
 
 def _refuse_quantised_columns(gguf: GGUFFile) -> None:
-    """Raises InvalidRequestError where the down projection of a file is quantised across neurons."""
+    """Raise InvalidRequestError if the down projection of a file is quantised across neurons."""
     for info in gguf.tensors.values():
         if info.type not in TYPES:
-            gguf.data(info.name)  # says why it cannot be read
+            gguf.data(info.name)  # raises an error for an unknown type
         match = _NEURONS.fullmatch(info.name)
         if match and match[2] in _DOWN and match[3] == "weight" and TYPES[info.type].block_size > 1:
             raise InvalidRequestError(
@@ -209,7 +209,7 @@ def _refuse_quantised_columns(gguf: GGUFFile) -> None:
 
 
 def _move_companions(source: Path, out: Path, profile: Profile, orders: list[np.ndarray]) -> list[Path]:
-    """Writes what lies beside a model and refers to its neurons, beside the new one."""
+    """Write the files that refer to a model's neurons next to the new model. Return their paths."""
     with open_gguf(out) as written:
         moved = profile.permuted(orders, sidecar.fingerprint(written))
     moved.save(profile_path(out))

@@ -1,6 +1,6 @@
-"""Where the tensors of a GGUF file come from: tensors of a checkpoint, reordered and combined.
+"""The sources of the tensors of a GGUF file: tensors of a checkpoint, reordered and combined.
 
-What becomes of a tensor is said by indices, so that every piece is read once, in its last order.
+Indices describe the changes of a tensor, so every piece is read once, in its final order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hotset.formats.torch_file import to_floats
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor of the new file comes from.
+    """The source of a tensor of the new file, and its changes.
 
-    values: as stored, outermost dimension first, in a mapped file. transposed: rows and columns change places
-    first. rows, columns: which of them, in their new order (None: all). plus: added to each value. decays: of
-    each value x, -exp(x) is meant. ternary: for each value -s, 0 or s, whichever is nearest, s being the mean
-    magnitude of all. factors: of each row of the result, or one of all. unit: each row becomes a vector of
+    values: as stored, outermost dimension first, in a mapped file. transposed: swap rows and columns first.
+    rows, columns: the selected ones, in their new order (None: all). plus: added to each value. decays:
+    replace each value x by -exp(x). ternary: replace each value by the nearest of -s, 0 and s, where s is the
+    mean magnitude of all. factors: for each row of the result, or one for all. unit: normalise each row to
     length 1.
     """
 
@@ -47,12 +47,12 @@ class Origin:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Outermost first, of the result."""
+        """Return the shape of the result, outermost first."""
         shape = self.values.shape[::-1] if self.transposed else self.values.shape
         return shape if self.rows is None else (len(self.rows), *shape[1:])
 
     def piece(self, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop of the result, float32."""
+        """Return rows start..stop of the result, float32."""
         rows: slice | np.ndarray = slice(start, stop) if self.rows is None else self.rows[start:stop]
         found = self.values[:, rows].T if self.transposed else self.values[rows]
         if self.columns is not None:
@@ -61,7 +61,7 @@ class Origin:
             found.floats() if isinstance(found, Scaled) else to_floats(np.ascontiguousarray(found))
         )
         if self.decays:
-            with np.errstate(over="ignore"):  # infinity: nothing of the state is left
+            with np.errstate(over="ignore"):  # infinity means that the state is forgotten
                 values = -np.exp(values)
         if self.unit:
             values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), np.float32(1e-12))
@@ -71,7 +71,7 @@ class Origin:
         return values + np.float32(self.plus) if self.plus else values
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """The result in order, some megabytes at a time."""
+        """Yield the result in order, some megabytes at a time."""
         n_rows = self.shape[0]
         step = max(PIECE_VALUES // math.prod(self.shape[1:]), 1)
         starts = range(0, n_rows, step)
@@ -95,30 +95,30 @@ class Stack:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Outermost first, of the result."""
+        """Return the shape of the result, outermost first."""
         if self.of_rows:
             return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
         return (len(self.parts), *self.parts[0].shape)
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yield the values in order, as Origin.pieces does."""
+        """Yield the values in order, like Origin.pieces."""
         for part in self.parts:
             yield from part.pieces()
 
 
 @dataclass(frozen=True)
 class Table:
-    """Whole numbers, which the file has as I32."""
+    """A table of whole numbers, which the file stores as I32."""
 
     values: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Outermost first, of the result."""
+        """Return the shape of the result, outermost first."""
         return self.values.shape
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """The bytes of the file."""
+        """Yield the bytes of the file."""
         yield np.ascontiguousarray(self.values.astype("<i4")).view(np.uint8)
 
 

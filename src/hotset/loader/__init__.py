@@ -1,1 +1,1 @@
-"""From a name to what computes it: build.py opens, measures and builds, decide.py decides."""
+"""From a model's name to its backend: build.py opens, measures and builds, decide.py decides."""

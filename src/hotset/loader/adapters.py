@@ -1,4 +1,4 @@
-"""The adapters (LoRA) of a model that is loaded: those of its settings, and others that are named later."""
+"""The adapters (LoRA) of a loaded model: from its settings, and others that are loaded later."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from hotset.settings import LoadSettings
 
 
 def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
-    """The adapters of a model, with those that its settings name. Raises as Adapters.load, and closes the
-    engine then."""
+    """Open the adapters of a model, and load those that its settings name.
+
+    Raises the errors of Adapters.load, after it has closed the engine."""
     adapters = Adapters(thread, decided.gguf.architecture, partial(open_adapter, decided))
     try:
         for path, scale in decided.settings.loras:
@@ -30,8 +31,8 @@ def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
 
 
 def check_adapter(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of an adapter: a file, or a folder of PEFT's. Raises ModelNotFoundError, FormatError,
-    UnsupportedModelError where it is neither."""
+    """Return the absolute path of an adapter: a file, or a folder of PEFT's. Raises ModelNotFoundError,
+    FormatError, and UnsupportedModelError for a file of safetensors."""
     found = expanded(path).absolute()
     try:
         is_folder, is_there = found.is_dir(), found.exists()
@@ -56,7 +57,7 @@ def check_adapter(path: str | os.PathLike[str]) -> Path:
 def open_adapter(
     decided: Decided, path: str | os.PathLike[str], check: Callable[[], object] = lambda: None
 ) -> AdapterFile:
-    """An adapter for a model: a GGUF file, or a folder of PEFT's. check: as of Adapters.load. Raises
+    """Open an adapter for a model: a GGUF file, or a folder of PEFT's. check: see Adapters.load. Raises
     ModelNotFoundError, FormatError, UnsupportedModelError."""
     found = check_adapter(path)
     if not found.is_dir():
@@ -72,14 +73,15 @@ def open_adapter(
 
 
 def adapter_bytes(settings: LoadSettings) -> int:
-    """Of memory that the adapters of these settings take; of those that are not there, or damaged, none: that
-    is reported when they are read."""
+    """Return the bytes of memory for the adapters of these settings.
+
+    Missing or damaged adapters count 0: loading them reports the error."""
     return sum(_n_bytes(path) for path, _ in settings.loras)
 
 
 def _n_bytes(path: Path) -> int:
     try:
-        if path.is_dir():  # in two formats perhaps, of which one is read
+        if path.is_dir():  # it may have the adapter in two formats, of which one is read
             return max((file.stat().st_size for file in path.glob("adapter_model.*")), default=0)
         with open_gguf_adapter(path) as file:
             return file.nbytes

@@ -1,10 +1,10 @@
-"""From a name to what computes it: files are opened, this machine is measured, a backend is built.
+"""From a name to a backend: open files, measure this machine, build a backend.
 
     opened = open_model("model.gguf", LoadSettings(n_ctx=512))
     decided = plan_model(opened)
     decided, backend = build(decided)
 
-What is decided on the way is in decide.py. The caller closes what they return.
+decide.py makes the decisions. The caller closes the results.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ if TYPE_CHECKING:
     from hotset.placement.table import Placement
     from hotset.storage.created import Created
 
-_MEASURED_STEP = 128  # tokens, of a backend that measures a predictor
+_MEASURED_STEP = 128  # tokens per step of a backend that measures a predictor
 _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
 
 
 def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
-    """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
+    """Open a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
 
-    A created model (`hotset create`) has its template and sampling, and its context and adapters where
-    settings have none. Devices are looked for first: a model is not fetched for one that is not there. None
-    is used for adapters that it does not compute. Raises DeviceError,
+    A created model (`hotset create`) has its template and sampling, and its context and adapters if the
+    settings have none. Devices are looked for first, so no model is downloaded for a missing device. With
+    adapters, only devices that can compute them are used. Raises DeviceError,
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
     """
     path, made = Path(model), None
@@ -119,7 +119,7 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
 
 
 def _with_created(settings: LoadSettings, made: Created) -> LoadSettings:
-    """With what a created model is loaded with, where the settings leave it out."""
+    """Fill settings that are None with the load settings of a created model."""
     return replace(
         settings,
         **{name: value for name, value in made.load.items() if getattr(settings, name) is None},
@@ -129,15 +129,16 @@ def _with_created(settings: LoadSettings, made: Created) -> LoadSettings:
 def plan_model(
     opened: Opened, *, mapped: bool = False, for_device: bool = False, reserved: Reserved = NOTHING_RESERVED
 ) -> Decided:
-    """Which neurons are computed and by which predictor, the graph of a step, what it costs, how long a
-    context fits, and what goes on which device. What this needs and the file lacks is built, in files beside.
+    """Decide the neurons and predictor, the graph of a step, its cost, the context, and the placement.
 
-    Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
-    where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
-    the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
-    for_device: a device of another model computes it. reserved: memory for what is loaded beside it.
+    Sidecar files that this needs and that are missing are built next to the model file.
 
-    If no device was requested, and the device that was found cannot take the model, the CPU computes it.
+    Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest possible budget, if
+    one is too small), and InvalidRequestError for a mode that the model does not have. After an error only
+    the file is open. mapped: map its files whatever their size, for a caller that holds only part of them.
+    for_device: a device of another model computes it. reserved: memory for its drafter and adapters.
+
+    If no device was requested, and the device that was found cannot hold the model, the CPU computes it.
     """
     try:
         return _planned(opened, mapped=mapped, reserved=reserved, for_device=for_device)
@@ -145,7 +146,7 @@ def plan_model(
         if not opened.devices or opened.settings.asks_for_a_device:
             raise
         decided = _planned(opened.on_cpu(), mapped=mapped, reserved=reserved)
-        if opened.settings.is_auto:  # which compares them
+        if opened.settings.is_auto:  # `auto` compares devices, so a note is enough
             decided.notes.append(f"the device {opened.devices[0]} is not used: {error}")
         else:
             _say_unplaced(error)
@@ -153,7 +154,7 @@ def plan_model(
 
 
 def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bool = False) -> Decided:
-    """Plan a model, as plan_model, without another try."""
+    """Plan a model like plan_model, without the second attempt."""
     gguf, config = opened.gguf, opened.config
     settings = opened.settings.verifying(config.has_zeros)
     thresholds = _thresholds(settings, gguf, config)
@@ -161,7 +162,7 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bo
     splits = settings.split == "neurons" or settings.gpu_index is not None
     device, named = opened.capabilities, (mode, settings.predictor, thresholds)
     if device is not None and not device.sparse_ffn and not splits and named == (None, None, None):
-        mode = "dense"  # the same numbers, and nothing is built beside the file
+        mode = "dense"  # the results are the same, and no sidecar file is built
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     if mode != settings.sparsity:
         assert device is not None
@@ -191,7 +192,7 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bo
 
 
 def _computes(opened: Opened, free: float) -> Computes:
-    """free: bytes of memory. Copies take up to half of what the model takes."""
+    """Return who computes the model. free: bytes of memory; copies take up to half the file's size."""
     if opened.devices:
         return "device"
     is_roomy = opened.settings.ram_budget is None and 1.5 * opened.gguf.nbytes <= free
@@ -204,9 +205,9 @@ def build(
     """Build the backend of a model.
 
     If no device was requested, and the device that was found cannot be used after all, the model is planned
-    again for the CPU. `weights` and file stay the caller's. runtime: threads of another model that this one
-    uses too. drafts_for: a model whose device or threads, and cache, this one uses: it is the same model in a
-    sparser mode.
+    again for the CPU. The caller still owns `weights` and the file. runtime: threads of another model, which
+    this one shares. drafts_for: a model whose device or threads, and cache, this one shares; this one is the
+    same model in a sparser mode.
     """
     placement, settings, options = decided.placement, decided.settings, decided.backend_options
     if placement is not None and settings.progress is not None:
@@ -239,7 +240,7 @@ def build(
 
 
 def _free(opened: Opened) -> float:
-    """Bytes of memory for the model: of this machine, and of devices that have their own."""
+    """Return the bytes of memory for the model, of this machine and of devices with their own memory."""
     if not opened.devices:
         return free_memory()
     from hotset.placement.planner import planner_of
@@ -258,13 +259,14 @@ def _host_memory(decided: Decided) -> HostMemory:
 
 
 def _stored(decided: Decided) -> StoredWeights | None:
-    """The weights that the CPU computes with under a budget of memory; None without one."""
+    """Open the weights that the CPU computes with under a memory limit; None without one."""
     return None if decided.ram is None else _host_memory(decided).open(decided.ram, _needed(decided))
 
 
 def _ready(decided: Decided, backend: Backend) -> Backend:
-    """Vectors, and devices, have copies of what was read: of a file that was truncated meanwhile they are
-    wrong. What is read from now on are large matrices."""
+    """Check the weights after the build: copies of a file that was truncated meanwhile are wrong.
+
+    Vectors and devices have copies by now. All later reads are of large matrices."""
     try:
         decided.weights.check()
         if decided.ram is None:
@@ -277,8 +279,8 @@ def _ready(decided: Decided, backend: Backend) -> Backend:
 
 
 def _map_experts(decided: Decided) -> None:
-    """What a dense model reads is mapped by its first token. Experts come one by one: without this hundreds
-    of tokens pay for the first use of their pages, up to a tenth of their time (decision 019)."""
+    """Map the experts before the first token. The first token of a dense model maps all of its weights, but
+    experts are used one by one. Otherwise hundreds of tokens take up to a tenth longer (decision 019)."""
     parts = [part for ffn in decided.graph.ffns for part in (ffn.gate, ffn.up, ffn.down)]
     experts = [part for part in parts if isinstance(part, ExpertLinear | ExpertSum)]
     names = dict.fromkeys(name for part in experts for name in part.weights)
@@ -307,8 +309,8 @@ def open_backend(
 
 
 def open_measuring(decided: Decided, backend: Backend) -> Backend:
-    """A backend that computes every neuron of a text, without a device, to measure the predictor of another
-    backend's. It is small."""
+    """Open a small backend without a device, which computes every neuron of a text. It measures the predictor
+    of another backend."""
     options = BackendOptions(
         n_pages=MAX_SEQUENCE // PAGE_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
         n_threads=backend.n_threads,
@@ -318,8 +320,8 @@ def open_measuring(decided: Decided, backend: Backend) -> Backend:
 
 
 def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Decided:
-    """With what goes on which device, and what this machine's memory is for. Beside devices a context that
-    was not requested is the default, or, where a budget has no room for that, the smallest."""
+    """Add the placement on devices and the plan of this machine's memory. With devices, a context that was
+    not requested is the default, or the smallest if a budget has no room for the default."""
     may_shrink = bool(devices) and decided.settings.n_ctx is None
     placed = replace(decided, placement=_placement(decided, devices, profile))
     if decided.limit is None:
@@ -335,8 +337,8 @@ def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profil
 
 
 def _plan_ram(decided: Decided) -> RamPlan | None:
-    """How the memory limit is divided; None where no budget was requested, and the model does not fit in what
-    is free."""
+    """Plan the division of the memory limit. Return None without a requested budget if the model does not fit
+    in the free memory."""
     from hotset.placement.disk import measure_disk
 
     settings, limit, host = decided.settings, decided.limit, _host_memory(decided)
@@ -371,8 +373,8 @@ def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile
 
 
 def _needed(decided: Decided) -> dict[int, np.ndarray]:
-    """How often neurons, or experts, are needed, under a budget: by the profile that was named, or that lies
-    beside the model."""
+    """Return how often neurons or experts are needed, from the profile that the settings name, or the one
+    next to the model; {} without one."""
     from hotset.placement.ram import needed_by_profile
 
     settings, config = decided.settings, decided.config
@@ -389,7 +391,7 @@ def _needed(decided: Decided) -> dict[int, np.ndarray]:
 
 
 def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Card]) -> Profile | None:
-    """The activation profile of a file; refused where nothing would use it."""
+    """Open the activation profile of the settings. Raises InvalidRequestError if nothing would use it."""
     if settings.profile is None:
         return None
     serves = choice.spec is not None or settings.ram_budget is not None
@@ -405,8 +407,9 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Car
 
 
 def _with_channels(decided: Decided) -> Decided:
-    """With what is left out of the inputs of which matrices, and the input-major copies that the CPU reads;
-    under a budget of its memory, which has no room for them, without these."""
+    """Plan which matrices leave out thresholded inputs, and open the input-major copies that the CPU reads.
+
+    A memory budget has no room for copies, so it gets none."""
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
     device = decided.capabilities
     if thresholds is None or (device is not None and not device.thresholds):
@@ -431,9 +434,9 @@ def _with_channels(decided: Decided) -> Decided:
 
 
 def _thresholds(settings: LoadSettings, gguf: GGUFFile, config: ModelConfig) -> Thresholds | None:
-    """Those that were asked for; None where the mode has no thresholds.
+    """Open the requested thresholds; None if the mode has no thresholds.
 
-    Raises ModelNotFoundError, FormatError, and InvalidRequestError for those of another model.
+    Raises ModelNotFoundError, FormatError, and InvalidRequestError for thresholds of another model.
     """
     if not settings.asks_for_thresholds:
         return None
@@ -443,7 +446,7 @@ def _thresholds(settings: LoadSettings, gguf: GGUFFile, config: ModelConfig) -> 
 
 
 def _say_unplaced(error: HotsetError) -> None:
-    """A GPU that was not requested and cannot be used costs a line, and the CPU computes alone."""
+    """Warn that a GPU that was not requested cannot be used, so the CPU computes."""
     _warn(f"the GPU is not used: {error} (device='cpu': without this line)")
 
 
@@ -458,7 +461,7 @@ def _warn_of_key_bias(decided: Decided) -> None:
 
 
 def _warn(sentence: str) -> None:
-    """A warning of the line that called hotset."""
+    """Warn with the line of the caller of hotset."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("hotset."):
         level, frame = level + 1, frame.f_back

@@ -1,6 +1,6 @@
-"""What is loaded of a model, from settings, facts of its files and facts of the machine.
+"""Decisions about loading a model, from settings, facts of its files and facts of the machine.
 
-Nothing is opened, measured or written here: build.py gathers the facts and acts on what is decided.
+Nothing is opened, measured or written here: build.py gathers the facts and acts on the decisions.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from hotset.placement.table import Placement
 
 DEFAULT_N_CTX = 4096
-"""The longest default context where `longest_default` sets one."""
+"""The longest default context in tokens if `longest_default` sets a limit."""
 SMALLEST_DEFAULT_N_CTX = 512
-_KEPT_STATES = 8  # of prefixes, at least, where a recurrent state is large
-_SHARE_OF_FREE = 0.9  # that a model may have which is larger than what is free
+_KEPT_STATES = 8  # recurrent states of prefixes, at least, even if a state is large
+_SHARE_OF_FREE = 0.9  # of free memory, for a model that is larger than it
 _SHARE_OF_CONTEXT = 0.25  # of free memory, for the cache of a default context
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model file and the facts of its architecture. devices: to place it on; none: the CPU alone.
+    """A model file and the facts of its architecture. devices: to place it on; empty: only the CPU computes.
     sampling: fields of SamplingParams that a created model has for requests that leave them out."""
 
     settings: LoadSettings
@@ -57,11 +57,11 @@ class Opened:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def on_cpu(self) -> Opened:
-        """The same file, for the CPU alone."""
+        """Return the same file, for the CPU only."""
         return replace(self, devices=())
 
     def with_settings(self, **changes: Any) -> Opened:
-        """The same file, to be loaded otherwise: where settings depend on what is in it."""
+        """Return the same file with changed settings, if they depend on its contents."""
         return replace(self, settings=replace(self.settings, **changes))
 
     @property
@@ -77,8 +77,7 @@ class Opened:
 
 
 class Reserved(NamedTuple):
-    """Bytes of memory for what is loaded beside a model: what drafts for it, and the adapters of its
-    settings."""
+    """Bytes of memory that a model's drafter and the adapters of its settings take."""
 
     drafter: int = 0
     adapters: int = 0
@@ -93,8 +92,8 @@ NOTHING_RESERVED = Reserved()
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """free: bytes of memory for the model; inf: its part is another's to say, and its files are mapped.
-    program: bytes that this process has without it. reserved: for what is loaded beside it."""
+    """Memory of the machine, in bytes. free: for the model; inf: another model decides, and its files are
+    mapped. program: of this process without the model. reserved: for its drafter and adapters."""
 
     free: float
     program: int
@@ -103,15 +102,16 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Decided:
-    """All that was decided about a model before anything of it computes.
+    """All decisions about a model before its backend is built.
 
-    n_states: slots of the cache for recurrent states, 0 where there are none.
-    config: with the rotation that serves n_ctx. weights: the file with what was built beside it. graph: of
-    a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
-    sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
-    limit: bytes of memory for the model; None: its files are mapped. ram: what of these is for what. stored:
-    the weights that were read then, once it is built. channels: what leaving out the zeros of thresholds is
-    expected to gain. reserved: memory for what is loaded beside it. sampling: as of Opened.
+    n_states: slots of the cache for recurrent states, 0 without such layers.
+    config: with the rotation for n_ctx. weights: the file with its sidecars. graph: of
+    a step. n_ctx: tokens of one conversation. n_pages: KV blocks of the cache. notes: a sentence for each
+    file that was built or opened. placement: the layers of each device; None: only the CPU computes.
+    predictor: in the graph. limit: bytes of memory for the model; None: its files are mapped. ram: the
+    division of the limit. stored: the weights in memory under the limit, once the backend is built. channels:
+    the expected gain of leaving out thresholded zeros. reserved: memory for its drafter and adapters.
+    sampling: see Opened.
     """
 
     settings: LoadSettings
@@ -145,7 +145,7 @@ class Decided:
 
     @property
     def backend_options(self) -> BackendOptions:
-        """Return how its backend is built."""
+        """Return the options to build its backend with."""
         settings, channels = self.settings, self.channels
         return BackendOptions(
             n_pages=self.n_pages, n_states=self.n_states, kv_type=settings.kv_type,
@@ -172,24 +172,24 @@ class Decided:
         return "all" if prompts else "answers"
 
     def with_predictor(self, choice: Choice, weights: Overlay, predictor: Predictor) -> Decided:
-        """The same model, with a predictor whose tensors are among `weights`."""
+        """Return the same model with a predictor, whose tensors are among `weights`."""
         changed = self.changed(choice=choice, weights=weights, notes=[], predictor=predictor)
         return replace(changed, cost=Cost(changed.graph, weights.tensors))
 
     def with_thresholds(self, thresholds: Thresholds) -> Decided:
-        """The same model with activation thresholds, in addition to the mode that it has."""
+        """Return the same model with activation thresholds, in addition to its mode."""
         return self.changed(choice=replace(self.choice, mode="threshold", thresholds=thresholds))
 
     def changed(self, **changes: Any) -> Decided:
-        """With other facts, and the graph that they describe."""
+        """Return a copy with changed facts, and the graph that they describe."""
         new = replace(self, **changes)
         graph = describe(new.config, new.weights.tensors, new.predictor, new.choice.layer_thresholds)
         return replace(new, graph=graph)
 
     def with_context(self, n_ctx: int) -> Decided:
-        """With a context of so many tokens, and the cache and the rotation of it."""
+        """Return a copy with a context of n_ctx tokens, and the cache and rotation for it."""
         settings = self.settings
-        if self.graph.is_encoder:  # which computes a text in one step
+        if self.graph.is_encoder:  # computes a text in one step
             settings = replace(settings, max_batch=max(settings.max_batch, n_ctx))
         sizes: dict[str, Any] = {
             "n_ctx": n_ctx, "n_pages": _n_pages(settings, n_ctx), "settings": settings,
@@ -200,7 +200,7 @@ class Decided:
 
 
 def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineFacts) -> Decided:
-    """The graph of a step, what it costs, the bound of its memory, and how long a context fits.
+    """Decide the graph of a step, its cost, its memory limit, and the length of the context.
 
     prepared: for the choice. Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError.
     """
@@ -226,8 +226,8 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
 
 
 def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int = 0) -> int | None:
-    """Bytes that a model of n_bytes may have in memory; None: its files are mapped. reserved: bytes of a
-    budget that are another's. Raises OutOfMemoryError where these leave nothing."""
+    """Return the bytes that a model of n_bytes may have in memory; None: files are mapped. reserved: bytes
+    of a budget for other uses. Raises OutOfMemoryError if they leave nothing."""
     if math.isinf(free):
         return None
     if settings.ram_budget is not None:
@@ -244,7 +244,7 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
 
 
 def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
-    """A default context that leaves most of n_bytes to rows, and none to stream; whole pages."""
+    """Return a default context that leaves most of n_bytes to rows, and streams none; whole KV blocks."""
     settings, cost = decided.settings, decided.cost
     sizes = sizes_of(decided.graph, decided.weights.tensors, Use(sparse=decided.is_sparse))
     n_bytes -= _n_states(settings, cost, decided.n_ctx) * cost.state_bytes + sizes.resident + sizes.least
@@ -256,7 +256,7 @@ def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
 
 
 def with_ram(decided: Decided, ram: RamPlan | None) -> Decided:
-    """With a plan of this machine's memory."""
+    """Return a copy with a plan of this machine's memory."""
     placement = decided.placement
     if ram is not None and placement is not None and (ram.streamed or ram.neurons < ram.all_rows):
         note = (
@@ -267,7 +267,7 @@ def with_ram(decided: Decided, ram: RamPlan | None) -> Decided:
 
 
 def cpu_layers(decided: Decided) -> Collection[int]:
-    """Those that the CPU computes as a whole."""
+    """Return the layers that the CPU computes as a whole."""
     from hotset.placement.table import CPU
 
     placement = decided.placement
@@ -275,17 +275,17 @@ def cpu_layers(decided: Decided) -> Collection[int]:
 
 
 def cpu_graph(decided: Decided) -> Graph:
-    """Of these layers."""
+    """Return the graph of the layers that the CPU computes as a whole."""
     layers, graph = cpu_layers(decided), decided.graph
     return Graph([op for op in graph.ops if op.layer in layers], graph.values)
 
 
 def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload, ...]]:
-    """What the CPU, and what devices, must be measured with before `with_channels`."""
+    """Return the work to measure the CPU and the devices with before `with_channels`."""
     from hotset.placement.channels import Workload
 
     graph, layers, tensors = decided.graph, cpu_layers(decided), decided.weights.tensors
-    # In an MoE model on a device the experts are the CPU's.
+    # In an MoE model on a device the CPU computes the experts.
     mixed = [ffn for ffn in graph.ffns if ffn.route is not None and ffn.layer not in layers]
     of_cpu = Workload.of(Graph([*cpu_graph(decided).ops, *mixed], graph.values), tensors)
     return of_cpu, () if decided.placement is None else Workload.of(graph, tensors)
@@ -294,8 +294,8 @@ def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload
 def with_channels(
     decided: Decided, thresholds: Thresholds, of_cpu: TypeRates, of_devices: Sequence[TypeRates]
 ) -> Decided:
-    """With what leaving out the zeros of thresholds is expected to gain where each layer is. of_devices: of
-    each device of the placement; none where none of its matrices has zeros."""
+    """Add the expected gain of leaving out thresholded zeros, for the device of each layer. of_devices: rates
+    of each device of the placement; empty if none of its matrices has zeros."""
     from hotset.placement.channels import plan_channels, with_devices
 
     graph, tensors, placement = decided.graph, decided.weights.tensors, decided.placement
@@ -347,19 +347,21 @@ def context(
 
 
 def cache_bytes(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
-    """Of keys, values and recurrent states."""
+    """Return the bytes of keys, values and recurrent states."""
     kv_bytes = settings.n_seqs * n_ctx * cost.kv_bytes_per_token(settings.kv_type)
     return kv_bytes + _n_states(settings, cost, n_ctx) * cost.state_bytes
 
 
 def _n_pages(settings: LoadSettings, n_ctx: int) -> int:
-    """Of the cache."""
+    """Return the number of KV blocks of the cache."""
     return settings.n_seqs * -(-n_ctx // PAGE_SIZE)
 
 
 def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
-    """Slots for recurrent states: as many as take the memory of keys and values, but enough for n_seqs
-    sequences, their drafts and some prefixes, and no more than max_sequences and every page can use."""
+    """Return the number of slots for recurrent states: as many as fit in the memory of keys and values.
+
+    There are enough for n_seqs sequences, their drafts and some prefixes, and no more than max_sequences and
+    every block can use."""
     if not cost.state_bytes:
         return 0
     n_pages = _n_pages(settings, n_ctx)

@@ -1,4 +1,4 @@
-"""Modelfiles, as Ollama has them: a model made of another one.
+"""Modelfiles in Ollama's format: a model made from another one.
 
     FROM smollm2-135m
     SYSTEM \"\"\"Answer in one sentence.\"\"\"
@@ -8,8 +8,8 @@
     MESSAGE user What is water?
     MESSAGE assistant H2O.
 
-The system message and the example messages become a part of the chat template, so that every API schema, the
-chat and the count of tokens have them: the template begins with lines that put them before the conversation.
+The system message and the example messages become a part of the chat template. So every API schema, the chat
+and the count of tokens include them: the template begins with lines that put them before the conversation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROLES = ("system", "user", "assistant")
 _INSTRUCTIONS = ("from", "system", "template", "parameter", "message", "adapter", "license")
 # The names of sampling parameters in a Modelfile.
 _SAMPLING = {one.modelfile: one for one in PARAMETERS.values() if one.modelfile}
-# How another engine loads models: without effect here.
+# Ollama's parameters for loading, which have no effect here.
 _LOADING = (
     "num_keep", "num_batch", "num_gpu", "num_gqa", "num_thread", "main_gpu", "numa", "low_vram", "f16_kv",
     "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "rope_frequency_base",
@@ -48,8 +48,8 @@ _LOADING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Modelfile:
-    """base: of FROM. adapters: paths. parameters: name → its values, as texts. messages: (role, text) of the
-    examples."""
+    """A parsed Modelfile. base: of FROM. adapters: paths. parameters: name → values, as texts. messages:
+    (role, text) of the examples."""
 
     base: str
     system: str = ""
@@ -60,7 +60,7 @@ class Modelfile:
 
     @classmethod
     def parse(cls, text: str) -> Modelfile:
-        """Raises InvalidRequestError, which names the line."""
+        """Parse the text of a Modelfile. Raises InvalidRequestError, which names the line."""
         if len(text) > MAX_CHARS:
             raise InvalidRequestError(
                 f"the Modelfile has {len(text)} characters, and at most {MAX_CHARS} are read"
@@ -91,8 +91,8 @@ class Modelfile:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether its text says the same again: three quotation marks would end a value, a line break a
-        name."""
+        """Return whether parsing `text` restores the object. Three quotation marks would end a value, and a
+        line break a name."""
         try:
             return Modelfile.parse(self.text) == self
         except InvalidRequestError:
@@ -100,7 +100,7 @@ class Modelfile:
 
     @property
     def text(self) -> str:
-        """It, as a file."""
+        """Serialise to the text of a Modelfile."""
         quoted = '"""{}"""'.format
         lines = [f"FROM {self.base}", *(f"ADAPTER {quoted(path)}" for path in self.adapters)]
         lines += [f"TEMPLATE {quoted(self.template)}"] if self.template else []
@@ -113,7 +113,7 @@ class Modelfile:
 
 
 def _instructions(text: str) -> Iterable[tuple[int, str, str]]:
-    """(line, instruction, value) of each; a value between three quotation marks may have several lines."""
+    """Yield (line, instruction, value); a value between three quotation marks may have several lines."""
     lines = text.replace("\r\n", "\n").split("\n")
     i = 0
     while i < len(lines):
@@ -145,16 +145,16 @@ def _unquoted(value: str) -> str:
 
 
 def _is_plain(value: str) -> bool:
-    """Whether a value is read as it is without quotation marks around it."""
+    """Return whether a value is read unchanged without quotation marks around it."""
     return value == _unquoted(value.strip()) and not {"\n", '"'} & set(value)
 
 
 def made_of(
     modelfile: Modelfile, path: Path, *, base: str, source: str, folder: Path | None = None
 ) -> Created:
-    """What is kept of a Modelfile. path: the file of its base; base: what is kept as its name; source: its
-    text; folder: that it is in, from which the paths of adapters go. Raises InvalidRequestError, and what
-    opening the files raises."""
+    """Return the created model of a Modelfile. path: the file of its base. base: the stored name of the base.
+    source: its text. folder: the folder that relative paths of adapters start from. Raises
+    InvalidRequestError, and errors of opening the files."""
     sampling, load = _settings(modelfile.parameters)
     if modelfile.adapters:
         load["lora"] = [[str(_adapter(one, folder)), 1.0] for one in modelfile.adapters]
@@ -193,14 +193,14 @@ def _with_messages_of(modelfile: Modelfile, template: str) -> str:
 
 
 def _adapter(name: str, folder: Path | None) -> Path:
-    """The file, or folder, of an ADAPTER."""
+    """Return the path of an ADAPTER, a file or a folder. Raises InvalidRequestError or the file's error."""
     found = expanded(name)
     if not found.is_absolute():
         if folder is None:
             raise InvalidRequestError(f"ADAPTER is a whole path on the server, not {shown(name)}")
         found = folder.absolute() / found
     if found.is_file():
-        with open_gguf_adapter(found):  # or it says what is wrong
+        with open_gguf_adapter(found):  # raises an error for an invalid file
             pass
     elif not (found / "adapter_config.json").is_file():
         raise InvalidRequestError(
@@ -210,10 +210,10 @@ def _adapter(name: str, folder: Path | None) -> Path:
 
 
 def with_messages(template: str, system: list[tuple[str, str]], examples: Iterable[tuple[str, str]]) -> str:
-    """A chat template that puts a system message before conversations without one, and examples behind it."""
+    """Return a chat template that puts a default system message, then examples, before conversations."""
 
     def literal(messages: Iterable[tuple[str, str]]) -> str:
-        # Texts of JSON are texts of Jinja, and so are lists and objects.
+        # JSON texts, lists and objects are also valid in Jinja.
         return json.dumps([{"role": role, "content": text} for role, text in messages], ensure_ascii=False)
 
     return (
@@ -228,7 +228,7 @@ def with_messages(template: str, system: list[tuple[str, str]], examples: Iterab
 
 
 def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of SamplingParams and of LoadSettings. Raises InvalidRequestError."""
+    """Return fields of SamplingParams and of LoadSettings. Raises InvalidRequestError."""
     sampling: dict[str, Any] = {}
     load: dict[str, Any] = {}
     for name, values in parameters.items():
@@ -242,7 +242,7 @@ def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any]
         elif name not in _LOADING:
             known = ", ".join(sorted((*_SAMPLING, "num_ctx", "stop")))
             raise InvalidRequestError(f"there is no PARAMETER {shown(name)}; there are {known}")
-    for name, least in ("max_tokens", 1), ("seed", 0):  # below: no limit, any seed
+    for name, least in ("max_tokens", 1), ("seed", 0):  # lower values mean no limit, and any seed
         if sampling.get(name, least) < least:
             del sampling[name]
     try:

@@ -1,4 +1,4 @@
-"""What of a model's cache may outlive it: who may read its blocks again, and where they are stored."""
+"""The reusable part of a model's cache: the identity of who may reuse its blocks, and their storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LoadedModel(Protocol):
-    """What is used of a hotset.Model."""
+    """The part of a hotset.Model that this module uses."""
 
     decided: Decided
     backend: Backend
@@ -34,12 +34,13 @@ class LoadedModel(Protocol):
 
 
 def identity_of(decided: Decided) -> Identity:
-    """Of everything that the bits in a model's cache depend on, beside tokens: the file, what is computed of
-    it (the graph has activation, thresholds and rotations), predictors that were built, the type of keys and
-    values, and the code that computes."""
+    """Return the identity of everything that the bits in a model's cache depend on, except tokens.
+
+    That is the file, the graph (with activation, thresholds and rotations), predictors that were built, the
+    type of keys and values, and the code that computes."""
     digest = hashlib.blake2b(digest_size=16)
     facts = [VERSION, PAGE_SIZE, sys.byteorder, version("hotset"), decided.settings.kv_type]
-    if decided.settings.drafter == "mtp":  # whose layer has a part of each page
+    if decided.settings.drafter == "mtp":  # its layer has a part of each block
         facts.append("mtp")
     if decided.placement is not None:  # a device has its own order of bytes
         from hotset.placement.planner import planner_of
@@ -58,9 +59,9 @@ def identity_of(decided: Decided) -> Identity:
 
 
 def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None, asked: str) -> CacheMemory:
-    """The cache whose pages and states are stored and put back. asked: what needs that, for the message.
+    """Return the cache whose blocks and states are stored and restored. asked: the option, for the message.
 
-    Raises UnsupportedModelError for another one, and for an embedding model.
+    Raises UnsupportedModelError for a cache that cannot be stored, and for an embedding model.
     """
     if decided.graph.is_encoder:
         raise UnsupportedModelError(f"an embedding model has no cache that could be kept; leave out {asked}")
@@ -79,11 +80,11 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
 def open_prompt_cache(
     decided: Decided, backend: Backend, speculator: Speculator | None
 ) -> PromptCache | None:
-    """The prompt cache on disk of a model; None where its settings name no directory, and for a model that
+    """Open the prompt cache on disk of a model; None if its settings name no directory, or the model
     generates nothing.
 
-    The caller closes it. Raises UnsupportedModelError for a model whose cache cannot be stored,
-    InvalidRequestError and HotsetError as PromptCache.
+    The caller closes it. Raises UnsupportedModelError for a model whose cache cannot be stored, and the
+    InvalidRequestError and HotsetError of PromptCache.
     """
     settings = decided.settings
     if settings.cache_dir is None or decided.graph.is_encoder:
@@ -96,8 +97,8 @@ def open_prompt_cache(
 
 
 def session_files(model: LoadedModel, asked: str) -> SessionFiles:
-    """What writes conversations of a model to files and reads them again; from now on it keeps the tokens of
-    its latest answers (Engine.keep_slots). asked: as of memory_of, whose errors these are."""
+    """Return an object that writes conversations of a model to files and reads them again. From now on the
+    engine keeps the tokens of its latest answers (Engine.keep_slots). asked, errors: see memory_of."""
     from hotset.engine.saved_prefix import SessionFiles
 
     memory = memory_of(model.decided, model.backend, model.thread.engine.speculator, asked)

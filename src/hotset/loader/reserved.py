@@ -1,4 +1,4 @@
-"""The memory of what is loaded beside a model: what drafts for it, and its adapters."""
+"""The memory for a model's drafter and its adapters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from hotset.loader.speculate import drafting_bytes
 
 
 def reserved_for(opened: Opened) -> Reserved:
-    """Raises UnsupportedModelError where speculate mtp asks for a layer that the file does not have, and as
-    `open_model` for a draft model."""
+    """Return the memory to reserve. Raises UnsupportedModelError if `speculate` is "mtp" and the file lacks
+    such a layer, and the errors of `open_model` for a draft model."""
     return Reserved(drafting_bytes(opened), adapter_bytes(opened.settings))

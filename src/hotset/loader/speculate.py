@@ -1,4 +1,4 @@
-"""What drafts tokens for a model, by its settings."""
+"""Opening of the drafter of a model, from its settings."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 _LONGEST_TEXT = 64 << 20  # bytes of a text to look up
 _DRAFT_STEP = 128  # tokens of a step of a draft model
-_WORKSPACE = 32 << 20  # bytes of a draft model beside its file and its cache
+_WORKSPACE = 32 << 20  # bytes of a draft model in addition to its file and its cache
 
 
 def open_speculator(
     decided: Decided, backend: Backend, tokenizer: Callable[[], Tokenizer]
 ) -> Speculator | None:
-    """Drafts for a model; None where its settings ask for none, and for a model that generates nothing.
+    """Open the speculator of a model; None if its settings request none, or the model generates nothing.
 
-    backend: the model's, whose threads a draft model uses too. tokenizer: the model's, made at the call. The
-    caller closes the result. Raises InvalidRequestError for a model on a GPU by PyTorch, for a text that
-    cannot be looked up, for a draft model with another vocabulary and for a model without a sparser mode to
-    draft in; UnsupportedModelError for one without layers for multi-token prediction; what `load` raises for
-    a draft model that cannot be loaded.
+    backend: of the model; a draft model shares its threads. tokenizer: returns the model's tokenizer. The
+    caller closes the result. Raises InvalidRequestError for a device that cannot speculate, for
+    a text that cannot be looked up, for a draft model with another vocabulary, and for a model without a
+    sparser mode to draft in. Raises UnsupportedModelError for a model without layers for multi-token
+    prediction, and the errors of `load` for a draft model.
     """
     settings = decided.settings
     if settings.drafter == "off" or decided.graph.is_encoder:
@@ -70,8 +70,9 @@ def open_speculator(
 
 
 def drafting_bytes(opened: Opened) -> int:
-    """Of memory that a draft model, or a layer for multi-token prediction, takes; 0 without one. Raises
-    UnsupportedModelError where speculate mtp asks for a layer that the file does not have."""
+    """Return the bytes of memory for a draft model, or a layer for multi-token prediction; 0 without one.
+
+    Raises UnsupportedModelError if `speculate` is "mtp" and the file lacks such a layer."""
     settings = opened.settings
     if settings.drafter == "mtp":
         return _mtp_bytes(opened)
@@ -88,17 +89,17 @@ def _n_bytes(draft: Decided) -> int:
 def _plan_draft(
     model: ModelPath, settings: LoadSettings, closing: ExitStack, *, for_device: bool = False, **changes: Any
 ) -> Decided:
-    """A model that drafts, planned: on the CPU, its file mapped.
+    """Plan a model that drafts: on the CPU, with its file mapped.
 
-    settings: of the model that it drafts for, but for its type of cache, which need not fit; changes: fields
-    of its own. closing: closes its files. for_device: a device computes it, as plan_model has it.
+    settings: of the target model; some are shared, not the type of cache. changes: fields that replace
+    them. closing: closes its files. for_device: a device computes it, as in plan_model.
     """
     same = ("n_ctx", "n_threads", "n_seqs", "max_sequences", "progress")
     own = LoadSettings(device="cpu", **{name: getattr(settings, name) for name in same} | changes)
     opened = open_model(model, own)
     closing.callback(opened.gguf.close)
     if "n_ctx" not in changes and opened.config.n_ctx_train < (own.n_ctx or 0):
-        # What is longer gets no drafts.
+        # Longer conversations get no drafts.
         opened = opened.with_settings(n_ctx=opened.config.n_ctx_train)
     decided = plan_model(opened, mapped=True, for_device=for_device)
     closing.callback(decided.weights.close)
@@ -123,8 +124,8 @@ def _open_draft(decided: Decided, name: ModelPath, backend: Backend) -> ModelDra
 
 
 def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
-    """The model in a sparser mode: the one that its settings name, else with the thresholds beside the file,
-    else with the predictors in it, else with half of the experts."""
+    """Open the model in a sparser mode: the one that its settings name, otherwise with the thresholds next to
+    the file, otherwise with the predictors in it, otherwise with half of the experts."""
     settings, path = decided.settings, decided.gguf.path
     if not isinstance(backend, WholeModel) or decided.ram is not None:
         raise InvalidRequestError(
@@ -154,7 +155,7 @@ def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
 
 
 def _with_fewer_experts(draft: Decided) -> Decided:
-    """The same model, in which each token passes half of its experts."""
+    """Return the same model, in which each token uses half of its experts."""
     layers = tuple(
         replace(layer, experts=replace(layer.experts, n_used=max(layer.experts.n_used // 2, 1)))
         if layer.experts is not None
@@ -171,7 +172,7 @@ def _with_fewer_experts(draft: Decided) -> Decided:
 
 
 def _mtp_graph(decided: Decided | Opened, tensors: Mapping[str, TensorInfo]) -> Graph:
-    """The step of the first of the file's layers for multi-token prediction."""
+    """Return the step of the file's first layer for multi-token prediction."""
     if not decided.config.n_extra_layers:
         raise UnsupportedModelError(
             f"{decided.gguf.path.name} has no layer for multi-token prediction (MTP, nextn), which speculate "
@@ -181,7 +182,7 @@ def _mtp_graph(decided: Decided | Opened, tensors: Mapping[str, TensorInfo]) -> 
 
 
 def _mtp_bytes(opened: Opened) -> int:
-    """Its matrices, the output among them once more; its cache in a context that may turn out shorter."""
+    """Return the bytes of its matrices, including a copy of the output, and of its cache at most."""
     settings, config, tensors = opened.settings, opened.config, opened.gguf.tensors
     graph = _mtp_graph(opened, tensors)
     read = {w.name for op in graph.primitives if not isinstance(op, Embed) for w in op.weights_read}
@@ -208,9 +209,9 @@ def _open_mtp(decided: Decided, backend: Backend) -> MtpDrafter:
 
 
 def _shared_vocabulary(target: GGUFFile, draft: GGUFFile) -> int:
-    """How many tokens both models have. One list may go on where the other ends: what pads it is not drafted.
+    """Return how many tokens both models have. If one list is longer, its further tokens are not drafted.
 
-    Raises InvalidRequestError where token i of one is another token in the other.
+    Raises InvalidRequestError if an id is one token in one model and another token in the other.
     """
     tokens, others = (file.metadata.get("tokenizer.ggml.tokens") for file in (target, draft))
     if not isinstance(tokens, list) or not isinstance(others, list):

@@ -1,1 +1,1 @@
-"""Which device computes which layers and neurons: devices and their rates, budgets, the solver, the table."""
+"""Assignment of layers and neurons to devices: devices and their rates, budgets, the solver, the table."""

@@ -1,11 +1,11 @@
-"""What a model needs on a device, in bytes, before anything is loaded there.
+"""The bytes that a model needs on a device, counted before anything is loaded there.
 
 A budget is a promise: weights, keys and values, workspace and the device's own context together never exceed
-it. So everything that a backend will hold is counted here, from the graph and the tensor table alone: no
-weight is read, nothing of torch is imported, and Python's integers do not overflow at 175 billion parameters.
+it. This module counts everything that a backend will hold, from the graph and the tensor table. It reads no
+weights and does not import torch. Python's integers do not overflow at 175 billion parameters.
 
     facts = model_facts(graph, weights.tensors, kv_type="f16", n_pages=64, max_batch=512)
-    facts.layers[0].neuron_bytes      what one hot neuron of the first layer costs
+    facts.layers[0].neuron_bytes      bytes of one hot neuron of the first layer
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 FFNMode = Literal["dense", "exact", "predicted"]
 
-INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales
-WORD_BYTES = 8  # of 32 neurons of a split layer: which of them are hot, and how many before them
+INDEX_BYTES = 8  # per hot neuron: its number, and the number of its scales
+WORD_BYTES = 8  # per 32 neurons of a split layer: a bit per hot neuron, and the count of hot ones before
 FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
-ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
+ALIGNMENT = 512  # an allocator rounds a tensor up to a multiple of this many bytes
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Planned bytes of one device, or of this machine's memory, by kind, and the limit that they stay within.
+    """The planned bytes of one device, or of host memory, by kind, and their limit.
 
-    weights: that always stay: attention, norms, predictors, FFNs that are not split, output. neurons: the
-    rows of hot neurons, or room for those that are read as they are needed. experts: slots of an expert
-    cache, and those into which a step fetches. kv: keys and values of its layers, and recurrent states.
-    workspace: intermediates, logits, what streams through. context: what the device's runtime takes before
-    the first tensor, or the program without the model. ring: room for weights that are read in every step.
+    weights: permanent weights: attention, norms, predictors, FFNs that are not split, output. neurons: rows
+    of hot neurons, or room for rows that are read when needed. experts: slots of an expert cache, and slots
+    for experts fetched in a step. kv: keys and values of its layers, and recurrent states. workspace:
+    intermediates, logits, room for streamed rows. context: bytes that the device's runtime takes before the
+    first tensor, or the program without the model. ring: room for weights that are read in every step.
     """
 
     device: str
@@ -73,10 +73,10 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """Planned bytes: of each device, and of weights that the CPU reads where they are mapped.
+    """The planned bytes of each device, and of the mapped weights that the CPU reads (host).
 
-    stream: of cold rows that come to a device for a prompt, counted in its workspace where it needs them.
-    pinned: of the host's those that must stay in memory, since devices read them there.
+    stream: of cold rows that are copied to a device for a prompt; part of its workspace if it needs them.
+    pinned: the part of `host` that must stay in memory, since devices read it there.
     """
 
     devices: tuple[MemoryBudget, ...]
@@ -87,20 +87,20 @@ class Budget:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer in bytes.
+    """The bytes of one layer.
 
-    On a device: fixed_bytes whatever its neurons (attention, norms, predictor; the FFN too where it cannot be
-    split), neuron_bytes for each hot neuron, shared_bytes once where any neuron is hot (which these are;
-    scales, which 32 neurons of a neuron-major matrix share), kv_bytes of cache. A token reads: fixed_bytes;
-    of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate rows always, up and down
-    when it fires; predicted: nothing but when it is named); kv_read_bytes. n_split: its neurons if they can
-    be split, else 0. expert_bytes: of an expert of an MoE model, whose experts are no part of what stands
-    above: they are on the host, n_experts of them, and a token reads n_used. is_cached: a device may have
-    slots for some of them, which layers of one layout (a number) share.
+    A device holds fixed_bytes (attention, norms, predictor; the FFN too if it cannot be split), neuron_bytes
+    for each hot neuron, and kv_bytes of cache. If any neuron is hot it also holds shared_bytes: the index of
+    hot neurons, and the scales that 32 neurons of a neuron-major matrix share.
+    A token reads fixed_bytes, kv_read_bytes, and for each neuron always_bytes, plus fired_bytes if it fires.
+    Mode exact always reads gate rows; mode predicted reads only named neurons. n_split: its neurons if they
+    can be split, otherwise 0. expert_bytes: of one expert of an MoE layer. The n_experts experts are on the
+    host and not counted above; a token reads n_used. is_cached: a device may have slots for some of them,
+    which the layers with the same layout number share.
 
-    On a device that has experts with their layers, these are part of fixed_bytes; idle_bytes: the experts of
-    these bytes that a token does not use. n_kernels: dispatches of the layer; None: those of
-    table.LAYER_KERNELS. missing: what of it no kernel computes, so that it stays on the CPU.
+    If a device holds experts with their layers, they are part of fixed_bytes; idle_bytes: the bytes of
+    experts that a token does not use. n_kernels: dispatches of the layer; None: table.LAYER_KERNELS. missing:
+    the part that no kernel computes, so that the layer stays on the CPU.
     """
 
     n_ff: int
@@ -122,23 +122,23 @@ class LayerFacts:
     missing: str | None = None
 
     def with_fixed(self, n_bytes: int) -> LayerFacts:
-        """With so many more bytes of it on a device, and read."""
+        """Return the layer with `n_bytes` more fixed bytes, which a token reads too."""
         return replace(self, fixed_bytes=self.fixed_bytes + n_bytes)
 
     @property
     def whole_bytes(self) -> int:
-        """On a device with all neurons and the cache, without experts."""
+        """Return the bytes of the layer on a device with all neurons and the cache, without experts."""
         return self.fixed_bytes + self.n_split * self.neuron_bytes + self.shared_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model in bytes; its embeddings are looked up on the host.
+    """The bytes of a model, whose embeddings are looked up on the host.
 
     output_bytes: final norm and output matrix (a tied one too). workspace_bytes: of every device that runs a
-    part of the model. stream_bytes: of workspace too, where some of its neurons are on the CPU. least_slots:
-    of an expert cache, which are counted in workspace_bytes. expert_share: of the experts that may be on
-    devices; the CPU computes the others.
+    part of the model. stream_bytes: additional workspace of a device if the CPU has some of its neurons.
+    least_slots: the minimum slots of an expert cache, which workspace_bytes includes. expert_share: the share
+    of experts that may be on devices; the CPU computes the others.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -150,12 +150,13 @@ class ModelFacts:
 
     @property
     def whole_bytes(self) -> int:
-        """All of it on one device, without the context."""
+        """Return the bytes of the whole model on one device, without the context."""
         return sum(layer.whole_bytes for layer in self.layers) + self.output_bytes + self.workspace_bytes
 
     def smallest_bytes(self, n_layers: int = 1) -> int:
-        """The least with which the last layers are on a device at all, without the context: their fixed
-        parts, or, where that is less, these layers whole (then nothing streams).
+        """Return the least bytes to have the last n_layers layers on a device, without the context.
+
+        They are the fixed parts of these layers, or, if less, the whole layers (then nothing streams).
         """
         last = self.layers[len(self.layers) - n_layers :]
         split = sum(layer.fixed_bytes + layer.kv_bytes for layer in last)
@@ -174,11 +175,11 @@ def model_facts(
     n_pages: int,
     max_batch: int,
 ) -> ModelFacts:
-    """Counts a model. n_pages: of the cache; max_batch: tokens of a step at most."""
+    """Count the bytes of a model. n_pages: KV blocks of the cache. max_batch: most tokens of a step."""
     parts: dict[int, list[Op]] = {}
     for op in graph.ops:
         parts.setdefault(op.layer, []).append(op)
-    input_major = [0] * graph.n_layer  # at most: which of them are is decided when they have their places
+    input_major = [0] * graph.n_layer  # an upper bound: the choice of matrices follows the placement
     for op in thresholded_products(graph):
         input_major[op.layer] += channel_bytes(op, tensors)
     experts = Cost(graph, tensors).expert_bytes
@@ -190,16 +191,16 @@ def model_facts(
         layers,
         sum(op_bytes(op, tensors) for op in parts[NO_LAYER]),
         workspace_bytes(graph, n_pages, max_batch),
-        # Two parts are there at a time (backends/triton/stream.py).
+        # A device holds two parts at a time (backends/triton/stream.py).
         2
         * min(STREAM_BYTES, max(layer.n_split * layer.neuron_bytes + layer.shared_bytes for layer in layers)),
     )
 
 
 def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes on a device of the weights of one operation, each tensor rounded up as allocators do.
+    """Return the bytes on a device of one operation's weights, each tensor rounded up as allocators do.
 
-    Of a fused tensor they are the operation's own rows. Embeddings are looked up on the host.
+    For a fused tensor, only the operation's own rows count. Embeddings are looked up on the host.
     """
     if isinstance(op, Ffn):
         return sum(op_bytes(part, tensors) for part in op.primitives)
@@ -217,16 +218,19 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
-    """What a matrix takes more that a device holds input-major (backends/triton/matrix.py): an int32 for each
-    input; of Q4_K two bytes for scale and minimum of 32 weights, which are one and a half in a file."""
+    """Return the additional bytes of a matrix that a device holds input-major (backends/triton/matrix.py).
+
+    They are an int32 per input. For Q4_K, scale and minimum of 32 weights take two bytes, and one and a half
+    in a file.
+    """
     is_k = tensors[op.weight].type == GGMLType.Q4_K
     return _rounded(4 * op.x.width) + _rounded(op.x.width * op.out.width // 64 if is_k else 0)
 
 
 def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
-    """Intermediates of a step of max_batch tokens, the numbers of its batch, and some of its logits.
+    """Return the bytes of a step's intermediates, the inputs of its batch, and some of its logits.
 
-    At most the values of one attention or one FFN are alive together, beside a few of the residual's width.
+    At most the values of one attention or one FFN are alive together, plus a few of the residual's width.
     """
     d = graph.ops[0].out.width
     parts: dict[tuple[int, Part], int] = {}
@@ -238,7 +242,7 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
     values = max_batch * (max(parts.values()) + answered + 6 * d + n_pages + 4)
     values += min(max_batch, OUTPUT_ROWS) * graph.result.width
     n_ropes = len({op.rope for op in graph.primitives if isinstance(op, Rotate)})
-    tables = n_ropes * 2 * n_pages * PAGE_SIZE  # of rotations: angles of some positions stand for all
+    tables = n_ropes * 2 * n_pages * PAGE_SIZE  # tables of rotation angles
     return FLOAT_BYTES * (values + tables) + (1 << 20)
 
 
@@ -254,7 +258,7 @@ def _layer_facts(
     ffn = next(op for op in ops if isinstance(op, Ffn))
     per_token, n_tokens = kv_bytes(attention, kv_type), n_pages * PAGE_SIZE
     kv, kv_read = n_tokens * per_token, int(attention.n_visible(n_tokens // 2 - 1)) * per_token
-    if ffn.route is not None and isinstance(ffn.up, ExpertLinear):  # whose experts stay on the host
+    if ffn.route is not None and isinstance(ffn.up, ExpertLinear):  # its experts stay on the host
         parts = [op for op in (*ops, *ffn.primitives) if op is not ffn]
         others = [op for op in parts if not isinstance(op, ExpertLinear | ExpertSum)]
         return LayerFacts(
@@ -275,19 +279,19 @@ def _layer_facts(
 
 
 def neuron_reads(ffn: Ffn, tensors: Mapping[str, TensorInfo], mode: FFNMode) -> tuple[int, int]:
-    """Bytes of a neuron of an FFN that can be split: what a token reads always, and more where it fires."""
+    """Return a neuron's bytes in an FFN that can be split: those always read, and those read if it fires."""
     assert isinstance(ffn.down, TransposedLinear)
     first_row = _row(ffn.decides, tensors)
     second_row = 0 if ffn.gate is None else _row(one_matrix(ffn.up), tensors)
     rows = first_row + second_row + tensors[ffn.down.weight].row_bytes
     if mode == "predicted" and ffn.mask is None:
-        mode = "dense"  # a layer whose neurons are all computed always has no mask
+        mode = "dense"  # a layer without a mask computes all its neurons
     always = {"dense": rows, "exact": first_row, "predicted": 0}[mode]
     return always, rows - always
 
 
 def _row(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of a neuron's row and its bias."""
+    """Return the bytes of a neuron's row and its bias."""
     return tensors[op.weight].row_bytes + (FLOAT_BYTES if op.bias else 0)
 
 

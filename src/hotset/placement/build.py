@@ -1,8 +1,8 @@
-"""From a Placement to the backend that computes it: a stage for each run of layers in one place.
+"""Construction of the backend for a Placement: a stage for each run of layers on one processor.
 
     backend = open_placed(placement, weights, graph, BackendOptions(n_pages=64, ...))
 
-Layers may be placed in any order; the solver has reasons of its own to put the CPU's first (solver.py).
+Layers may be placed in any order; solver.py explains why the solver puts the CPU's layers first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Opener(Protocol):
         ...
 
     def reserved_bytes(self, device: str) -> int:
-        """Return the most bytes that the device's allocator has had; 0 if it has no reserve."""
+        """Return the peak bytes of the device's allocator; 0 if it has no reserve."""
         ...
 
 
@@ -57,8 +57,8 @@ def open_placed(
     """Build the backend of a placement.
 
     A device gets no more memory than was planned. weights: StoredWeights of the placement's host_part keep
-    this machine's memory within a budget; devices then read their weights past it. channels: the inputs of
-    matrices that a graph with thresholds leaves out.
+    host memory within a budget; devices then read their weights directly. channels: the plan of matrices
+    whose zero inputs are skipped.
 
     Raises OutOfMemoryError, which names a smaller budget, if a device has less memory than was planned;
     DeviceError, UnsupportedModelError.
@@ -72,10 +72,10 @@ def open_placed(
 
 @dataclass(frozen=True)
 class HostPart:
-    """What of a model this machine's memory is needed for, where devices compute too.
+    """The part of a model that needs host memory if devices compute too.
 
-    graph: the CPU's layers, embeddings, and the FFNs in which it helps a device; helped: those, as
-    StoredWeights takes them. It describes and is never run. n_layers: of the CPU's own.
+    graph: the CPU's layers, embeddings, and the FFNs in which it helps a device; it is never run. helped:
+    these FFNs, in the form that StoredWeights expects. n_layers: layers that are wholly on the CPU.
     """
 
     graph: Graph
@@ -84,7 +84,7 @@ class HostPart:
 
 
 def host_part(placement: Placement, graph: Graph) -> HostPart:
-    """Raises InvalidRequestError for a placement that is not of this model."""
+    """Return the host's part of a placed model. Raises InvalidRequestError for another model's placement."""
     own = [
         op
         for piece in pieces_of(graph, placement)
@@ -108,12 +108,12 @@ def host_part(placement: Placement, graph: Graph) -> HostPart:
 
 
 def mixed_layers(graph: Graph) -> set[int]:
-    """The MoE layers, whose experts a device requests of the CPU."""
+    """Return the MoE layers, whose experts the CPU computes for a device."""
     return {ffn.layer for ffn in graph.ffns if ffn.route is not None}
 
 
 def share_of(n: int, layers: Collection[int], piece: PlacedPiece, placement: Placement) -> int:
-    """Of n slots for a device's experts, of these layers, those of a piece."""
+    """Return a piece's part of a device's n expert slots. layers: the layers with an expert cache."""
     on_device = set(layers).intersection(placement.layers_of(piece.device))
     return n * len(on_device.intersection(piece.layers)) // max(len(on_device), 1)
 
@@ -134,7 +134,10 @@ class PlacedPiece:
 
 
 def pieces_of(graph: Graph, placement: Placement) -> list[PlacedPiece]:
-    """The graph in pieces, in order: each as long as it stays on one device."""
+    """Split the graph into pieces, in order, each as long as the device stays the same.
+
+    Raises InvalidRequestError if the placement does not fit the model.
+    """
     *starts, after = graph.layer_starts
     devices = [layer.device for layer in placement.layers]
     if len(devices) != len(starts):
@@ -158,21 +161,23 @@ def pieces_of(graph: Graph, placement: Placement) -> list[PlacedPiece]:
 
 
 def hot_of(placement: Placement, piece: PlacedPiece) -> dict[int, np.ndarray]:
-    """The hot neurons of the layers of a device's piece that are split."""
+    """Return the hot neurons of the split layers in a device's piece, bool [n_ff] by layer."""
     split = {i: placement.layers[i] for i in piece.layers if placement.layers[i].is_split}
     return {i: layer.hot for i, layer in split.items() if layer.hot is not None}
 
 
 def smaller_plan(placement: Placement) -> str:
-    """What to try where a plan did not hold, as the end of a message."""
+    """Return the advice for a plan that did not hold, as the end of a message."""
     planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
     return f"try vram_budget={max(0.9 * planned / 2**30, 0.01):.2g}, nine tenths of what was planned"
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One device after loading. planned: bytes; measured: bytes by kind as the backend holds them, and
-    `reserved`, if the device's allocator takes more: all that it took at most.
+    """The memory of one device after loading.
+
+    planned: planned bytes. measured: bytes that the backend holds, by kind, and `reserved`, the allocator's
+    peak, if the device has one.
     """
 
     planned: MemoryBudget
@@ -180,13 +185,13 @@ class DeviceMemory:
 
     @property
     def used(self) -> int:
-        """Bytes that are really used, the runtime's own context as it was planned."""
+        """Return the measured bytes, plus the planned bytes of the runtime's own context."""
         held = self.measured.get("reserved") or sum(self.measured.values())
         return held + self.planned.context
 
 
 def device_memory(placement: Placement, backend: Backend) -> list[DeviceMemory]:
-    """Planned and measured bytes of each device of a placement."""
+    """Return the planned and measured bytes of each device of a placement."""
     planned = placement.budget.devices if placement.budget else ()
     found = []
     for device, measured in zip(planned, backend.device_bytes(), strict=True):

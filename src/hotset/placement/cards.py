@@ -1,4 +1,4 @@
-"""GPUs by their names, with what their makers' data sheets say: a plan for one that is not in this machine.
+"""A table of GPUs with facts from data sheets, to plan for a GPU that this machine does not have.
 
 Sources: the product pages and data sheets of NVIDIA and AMD for memory, its bandwidth and the PCIe interface;
 developer.nvidia.com/cuda-gpus for compute capabilities; for AMD the LLVM target.
@@ -13,13 +13,16 @@ from hotset.errors import InvalidRequestError, did_you_mean
 
 _PCIE_4, _PCIE_5 = 31.5, 63.0  # GB/s in one direction, 16 lanes
 DEFAULT_LINK = _PCIE_4
-DEFAULT = "RTX 4090"  # for which a budget is planned where there is no GPU, and none is named
+DEFAULT = "RTX 4090"  # the card to plan for if the machine has no GPU and none is named
 
 
 @dataclass(frozen=True)
 class Card:
-    """memory: GiB. bandwidth: of its memory, link: of its PCIe lanes in one direction, both in GB/s as the
-    data sheet has them. compute: what the kernels are compiled for."""
+    """A GPU's facts from its data sheet.
+
+    memory: GiB. bandwidth: of its memory, in GB/s. link: of its PCIe lanes in one direction, in GB/s.
+    compute: the target of its kernels, such as sm_89.
+    """
 
     name: str
     memory: float
@@ -60,9 +63,9 @@ CARDS = (
 
 
 def find_card(name: str) -> Card:
-    """The card of a name as people write it: "RTX 4090", "NVIDIA GeForce RTX 4090", "4090".
+    """Return the card of a name in any common form: "RTX 4090", "NVIDIA GeForce RTX 4090", "4090".
 
-    Raises InvalidRequestError for one that is not in the table.
+    Raises InvalidRequestError for a card that is not in the table.
     """
     wanted = _plain(name)
     found = [card for card in CARDS if _plain(card.name) == wanted]

@@ -1,5 +1,6 @@
-"""How fast the CPU, and a device, read matrices by row and input-major: measured once, with the kernels that
-run later, and kept in machine.json. A simulated GPU has fixed rates.
+"""The rates at which the CPU and a device read matrices by row and input-major.
+
+They are measured once, with the real kernels, and kept in machine.json. A simulated GPU has fixed rates.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from hotset.placement.machine import (
 if TYPE_CHECKING:
     from hotset.reporter import Reporter
 
-KEPT = 0.5  # of the channels
+KEPT = 0.5  # share of the channels that are kept
 _SECONDS = 0.4  # of the measurement
-_DECREED = 0.8  # of the rate of rows: that of channels, of the device cpu
+_DECREED = 0.8  # fixed rate of channels relative to rows, for a simulated GPU
 _PASSES = 4  # over all matrices between two waits for the device
 
 
@@ -49,7 +50,7 @@ def of_cpu(
     progress: Reporter | None = None,
     path: Path | None = None,
 ) -> TypeRates:
-    """What is known of this CPU, measured where it is not. path: the file to keep it in."""
+    """Return the stored rates of this CPU, or measure and store them. path: the file that keeps them."""
     n_threads, version = n_threads or usable_cores(), ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
@@ -63,7 +64,7 @@ def of_cpu(
 
 
 def key_of(work: Workload) -> str:
-    """For a key of machine.json."""
+    """Return the part of a key in machine.json that describes the workload."""
     return f"channels {LAYOUT} {work.type.name}, {work.width} wide, {work.n_bytes >> 20} MB"
 
 
@@ -75,7 +76,7 @@ def kept_once(
     progress: Reporter | None,
     path: Path | None,
 ) -> ChannelRates:
-    """who: reads."""
+    """Return stored rates, or measure and store them. who: the name of the reader in the message."""
 
     def kept(found: dict[str, Any]) -> ChannelRates:
         return ChannelRates(*(real_number("a rate", found[name], 1) for name in ("rows", "channels")))
@@ -85,7 +86,7 @@ def kept_once(
 
 
 def _weights(type: GGMLType, width: int, n_matrices: int) -> HeldWeights:
-    """Matrices of one type and width with their input-major copies, and an input half of which is zero."""
+    """Build matrices of one type and width with their input-major copies, and an input that is half zeros."""
     weights, zero = HeldWeights(), np.random.default_rng(0).random(width) >= KEPT
     weights.add("x", (width, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
     info = TensorInfo("", (width, width), type, row_bytes(type, width) * width, 0)
@@ -96,8 +97,10 @@ def _weights(type: GGMLType, width: int, n_matrices: int) -> HeldWeights:
 
 
 def filled(n_bytes: int) -> np.ndarray:
-    """Whatever such bytes stand for, as a float16 scale they are small and finite. NumPy's own memory is in
-    huge pages, which a mapped file is not."""
+    """Return n_bytes bytes 0x11, which are small and finite as float16 scales, in normal pages.
+
+    NumPy's own memory is in huge pages, unlike a mapped file.
+    """
     pages = mmap.mmap(-1, n_bytes)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -133,7 +136,7 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
             )  # fmt: skip
             opened.append(backend)
             backend.step(batch)
-        # The least of each, in turn: other work on the machine only makes it slower.
+        # Take the minimum of each: other work on the machine only slows a run down.
         rows, channels = map(min, times_in_turn([partial(one.step, batch) for one in opened], _SECONDS))
     finally:
         for backend in opened:

@@ -1,15 +1,14 @@
-"""Which matrices are worth reading input-major: where the channels that are left take less time than all
-rows.
+"""The choice of matrices to read input-major: those whose kept channels take less time than all rows.
 
-What is left of a matrix's input is said by the file of thresholds (Thresholds.kept); how fast this machine
-reads rows, one after the other, and channels, here and there, by placement/channel_rates.py. A matrix that
-would not gain stays as it is. On the CPU one of which nothing is known is laid out, and each step reads it by
-channel only where few enough are left (csrc/ops/channel_input.h).
+The file of thresholds has the kept share of a matrix's input (Thresholds.kept). placement/channel_rates.py
+has this machine's rates for sequential rows and for scattered channels. A matrix without a gain stays
+unchanged. On the CPU a matrix with an unknown share gets an input-major copy, and each step reads it by
+channel only if few enough channels are left (csrc/ops/channel_input.h).
 
-A device has a matrix once, by row or input-major, and every step reads it so. So one
-of which the file of thresholds does not say what is left stays as it is. Gate and up go together, for of
-gates alone input-major nothing would say which rows of up are needed before they are read; rows of up that a
-thresholded gate does not need are left out in passing, without a layout of their own.
+A device has a matrix once, by row or input-major, and reads it that way in every step. So a matrix with an
+unknown share stays by row there. Gate and up change together: if only the gate were input-major, the needed
+rows of up would not be known in time. Rows of up that a thresholded gate does not need are skipped without a
+layout of their own.
 """
 
 from __future__ import annotations
@@ -34,20 +33,19 @@ if TYPE_CHECKING:
 
 _NARROWEST, _WIDEST = 256, 4096
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 27  # more than most caches hold
-OTHERS = GGMLType.Q4_0  # the type whose rates are taken for those of types without an input-major layout
+OTHERS = GGMLType.Q4_0  # its rates are used for types without an input-major layout
 _BITS = {GGMLType.Q8_0: 8, GGMLType.Q4_0: 4, GGMLType.Q4_1: 4, GGMLType.Q4_K: 4}  # of a code on a device
-_SPLIT = 0.2  # of the time of gate and up: what it costs to compute gates first, and then ups here and there
-_LIST_S = 1e-9  # for each input: to find which of them are not zero
-_LEAST_GAIN = 0.05  # of a matrix's time: for less a copy is not worth its room
+_SPLIT = 0.2  # of the time of gate and up: the cost of computing gates first, then scattered rows of up
+_LIST_S = 1e-9  # seconds per input to list the nonzero inputs
+_LEAST_GAIN = 0.05  # of a matrix's time: a copy with a smaller gain is not worth its memory
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What rates are measured on: so many square matrices of a type and width that they have so many bytes
-    in all.
+    """The matrices for measuring rates: square matrices of one type and width with n_bytes bytes in total.
 
-    A model that fits in a cache, or has short rows, is read at another rate than one that does not; and what
-    is computed with a code differs between types.
+    The rate depends on whether a model fits in a cache, on the length of its rows, and on the type, since
+    types differ in the work per code.
     """
 
     type: GGMLType
@@ -56,8 +54,11 @@ class Workload:
 
     @classmethod
     def of(cls, graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[Workload, ...]:
-        """Like the matrices whose zeros need not be read, for each of their types: their width, and their
-        bytes beside the others'; powers of two, lest every model be measured by itself."""
+        """Return a workload for each type of the matrices whose zero inputs can be skipped.
+
+        All have these matrices' median width and total bytes, rounded down to powers of two, so that models
+        share measurements.
+        """
         thresholded = {op.weight for op in thresholded_products(graph)}
         ups = {ffn.up_tensor for ffn in graph.ffns if ffn.gate_threshold is not None}
         infos = [tensors[name] for name in sorted(thresholded | ups)]
@@ -70,12 +71,12 @@ class Workload:
 
 
 def _measured_as(type: GGMLType) -> GGMLType:
-    """The type whose rates are taken for those of another on the CPU."""
+    """Return the type whose measured rates the CPU uses for a type."""
     return type if type in TYPES_BY_CHANNEL else OTHERS
 
 
 def device_type(type: GGMLType) -> GGMLType:
-    """The same on a device, which has floats, and other types, by row alone."""
+    """Return the type whose measured rates a device uses; it reads floats and some types only by row."""
     return type if type in _BITS else OTHERS
 
 
@@ -85,7 +86,7 @@ def _power_of_two(n: int) -> int:
 
 @dataclass(frozen=True)
 class ChannelRates:
-    """Bytes per second of decoding: of rows that are all read, and of what is read input-major."""
+    """Bytes per second of decoding: of matrices read by row, and of matrices read input-major."""
 
     rows: float
     channels: float
@@ -96,10 +97,10 @@ TypeRates = Mapping[GGMLType, ChannelRates]
 
 @dataclass(frozen=True)
 class ChannelGain:
-    """One matrix for one token.
+    """The gain of skipping zeros in one matrix, for one token.
 
-    kept: share of its channels that are read (of its rows, where `neuron_major`), None where it is not known.
-    n_bytes: of all rows. read_bytes: of what is kept. rows_s, kept_s: the seconds of the two.
+    kept: share of its channels that are read (of its rows if `neuron_major`); None if unknown. n_bytes: of
+    all rows. read_bytes: of the kept part. rows_s, kept_s: seconds to read all rows, and the kept part.
     """
 
     tensor: str
@@ -112,18 +113,17 @@ class ChannelGain:
 
     @property
     def pays(self) -> bool:
-        """Whether less than all of it should be read; so too where nothing is known: each step decides."""
+        """Return whether skipping pays off; True if the share is unknown, since each step then decides."""
         return self.kept is None or self.kept_s < (1 - _LEAST_GAIN) * self.rows_s
 
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """Of the matrices of which zeros need not be read. rates: of each type, that of channels over that of
-    rows.
+    """The plan for matrices whose zero inputs can be skipped.
 
-    whole: up matrices of which every row is read, though gates have thresholds: leaving some out does not
-    pay.
-    on_device: those that devices hold input-major (with_devices).
+    rates: by type, the rate of channels divided by the rate of rows. whole: up matrices whose rows are all
+    read although gates have thresholds, because skipping does not pay off. on_device: matrices that devices
+    hold input-major (with_devices).
     """
 
     gains: tuple[ChannelGain, ...]
@@ -133,24 +133,24 @@ class ChannelPlan:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Those that are worth an input-major copy, of what the CPU computes with."""
+        """Return the CPU's matrices that are worth an input-major copy."""
         input_major = [gain.tensor for gain in self.gains if gain.pays and not gain.neuron_major]
         return tuple(tensor for tensor in input_major if tensor not in self.on_device)
 
     @property
     def left_out(self) -> float | None:
-        """Bytes that a token is expected not to read; None where nothing is known of any matrix."""
+        """Return the bytes that a token is expected to skip; None if no matrix has a known share."""
         measured = [gain for gain in self.gains if gain.kept is not None]
         return sum(gain.n_bytes - gain.read_bytes for gain in measured if gain.pays) if measured else None
 
     @property
     def saved(self) -> float | None:
-        """Seconds that a token is expected to take less; None as left_out."""
+        """Return the seconds that a token is expected to save; None as left_out."""
         measured = [gain for gain in self.gains if gain.kept is not None]
         return sum(gain.rows_s - gain.kept_s for gain in measured if gain.pays) if measured else None
 
     def summary(self) -> str:
-        """A message for a person."""
+        """Return a message for display."""
         n, of = sum(gain.pays for gain in self.gains), len(self.gains)
         message = f"cutoffs: zeros of {n} of {of} matrices are left out"
         if self.left_out is None or self.saved is None:
@@ -163,7 +163,7 @@ class ChannelPlan:
 
 
 def thresholds_by_value(graph: Graph) -> dict[Value, ThresholdName]:
-    """By whose shares (Thresholds.kept) zeros of a product's input are known."""
+    """Return the threshold whose shares (Thresholds.kept) apply to each value that has zeros."""
     found: dict[Value, ThresholdName] = {
         op.out: op.site for op in graph.primitives if isinstance(op, Threshold)
     }
@@ -177,10 +177,10 @@ def plan_channels(
     rates: TypeRates,
     layers: Collection[int] | None = None,
 ) -> ChannelPlan:
-    """What leaving out zeros gains, matrix by matrix; of up rows are left out, where those are less.
+    """Plan the CPU's gains of skipping zeros, matrix by matrix. For `up`, skip rows if that takes less time.
 
-    rates: of the types of Workload.of. layers: that the CPU computes; None: all. Of the others it computes
-    the experts.
+    rates: of the types of Workload.of. layers: layers that the CPU computes; None: all. In other layers the
+    CPU computes the experts.
     """
     threshold_of = thresholds_by_value(graph)
     thresholded_ffns = [ffn for ffn in graph.ffns if ffn.gate_threshold is not None]
@@ -202,7 +202,7 @@ def plan_channels(
             continue
         name = ffn.up_tensor
         own = rates[_measured_as(tensors[name].type)]
-        n_bytes = up.matrix_bytes(tensors)  # of a token's experts
+        n_bytes = up.matrix_bytes(tensors)  # for MoE layers, of one token's experts
         neuron_major = _gain(name, kept, True, n_bytes, kept * n_bytes, own)
         split_s = _SPLIT * 2 * n_bytes / own.rows
         neuron_major = replace(neuron_major, kept_s=neuron_major.kept_s + split_s)
@@ -232,7 +232,7 @@ def with_devices(
     placement: Placement,
     rates: Sequence[TypeRates],
 ) -> ChannelPlan:
-    """A plan of the CPU's matrices with those of the devices, whose rates these are."""
+    """Add the devices' matrices to a plan of the CPU's matrices. rates: of each device."""
     of_layer = {i: rates[place.device] for i, place in enumerate(placement.layers) if place.device != CPU}
     split = frozenset(i for i, place in enumerate(placement.layers) if place.is_split)
     gains = plan_device_channels(graph, tensors, thresholds, of_layer, split)
@@ -247,9 +247,9 @@ def plan_device_channels(
     rates: Mapping[int, TypeRates],
     split: frozenset[int] = frozenset(),
 ) -> list[ChannelGain]:
-    """What leaving out zeros gains in the layers of devices, matrix by matrix.
+    """Return the gains of skipping zeros in the devices' layers, matrix by matrix.
 
-    rates: of each of these layers those of its device. split: layers whose neurons are shared with the CPU.
+    rates: by layer, the rates of its device. split: layers whose neurons are shared with the CPU.
     """
     threshold_of = thresholds_by_value(graph)
     gains: dict[str, ChannelGain] = {}
@@ -272,7 +272,10 @@ def _decide_ffn(
     *,
     is_split: bool,
 ) -> None:
-    """Of gate and up: both input-major, or the rows of up that the gate leaves."""
+    """Choose the gains of gate and up: both input-major, or only the rows of up that the gate keeps.
+
+    Updates `gains` with the choice.
+    """
     ops = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
     both = [gains.pop(op.weight) for op in ops if op.weight in gains]
     one_by_one = ffn.fires_exactly or ffn.mask is not None or is_split
@@ -302,6 +305,6 @@ def _gain_on_device(
 
 
 def read_on_device(type: GGMLType, n_weights: int, n_bytes: int, kept: float) -> float:
-    """Of so many bytes of weights those of the channels that are kept, and all scales."""
+    """Return the bytes read of n_bytes bytes of weights: the codes of kept channels, and all scales."""
     codes = n_weights * _BITS[type] // 8 if type in _BITS else n_bytes
     return n_bytes - codes * (1 - kept)

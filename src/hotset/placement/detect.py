@@ -1,8 +1,8 @@
-"""Which devices a model runs on: what was asked for, and what this machine has.
+"""The choice of devices for a model, from the settings and the devices of this machine.
 
-A GPU is found without torch, since every `hotset run` asks whether there is one.
+A GPU is detected without torch, since every `hotset run` does this.
 
-Counted are those whose kernels are compiled (NVIDIA, and AMD with ROCm). Apple's and Intel's are used when
+Only GPUs with compiled kernels are detected (NVIDIA, and AMD with ROCm). Apple's and Intel's GPUs are used if
 they are named (--device mps, xpu).
 """
 
@@ -32,7 +32,7 @@ _NO_LAYERS = "no GPU was found: the CPU computes all layers, and n_gpu_layers ha
 
 @dataclass(frozen=True)
 class Examined:
-    """A device for a person: its name in options, what it is, all facts as a line, and for JSON."""
+    """A device for display: its name in options, a title, all facts as a line, and facts for JSON."""
 
     name: str
     title: str
@@ -51,7 +51,7 @@ class Detector(Protocol):
         ...
 
     def found_device(self, progress: Reporter | None) -> tuple[str | None, str | None]:
-        """Return the device to try if none is named, or None; and why a device of this machine is unused."""
+        """Return the device to try if none is named, or None, and why a device of this machine is unused."""
         ...
 
     def examine(self, progress: Reporter) -> list[Examined]:
@@ -69,11 +69,10 @@ def detector_of(backend: str) -> Detector:
 
 
 def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
-    """Return the devices to use, none for the CPU; and a line for a person if a GPU is left unused.
+    """Return the devices to use, none for the CPU, and a message if a GPU is left unused.
 
-    With --device auto it depends on the model whether the device is faster than the CPU: that is decided with
-    the placement. Raises DeviceError if a requested device cannot be used, unless only n_gpu_layers requests
-    it.
+    With --device auto the placement decides later whether the device is faster than the CPU for this model.
+    Raises DeviceError if a requested device cannot be used, unless only n_gpu_layers requests it.
     """
     if settings.n_gpu_layers == 0 or settings.is_on_cpu:
         return (), None
@@ -87,12 +86,12 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
         if device is not None and settings.is_auto:
             try:
                 replace(settings, device=(device,))
-            except InvalidRequestError as error:  # something that this device does not do
+            except InvalidRequestError as error:  # a setting that this device does not support
                 device, problem = None, f"{device} is not used: {error}"
         if device is not None:
             return (device,), None
         problems += [problem] if problem else []
-    if replace(settings, n_gpu_layers=None).asks_for_a_device:  # for more than a number of layers
+    if replace(settings, n_gpu_layers=None).asks_for_a_device:  # by other settings
         none = "no GPU" if settings.is_auto else "no NVIDIA or AMD GPU"
         raise DeviceError(
             "; ".join(problems)
@@ -107,7 +106,10 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
 
 @dataclass(frozen=True)
 class GPU:
-    """vendor: NVIDIA or AMD. name: of its first device, where the driver reports it without being started."""
+    """The GPUs of this machine.
+
+    vendor: NVIDIA or AMD. name: the first device's, if the driver reports it without being started.
+    """
 
     vendor: str
     name: str
@@ -122,8 +124,9 @@ def detect_gpu(
     open_library: Callable[[str], Any] = ctypes.CDLL,
     environment: Mapping[str, str] = os.environ,
 ) -> GPU | None:
-    """The GPUs of this machine, or None. On Linux some file look-ups; a driver's library is opened only where
-    the files leave it open. Arguments are for tests.
+    """Return the GPUs of this machine, or None. The arguments are for tests.
+
+    On Linux it first looks at files, and opens a driver's library only if the files do not decide.
     """
     if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
@@ -142,7 +145,7 @@ def detect_gpu(
 
 
 def missing_libraries(find: Callable[[str], Any] = importlib.util.find_spec) -> list[str]:
-    """Those of torch and triton that are not installed; asked without importing them."""
+    """Return the missing ones of torch and triton, without importing them."""
     wanted = ["torch"] if sys.platform == "win32" else ["torch", "triton"]
     return [name for name in wanted if find(name) is None]
 
@@ -158,7 +161,7 @@ def _model(information: Path) -> str:
 
 
 def _count(open_library: Callable[[str], Any], library: str, init: str, count: str) -> int:
-    """Devices that a driver's library finds; 0 where there is no such library, or it does not start."""
+    """Return the number of devices that a driver's library finds; 0 if it is missing or does not start."""
     try:
         driver = open_library(library)
     except OSError:

@@ -1,10 +1,10 @@
-"""How fast files are read past the page cache here, measured once for each disk, and the reader that is best.
+"""The rates of file reads that bypass the page cache, measured once for each disk, and the best reader.
 
-    ring     whether reads go through a ring of the kernel's (io_uring), else through threads
+    ring     whether reads use io_uring; otherwise threads
     depth    reads in flight
-    rates    bytes per second of random reads of so many bytes
+    rates    bytes per second of random reads, by the size of a read
 
-Kept in machine.json as the rates of placement/machine.py are.
+They are kept in machine.json, like the rates of placement/machine.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hotset.reporter import Reporter
 _SIZES = (4096, 16384, 65536, 524288)
 _CANDIDATES = ((False, 16), (True, 32), (True, 64))
 _SECONDS = 0.1  # of each measurement
-_SMALLEST_FILE = 64 << 20  # a smaller one says nothing of its disk
+_SMALLEST_FILE = 64 << 20  # smaller files are too small to measure
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """See above; rates: by size, which rises."""
+    """The best reader of a disk, and its rates; the fields are described above. rates: sorted by size."""
 
     ring: bool
     depth: int
@@ -37,7 +37,7 @@ class DiskRates:
 
     @property
     def gap(self) -> int:
-        """Bytes that are read in vain as quickly as another read is begun: whole pages."""
+        """Return the unneeded bytes that take as long to read as starting another read: whole pages."""
         (small, slow), (large, fast) = self.rates[0], self.rates[-1]
         per_byte = (large / fast - small / slow) / (large - small)
         per_read = small / slow - small * per_byte
@@ -46,7 +46,7 @@ class DiskRates:
         return min(max(int(per_read / per_byte), 0), large // 2) // 4096 * 4096
 
     def rate(self, size: float) -> float:
-        """Bytes per second of reads of this size, between those that were measured."""
+        """Return the bytes per second of reads of this size, interpolated between measured sizes."""
         sizes = self.rates
         if size <= sizes[0][0]:
             return sizes[0][1]
@@ -56,19 +56,24 @@ class DiskRates:
         return sizes[-1][1]
 
     def reader(self) -> _core.Reader:
-        """A reader of this kind; one of threads where the kernel gives no ring now: a limit of locked memory
-        or of descriptors may be reached."""
+        """Open a reader of this kind, or a reader with threads if the kernel refuses a ring now.
+
+        The limit of locked memory or of descriptors may be reached.
+        """
         with contextlib.suppress(ReadError):
             return _core.Reader(self.ring, self.depth)
         return _core.Reader(False, self.depth)
 
 
 USUAL = DiskRates(False, 16, ((4096, 3e8), (16384, 7e8), (65536, 1e9), (524288, 1e9)))
-"""Of a disk that is not measured: a file too small to say anything."""
+"""The assumed rates of a disk that is not measured, because the file is too small."""
 
 
 def measure_disk(file: Path, *, progress: Reporter | None = None, path: Path | None = None) -> DiskRates:
-    """What is known of the disk of a file, measured where it is not; path: where it is kept."""
+    """Return the stored rates of a file's disk, or measure and store them. path: the file that keeps them.
+
+    A file below 64 MiB gets the USUAL rates.
+    """
     if file.stat().st_size < _SMALLEST_FILE:
         return USUAL
     key = f"{processor_name()} | disk {os.stat(file).st_dev} | {os.cpu_count()} threads"
@@ -89,7 +94,7 @@ def _measure(file: Path) -> DiskRates:
         except ReadError:  # as in DiskRates.reader
             continue
         passes = [[reader.rate(str(file), size, _SECONDS) for size in _SIZES] for _ in range(2)]
-        rates = tuple(zip(_SIZES, map(max, *passes), strict=True))  # others may have had the disk
+        rates = tuple(zip(_SIZES, map(max, *passes), strict=True))  # other programs may have used the disk
         if best is None or rates[1][1] > best.rates[1][1]:
             best = DiskRates(ring, depth, rates)
     assert best is not None

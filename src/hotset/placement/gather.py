@@ -4,9 +4,9 @@
     devices, note = wanted_devices(settings)
     placement = planned(model, devices)
 
-Frequencies come from the profile that is named, else from the one next to the model (`hotset sparse
-profile`), else from the counts that were published with it (activation/), else from a short run of a text
-that comes with hotset, whose counts are kept in the store's cache. So are solutions.
+Frequencies come from the first of these sources: the named profile; the profile next to the model (`hotset
+sparse profile`); the counts published with the model (activation/); a short run over a text that comes with
+hotset. The store's cache keeps the counts of that run, and solutions.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from hotset.placement.cards import Card
     from hotset.settings import LoadSettings
 
-_N_TOKENS = 512  # of the built-in text, at most
-_STEP = 128
+_N_TOKENS = 512  # most tokens of the built-in text
+_STEP = 128  # tokens of a step over it
 
 
 def planned(model: ModelToPlace, devices: Sequence[str | Card]) -> Placement:
@@ -58,9 +58,9 @@ def planned(model: ModelToPlace, devices: Sequence[str | Card]) -> Placement:
 
     Solutions are kept in the store's cache.
 
-    Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
-    InvalidRequestError for a profile of another model, UnsupportedModelError for a model without kernels, and
-    DeviceError if --device auto found no device that is faster than the CPU.
+    Raises OutOfMemoryError with the smallest budget that works. Raises FormatError for an index of another
+    model, InvalidRequestError for a profile of another model, and UnsupportedModelError for a model without
+    kernels. Raises DeviceError if --device auto found no device that is faster than the CPU.
     """
     settings = model.settings
     facts = planner_of(devices[0]).placement_facts(model, devices)
@@ -110,8 +110,10 @@ def _if_faster(placement: Placement, facts: PlacementFacts, settings: LoadSettin
 
 
 def _with_hotness(facts: PlacementFacts, model: ModelToPlace) -> PlacementFacts:
-    """With how often neurons fire, where they can be split. Raises UnsupportedModelError where that is asked
-    for and there are none."""
+    """Return the facts with the frequencies of neurons, if neurons can be split.
+
+    Raises UnsupportedModelError if the settings request a split and no layer has neurons or experts to split.
+    """
     layers = facts.model.layers
     if not facts.split_neurons or not any(layer.n_split for layer in layers):
         if model.settings.split == "neurons" and not any(layer.is_cached for layer in layers):
@@ -126,7 +128,7 @@ def _with_hotness(facts: PlacementFacts, model: ModelToPlace) -> PlacementFacts:
 
 
 def _profile_of(model: ModelToPlace) -> tuple[Profile, str]:
-    """How often each neuron fires, and a message on where that comes from."""
+    """Return how often each neuron fires, and a message that names the source."""
     gguf, config = model.gguf, model.config
     mark = sidecar.fingerprint(gguf)
     if model.profile is not None:
@@ -156,7 +158,7 @@ def _profile_of(model: ModelToPlace) -> tuple[Profile, str]:
 
 
 def _run_builtin(model: ModelToPlace, mark: str) -> Profile:
-    """Counts over the built-in text, computed on the CPU with every neuron that fires. mark: of the file."""
+    """Count the firing neurons over the built-in text, on the CPU. mark: the fingerprint of the file."""
     config, settings = model.config, model.settings
     text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")
     tokens = np.array(load_tokenizer(model.gguf.metadata).encode(text, add_special=True), np.int32)
@@ -179,11 +181,11 @@ def _run_builtin(model: ModelToPlace, mark: str) -> Profile:
         backend.close()
 
 
-# -- the solver's answer, kept -------------------------------------------------------------------
+# -- stored solutions ----------------------------------------------------------------------------
 
 
 def _fastest(facts: PlacementFacts, *, anew: bool) -> Placement:
-    """The placement of the model as it is, or with its experts in an expert cache, where that is faster."""
+    """Return the placement with experts as parts of their layers, or in an expert cache if that is faster."""
     if facts.with_cache is None:
         return _solved(facts, anew=anew)
     with_cache = replace(facts, model=facts.with_cache, with_cache=None)
@@ -203,7 +205,10 @@ def _fastest(facts: PlacementFacts, *, anew: bool) -> Placement:
 
 
 def _solved(facts: PlacementFacts, *, anew: bool) -> Placement:
-    """The placement of these facts, from the store's cache where the same was asked before."""
+    """Return the placement of these facts, from the store's cache if they were solved before.
+
+    `anew` ignores the stored solution.
+    """
     asked = (facts.model, rates_of(facts), list(facts.devices), facts.n_gpu_layers, facts.split_neurons)
     digest = hashlib.sha256(repr(asked).encode())
     for frequency in facts.frequencies:
@@ -237,5 +242,5 @@ def _keep(path: Path, found: Solution) -> None:
 
 
 def _coarse(limit: int) -> int:
-    """What is free moves by some bytes from start to start: rounded down, so that a plan is found again."""
+    """Round down to 64 MiB. Free memory differs slightly at each start; a stored plan is then found again."""
     return limit >> 26 << 26

@@ -1,8 +1,8 @@
-"""How fast this machine is, measured once: what placement reckons with (table.DeviceRates).
+"""The measured rates of this machine, from which placement predicts times (table.DeviceRates).
 
-All are measured with the operations that run later, on weights of Q4_0. The results are kept in machine.json
-in the folder of the store, under a key that names the processor, its threads and kernels, the device and the
-versions of hotset and torch; measuring takes some seconds.
+The real operations are measured, on weights of Q4_0, within some seconds. machine.json in the folder of the
+store keeps the results, under a key that names the processor, its threads and kernels, the device and the
+versions of hotset and torch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from hotset.storage.store import home
 if TYPE_CHECKING:
     from hotset.reporter import Reporter
 
-WIDTH, N_FF, N_LAYER = 4096, 8192, 6  # of the FFNs that are measured: 340 MB, more than caches hold
-_ACTIVE = 0.1
-_MANY = 64  # tokens: of a prompt that want one expert
+WIDTH, N_FF, N_LAYER = 4096, 8192, 6  # of the measured FFNs: 340 MB, more than caches hold
+_ACTIVE = 0.1  # share of active neurons
+_MANY = 64  # tokens of a prompt that need the same expert
 SECONDS = 0.3  # of each measurement
 TYPE = GGMLType.Q4_0
 T = TypeVar("T")
@@ -70,12 +70,15 @@ STAND_IN = DeviceRates(
     link_busy=22e9,
     cpu_read_link=28e9,
 )
-"""Of the device cpu: a desktop with a middling GPU; not measured."""
+"""The assumed rates of a simulated GPU: a desktop with a mid-range GPU."""
 
 
 def cpu_rates(n_threads: int | None, progress: Reporter | None) -> dict[str, float]:
-    """Of this CPU by itself: bytes per second of rows ("read") and of rows here and there ("gather"), and
-    bytes times tokens per second of products for many tokens ("many")."""
+    """Return the rates of this CPU without a device, stored or measured.
+
+    They are bytes per second of sequential rows ("read") and of scattered rows ("gather"), and bytes times
+    tokens per second of products for many tokens ("many").
+    """
     n_threads = n_threads or usable_cores()
     key = f"{processor_name()} | {n_threads} threads | {isa()} | without a device"
 
@@ -108,11 +111,11 @@ class HeldWeights:
         return self._data[name]
 
     def check(self) -> None:
-        pass  # memory stays as it is
+        pass  # memory does not change
 
 
 def _ffn_weights() -> HeldWeights:
-    """Of FFNs whose every neuron fires, so that a mask alone decides."""
+    """Build the weights of FFNs whose neurons all fire, so that only the mask decides."""
     weights, rng = HeldWeights(), np.random.default_rng(0)
     weights.add("x", (WIDTH, 2), GGMLType.F32, np.full((2, WIDTH), 1e-3, np.float32))
     for i in range(N_LAYER):
@@ -124,7 +127,7 @@ def _ffn_weights() -> HeldWeights:
 
 
 def matrix_bytes(n_rows: int) -> np.ndarray:
-    """The bytes of rows of WIDTH values, each 2^-12."""
+    """Return the bytes of n_rows rows of WIDTH values, each 2^-12."""
     layout = TYPES[TYPE].block
     assert layout is not None
     blocks = np.empty(n_rows * WIDTH // 32, layout)
@@ -133,7 +136,7 @@ def matrix_bytes(n_rows: int) -> np.ndarray:
 
 
 def _ffn_graph() -> Graph:
-    """Some FFNs, one after the other, whose neurons a table of scores selects."""
+    """Build a graph of consecutive FFNs whose neurons a table of scores selects."""
     graph = Graph()
     value, add = graph.value, graph.add
     x = add(Embed(value("embedding", WIDTH), "x"))
@@ -155,7 +158,7 @@ def _ffn_graph() -> Graph:
 
 
 def _products_graph() -> Graph:
-    """The matrices of gates and ups alone, as products of experts read them."""
+    """Build a graph of the products with gates and ups, which read matrices as experts do."""
     graph = Graph()
     x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
     for i in range(N_LAYER):
@@ -186,13 +189,13 @@ class CpuLoop:
         self._bytes = {False: rows, True: _ACTIVE * rows}
 
     def rate(self, seconds: float, *, sparse: bool) -> float:
-        """Bytes of rows per second: the median over steps for so long."""
+        """Measure the bytes of rows per second: the median of steps over `seconds` seconds."""
         backend = self._backends[sparse]
         backend.step(self._batch)
         return self._bytes[sparse] / median_seconds(lambda: backend.step(self._batch), seconds)
 
     def many(self, seconds: float) -> float:
-        """Bytes of rows times tokens per second, for _MANY tokens."""
+        """Measure the bytes of rows times tokens per second, for _MANY tokens."""
         zeros = np.zeros(_MANY, np.int32)
         batch = Batch(zeros, np.arange(_MANY, dtype=np.int32), zeros, zeros[:1, None], zeros[:1])
         self._many.step(batch)
@@ -209,18 +212,18 @@ class CpuLoop:
 
 
 def cpu_rate(n_threads: int, seconds: float = 0.3) -> float:
-    """Bytes of weights per second that the CPU reads in a dense FFN, measured for so many seconds."""
+    """Measure for `seconds` seconds the bytes of weights per second that the CPU reads in a dense FFN."""
     with CpuLoop(n_threads) as cpu:
         return cpu.rate(seconds, sparse=False)
 
 
 def median_seconds(work: Callable[[], object], seconds: float) -> float:
-    """Of calls one after the other, for so many seconds in all."""
+    """Return the median seconds of a call, over calls for `seconds` seconds in total."""
     return statistics.median(*times_in_turn([work], seconds))
 
 
 def times_in_turn(works: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-    """Seconds of each call of each work, in turn, for so many seconds in all, and three times at least."""
+    """Call the works in turn for `seconds` seconds, at least three times; return the seconds of each call."""
     times: list[list[float]] = [[] for _ in works]
     until = time.perf_counter() + seconds
     while len(times[-1]) < 3 or time.perf_counter() < until:
@@ -235,7 +238,7 @@ def times_in_turn(works: Sequence[Callable[[], object]], seconds: float) -> list
 
 
 def processor_name() -> str:
-    """As the system names it."""
+    """Return the processor's name as the system reports it."""
     if sys.platform == "darwin":
         import subprocess
 
@@ -253,15 +256,15 @@ def processor_name() -> str:
 
 
 def machine_file() -> Path:
-    """Where what was measured is kept."""
+    """Return the path of the file with measured rates."""
     return home() / "machine.json"
 
 
 def known(path: Path) -> Mapping[str, Any]:
-    """What was measured, by key."""
+    """Return the stored measurements, by key; empty if the file is missing or damaged."""
     try:
         found = json.loads(read_small_text(path))
-    except (OSError, ValueError, RecursionError, FormatError):  # none yet, or damaged: measured again
+    except (OSError, ValueError, RecursionError, FormatError):  # missing or damaged: measure again
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -276,8 +279,11 @@ def once(
     *,
     anew: bool = False,
 ) -> T:
-    """What machine.json, at path, has under a key, as `kept` makes it of what is there, or what is measured
-    now and kept. kept: raises where that is damaged, or of another version. said: before it is measured."""
+    """Return the stored measurement under a key, or measure and store it.
+
+    kept: converts the stored entry; it raises if the entry is damaged or from another version. said: the
+    message before measuring. path: the file; None: machine_file(). `anew` ignores the stored entry.
+    """
     path = path or machine_file()
     if not anew:
         with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
@@ -290,7 +296,7 @@ def once(
 
 
 def keep(path: Path, key: str, measured: Mapping[str, Any]) -> None:
-    """Adds to the file; where it cannot be written the machine is measured again next time."""
+    """Store a measurement in the file. If that fails, the next start measures again."""
     with contextlib.suppress(OSError, HotsetError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole({path: json.dumps({**known(path), key: measured}, indent=1)}, sync=False)

@@ -10,11 +10,11 @@ from hotset.placement.budget import LayerFacts
 from hotset.placement.problem import Candidate, PlacementProblem, group_sums
 from hotset.placement.table import CPU, LayerPlacement, layer_time
 
-SMALL = 1500  # neurons of a model that is placed neuron by neuron, exactly
-GRADE = 1.2  # neurons whose frequencies differ by less than this factor are a group
-RAREST = 1e-4  # frequencies below it are equal
-TIME_LIMIT = 15.0  # seconds; the best found until then is used
-GAP = 1e-3  # of the predicted time: how near the optimum is near enough
+SMALL = 1500  # up to this many neurons · devices, neurons are placed one by one, exactly
+GRADE = 1.2  # neurons whose frequencies differ by less than this factor form a group
+RAREST = 1e-4  # lower frequencies count as equal to it
+TIME_LIMIT = 15.0  # seconds; the best solution found by then is used
+GAP = 1e-3  # of the predicted time: the accepted distance from the optimum
 _US, _MIB = 1e6, 2.0**-20  # units of the program: numbers around 1
 
 _Term = tuple[range, float | np.ndarray]  # variables and their factor, or factors
@@ -42,12 +42,12 @@ class MixedIntegerProgram:
         self.upper: list[float] = []
         self.integral: list[int] = []
         self.rows: list[tuple[np.ndarray, np.ndarray, float, float]] = []
-        self.on: dict[tuple[int, int], range] = {}  # layer, device → whole there, and with cold neurons
+        self.on: dict[tuple[int, int], range] = {}  # layer, device → whole, with cold neurons
         self.groups: dict[tuple[int, int], range] = {}  # layer, device → variables of its groups
         self._build()
 
     def _sizes(self, falling: np.ndarray) -> np.ndarray:
-        """Sizes of groups of about equally hot neurons; frequencies that fall."""
+        """Return the sizes of groups of similarly hot neurons. falling: frequencies in falling order."""
         if self.is_small:
             return np.ones(len(falling), np.int64)
         grade = np.floor(np.log(np.maximum(falling, RAREST)) / np.log(GRADE))
@@ -101,10 +101,10 @@ class MixedIntegerProgram:
                     self._row(terms, high=0.0)
 
     def _add_partial(self, i: int, d: int, layer: LayerFacts, n_bytes: list[_Term], stream: int) -> int:
-        """The candidate of a layer on device d with neurons on the CPU; returns its variable.
+        """Add the candidate of a layer on device d with neurons on the CPU, and return its variable.
 
-        Such a layer pays the round trip even with no cold neuron: one that is complete is a candidate of its
-        own, which keeps the relaxation of the program tight.
+        Such a layer pays the round trip even without a cold neuron. A complete layer is a separate candidate,
+        which keeps the relaxation of the program tight.
         """
         problem = self.problem
         device, rates = problem.rates.devices[d], problem.rates
@@ -131,7 +131,10 @@ class MixedIntegerProgram:
         return on[0]
 
     def run(self, bound: float | None) -> tuple[Candidate | None, str]:
-        """bound: seconds of a placement that is known."""
+        """Solve the program: return a candidate or None, and a message on how good it is.
+
+        bound: seconds of a known placement, if any; the result must be better.
+        """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -139,7 +142,7 @@ class MixedIntegerProgram:
         cost = np.array(self.cost)
         rows = list(self.rows)
         if bound is not None:
-            # Better by the gap, or there is none: the greedy placement is then as good as the optimum.
+            # A solution must be better by the gap. Otherwise the greedy placement is as good as the optimum.
             limit = (bound - problem.output_seconds()) * _US * (1 - self.gap)
             rows.append((np.arange(len(cost)), cost, -np.inf, limit))
         data = np.concatenate([values for _, values, _, _ in rows])
@@ -160,7 +163,7 @@ class MixedIntegerProgram:
                 return None, f"HiGHS finds none that is better by {100 * self.gap:.2g}%"
             return None, f"HiGHS found none in {TIME_LIMIT:.0f} s"
         candidate = self._candidate(found.x)
-        if not problem.fits(candidate):  # by a rounding of the program's
+        if not problem.fits(candidate):  # because the program rounds
             return None, "what HiGHS found does not fit by a rounding"
         how = "optimal" if found.status == 0 else f"the best that HiGHS found in {TIME_LIMIT:.0f} s"
         return candidate, f"{how}, within {100 * max(found.mip_gap, self.gap):.2g}% of the least time (HiGHS)"

@@ -1,8 +1,8 @@
-"""A placement from facts: which layers and neurons are on which device. Pure: gather.py measures and reads.
+"""A placement from facts: the device of each layer and neuron. It does no I/O: gather.py measures and reads.
 
     placement = place(facts)
 
-The facts of a model on devices are gathered by the backend of these devices (`Planner`).
+The backend of the devices gathers the facts of a model on them (`Planner`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelToPlace:
-    """A model whose place is to be decided.
+    """A model to place.
 
-    weights: the file and its sidecars. graph: of a step; mode: of its FFNs. n_pages, n_states:
-    of the cache. profile: of this model's neurons. limited: this machine's memory has a budget.
+    weights: the file and its sidecars. graph: of a step. mode: of its FFNs. n_pages, n_states: KV blocks and
+    state slots of the cache. profile: of this model's neurons. limited: host memory has a budget.
     """
 
     gguf: GGUFFile
@@ -50,17 +50,16 @@ class ModelToPlace:
 
 @dataclass(frozen=True)
 class PlacementFacts:
-    """All that a placement depends on.
+    """All facts on which a placement depends.
 
-    devices: bytes that may be used of each; rates: measured of each; cards: those whose rates follow from a
-    data sheet. frequencies: of each layer float64 [n_ff], how often its neurons fire, and
-    hotness: where that is from; zeros and None where no layer is split. on_gpu: of each layer bool [n_ff],
-    as a GPU index says; None: it is solved. split_neurons, n_gpu_layers: as in LoadSettings. pinnable: bytes
-    of this machine's memory for experts that devices fetch; None: of no account. limited: that memory has a
-    budget. It changes nothing of what is where, and so no bit, but that experts are not fetched, which are
-    in files then. with_cache: the model with its experts in an expert cache, where `model` has them as parts
-    of their layers; None: there is nothing to compare. notes: what a person should know of the facts, beside
-    what follows from them.
+    devices: the bytes that may be used of each. rates: measured, one per device. cards: devices whose rates
+    follow from a data sheet. frequencies: per layer float64 [n_ff], how often its neurons fire. hotness: the
+    source of the frequencies. If no layer is split, they are zeros and None. on_gpu: per layer bool [n_ff],
+    from a GPU index; None: solve. split_neurons, n_gpu_layers: as in LoadSettings. pinnable: bytes of host
+    memory for experts that devices fetch; None: no limit. limited: host memory has a budget; experts then
+    stay in files and devices do not fetch them. This does not change the placement, and so no bit.
+    with_cache: the model with its experts in an expert cache, if `model` has them as parts of their layers;
+    None: nothing to compare. notes: messages about the facts, in addition to those derived from them.
     """
 
     model: ModelFacts
@@ -79,13 +78,13 @@ class PlacementFacts:
 
 
 class Planner(Protocol):
-    """The part of a device backend that placement asks: its module `planning`."""
+    """The part of a device backend that gathers facts for placement: its module `planning`."""
 
     def placement_facts(self, model: ModelToPlace, devices: Sequence[str | Card]) -> PlacementFacts:
         """Return the facts of a model on devices, without the frequencies of its neurons.
 
-        Raises OutOfMemoryError for a budget above the free memory, UnsupportedModelError for a model that
-        has no kernels.
+        Raises OutOfMemoryError for a budget above the free memory, and UnsupportedModelError for a model
+        without kernels.
         """
         ...
 
@@ -106,8 +105,11 @@ def planner_of(device: object) -> Planner:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found: of each layer the device, an index or table.CPU, and its hot neurons, bool [n_ff]
-    or None; how good it is, for a person."""
+    """A solver's result.
+
+    owners: per layer the device, an index or table.CPU. hot: per layer the hot neurons, bool [n_ff] or None.
+    how: a message on how good it is.
+    """
 
     owners: tuple[int, ...]
     hot: tuple[np.ndarray | None, ...]
@@ -115,10 +117,10 @@ class Solution:
 
 
 def place(facts: PlacementFacts, known: Solution | None = None) -> Placement:
-    """The placement for these facts. known: the solution of the same facts, found before.
+    """Return the placement for these facts. known: an earlier solution of the same facts.
 
-    Raises OutOfMemoryError with the smallest budget that works, InvalidRequestError for a solution or a GPU
-    index that does not fit the model.
+    Raises OutOfMemoryError with the smallest budget that works, and InvalidRequestError for a solution or a
+    GPU index that does not fit the model.
     """
     problem = facts.model, rates_of(facts), facts.devices, facts.frequencies
     if facts.on_gpu is not None:
@@ -131,7 +133,7 @@ def place(facts: PlacementFacts, known: Solution | None = None) -> Placement:
 
 
 def _notes(facts: PlacementFacts) -> list[str]:
-    """What a person should know of the facts; those of the solution come after them."""
+    """Return the messages about the facts. The messages about the solution follow them."""
     notes = [note for note in (_experts_in_files(facts), facts.hotness) if note is not None]
     if any(device.name == SIMULATED for device in facts.devices):
         notes.insert(
@@ -144,16 +146,16 @@ def _notes(facts: PlacementFacts) -> list[str]:
 
 
 def rates_of(facts: PlacementFacts) -> Rates:
-    """As measured; devices that fetch no experts have no link to fetch them by."""
+    """Return the measured rates. Devices that cannot fetch experts get the link rate 0."""
     if _experts_in_files(facts) is None:
         return Rates(facts.rates)
     return Rates(tuple(replace(device, link=0.0) for device in facts.rates))
 
 
 def solution_of(facts: PlacementFacts, placement: Placement) -> Solution:
-    """What `place` needs to make the same placement again."""
+    """Return the solution with which `place` makes the same placement again."""
     numbers, used = [device.name for device in facts.devices], [-1]
-    for name in placement.devices:  # some of those of the facts, in order
+    for name in placement.devices:  # a subset of the facts' devices, in order
         used.append(numbers.index(name, used[-1] + 1))
     owners = tuple(used[layer.device + 1] for layer in placement.layers)
     how = placement.notes[len(_notes(facts))]
@@ -161,7 +163,7 @@ def solution_of(facts: PlacementFacts, placement: Placement) -> Solution:
 
 
 def _experts_in_files(facts: PlacementFacts) -> str | None:
-    """Why devices do not fetch experts from this machine's memory; None where they may."""
+    """Return why devices do not fetch experts from host memory; None if they may."""
     n_bytes = sum(layer.n_experts * layer.expert_bytes for layer in facts.model.layers)
     if n_bytes and facts.limited:
         return "experts are not fetched from this machine: a budget of memory leaves them in the file"

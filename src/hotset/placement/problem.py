@@ -1,4 +1,4 @@
-"""The placement problem: what may go where, what that costs, and the placement that is found greedily."""
+"""The placement problem: the possible placements, their costs, and the greedy placement."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hotset.placement.table import (
 )
 from hotset.units import human_size
 
-BLOCK = 64  # neurons that the greedy placement takes at once
+BLOCK = 64  # neurons that the greedy placement adds at once
 EXPERT_ENTRY = 4  # bytes of an expert's entry in the table of slots
-SLOTS_BYTES = 32 << 10  # that the allocator may round the matrices of all slots up by
+SLOTS_BYTES = 32 << 10  # the most bytes that rounding adds to the matrices of all slots
 
 
-Candidate = list[LayerPlacement]  # of each layer
+Candidate = list[LayerPlacement]  # one per layer
 
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """On one device: slots of the cache, spare ones of each layout, and the bytes of both."""
+    """The expert slots of one device: slots of the cache, spare slots per layout, and the bytes of both."""
 
     n: int = 0
     n_spare: int = 0
@@ -41,7 +41,7 @@ class ExpertSlots:
 
 
 class PlacementProblem:
-    """One placement problem, what a candidate for its solution costs, and the greedy ones."""
+    """A placement problem, with the costs of candidates and the greedy candidates."""
 
     def __init__(
         self,
@@ -71,29 +71,33 @@ class PlacementProblem:
 
     @property
     def n_on_devices(self) -> int:
-        """Layers that were asked for on devices; 1, the least, where it is free."""
+        """Return the number of layers requested on devices; 1, the minimum, without a request."""
         return min(self.asked, self.n_layer) if self.asked is not None else 1
 
     def n_cpu_choices(self) -> range:
-        """How many of the first layers may be on the CPU; others that no device computes are there too."""
+        """Return how many of the first layers may be on the CPU.
+
+        Layers that no device computes are on the CPU too.
+        """
         if self.asked is None:
             return range(self.n_layer)
         return range(self.n_layer - self.n_on_devices, self.n_layer - self.n_on_devices + 1)
 
-    # ---- what a candidate costs ----
+    # ---- costs of a candidate ----
 
     def output_seconds(self) -> float:
-        """Of the output matrix, on the fastest device that may have it."""
+        """Return the seconds of the output matrix on the fastest device that may have it."""
         return self.facts.output_bytes / max(self.rates.devices[d].read for d in self.usable)
 
     def seconds(self, candidate: Candidate) -> float:
         return predict(self.facts, self.rates, candidate, self.frequencies).total
 
     def expert_slots(self, candidate: Candidate, d: int) -> ExpertSlots:
-        """Of its MoE models' experts those that a device has room for beside everything else.
+        """Return the expert slots for which a device has room after everything else.
 
-        All else comes first: every token reads it, and of a slot's bytes only those of its own experts. Spare
-        slots take a quarter of what is left at most; there are none where all experts have a slot.
+        Everything else comes first, since every token reads it; a token reads only the slots of its experts.
+        Spare slots take at most a quarter of the remaining bytes. If all experts have a slot, spare slots are
+        not needed.
         """
         own = [
             layer
@@ -108,7 +112,7 @@ class PlacementProblem:
             return ExpertSlots()
         mean = sum(layer.n_experts * layer.expert_bytes for layer in own) / n_all
         most = max(layer.expert_bytes for layer in own)
-        # Layers share in proportion to their experts, in whole slots; and a table says what is where.
+        # Layers share slots in proportion to their experts; a table has the slot of each expert.
         beside = EXPERT_ENTRY * n_all + SLOTS_BYTES
         room = self._left(candidate, d) - beside
         if n_all * mean <= room and allowed == n_all:
@@ -124,7 +128,7 @@ class PlacementProblem:
         return ExpertSlots(max(n, self.facts.least_slots), spare, used + beside if used else 0)
 
     def budget_of(self, candidate: Candidate, d: int) -> MemoryBudget:
-        """Planned bytes of a device."""
+        """Return the planned bytes of a device."""
         device, facts = self.devices[d], self.facts
         weights = neurons = kv = stream = 0
         for layer, place in zip(facts.layers, candidate, strict=True):
@@ -148,7 +152,7 @@ class PlacementProblem:
     # ---- the simplest candidate ----
 
     def whole(self) -> Candidate | None:
-        """Everything on the first device that holds it."""
+        """Return the candidate with everything on the first device that holds it; None if no device does."""
         if self.n_cpu_choices()[0] > 0 or any(self.stays):
             return None
         for d in self.usable:
@@ -161,13 +165,14 @@ class PlacementProblem:
 
     @property
     def stays(self) -> list[bool]:
-        """Of each layer, whether no device computes it."""
+        """Return for each layer whether it stays on the CPU because no device computes it."""
         return [layer.missing is not None for layer in self.facts.layers]
 
     def around(self) -> Candidate | None:
-        """The best that puts all layers from one on, which a device computes, on one device; None: none fits.
+        """Return the best candidate with one device that has all layers it computes, from some layer on.
 
-        A token goes to the device and back for each run of them, and each has a workspace of its own.
+        A token goes to the device and back for each run of layers, and each run has its own workspace. Return
+        None if no candidate fits.
         """
         stays, found = self.stays, []
         first = self.n_cpu_choices()
@@ -184,13 +189,13 @@ class PlacementProblem:
     # ---- greedy ----
 
     def greedy(self) -> Candidate | None:
-        """The best of one candidate for each number of layers on the CPU and two ways to split the others.
+        """Return the best greedy candidate over numbers of layers on the CPU; None if nothing fits.
 
-        Within a split, the bytes of a device go to the groups of neurons that save the CPU most seconds per
-        byte, as long as the CPU is the slower side of their layer.
+        The other layers are split among devices in up to two ways. Within a split, the bytes of a device go
+        to the groups of neurons that save the CPU most seconds per byte, while the CPU is the slower side.
         """
         best: tuple[float, Candidate] | None = None
-        n_more, step = 0, 1  # more layers on the CPU than must be: 0, 1, 3, 7
+        n_more, step = 0, 1  # layers on the CPU beyond the fewest that fit: 0, 1, 3, 7
         for n_cpu in self.n_cpu_choices():
             if n_more:
                 n_more -= 1
@@ -207,7 +212,10 @@ class PlacementProblem:
         return None if best is None else best[1]
 
     def splits(self, n_cpu: int) -> list[list[int]]:
-        """Device of each layer: in proportion to the devices' room, and as few devices as hold the least."""
+        """Return up to two assignments of a device to each layer, with the first n_cpu layers on the CPU.
+
+        One is in proportion to the devices' room. The other uses as few devices as hold the minimum.
+        """
         splits = []
         total = sum(self.room[d] for d in self.usable)
         if total > 0:
@@ -235,8 +243,10 @@ class PlacementProblem:
         return self.facts.stream_bytes if self.is_split[i] else 0
 
     def _filled_splits(self, owners: list[int]) -> list[Candidate]:
-        """Two candidates of one split: neurons shared out among its layers, and layers completed one by
-        one."""
+        """Return two candidates of one split; none if it does not fit even without hot neurons.
+
+        One spreads neurons over all layers, the other completes layers one by one.
+        """
         empty = [
             LayerPlacement(d, np.zeros(layer.n_ff, bool) if d != CPU and is_split else None)
             for d, layer, is_split in zip(owners, self.facts.layers, self.is_split, strict=True)
@@ -257,12 +267,12 @@ class PlacementProblem:
         return float(self.seconds_of_neurons(i)[0].sum())
 
     def _left(self, candidate: Candidate, d: int) -> int:
-        """Bytes of a device that a candidate leaves."""
+        """Return the bytes of a device that a candidate leaves unused."""
         budget = self.budget_of(candidate, d)
         return budget.limit - budget.total
 
     def seconds_of_neurons(self, i: int, d: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Of each neuron of a layer: seconds of the CPU if it is cold, of device d if it is hot."""
+        """Return for each neuron of a layer its seconds on the CPU if cold, and on device d if hot."""
         layer, rates, frequency = self.facts.layers[i], self.rates, self.frequencies[i]
         cold = (
             layer.always_bytes / rates.cpu_read_busy + frequency * layer.fired_bytes / rates.cpu_gather_busy
@@ -272,8 +282,9 @@ class PlacementProblem:
         return cold, hot
 
     def filled(self, candidate: Candidate) -> Candidate:
-        """The same with what is left of each device given to more neurons, those first that save the CPU most
-        seconds per byte, where no layer becomes slower.
+        """Return the candidate with the remaining bytes of each device given to more neurons.
+
+        Neurons that save the CPU most seconds per byte come first. No layer becomes slower.
         """
         candidate = list(candidate)
         for d in self.usable:
@@ -300,8 +311,9 @@ class PlacementProblem:
         return candidate
 
     def _more(self, i: int, d: int, place: LayerPlacement) -> tuple[np.ndarray, np.ndarray]:
-        """Cold neurons of a layer that may become hot without making it slower, hottest first; their seconds
-        on the CPU.
+        """Return the cold neurons that can become hot without making their layer slower, hottest first.
+
+        The second array has their seconds on the CPU.
         """
         layer, hot, device = self.facts.layers[i], place.hot, self.rates.devices[d]
         assert hot is not None
@@ -321,7 +333,7 @@ class PlacementProblem:
         return found
 
     def _grown(self, i: int, place: LayerPlacement, neurons: np.ndarray) -> LayerPlacement:
-        """The layer with more hot neurons; as it was where that is slower, or not worth the launch."""
+        """Return the layer with more hot neurons, or unchanged if that is slower or not worth the launch."""
         if not len(neurons) or place.hot is None:
             return place
         hot = place.hot.copy()
@@ -338,7 +350,7 @@ class PlacementProblem:
     # ---- the result ----
 
     def refusal(self) -> str:
-        """The message for a problem without a solution."""
+        """Return the message for a problem without a solution."""
         beside = self.devices[0].context + self.devices[0].spare
         smallest = beside + self.facts.smallest_bytes(self.n_on_devices)
         if not any(self.is_split):
@@ -354,7 +366,7 @@ class PlacementProblem:
         )
 
     def placement(self, candidate: Candidate, how: str) -> Placement:
-        """The result of a candidate; devices that it leaves unused are left out."""
+        """Return the placement of a candidate, without the devices that it does not use."""
         used = sorted({place.device for place in candidate} - {CPU})
         number = {CPU: CPU} | {d: new for new, d in enumerate(used)}
         slots = [self.expert_slots(candidate, d) for d in range(len(self.devices))]
@@ -414,7 +426,7 @@ class PlacementProblem:
         )
 
     def _of_experts(self, n_slots: int, n_experts: int) -> list[str]:
-        """What a cache of so many experts is worth, of those of the layers on devices."""
+        """Return a message on the expected hits of a cache with n_slots of n_experts experts on devices."""
         if not n_experts:
             return []
         layers = [layer for layer in self.facts.layers if layer.n_used]
@@ -427,7 +439,7 @@ class PlacementProblem:
         ]
 
     def _of_misses(self, fetching: Fetching, candidate: Candidate, d: int) -> str:
-        """What of that a device takes over, since it is quicker so."""
+        """Return a message on the missing experts that a device fetches because that is faster."""
         misses = fetching.rates
         layer = max(
             (layer for layer, place in zip(self.facts.layers, candidate, strict=True)
@@ -444,7 +456,7 @@ class PlacementProblem:
         )
 
     def _pinned_bytes(self, candidate: Candidate, fetches: set[int]) -> int:
-        """Of experts that CUDA devices read where they lie."""
+        """Return the bytes of experts that CUDA devices read from host memory."""
         return sum(
             layer.n_experts * layer.expert_bytes
             for layer, place in zip(self.facts.layers, candidate, strict=True)
@@ -463,12 +475,12 @@ class PlacementProblem:
 
 
 def group_sizes(n: int, size: int) -> np.ndarray:
-    """n neurons in groups of `size`, the last one smaller."""
+    """Return the sizes of groups of n neurons: `size` each, the last one possibly smaller."""
     return np.diff(np.append(np.arange(0, n, size), n)) if n else np.zeros(0, np.int64)
 
 
 def group_sums(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Sums of consecutive groups of so many values."""
+    """Return the sums of consecutive groups of values, with these group sizes."""
     return np.add.reduceat(values, np.concatenate([[0], np.cumsum(sizes)[:-1]])) if len(sizes) else values
 
 

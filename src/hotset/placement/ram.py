@@ -1,8 +1,8 @@
-"""What a model needs in memory under a budget, what is left for rows of neurons, and what has no room.
+"""The host memory of a model under a budget: permanent weights, rows of neurons, and streamed weights.
 
 A budget is a promise: the program, weights, rows, keys and values, and workspace together never exceed it. So
-everything is counted before anything is read. Beside devices it is of what the CPU computes
-(build.host_part), and of what passes through this machine's memory on its way to them.
+everything is counted before anything is read. With devices, it covers the CPU's part (build.host_part) and
+the bytes that pass through host memory on their way to devices.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
     from hotset.sparsity.profile import Profile
 
-_PROGRAM = 48 << 20  # what the program takes beyond what it has when a model is loaded: answers, templates,
-_PER_TOKEN = 800  # and the tokenizer, for each entry of its vocabulary
-_OF_DEVICES = (
-    384 << 20
-)  # and for kernels that are compiled and loaded, and what a driver pins, of a real device
+_PROGRAM = 48 << 20  # bytes that the program takes after loading a model, for answers and templates
+_PER_TOKEN = 800  # bytes of the tokenizer per vocabulary entry
+_OF_DEVICES = 384 << 20  # for a real device: compiled and loaded kernels, and memory that the driver pins
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class RamPlan(MemoryBudget):
-    """What of this machine's memory is for what.
+    """The plan of host memory.
 
-    all_rows: what all rows of neurons take. streamed: what each step reads of the weights that stream. least:
-    the smallest limit that works. max_batch: tokens of a step at most. disk: how the file is read.
+    all_rows: bytes of all rows of neurons. streamed: bytes of streamed weights that each step reads. least:
+    the smallest limit that works. max_batch: most tokens of a step. disk: the rates and reader of the file.
     """
 
     all_rows: int
@@ -56,11 +54,11 @@ class RamPlan(MemoryBudget):
 
     @property
     def seconds_streaming(self) -> float:
-        """What each step spends at least on weights that stream, at this disk's rate."""
+        """Return the least seconds that each step needs for streamed weights, at this disk's rate."""
         return self.streamed / self.disk.rates[-1][1]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan for JSON."""
         return {
             "limit": self.limit, "total": self.total, "program": self.context, "resident": self.weights,
             "rows": self.neurons, "all_rows": self.all_rows, "ring": self.ring, "streamed": self.streamed,
@@ -71,10 +69,11 @@ class RamPlan(MemoryBudget):
 
 
 class HostMemory:
-    """What the CPU has of a model, alone or beside the devices of a placement, and the memory that it takes.
+    """The CPU's part of a model, with or without devices, and the memory that it takes.
 
-    graph: of that. n_pages, n_states: of the cache. step: tokens that a step has at most, unless all has
-    room: long ones need buffers only where layers are the CPU's.
+    graph: the graph of this part. n_pages, n_states: KV blocks and state slots of the cache. A step has at
+    most STEP tokens unless everything fits, since longer steps need larger buffers. Steps stay long if the
+    CPU has no whole layers.
     """
 
     def __init__(
@@ -99,8 +98,10 @@ class HostMemory:
             self.graph, self._use = part.graph, Use(sparse=sparse, step=step, helped=part.helped)
 
     def plan(self, limit: int, disk: DiskRates, cache_bytes: int) -> RamPlan:
-        """What goes where within `limit` bytes. cache_bytes: of the CPU's layers. Raises OutOfMemoryError
-        with the smallest limit that works."""
+        """Plan host memory within `limit` bytes. cache_bytes: of the CPU's layers.
+
+        Raises OutOfMemoryError with the smallest limit that works.
+        """
         sizes = sizes_of(self.graph, self._weights.tensors, self._use)
         self._weights.let_go()
         program = own_memory() + _PROGRAM + self._whole.result.width * _PER_TOKEN
@@ -132,7 +133,7 @@ class HostMemory:
         )  # fmt: skip
 
     def open(self, planned: RamPlan, needed: Mapping[int, np.ndarray] | None = None) -> StoredWeights:
-        """The weights of a plan, read. needed: see StoredWeights."""
+        """Read the weights of a plan. needed: see StoredWeights."""
         n_bytes = planned.weights + planned.neurons + planned.ring
         return self._stored(n_bytes, planned.disk.reader(), gap=planned.disk.gap, needed=needed)
 
@@ -142,8 +143,10 @@ class HostMemory:
         )  # fmt: skip
 
     def _workspace(self, disk: DiskRates, sizes: Sizes, max_batch: int, n_bytes: int) -> int:
-        """Bytes of a backend's buffers and scratch: of one that is built without weights, in whose n_bytes
-        nothing is written."""
+        """Return the bytes of a backend's buffers and scratch, by building one with an empty weight store.
+
+        n_bytes: the size of the store, to which nothing is written.
+        """
         reader = disk.reader()
         empty = self._stored(n_bytes, reader, gap=0, empty=True)
         options = BackendOptions(
@@ -161,7 +164,7 @@ class HostMemory:
 
 
 def needed_by_profile(profile: Profile, graph: Graph) -> dict[int, np.ndarray]:
-    """Of each layer with rows the share of a profile's tokens that needed each of its neurons, or experts."""
+    """Return the share of a profile's tokens that needed each neuron or expert, for layers that skip rows."""
     counts = {
         ffn.layer: profile.counts[ffn.layer] if ffn.route is None else profile.experts.get(ffn.layer)
         for ffn in graph.ffns

@@ -1,4 +1,4 @@
-"""Finds the placement with the least predicted time per token.
+"""The solver: the placement with the least predicted time per token.
 
 `solve` minimises the predicted time of a token (PowerInfer, arXiv 2312.12456, section 6, maximises the
 activations on the GPU instead):
@@ -6,13 +6,14 @@ activations on the GPU instead):
     sum over layers of  attention + max(launch + hot rows / device, round trip + cold rows that fire / CPU)
 
 under each device's budget, with rates measured while both sides are busy. A layer whose hot neurons save the
-CPU less than their own launch has none (the communication constraint), and one whose neurons are all on the
-device pays no round trip. It is a mixed-integer program: which device has a layer and whether it has any hot
-or cold neurons are binary, the shares of groups of equally hot neurons are continuous, or whole neurons where
-a model is small. HiGHS solves it; a greedy placement bounds it, and is kept where none better is found.
+CPU less than their own launch gets none (the communication constraint). A layer with all neurons on the
+device pays no round trip. This is a mixed-integer program. The device of a layer, and whether the layer has
+any hot or cold neurons, are binary. The shares of groups of equally hot neurons are continuous; in a small
+model neurons are placed one by one. HiGHS solves it. A greedy placement bounds it, and is the result if HiGHS
+finds no better one.
 
-problem.py has the problem and the greedy placement, milp.py HiGHS. Layers on the CPU come first here, since a
-step then crosses to a device once; what runs a placement (build.py) takes any order.
+problem.py has the problem and the greedy placement, milp.py the program for HiGHS. The solver puts the CPU's
+layers first, so that a step crosses to a device once; build.py accepts any order.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def solve(
     n_gpu_layers: int | None = None,
     split_neurons: bool = True,
 ) -> Placement:
-    """The placement with the least predicted time per token.
+    """Return the placement with the least predicted time per token.
 
-    frequencies: per layer [n_ff], how often each neuron fires, 0 to 1. n_gpu_layers: the last so many layers
-    are on devices, no more and no fewer. split_neurons: False keeps the neurons of a layer together.
-    Raises OutOfMemoryError, with the smallest budget that works, where nothing fits.
+    frequencies: per layer [n_ff], how often each neuron fires, 0 to 1. n_gpu_layers: exactly this many
+    layers, the last ones, are on devices. split_neurons: False keeps the neurons of a layer together.
+    Raises OutOfMemoryError, with the smallest budget that works, if nothing fits.
     """
     problem = PlacementProblem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split_neurons)
     whole = problem.whole()
@@ -66,7 +67,7 @@ def solve(
 
 
 def _with_more_slots(problem: PlacementProblem, alone: Placement) -> Placement:
-    """A placement on one device, or one on all, where more experts have slots, if that is faster."""
+    """Return the placement on one device, or a faster one on several devices with more expert slots."""
     together = [LayerPlacement(d) for d in problem.splits(0)[0]]
     used = {place.device for place in together}
     if len(used) == 1 or not problem.fits(together):
@@ -79,7 +80,7 @@ def _with_more_slots(problem: PlacementProblem, alone: Placement) -> Placement:
 
 
 def _optimal(problem: PlacementProblem, greedy: Candidate | None) -> tuple[Candidate | None, str]:
-    """The candidate that HiGHS finds, and a message on how good it is."""
+    """Return the candidate that HiGHS finds, or None, and a message on how good it is."""
     if not problem.usable:
         return None, ""
     bound = None if greedy is None else problem.seconds(greedy)
@@ -93,9 +94,10 @@ def place_index(
     frequencies: Sequence[np.ndarray],
     on_gpu: Sequence[np.ndarray],
 ) -> Placement:
-    """The placement that a GPU index describes: all layers on devices, with the neurons that it names.
+    """Return the placement that a GPU index describes: all layers on devices, with the neurons that it names.
 
-    on_gpu: per layer bool [n_ff]. Raises OutOfMemoryError where the devices do not hold that.
+    on_gpu: per layer bool [n_ff]. Raises OutOfMemoryError if the devices cannot hold it, and
+    InvalidRequestError if a layer cannot be split.
     """
     problem = PlacementProblem(facts, rates, tuple(devices), frequencies, len(facts.layers), True)
     if not all(problem.is_split):
@@ -125,9 +127,9 @@ def rebuild(
     hot: Sequence[np.ndarray | None],
     how: str,
 ) -> Placement:
-    """A placement that `solve` found before. owners: index into devices, or CPU, of each layer.
+    """Rebuild a placement that `solve` found before. owners: per layer an index into devices, or CPU.
 
-    Raises InvalidRequestError where it is none of this problem.
+    Raises InvalidRequestError if it does not fit this problem.
     """
     problem = PlacementProblem(facts, rates, tuple(devices), frequencies, None, True)
     candidate = [LayerPlacement(int(d), mask) for d, mask in zip(owners, hot, strict=True)]

@@ -1,11 +1,11 @@
-"""Which layers, and which neurons of a layer, live on which device.
+"""The placement table: the device of each layer, and of the neurons of a layer.
 
-A layer on a device has everything there but its cold neurons: attention, norms, predictor and the rows of hot
-neurons. The CPU computes the cold ones that fire at the same time. Layers that do not fit at all stay on the
-CPU. What runs a placement (build.py) takes layers in any order of places; in the solver's those of the CPU
-come first, as with llama.cpp's -ngl, and devices follow one another down the layers.
+A layer on a device has everything there except its cold neurons: attention, norms, predictor and the rows of
+hot neurons. The CPU computes the cold neurons that fire, at the same time. Layers that do not fit at all stay
+on the CPU. build.py accepts layers in any order of devices. The solver puts the CPU's layers first, as
+llama.cpp's -ngl does, and then the devices one after the other.
 
-The placement with the least predicted time is found in placement/solver.py.
+placement/solver.py finds the placement with the least predicted time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import numpy as np
 from hotset.offload.misses import Fetching, MissRates, expected_seconds
 from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
-CPU = -1  # in place of the index of a device
-# Experts of a token that a cache holds, by the share of all experts that have a slot: about what the replays
-# of decision 013 say of three real routers.
+CPU = -1  # instead of the index of a device
+# The share of a token's experts that a cache holds, by the share of all experts with a slot. The values are
+# close to the replays of three real routers in decision 013.
 EXPERT_HITS = ((0.0, 0.0), (0.05, 0.4), (0.1, 0.58), (0.2, 0.75), (0.5, 0.92), (1.0, 1.0))
 
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """device: index into Placement.devices, CPU (-1): all of the layer on the CPU.
+    """The placement of one layer.
 
-    hot: bool [n_ff], the neurons whose rows are on the device; None: all of them, and no round trip.
+    device: index into Placement.devices; CPU (-1): the whole layer is on the CPU. hot: bool [n_ff], the
+    neurons whose rows are on the device; None: all neurons, without a round trip.
     """
 
     device: int
@@ -37,17 +38,17 @@ class LayerPlacement:
 
     @property
     def is_split(self) -> bool:
-        """Whether the CPU computes neurons of a layer that is on a device."""
+        """Return whether the layer is on a device and the CPU computes some of its neurons."""
         return self.device != CPU and self.hot is not None and not bool(self.hot.all())
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Predicted seconds of one layer for one token.
+    """The predicted seconds of one layer for one token.
 
-    attention: what precedes the FFN, with norms and predictor. hot: neurons on the device; cold: those of the
-    CPU, computed meanwhile; sync: the round trip. Of a layer on the CPU, attention and cold are the CPU's. Of
-    an MoE layer hot and cold are its experts, cold until those that the device fetches are computed too.
+    attention: everything before the FFN, with norms and predictor. hot: neurons on the device. cold: neurons
+    on the CPU, computed at the same time. sync: the round trip. A layer on the CPU has only attention and
+    cold. In an MoE layer, hot and cold are its experts; cold includes the experts that the device fetches.
     """
 
     attention: float
@@ -62,7 +63,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds per token: of each layer, and of embedding, final norm and output together."""
+    """The predicted seconds per token: of each layer, and of embedding, final norm and output together."""
 
     layers: tuple[LayerTime, ...]
     output: float
@@ -74,13 +75,13 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Placement:
-    """What goes where.
+    """The placement of a model.
 
-    devices: names, such as ("cuda:0", "cuda:1") or ("vulkan:0",). output_device: of the final norm and
-    output matrix; it may be the CPU (-1). hot_share, served_share: of all neurons the share on devices, and
-    the share of activations that these make. notes: a message each. n_ff: neurons of each layer.
-    expert_slots: of each device, experts of its MoE models that it has room for; fetching: how it fetches
-    others, None: it does not.
+    devices: names, such as ("cuda:0", "cuda:1") or ("vulkan:0",). output_device: the device of the final norm
+    and output matrix; it may be the CPU (-1). hot_share: the share of neurons on devices. served_share: their
+    share of all activations. notes: messages for display. n_ff: neurons of each layer. expert_slots: per
+    device, the experts for which it has room. fetching: per device, how it fetches missing experts; None: it
+    does not.
     """
 
     devices: tuple[str, ...]
@@ -97,31 +98,31 @@ class Placement:
 
     @property
     def n_cpu_layers(self) -> int:
-        """Layers that are on the CPU as a whole."""
+        """Return the number of layers that are wholly on the CPU."""
         return sum(layer.device == CPU for layer in self.layers)
 
     @property
     def is_whole(self) -> bool:
-        """Whether one device has all of the model, so that the CPU computes nothing."""
+        """Return whether one device has the whole model, except experts on the host."""
         return {layer.device for layer in self.layers} == {self.output_device} - {CPU} and not any(
             layer.is_split for layer in self.layers
         )
 
     def layers_of(self, device: int) -> list[int]:
-        """The layers of a device (or of the CPU)."""
+        """Return the layers of a device (or of the CPU)."""
         return [i for i, layer in enumerate(self.layers) if layer.device == device]
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """How fast a device is, and this CPU beside it, as machine.json keeps it (placement/machine.py).
+    """The rates of a device and of this CPU next to it, as machine.json keeps them (placement/machine.py).
 
-    cpu_read, cpu_gather: bytes per second of rows one after the other, and of rows here and there; *_busy:
-    while the other side works too. read, read_busy: of the device's matrices. launch: seconds of one kernel
-    before its first byte, in a captured step. sync: of a round trip to the CPU. context: bytes that the
-    device's runtime takes by itself. cpu_many: bytes times tokens of products for many tokens. link: of
-    experts that the device copies from the host's memory, 0: it does not; link_busy: while the CPU reads;
-    cpu_read_link: cpu_read meanwhile.
+    cpu_read, cpu_gather: bytes per second of sequential rows, and of scattered rows. *_busy: the same while
+    the other side works too. read, read_busy: bytes per second of the device's matrices. launch: seconds of
+    one kernel before its first byte, in a captured step. sync: seconds of a round trip to the CPU. context:
+    bytes that the device's runtime takes. cpu_many: bytes times tokens per second of products for many
+    tokens. link: bytes per second of experts that the device copies from host memory; 0: it does not.
+    link_busy: link while the CPU reads. cpu_read_link: cpu_read during these copies.
     """
 
     cpu_read: float
@@ -140,12 +141,12 @@ class DeviceRates:
 
     @property
     def ffn_launch(self) -> float:
-        """Seconds of the launches of one sparse FFN."""
+        """Return the seconds of the launches of one sparse FFN."""
         return FFN_KERNELS * self.launch
 
     @cached_property
     def misses(self) -> MissRates | None:
-        """By which the experts that a device lacks are divided; None: the CPU computes all of them."""
+        """Return the rates that divide missing experts between device and CPU; None: the CPU computes all."""
         if self.link <= 0:
             return None
         return MissRates(
@@ -156,7 +157,7 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of all devices, and of the CPU as it is beside the busiest of them."""
+    """The rates of all devices, and of the CPU: the highest of its idle and the lowest of its busy rates."""
 
     devices: tuple[DeviceRates, ...]
 
@@ -179,8 +180,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Device:
-    """One to place on. limit: bytes that may be used; context: of these, what its runtime takes by itself;
-    spare: what its allocator rounds up and keeps apart, workspace that no tensor has.
+    """A device to place layers on.
+
+    limit: bytes that may be used. context: the part of them that its runtime takes. spare: the part that its
+    allocator loses to rounding and reserves.
     """
 
     name: str
@@ -189,21 +192,21 @@ class Device:
     spare: int = 0
 
 
-# Launches of a layer beside its sparse FFN, and of that: of a predicted layer, as the program counts them
-# (bench/gpu/launches.py; tests/bench/test_bench_gpu.py keeps them true).
+# Launches of a predicted layer without its sparse FFN, and launches of that FFN. bench/gpu/launches.py counts
+# them in the program, and tests/bench/test_bench_gpu.py checks them.
 LAYER_KERNELS = 8
 FFN_KERNELS = 3
 
 
 def crossings(layers: Sequence[LayerPlacement]) -> int:
-    """How often a token goes from the CPU to a device and comes back, beyond the first time."""
+    """Return how often a token goes from the CPU to a device and back, not counting the first time."""
     on_device = [place.device != CPU for place in layers]
     starts = [here and not before for before, here in zip([False, *on_device], on_device, strict=False)]
     return max(sum(starts) - 1, 0)
 
 
 def expert_hits(share: float) -> float:
-    """The share of a token's experts that a cache with room for such a share of all of them holds."""
+    """Return the share of a token's experts that a cache holds. share: of all experts, those with a slot."""
     shares, hits = np.array(EXPERT_HITS).T
     return float(np.interp(share, shares, hits))
 
@@ -215,9 +218,9 @@ def predict(
     frequencies: Sequence[np.ndarray],
     cached: Sequence[float] = (),
 ) -> Predicted:
-    """Seconds per token of a placement, in generation at half the context's depth.
+    """Predict the seconds per token of a placement, in generation at half the context's depth.
 
-    cached: of each device, the share of its experts that have a slot.
+    cached: per device, the share of its experts that have a slot.
     """
     times = tuple(
         layer_time(layer, rates, place, frequency, cached[place.device] if cached else 0.0)
@@ -235,7 +238,7 @@ def layer_time(
     frequency: np.ndarray,
     cached: float = 0.0,
 ) -> LayerTime:
-    """Predicted seconds of one layer; frequency: [n_ff] of its neurons. cached: as in `predict`."""
+    """Predict the seconds of one layer. frequency: [n_ff], of its neurons. cached: as in `predict`."""
     read = layer.fixed_bytes - layer.idle_bytes + layer.kv_read_bytes
     fired = float(frequency.sum()) if layer.n_split else 0.0
     if place.device == CPU:

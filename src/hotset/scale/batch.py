@@ -1,8 +1,8 @@
 """`hotset batch --ray`: a file of requests in shards (shards.py), answered on the machines of a cluster.
 
-A shard's answers are a part, and at the end all become ANSWERS, in the order of the requests, with the error
-records of lines that are not requests in their place. Requests and answers are JSON lines, or Parquet where
-the name of a file ends so (`_COLUMNS`, `_ANSWER_COLUMNS`; bodies and errors are texts with JSON in them).
+A shard's answers are a part. At the end all parts become ANSWERS, in the order of the requests, with an error
+record in place of each line that is not a request. Requests and answers are JSON lines, or Parquet if the
+file's name ends so (`_COLUMNS`, `_ANSWER_COLUMNS`; bodies and errors are texts of JSON).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def batch_on_ray(
     n_workers: int | None,
     progress: Reporter,
 ) -> tuple[int, int]:
-    """Answers all requests; how many there are, and how many of the answers are error records, refusals or
+    """Answer all requests. Return their number, and the number of answers that are error records, refusals or
     failures.
 
-    model: a name or path that each machine has. n_workers: that compute; None: one for each machine.
-    Raises InvalidRequestError as Batch does, and for answers of other requests that are there.
+    model: a name or path that each machine has. n_workers: the number of workers; None: one per machine.
+    Raises InvalidRequestError as Batch does, and if the answers already exist.
     """
     check_installed("pyarrow", "pandas")
     check_target(answers, [requests])
@@ -86,7 +86,7 @@ def _answered(
     names: tuple[str, ...],
     n_workers: int,
 ) -> Iterator[tuple[int, bytes]]:
-    """The number of each shard, and its answers, as they come."""
+    """Yield the number of each shard and its answers, as they arrive."""
     rows = [{"shard": i, "lines": b"\n".join(lines)} for i, lines in missing]
     args = model, replace(loading, progress=None), names
     for row in on_machines(rows, Answerer, args, n_workers, "the batch"):
@@ -94,7 +94,7 @@ def _answered(
 
 
 class Answerer:
-    """Answers shards; an actor of Ray Data. names: what the model is called in requests."""
+    """An actor of Ray Data that answers shards. names: the model's names in requests."""
 
     def __init__(self, model: str, loading: LoadSettings, names: tuple[str, ...]) -> None:
         service = Service(
@@ -110,7 +110,7 @@ class Answerer:
         self._wait(self._begin(service))
 
     def __call__(self, shards: dict[str, np.ndarray]) -> dict[str, list[Any]]:
-        """shards: number and lines of each; gives number and answers, lines in the same order."""
+        """Answer shards. shards: number and lines of each. Return number and answers, lines in that order."""
         answers = [self._wait(self._all(bytes(lines).split(b"\n"))) for lines in shards["lines"]]
         return {"shard": list(shards["shard"]), "answers": answers}
 
@@ -142,7 +142,7 @@ def _part(parts: Path, i: int) -> Path:
 
 
 def _as_lines(requests: Path, parts: Path) -> Path:
-    """The requests as JSON lines."""
+    """Return the path of the requests as JSON lines; convert a Parquet file first."""
     if requests.suffix != ".parquet":
         return requests
     import pyarrow as pa
@@ -166,12 +166,12 @@ def _as_lines(requests: Path, parts: Path) -> Path:
 
 
 def _line_of_row(row: dict[str, Any]) -> bytes:
-    """A request as JSON. What is no request stays none, and is rejected where lines are."""
-    with suppress(ValueError, RecursionError):  # a body that is no JSON stays a text
+    """Return a request as JSON. An invalid request remains invalid, and is rejected with the other lines."""
+    with suppress(ValueError, RecursionError):  # a body that is not JSON remains a text
         row["body"] = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
     try:
         return json.dumps(row).encode()
-    except (TypeError, ValueError, RecursionError):  # a value that JSON does not have
+    except (TypeError, ValueError, RecursionError):  # a value that JSON cannot hold
         return b"null"
 
 
@@ -185,7 +185,7 @@ def _reject_surrogates(checked: RequestFile) -> None:
 
 
 def _shards(checked: RequestFile, parts: Path) -> Iterator[list[bytes]]:
-    """The lines of the requests. Raises InvalidRequestError where the parts are of others."""
+    """Yield the lines of each shard. Raises InvalidRequestError if existing parts answer other requests."""
     with open_regular(checked.path) as file:
         mark = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     check_mark(parts, mark.encode(), "answers to other requests")
@@ -195,7 +195,7 @@ def _shards(checked: RequestFile, parts: Path) -> Iterator[list[bytes]]:
 
 
 def _joined(parts: Path, checked: RequestFile, n_shards: int, answers: Path) -> int:
-    """Makes the answers of all parts; how many of them are error records, refusals or failures."""
+    """Write the answers of all parts. Return how many are error records, refusals or failures."""
     lines = (line for i in range(n_shards) for line in _part(parts, i).read_bytes().splitlines())
     numbered = [
         (request.number, json.loads(line))

@@ -1,4 +1,4 @@
-"""A Ray cluster: how it is reached, and which machines it has."""
+"""A Ray cluster: how to connect to it, and its machines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hotset.errors import DeviceError, HotsetError, InvalidRequestError, install
 from hotset.escaping import clause
 from hotset.parameters import shown
 
-LOCAL = "local"  # a cluster of this machine, which ends with the process
+LOCAL = "local"  # a cluster on this machine, which ends with the process
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of the cluster. names: by which it is called, its own first; address: by which the others reach
-    it; n_bytes: of its memory."""
+    """A node of the cluster. names: the node's name first, then others; address: under which other machines
+    reach it; n_bytes: of its memory."""
 
     id: str
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class Machine:
 
 
 def check_installed(*parts: str) -> None:
-    """Raises HotsetError where the extra is missing. parts: modules that are needed beside Ray itself."""
+    """Raise HotsetError if the extra is missing. parts: modules that are needed in addition to Ray."""
     if missing := [part for part in ("ray", *parts) if find_spec(part) is None]:
         raise HotsetError(
             f"several machines need {', '.join(missing)}; install it with: {install_command('serve,scale')}"
@@ -40,14 +40,14 @@ def check_installed(*parts: str) -> None:
 
 
 def connect(address: str | None) -> None:
-    """Joins the cluster at `address` ("HOST:PORT", or "auto" for the one of this machine); LOCAL or None
-    begins one here. Where this process has joined one already, nothing happens.
+    """Join the cluster at `address`: "HOST:PORT", or "auto" for the cluster of this machine.
 
-    Raises HotsetError where there is none.
+    LOCAL or None starts one here. If this process has already joined one, do nothing. Raises HotsetError if
+    no cluster is reachable.
     """
     check_installed()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage is reported
-    # Processes of a cluster take the interpreter and the packages of their machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # report no usage
+    # Processes of a cluster use the interpreter and the packages of their machine.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
 
@@ -64,14 +64,14 @@ def connect(address: str | None) -> None:
 
 
 def library() -> Any:
-    """Ray, untyped: its types do not know what `remote` makes of a class."""
+    """Return Ray, untyped: its types do not describe the result of `remote` for a class."""
     import ray
 
     return ray
 
 
 def machines() -> list[Machine]:
-    """Those that are alive."""
+    """Return the machines of the cluster that are alive."""
     import ray
 
     found = []
@@ -85,7 +85,7 @@ def machines() -> list[Machine]:
 
 
 def machine_named(host: str, among: Sequence[Machine]) -> Machine:
-    """The machine that is called so. Raises InvalidRequestError where none is, or several are."""
+    """Return the machine named `host`. Raises DeviceError for none, InvalidRequestError for several."""
     found = [machine for machine in among if host in machine.names]
     if len(found) == 1:
         return found[0]

@@ -1,13 +1,13 @@
-"""Frames: what stages send to one another, as raw arrays behind a fixed header, authenticated.
+"""Frames: messages between stages, as raw arrays after a fixed header, authenticated.
 
     header | tag of the header | arrays of the fields that are present, in the order of FIELDS | tag of both
 
 The header is a struct (see _HEADER): magic, version, kind, sequence number, step, and for each field its
 type (0: absent) and shape. All numbers are little-endian. A tag is HMAC-SHA-256 with the key of this
-connection and direction (links.py). The sequence number counts frames, so that a frame that is altered,
-replayed, left out or out of order is refused. The header has a tag of its own because its lengths are used
-before the arrays have arrived. Nothing is allocated before these lengths are within `Bounds`, and no received
-byte is interpreted as anything but a number or UTF-8.
+connection and direction (links.py). The sequence number counts frames. A frame that is altered, replayed,
+left out or out of order is therefore rejected. The header has its own tag because its lengths are used
+before the arrays have arrived. Nothing is allocated before these lengths are within `Bounds`. Received bytes
+are only interpreted as numbers or UTF-8.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hotset.errors import HotsetError, InvalidRequestError, StepCancelledError
 from hotset.settings import LoadSettings
 
 MAGIC, VERSION = b"HSTG", 1
-TEXT_BYTES = 1 << 20  # of a text field: names of taps, an error message
+TEXT_BYTES = 1 << 20  # of a text field: names of taps, or an error message
 TAG_BYTES = 32
 _MESSAGE_LETTERS = 4096  # of an error message; the rest is left out
-_CHUNK = 1 << 18  # bytes that are hashed and sent at a time: one side hashes what the other one sends
+_CHUNK = 1 << 18  # bytes that are hashed and sent at a time: one side hashes while the other one sends
 _TYPES = {"<i4": 1, "<f4": 2, "|u1": 3}  # number in the header
 
 
 class LinkError(ConnectionError):
-    """What arrived over a connection is refused, or the other side did not answer; it must be closed."""
+    """Raised if received data is rejected, or the other side did not answer; close the connection then."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What kept a stage from computing: the name of an error's class, and its message."""
+    """An error that kept a stage from computing. kind: the name of its class."""
 
     kind: str
     message: str
@@ -54,7 +54,7 @@ class Failed:
         return Failed(type(error).__name__, str(error) or type(error).__name__)
 
     def error(self) -> Exception:
-        """The same as an exception."""
+        """Return the error as an exception."""
         if self.kind == StepCancelledError.__name__:
             return StepCancelledError()
         kind = getattr(errors, self.kind, None)
@@ -63,13 +63,13 @@ class Failed:
         return RuntimeError(f"{self.kind}: {self.message}")
 
 
-Passed = np.ndarray | Failed  # what a stage makes of a piece: rows, float32 [n_rows, width], or an error
+Passed = np.ndarray | Failed  # the result of a stage for a piece: rows, float32 [n_rows, width], or an error
 
 
 @dataclass(frozen=True)
 class Message:
-    """Between stages: a piece of a step, with what the stage before made of it (None: this is the first).
-    From the last stage: batch is None, and rows are logits."""
+    """A message of a stage. Between stages: a piece of a step, with the previous stage's result (None for the
+    first stage). From the last stage: batch is None, and rows are logits."""
 
     step: int
     batch: Batch | None
@@ -77,7 +77,7 @@ class Message:
 
 
 class FrameKind(IntEnum):
-    """Of a frame: whether the message has a batch."""
+    """The kind of a frame: whether the message has a batch."""
 
     PIECE = 1
     ROWS = 2
@@ -85,7 +85,7 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The messages that one end of a stage takes. n_tokens, n_sequences, n_pages: at most, of a batch;
+    """The limits of messages at one end of a stage. n_tokens, n_sequences, n_pages: maxima of a batch;
     n_columns: of rows, exactly."""
 
     kind: FrameKind
@@ -97,15 +97,15 @@ class Bounds:
 
     @classmethod
     def of(cls, kind: FrameKind, settings: LoadSettings, n_pages: int, n_columns: int) -> Self:
-        """Those of a model that was loaded so. An engine's page tables have a row for each sequence that may
-        run, other callers' one for each token at most."""
+        """Return the bounds for a model with these settings. An engine's tables of KV blocks have a row for
+        each sequence that may run; other callers have at most one for each token."""
         n_sequences = max(settings.max_batch, settings.max_sequences)
         return cls(kind, settings.max_batch, n_sequences, n_pages, n_columns)
 
 
 @dataclass(frozen=True)
 class Field:
-    """An array of a frame. rows: which of Bounds limits its first dimension; columns: its second, if any."""
+    """An array of a frame. rows, columns: fields of Bounds that limit its dimensions; None: it has one."""
 
     name: str
     dtype: str
@@ -113,7 +113,7 @@ class Field:
     columns: str | None = None
 
 
-FIELDS = (  # those of four bytes first: so every array is aligned
+FIELDS = (  # fields of four bytes come first, so every array is aligned
     Field("tokens", "<i4", "n_tokens"),
     Field("positions", "<i4", "n_tokens"),
     Field("sequences", "<i4", "n_tokens"),
@@ -123,7 +123,7 @@ FIELDS = (  # those of four bytes first: so every array is aligned
     Field("saves", "<i4", "n_tokens"),
     Field("rows", "<f4", "n_tokens", "n_columns"),
     Field("thresholded", "|u1", "n_tokens"),
-    Field("taps", "|u1", "n_text"),  # names with \0 between them
+    Field("taps", "|u1", "n_text"),  # names, separated by \0
     Field("error", "|u1", "n_text"),  # `Failed.kind`
     Field("message", "|u1", "n_text"),
 )
@@ -144,8 +144,8 @@ class Frame:
 
 
 def encode(message: Message, bounds: Bounds) -> Frame:
-    """A message as a frame, whose parts are views of its arrays. Raises InvalidRequestError for what the
-    receiver, who has the same bounds, would refuse."""
+    """Return a message as a frame, whose parts are views of its arrays. Raises InvalidRequestError for a
+    message that the receiver, who has the same bounds, would reject."""
     assert message.batch is None or message.batch.adapter_scales is None, "stages have no adapters"
     arrays = _arrays_of(message)
     kind = FrameKind.ROWS if message.batch is None else FrameKind.PIECE
@@ -171,7 +171,7 @@ def encode(message: Message, bounds: Bounds) -> Frame:
 
 
 def _arrays_of(message: Message) -> dict[str, np.ndarray]:
-    """Name of a field → its array; of the fields that are present."""
+    """Return the arrays of the present fields by name."""
     found: dict[str, np.ndarray] = {}
     batch, passed = message.batch, message.passed
     if batch is not None:
@@ -190,7 +190,7 @@ def _arrays_of(message: Message) -> dict[str, np.ndarray]:
 
 
 def _message_of(kind: FrameKind, step: int, arrays: Mapping[str, np.ndarray]) -> Message:
-    """The reverse of `_arrays_of`. Raises LinkError for fields that are no message of this kind."""
+    """Return the message with these fields: the inverse of `_arrays_of`. Raises LinkError for others."""
     present = set(arrays)
     batch = None
     if kind is FrameKind.PIECE:
@@ -217,7 +217,7 @@ def _message_of(kind: FrameKind, step: int, arrays: Mapping[str, np.ndarray]) ->
 
 
 def _out_of_bounds(field: Field, rows: int, columns: int, bounds: Bounds) -> str | None:
-    """What is wrong with the shape of a field, as a message; None: nothing."""
+    """Return a message if the shape of a field is out of bounds; otherwise None."""
     most = getattr(bounds, field.rows), 1 if field.columns is None else getattr(bounds, field.columns)
     fits = columns <= most[1] if field.name == "page_tables" else columns == most[1]
     if rows <= most[0] and fits:
@@ -234,7 +234,7 @@ def _text(array: np.ndarray) -> str:
 
 
 class Channel:
-    """One connection on which both sides have proved that they have the key (links.py).
+    """A connection on which both sides have proved that they have the key (links.py).
 
     sends, receives: the keys of the two directions, 32 bytes each. One thread may send while another one
     receives.
@@ -242,13 +242,13 @@ class Channel:
 
     def __init__(self, tcp: socket.socket, sends: bytes, receives: bytes) -> None:
         self._tcp = tcp
-        # Objects that are copied for each tag: the key is then prepared once.
+        # Copied for each tag, so that the key is prepared only once.
         self._sends, self._receives = (hmac.new(key, digestmod="sha256") for key in (sends, receives))
         self._n_sent = self._n_received = 0
         self._head = bytearray(HEADER_BYTES + TAG_BYTES)
 
     def send(self, frame: Frame) -> None:
-        """Raises OSError where the other side is gone."""
+        """Send a frame. Raises OSError if the other side is gone."""
         header = _HEADER.pack(MAGIC, VERSION, frame.kind, self._n_sent, frame.step, *frame.shapes)
         self._n_sent += 1
         mac = self._sends.copy()
@@ -268,10 +268,10 @@ class Channel:
         self._tcp.sendall(mac.digest())
 
     def receive(self, bounds: Bounds) -> Message:
-        """The next message, whose arrays are views of memory of its own.
+        """Return the next message, whose arrays are views of memory of its own.
 
-        Raises EOFError where the other side has closed the connection, OSError where it is gone, and
-        LinkError for a frame that is damaged or out of bounds. After any of them it must be closed.
+        Raises EOFError if the other side has closed the connection, OSError if it is gone, and
+        LinkError for a frame that is damaged or out of bounds. Close the connection after any of them.
         """
         head = memoryview(self._head)
         n = self._tcp.recv_into(head)
@@ -289,7 +289,7 @@ class Channel:
                 f"{bounds.kind} is due"
             )
         self._n_received += 1
-        fields = []  # of those that are present: field, first byte, end, shape
+        fields = []  # of the present fields: field, first byte, end, shape
         end = 0
         for field, code, rows, columns in zip(FIELDS, shapes[::3], shapes[1::3], shapes[2::3], strict=True):
             if not code:
@@ -314,7 +314,7 @@ class Channel:
         return _message_of(bounds.kind, step, arrays)
 
     def _fill(self, view: memoryview) -> None:
-        """Reads as many bytes as the view has."""
+        """Read bytes until the view is full."""
         while view:
             n = self._tcp.recv_into(view)
             if not n:
@@ -322,12 +322,12 @@ class Channel:
             view = view[n:]
 
     def shutdown(self) -> None:
-        """Ends the connection; a thread that sends or receives is released."""
+        """End the connection, and release a thread that sends or receives."""
         with suppress(OSError):
             self._tcp.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Safe to call twice. No other thread may use the connection."""
+        """Close the connection; safe to call twice. No other thread may use it."""
         self.shutdown()
         self._tcp.close()
 

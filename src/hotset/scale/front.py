@@ -1,7 +1,7 @@
-"""What stands before the replicas: who may ask is decided here, a replica is chosen, its bytes are handed on.
+"""The server in front of the replicas: it checks clients, chooses a replica and relays the replica's answer.
 
-A request that got nothing yet when its replica died is tried again at another; one that did ends with an
-error in the shape that its client knows.
+If a replica dies before it has sent anything, the request is tried again on another one. Otherwise it ends
+with an error in the client's API schema.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ from hotset.server.streams import API_KEY
 
 log = logging.getLogger("hotset.server")
 
-_TRY_SECONDS = 60.0  # for which a replica is looked for that answers
+_TRY_SECONDS = 60.0  # time to find a replica that answers
 _AGAIN_SECONDS = 0.2  # between two tries
-_ASK_SECONDS = 3.0  # that replicas have to say where they are
+_ASK_SECONDS = 3.0  # time limit of a replica's /metrics
 _NOT_SENT = ("host", "connection", "content-length", "transfer-encoding", "origin", SECRET, CLIENT)
 _OF_ONE_REPLICA = ("/lora-adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NOT_RETURNED = ("connection", "transfer-encoding", "keep-alive", "date", "server")
 
 
 class LostError(Exception):
-    """The replica is gone, or could not be reached."""
+    """Raised if the replica is gone, or cannot be reached."""
 
 
 class ReplicaLookup(Protocol):
-    """What knows the replicas (replicas.py)."""
+    """The interface of the front to its replicas (replicas.py)."""
 
     def hold(self, keys: list[str]) -> Any:
-        """An asynchronous iterator: where the best replica for this prefix listens, and then nothing until
-        that replica is gone, which it raises. `cancel` gives the place back."""
+        """Return an asynchronous iterator for the best replica for this prefix.
+
+        It yields the replica's address, then nothing until the replica is gone, when it raises. `cancel`
+        releases the replica."""
 
     async def all(self) -> list[tuple[str, str]]:
-        """Name and address of each that is alive."""
+        """Return the name and address of each replica that is alive."""
 
 
 class Front:
     """The application of the front. ready: set once there are replicas.
 
-    It is to `listen.Server` what a Service is.
+    `listen.Server` uses it like a Service.
     """
 
     def __init__(self, places: ReplicaLookup, settings: ServerSettings, secret: str) -> None:
@@ -72,7 +74,7 @@ class Front:
         self.metrics = Metrics(lambda: iter(()))
 
     async def loaded(self) -> None:
-        """Waits until there are replicas. Raises what kept them from beginning."""
+        """Wait until there are replicas. Raises the error that prevented their start."""
         while not self.ready.is_set() and self.error is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.ready.wait(), 0.2)
@@ -80,12 +82,12 @@ class Front:
             raise self.error
 
     def end_answers(self) -> None:
-        """Ends what runs; each client gets an error that the server ends."""
+        """End all running requests; each client gets the error that the server was shut down."""
         for one in list(self._open):
             one.end(NotReadyError("the server was shut down before the answer was complete"))
 
     def app(self) -> FastAPI:
-        """The application, with what guards it."""
+        """Return the application with its security middleware."""
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -152,7 +154,7 @@ class Front:
             raise NotReadyError("the model is being loaded; try again in a moment", retry_after=2)
 
     async def _forwarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What a replica answers, once one does."""
+        """Relay a replica's answer to the client; try other replicas until one answers."""
         body = b""
         while True:
             message = await receive()
@@ -180,7 +182,7 @@ class Front:
 
 
 class _Forward:
-    """One try of one request."""
+    """One attempt to relay a request to a replica."""
 
     def __init__(
         self,
@@ -194,17 +196,17 @@ class _Forward:
         self._session, self._scope, self._body = session, scope, body
         self._receive, self._send = receive, send
         self._secret = secret
-        self._began = False  # to answer
+        self._began = False  # whether a part of the answer was sent
         self._kind = ""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, error: Exception) -> None:
-        """Ends it with an error."""
+        """End the request with an error."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
     async def run(self, place: Any) -> None:
-        """Raises LostError where nothing was sent yet and it may be tried again."""
+        """Relay the request. Raises LostError if nothing was sent yet, so that it may be tried again."""
         tasks = [
             asyncio.ensure_future(one)
             for one in (self._relayed(place), self._gone(), asyncio.wait_for(self._ended, None))
@@ -233,14 +235,14 @@ class _Forward:
     async def _relayed(self, place: Any) -> None:
         try:
             where = await asyncio.wait_for(anext(place), _TRY_SECONDS)
-        except Exception as error:  # Ray's, of many kinds
+        except Exception as error:  # Ray raises many kinds
             raise LostError(f"there is no replica ({type(error).__name__})") from None
         lost = asyncio.ensure_future(self._watched(place))
         reading = asyncio.ensure_future(self._read(where))
         try:
             await asyncio.wait([lost, reading], return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                await asyncio.wait([reading], timeout=_AGAIN_SECONDS)  # its last words may be on their way
+                await asyncio.wait([reading], timeout=_AGAIN_SECONDS)  # its last bytes may be on their way
             if not reading.done():
                 raise LostError("it ended")
             await reading
@@ -250,7 +252,7 @@ class _Forward:
             await asyncio.gather(lost, reading, return_exceptions=True)
 
     async def _watched(self, place: Any) -> None:
-        """Returns when the replica is gone."""
+        """Return when the replica is gone."""
         with suppress(Exception):
             await anext(place)
 
@@ -288,12 +290,12 @@ class _Forward:
         await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
 
     async def _gone(self) -> None:
-        """Returns when the client is."""
+        """Return when the client is gone."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def _failed(self, error: HotsetError) -> None:
-        """The last event of a stream; of an answer that comes whole nothing was sent but its beginning."""
+        """Send an error as the last event of a stream. For other answers raise it; only a head was sent."""
         body = body_of(problem_of(error), self._scope["path"])
         if self._kind == "text/event-stream":
             last = event(body, "error" if body.get("type") == "error" else None)

@@ -1,4 +1,4 @@
-"""How a replica knows its front: a secret that both were given, in a header."""
+"""Authentication of the front at a replica: a shared secret in a header."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECRET, CLIENT = "x-hotset-front", "x-hotset-client"  # headers of the front
 
 
 class FromFront:
-    """Lets pass what has the front's secret, with the client that the front names."""
+    """Middleware that accepts only requests with the front's secret, and takes the client from the front."""
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
         self._app, self._secret = app, secret.encode()

@@ -1,15 +1,15 @@
 """Connections between the stages of a model that is split over machines.
 
-Ray starts the stages and notices when they die; but a call of it takes a millisecond, which each token would
-pay at each boundary. So the stages form a line of their own: the driver sends pieces of a step to the first,
-each stage sends what it made of them to the next, and the last one sends rows back.
+Ray starts the stages and notices when they die. But a call through Ray takes a millisecond, which each token
+would pay at each boundary. So the stages form a line. The driver sends pieces of a step to the first stage,
+each stage sends its result to the next, and the last one sends rows back.
 
     driver ── enters ─> stage ── enters ─> stage ── leaves ─> driver
 
 Both sides of a connection prove that they have the line's key before anything else is read (`_greet` and
-`_answer`: a challenge and a response each way, HMAC-SHA-256). What follows are frames (frames.py), whose tags
-have keys of their own for each connection and direction: they are derived from the key and the random numbers
-of both sides.
+`_answer`: a challenge and a response each way, HMAC-SHA-256). Frames follow (frames.py). Their tags have
+separate keys for each connection and direction, which are derived from the key and the random numbers of both
+sides.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from hotset.scale.frames import (
 
 Address = tuple[str, int]
 
-ENTERS, LEAVES = 1, 2  # which end of a stage a connection is
-LOST = (EOFError, OSError)  # what a connection raises whose other side is gone; LinkError is one of them
-HANDSHAKE_SECONDS = 10.0  # in which both sides of a connection must have proved that they have the key
+ENTERS, LEAVES = 1, 2  # the end of a stage that a connection belongs to
+LOST = (EOFError, OSError)  # errors of a connection whose other side is gone; LinkError is one of them
+HANDSHAKE_SECONDS = 10.0  # for both sides of a connection to prove that they have the key
 START_SECONDS = 120.0  # that a stage waits for its neighbours
-MOST_PENDING = 32  # connections to a stage that have not proved it yet; the oldest is dropped for another one
-_RETRY_SECONDS = 0.05  # after which one that was dropped tries again
-_GONE_SECONDS = 10  # after which a machine that is silent is gone
+MOST_PENDING = 32  # connections to a stage without a proof yet; another one replaces the oldest
+_RETRY_SECONDS = 0.05  # before a dropped connection tries again
+_GONE_SECONDS = 10  # after which a silent machine counts as gone
 
-# Of a connection: the hello of the side that connects, the stage's answer, and a proof of each.
+# The messages of a handshake: the connecting side's hello, the stage's answer, and a proof of each side.
 _HELLO = struct.Struct("<4sHB32s")  # magic, version, end, random number
 _ANSWER = struct.Struct("<4sH32s32s")  # magic, version, random number, proof
 
 
 def new_key() -> bytes:
-    """What those in a line prove to each other that they have."""
+    """Return a new key, which all members of a line must prove to have."""
     return secrets.token_bytes(32)
 
 
 def _proof(key: bytes, purpose: bytes, hello: bytes, number: bytes) -> bytes:
-    """Of one who has the key; purpose: which proof, or which key of the connection. number: the stage's."""
+    """Return a proof of the key. purpose: which proof, or key of the connection. number: the stage's."""
     return hmac.digest(key, b"hotset stage: " + purpose + hello + number, "sha256")
 
 
 def _read(tcp: socket.socket, n: int, until: float) -> bytes:
-    """n bytes. Raises EOFError and OSError; TimeoutError at that time, however slowly bytes arrive."""
+    """Read n bytes. Raises EOFError, OSError, and TimeoutError at `until`, however slowly bytes arrive."""
     found = b""
     while len(found) < n:
         if (left := until - time.monotonic()) <= 0:
@@ -81,8 +81,8 @@ def _read(tcp: socket.socket, n: int, until: float) -> bytes:
 
 
 def joined(address: Address, key: bytes, end: int) -> Channel:
-    """A connection to one end of the stage that listens there. Raises LinkError: nothing listens there, it
-    does not answer within HANDSHAKE_SECONDS, has another key, or another version."""
+    """Connect to one end of the stage that listens at `address`. Raises LinkError if nothing listens there,
+    or it does not answer within HANDSHAKE_SECONDS, has another key, or another version."""
     where = f"the stage at {address[0]}:{address[1]}"
     until = time.monotonic() + HANDSHAKE_SECONDS
     while (left := until - time.monotonic()) > 0:
@@ -98,12 +98,12 @@ def joined(address: Address, key: bytes, end: int) -> Channel:
             tcp.close()
             if isinstance(error, LinkError) or not isinstance(error, LOST):
                 raise
-        time.sleep(_RETRY_SECONDS)  # it was dropped for others that connected
+        time.sleep(_RETRY_SECONDS)  # the stage dropped it in favour of other connections
     raise LinkError(f"{where} did not answer within {HANDSHAKE_SECONDS:g} s")
 
 
 def _greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -> Channel:
-    """The side that connects. where: for messages."""
+    """Perform the handshake of the connecting side. where: for messages."""
     _tune(tcp)
     hello = _HELLO.pack(MAGIC, VERSION, end, secrets.token_bytes(32))
     tcp.sendall(hello)
@@ -129,10 +129,10 @@ def _greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -
 
 
 class Inlet:
-    """Where a stage waits for its neighbours, who have the key. host: an address of this machine.
+    """The socket on which a stage accepts neighbours that have the key. host: an address of this machine.
 
-    One thread accepts connections, and each has a thread of its own until it has proved that it has the key:
-    one that says nothing delays no other. seconds: that it may take.
+    One thread accepts connections, and each has its own thread until it has proved that it has the key. So a
+    silent connection delays no other. seconds: the limit for the proof.
     """
 
     def __init__(self, host: str, key: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
@@ -146,19 +146,19 @@ class Inlet:
         threading.Thread(target=self._listen, name="hotset-inlet", daemon=True).start()
 
     def accept(self, seconds: float) -> tuple[int, Channel]:
-        """The next neighbour, with the end that it is at. Raises LinkError after that time, and EOFError once
+        """Return the next neighbour's end and channel. Raises LinkError after `seconds`, and EOFError once
         this is closed."""
         try:
             found = self._accepted.get(timeout=max(seconds, 0.0))
         except queue.Empty:
             raise LinkError("a neighbour of this stage did not connect in time") from None
         if found is None:
-            self._accepted.put(None)  # for others that wait
+            self._accepted.put(None)  # for other callers that wait
             raise EOFError("the stage waits for no neighbour any more")
         return found
 
     def close(self) -> None:
-        """Safe to call twice; who waits in `accept` is released. Connections that were accepted stay open."""
+        """Stop accepting; safe to call twice. Releases callers of `accept`; accepted channels stay open."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -167,14 +167,14 @@ class Inlet:
                 _end(tcp)
         self._accepted.put(None)
         with suppress(OSError), socket.create_connection(self.address, _GONE_SECONDS):
-            pass  # to close a socket does not wake the thread that waits for it
+            pass  # closing a socket does not wake the thread that accepts on it
 
     def _listen(self) -> None:
         with self._listener:
             while not self._closed.is_set():
                 try:
                     tcp, _ = self._listener.accept()
-                except OSError:  # too many files are open, for example
+                except OSError:  # for example, too many open files
                     self._closed.wait(_RETRY_SECONDS)
                     continue
                 with self._lock:
@@ -188,18 +188,18 @@ class Inlet:
                 ).start()
 
     def _answer(self, tcp: socket.socket) -> None:
-        """One side of `_greet`."""
+        """Perform the handshake of the stage's side (see `_greet`), and close the connection on an error."""
         with suppress(*LOST):
             try:
                 self._admit(tcp)
             except BaseException:
-                with self._lock, suppress(ValueError):  # before its number may become another file's
+                with self._lock, suppress(ValueError):  # before the descriptor's number may be reused
                     self._pending.remove(tcp)
                 tcp.close()
                 raise
 
     def _admit(self, tcp: socket.socket) -> None:
-        """Raises one of LOST for a stranger."""
+        """Queue a neighbour that proves to have the key. Raises one of LOST for any other."""
         until = time.monotonic() + self._seconds
         hello = _read(tcp, _HELLO.size, until)
         magic, version, end, _ = _HELLO.unpack(hello)
@@ -228,8 +228,8 @@ class Inlet:
 
 
 class Line:
-    """The two ends of a line, for the driver. first, last: where its stages listen; entering, leaving: bounds
-    of what is sent to the first stage and received from the last. Raises LinkError."""
+    """The two ends of a line, for the driver. first, last: addresses of its first and last stage; entering,
+    leaving: bounds of messages to the first stage and from the last. Raises LinkError."""
 
     def __init__(
         self, first: Address, last: Address, key: bytes, *, entering: Bounds, leaving: Bounds
@@ -244,18 +244,18 @@ class Line:
         self._sender: threading.Thread | None = None
 
     def step(self, step: int, pieces: Sequence[Batch]) -> list[Passed]:
-        """Sends the pieces of a step through the stages; what the last one makes of each, in order.
+        """Send the pieces of a step through the stages. Return the last stage's results, in order.
 
-        Raises InvalidRequestError for a batch that is out of bounds, and one of LOST where a stage is gone or
-        a frame damaged. After the latter, or when it is interrupted, the line is over.
+        Raises InvalidRequestError for a batch that is out of bounds, and one of LOST if a stage is gone or
+        a frame damaged. After one of LOST, or an interruption, the line is closed.
         """
         frames = [encode(Message(step, piece, None), self._entering) for piece in pieces]
         try:
             if len(frames) == 1:
                 self._enters.send(frames[0])
             else:
-                # From another thread: a stage that cannot be rid of what it made takes no more, so rows must
-                # be taken while pieces are still being sent.
+                # From another thread: a stage that cannot deliver its results accepts no more pieces, so rows
+                # must be received while pieces are still being sent.
                 self._sender = threading.Thread(target=self._send, args=(frames,), daemon=True)
                 self._sender.start()
             rows = [self._receive(step, piece) for piece in pieces]
@@ -267,7 +267,7 @@ class Line:
             raise
 
     def _receive(self, step: int, piece: Batch) -> Passed:
-        """What became of a piece."""
+        """Receive the result of a piece."""
         found = self._leaves.receive(self._leaving)
         passed, n = found.passed, len(piece.outputs)
         n_rows = len(passed) if isinstance(passed, np.ndarray) else n
@@ -277,14 +277,14 @@ class Line:
         return passed
 
     def _send(self, frames: Sequence[Frame]) -> None:
-        with suppress(*LOST):  # then no rows come either
+        with suppress(*LOST):  # `_receive` fails too then
             for frame in frames:
                 self._enters.send(frame)
 
     def close(self) -> None:
-        """Safe to call twice; the stages leave the line."""
+        """Close both ends, which ends the line; safe to call twice."""
         for channel in (self._enters, self._leaves):
-            channel.shutdown()  # a thread that sends is released before its socket is closed
+            channel.shutdown()  # releases a thread that sends, before its socket is closed
         if self._sender is not None:
             self._sender.join()
         self._enters.close()
@@ -292,20 +292,20 @@ class Line:
 
 
 def _end(tcp: socket.socket) -> None:
-    """The thread that reads from it is released, and closes it."""
+    """Release the thread that reads from the connection; that thread closes it."""
     with suppress(OSError):
         tcp.shutdown(socket.SHUT_RDWR)
 
 
 def _tune(tcp: socket.socket) -> None:
-    """Small messages leave at once, and a machine that lost its power is noticed."""
+    """Send small messages at once, and detect a machine that lost its power."""
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", _GONE_SECONDS // 2),
         ("TCP_KEEPINTVL", 1),
         ("TCP_KEEPCNT", _GONE_SECONDS // 2),
-        ("TCP_USER_TIMEOUT", 1000 * _GONE_SECONDS),  # where something was sent and is not confirmed
+        ("TCP_USER_TIMEOUT", 1000 * _GONE_SECONDS),  # for sent data without an acknowledgement
     ):
         if hasattr(socket, name):
             tcp.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

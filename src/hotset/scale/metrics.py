@@ -9,7 +9,7 @@ _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (.*)")
 
 
 def with_replicas(texts: Mapping[str, str]) -> str:
-    """texts: by replica, what each says at /metrics. A family has its help and type once."""
+    """Join the texts of /metrics by replica. The help and type of a family appear once."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():

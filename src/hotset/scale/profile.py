@@ -1,7 +1,7 @@
 """`hotset sparse profile --ray`: the sequences of a text in shards, counted on the machines of a cluster.
 
-Sequences know nothing of one another and counts are whole numbers, so that the profile is that of one
-machine, however the counting is shared out. What is done is kept as in a batch (shards.py).
+Sequences are independent and counts are whole numbers. So the profile equals one machine's, however the
+sequences are divided. Finished shards are kept, as in a batch (shards.py).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def profile_on_ray(
     address: str | None,
     progress: Callable[[int, int], None],
 ) -> Profile:
-    """As `collect` of the tokens. target: the file that the profile is for, beside which parts are kept.
+    """Collect the profile of the tokens, like `collect`. target: its file; parts are kept next to that.
 
-    tokens: int32 [n] or [n_sequences, n]. model: a name or path that each machine has; mark: the fingerprint
-    of the file that it must be. progress: called with (tokens done, tokens of all).
+    tokens: int32 [n] or [n_sequences, n]. model: a name or path that each machine has. mark: the fingerprint
+    that its file must have. progress: called with (tokens done, all tokens).
     """
     check_installed("pyarrow", "pandas")
     shards = [tokens] if tokens.ndim == 1 else [tokens[i : i + _SHARD] for i in range(0, len(tokens), _SHARD)]
@@ -61,13 +61,13 @@ def profile_on_ray(
                 found.save(files[row["shard"]])
                 n_done += found.n_tokens
                 progress(n_done, tokens.size)
-        # Of a text that repeats itself shards have the same tokens, and are distinguished by their place.
+        # If a text repeats itself, shards have equal tokens; their index distinguishes them.
         counted = [replace(Profile.open(file), data=(str(i),)) for i, file in enumerate(files)]
     return replace(reduce(Profile.merge, counted), data=(digest_of(tokens),))
 
 
 class Counting:
-    """Counts shards; an actor of Ray Data. Raises InvalidRequestError where its machine has another file."""
+    """An actor of Ray Data that counts shards. Raises InvalidRequestError if its machine has another file."""
 
     def __init__(self, model: str, settings: LoadSettings, mark: str) -> None:
         opened = open_model(model, settings)
@@ -79,7 +79,7 @@ class Counting:
         self._model, self._mark = load_opened(opened), mark
 
     def __call__(self, shards: dict[str, np.ndarray]) -> dict[str, list[Any]]:
-        """shards: number and tokens of each, these pickled; gives number and profile."""
+        """Count shards. shards: number and pickled tokens of each. Return number and pickled profile."""
         found = []
         for tokens in shards["tokens"]:
             counted = collect(

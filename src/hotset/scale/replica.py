@@ -1,9 +1,9 @@
-"""One replica of a server: the server itself, in a process of Ray Serve, which the front alone may ask.
+"""One replica of a server: the server itself, in a process of Ray Serve, which accepts only the front.
 
-Answers go from the replica to the front as HTTP, byte for byte what the client gets: through Ray each token
-would cost several times as much. What Ray Serve has is who computes what: for as long as a request runs, the
-front holds a place (`hold`), which is where it goes, how loaded a replica is, and how the front hears of its
-end.
+Answers go from the replica to the front as HTTP, byte for byte as the client gets them. In Ray each token
+would cost several times as much. Ray Serve manages only the assignment of requests. While a request runs, the
+front holds a place (`hold`). The place tells Ray how loaded a replica is, and the front where the replica
+listens and when it is gone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 
-_START_SECONDS = 60.0  # for the socket
+_START_SECONDS = 60.0  # for the socket to listen
 
 
 class Replica:
     """The class of a Serve deployment.
 
-    model: a name or path of this machine. names: what it is called. settings: of the server, as its user gave
-    them. secret: by which the front is known.
+    model: a name or path on this machine. names: of the model, in requests. settings: of the server, from its
+    user. secret: identifies the front.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Replica:
             settings,
             host=ray.util.get_node_ip_address(),
             port=0,
-            api_keys=(),  # which the front has asked for
+            api_keys=(),  # the front checks them
             socket=None,
             tls_cert=None,
             tls_key=None,
@@ -81,27 +81,27 @@ class Replica:
             self._listens.set()
 
     def _loaded(self) -> None:
-        """Waits for the model: a replica that has none is not asked."""
+        """Wait for the model: a replica without one gets no requests."""
         self._listens.wait(_START_SECONDS)
         while not self._service.is_ready:
             if self._service.error is not None:
-                # By its message alone: what others raise may not arrive whole.
+                # Only its message: errors of other libraries may not survive pickling.
                 raise HotsetError(f"a replica could not load the model: {self._service.error}")
             self.check_health()
             self._thread.join(0.05)
 
     def check_health(self) -> None:
-        """Raises where this replica is to be replaced; Ray Serve asks every second."""
+        """Raise HotsetError if this replica must be replaced; Ray Serve calls this every second."""
         if self._error is not None or not self._thread.is_alive():
             raise HotsetError(f"the server of this replica has ended ({self._error})")
 
     async def hold(self, keys: list[str]) -> AsyncIterator[str]:  # noqa: ARG002
-        """Where this replica listens, and then nothing, until the caller goes. keys: for the router."""
+        """Yield the address of this replica, then nothing, until the caller leaves. keys: for the router."""
         yield self._where
         await asyncio.Event().wait()
 
     def about(self) -> tuple[str, str]:
-        """The name of this replica, and where it listens."""
+        """Return the name of this replica, and its address."""
         return serve.get_replica_context().replica_id.unique_id, self._where
 
     def __del__(self) -> None:

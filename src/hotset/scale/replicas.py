@@ -1,4 +1,4 @@
-"""`hotset serve --replicas`: a deployment of Ray Serve, and the front before it."""
+"""`hotset serve --replicas`: a deployment of Ray Serve, and the front."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 
 _APP, _DEPLOYMENT = "hotset", "replica"
-_HEALTH_SECONDS = 1.0  # between two looks at a replica
-_SICK_SECONDS = 10.0  # after which one that says nothing is replaced
+_HEALTH_SECONDS = 1.0  # between two checks of a replica
+_SICK_SECONDS = 10.0  # after which a silent replica is replaced
 _ASK_SECONDS = 3.0
-_MOST = 1 << 20  # requests at a replica: its own queue refuses what is too much
+_MOST = 1 << 20  # requests at a replica: its own queue rejects excess requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """How many. most: up to so many, as requests need them; None: always `least`. by_prefix: False sends
-    requests to any of them."""
+    """The number of replicas. most: the maximum, as requests need them; None: always `least`. by_prefix:
+    False sends a request to any of them."""
 
     least: int
     most: int | None = None
@@ -50,7 +50,7 @@ def serve_replicas(
     address: str | None,
     report: Callable[[str], None],
 ) -> None:
-    """As `listen`, with replicas on the Ray cluster at `address`.
+    """Serve a model like `listen`, with replicas on the Ray cluster at `address`.
 
     model: a name or path that each machine has.
     """
@@ -104,14 +104,14 @@ async def _listen(
 
 
 class _Serve:
-    """The replicas, as Ray Serve has them: the front's Places."""
+    """The replicas of Ray Serve; the ReplicaLookup of the front."""
 
     def __init__(self, replicas: Replicas, n_answers: int) -> None:
         self._replicas, self._n_answers = replicas, n_answers
         self._handle: Any = None
 
     def deploy(self, arguments: tuple[Any, ...], settings: ServerSettings) -> None:
-        """Begins them, and waits until they have loaded the model. Raises what kept them from it."""
+        """Start the replicas, and wait until they have loaded the model. Raises an error that prevents it."""
         from ray import serve
 
         from hotset.scale.replica import Replica
@@ -119,7 +119,7 @@ class _Serve:
 
         replicas = self._replicas
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(proxy_location="Disabled")  # what clients ask is the front
+        serve.start(proxy_location="Disabled")  # clients connect to the front
         how: dict[str, Any] = {"num_replicas": replicas.least}
         if replicas.most is not None:
             how = {
@@ -134,7 +134,7 @@ class _Serve:
             name=_DEPLOYMENT,
             max_ongoing_requests=_MOST,
             max_replicas_per_node=math.ceil((replicas.most or replicas.least) / len(machines())),
-            ray_actor_options={"num_cpus": 0},  # a replica takes the cores that its options say
+            ray_actor_options={"num_cpus": 0},  # a replica uses the cores that its options name
             health_check_period_s=_HEALTH_SECONDS,
             health_check_timeout_s=_SICK_SECONDS,
             graceful_shutdown_timeout_s=settings.grace_seconds,
@@ -155,11 +155,11 @@ class _Serve:
                 timeout_s=_ASK_SECONDS, return_exceptions=True
             )
             return sorted(one for one in await found if isinstance(one, tuple))
-        except Exception:  # Ray's, of many kinds, while replicas come and go
+        except Exception:  # Ray raises many kinds while replicas start and end
             return []
 
     def close(self, seconds: float) -> None:
-        """Ends the replicas, for which they have so many seconds."""
+        """End the replicas, within about `seconds`."""
 
         def delete() -> None:
             from ray import serve

@@ -1,4 +1,4 @@
-"""Ray Serve's router of requests, which asks a PrefixTable. Serve makes it where the front is."""
+"""Ray Serve's router of requests, which uses a PrefixTable. Serve creates it in the front's process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from hotset.scale.routing import PrefixTable
 
-_ARRIVES_SECONDS = 5.0  # in which a request arrives at its replica
+_ARRIVES_SECONDS = 5.0  # for a request to arrive at its replica
 
 
 class _Placed(NamedTuple):
-    """Where a request is; until: time.monotonic() seconds when it is not any more."""
+    """The replica of a request; until: time.monotonic() seconds at which the entry expires."""
 
     replica: str
     until: float
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request, whose first argument are its prefix's keys, to the replica that has the prefix.
+    """A router that sends a request to the replica with its prefix; its first argument is the prefix's keys.
 
-    by_prefix: False sends each to any of the replicas, for comparison.
+    by_prefix: False sends each request to any replica, for comparison.
     """
 
     def initialize_state(self, by_prefix: bool = True) -> None:
@@ -37,14 +37,14 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """A rank for each, the best first."""
+        """Return a rank for each replica, the best first."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
         if not self._by_prefix or pending_request is None:
             return [[one] for one in random.sample(candidate_replicas, len(candidate_replicas))]
         self._forget_gone()
         counts = Counter(placed.replica for placed in self._placed.values())
         order = self._table.order(_keys(pending_request), {name: counts[name] for name in by_name})
-        if order:  # counted at once: others are chosen for before this one has arrived
+        if order:  # counted at once: other requests may be placed before this one has arrived
             self._place(pending_request, order[0], time.monotonic() + _ARRIVES_SECONDS)
         return [[by_name[name]] for name in order]
 
@@ -59,7 +59,7 @@ class PrefixRouter(RequestRouter):
         self._table.note(_keys(request), replica)
 
     def _forget_gone(self) -> None:
-        """Replicas that are no more, and requests that never arrived at any."""
+        """Remove replicas that are gone, and requests that never arrived."""
         now, alive = time.monotonic(), {one.unique_id for one in self.curr_replicas}
         for replica in self._known - alive:
             self._table.forget(replica)

@@ -1,7 +1,7 @@
-"""To which replica a request goes: to the one that has the beginning of its prompt in its cache.
+"""The choice of a replica for a request: the one with the beginning of its prompt in its cache.
 
-The router has no tokenizer, and needs none: a prompt is taken as the text of the request, in pages of
-so many characters, and a page's key is a hash of it and of all before it.
+The router has no tokenizer and needs none. It takes the text of the request as the prompt, in blocks of
+_PAGE characters. A block's key is a hash of it and of all blocks before it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 _PAGE = 64  # characters
 _MOST_PAGES = 2048  # of a prompt
-_MOST_KEYS = 200_000  # that are remembered: some ten megabytes
-_BRANCHES = 3  # that go on from a page which several conversations share
+_MOST_KEYS = 200_000  # in the table: about ten megabytes
+_BRANCHES = 3  # continuations that make a block shared by several conversations
 _PARTS = ("tools", "system", "instructions", "messages", "input", "prompt")  # in the order of a prompt
 
 
 def prefix_keys(body: bytes) -> list[str]:
-    """Keys of the first pages of the prompt that a request's JSON has, in order; none where it has none."""
+    """Return keys of the first blocks of the prompt in a request's JSON, in order; [] without a prompt."""
     try:
         given = json.loads(body.decode("utf-8-sig"))  # as a replica reads it
     except (ValueError, RecursionError):
@@ -37,17 +37,17 @@ def prefix_keys(body: bytes) -> list[str]:
 
 @dataclass(slots=True)
 class _Page:
-    """replicas: who has it. following: keys of pages behind it, as many as matter."""
+    """A block of a prompt. replicas: those that have it. following: keys of next blocks, up to _BRANCHES."""
 
     replicas: set[str] = field(default_factory=set)
     following: set[str] = field(default_factory=set)
 
 
 class PrefixTable:
-    """Which replica has which pages, as far as it was given them; the least lately used are forgotten.
+    """The blocks that each replica was given; the least recently used are forgotten.
 
-    ahead: how many more requests than the least loaded one a replica may have and still be given those whose
-    prefix it has.
+    ahead: how many more requests than the least loaded replica a replica may have and still get requests
+    whose prefix it has.
     """
 
     def __init__(self, ahead: int = 8) -> None:
@@ -56,13 +56,13 @@ class PrefixTable:
         self._n_pages: Counter[str] = Counter()
 
     def order(self, keys: Sequence[str], loads: Mapping[str, int]) -> list[str]:
-        """The replicas, the best first. loads: requests that each has now."""
+        """Return the replicas, the best first. loads: the current requests of each."""
         least = min(loads.values(), default=0)
         depths = {replica: self._depth(keys, replica) for replica in loads}
         shared = self._shared(keys)
 
         def rank(replica: str) -> tuple[bool, int, int, int, str]:
-            # What only one conversation has is worth following; what many share is soon had by all.
+            # A prefix of only one conversation is worth following; all replicas soon have a shared one.
             is_its_own = depths[replica] > shared and loads[replica] <= least + self._ahead
             if is_its_own:
                 return False, -depths[replica], loads[replica], self._n_pages[replica], replica
@@ -71,7 +71,7 @@ class PrefixTable:
         return sorted(loads, key=rank)
 
     def note(self, keys: Sequence[str], replica: str) -> None:
-        """The replica was given a prompt."""
+        """Note that the replica was given a prompt."""
         for i, key in enumerate(keys):
             page = self._pages.setdefault(key, _Page())
             self._pages.move_to_end(key)
@@ -85,20 +85,20 @@ class PrefixTable:
             self._n_pages.subtract(page.replicas)
 
     def forget(self, replica: str) -> None:
-        """The replica is gone."""
+        """Remove a replica that is gone."""
         for page in self._pages.values():
             page.replicas.discard(replica)
         del self._n_pages[replica]
 
     def _depth(self, keys: Sequence[str], replica: str) -> int:
-        """How many of the first pages it has."""
+        """Return how many of the first blocks a replica has."""
         for i, key in enumerate(keys):
             if (page := self._pages.get(key)) is None or replica not in page.replicas:
                 return i
         return len(keys)
 
     def _shared(self, keys: Sequence[str]) -> int:
-        """Up to where several conversations go together."""
+        """Return the number of first blocks that several conversations share."""
         found = 0
         for i, key in enumerate(keys):
             if (page := self._pages.get(key)) is None:

@@ -1,7 +1,7 @@
-"""Work in shards: what is done is kept, and what is missing is done on the machines of a cluster by Ray Data.
+"""Work in shards: finished shards are kept, and Ray Data computes the missing ones on the cluster's machines.
 
-A shard's result is a file of the folder TARGET.parts, which is there whole or not at all: what a killed run
-leaves is whole shards, and a machine that dies costs its shards again. The folder says what it is of.
+A shard's result is a file in the folder TARGET.parts, which is complete or absent. A killed run therefore
+leaves only complete shards, and a machine that dies costs its shards only. The folder records its input.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hotset.escaping import clause
 from hotset.files import read_small_file, write_whole
 from hotset.scale.cluster import library
 
-_MARK = "of"  # the file that says of what the parts are
+_MARK = "of"  # the file that identifies the input of the parts
 
 
 @contextmanager
 def parts_of(target: Path) -> Iterator[Path]:
-    """The folder for what becomes `target`, and this run the only one that writes it.
+    """Create and lock the folder for the parts of `target`, so that only this run writes it.
 
-    The folder goes with the end; after a failure it stays, if there is anything that a later run could go on
-    with (`check_mark`). Raises InvalidRequestError where another run has it.
+    The folder is deleted at the end. After a failure it stays if a later run could continue
+    with it (`check_mark`). Raises InvalidRequestError if another run has locked it.
     """
     parts = target.with_name(f"{target.name}.parts")
     parts.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def parts_of(target: Path) -> Iterator[Path]:
 
 
 def check_mark(parts: Path, mark: bytes, what: str) -> None:
-    """Raises InvalidRequestError where the parts are of something else. what: has parts, "answers to other
+    """Raise InvalidRequestError if the parts have another input. what: such parts in words, "answers to other
     requests"."""
     kept = parts / _MARK
     if not kept.exists():
@@ -58,9 +58,9 @@ def check_mark(parts: Path, mark: bytes, what: str) -> None:
 def on_machines(
     rows: Sequence[dict[str, Any]], kind: type, args: tuple[Any, ...], n_workers: int, what: str
 ) -> Iterator[dict[str, Any]]:
-    """What actors of `kind` (made with args) make of the rows, as it comes; each gets one row at a time.
+    """Yield the results of actors of `kind` (made with args) for the rows; each gets one row at a time.
 
-    what: stops where a row cannot be done, "the batch". Raises DeviceError then.
+    what: the work in words, "the batch". Raises DeviceError if a row fails.
     """
     library()
     import ray.data

@@ -1,4 +1,4 @@
-"""Where a model is split: which layers are on which machine, and a batch in pieces that follow one
+"""The split of a model: which layers are on which machine, and a batch in pieces that follow one
 another."""
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from hotset.model.graph import Graph
 from hotset.parameters import shown
 from hotset.units import human_size
 
-_LEAST = 4  # tokens of a piece: what reads the weights once for fewer gains nothing by going ahead
-_PROMPT = 64  # tokens of a step from which it is a prompt's, whose pieces are many
+_LEAST = 4  # tokens of a piece: for fewer, the pipeline gains less than reading the weights again costs
+_PROMPT = 64  # tokens from which a step counts as a prompt's and has more pieces
 
 
 @dataclass(frozen=True)
 class Split:
-    """So many layers, one after the other, on one machine."""
+    """Consecutive layers on one machine."""
 
     host: str
     n_layers: int
 
 
 def parse_splits(text: str, n_layer: int) -> list[Split]:
-    """Of "HOST:LAYERS,HOST:LAYERS", layers in their order. Raises InvalidRequestError.
+    """Parse "HOST:LAYERS,HOST:LAYERS", in the order of layers. Raises InvalidRequestError.
 
-    The embedding goes with the first layer, the output with the last.
+    The embedding belongs to the first layer, the output to the last.
     """
     splits = []
     for part in text.split(","):
@@ -48,7 +48,7 @@ def parse_splits(text: str, n_layer: int) -> list[Split]:
 
 
 def spans(graph: Graph, splits: Sequence[Split]) -> list[tuple[int, int]]:
-    """The operations [first, last) of each stage."""
+    """Return the operations [first, last) of each stage."""
     *starts, _ = graph.layer_starts
     firsts, layer = [0], 0
     for split in splits[:-1]:
@@ -59,7 +59,7 @@ def spans(graph: Graph, splits: Sequence[Split]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Room:
-    """What a machine can do. n_bytes: of memory for weights and cache. rate: bytes per second that its steps
+    """The capacity of a machine. n_bytes: of memory for weights and cache. rate: bytes per second that steps
     read. hop: seconds that a step of one token takes to it."""
 
     host: str
@@ -69,11 +69,11 @@ class Room:
 
 
 def planned(layers: Sequence[float], rooms: Sequence[Room]) -> list[Split]:
-    """The splits that take the least time per token of one answer.
+    """Return the splits that take the least time per token of one answer.
 
-    layers: bytes of each, weights and cache, about the same. Every further machine costs a hop, and each byte
-    what its machine takes to read it: so the quickest are filled first, and no more are used than the model
-    needs. Raises OutOfMemoryError where all together do not hold it.
+    layers: bytes of each layer, weights and cache, about the same. Every further machine costs a hop, and a
+    byte costs its machine's time to read it. So the fastest machines are filled first, and no more are used
+    than the model needs. Raises OutOfMemoryError if all together cannot hold it.
     """
     each, left, splits = max(layers), len(layers), []
     for room in sorted(rooms, key=lambda room: (each / room.rate, room.hop, room.host)):
@@ -89,14 +89,14 @@ def planned(layers: Sequence[float], rooms: Sequence[Room]) -> list[Split]:
 
 
 def n_pieces(n_tokens: int, n_stages: int) -> int:
-    """In how many pieces a step goes through the stages, so that they work at the same time."""
+    """Return the number of pieces of a step, so that the stages work at the same time."""
     most = n_stages if n_tokens < _PROMPT else 2 * n_stages
     return max(1, min(most, n_tokens // _LEAST)) if n_stages > 1 else 1
 
 
 def pieces(batch: Batch, n: int) -> list[Batch]:
-    """A batch as n batches of about as many tokens, to be computed in this order. No bit changes by it: a
-    token's result depends on those before it in its sequence, and these come before it."""
+    """Split a batch into n batches of similar size, to be computed in this order. Results are bitwise
+    identical: a token depends only on earlier tokens of its sequence, which come before it."""
     if n == 1:
         return [batch]
     ends = [len(batch.tokens) * i // n for i in range(n + 1)]

@@ -1,11 +1,11 @@
-"""A model split over machines: stages are actors of Ray, and between them goes the residual stream alone.
+"""A model split over machines: stages are actors of Ray, and only the residual stream passes between them.
 
     model = load_staged("llama-70b", settings, "box:40,nas:40", "auto")     # as hotset.load
 
-Each machine maps the file by the name or path that is asked for, reads the weights of its own layers, and
-keeps their keys and values. Ray begins the actors and calls them for all but the steps, which go from one to
-the next over sockets (links.py). A step goes through the stages in pieces, so that they work at the same
-time. A stage whose machine dies is begun again elsewhere; what the cache held is then computed anew
+Each machine maps the file by the requested name or path, reads the weights of its own layers, and keeps their
+keys and values. Ray starts the actors and calls them for everything but the steps, which go from one to
+the next over sockets (links.py). A step goes through the stages in pieces, so they work at the same time. A
+stage whose machine dies is started again elsewhere; the contents of the cache must then be computed again
 (CacheLostError).
 """
 
@@ -43,24 +43,24 @@ from hotset.scale.worker import Gauge, Noted, StageWorker, row_bounds
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
-AUTO = "auto"  # in place of stages: they are planned
-_SHARE = 0.9  # of a machine's free memory that stages may take
-_HOPS = 20  # that are measured
-_START_SECONDS = 300.0  # that a stage may take to open its layers
-_RECOVER_SECONDS = 60.0  # in which a stage that was lost must be begun elsewhere
-_CONTROL = "control"  # calls that do not wait for a step
-_LOOK_SECONDS = 5.0  # in which a stage that lives says so
-_LINK_SECONDS = 30.0  # in which stages answer calls of Ray that put them in a line
+AUTO = "auto"  # in place of stages: plan them
+_SHARE = 0.9  # of a machine's free memory that stages may use
+_HOPS = 20  # measurements of a hop
+_START_SECONDS = 300.0  # for a stage to open its layers
+_RECOVER_SECONDS = 60.0  # for a lost stage to start elsewhere
+_CONTROL = "control"  # concurrency group of calls that do not wait for a step
+_LOOK_SECONDS = 5.0  # for a live stage to answer
+_LINK_SECONDS = 30.0  # for stages to answer the calls of Ray that form a line
 
 log = logging.getLogger("hotset.scale")
 
 
 def load_staged(model: str, settings: LoadSettings, stages: str, address: str | None) -> Model:
-    """As `hotset.load`, with the layers on machines of the Ray cluster at `address`: "HOST:LAYERS,...", or
-    AUTO for those that take the least time.
+    """Load a model like `hotset.load`, with its layers on machines of the Ray cluster at `address`.
 
-    Raises what `hotset.load` raises, InvalidRequestError for stages that the model does not have, and
-    DeviceError for machines that are not there.
+    stages: "HOST:LAYERS,...", or AUTO for the stages that take the least time. Raises the errors of
+    `hotset.load`, InvalidRequestError for stages that the model does not have, and DeviceError for machines
+    that do not exist.
     """
     if settings.asks_for_a_device or settings.is_reference:
         raise InvalidRequestError(
@@ -106,8 +106,9 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
 
 
 def measured(n_threads: int | None, width: int) -> list[Room]:
-    """What each machine of the cluster can do, one after the other: several may be one. width: of a row of
-    the residual stream, whose way there and back is a hop's."""
+    """Measure each machine of the cluster, one after the other, since several may be one.
+
+    width: of a row of the residual stream; its way there and back is a hop."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray = library()
@@ -135,7 +136,7 @@ def measured(n_threads: int | None, width: int) -> list[Room]:
 
 @dataclass
 class _Stage:
-    """One of them. machine: where it is; actor: of StageWorker."""
+    """A stage. actor: of StageWorker."""
 
     split: Split
     machine: Machine
@@ -146,8 +147,8 @@ class _Stage:
 class StagedBackend(WithoutDevices):
     """The Backend of a model whose stages are on machines (see the module).
 
-    model: what each machine opens. decided: how, with the graph. Raises DeviceError for a machine that is not
-    there, and what a stage raises when it opens its layers.
+    model: the name or path that each machine opens. decided: its plan, with the graph. Raises DeviceError for
+    a machine that does not exist, and errors of a stage that opens its layers.
     """
 
     name = "stages"
@@ -163,11 +164,11 @@ class StagedBackend(WithoutDevices):
         self._has_thresholds = decided.graph.has_thresholds
         self._counts = decided.config.leaves_out or self._has_thresholds
         self._values = frozenset(op.out.name for op in decided.graph.primitives)
-        # Of what is sent to the first stage, which has no rows yet, and received from the last.
+        # Bounds of messages to the first stage, which gets no rows, and from the last.
         self._entering = Bounds.of(FrameKind.PIECE, settings, self.n_pages, n_columns=0)
         self._leaving = Bounds.of(FrameKind.ROWS, settings, self.n_pages, self.n_vocab)
         self._how: dict[str, Any] = {
-            # The same everywhere: what a machine would choose for itself may differ.
+            # The same everywhere: a machine's own defaults may differ.
             "settings": replace(settings, n_ctx=decided.n_ctx, progress=None),
             "model": str(model),
             "mark": fingerprint(decided.gguf),
@@ -175,11 +176,11 @@ class StagedBackend(WithoutDevices):
             "counts": self._counts,
         }
         self._steps = itertools.count()
-        self._step = -1  # the one in flight, or the latest
+        self._step = -1  # in flight, or the latest
         self._cancelled = -1
-        self._latest: tuple[int, float] | None = None  # tokens and seconds of that
+        self._latest: tuple[int, float] | None = None  # tokens and seconds of the latest step
         self._line: Line | None = None
-        self._n_broken = 0  # lines, without a step between, of which no stage was gone
+        self._n_broken = 0  # lines that broke since the last step although no stage was gone
         self._closed = False
         alive = machines()
         self._stages = [
@@ -201,8 +202,8 @@ class StagedBackend(WithoutDevices):
     # ---- a step ----
 
     def step(self, batch: Batch) -> StepResult:
-        """Runs one step. Raises CacheLostError where a machine was lost and its stage has been begun again,
-        DeviceError where it cannot be."""
+        """Run one step. Raises CacheLostError if a machine was lost and its stage has been started again,
+        DeviceError if it cannot be."""
         self._check_open()
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         if unknown := set(batch.taps) - self._values:
@@ -228,14 +229,14 @@ class StagedBackend(WithoutDevices):
         return StepResult(np.concatenate(rows), taps)  # type: ignore[arg-type]
 
     def _noted(self) -> list[Noted]:
-        """What the stages report of the latest step."""
+        """Return the reports of the stages on the latest step."""
         ray = library()
 
         of_stages: list[list[Noted]] = ray.get([one.actor.noted.remote(self._step) for one in self._stages])
         return [noted for each in of_stages for noted in each]
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step, of all stages and pieces; None for a model without zeros."""
+        """Return counts and times of the latest step, over all stages and pieces; None without zeros."""
         if self._latest is None or not self._counts:
             return None
         n_tokens, total = self._latest
@@ -251,7 +252,7 @@ class StagedBackend(WithoutDevices):
         return StepStats.of(n_tokens, counts, seconds, other, has_thresholds=self._has_thresholds)
 
     def cancel(self) -> None:
-        """Ends the step in flight on all machines, from any thread."""
+        """Cancel the step in flight on all machines, from any thread."""
         if self._step > self._cancelled:
             self._cancelled = self._step
             for stage in self._stages:
@@ -259,7 +260,7 @@ class StagedBackend(WithoutDevices):
                     stage.actor.cancel.options(concurrency_group=_CONTROL).remote(self._step)
 
     def close(self) -> None:
-        """Ends the stages; safe to call twice."""
+        """End the stages; safe to call twice."""
         self._closed = True
         if self._line is not None:
             self._line.close()
@@ -269,8 +270,8 @@ class StagedBackend(WithoutDevices):
     # ---- stages ----
 
     def _begin(self, stages: Sequence[_Stage]) -> list[dict[str, Any]]:
-        """Opens the layers of these at the same time; what they say of themselves. Raises what keeps one
-        from it."""
+        """Start stages and open their layers at the same time. Return their reports. Raises an error that
+        prevents one of them."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -280,7 +281,7 @@ class StagedBackend(WithoutDevices):
         asked = []
         for stage in stages:
             stage.actor = kind.options(
-                num_cpus=0,  # who shares a machine is said by --stages
+                num_cpus=0,  # --stages decides which stages share a machine
                 scheduling_strategy=NodeAffinitySchedulingStrategy(stage.machine.id, soft=False),
             ).remote()
             first, last = stage.span
@@ -301,7 +302,7 @@ class StagedBackend(WithoutDevices):
         return found
 
     def _recover(self, error: Exception) -> None:
-        """Begins the stages anew that are gone, on other machines if need be. Raises DeviceError."""
+        """Start lost stages again, on other machines if necessary. Raises DeviceError."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         ray = library()
@@ -316,18 +317,18 @@ class StagedBackend(WithoutDevices):
             except (GetTimeoutError, RayActorError, RayTaskError):
                 lost.append(stage)
         self._n_broken += not lost
-        if self._n_broken > 1:  # they live, and what broke the line is no machine that died
+        if self._n_broken > 1:  # all stages live, so no machine's death broke the line
             raise DeviceError(f"a stage failed ({clause('; '.join(reasons)) or _last_line(error)})")
         for reason in reasons:
             log.warning("the line of the stages broke (%s); they are linked again", clause(reason))
         for stage in lost:
             self._end(stage)
-        # What the others have still to compute of that step must not fall into the cache of the next.
+        # The other stages may still compute parts of that step: these must not write the next step's cache.
         left = [stage.actor for stage in self._stages if stage.actor is not None]
         ray.get([actor.cancel.options(concurrency_group=_CONTROL).remote(self._step) for actor in left])
         until = time.monotonic() + _RECOVER_SECONDS
         while True:
-            # That of its own comes last: a machine that has just died is still among those alive.
+            # The stage's own machine comes last: one that has just died still counts as alive.
             for stage in lost:
                 others = [machine for machine in machines() if machine != stage.machine]
                 taken = Counter(other.machine.id for other in self._stages if other is not stage)
@@ -341,7 +342,7 @@ class StagedBackend(WithoutDevices):
                     raise
 
     def _link(self) -> None:
-        """Puts the stages in a line. Raises DeviceError where they do not find one another."""
+        """Link the stages to a line. Raises DeviceError if they cannot connect to one another."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         ray, key = library(), new_key()
@@ -366,7 +367,7 @@ class StagedBackend(WithoutDevices):
 
         actor, stage.actor = stage.actor, None
         if actor is not None and ray.is_initialized():
-            with suppress(Exception):  # it may be gone already
+            with suppress(Exception):  # it may already be gone
                 ray.kill(actor)
 
     def _check_open(self) -> None:

@@ -1,11 +1,11 @@
-"""One stage of a model that is split over machines: what computes it where it is.
+"""One stage of a model that is split over machines: the worker that computes it.
 
     worker = StageWorker()                      # an actor of Ray in stages.py
     worker.open(model=..., first_op=..., ...)
-    address = worker.listen(host, key)          # where the stage before it finds it
-    worker.link(following)                      # from here on it computes what arrives, and passes it on
+    address = worker.listen(host, key)          # for the previous stage
+    worker.link(following)                      # from now on it computes arriving pieces and passes them on
 
-An error of a step is passed on as a `Failed`, so that the driver receives it from the last stage.
+An error of a step is passed on as a `Failed`, so the driver receives it from the last stage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("hotset.scale")
 
 @dataclass(frozen=True)
 class Noted:
-    """What a stage reports of a step beside its rows: taps, and where they are wanted the counts of neurons
+    """The report of a stage on a step, in addition to rows: taps, and if wanted the counts of neurons
     and seconds by layer (backends/stage.py)."""
 
     tapped: dict[str, np.ndarray]
@@ -46,12 +46,12 @@ class Noted:
 
 
 class StageWorker:
-    """Operations [first_op, last_op) of a model, with the cache of their layers. `open` comes first."""
+    """The operations [first_op, last_op) of a model, with the cache of their layers. Call `open` first."""
 
     def __init__(self) -> None:
-        self._cancelled = -1  # this step and those before it
+        self._cancelled = -1  # this step and earlier ones
         self._computing = threading.Lock()
-        self._noted: tuple[int, list[Noted]] = (-1, [])  # of the latest step
+        self._noted: tuple[int, list[Noted]] = (-1, [])  # step and reports of the latest step
         self._inlet: Inlet | None = None
         self._refused: str | None = None
         self._undone = ExitStack()
@@ -67,10 +67,10 @@ class StageWorker:
         n_pages: int,
         counts: bool,
     ) -> dict[str, Any] | Failed:
-        """Threads and instruction set; what keeps it from opening.
+        """Open the operations. Return threads and instruction set, or the error that prevents it.
 
-        model: a name or path of this machine. mark: which file it must be (`fingerprint`). n_pages: of the
-        cache. counts: whether neurons are counted.
+        model: a name or path on this machine. mark: the required `fingerprint` of its file. n_pages: KV
+        blocks of the cache. counts: whether neurons are counted.
         """
         try:
             opened = open_model(model, settings)
@@ -99,22 +99,24 @@ class StageWorker:
         return {"n_threads": self._stage.n_threads, "isa": self._stage.isa}
 
     def alive(self) -> str | None:
-        """Answers at once. Why its latest line ended; None: it did not, or a neighbour closed it."""
+        """Return at once why its latest line ended; None if it did not, or a neighbour closed it."""
         return self._refused
 
     # ---- its place in the line ----
 
     def listen(self, host: str, key: bytes) -> Address:
-        """Where its neighbours find it: the one before it, and of the last stage the driver. It leaves the
-        line that it was in. host: an address of this machine. key: of the line."""
+        """Return the address for its neighbours: the previous stage, and for the last stage the driver.
+
+        It leaves its former line. host: an address of this machine. key: of the line."""
         if self._inlet is not None:
             self._inlet.close()
         self._key, self._inlet, self._refused = key, Inlet(host, key), None
         return self._inlet.address
 
     def link(self, following: Address | None) -> str | None:
-        """Connects to the next stage, and begins to compute what arrives. Returns what keeps it from that;
-        None: nothing. following: where the next stage listens; None: this is the last."""
+        """Connect to the next stage, and start to compute arriving pieces. Return an error message, or None.
+
+        following: where the next stage listens; None: this is the last."""
         assert self._inlet is not None, "a stage listens before it is linked"
         ends: dict[int, Channel] = {}
         try:
@@ -128,8 +130,8 @@ class StageWorker:
         return None
 
     def _pass_on(self, inlet: Inlet, ends: dict[int, Channel], is_last: bool) -> None:
-        """Until a neighbour closes its connection, or what it sends is refused. Then this stage closes its
-        own connections, and so the whole line ends."""
+        """Compute pieces until a neighbour closes its connection or sends an invalid frame. Then close the
+        other connections, which ends the whole line."""
         with ExitStack() as undone, suppress(*LOST):
             for channel in ends.values():
                 undone.enter_context(channel)
@@ -153,7 +155,7 @@ class StageWorker:
                 log.warning("a stage left its line: %s", error)
 
     def _bounds(self, leaving: FrameKind) -> tuple[Bounds, Bounds]:
-        """Of what arrives, and of what is passed on."""
+        """Return the bounds of arriving and of leaving messages."""
         stage = self._stage
         width = stage.entering.width if stage.entering is not None else 0
         return (
@@ -164,13 +166,13 @@ class StageWorker:
     # ---- a step ----
 
     def run(self, step: int, batch: Batch, entering: Passed | None) -> Passed:
-        """Computes a piece of a step; entering: what the stage before it has passed on."""
+        """Compute a piece of a step. entering: the result of the previous stage."""
         if isinstance(entering, Failed):
             return entering
         try:
             own = tuple(name for name in batch.taps if name in self._values)
             with self._computing:
-                if step <= self._cancelled:  # asked in here: of a line that is over nothing is computed later
+                if step <= self._cancelled:  # checked under the lock: no step of an ended line runs later
                     raise StepCancelledError
                 rows = self._stage.run(replace(batch, taps=own), entering).copy()
                 if own or self._counts:
@@ -187,31 +189,31 @@ class StageWorker:
         self._noted[1].append(Noted(tapped, counts, seconds))
 
     def noted(self, step: int) -> list[Noted]:
-        """What it reports of the pieces of a step, in their order; of the latest alone."""
+        """Return the reports on the pieces of a step, in order; [] unless it is the latest step."""
         return self._noted[1] if self._noted[0] == step else []
 
     def cancel(self, step: int) -> None:
-        """Ends this step and those before it, from another thread."""
+        """Cancel this step and earlier ones, from another thread."""
         self._cancelled = max(self._cancelled, step)
         if self._computing.locked():
             self._stage.cancel()
 
     def close(self) -> None:
-        """Frees threads and memory; safe to call twice."""
+        """Free threads and memory; safe to call twice."""
         if self._inlet is not None:
             self._inlet.close()
         self._undone.close()
 
 
 class Gauge:
-    """What a machine can do; an actor of Ray, for a moment."""
+    """A short-lived actor of Ray that measures the capacity of a machine."""
 
     def measure(self, n_threads: int | None) -> tuple[float, float]:
-        """Bytes of memory that are free, and bytes of weights per second that its CPU reads."""
+        """Return the free bytes of memory, and the bytes of weights per second that its CPU reads."""
         return float(psutil.virtual_memory().available), cpu_rate(n_threads or usable_cores())
 
     def echo(self, host: str, key: bytes, width: int) -> Address:
-        """Where each row, float32 [1, width], comes back: the time of that is a hop's."""
+        """Return an address that sends back each row, float32 [1, width], to measure a hop."""
         inlet = Inlet(host, key)
         bounds = row_bounds(width)
 
@@ -228,5 +230,5 @@ class Gauge:
 
 
 def row_bounds(width: int) -> Bounds:
-    """Of the messages that `Gauge.echo` takes and sends."""
+    """Return the bounds of the messages that `Gauge.echo` receives and sends."""
     return Bounds(FrameKind.ROWS, n_tokens=1, n_sequences=0, n_pages=0, n_columns=width)

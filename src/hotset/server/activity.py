@@ -1,4 +1,4 @@
-"""What happened inside for each token of an answer, for those who ask for it: the page's live picture.
+"""Data on each token of an answer for the live picture of the page: seconds, bytes and active shares.
 
 A chat stream with `"stream_options": {"include_activity": true}` has an entry for each token, in the chunk
 that brings the token's text or a later one:
@@ -7,9 +7,9 @@ that brings the token's text or a later one:
      "bytes_total": 143000000, "step_tokens": 1, "active_share": 0.3113, "layers": {
       "active_share": [0.4212, ...], "bytes": [1800000, ...], "cpu_share": [0.0731, ...]}}
 
-docs/guides/serve.md says what each means, and what there is with speculative decoding or a device. Numbers
-are those of the step that gave the token (Model.summary), which are of all tokens in it. They are made in a
-thread of the service: neither the event loop nor the engine waits for them.
+docs/guides/serve.md explains each field, and which fields exist with speculative decoding or a device. The
+numbers belong to the step that produced the token (Model.summary), and cover all tokens of that step. A
+thread of the service computes them: neither the event loop nor the engine waits for them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _DIGITS = 4  # of a share
 
 
 class ActivityReport:
-    """Of one model."""
+    """A source of the entries for tokens of one model."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._weight_bytes = sum(model.cost.weight_bytes.values())
 
     def of_token(self, generation: Generation, i: int) -> dict[str, Any]:
-        """The entry of the i-th generated token, which has been taken."""
+        """Return the entry of the i-th generated token, which the generation has taken."""
         sequence, model = generation.sequence, self._model
         token = sequence.tokens[sequence.n_prompt + i]
         entry: dict[str, Any] = {
@@ -75,7 +75,7 @@ class ActivityWatch:
         self._n_sent = [0] * len(generations)
 
     def new(self, index: int) -> list[dict[str, Any]]:
-        """Entries of the tokens that a generation took since the last call; in any thread, one at a time."""
+        """Return entries of the tokens taken since the last call. Any thread may call it, one at a time."""
         generation, begin = self._generations[index], self._n_sent[index]
         end = self._n_sent[index] = len(generation.token_times)
         return [self._report.of_token(generation, i) for i in range(begin, end)]

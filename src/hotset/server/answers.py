@@ -1,13 +1,12 @@
-"""An answer as every API schema sees it: what is asked for, and the deltas that come of it.
+"""Requests and answers as every API schema sees them: AnswerRequest, and the deltas of an Answer.
 
-An API schema translates: its JSON into an AnswerRequest, and deltas (or the finished choices) into its own
-JSON.
-`Service.ask` makes an Answer of the one:
+An API schema translates its JSON into an AnswerRequest, and deltas (or the finished choices) into its own
+JSON. `Service.ask` turns an AnswerRequest into an Answer:
 
-    answer = await service.ask(request)        # raises what makes it impossible: nothing was sent yet
-    async for delta in answer: ...             # a stream: raises what goes wrong in its midst
-    choices = await answer.whole()             # or all of it at once
-    answer.usage; answer.close()               # `streams.py` closes it, whatever becomes of the client
+    answer = await service.ask(request)        # raises if it cannot be answered: nothing was sent yet
+    async for delta in answer: ...             # a stream: raises an error that occurs in its middle
+    choices = await answer.whole()             # or the whole answer at once
+    answer.usage; answer.close()               # `streams.py` closes it, even if the client has gone
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ MAX_ARGUMENT_NESTING = 56
 
 @dataclass(frozen=True, kw_only=True)
 class Thinking:
-    """How much a model thinks before it answers, and whether the reply has it.
+    """Settings of a model's thinking before it answers, and whether the reply has it.
 
     enabled: None leaves it to the chat template. effort: a level from "minimal" to "max", or "none". budget:
     tokens; 0: no thinking, -1: no limit. closing: the text that ends thinking when the budget is used up.
@@ -65,8 +64,8 @@ class Thinking:
     def unused(self, form: OutputForm, *, is_chat: bool) -> Iterator[tuple[str, str]]:
         """Yield the fields without effect on a model that writes in this form, with the reasons.
 
-        is_chat: whether the prompt comes of the chat template. A field that turns thinking off is heeded by a
-        model that does not think.
+        is_chat: whether the chat template makes the prompt. A model that does not think follows a field that
+        turns thinking off.
         """
         if self.enabled is False or self.budget == 0:
             return
@@ -92,7 +91,7 @@ class Thinking:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of chat templates that say so."""
+        """Return the variables that give these settings to a chat template."""
         if self.enabled is False or self.budget == 0:
             return {"enable_thinking": False}
         found = {} if self.effort is None else {"reasoning_effort": self.effort}
@@ -101,23 +100,23 @@ class Thinking:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """What is asked for: either a conversation or prompts that are continued as they stand.
+    """A request for answers: either to a conversation, or continuations of unchanged prompts.
 
     messages: as OpenAI's clients write them. opening: how their answer begins. tools: their JSON schemas, in
     OpenAI's shape; tool_choice: "none", "auto", "required", or the name of a function in {"name": ...};
     parallel_tool_calls: False ends an answer with its first call. template: further variables of the chat
-    template, which override those of `thinking`. thinking: how much the model thinks.
+    template, which override the variables of `thinking`. thinking: how much the model thinks.
     truncates: leaves out the oldest turns of a conversation that is too long.
     prompts: texts or token ids. parse_special: special tokens spelled in these are parsed.
-    gap: in place of prompts, what is around a gap that is filled in.
+    gap: the text before and after a gap to fill in; it replaces prompts.
     n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
-    prompt_logprobs: None, or how many of the likeliest tokens are wanted beside each token of the prompt.
-    generates: False for the prompt's logprobs alone.
-    stream: whether deltas are wanted as they come; without it they come with the end.
+    prompt_logprobs: the number of likeliest tokens returned for each token of the prompt; None: no logprobs.
+    generates: False returns only the prompt's logprobs.
+    stream: whether deltas arrive one by one; False delivers them all at the end.
     reuse_prefix: False computes a prompt again that is in the cache.
-    id_slot: the slot whose tokens are these when it is over (saved_slots.py); None: any.
-    adapters: (LoRA) by number or name, and how much of each; None: those that the model has by default.
-    client: who asks; those who wait have their turn client by client. n_bytes: of the body that it came in.
+    id_slot: the slot that keeps the tokens when the answer is over (saved_slots.py); None: any.
+    adapters: (LoRA) by number or name, and how much of each; None: the model's default adapters.
+    client: the sender; waiting requests have their turn client by client. n_bytes: of the request's body.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -144,7 +143,7 @@ class AnswerRequest:
 
     @property
     def is_long(self) -> bool:
-        """Whether its text may take more than a moment."""
+        """Return whether preparing its text may take more than a moment."""
         constrained = self.params.form is not None or self.tool_choice not in ("auto", "none")
         strict = any(tool.get("function", {}).get("strict") for tool in self.tools)
         return self.n_bytes > LONG_BYTES or constrained or strict
@@ -159,7 +158,7 @@ class AnswerRequest:
 
 @dataclass(slots=True)
 class TextDelta:
-    """More text, and the tokens that it came of."""
+    """More text, and its tokens."""
 
     index: int
     text: str
@@ -169,7 +168,7 @@ class TextDelta:
 
 @dataclass(slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More of the model's reasoning before it answers."""
 
     index: int
     text: str
@@ -199,7 +198,7 @@ class ToolCallArguments:
 
 @dataclass(slots=True)
 class Finished:
-    """The last of an answer. stop: the stop string that ended it, if one did. logprobs: of the marks after
+    """The end of an answer. stop: the stop string that ended it, if one did. logprobs: of the marks after
     the last call."""
 
     index: int
@@ -213,7 +212,7 @@ Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finishe
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of all answers to a request. cached: those of the prompt that were not computed again."""
+    """Tokens of all answers to a request. cached_tokens: prompt tokens that were found in the cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -256,7 +255,7 @@ class FinishedAnswer:
                 self.reason, self.stop = delta.reason, delta.stop
 
     def deltas(self) -> Iterator[Delta]:
-        """What it would have come in: reasoning first, calls last."""
+        """Yield the deltas of this answer, reasoning first and calls last."""
         if self.reasoning:
             yield ReasoningDelta(self.index, self.reasoning)
         if self.text:
@@ -268,11 +267,11 @@ class FinishedAnswer:
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """The arguments of a call for an API schema that has them as an object, not as text.
+    """Return the arguments of a call as an object, for an API schema that does not have them as text.
 
-    What a model wrote that is no JSON object is handed on as {"INVALID_JSON": text}: a client may show it to
-    the model again. So are numbers that JSON does not have, such as NaN and 1e999, and arguments that are
-    nested so deep that a request could not have them.
+    Text that is not a JSON object becomes {"INVALID_JSON": text}, so that a client can show it to the model
+    again. The same holds for numbers that JSON does not have, such as NaN and 1e999, and for arguments that
+    are nested too deep for a request.
     """
     try:
         check_json(text.encode("utf-8", "replace"), MAX_ARGUMENT_NESTING)
@@ -285,7 +284,7 @@ def arguments_object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt and what is to become of it.
+    """A prompt with its generations.
 
     n_dropped: turns of the conversation that had no room. scores: of the prompt's own tokens, if they are
     requested.
@@ -298,22 +297,22 @@ class PreparedPrompt:
 
     @property
     def sequences(self) -> list[EngineSequence]:
-        """All that is computed for it."""
+        """Return the sequences of its generations, and the one that scores the prompt."""
         scored = self.scores.sequence if self.scores is not None else None
         return [*(one.sequence for one in self.generations), *(() if scored is None else (scored,))]
 
 
-Delivery = Literal["each", "end"]  # events: as they come, or all with the last
+Delivery = Literal["each", "end"]  # of events: one by one, or all with the last
 Submit = Callable[[EngineSequence, Callable[[Event], None], Delivery], None]
 
 
 class Answer:
-    """What becomes of a request; made by `Service.ask`, and used in its event loop alone.
+    """The answer to a request; made by `Service.ask`, and used only in its event loop.
 
-    prompts: as they were read. generations: one per answer, those to a prompt side by side. created: seconds
-    since 1970.
+    prompts: in the order of the request. generations: one per answer; the answers to one prompt are adjacent.
+    created: seconds since 1970.
     submit: gives a sequence to the engine: `submit(sequence, take, delivery)` calls `take` with its events in
-    this loop; those that `delivery` does not name arrive with the end. closed: hears of the end.
+    this loop; with the delivery "end", all events arrive with the last. closed: called once when this closes.
     asked: when the request came, time.perf_counter() seconds.
     """
 
@@ -341,7 +340,7 @@ class Answer:
     # ---- for the API schemas ----
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """The deltas as they come; those of a consumer that is late come in larger pieces."""
+        """Yield the deltas in order. A slow consumer gets them merged into larger pieces."""
         while True:
             ready, self._ready = self._ready, []
             for delta in ready:
@@ -359,19 +358,19 @@ class Answer:
                 self._waiter = None
 
     async def whole(self) -> list[FinishedAnswer]:
-        """The finished answers, in order."""
+        """Return the finished answers, in order."""
         choices = [FinishedAnswer(i) for i in range(len(self._parts))]
         async for delta in self:
             choices[delta.index].add(delta)
         return choices
 
     def prompt_of(self, index: int) -> PreparedPrompt:
-        """The prompt of one of the answers."""
+        """Return the prompt of one of the answers."""
         return self.prompts[index // self.request.n]
 
     @property
     def usage(self) -> Usage:
-        """Of what has been generated so far."""
+        """Return the tokens of all prompts and answers so far."""
         read = [prompt.scores or prompt.generations[0] for prompt in self.prompts]
         return Usage(
             sum(len(prompt.tokens) for prompt in self.prompts),
@@ -382,17 +381,17 @@ class Answer:
 
     @property
     def n_dropped(self) -> int:
-        """Turns of the conversation that had no room."""
+        """Return the number of turns of the conversation that had no room."""
         return sum(prompt.n_dropped for prompt in self.prompts)
 
     @property
     def total_tokens(self) -> int:
-        """Of prompts and answers, so far."""
+        """Return the number of tokens of prompts and answers so far."""
         return self.usage.total_tokens
 
     @property
     def n_values(self) -> int:
-        """About how many numbers and texts a reply with all of it has."""
+        """Estimate the number of numbers and texts in a reply with the whole answer."""
         usage, n_top, n_top_prompt = self.usage, self.request.params.logprobs, self.request.prompt_logprobs
         n = usage.completion_tokens * (0.1 if n_top is None else n_top + 1)
         n += 0 if n_top_prompt is None else usage.prompt_tokens * self.request.n * (n_top_prompt + 1)
@@ -400,17 +399,17 @@ class Answer:
 
     @property
     def n_open(self) -> int:
-        """Answers of it, until it is closed."""
+        """Return the number of answers until it is closed."""
         return len(self.generations)
 
     @property
     def reasons(self) -> list[str]:
-        """Why each of the answers ended, or will when this is closed: "error" for what went wrong."""
+        """Return why each answer ended, or will end if this is closed now; "error" after a failure."""
         otherwise = "error" if self._error is not None else "cancelled"
         return [part.reason or otherwise for part in self._parts]
 
     def close(self) -> None:
-        """Ends what still runs; safe to call twice."""
+        """End the generations that still run. A second call does nothing."""
         self._end()
         if self._closed is not None:
             self._closed(self)
@@ -419,7 +418,7 @@ class Answer:
     # ---- for the service ----
 
     def begin(self) -> None:
-        """Raises where the engine takes no more."""
+        """Submit the prompts to the engine. Raises an error if the engine accepts no more."""
         for i, prompt in enumerate(self.prompts):
             if prompt.scores is not None and prompt.scores.sequence is not None:
                 self._submit(prompt.scores.sequence, partial(self._take_scores, i), "end")
@@ -427,8 +426,10 @@ class Answer:
                 self._generate(i)
 
     def fail(self, error: Exception) -> None:
-        """Ends all of it with an error; for an unexpected one a client gets its kind alone. Behind `close`
-        nothing: a sequence that it cancelled is no error."""
+        """End all answers with an error. A client gets only the kind of an unexpected error.
+
+        After `close` this does nothing: a sequence that `close` cancelled is not an error.
+        """
         if self._closed is not None and self._n_open and self._error is None:
             if not isinstance(error, HotsetError):
                 log.error("an answer failed", exc_info=error)
@@ -438,11 +439,11 @@ class Answer:
             self._wake()
 
     def _generate(self, prompt: int) -> None:
-        """Begins the answers to a prompt; after its scores, whose pages they find in the cache."""
-        if self._closed is None:  # the client went while its prompt was read
+        """Begin the answers to a prompt, after its scores: their KV blocks are then found in the cache."""
+        if self._closed is None:  # the client disconnected during prefill
             return
         request = self.request
-        # A stop string is found here.
+        # `Generation.take` finds a stop string only if its events arrive one by one.
         delivery: Delivery = "each" if request.stream or request.params.stop else "end"
         for part in self._parts[prompt * request.n : (prompt + 1) * request.n]:
             if request.generates:
@@ -463,7 +464,7 @@ class Answer:
             self.fail(error)
 
     def _take(self, part: _Part, event: Event) -> None:
-        if part.reason or self._error is not None:  # what came after a stop string, or after a failure
+        if part.reason or self._error is not None:  # ignore events after a stop string or a failure
             return
         try:
             for delta in part.deltas(event):
@@ -511,7 +512,7 @@ class Answer:
 
 
 def raise_end(event: Event) -> None:
-    """Raises what ended a sequence, where that was no end of its own."""
+    """Raise the error that ended a sequence. After another event, return."""
     if event.error is not None:
         raise event.error
     if event.finish_reason == "cancelled":
@@ -523,7 +524,7 @@ def raise_end(event: Event) -> None:
 
 
 class _Part:
-    """One of the answers on its way from chunks to deltas."""
+    """An answer in progress: turns the chunks of its generation into deltas."""
 
     def __init__(self, index: int, generation: Generation) -> None:
         self.index = index
@@ -531,7 +532,7 @@ class _Part:
         self.reason: Reason | None = None
         self.n_tokens = 0
         self.n_reasoning = 0
-        self._tokens: list[int] = []  # whose text is still to come: half a character, half a stop string
+        self._tokens: list[int] = []  # not in a delta yet, such as half a character or half a stop string
         self._logprobs: list[TokenLogprobs] = []
 
     def deltas(self, event: Event) -> list[Delta]:

@@ -1,7 +1,6 @@
 """Anthropic's API schema: /v1/messages and /v1/messages/count_tokens.
 
-A translation: a body becomes an AnswerRequest, and the deltas of an answer become content blocks and their
-events.
+A body becomes an AnswerRequest, and the deltas of an answer become content blocks and their events.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ Event = dict[str, Any]
 PING = event({"type": "ping"}, "ping")
 _BILLING = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 
-# ---- what a client sends ----
+# ---- requests ----
 
 
 class _Part(Body):
@@ -241,8 +240,8 @@ class MessagesBody(PromptBody):
 def conversation(system: str | list[Any] | None, messages: list[AnthropicMessage]) -> list[Turn]:
     """Return the turns of a conversation.
 
-    Blocks of text are lines of one text, and turns of one role that follow each other are one turn. A tool's
-    result is a turn of its own, under the name that its call had.
+    Blocks of text become lines of one text, and adjacent turns of one role become one turn. A tool's
+    result is a turn of its own, under the name of the function that was called.
     """
     turns: list[Turn] = []
     if system and (text := _without_billing(system)):
@@ -266,7 +265,7 @@ def conversation(system: str | list[Any] | None, messages: list[AnthropicMessage
 
 
 def _turn(role: str, block: Block, names: dict[str, str]) -> Turn | None:
-    """Return what a block of a message adds to the conversation; None for one that hotset cannot read."""
+    """Return the part of a turn that a block makes; None for a block that hotset cannot read."""
     match block:
         case TextBlock() | DocumentBlock() | SearchResultBlock():
             return {"role": role, "content": _text(block)}
@@ -319,7 +318,7 @@ def _text(block: Any) -> str:
 
 
 def answer_request(body: MessagesBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Return the request that a body means. Raises InvalidRequestError."""
+    """Return the request that a body describes. Raises InvalidRequestError."""
     use, settings = _chosen(body), body.all_settings("request")
     if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.disable_parallel_tool_use:
         settings["parallel_tool_calls"] = False
@@ -344,10 +343,10 @@ def _chosen(body: PromptBody) -> Chosen:
 
 
 class MessageWriter:
-    """The message of an answer as it grows, and the events that a client gets.
+    """A writer of the message of an answer, and of the events that a client gets.
 
     max_tokens: the limit of the answer; None: the context. manages_context: the request has edits of the
-    conversation, and the message says that there were none.
+    conversation, and the message reports that none were applied.
     """
 
     def __init__(self, model: str, max_tokens: int | None, *, manages_context: bool = False) -> None:
@@ -365,7 +364,7 @@ class MessageWriter:
         )
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The stream of an answer."""
+        """Yield the stream of an answer, an event at a time."""
         for one in self.start(answer.usage):
             yield event(one, one["type"])
         async for delta in answer:
@@ -375,14 +374,14 @@ class MessageWriter:
             yield event(one, one["type"])
 
     def whole(self, choice: FinishedAnswer, usage: Usage) -> dict[str, Any]:
-        """The message of a finished answer."""
+        """Return the message of a finished answer."""
         for delta in choice.deltas():
             self.push(delta)
         self.end(usage)
         return self.message
 
     def start(self, usage: Usage) -> list[Event]:
-        """usage: as far as it is known yet."""
+        """Return the first events. usage: the counts known so far."""
         head = self.message | {"content": [], "usage": _usage(usage)}
         return [{"type": "message_start", "message": head}, {"type": "ping"}]
 
@@ -406,7 +405,7 @@ class MessageWriter:
         return []
 
     def end(self, usage: Usage) -> list[Event]:
-        """usage: of the whole answer."""
+        """Return the last events, and complete the message. usage: of the whole answer."""
         events = self._close()
         stop, counts = self._stop(usage), _usage(usage)
         self.message |= {**stop, "usage": counts, **self._edits}
@@ -422,7 +421,7 @@ class MessageWriter:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _open(self, block: dict[str, Any]) -> list[Event]:
-        """Begins this block, unless the last one goes on: text and thinking do."""
+        """Begin this block, unless it continues the last one, as text and thinking do."""
         if self._blocks and self._blocks[-1]["type"] == block["type"] != "tool_use":
             return []
         events = self._close()
@@ -439,7 +438,7 @@ class MessageWriter:
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _stop(self, usage: Usage) -> dict[str, str | None]:
-        """Why the answer ended."""
+        """Return the fields that say why the answer ended."""
         finished = self._finished
         assert finished is not None
         reason = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[finished.reason]
@@ -451,7 +450,7 @@ class MessageWriter:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """`input_tokens` are those that were not in the cache."""
+    """Return the counts as Anthropic has them: `input_tokens` excludes tokens found in the cache."""
     return shapes.MessageUsage.written(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,

@@ -1,4 +1,4 @@
-"""The application: routes, what guards them, and what becomes of errors."""
+"""The application: routes, guards and error handlers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ROUTERS = (
 
 
 def create_app(host: Host) -> FastAPI:
-    """The application of one model's service, or of several models: it begins with it and closes it."""
+    """Return the application of one model's service, or of several models. It starts and closes the host."""
 
     settings = host.settings
     sinks = _sinks(settings)
@@ -117,7 +117,7 @@ def create_app(host: Host) -> FastAPI:
 
 
 def _sinks(settings: ServerSettings) -> list[RequestSink]:
-    """What hears of requests. Raises InvalidRequestError."""
+    """Return the request log and the tracer that the settings name. Raises InvalidRequestError."""
     sinks: list[RequestSink] = []
     if settings.request_log is not None:
         sinks.append(LogWriter(settings.request_log, settings.log_form))
@@ -129,7 +129,7 @@ def _sinks(settings: ServerSettings) -> list[RequestSink]:
 
 
 def _serve_document(app: FastAPI) -> None:
-    """/openapi.json, which takes half a second: it is made once, beside the event loop."""
+    """Serve /openapi.json. It takes half a second, so a thread makes it once."""
     made: list[bytes] = []
     making = asyncio.Lock()
 
@@ -149,7 +149,7 @@ def _nearest_path(path: str) -> str:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Every error in the shape of the API schema that was spoken, with the names of ignored fields."""
+    """Send every error in the shape of the client's API schema, with the names of ignored fields."""
 
     def reply(http: Request, problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
         return response_of(problem, http.url.path, {**ignored_of(http).headers, **(headers or {})})
@@ -185,4 +185,4 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
-        return Response(status_code=499)  # which is not read
+        return Response(status_code=499)  # no client reads it

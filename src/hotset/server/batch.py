@@ -1,8 +1,8 @@
 """A file of requests, answered by the routes of the server without a socket: OpenAI's batch format.
 
-Each answer is appended as a line when it is ready. A line that is not a request has an error record in place
-of an answer. A run that is killed leaves whole lines, and at most a torn one at the end; the next run removes
-it once it has the lock on the file, and goes on with what is missing.
+Each answer is appended as a line when it is ready. A line that is not a request gets an error record instead
+of an answer. A killed run leaves whole lines, and at most a torn one at the end. The next run locks the file,
+removes the torn line and writes the missing answers.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
-AHEAD = 2  # requests on their way for each answer that is computed: there is always a next one
+AHEAD = 2  # requests in flight for each answer that is computed, so that the next one is ready
 MAX_LINE_BYTES = 64 << 20  # of a request
 SETTINGS = ServerSettings(max_queue=1 << 30, max_held_bytes=1 << 50)
-"""Of a service that a batch alone asks: the batch sees to it that few requests are on their way."""
+"""Of a service that only a batch uses: the batch itself limits the requests in flight."""
 _MAX_ANSWER_BYTES = 1 << 30  # of a line that is read back
 _BOM = b"\xef\xbb\xbf"
-_BLANK = b" \t\r\n"  # what JSON takes for space
+_BLANK = b" \t\r\n"  # white space in JSON
 _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
-_LINE_START = b'{"id":"batch_req_'  # of what this module writes
+_LINE_START = b'{"id":"batch_req_'  # of every line that this module writes
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Where a request is in its file: its line, from 1, and its bytes."""
+    """The place of a request in its file: its line, from 1, and its bytes."""
 
     number: int
     custom_id: str
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A line that is not a request. custom_id: None where it has none of its own. code: for programs."""
+    """A line that is not a request. custom_id: None if it has none of its own. code: for programs."""
 
     number: int
     custom_id: str | None
@@ -70,11 +70,11 @@ class Rejected:
 
 
 class RequestFile:
-    """The lines of a file of requests, checked: requests by custom_id, the others by number. Open until
+    """The checked lines of a file of requests: requests by custom_id, the others by number. Open until
     `close`.
 
-    max_nesting: of the JSON of a line. Raises InvalidRequestError for a file that is missing, and for one
-    that has lines and not one request.
+    max_nesting: of the JSON of a line. Raises InvalidRequestError for a missing file, and for a file that
+    has lines but no request.
     """
 
     def __init__(self, path: Path, max_nesting: int) -> None:
@@ -95,11 +95,11 @@ class RequestFile:
         return len(self.requests) + len(self.rejected)
 
     def line(self, request: Request) -> bytes:
-        """The JSON of a request on one line. Raises InvalidRequestError where the file was changed."""
+        """Return the JSON of a request on one line. Raises InvalidRequestError if the file was changed."""
         return self._again(request)[0].strip(_BLANK)
 
     def body(self, request: Request) -> dict[str, Any]:
-        """What is requested of the url. Raises as `line`."""
+        """Return the body of a request. Raises InvalidRequestError if the file was changed."""
         body: dict[str, Any] = self._again(request)[1]["body"]
         return body
 
@@ -113,12 +113,12 @@ class RequestFile:
         raise InvalidRequestError(f"{self.path} was changed while it was in use; run the same command again")
 
     def reject(self, request: Request, code: str, message: str) -> None:
-        """Makes an error record of a request that was sound for itself."""
+        """Replace a request, valid by itself, by an error record."""
         del self.requests[request.custom_id]
         self.rejected[request.number] = Rejected(request.number, request.custom_id, code, message)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. A second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> RequestFile:
@@ -156,7 +156,7 @@ class RequestFile:
 
 
 class _RejectedError(Exception):
-    """Why a line is not a request."""
+    """The reason that a line is not a request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -164,10 +164,10 @@ class _RejectedError(Exception):
 
 
 def _parsed(line: bytes, max_nesting: int) -> dict[str, Any]:
-    """A request with a custom_id, a url and a body. Raises _RejectedError."""
+    """Return a request with a custom_id, a url and a body. Raises _RejectedError."""
     try:
         check_json(line, max_nesting)
-        # As text: of bytes the decoder would guess the encoding, and take surrogates that UTF-8 forbids.
+        # Decode first: given bytes, json would guess the encoding and accept surrogates that UTF-8 forbids.
         given = json.loads(line.decode(), parse_constant=_not_json, parse_float=_finite)
     except (ValueError, RecursionError, RequestError) as error:
         raise _RejectedError("invalid_json_line", f"it is not JSON ({clause(error)})") from None
@@ -196,11 +196,11 @@ def _finite(text: str) -> float:
 
 
 class BatchRun:
-    """The requests of a file, and a file with their answers, which this run alone writes until `close`
+    """The requests of a file, and a file with their answers. Only this run writes the answers until `close`
     (POSIX).
 
-    Error records are written at once. Raises what RequestFile raises, InvalidRequestError for answers that
-    are not of these requests or that another process writes, and HotsetError where the file cannot be
+    Error records are written at once. Raises the errors of RequestFile. Raises InvalidRequestError for
+    answers to other requests, or if another process writes them. Raises HotsetError if the file cannot be
     written.
     """
 
@@ -224,7 +224,7 @@ class BatchRun:
         return len(self.file) - self.n_done
 
     async def run(self, service: Service, progress: Reporter) -> None:
-        """Answers what is missing. Whatever ends it, whole lines are left."""
+        """Answer the requests that have no answer yet. Only whole lines are written, however it ends."""
         app = create_app(service)
         async with app.router.lifespan_context(app):
             await service.loaded()
@@ -246,11 +246,11 @@ class BatchRun:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(n_workers):
                         group.create_task(work())
-            except BaseExceptionGroup as failed:  # the first ended the others
+            except BaseExceptionGroup as failed:  # the first error ended the other workers
                 raise failed.exceptions[0] from None
 
     def close(self) -> None:
-        """Lets other runs write the answers; safe to call twice."""
+        """Let other runs write the answers. A second call does nothing."""
         self._undone.close()
 
     def __enter__(self) -> BatchRun:
@@ -262,7 +262,7 @@ class BatchRun:
     # ---- answers ----
 
     def _resume(self) -> None:
-        """Counts the answers that are there, removes a torn line, and writes missing error records."""
+        """Count the existing answers, remove a torn line, and write missing error records."""
         self.n_failed = 0  # among those done: error records, and answers with a status other than 200
         self._done: set[str] = set()
         self._recorded: set[int] = set()  # lines that have their error record
@@ -305,14 +305,14 @@ class BatchRun:
         )
 
     def _append(self, line: bytes) -> None:
-        """Writes a line whole or not at all. Raises HotsetError where there is no room."""
+        """Write a line whole or not at all. Raises HotsetError if the disk has no room."""
         end = os.fstat(self._target.fileno()).st_size
         left = memoryview(line)
         try:
             while left:
                 left = left[self._target.write(left) :]
         except OSError as error:
-            with suppress(OSError):  # the next run does it
+            with suppress(OSError):  # the next run removes the torn line
                 self._target.truncate(end)
             raise HotsetError(
                 f"{self._path} cannot be written ({error.strerror}); it has {self.n_done} of "
@@ -321,14 +321,14 @@ class BatchRun:
 
 
 async def answer_line(app: FastAPI, custom_id: str, url: str, body: dict[str, Any]) -> tuple[bytes, int]:
-    """What an application answers to a request of a batch: its line, and the status."""
+    """Return an application's answer to a request of a batch as a line, and the HTTP status."""
     if body.get("stream"):
         refused = RequestError("stream is not for a batch; leave it out", param="stream")
         status, content = 400, bytes(response_of(problem_of(refused), url).body)
     else:
         if body.get("model") is None:  # the batch has one, and its requests need not name it
             body = body | {"model": app.state.host.name}
-        # What UTF-8 does not have arrives as it was written, and is judged as it would be by HTTP.
+        # A lone surrogate arrives unchanged, and the application checks it as it would over HTTP.
         status, content = await _asked(app, url, dumped_exactly(body))
     request_id = uuid.uuid4().hex
     response = {"status_code": status, "request_id": request_id, "body": json.loads(content)}
@@ -336,7 +336,7 @@ async def answer_line(app: FastAPI, custom_id: str, url: str, body: dict[str, An
 
 
 def error_line(rejected: Rejected) -> bytes:
-    """The error record of a line that is not a request."""
+    """Return the error record of a line that is not a request."""
     error = {"code": rejected.code, "message": f"line {rejected.number}: {rejected.message}"}
     return _record(uuid.uuid4().hex, rejected.custom_id, None, {**error, "line": rejected.number})
 
@@ -352,8 +352,8 @@ def _record(
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The answers, open for reading and for writing behind their end. There is no buffer: what was written is
-    in the file, or the caller knows that it is not."""
+    """Open the answers for reading and appending, without a buffer: a write has reached the file, or it
+    raises."""
     try:
         return path.open("a+b", buffering=0)
     except OSError as error:
@@ -361,7 +361,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, int, bytes]]:
-    """Start, size and content of each line with its end; of one of more bytes than `most`, its beginning."""
+    """Yield start, size and content of each line with its end. Content ends after `most` + 1 bytes."""
     start = 0
     while line := file.readline(most + 1):
         size, rest = len(line), line
@@ -372,14 +372,14 @@ def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _may_be_torn(rest: bytes) -> bool:
-    """Whether a last line without its end is the beginning of one that this module wrote. A power cut may
-    leave zeros."""
+    """Return whether a last line without its end begins like a line of this module. A power cut may leave
+    zeros."""
     rest = rest.rstrip(b"\0")
     return rest.startswith(_LINE_START) or _LINE_START.startswith(rest)
 
 
 async def _asked(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body of what the application answers, as a server of HTTP would ask it."""
+    """Return status and body of the application's reply to a POST."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status, parts = 500, []
 
@@ -411,7 +411,7 @@ async def _asked(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
     }
     try:
         await app(scope, receive, send)
-    except Exception as error:  # the application has answered with it (500), and raises it for a log
+    except Exception as error:  # the application has replied with status 500 and raises the error for a log
         if not parts:
             raise
         _log.warning("a request of the batch failed", exc_info=error)

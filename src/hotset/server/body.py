@@ -1,7 +1,7 @@
-"""The JSON of a request on its way to a route: a long one is parsed and checked beside the event loop.
+"""The JSON of a request on its way to a route: a thread parses and checks a long one.
 
-To do so costs the time that its values take, up to a quarter of a second (json_limits.py), in which the loop
-would answer no client. It is done for one body at a time, clients in turn.
+This takes up to a quarter of a second (json_limits.py), in which the event loop would answer no client. The
+thread does it for one body at a time, and clients take turns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hotset.server.streams import ClientGoneError, client_of, dropped_header, ho
 
 
 class RefusedBodyError(HTTPException):
-    """A body that is not what the route takes. (FastAPI lets no other kind out of `Request.json`.)
+    """A body that the route does not accept. (FastAPI lets no other kind out of `Request.json`.)
 
-    model: what the body says of it.
+    model: the name of the model in the body, if it has one.
     """
 
     def __init__(self, problem: Problem, model: str | None = None) -> None:
@@ -35,7 +35,7 @@ class RefusedBodyError(HTTPException):
 
 
 class BodyRoute(APIRoute):
-    """A route that gets its body from `Body.json` below. A router takes it as its `route_class`."""
+    """A route that gets its body from `BodyRequest.json`. Pass it to a router as `route_class`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -69,7 +69,7 @@ class BodyRequest(Request):
             raise RefusedBodyError(Problem(499, "the client is gone")) from None
 
     def _checked(self, body: bytes) -> Any:
-        """Raises RefusedBodyError."""
+        """Return the checked body. Raises RefusedBodyError."""
         try:
             given = loads(body)
             if self._model is None:

@@ -1,6 +1,6 @@
-"""Which models a server of several has: names that requests may say, and the files that they stand for.
+"""The models of a server: the names that requests may use, and their files.
 
-A request never names a file: what it says is looked up in this list and nowhere else.
+A request never names a file: hotset looks up the name in this list and nowhere else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Offered:
 class FileFacts:
     """Facts in a model file. size, modified: bytes and st_mtime_ns of its first file; n_bytes: of all.
     quantization: the tensor type with most of the bytes. has_zeros: whether its neurons can be zero, so that
-    idle ones are skipped; None for a file that this version cannot run."""
+    idle ones are skipped; None if this version cannot run the file."""
 
     size: int
     modified: int
@@ -77,10 +77,10 @@ def _has_zeros(gguf: GGUFFile) -> bool | None:
 
 
 class Catalogue:
-    """The models of a server, as they were found by the last `scan`.
+    """The models of a server, as the last `scan` found them.
 
-    named: models by name, of the command line. folder: whose models are offered too. with_store: so are those
-    of the store. file: settings, and more models.
+    named: models of the command line, by name. folder: its models are offered too. with_store: whether the
+    models of the store are offered. file: settings, and more models.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Catalogue:
         self.aliases: dict[str, str] = {}  # → the model's name
 
     def find(self, name: str) -> Offered | None:
-        """The model of a name or an alias, case does not matter; with `:latest` or without."""
+        """Return the model of a name or an alias; case does not matter, and `:latest` is optional."""
         lower = name.lower()
         return self._by_name.get(lower) or self._by_name.get(aliases.untagged(lower))
 
     def scan(self) -> None:
-        """Looks for models. Reads the disk: for a thread. Nothing changes where that fails."""
+        """Look for models. Call it in a thread, because it reads the disk. An error changes nothing."""
         found: dict[str, Offered] = {}
         for offered in self._files():
             found.setdefault(offered.name.lower(), offered)
@@ -118,7 +118,7 @@ class Catalogue:
         self.models, self.aliases, self._by_name = models, kept, found
 
     def check(self) -> None:
-        """That each table of the file is about a model that is there; after a scan. Raises
+        """Check that each table of the file is about an existing model; call it after a scan. Raises
         InvalidRequestError."""
         for name, settings in self.file.models.items():
             if self.find(name) is None:
@@ -134,7 +134,7 @@ class Catalogue:
                     )
 
     def facts(self, path: Path) -> FileFacts | None:
-        """Facts of a file, None for one that cannot be read. Reads the disk where it has changed."""
+        """Return facts of a file, None if it cannot be read. Reads the disk if the file has changed."""
         try:
             stat, known = path.stat(), self._facts.get(path)
             if known is not None and (known.size, known.modified) == (stat.st_size, stat.st_mtime_ns):
@@ -150,7 +150,7 @@ class Catalogue:
         return found
 
     def _files(self) -> Iterator[Offered]:
-        """Every model, the first of a name counts: of the file, the command line, the folder, the store."""
+        """Yield every model: of the models file, command line, folder, store. The first of a name counts."""
         stored = {model.name: model.path for model in store.list_models()}
         root = store.models_folder().resolve()
         found: list[tuple[str, Path]] = []
@@ -175,10 +175,10 @@ class Catalogue:
                 yield Offered(name=name, path=base, settings=settings)
 
     def _base(self, name: str, offered: Collection[Path]) -> Path | None:
-        """The file of a model that another one was created from, where it is offered, or the store's are."""
+        """Return the file of a created model's base, if it is offered or the store is; otherwise None."""
         try:
             path = store.local_path(name)
-        except HotsetError:  # several are called so
+        except HotsetError:  # several models have this name
             return None
         return path if self._with_store or path in offered else None
 
@@ -188,7 +188,7 @@ class Catalogue:
 
 
 def _names_in(folder: Path) -> list[tuple[str, Path]]:
-    """The models of a folder: by their files' names, or by their paths where two are called alike."""
+    """Return the models of a folder by their files' names, or by their paths if two have the same name."""
     paths = store.complete_models(folder)
     stems = [path.stem.lower() for path in paths]
     return [
@@ -203,7 +203,7 @@ def _names_in(folder: Path) -> list[tuple[str, Path]]:
 
 
 def with_aliases(file: ModelsFile, more: Mapping[str, str]) -> ModelsFile:
-    """With aliases of the command line. more: alias → name of a model."""
+    """Return the models file with aliases of the command line. more: alias → name of a model."""
     models = dict(file.models)
     for alias, name in more.items():
         settings = models.get(name, file.default)

@@ -1,7 +1,7 @@
-"""Tools that the client runs and that have a type of their own: functions for the model, and back.
+"""Tools that the client runs and that have a type of their own, translated to functions and back.
 
 The model sees a function in place of such a tool (`ClientTool.turn`). OpenAI's schemas write a call of that
-function as a call of the tool: `CallForm` has both directions. Anthropic's tools have calls like functions.
+function as a call of the tool: `CallForm` translates both ways. Anthropic's tools have calls like functions.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _input_of(arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How an item of /v1/responses writes the calls of a type of tool.
+    """The form in which an item of /v1/responses has the calls of a type of tool.
 
     name: of the function; "" for the tool's own. item: the item's type. prefix: of its id. field: of the
     item, for the call itself. read: returns the field's value for the function's arguments; raises ValueError
@@ -127,9 +127,9 @@ class CallForm:
     written: Callable[[Any], Any]
 
     def value(self, arguments: str) -> Any:
-        """Return the field's value for arguments as the model wrote them; None if they do not fit.
+        """Return the field's value for the model's arguments; None if they do not fit.
 
-        A custom tool takes any text: it gets the arguments themselves if they do not fit.
+        A custom tool accepts any text: arguments that do not fit are its value.
         """
         try:
             found = self.read(json.loads(arguments, strict=False))
@@ -143,7 +143,7 @@ class CallForm:
 
 
 def _given(value: Any) -> Any:
-    """Return the fields of a client's object that have a value, without the type that is the only one."""
+    """Return the fields of a client's object that have a value, without its only type."""
     if not isinstance(value, dict):
         return {}
     return {
@@ -167,9 +167,9 @@ FORMS: Mapping[str, CallForm] = {
         lambda given: _OPERATION.validate_python(given).model_dump(), _given,
     ),
 }  # fmt: skip
-"""By the type of the tool."""
+"""Forms by the type of the tool."""
 ITEM_FORMS: Mapping[str, CallForm] = {form.item: form for form in FORMS.values()}
-"""By the type of the item."""
+"""Forms by the type of the item."""
 
 _TIMEOUT = _whole("Milliseconds after which it is ended.")
 OPENAI_TOOLS: Mapping[str, ClientTool] = {
@@ -201,7 +201,7 @@ OPENAI_TOOLS: Mapping[str, ClientTool] = {
         ),
     ),
 }
-"""Tools with a type and no name."""
+"""Tools that have a type and no name."""
 
 
 @having(
@@ -222,7 +222,7 @@ class TextFormat(TextGrammar):
 
 
 def custom_tool(name: str, description: str | None, form: TextFormat | None) -> ClientTool:
-    """Return the function for a custom tool. form: of its input."""
+    """Return the function for a custom tool. form: the form of its input."""
     says = [description] if description else []
     given = _text("The text for the tool.")
     is_strict = False
@@ -302,7 +302,7 @@ _ANTHROPIC: Mapping[str, tuple[str, str, Json]] = {
         ),
     ),
 }
-"""By the beginning of the type, before its date: the usual name, the description and the parameters."""
+"""The usual name, description and parameters, by the type without its date."""
 
 
 def anthropic_tool(kind: str, name: str | None) -> ClientTool | None:

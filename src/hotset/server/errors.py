@@ -1,7 +1,7 @@
-"""From what went wrong to a status and a body, in the shape that the caller's client knows.
+"""Translation of an error to a status and a body, in the shape that the caller's client knows.
 
-Which shape that is the path says: /v1/messages is Anthropic's, /api/ is Ollama's, /v2/ is Cohere's, the
-others are OpenAI's.
+The path determines the shape: /v1/messages is Anthropic's, /api/ is Ollama's, /v2/ is Cohere's, all other
+paths are OpenAI's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hotset.parameters import shown
 from hotset.server import shapes
 from hotset.server.replies import JsonReply
 
-# The folders of an absolute path; not inside an address, nor a slash without a path.
+# The folders of an absolute path; not inside a URL, nor a slash without a path.
 _FOLDERS = re.compile(r"(?<![\w:/\\.~-])(?:[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+")
 
 
 def without_folders(message: str, *files: Path) -> str:
-    """Return a message for a client: files have their names, and no path of the server.
+    """Return a message for a client: it names files without the server's folders.
 
-    files: those that it may name although their folders have spaces.
+    files: these are found in the message even if their folders have spaces.
     """
     for file in files:
         message = message.replace(f"{file.parent}{os.sep}", "")
@@ -42,7 +42,7 @@ def without_folders(message: str, *files: Path) -> str:
 
 
 class UnreadableError(ValueError):
-    """Of a validator: what no model reads, or writes (modalities.py)."""
+    """A validator's error for content that no model reads or writes (modalities.py)."""
 
 
 class RequestError(HotsetError):
@@ -65,7 +65,7 @@ class RequestError(HotsetError):
 
 
 class NotReadyError(RequestError):
-    """The model is not there yet, or not any more."""
+    """The model is not loaded yet, or no longer loaded."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message, 503, code="not_ready", retry_after=retry_after)
@@ -73,7 +73,7 @@ class NotReadyError(RequestError):
 
 @dataclass(frozen=True)
 class Problem:
-    """An error as a client gets it; the fields are those of RequestError.
+    """An error for a client; the fields have the meaning of RequestError's.
 
     anthropic: the message for clients of Anthropic's API, if it differs.
     """
@@ -95,7 +95,7 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return an error as a client gets it: no path of the server, and only the kind of an unexpected one."""
+    """Return an error for a client: without the server's paths, and only the kind of an unexpected one."""
     match error:
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, error.retry_after)
@@ -131,8 +131,8 @@ def _too_long(error: ContextLengthError) -> Problem:
     )
 
 
-# Kinds of pydantic's complaints whose own words are about Python, and what is said of the field; names in
-# braces are of the complaint's context.
+# What hotset says of a field for the kinds of pydantic errors that speak of Python; names in braces are
+# in the error's context.
 _COMPLAINTS = {
     "dict_type": "must be a JSON object",
     "model_type": "must be a JSON object",
@@ -144,9 +144,9 @@ _COMPLAINTS = {
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """One of pydantic's complaints as a message that names the field.
+    """Return one of pydantic's errors as a message that names the field.
 
-    Of the alternatives of a union that was meant which went deepest before it failed.
+    For a union, it takes the error of the alternative that went deepest.
     """
 
     def weight(one: Mapping[str, Any]) -> tuple[bool, int]:
@@ -164,7 +164,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
     if _is_unreadable(error):
         return Problem(501, f"{where}: {error['ctx']['error']}", where, "not_supported")
     field, message = where or "the body", str(error.get("msg", "it is not valid"))
-    if kind == "value_error":  # one of ours, which says what was given
+    if kind == "value_error":  # one of ours, which names the value
         message = message.removeprefix("Value error, ")
     elif kind in _COMPLAINTS:
         message = _COMPLAINTS[kind].format(**error.get("ctx", {})).replace("_kind()", "'type'")
@@ -198,7 +198,7 @@ _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 501: "api_error", 
 
 
 def body_of(problem: Problem, path: str) -> dict[str, Any]:
-    """The JSON of an error for a client of `path`."""
+    """Return the JSON of an error for a client of `path`."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(problem.status) or _of_status(problem.status, "api_error")
         return shapes.AnthropicErrorReply.written(

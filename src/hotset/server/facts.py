@@ -1,4 +1,4 @@
-"""GET /props, /plan and /metrics: what is served, how, what of it lies where, and what was counted."""
+"""GET /props, /plan and /metrics: the model and its settings, its placement, and the counters."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from hotset.text.grammar_child import NAME_KEY
 MAX_BIASES = 4096
 """Tokens in a logit_bias."""
 MAX_CHOICES = 256
-"""Texts of a guided_choice."""
+"""Texts in a guided_choice."""
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -51,7 +51,7 @@ def _ollama_limit(value: int) -> int | None:
 
 
 def _seed(value: int) -> int:
-    """Return a seed of any sign as SamplingParams has it."""
+    """Return a seed as SamplingParams has it, for a value of either sign."""
     return value if value == -1 else value % 2**64
 
 
@@ -337,7 +337,7 @@ class AnswerFields(Body):
 
     @property
     def thinking_settings(self) -> Thinking:
-        """How much to think."""
+        """Return how much to think."""
         names: dict[str, str] = {}
         for place, part in ("extra_body.", self.extra_body), ("options.", self.options), ("", self):
             sources = {} if part is None else part.sources("thinking")
@@ -346,7 +346,7 @@ class AnswerFields(Body):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template."""
+        """Return the variables of the chat template."""
         return self.all_settings("template")
 
     def sampling(
@@ -354,8 +354,8 @@ class AnswerFields(Body):
     ) -> SamplingParams:
         """Return checked parameters. Raises InvalidRequestError.
 
-        defaults: of the model, for the parameters that are missing (Service.sampling). logprobs: as in
-        SamplingParams. over: parameters that override those of the request.
+        defaults: of the model, for missing parameters (Service.sampling). logprobs: as in SamplingParams.
+        over: parameters that override the request's.
         """
         given = self.all_settings("sampling")
         return SamplingParams(**{**defaults, **given, **over, "logprobs": logprobs})

@@ -1,4 +1,4 @@
-"""GET /health: whether the model is there."""
+"""GET /health: whether the server can answer."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ router = APIRouter()
 async def health(http: Request, response: Response) -> dict[str, Any]:
     """200 once it answers; 503 while it loads and when it ends."""
     host_of(http).check_ready()
-    response.headers["server"] = "hotset"  # whom `hotset launch` may send a key
+    response.headers["server"] = "hotset"  # tells `hotset launch` that it may send a key
     return {"status": "ok"}

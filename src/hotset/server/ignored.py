@@ -19,7 +19,7 @@ _MAX_PATH = 2 * MAX_NAME
 
 
 class Ignored:
-    """The ignored fields of one request. client: its type. is_strict: they are refused."""
+    """The ignored fields of one request. client: the client's program. is_strict: refuse ignored fields."""
 
     def __init__(self, client: str, notices: Notices, *, is_strict: bool) -> None:
         self._client, self._notices, self._is_strict = client, notices, is_strict
@@ -40,7 +40,7 @@ class Ignored:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more fields are reported."""
+        """Return whether the report is full, so that further fields are left out."""
         return len(self._names) == MAX_IGNORED
 
     @property

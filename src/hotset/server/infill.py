@@ -1,4 +1,4 @@
-"""POST /infill: text for a gap, in the shape of llama-server, as editors ask for it."""
+"""POST /infill: text for a gap, in llama-server's format, which editors use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class InfillBody(AnswerFields):
 
     @cached_property
     def only_reads(self) -> bool:
-        """Whether the client only wants the prompt in the cache."""
+        """Return whether the client only wants the prompt in the cache."""
         return bool(self.all_settings("sampling").get("max_tokens") == 0)
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:

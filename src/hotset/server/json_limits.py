@@ -1,7 +1,7 @@
-"""How much a JSON body may hold, found without parsing it.
+"""Limits on the values of a JSON body, checked without parsing it.
 
-To parse JSON takes the interpreter's lock from everyone else until the end, and what takes its time is the
-number of values, not of bytes: 4 MB of "[]," are a second, 4 MB of text are nothing.
+Python's JSON parser holds the interpreter's lock until it ends. Its time depends on the number of values, not
+of bytes: 4 MB of "[]," take a second, 4 MB of text almost no time.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from hotset.server.preparation import LONG_BYTES
 MAX_ITEMS = 1 << 16
 """Texts (names of fields are texts, too), lists and objects of a body; a message has five or so."""
 MAX_LISTS = 1 << 13
-"""Lists and objects: to check a block of an Anthropic message takes 5 us, under the interpreter's lock."""
+"""Lists and objects: checking a block of an Anthropic message takes 5 us, under the interpreter's lock."""
 MAX_VALUES = 5 << 16
-"""Values that commas divide: token ids, mostly, of which OpenAI takes 300,000 to embed. To parse them takes
-40 ms."""
+"""Values, counted by commas. Most are token ids, of which OpenAI accepts 300,000 to embed. Parsing this many
+takes 40 ms."""
 MAX_FRACTIONS = 1 << 14
-"""Numbers with a point or an exponent: they take twenty times as long as others."""
+"""Numbers with a point or an exponent: parsing one takes twenty times as long as an integer."""
 MAX_DIGITS = 256
-"""Of a number; the time grows with the square of it."""
+"""Digits of a number; the parsing time grows with their square."""
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _CHUNK = 1 << 18  # bytes
 
 
 def loads(body: bytes) -> Any:
-    """The value of a JSON text. Raises RequestError where it is none.
+    """Return the value of a JSON text. Raises RequestError if the text is not JSON.
 
-    As UTF-8: of bytes Python's parser guesses the encoding, and `check_json` reads bytes of no other one.
+    It decodes UTF-8 first, which `check_json` assumes: given bytes, Python's parser would guess the encoding.
     """
     try:
         return json.loads(body.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
-        reason = error.msg  # where: FastAPI leaves it out, and so do other servers
+        reason = error.msg  # without the position, which FastAPI and other servers leave out, too
     except (ValueError, RecursionError) as error:
         reason = str(error)
     raise RequestError(f"the body is not valid JSON: {clause(reason)}", code="invalid_json")
 
 
 def check_json(body: bytes, max_nesting: int) -> None:
-    """Raises RequestError for lists and objects nested deeper than that, and for more than is above.
+    """Raise RequestError if the body is nested deeper than `max_nesting`, or exceeds a limit above.
 
-    What is no JSON may pass: it is for the parser to refuse, which stops where it ceases to be some.
+    Text that is not JSON may pass. The parser rejects it at the first wrong character.
     """
     n_open = body.count(b"[") + body.count(b"{")
     if (
@@ -64,16 +64,16 @@ def check_json(body: bytes, max_nesting: int) -> None:
 
 
 class _Scan:
-    """Counts what is outside of strings, a part of the body at a time."""
+    """A counter of brackets, values and numbers outside of strings. It takes the body in parts."""
 
     def __init__(self, max_nesting: int) -> None:
         self._max_nesting = max_nesting
         self._in_string = False
-        self._escaped = False  # the next byte, by a backslash
+        self._escaped = False  # whether a backslash escapes the next byte
         self._depth = self._n_items = self._n_lists = self._n_values = self._n_fractions = 0
 
     def push(self, part: np.ndarray) -> None:
-        """part: uint8."""
+        """Count a part of the body. part: uint8 [bytes]. Raises RequestError if a limit is exceeded."""
         inside = self._inside(part)
 
         def outside(*signs: str) -> np.ndarray:
@@ -108,11 +108,11 @@ class _Scan:
             raise _too_many(f"{MAX_DIGITS} digits in a number")
 
     def _inside(self, part: np.ndarray) -> np.ndarray:
-        """Which bytes are in a string, less the quote that ends it."""
+        """Return which bytes are in a string, bool [bytes]. The closing quote is not in it."""
         quotes = np.flatnonzero(part == _QUOTE)
         others = np.flatnonzero(part != _BACKSLASH)
-        # Backslashes right before a quote, of which the last escapes it if their number is odd. One before
-        # this part that escapes its first byte counts as one more.
+        # A quote is escaped if an odd number of backslashes precedes it. If the part before this one ends
+        # with a backslash that escapes the first byte here, it counts as one more.
         before = np.searchsorted(others, quotes) - 1
         last = np.where(before >= 0, others[before], -1 - self._escaped) if len(others) else quotes
         ends = quotes[(quotes - last) % 2 == 1]
@@ -121,7 +121,7 @@ class _Scan:
         flips = np.zeros(len(part), np.uint8)
         flips[ends] = 1
         inside = np.bitwise_xor.accumulate(flips) ^ self._in_string
-        self._n_items += int(flips[inside == 1].sum())  # each string by the quote that begins it
+        self._n_items += int(flips[inside == 1].sum())  # count each string at its opening quote
         self._in_string = bool(inside[-1])
         return inside.astype(bool)
 

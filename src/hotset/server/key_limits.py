@@ -1,4 +1,4 @@
-"""What holders of API keys have left of their limits."""
+"""The remaining limits of the holders of API keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES_SHOWN = 8  # in a message
 
 
 class Bucket:
-    """What may be used in a minute. seconds: of the clock, for tests."""
+    """An allowance that refills by `per_minute` each minute. seconds: the clock, replaced by tests."""
 
     def __init__(self, per_minute: float, seconds: Callable[[], float] = time.monotonic) -> None:
         self._most = self._level = per_minute
@@ -24,20 +24,20 @@ class Bucket:
         self._at = seconds()
 
     def wait(self, n: float) -> float:
-        """Seconds until n may be used; 0: now."""
+        """Return the seconds until n may be used; 0: now."""
         now = self._clock()
         self._level = min(self._most, self._level + (now - self._at) * self._most / _SECONDS)
         self._at = now
         return max(0.0, (n - self._level) * _SECONDS / self._most)
 
     def take(self, n: float) -> None:
-        """Uses n, whether there are as many or not."""
+        """Use n, even if fewer are left."""
         self._level -= n
 
 
 @dataclass(eq=False)
 class Holder:
-    """Who holds a key, as a server knows it: with what is left of its limits."""
+    """The holder of a key, with its remaining limits."""
 
     name: str
     digest: bytes
@@ -56,7 +56,7 @@ class Holder:
         return cls(key.name, bytes.fromhex(key.sha256), models, key.manages, requests, tokens)
 
     def check(self) -> None:
-        """Counts a request. Raises RequestError (429) where there are too many, or tokens were."""
+        """Count a request. Raises RequestError (429) if the requests or tokens of this minute are used up."""
         for bucket, what, n in ((self.requests, "requests", 1.0), (self.tokens, "tokens", 1.0)):
             if bucket is not None and (seconds := bucket.wait(n)) > 0:
                 raise RequestError(
@@ -73,8 +73,10 @@ class Holder:
         return not self.models or model.lower() in self.models
 
     def not_served(self, name: str) -> RequestError:
-        """Of a model that the key may not use, and of one that does not exist: which of the two it is, and
-        which other models there are, the holder does not learn."""
+        """Return the error for a model that the key may not use, or that does not exist.
+
+        The holder learns neither which of the two it is, nor the names of other models.
+        """
         return RequestError(
             f"the model {clause(shown(name))} is not served to the key {self.name!r}, which may use "
             f"{self.shown}",
@@ -85,7 +87,7 @@ class Holder:
 
     @property
     def shown(self) -> str:
-        """Its models, for a message."""
+        """Return the names of its models, for a message."""
         names = sorted(self.models)
         more = len(names) - _NAMES_SHOWN
         return ", ".join(map(repr, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")

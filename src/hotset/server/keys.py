@@ -8,8 +8,9 @@
     manages = false               # whether it may load, fetch and delete models, load adapters, save
                                   # slots, and call tools; default true
 
-A limit is a bucket that a minute fills: so many may come at once, and then as many as come in again. Tokens
-are counted when an answer has ended; a key that has used more than it has waits until that has come in.
+Each limit is a bucket that refills once per minute. A key can use a whole bucket at once, and then waits for
+the refill. Tokens are counted when an answer has ended; a key that has used too many waits until the refill
+has covered them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def digest(key: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedKey:
-    """A key. sha256: of it. models: names that it may ask; none: all."""
+    """A key. sha256: its hash. models: names that it may use; empty: all."""
 
     name: str
     sha256: str
@@ -47,7 +48,7 @@ class NamedKey:
 
 
 def read_keys(path: Path) -> tuple[NamedKey, ...]:
-    """The keys of a file. Raises InvalidRequestError, which never quotes a key."""
+    """Return the keys of a file. Raises InvalidRequestError, which never quotes a key."""
     try:
         given = tomllib.loads(read_small_text(path, _MAX_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Runs the application on a socket until a signal ends it."""
+"""Run the application on a socket until a signal ends it."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from hotset.server.settings import ServerSettings
 
 log = logging.getLogger("hotset.server")
 
-SWITCH_SECONDS = 0.0005  # Python's own are 5 ms: longer than a step, for which the engine would wait
-_CHECK_SECONDS = 1  # between two looks at what connections take too long for
-_LAST_SECONDS = 5  # for the last events of answers that are ended to reach their clients
+SWITCH_SECONDS = 0.0005  # Python's default is 5 ms: longer than a step, and the engine would wait for it
+_CHECK_SECONDS = 1  # between two checks for connections that take too long
+_LAST_SECONDS = 5  # for the last events of ended answers to reach their clients
 
 
 def listen(service: Host, report: Callable[[str], None]) -> None:
-    """Serves until SIGTERM or Ctrl-C, and a moment longer: answers that run may end, within a time.
+    """Serve until SIGTERM or Ctrl-C. Running answers may then finish within the grace time.
 
     A second signal ends them at once. report: called with the address once the server listens.
-    Raises what keeps it from listening, or the model from being loaded.
+    Raises the error that prevents listening or loading the model.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     bound_logs()
@@ -59,7 +59,7 @@ def listen(service: Host, report: Callable[[str], None]) -> None:
 
 @contextmanager
 def listening(settings: ServerSettings) -> Iterator[ListeningSocket]:
-    """What the server listens on. Raises InvalidRequestError, also for a certificate that cannot be used."""
+    """Yield the listening socket. Raises InvalidRequestError, also for a certificate that cannot be used."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_certificate(settings.tls_cert, settings.tls_key)
     if settings.socket is None:
@@ -73,14 +73,14 @@ def listening(settings: ServerSettings) -> Iterator[ListeningSocket]:
             yield bound
         finally:
             with suppress(OSError):
-                if os.path.samestat(path.lstat(), made):  # else it is another server's by now
+                if os.path.samestat(path.lstat(), made):  # otherwise another server has replaced it
                     path.unlink()
 
 
 def check_certificate(cert: str, key: str) -> None:
-    """Raises InvalidRequestError for files that do not make HTTPS."""
+    """Raise InvalidRequestError if the two files are not a certificate and its key."""
     try:
-        # A key with a passphrase would be asked for it on the terminal, and a server has none.
+        # Without `password`, OpenSSL would ask for a passphrase on the terminal, which a server lacks.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
     except OSError as error:  # ssl.SSLError is one
         why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
@@ -91,8 +91,8 @@ def check_certificate(cert: str, key: str) -> None:
 
 
 def unix_socket(path: Path) -> ListeningSocket:
-    """A listening Unix socket, for this user alone; one that a dead server left is replaced. Raises
-    InvalidRequestError."""
+    """Return a listening Unix socket that only this user can use. It replaces the socket of a dead server.
+    Raises InvalidRequestError."""
     if not hasattr(socket, "AF_UNIX"):
         raise InvalidRequestError("this system has no Unix sockets; use --host and --port")
     bound = ListeningSocket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -114,7 +114,7 @@ def unix_socket(path: Path) -> ListeningSocket:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether a socket stands there on which nothing listens."""
+    """Return whether a socket exists at the path, but no process listens on it."""
     if not path.is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
@@ -126,7 +126,7 @@ def _is_dead(path: Path) -> bool:
 
 
 def bound_socket(host: str, port: int) -> ListeningSocket:
-    """A listening socket. Raises InvalidRequestError where it cannot be had."""
+    """Return a listening socket. Raises InvalidRequestError if the address cannot be used."""
     host = host.strip("[]")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -149,20 +149,20 @@ def bound_socket(host: str, port: int) -> ListeningSocket:
 
 
 class Served(Protocol):
-    """What answers behind an application: a Service, or a front end of several."""
+    """A host behind an application: a Service, or a front end of several."""
 
     settings: ServerSettings
     stopping: bool
 
     async def loaded(self) -> None:
-        """Waits until it can answer. Raises what keeps it from that."""
+        """Wait until it can answer. Raises the error that prevents it."""
 
     def end_answers(self) -> None:
-        """Ends what runs; each client gets an error that the server ends."""
+        """End running answers; each client gets an error that says that the server ends."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which bounds connections and lets the service end its answers when a signal comes."""
+    """A uvicorn server that limits connections, and lets the service end its answers after a signal."""
 
     def __init__(
         self, service: Served, bound: ListeningSocket, report: Callable[[str], None], app: ASGIApp
@@ -221,15 +221,15 @@ class Server(uvicorn.Server):
     async def _until_loaded(self) -> None:
         try:
             await self._service.loaded()
-        except Exception:  # which `listen` raises when all is closed
+        except Exception:  # `listen` raises it when everything is closed
             self.should_exit = True
         else:
-            # What a model is made of stays: to look for circles among it would take 150 ms of everyone's
-            # time, again and again while requests make objects.
+            # Exempt the model's many objects from garbage collection. Scanning them takes 150 ms, in which
+            # no request runs, and new objects of requests would cause scan after scan.
             gc.freeze()
 
     async def _check_connections(self) -> None:
-        """Until the loop ends: while the server shuts down, too."""
+        """Close slow connections until the loop ends, also while the server shuts down."""
         seconds = self._service.settings.max_write_seconds
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
@@ -240,7 +240,7 @@ class Server(uvicorn.Server):
             check_connections(connections, now, min(seconds, _LAST_SECONDS) if self.should_exit else seconds)
 
     def handle_exit(self, _: int, __: FrameType | None) -> None:
-        """The first signal lets answers run on for a time, the second ends them."""
+        """Let answers finish within the grace time at the first signal, and end them at the second."""
         loop, service = self._loop, self._service
         if loop is None:
             self.should_exit = self.force_exit = True
@@ -257,7 +257,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def _hangup_as(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGHUP, which a closed terminal sends, is handled as SIGTERM is; nohup's choice to ignore it stands."""
+    """Handle SIGHUP, which a closed terminal sends, like SIGTERM. nohup's choice to ignore it is kept."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not hasattr(signal, "SIGHUP") or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         yield

@@ -15,7 +15,7 @@ from hotset.server.replies import event
 from hotset.server.service import Service
 from hotset.server.shapes import LlamaReply, LlamaTimings
 
-MAX_FIELDS = 64  # of a reply
+MAX_FIELDS = 64  # per reply
 MAX_FIELD_CHARS = 128  # of a field's name, which is split on the event loop
 
 ResponseFields = Annotated[
@@ -154,7 +154,7 @@ def _milliseconds(n: int, per_second: float) -> float:
 
 
 def _chosen(reply: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """Return those fields that the reply has; "timings/prompt_n" is a field with that name."""
+    """Return the given fields that the reply has; "timings/prompt_n" names a nested field."""
     chosen = {}
     for path in fields:
         value: Any = reply

@@ -65,7 +65,7 @@ class LlamaCompletionBody(SamplingFields):
 
     @cached_property
     def only_reads(self) -> bool:
-        """True if the client only wants the prompt in the cache."""
+        """Return whether the client only wants the prompt in the cache."""
         return bool(self.all_settings("sampling").get("max_tokens") == 0)
 
     @property
@@ -85,7 +85,7 @@ class LlamaCompletionBody(SamplingFields):
 
 
 def _read(model: Model, prompt: str | list[int | str]) -> str | list[int]:
-    """Return a prompt with its texts as tokens, if it has tokens too. A text at the beginning has BOS."""
+    """Return a prompt with texts and tokens as tokens; a plain text unchanged. BOS precedes a first text."""
     if isinstance(prompt, str):
         return prompt
     tokens: list[int] = []

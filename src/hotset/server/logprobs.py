@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's clients read them; Ollama's read the same."""
+"""Log probabilities in the form of OpenAI's clients, which Ollama's clients use, too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hotset.text.tokenizer import Tokenizer
 
 
 def logprob_of(logprob: float) -> float:
-    """JSON has no infinity: -9999 is what OpenAI's clients know for a token of no probability at all."""
+    """Return a logprob for JSON, which has no infinity: OpenAI's clients know -9999 for probability 0."""
     return max(logprob, -9999.0)
 
 
 def spelled(tokenizer: Tokenizer, one: TokenLogprobs, n_top: int) -> dict[str, Any]:
-    """A token with its logprob, and the n_top most likely in its place."""
+    """Return a token with its logprob, and the n_top most likely tokens at its position."""
     top = [entry(tokenizer, token, logprob) for token, logprob in one.top[:n_top]]
     return TokenWithTop.written(**entry(tokenizer, one.token, one.logprob), top_logprobs=top)
 

@@ -1,4 +1,4 @@
-"""Lines of the log at a bounded rate: what clients can cause, they can cause a thousand times a second."""
+"""Rate limits for log lines: clients can cause a thousand a second."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import time
 from typing import Any
 
 LOGGERS = ("hotset.server", "hotset.grammar", "uvicorn.error", "asyncio")
-N_LINES, SECONDS = 20, 10.0  # so many of one logger in so long; the first one after it says how many were not
+N_LINES, SECONDS = 20, 10.0  # at most N_LINES of one logger in SECONDS; the next one counts the omitted lines
 
 log = logging.getLogger("hotset.server")
 
-MOST_NOTICES = 1000  # that one server remembers
+MOST_NOTICES = 1000  # lines that one server remembers
 
 
 class Notices:
-    """Lines that a server logs once, however often requests cause them."""
+    """Log lines that a server writes once, however often requests cause them."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def log(self, line: str) -> None:
-        """Log a line that was not logged before; nothing once there were MOST_NOTICES."""
+        """Log a line that was not logged before. After MOST_NOTICES different lines it logs no more."""
         if line not in self._logged and len(self._logged) < MOST_NOTICES:
             self._logged.add(line)
             log.warning("%s", line)
 
 
 class RateLimit(logging.Filter):
-    """Lets `N_LINES` records pass in every `SECONDS`, and counts the others."""
+    """A filter that passes `N_LINES` records in every `SECONDS`, and counts the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class RateLimit(logging.Filter):
 
 
 def bound_logs() -> None:
-    """Bounds the rate of the server's loggers; once is enough."""
+    """Limit the rate of the server's loggers. A second call changes nothing."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(one, RateLimit) for one in logger.filters):
@@ -55,7 +55,7 @@ def bound_logs() -> None:
 
 
 def log_loop_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An event loop's exception handler: no traceback for what the system refuses (no descriptor is left)."""
+    """Log an event loop's error, without a traceback for an OSError, such as a lack of descriptors."""
     error = context.get("exception")
     if isinstance(error, OSError):
         log.warning("%s: %s", context.get("message"), error)

@@ -1,8 +1,8 @@
-"""Adapters (LoRA): which a model has, and how much of each by default, as llama-server's clients ask it;
-loaded and unloaded as vLLM's do.
+"""Adapters (LoRA) of a model: list them and set their default scales, as llama-server does; load and unload
+them, as vLLM does.
 
-They are of all clients, and are read from this machine's files: without an API key only this machine may
-change them, as it may load models (manage.py).
+All clients share them, and they are read from this machine's files. Without an API key only this machine may
+change them, by the same rule as for loading models (manage.py).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ async def unload(body: UnloadBody, http: Request) -> Response:
 
 
 async def _done(http: Request, service: Service, work: Any, *given: Any, file: Path | None = None) -> Any:
-    """Return the result of `work`, which runs in a thread since it waits for a step.
+    """Return the result of `work`, which runs in a thread because it waits for a step.
 
     file: the adapter. Raises RequestError for arguments or a file that cannot be used.
     """

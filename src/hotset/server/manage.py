@@ -1,5 +1,5 @@
-"""What clients may do with the models of a server that has several: load, unload, fetch, name and delete
-them, in the forms of llama-server and of Ollama.
+"""Management of the models of a server with several: load, unload, fetch, name and delete them, in the forms
+of llama-server and of Ollama.
 
 Without an API key only this machine may do so, and no page of another origin.
 """
@@ -35,7 +35,7 @@ from hotset.server.streams import HOLDER, file_of, host_of, limited_holder, list
 from hotset.storage import aliases, created, store
 from hotset.storage.catalogue import ENTRIES
 
-# What a reverse proxy adds: behind one, every request comes from this machine.
+# Headers that a reverse proxy adds: behind a proxy, every request comes from this machine.
 _FORWARDED = (
     "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via",
 )  # fmt: skip
@@ -48,7 +48,7 @@ def models_of(http: Request) -> Models:
 
 
 def check_manager(http: Request) -> None:
-    """Raises RequestError (403) where the request has no key and is not this machine's own."""
+    """Raise RequestError (403) if the request has no managing key and does not come from this machine."""
     check_allowed(http, "models are managed", "manage models")
 
 
@@ -61,8 +61,8 @@ def may_manage(http: Request) -> bool:
 
 
 def check_allowed(http: Request, done: str, do: str) -> None:
-    """As `check_manager`, of something else that only managers do; done, do: what it is."""
-    if host_of(http).settings.has_keys:  # without one it would not be here
+    """Check as `check_manager` for another action of managers. done, do: its words in messages."""
+    if host_of(http).settings.has_keys:  # requests without a valid key were refused earlier
         holder: Holder | None = http.scope.get(HOLDER)
         if holder is None or not holder.manages:
             raise RequestError(f"this key may not {do}", 403, code="not_a_manager")
@@ -79,15 +79,15 @@ def check_allowed(http: Request, done: str, do: str) -> None:
 
 
 def _check_target(http: Request, name: str) -> None:
-    """Raises RequestError for the name of a model, or of what is made of one, that is not the key's."""
+    """Raise RequestError if the key may not use this model, or the model behind this alias."""
     holder, offered = limited_holder(http), models_of(http).catalogue.find(name)
     if holder is not None and not holder.may_ask(name if offered is None else offered.name):
         raise holder.not_served(name)
 
 
 def _is_loopback(http: Request) -> bool:
-    """Whether a request comes from this machine: from a loopback address, or through a Unix socket."""
-    if http.client is None:  # also of a connection whose address the server could not find out
+    """Return whether a request comes from this machine: a loopback address, or a Unix socket."""
+    if http.client is None:  # also if the server could not determine the connection's address
         return host_of(http).settings.socket is not None
     try:
         return ipaddress.ip_address(http.client.host).is_loopback
@@ -99,7 +99,7 @@ router = APIRouter(route_class=BodyRoute)
 
 
 def adapter_path(http: Request, given: str) -> str:
-    """The adapter that a client names, in the folder of --lora-dir: it may name no other file of the machine.
+    """Return the path of the adapter that a client names. Only files in the folder of --lora-dir are allowed.
     Raises RequestError."""
     folder = host_of(http).settings.lora_dir
     if folder is None:
@@ -145,7 +145,7 @@ class OllamaModelBody(Body):
 
 class PullBody(OllamaModelBody):
     stream: bool | None = None
-    insecure: bool | None = None  # of a registry without TLS, of which there is none here
+    insecure: bool | None = None  # for a registry without TLS, which hotset does not support
 
 
 class CopyBody(Body):
@@ -180,7 +180,7 @@ class CreateBody(OllamaModelBody):
     quantize: Any = None
 
     def parsed(self) -> tuple[Modelfile, str]:
-        """Return the Modelfile that this is, and its text. Raises InvalidRequestError."""
+        """Return the Modelfile that the body describes, and its text. Raises InvalidRequestError."""
         for name in ("files", "adapters", "quantize"):
             if getattr(self, name) is not None:
                 raise RequestError(f"{name} is not supported; name a stored model by from", param=name)
@@ -207,7 +207,7 @@ class CreateBody(OllamaModelBody):
 
 
 def _with_plain_newlines(text: str) -> str:
-    """As a Modelfile is read."""
+    """Return the text with LF line ends, as in a Modelfile that was read."""
     return text.replace("\r\n", "\n")
 
 
@@ -312,7 +312,7 @@ async def pull(body: PullBody, http: Request) -> Response:
     if body.stream is False:
         await while_connected(http, rest())
         return JsonReply({"status": "success"})
-    first = await anext(states)  # or what is wrong with the request
+    first = await anext(states)  # raises if the request is wrong
 
     async def lines() -> AsyncIterator[bytes]:
         try:
@@ -340,7 +340,7 @@ async def copy(body: CopyBody, http: Request) -> Response:
     host = models_of(http)
     _, source, _ = await file_of(http, body.source)
     alias = aliases.check_alias(aliases.untagged(body.destination))
-    if host.catalogue.find(alias) is not None:  # an alias, which gets another model
+    if host.catalogue.find(alias) is not None:  # the name exists: it must be this key's
         _check_target(http, alias)
     if alias.lower() in {model.name.lower() for model in host.catalogue.models}:
         raise RequestError(
@@ -357,7 +357,7 @@ async def create(body: CreateBody, http: Request) -> Response:
     copied."""
     host, name = models_of(http), aliases.untagged(body.named())
     modelfile, text = await asyncio.to_thread(body.parsed)
-    # Of a model that the key may ask: the new one has another name.
+    # The key must be allowed to use the base model. The new model has another name.
     _, base, path = await file_of(http, aliases.untagged(modelfile.base))
     old = await asyncio.to_thread(created.find, name)
     if old is not None or host.catalogue.find(name) is not None:  # also an alias, which the new one hides
@@ -396,7 +396,7 @@ async def delete(body: OllamaModelBody, http: Request) -> Response:
         await asyncio.to_thread(created.remove, name)
         await host.scan(now=True)
         return Response()
-    await file_of(http, name)  # or it is not known
+    await file_of(http, name)  # raises if the name is unknown
     offered = host.catalogue.find(name)
     if offered is None or not offered.is_stored or offered.name.lower() != name.lower():
         raise _not_deleted(name, offered)

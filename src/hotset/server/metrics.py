@@ -1,4 +1,4 @@
-"""What a server counts, as Prometheus reads it.
+"""Metrics of a server for Prometheus.
 
 Names and labels are a contract: no label has values that a request could invent.
 """
@@ -22,7 +22,7 @@ from hotset.server.answers import Answer
 from hotset.server.key_limits import Holder
 from hotset.server.vectors import Vectors
 
-# What the engine counts (engine/counters.py): name → its field, what it is.
+# Counters of the engine (engine/counters.py): name → its field, its description.
 ENGINE_COUNTERS = {
     "hotset_steps": ("steps", "Steps (batches of tokens) that the engine computed."),
     "hotset_step_seconds": ("step_seconds", "Seconds that the engine's steps took."),
@@ -116,7 +116,7 @@ STEP_SIZES = (
     "Seconds that a step of n_tokens tokens takes, as measured for speculative decoding.",
 )
 
-# Of a server with several models.
+# Metrics of a server with several models.
 MODELS_LIMIT = ("hotset_models_memory_limit_bytes", "Memory limit of all loaded models together.")
 MODEL_GAUGES = {
     "hotset_model_loaded": ("loaded", "1 for a model that is loaded."),
@@ -136,7 +136,7 @@ _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """The counters of one service, in a registry of their own. now: what is asked at each scrape."""
+    """The counters of one service, in a registry of their own. now: returns the metrics of each scrape."""
 
     def __init__(self, now: Callable[[], Iterator[Metric]]) -> None:
         registry = self.registry = CollectorRegistry()
@@ -168,7 +168,7 @@ class Metrics:
             self.answers.labels(reason)
 
     def count(self, answer: Answer | Vectors) -> None:
-        """What is closed."""
+        """Count an answer or vectors that are closed."""
         self.whole.observe(time.perf_counter() - answer.asked)
         for reason, n in Counts(answer.reasons).items():
             self.answers.labels(reason).inc(n)
@@ -181,7 +181,7 @@ class Metrics:
 
 
 def engine_metrics(models: Sequence[tuple[tuple[str, ...], Model]]) -> Iterator[Metric]:
-    """What the engines of models count, each with the values of its labels: none, or its name."""
+    """Yield the metrics of engines. Each model comes with the values of its labels: none, or its name."""
     labels = ("model",) if any(values for values, _ in models) else ()
 
     def families(
@@ -230,7 +230,7 @@ def engine_metrics(models: Sequence[tuple[tuple[str, ...], Model]]) -> Iterator[
 
 
 class _Now(Collector):
-    """What is asked at the moment of a scrape."""
+    """A collector of the metrics that are computed at each scrape."""
 
     def __init__(self, now: Callable[[], Iterator[Metric]]) -> None:
         self._now = now
@@ -240,7 +240,7 @@ class _Now(Collector):
 
 
 class OfHolder(Collector):
-    """What a holder of a key may see of a registry: not the models that it may not ask."""
+    """A view of a registry for the holder of a key: without models that the holder may not use."""
 
     def __init__(self, registry: CollectorRegistry, holder: Holder) -> None:
         self._registry, self._holder = registry, holder
@@ -256,7 +256,7 @@ class OfHolder(Collector):
 
 
 class RequestCounter:
-    """Counts what passes, refused or not, by the route that it found."""
+    """Middleware that counts requests, refused or not, by their route and status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

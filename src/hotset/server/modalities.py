@@ -1,7 +1,7 @@
-"""What no model here reads or writes: pictures, sound and documents. The answer is 501, with the model's
+"""Replies to pictures, sound and documents, which no model here reads or writes: status 501, with the model's
 name.
 
-OpenAI's routes for it, and parts of messages in every API schema.
+They cover OpenAI's routes for these, and parts of messages in every API schema.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ROUTES = {
     "/v1/images/edits": "image editing",
     "/v1/images/variations": "variation of images",
 }
-"""Of OpenAI's, and what each is for."""
+"""OpenAI's routes, and the purpose of each."""
 
 _PARTS = frozenset({
     "audio", "audio_url", "document", "file", "image", "image_url", "input_audio", "input_file",
     "input_image", "input_video", "video", "video_url",
 })  # fmt: skip
 
-_KEPT_BYTES = 64 << 10  # of the beginning and of the end of a body, in which the model's name is looked for
-_MOST_BYTES = 32 << 20  # that are read, so that the client gets to the reply; OpenAI takes 25 MB at most
+_KEPT_BYTES = 64 << 10  # of the beginning and of the end of a body, to search for the model's name
+_MOST_BYTES = 32 << 20  # read from a body, so that the client gets to the reply; OpenAI's limit is 25 MB
 _MOST_NAME_BYTES = 256
 _MOST_HEAD_BYTES = 1024  # of a part of a form
 _OF_MODEL = re.compile(rb'; ?name="?model"?(?:[;\r\n]|\Z)')
@@ -67,8 +67,8 @@ def note_of(part: Any) -> str:
 
 
 async def with_model(http: Request, problem: Problem, model: str | None) -> Problem:
-    """A problem of an UnreadableError with the name of the model that the request names; where that is not
-    served, what says so."""
+    """Return the problem with the name of the requested model. If that model is not served, return that
+    problem instead."""
     try:
         name = f"the model {await name_of(http, model)!r}" if model else await _served(http)
     except RequestError as error:
@@ -91,7 +91,7 @@ async def unsupported(body: ModelNamed, http: Request) -> Response:
     return response_of(Problem(501, message, code="not_supported"), http.url.path)
 
 
-for _path in ROUTES:  # not in the document, whose routes can be asked for something
+for _path in ROUTES:  # not in the OpenAPI document: it has only routes that work
     router.add_api_route(_path, unsupported, methods=["POST"], include_in_schema=False)
 
 
@@ -101,9 +101,9 @@ async def _served(http: Request) -> str:
 
 
 def _of_form(form: bytes) -> str | None:
-    """The field `model` of a piece of a form. No regular expression looks for it: one that spans lines takes
-    seconds on a piece that is made for it."""
-    *parts, _ = form.split(b"\r\n--")  # the last one may have no end
+    """Return the field `model` of a piece of a form, or None. The form is split: a regular expression that
+    spans lines would take seconds on a piece made for it."""
+    *parts, _ = form.split(b"\r\n--")  # the last part may be incomplete
     for part in parts:
         head, _, value = part.partition(b"\r\n\r\n")
         is_field = len(head) <= _MOST_HEAD_BYTES and 0 < len(value) <= _MOST_NAME_BYTES
@@ -113,21 +113,21 @@ def _of_form(form: bytes) -> str | None:
 
 
 class Excerpt:
-    """Finds the model that the body of a request to one of ROUTES names, a form or JSON, of any size."""
+    """A search for the model's name in the body of a request to one of ROUTES: a form or JSON of any size."""
 
     def __init__(self) -> None:
         self._head = self._tail = b""
         self._size = 0
 
     def take(self, part: bytes) -> bool:
-        """Whether more is to be read, so that the client comes to read the reply."""
+        """Return whether to read on, so that the client sends everything and then reads the reply."""
         self._size += len(part)
         self._head += part[: _KEPT_BYTES - len(self._head)]
         self._tail = (self._tail + part)[-_KEPT_BYTES:]
         return self._size <= _MOST_BYTES
 
     def body(self, content_type: str, max_nesting: int) -> bytes:
-        """JSON of a ModelNamed, without a model where none is found in what was kept."""
+        """Return the JSON of a ModelNamed. It has no model if the kept bytes name none."""
         if content_type.lower().startswith("multipart/"):
             name: Any = _of_form(self._head) or _of_form(self._tail)
         else:

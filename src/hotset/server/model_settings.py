@@ -1,4 +1,4 @@
-"""What each model of a server with several is loaded and asked with: the file of `--models-file`.
+"""Settings for loading and using each model of a server with several: the file of `--models-file`.
 
 max_memory = 12                 # GiB that loaded models have together
 keep_alive = "10m"              # idle models are unloaded after that; -1: never
@@ -34,7 +34,7 @@ from hotset.storage.aliases import check_alias
 from hotset.text.chat import MAX_SOURCE_CHARS
 
 KEEP_ALIVE_SECONDS = 300.0
-_LONGEST_SECONDS = 10 * 366 * 86400.0  # a later time is no date that every client can read
+_LONGEST_SECONDS = 10 * 366 * 86400.0  # some clients cannot read a date later than that
 _MAX_BYTES = 1 << 20
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_last_n", "presence_penalty",
@@ -46,12 +46,14 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 
 
 def duration(value: float | str) -> float:
-    """Seconds of a `keep_alive` as Ollama has it: a number, or a text such as "10m" or "1h30m"; inf for a
-    negative one, and for more than ten years. Raises InvalidRequestError."""
+    """Return the seconds of a `keep_alive` in Ollama's form: a number, or a text such as "10m" or "1h30m".
+
+    A negative value, and one of more than ten years, gives inf. Raises InvalidRequestError.
+    """
     given: float | str = value
     if isinstance(given, str):
         sign, rest = (-1, given[1:]) if given.startswith("-") else (1, given)
-        parts = _DURATION.findall(rest) if len(rest) <= 64 else []  # which takes the square of its length
+        parts = _DURATION.findall(rest) if len(rest) <= 64 else []  # its time is quadratic in the length
         if rest.isascii() and rest.isdecimal() and len(rest) < 18:
             given = sign * float(rest)
         elif "".join(n + unit for n, unit in parts) == rest and parts:
@@ -67,9 +69,9 @@ def duration(value: float | str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """One model. Its fields are those of a table of the file; None, or empty: as the server has it.
+    """The settings of one model, as in a table of the file. None, or empty: the server's setting.
 
-    keep_alive: seconds that it stays without a request; inf: as long as there is room. template: the text.
+    keep_alive: seconds without a request until it is unloaded; inf: only for memory. template: its text.
     """
 
     model: str | None = None
@@ -81,7 +83,7 @@ class ModelSettings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def over(self, other: ModelSettings) -> ModelSettings:
-        """With what this leaves out taken from another one."""
+        """Return these settings, with missing ones taken from another object."""
         return replace(
             self,
             keep_alive=other.keep_alive if self.keep_alive is None else self.keep_alive,
@@ -93,8 +95,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsFile:
-    """A file of models. max_memory: GiB. default: of every model. models: by name, each with the defaults.
-    folder: from which its paths go."""
+    """A file of models. max_memory: GiB. default: settings of every model. models: by name, each with the
+    defaults. folder: its paths are relative to it."""
 
     max_memory: float | None = None
     keep_alive: float | None = None
@@ -104,7 +106,7 @@ class ModelsFile:
 
     @classmethod
     def read(cls, path: Path) -> ModelsFile:
-        """Raises InvalidRequestError, which names what is wrong and where."""
+        """Read a file. Raises InvalidRequestError, which names the error and its place."""
         try:
             given = tomllib.loads(read_small_text(path, _MAX_BYTES))
         except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -113,7 +115,7 @@ class ModelsFile:
             return cls._of(given, path.parent)
         except HotsetError as error:
             raise InvalidRequestError(f"{path}: {error}") from None
-        except TypeError as error:  # of a field of LoadSettings that is a table, or such
+        except TypeError as error:  # such as a field of LoadSettings that is a table
             raise InvalidRequestError(f"{path} has a value of another type: {error}") from None
 
     @classmethod

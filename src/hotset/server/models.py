@@ -1,16 +1,16 @@
-"""Several models behind one server: loaded when a request names them, unloaded when they are idle, or when
-another one needs their memory.
+"""Several models behind one server. A request loads its model; idle models are unloaded, and models whose
+memory another one needs.
 
-All of it runs in one event loop, but for loading itself. A model is in one of these states:
+Everything runs in one event loop, except loading itself. A model is in one of these states:
 
     unloaded ──request──► queued ──its turn──► loading ──► loaded ──idle, or no room──► unloading
         ▲                                         │ fails                                   │
         └─────────────────────────────────────────┴─────────────────────────────────────────┘
 
-Models are loaded one after the other, in the order in which they were asked for. Where the budget has no room
-those used least recently are unloaded, idle ones first; one that still answers is unloaded when it has
-answered, and until then new requests for it wait behind the model that needs the room: no request waits for
-ever. A request holds its model until it has come to its end (HoldMiddleware).
+Models are loaded one after the other, in the order of their first requests. If the budget has no room, idle
+models are unloaded first, then the least recently used. A model that still answers is unloaded afterwards,
+and new requests for it wait behind the model that needs the room. So no request waits for ever. A request
+holds its model until it has finished (HoldMiddleware).
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from hotset.units import human_size
 log = logging.getLogger("hotset.server")
 
 _GIB = 1 << 30
-_SCAN_SECONDS = 1.0  # between two looks at the disk for models, however many requests name unknown ones
-_FAILED_SECONDS = 5.0  # for which a load that failed is not tried again
-_BUSY_SECONDS = 2.0  # after which a request may be sent again that found too many waiting
+_SCAN_SECONDS = 1.0  # between two scans of the disk, however many requests name unknown models
+_FAILED_SECONDS = 5.0  # after a failed load, until it is tried again
+_BUSY_SECONDS = 2.0  # after which a client may retry a request that found the queue full
 _NAMES_SHOWN = 8  # in a message
-_UNLOADED = {  # why, for the log
+_UNLOADED = {  # the reason, for the log
     "request": "by a request",
     "idle": "it was idle",
     "memory": "another model needs its memory",
@@ -84,12 +84,12 @@ _UNLOADED = {  # why, for the log
 
 
 class Models:
-    """The models of a catalogue, in an event loop. It is to an application what a Service is.
+    """The models of a catalogue, in an event loop. It is a host of an application, like a Service.
 
-    load: settings of every model that has none of its own. budget: bytes that loaded models have together.
-    keep_alive: seconds that an idle model stays. first: names of those that are loaded at the start, as far
-    as there is room, beside pinned ones. report: gets a line for each load and unload.
-    Raises InvalidRequestError where settings of the catalogue's file do not go with `load`.
+    load: settings of every model that has none of its own. budget: bytes for all loaded models together.
+    keep_alive: seconds that an idle model stays. first: names of models to load at the start, after the
+    pinned ones and if there is room. report: gets a line for each load and unload.
+    Raises InvalidRequestError if settings in the catalogue's file cannot be combined with `load`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Models:
         self.catalogue = catalogue
         self.settings = settings or ServerSettings()
         self.budget = budget
-        self.error: Exception | None = None  # of a start, which does not fail: a load that does is a model's
+        self.error: Exception | None = None  # always None: the start cannot fail, only a model's load
         self.preparation = Preparation()
         self.preparation.limit(self.settings.max_queue + 1)
         self.metrics = Metrics(self._now)
@@ -116,7 +116,7 @@ class Models:
         )
         self._load_settings, self._keep_alive = load or LoadSettings(), keep_alive
         for own in (catalogue.file.default, *catalogue.file.models.values()):
-            replace(self._load_settings, **own.load)  # or it says what does not go together
+            replace(self._load_settings, **own.load)  # raises if they cannot be combined
         self._first, self._report = first, report
         self._slots: dict[str, Slot] = {}
         self._expected: dict[str, tuple[FileFacts, LoadSettings, Expected | None]] = {}
@@ -134,7 +134,7 @@ class Models:
     # ---- the life of the server ----
 
     def start(self) -> None:
-        """Begins to load what is pinned, and what is to be there first. The catalogue was scanned."""
+        """Begin to load the pinned models and the models of `first`. The catalogue must have been scanned."""
         self._program = own_memory()
         self._scanned = asyncio.get_running_loop().time()
         pinned = [one for one in self.catalogue.models if one.settings.pinned]
@@ -147,7 +147,7 @@ class Models:
             self._started.set()
 
     async def loaded(self) -> None:
-        """Waits until what is loaded at the start is there, or has failed."""
+        """Wait until each model of the start is loaded or has failed."""
         await self._started.wait()
 
     @property
@@ -162,7 +162,7 @@ class Models:
         self._changed()
 
     def check_ready(self) -> None:
-        """It is ready without any model that is loaded."""
+        """Raise NotReadyError if the server is shutting down. It is ready without any loaded model."""
         if self._stopping:
             raise NotReadyError("the server is shutting down; ask another one")
 
@@ -208,7 +208,7 @@ class Models:
     async def when_loaded(self, name: str | None, held: list[Any], /) -> Service:
         self.check_ready()
         slot = self._slot_of(await self._found(name) if name else self._any())
-        if slot.is_open:  # by now
+        if slot.is_open:  # it was loaded in the meantime
             return self._hold(slot, held)
         if slot.failure is not None and asyncio.get_running_loop().time() < slot.failure[1]:
             raise slot.failure[0].again()
@@ -222,7 +222,7 @@ class Models:
         try:
             return await future
         finally:
-            if waiter in slot.waiting:  # its client has gone
+            if waiter in slot.waiting:  # the client has gone
                 slot.waiting.remove(waiter)
                 self._changed()
 
@@ -231,14 +231,14 @@ class Models:
             self._slots[service.name].keep_alive = duration(keep_alive)
 
     def release(self, slot: Slot) -> None:
-        """A request that held a model has come to its end."""
+        """Release a model that a request has held."""
         slot.holds -= 1
         if not slot.holds:
             self._idle(slot)
             self._changed()
 
     async def _found(self, name: str) -> Offered:
-        """The model of a name; the disk is looked at anew for one that is not known. Raises RequestError."""
+        """Return the model of a name; an unknown name causes a scan of the disk. Raises RequestError."""
         offered = self.catalogue.find(name)
         if offered is None:
             await self.scan()
@@ -253,9 +253,9 @@ class Models:
         return offered
 
     async def scan(self, *, now: bool = False) -> None:
-        """Looks for models, unless that was done a moment ago; now: even then. One look serves all."""
+        """Look for models, unless the last scan is recent; now: even then. Concurrent calls share a scan."""
         loop = asyncio.get_running_loop()
-        if self._scanning is not None and now:  # it may have begun too early
+        if self._scanning is not None and now:  # the running scan may have begun too early
             await asyncio.wait([self._scanning])
         if self._scanning is None or self._scanning.done():
             if not now and loop.time() - self._scanned < _SCAN_SECONDS:
@@ -266,17 +266,17 @@ class Models:
     async def _scan(self) -> None:
         try:
             await asyncio.to_thread(self.catalogue.scan)
-        except (OSError, HotsetError) as error:  # what is known stays
+        except (OSError, HotsetError) as error:  # keep the known models
             log.warning("the models cannot be listed: %s", error)
         self._scanned = asyncio.get_running_loop().time()
         for slot in self._slots.values():
-            if self.catalogue.find(slot.name) is None:  # its file is gone: so is it, once it is idle
+            if self.catalogue.find(slot.name) is None:  # its file is gone: unload it once it is idle
                 slot.keep_alive = 0.0
                 if not slot.holds:
                     self._idle(slot)
 
     def _any(self) -> Offered:
-        """The model of a request that names none: the one that was used last, or the only one."""
+        """Return the model for a request that names none: the loaded one used last, or the only one."""
         loaded = [slot for slot in self._slots.values() if slot.state == "loaded"]
         if loaded:
             return max(loaded, key=lambda slot: slot.used).offered
@@ -305,7 +305,7 @@ class Models:
         facts = await asyncio.to_thread(lambda: list(map(self._facts_of, models, settings)))
         found = []
         for offered, slot, of_load, (of_file, needs) in zip(models, slots, settings, facts, strict=True):
-            if of_file is None:  # no model's file, or none any more
+            if of_file is None:  # not the file of a model, or it has gone
                 continue
             n_ctx = needs.n_ctx if needs else of_load.n_ctx or of_file.n_ctx_train or DEFAULT_N_CTX
             adapters: tuple[str, ...] = ()
@@ -328,7 +328,7 @@ class Models:
         return found
 
     def _facts_of(self, model: Offered, settings: LoadSettings) -> tuple[FileFacts | None, Expected | None]:
-        """Return the facts of a file and the expected memory of its load, of which both are kept."""
+        """Return the facts of a file and the expected memory of its load. Both results are cached."""
         facts = self.catalogue.facts(model.path)
         if facts is None:
             return None, None
@@ -344,12 +344,12 @@ class Models:
         return None if slot is None else slot.service, offered.name, offered.path
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """What is shown of each model that is loaded, wanted or failed."""
+        """Return the state of each model that is loaded, wanted or failed."""
         found = {name: slot.as_dict() for name, slot in self._slots.items()}
         return {name: state for name, state in found.items() if state != {"value": "unloaded"}}
 
     async def changed(self) -> None:
-        """Waits until a state is another one."""
+        """Wait until a state changes."""
         await self._change.wait()
 
     def _changed(self) -> None:
@@ -359,9 +359,9 @@ class Models:
     # ---- in and out of memory ----
 
     async def load(self, name: str, n_ctx: int | None = None) -> None:
-        """Begin to load a model, and do not wait for it. n_ctx: its context, until it is loaded with another.
+        """Begin to load a model, and do not wait for it. n_ctx: its context, also for later loads.
 
-        Raises RequestError, also for a context other than that of a loaded model.
+        Raises RequestError, also if the model is loaded with another context.
         """
         self.check_ready()
         slot = self._slot_of(await self._found(name))
@@ -380,8 +380,8 @@ class Models:
             self._want(slot)
 
     async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:
-        """Unloads a model once its requests are answered, and waits for that; new ones wait until it has been
-        loaded again. spares_pinned: False for a pinned one, which stays. Raises RequestError."""
+        """Unload a model once its requests are answered, and wait for that. New requests wait until it is
+        loaded again. spares_pinned: keep a pinned model and return False. Raises RequestError."""
         offered = await self._found(name)
         if spares_pinned and offered.settings.pinned:
             return False
@@ -395,7 +395,7 @@ class Models:
                 if slot.state == "queued" and not slot.waiting:
                     slot.starts = False
                 await self._change.wait()
-            if slot.state == "loaded":  # to its end, though the client may leave
+            if slot.state == "loaded":  # finish unloading even if the client leaves
                 await asyncio.shield(self._begun(self._unload(slot, "request")))
         finally:
             slot.n_unloading -= 1
@@ -408,7 +408,7 @@ class Models:
             slot = self._slots[offered.name] = Slot(offered, self._keep_alive)
             slot.keep_alive = self._usual_keep_alive(slot)
         if slot.state in ("unloaded", "queued"):
-            slot.offered = offered  # as it is now
+            slot.offered = offered  # the current entry of the catalogue
         return slot
 
     def _usual_keep_alive(self, slot: Slot) -> float:
@@ -424,7 +424,7 @@ class Models:
         return slot.service
 
     def _idle(self, slot: Slot) -> None:
-        """Has an idle model unloaded in its time."""
+        """Start the timer that unloads an idle model."""
         if slot.state != "loaded" or slot.offered.settings.pinned or math.isinf(slot.keep_alive):
             return
         slot.stop_timer()
@@ -442,7 +442,7 @@ class Models:
         return task
 
     def _reopen(self, slot: Slot) -> None:
-        """Gives a model that is not to be unloaded after all to the requests that wait for it."""
+        """Give a model that is not unloaded after all to the requests that wait for it."""
         if slot.is_open:
             self._grant(slot)
         elif slot.state == "unloaded" and slot.is_wanted:
@@ -514,14 +514,14 @@ class Models:
             f"reserved, weights {human_size(weights)}, cache {human_size(cache)}, context "
             f"{service.model.n_ctx:,} tokens"
         )
-        self._grant(slot)  # though it may be unloaded next: they were here first
+        self._grant(slot)  # first, even if another model needs its memory: these requests came earlier
 
     def _failed(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, NotWantedError):
             if slot.starts:
                 self._report(f"{slot.name} has no room beside the others: it is loaded when it is asked for")
             slot.starts = False
-            self._reopen(slot)  # requests may have come in the meantime
+            self._reopen(slot)  # requests may have arrived in the meantime
             self._changed()
             return
         if isinstance(error, NotReadyError):  # the server ends
@@ -539,7 +539,7 @@ class Models:
         self._refuse(slot, failure.again)
 
     async def _unload(self, slot: Slot, reason: str) -> None:
-        """Frees a model, if it is idle."""
+        """Free a model, if it is idle."""
         if slot.service is None or slot.holds:
             return
         slot.stop_timer()
@@ -559,14 +559,14 @@ class Models:
         return settings if slot.n_ctx is None else replace(settings, n_ctx=slot.n_ctx)
 
     def _opened(self, slot: Slot, loop: asyncio.AbstractEventLoop) -> Model:
-        """The model, in a thread, once there is room for it."""
+        """Load the model in a thread, once there is room for it, and return it."""
 
         def reserve(n_bytes: int) -> None:
             asyncio.run_coroutine_threadsafe(self._make_room(slot, n_bytes), loop).result()
 
         settings = replace(self._settings_of(slot), progress=LoadProgress(slot, loop, self._changed))
         budget = settings.ram_budget
-        if budget is not None:  # which counts the whole process, other models with it
+        if budget is not None:  # it limits the whole process, so add the memory of other models
             more = max(own_memory() - self._program, 0) / _GIB
             settings = replace(settings, ram_budget=budget + more)
         opened = open_model(slot.offered.path, settings)
@@ -590,7 +590,7 @@ class Models:
             model.close()
             raise
 
-        grown = weakref.ref(model)  # which is freed without a search for circles
+        grown = weakref.ref(model)  # avoids a reference cycle, which only garbage collection would free
 
         def change_memory(n_bytes: int) -> None:
             asyncio.run_coroutine_threadsafe(self._grow(slot, grown, n_bytes), loop).result()
@@ -599,9 +599,9 @@ class Models:
         return model
 
     async def _make_room(self, slot: Slot, n_bytes: int) -> None:
-        """Keeps memory for a model, once others have been unloaded where they must.
+        """Reserve memory for a model; first unload others if necessary.
 
-        Raises OutOfMemoryError where there cannot be enough, NotWantedError where nothing waits any more.
+        Raises OutOfMemoryError if there cannot be enough, NotWantedError if no request waits any more.
         """
         while (lacking := self._taken(slot) + n_bytes - self.budget) > 0:
             self.check_ready()
@@ -620,7 +620,7 @@ class Models:
         self._changed()
 
     def _check_room(self, slot: Slot, n_bytes: int) -> None:
-        """Raises OutOfMemoryError where pinned models leave too little, whatever is unloaded."""
+        """Raise OutOfMemoryError if pinned models leave too little, whatever else is unloaded."""
         pinned = [one for one in self._slots.values() if one is not slot and one.offered.settings.pinned]
         kept = sum(one.n_bytes for one in pinned)
         if n_bytes > self.budget - kept:
@@ -632,10 +632,10 @@ class Models:
             )
 
     async def _grow(self, slot: Slot, model: weakref.ref[Model], n_bytes: int) -> None:
-        """Keeps more memory for a loaded model, or less. Idle models are unloaded for it; OutOfMemoryError
-        where the others answer, or are pinned."""
+        """Change the reserved memory of a loaded model by `n_bytes`. Idle models are unloaded for it. Raises
+        OutOfMemoryError if the other models are in use or pinned."""
 
-        def is_loaded() -> bool:  # else it was unloaded, and all of its memory with it
+        def is_loaded() -> bool:  # otherwise it was unloaded with all of its memory
             return slot.service is not None and slot.service.is_ready and slot.service.model is model()
 
         while is_loaded() and n_bytes > 0 and (lacking := self._taken() + n_bytes - self.budget) > 0:
@@ -650,7 +650,7 @@ class Models:
                 )
             for one in idle:
                 await self._unload(one, "memory")
-        if is_loaded():  # while others were unloaded it may have been, too
+        if is_loaded():  # it may have been unloaded while others were
             slot.n_bytes += n_bytes
             self._changed()
 
@@ -658,7 +658,7 @@ class Models:
         return sum(one.n_bytes for one in self._slots.values() if one is not but)
 
     def _victims(self, slot: Slot, lacking: int) -> list[Slot]:
-        """Which models are to be unloaded: idle ones, then those that were used least recently."""
+        """Return the models to unload: idle ones first, then the least recently used."""
         leaving = sum(one.n_bytes for one in self._slots.values() if one.state == "unloading")
         found: list[Slot] = []
         loaded = [one for one in self._slots.values() if one.state == "loaded" and one is not slot]
@@ -671,7 +671,7 @@ class Models:
         return found
 
     def _spare(self, victims: Sequence[Slot]) -> None:
-        """Makes these the models that are unloaded for another one; others are not any more."""
+        """Mark these models, and no others, as the ones to unload for another model."""
         for one in self._slots.values():
             was, one.is_victim = one.is_victim, one in victims
             if was != one.is_victim:
@@ -682,7 +682,7 @@ class Models:
 
     @property
     def n_open(self) -> int:
-        """Answers that clients wait for, or read."""
+        """Return the number of answers that clients wait for, or read."""
         return sum(service.n_open for service in self._services())
 
     def _now(self) -> Iterator[Metric]:
@@ -701,7 +701,7 @@ class Models:
 
 
 class HoldMiddleware:
-    """Releases the models that a request has held, however it ends."""
+    """Middleware that releases the models that a request has held, however the request ends."""
 
     def __init__(self, app: ASGIApp, models: Models) -> None:
         self._app, self._models = app, models
@@ -720,7 +720,7 @@ class HoldMiddleware:
 
 
 def _template_of(offered: Offered, settings: LoadSettings) -> str | None:
-    """Return the chat template that replaces the file's; None if `settings` alone say it."""
+    """Return the chat template that replaces the file's; None if `settings` already have it."""
     made = created.find(offered.name)
     if settings.chat_template is None or made is None:
         return offered.settings.template

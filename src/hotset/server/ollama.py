@@ -1,7 +1,7 @@
-"""Ollama's API schema: /api/chat, /api/generate, /api/embed, and what its clients ask about models.
+"""Ollama's API schema: /api/chat, /api/generate, /api/embed, and the routes about models.
 
-A translation: a body becomes an AnswerRequest, and the deltas of an answer lines of JSON. A server of one
-model loaded it when it began and keeps it: `keep_alive` has no meaning there.
+A body becomes an AnswerRequest, and the deltas of an answer become lines of JSON. A server of one model loads
+it at the start and keeps it: `keep_alive` has no effect there.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ from hotset.units import human_count
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.OllamaErrorReply))
 
 OLLAMA_VERSION = "0.13.5"
-"""The version of Ollama whose API this is. Clients read it: Codex refuses servers older than 0.13.4."""
+"""The version of Ollama with this API. Clients read it: Codex refuses servers older than 0.13.4."""
 
 _MOST_FILES = 64  # whose facts /api/show keeps
 _MOST_SHOWN = 64  # entries of a list of the file's metadata
 _NEVER = "9999-12-31T23:59:59Z"
 
-# ---- what a client sends ----
+# ---- requests ----
 
 
 def _none(images: Any) -> Any:
@@ -209,7 +209,7 @@ def _arguments(function: OllamaCalledFunction) -> str:
 
 
 def chat_request(body: OllamaChatBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Return the request that a body means. Raises InvalidRequestError."""
+    """Return the request that a body describes. Raises InvalidRequestError."""
     tools = [tool.function.turn() for tool in body.tools or () if isinstance(tool, OllamaTool)]
     use = chosen(body.tool_choice, tools)
     return _request(
@@ -229,7 +229,7 @@ def _request(body: AnswerBody, defaults: Mapping[str, Any], **subject: Any) -> A
 
 
 def generate_request(body: OllamaGenerateBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Return the request that a body means. Raises InvalidRequestError."""
+    """Return the request that a body describes. Raises InvalidRequestError."""
     request = partial(_request, body, defaults)
     prompt = body.prompt or ""
     if body.suffix:
@@ -280,9 +280,9 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
 
 
 class LineWriter:
-    """The objects in which a client gets an answer: one a delta, or one for all of it.
+    """A writer of the objects in which a client gets an answer: one per delta, or one for the whole answer.
 
-    chat: whether a text is the content of a message, or stands by itself.
+    chat: whether a text is the content of a message, or a field of its own.
     """
 
     def __init__(self, model: str, tokenizer: Tokenizer, n_top: int | None, *, chat: bool) -> None:
@@ -293,14 +293,14 @@ class LineWriter:
         self._finished: Finished | None = None
 
     async def lines(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The stream of an answer."""
+        """Yield the stream of an answer, a line at a time."""
         async for delta in answer:
             for one in self.push(delta):
                 yield dumped(one) + b"\n"
         yield dumped(self._line() | self.end(answer)) + b"\n"
 
     def whole(self, answer: Answer, choice: FinishedAnswer) -> dict[str, Any]:
-        """The object of a finished answer."""
+        """Return the object of a finished answer."""
         calls = []
         for delta in choice.deltas():
             calls += [
@@ -331,7 +331,7 @@ class LineWriter:
         return []
 
     def end(self, answer: Answer) -> dict[str, Any]:
-        """What the last object says beside its text."""
+        """Return the fields of the last object, other than its text."""
         assert self._finished is not None
         usage = answer.usage
         prompt, generated = _durations(answer)
@@ -369,14 +369,14 @@ class LineWriter:
 
 
 def _shape(text: str, *, chat: bool, **more: Any) -> tuple[type[shapes.OllamaReply], dict[str, Any]]:
-    """What a reply is, and its fields with the text: a message, or the text by itself."""
+    """Return the type of a reply, and its fields with the text: a message, or only the text."""
     if chat:
         return shapes.OllamaChatReply, {"message": shapes.OllamaReplyMessage.written(content=text, **more)}
     return shapes.OllamaGenerateReply, {"response": text, **more}
 
 
 def _durations(answer: Answer) -> tuple[int, int]:
-    """Nanoseconds until the first token, and from there to the last."""
+    """Return the nanoseconds until the first token, and from there to the last."""
     completion = answer.generations[0].completion
     assert completion is not None
     timings = completion.timings
@@ -412,7 +412,7 @@ async def generate(body: OllamaGenerateBody, http: Request) -> Response:
 
 
 async def _named(http: Request, body: AnswerBody | EmbedBody) -> Service:
-    """The service of the model that a body names, which stays loaded as long as the body says."""
+    """Return the service of the model that a body names, and apply the body's `keep_alive` to the model."""
     asks = isinstance(body, AnswerBody)
     service = await serving(http, body.model, takes_adapter=asks)
     host_of(http).keep(service, getattr(body, "keep_alive", None))
@@ -429,9 +429,11 @@ async def _answered(
 
 
 async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
-    """The answer to a request for nothing, by which clients have a model loaded; or unloaded, by a
-    `keep_alive` of 0. Of those who may not manage models that ends no model that others use: it is unloaded
-    once it is idle, as after any request with this keep_alive."""
+    """Answer a request without a prompt, by which clients load a model, or unload it (`keep_alive` 0).
+
+    For clients that may not manage models, `keep_alive` 0 does not interrupt other clients: the model is
+    unloaded once it is idle, as after any request with this keep_alive.
+    """
     keep_alive = body.given("keep_alive")
     is_over = keep_alive is not None and duration(keep_alive) == 0
     reason = "load"
@@ -445,7 +447,7 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
 
 
 async def _unloaded(http: Request, name: str) -> bool:
-    """Whether it was; False where models stay."""
+    """Return whether the model was unloaded; False if this server keeps it."""
     return await while_connected(http, host_of(http).unload(await name_of(http, name), spares_pinned=True))
 
 
@@ -489,7 +491,7 @@ async def embeddings(body: OllamaEmbedBody, http: Request) -> Response:
 def _embedded(
     model: Model, owner: Owner, *, texts: list[str], cuts: bool, dimensions: int | None
 ) -> TextVectors:
-    """cuts: texts that are too long lose their end, but for a token that ends every text."""
+    """Return the vectors of texts. cuts: shorten a long text, but keep a final special token."""
     tokenizer, n_ctx = model.tokenizer, model.engine.n_ctx
     ids = [tokenizer.encode_prompt(text, False, most=None if cuts else n_ctx) for text in texts]
     if cuts:
@@ -566,8 +568,8 @@ def _shown(
 
 
 class _ShownFile(NamedTuple):
-    """The parts of a reply of /api/show that depend only on the file. capabilities: without the
-    template's."""
+    """The parts of a reply of /api/show that depend only on the file. capabilities: without those that the
+    template adds."""
 
     facts: FileFacts
     info: dict[str, Any]
@@ -590,7 +592,7 @@ def _shown_file(gguf: GGUFFile) -> _ShownFile:
 
 
 def _listed(model: ListedModel) -> dict[str, Any]:
-    """The model in a list. digest: tells files apart by name, size and time; their bytes are not read."""
+    """Return the entry of a model in a list. digest: of name, size and time; the file is not read."""
     facts = model.facts
     mark = f"{model.name} {facts.size} {facts.modified}"
     return {
@@ -615,7 +617,7 @@ def _details(facts: FileFacts) -> dict[str, Any]:
 
 
 def _capabilities(gguf: GGUFFile) -> list[str]:
-    """Return what the model is for."""
+    """Return the uses of the model, such as "completion" and "embedding"."""
     if f"{gguf.architecture}.pooling_type" in gguf.metadata:
         return ["embedding"]
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
@@ -626,7 +628,7 @@ def _capabilities(gguf: GGUFFile) -> list[str]:
 
 
 def _info(gguf: GGUFFile, verbose: bool) -> dict[str, Any]:
-    """Return the metadata of a file as JSON has it; null for a long list, unless verbose."""
+    """Return the metadata of a file as JSON values; null for a long list, unless verbose."""
     return {
         key: None if isinstance(value, list | np.ndarray) and len(value) > _MOST_SHOWN and not verbose
         else _plain(value)
@@ -635,7 +637,7 @@ def _info(gguf: GGUFFile, verbose: bool) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the metadata as JSON has it; null for a number that is not finite."""
+    """Return a value of the metadata as a JSON value; null for a number that is not finite."""
     if isinstance(value, np.ndarray):
         return value.tolist() if np.isfinite(value).all() else [_plain(one) for one in value.tolist()]
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""Threads for the text of requests: reading bodies, templates, tokenizing, grammars. Clients take turns.
+"""Threads for the text of requests: bodies, templates, tokenizing, grammars. Clients take turns.
 
-What takes long has threads of its own, so that a short request waits for no more than other short ones.
+Long work has threads of its own, so that a short request waits only for other short ones.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Job:
 
 
 class TurnTaking:
-    """Threads that do the work of several clients, the next of each in turn. For one event loop.
+    """Threads that work for several clients, one job of each in turn. For one event loop.
 
-    max_waiting: jobs that may wait for a thread; further ones are refused with QueueFullError.
+    max_waiting: jobs that may wait for a thread; `run` refuses further ones with QueueFullError.
     """
 
     def __init__(self, name: str, n_threads: int) -> None:
@@ -42,14 +42,14 @@ class TurnTaking:
         self._threads = ThreadPoolExecutor(n_threads, name)
         self._n_threads = self._n_free = n_threads
         self._waiting: WaitingQueue[_Job] = WaitingQueue()
-        self._seconds = 0.0  # that a job took lately
+        self._seconds = 0.0  # duration of the last job
 
     @property
     def n_waiting(self) -> int:
         return len(self._waiting)
 
     async def run(self, client: str | None, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
-        """What `work` returns. Cancelled before its turn, it is not done; later it is done in vain."""
+        """Return the result of `work`. A call cancelled before its turn does not run `work`."""
         if not self._n_free and len(self._waiting) >= self.max_waiting:
             n_waiting = len(self._waiting)
             raise QueueFullError(n_waiting, self._seconds * (n_waiting / self._n_threads + 1))
@@ -64,7 +64,7 @@ class TurnTaking:
                 self._waiting.remove(job)
 
     def close(self) -> None:
-        """What has begun goes on to its end, without a wait."""
+        """Stop the threads, without waiting: running jobs finish."""
         self._threads.shutdown(wait=False)
 
     def _begin(self) -> None:
@@ -78,7 +78,7 @@ class TurnTaking:
         self._n_free += 1
         self._seconds = time.perf_counter() - began
         error = done.exception()
-        if not job.result.done():  # else its client has gone
+        if not job.result.done():  # otherwise the client has gone
             if error is None:
                 job.result.set_result(done.result())
             else:
@@ -87,7 +87,7 @@ class TurnTaking:
 
 
 class Preparation:
-    """The threads of one service. bodies: one alone, since JSON is parsed under the interpreter's lock."""
+    """The threads of one service. bodies: a single thread, since parsing holds the interpreter's lock."""
 
     def __init__(self) -> None:
         self._bodies = TurnTaking("hotset-json", 1)
@@ -95,7 +95,7 @@ class Preparation:
         self._long = TurnTaking("hotset-long-text", 2)
 
     def limit(self, max_waiting: int) -> None:
-        """Lets so many jobs of each kind wait."""
+        """Set how many jobs of each kind may wait."""
         for threads in (self._bodies, self._short, self._long):
             threads.max_waiting = max_waiting
 
@@ -103,7 +103,7 @@ class Preparation:
         return self._bodies
 
     def text(self, *, long: bool) -> TurnTaking:
-        """long: what may take more than a moment: a body of LONG_BYTES, or a grammar."""
+        """Return the threads for texts. long: the work may take long: a body of LONG_BYTES, or a grammar."""
         return self._long if long else self._short
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""HTTP on one connection within limits: what a client may send before a route sees it, and leave unread.
+"""Limits of one HTTP connection: on the data that a client sends before a route sees it, and leaves unread.
 
-uvicorn's protocol bounds bodies, not heads: header lines, trailers and pipelined requests would grow in
-memory until a client chose to stop, before any key is checked.
+uvicorn's protocol limits bodies, but not heads. Header lines, trailers and pipelined requests would fill
+memory until a client stops, before any key is checked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MAX_HEAD_BYTES = 64 << 10  # of a request line and all headers, trailers among t
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 << 10
 MAX_PIPELINED = 16  # requests of one connection that wait for the answer to an earlier one
-MAX_UNREAD_BYTES = 256 << 20  # of replies that clients have not taken, of all connections together
-_BYTES_PER_BODY_BYTE = 8  # that chunks may add to a body: each has a line with its length
+MAX_UNREAD_BYTES = 256 << 20  # of replies that clients have not read, of all connections together
+_BYTES_PER_BODY_BYTE = 8  # most bytes per byte of a body: each chunk adds a line with its length
 
 BACKLOG = 256  # connections that are accepted together
-_DESCRIPTORS_KEPT = 512  # for those, the model's files and whatever else the process has open
+_DESCRIPTORS_KEPT = 512  # for BACKLOG, the model's files and all other files of the process
 _MOST_CONNECTIONS = 4096
 _MOST_HANDSHAKES = 256
 
 
 class Handshakes:
-    """Connections that were accepted and exchange keys (TLS): the library counts a connection after that.
+    """Accepted connections that still exchange keys (TLS). uvicorn counts a connection only afterwards.
 
-    The oldest is shut down when there are more than `most`, and each after `seconds`.
+    The oldest is shut down if there are more than `most`, and each after `seconds`.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -45,7 +45,7 @@ class Handshakes:
         self._begun: dict[int, tuple[socket.socket, float]] = {}  # by descriptor, the oldest first
 
     def begin(self, connection: socket.socket) -> None:
-        self._begun.pop(connection.fileno(), None)  # of one that was closed
+        self._begun.pop(connection.fileno(), None)  # the descriptor of a closed connection
         self._begun[connection.fileno()] = connection, time.monotonic()
         if len(self._begun) > self._most:
             self._shut(next(iter(self._begun)))
@@ -54,7 +54,7 @@ class Handshakes:
         self._begun.pop(descriptor, None)
 
     def check(self) -> None:
-        """Is called every second."""
+        """Shut down handshakes that take too long. The server calls it every second."""
         now = time.monotonic()
         for descriptor, (connection, since) in list(self._begun.items()):
             if connection.fileno() < 0:
@@ -69,7 +69,7 @@ class Handshakes:
 
 
 class ListeningSocket(socket.socket):
-    """handshakes: get the connections that are accepted."""
+    """A listening socket that reports accepted connections to `handshakes`."""
 
     handshakes: Handshakes | None = None
 
@@ -82,8 +82,8 @@ class ListeningSocket(socket.socket):
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """head_seconds: in which a request's head must have arrived, and a handshake. connections: open at
-    once. handshakes: of a server with TLS."""
+    """Limits of connections. head_seconds: for a request's head, or a handshake, to arrive. connections:
+    open at once. handshakes: of a server with TLS."""
 
     head_seconds: float
     connections: int
@@ -91,7 +91,7 @@ class ConnectionLimits:
 
 
 def most_connections() -> int:
-    """Connections that file descriptors suffice for; raises the process's soft limit as far as it may."""
+    """Return how many connections the file descriptors suffice for. Raises the process's soft limit."""
     if sys.platform == "win32":
         return _MOST_CONNECTIONS
     import resource
@@ -110,14 +110,14 @@ def handshakes_of(head_seconds: float, connections: int) -> Handshakes:
 
 
 class _RefusedError(Exception):
-    """Ends the parser inside a callback."""
+    """An exception that ends the parser inside a callback."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol of one connection, which refuses what goes beyond `limits`.
+    """uvicorn's protocol of one connection, which refuses requests that exceed `limits`.
 
-    The server calls `check` every second. waiting: the connections whose request has not arrived, or not
-    whole, those first that nothing has come from for longest; the first is closed when there are too many.
+    The server calls `check` every second. waiting: connections whose request has not arrived completely,
+    those idle for longest first. If there are too many connections, the first of these is closed.
     """
 
     def __init__(self, limits: ConnectionLimits, waiting: dict[LimitedProtocol, None], **how: Any) -> None:
@@ -125,10 +125,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits, self._waiting = limits, waiting
         self._refusal: Problem | None = None
         self._n_fed = self._n_body = self._n_head = 0  # bytes of this message
-        self._arriving: Literal["", "head", "body"] = ""  # of the message that was begun last
+        self._arriving: Literal["", "head", "body"] = ""  # the part of the latest message
         self._head_since: float | None = None
         self._unread, self._unread_since = 0, 0.0  # bytes of replies that the client has not taken
-        self._running: RequestResponseCycle | None = None  # `cycle` is the last one, which may wait behind it
+        self._running: RequestResponseCycle | None = None  # `cycle` is the last one, which may be queued
 
     # ---- the connection ----
 
@@ -136,8 +136,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if self._limits.handshakes is not None:
             self._limits.handshakes.end(transport.get_extra_info("socket").fileno())
-        # The library asks the socket, which no longer knows the address once the client has reset the
-        # connection; this is what `accept` returned.
+        # uvicorn asks the socket, which no longer knows the address once the client has reset the
+        # connection. The transport has the address that `accept` returned.
         peer = transport.get_extra_info("peername")
         if self.client is None and isinstance(peer, tuple):
             self.client = str(peer[0]), int(peer[1])
@@ -149,7 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(Problem(503, "the server has as many connections as it takes; try again"))
             else:
                 del self._waiting[oldest]
-                self.connections.discard(oldest)  # now, and not when the loop comes to it
+                self.connections.discard(oldest)  # now, not when the loop handles the abort
                 oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -160,8 +160,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running.message_event.set()
 
     def check(self, now: float, write_seconds: float) -> None:
-        """Ends the connection if the client has left, a head takes too long to arrive, or a reply that long
-        to be read."""
+        """End the connection if the client has left, or if a head takes too long to arrive, or a reply to be
+        read."""
         if self.flow.read_paused and _is_left(self.transport):
             self.transport.abort()
             return
@@ -182,14 +182,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def n_unread(self) -> int:
-        """Bytes of replies that the client has not taken, as far as they are made."""
+        """Return the bytes of replies that the client has not read yet."""
         cycle, n = self._running, self.transport.get_write_buffer_size()
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             n += cycle.expected_content_length
         return n
 
     def shutdown(self) -> None:
-        """The server ends: a body is not waited for."""
+        """End the connection when the server ends, without waiting for the rest of a body."""
         if self._arriving == "body":
             self._refuse(Problem(503, "the server is shutting down; ask another one"))
         else:
@@ -198,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- what arrives ----
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:  # what still comes is dropped; replies that were begun are completed
+        if self._refusal is not None:  # drop further data; replies that were begun are completed
             return
         if not self._arriving and self._head_since is None:
             self._head_since = self.loop.time()
@@ -237,7 +237,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if codings not in ([], [b"chunked"]):
             self._stop(Problem(400, "chunked is the only transfer coding that this server knows"))
         lengths = [value for name, value in self.headers if name == b"content-length"]
-        if self.parser.should_upgrade() and (codings or lengths not in ([], [b"0"])):  # the parser drops it
+        if self.parser.should_upgrade() and (codings or lengths not in ([], [b"0"])):  # it drops the body
             text = "a request that asks to upgrade the connection cannot have a body; leave the Upgrade out"
             self._stop(Problem(400, text))
         super().on_headers_complete()
@@ -255,7 +255,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self.cycle.response_complete and self.cycle.more_body:  # whose rest would be read for nothing
+        if self.cycle.response_complete and self.cycle.more_body:  # do not read the rest of the body
             self.transport.close()
         following = self.pipeline[-1][0] if self.pipeline else self._running
         super().on_response_complete()
@@ -275,22 +275,22 @@ class LimitedProtocol(HttpToolsProtocol):
         return Problem(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
 
     def _stop(self, problem: Problem) -> None:
-        """Refuses the message in the middle of parsing it."""
+        """Refuse the message in the middle of parsing it."""
         self._refusal = problem
         raise _RefusedError
 
     def send_400_response(self, _: str) -> None:
-        """Called where the parser fails, by itself or by `_stop`."""
+        """Refuse the request. uvicorn calls it after a parser error, also one raised by `_stop`."""
         self._refuse(self._refusal or Problem(400, "this is no valid HTTP/1.1 request"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Clients may ask for one; nothing is wrong."""
+        """Do nothing: clients may ask for an upgrade."""
 
     def _refuse(self, problem: Problem) -> None:
         self._refusal = problem
         is_answered = self._arriving != "body" or bool(self.pipeline) or self.cycle.response_started
         if self.cycle is not None and not self.cycle.response_complete and is_answered:
-            self.cycle.keep_alive = False  # replies to earlier requests are completed, then it is closed
+            self.cycle.keep_alive = False  # replies to earlier requests are completed, then it closes
             return
         body = dumped(body_of(problem, "/"))
         headers = ("content-type: application/json", "connection: close", f"content-length: {len(body)}")
@@ -300,9 +300,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _is_left(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed the connection, which an event loop that reads nothing does not notice.
+    """Return whether the client has closed the connection. An event loop that pauses reading does not notice.
 
-    False where the system cannot say it.
+    False if the system cannot tell.
     """
     if not hasattr(select, "poll"):  # Windows
         return False
@@ -312,7 +312,7 @@ def _is_left(transport: asyncio.Transport) -> bool:
 
 
 def check_connections(connections: Iterable[LimitedProtocol], now: float, write_seconds: float) -> None:
-    """Ends those that take too long, and while too much is unread in all those with the most of it."""
+    """End slow connections. If too much is unread in all, end those with the most first."""
     left = sorted(connections, key=lambda one: one.n_unread, reverse=True)
     excess = sum(one.n_unread for one in left) - MAX_UNREAD_BYTES
     for one in left:

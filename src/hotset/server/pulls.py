@@ -1,7 +1,7 @@
-"""Models that clients have fetched into the store: one fetch a name, however many clients wait for it.
+"""Fetches of models into the store for clients: one fetch per name, however many clients wait for it.
 
-A fetch runs in a thread of its own. It ends when the last client has gone; what it has is kept, and the next
-one goes on from there.
+A fetch runs in a thread of its own. It ends when the last client has gone. The part that it has fetched is
+kept, and the next fetch resumes there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _HUBS = ("hf:", "hf.co/", "huggingface.co/")
 
 
 class _CancelledError(HotsetError):
-    """The clients of a fetch have gone."""
+    """The error that ends a fetch whose clients have gone."""
 
 
 class _Pull(Reporter):
-    """One fetch. state: its latest report, as a client of Ollama reads it."""
+    """One fetch. state: its latest report in Ollama's format."""
 
     def __init__(self, name: str) -> None:
         self.state: dict[str, Any] = {"status": "pulling manifest"}
@@ -43,7 +43,7 @@ class _Pull(Reporter):
 
     def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:  # noqa: ARG002
         self._check()
-        # Clients tell the progress of one file from that of another by the digest.
+        # Clients use the digest to tell the files apart.
         self.state = {"status": f"pulling {label}", "digest": label, "total": total, "completed": done}
 
     def cancel(self) -> None:
@@ -61,11 +61,11 @@ class Pulls:
         self._running: dict[str, _Pull] = {}
 
     async def states(self, name: str) -> AsyncIterator[dict[str, Any]]:
-        """What a fetch is doing, whenever that changes, until it is done. Raises what it fails with, and
-        QueueFullError where too many run."""
+        """Yield the state of a fetch whenever it changes, until it is done. Raises the error of the fetch,
+        and QueueFullError if too many run."""
         name = full_name(name)
         while (pull := self._running.get(name)) is not None and pull.is_cancelled:
-            await asyncio.wait([pull.task])  # the next one goes on from there
+            await asyncio.wait([pull.task])  # the next fetch resumes where this one ends
         if pull is None:
             if len(self._running) >= MAX_PULLS:
                 raise QueueFullError(len(self._running), 60.0)
@@ -91,13 +91,13 @@ class Pulls:
             task.exception()  # without a client, nothing else reads it
 
     def cancel(self) -> None:
-        """Ends all; the server ends."""
+        """Cancel all fetches, when the server ends."""
         for pull in self._running.values():
             pull.cancel()
 
 
 def full_name(name: str) -> str:
-    """A name of the catalogue, or hf:owner/repository[:file], as clients of Ollama write either. Raises
+    """Return a name of the catalogue, or hf:owner/repository[:file], from a name in Ollama's spelling. Raises
     InvalidRequestError."""
     name = untagged(name)
     if not name or len(name) > MAX_CHARS or not name.isprintable():
@@ -105,7 +105,7 @@ def full_name(name: str) -> str:
     for hub in _HUBS:
         if name.lower().startswith(hub):
             return "hf:" + name[len(hub) :]
-    # A fetch would look for such a file, and through all of a folder, without an end that a client can make.
+    # A fetch would search such a path, and perhaps a whole folder, and its client could not stop it.
     if Path(name).is_absolute() or name.startswith((".", "~")) or ".." in Path(name).parts:
         raise InvalidRequestError(
             f"a model to fetch is a name or owner/repository, not a path: {shown(name)}"

@@ -1,4 +1,4 @@
-"""JSON and events as they leave."""
+"""Replies as JSON and as server-sent events."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 MANY_VALUES = 512
-"""Of a part of a reply that is written at once, in half a millisecond of the interpreter's lock."""
+"""Values of a reply that are written at once; this takes half a millisecond of the interpreter's lock."""
 
-_VALUE_CHARS = 256  # of a text that takes as long as a number
+_VALUE_CHARS = 256  # of a text that takes as long to write as a number
 _MANY_CHARS = MANY_VALUES * _VALUE_CHARS
-_SENT_BYTES = 1 << 18  # at a time
+_SENT_BYTES = 1 << 18  # per part of a reply
 
-# One for all: json.dumps makes another for each value.
+# One encoder for all values: json.dumps makes a new one for each.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def dumped(value: Any) -> bytes:
-    """JSON as clients get it; a lone surrogate, which UTF-8 does not have, becomes a question mark."""
+    """Return the JSON of a value for clients. A lone surrogate, which UTF-8 cannot encode, becomes "?"."""
     return _encode(value).encode("utf-8", "replace")
 
 
 def dumped_exactly(value: Any) -> bytes:
-    """JSON from which a value comes back as it was: a lone surrogate is written as JSON's escape of it."""
+    """Return JSON from which the same value can be read. A lone surrogate becomes a JSON escape."""
     return _encode(value).encode("utf-8", "backslashreplace")
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event with JSON."""
+    """Return a server-sent event with JSON."""
     head = f"event: {name}\n".encode() if name else b""
     return b"%sdata: %s\n\n" % (head, dumped(value))
 
 
 class TextEvents:
-    """Events that differ in one text or number, as nearly all events of a stream of tokens do.
+    """A maker of events that differ only in one text or number, as most events of a stream do.
 
-    value, name: as of `event`, with `TextEvents.HOLE` in place of the text or number.
+    value, name: as in `event`, with `TextEvents.HOLE` in place of the text or number.
     """
 
-    HOLE = uuid.uuid4().hex  # no text that anyone else could have written
+    HOLE = uuid.uuid4().hex  # a text that no other text contains
 
     def __init__(self, value: Mapping[str, Any], name: str | None = None) -> None:
         self._head, self._tail = event(value, name).split(dumped(self.HOLE))
@@ -58,7 +58,7 @@ class TextEvents:
 
 
 async def event_beside(value: Mapping[str, Any], name: str) -> bytes:
-    """As `event`, of what may be long: that is written in a thread."""
+    """Return an event as `event` does; a thread writes a long one."""
     if n_values(value) <= MANY_VALUES:
         return event(value, name)
     pieces = await asyncio.to_thread(lambda: b"".join(_pieces(value)))
@@ -66,7 +66,7 @@ async def event_beside(value: Mapping[str, Any], name: str) -> bytes:
 
 
 class JsonReply(Response):
-    """A whole answer as JSON. Its lists, those of its fields too, may be iterators."""
+    """A whole answer as JSON. Lists in it, at any level, may be iterators."""
 
     media_type = "application/json"
 
@@ -74,7 +74,7 @@ class JsonReply(Response):
         return b"".join(_pieces(content))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends a long one in parts, no quicker than a client reads: the connection would copy all of it."""
+        """Send a long reply in parts, as fast as the client reads. Sent at once, it would be copied whole."""
         if len(self.body) <= _SENT_BYTES:
             await super().__call__(scope, receive, send)
             return
@@ -86,9 +86,9 @@ class JsonReply(Response):
 
 
 def n_values(value: Any) -> int:
-    """About how many numbers and short texts it has: many, where it is an iterator.
+    """Estimate the number of numbers and short texts in a value; an iterator counts as many.
 
-    The elements of a list are taken to be alike.
+    The elements of a list count as equal.
     """
     if isinstance(value, str):
         return 1 + len(value) // _VALUE_CHARS
@@ -100,7 +100,7 @@ def n_values(value: Any) -> int:
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """`dumped`, some values at a time."""
+    """Yield the result of `dumped` in pieces, with a limited number of values each."""
     if isinstance(value, dict) and n_values(value) > MANY_VALUES:
         for i, (key, one) in enumerate(value.items()):
             yield b"%s%s:" % (b"," if i else b"{", dumped(key))
@@ -122,7 +122,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _parts(entries: Iterator[Any]) -> Iterator[list[Any]]:
-    """Lists of elements that have few values together, or of one that has many."""
+    """Yield lists of elements that have few values together, or of one element that has many."""
     part: list[Any] = []
     n_there = 0
     for one in entries:
@@ -132,7 +132,7 @@ def _parts(entries: Iterator[Any]) -> Iterator[list[Any]]:
             part, n_there = [], 0
         part.append(one)
         n_there += n
-        if n == 1:  # a number: so are the others
+        if n == 1:  # a number: the other entries are numbers, too
             part += islice(entries, MANY_VALUES - len(part))
             yield part
             part, n_there = [], 0

@@ -1,17 +1,17 @@
-"""One line for each request: who asked what of which model, and what it cost. Never what was asked.
+"""One line per request: client, route, model, status and cost. Texts of requests and answers are left out.
 
     {"time": "2026-11-26T07:30:00.123Z", "id": "3f0c…", "client": "127.0.0.1", "method": "POST",
      "path": "/v1/chat/completions", "status": 200, "seconds": 1.204, "model": "smollm2-135m",
      "prompt_tokens": 31, "cached_tokens": 0, "completion_tokens": 64, "reasons": ["stop"],
      "queue_seconds": 0.002, "first_token_seconds": 0.041}
 
-As text each value follows its name. Fields behind `seconds` are present if they mean something. The short
-form is uvicorn's, with the cost of an answer; `hotset serve` writes it on stderr by default:
+In text form each value follows its name. Fields after `seconds` are present if they apply. The short form
+is uvicorn's line with the cost of an answer; `hotset serve` writes it to stderr by default:
 
     INFO:     127.0.0.1 - "POST /v1/chat/completions HTTP/1.1" 200 OK - smollm2-135m, 31 + 64 tokens, 1.20 s
 
-Lines are written by a thread: a disk or a terminal that is slow keeps no client waiting. Traces (tracing.py)
-have the same figures.
+A thread writes the lines, so a slow disk or terminal delays no client. Traces (tracing.py) have the same
+figures.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from hotset.server.vectors import Vectors
 
 log = logging.getLogger("hotset.server")
 
-MAX_WAITING = 10_000  # lines; those behind them are left out, and counted
+MAX_WAITING = 10_000  # lines that wait to be written; further ones are left out and counted
 _MAX_PATH = 256  # characters
-_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a client's own X-Request-Id
+_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)  # an X-Request-Id that a client may choose
 _STDERR = "-"
 
 
 @dataclass(frozen=True)
 class Handled:
-    """A request that has come to its end. fields: of its line. answers: what was computed for it."""
+    """A request that has finished. fields: of its line. answers: the answers computed for it."""
 
     scope: Scope
     fields: Mapping[str, Any]
@@ -61,19 +61,19 @@ class Handled:
 
 
 class RequestSink(Protocol):
-    """What hears of requests."""
+    """A receiver of finished requests: the request log, or traces."""
 
     def write(self, request: Handled) -> None:
-        """Never waits."""
+        """Take a request without waiting."""
 
     def close(self) -> None:
-        """Writes what is there; may wait."""
+        """Write the remaining requests, and close; may wait."""
 
 
 class LogWriter:
-    """Appends lines to a file ("-": stderr) in a thread of its own. Raises InvalidRequestError.
+    """A thread that appends lines to a file ("-": stderr). Raises InvalidRequestError.
 
-    form: json, text or short, which leaves out the files of the page.
+    form: json, text or short; short leaves out requests for the page's files.
     """
 
     def __init__(self, path: str, form: str) -> None:
@@ -82,7 +82,7 @@ class LogWriter:
         self._file: BinaryIO | None = None if path == _STDERR else _opened(Path(path))
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self._n_left_out = 0
-        self._n_lost = 0  # lines since the file could be written last
+        self._n_lost = 0  # lines lost since the last successful write
         self._thread = threading.Thread(target=self._run, name="hotset-request-log", daemon=True)
         self._thread.start()
 
@@ -132,7 +132,7 @@ class LogWriter:
             while left:
                 left = left[self._file.write(left) :]
         except OSError:
-            with suppress(OSError):  # a device has no end
+            with suppress(OSError):  # a device cannot be truncated
                 self._file.truncate(end)
             raise
 
@@ -167,7 +167,7 @@ def _short(fields: Mapping[str, Any], version: str) -> str:
 
 
 class RequestLog:
-    """Tells sinks of each request when it has come to its end, and gives replies an X-Request-Id."""
+    """Middleware that gives finished requests to sinks, and replies an X-Request-Id."""
 
     def __init__(self, app: ASGIApp, sinks: Sequence[RequestSink]) -> None:
         self._app, self._sinks = app, sinks
@@ -200,7 +200,7 @@ class RequestLog:
                 "client": scope.get(API_KEY) or (client[0] if client else None),
                 "method": scope.get(METHOD) or scope["method"],
                 "path": escaped(scope["path"], _MAX_PATH),
-                "status": status or 499,  # the client has gone before there was a reply
+                "status": status or 499,  # the client left before there was a reply
                 "seconds": round(time.perf_counter() - began, 4),
             }
             if (service := scope.get(SERVICE)) is not None:
@@ -212,7 +212,7 @@ class RequestLog:
 
 
 def _cost(answer: Answer | Vectors) -> dict[str, Any]:
-    """What an answer took."""
+    """Return the fields with the cost of an answer."""
     if isinstance(answer, Vectors):
         return {"prompt_tokens": answer.total_tokens, "reasons": sorted(set(answer.reasons))}
     usage = answer.usage
@@ -232,8 +232,8 @@ def _cost(answer: Answer | Vectors) -> dict[str, Any]:
 def _opened(path: Path) -> BinaryIO:
     check_target(path)
     try:
-        path.touch(mode=0o600)  # a new file is for this user alone: it has the addresses of clients
-        # Without a buffer, closing has nothing left to write, and so no error.
+        path.touch(mode=0o600)  # only this user may read a new file: it has the addresses of clients
+        # Without a buffer, close() has nothing left to write and cannot fail.
         return path.open("ab", buffering=0)
     except OSError as error:
         raise InvalidRequestError(f"the request log {path} cannot be written ({error.strerror})") from None

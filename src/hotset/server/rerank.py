@@ -1,4 +1,4 @@
-"""Documents by how well they answer a query: /v1/rerank in Jina's form, /v2/rerank in Cohere's."""
+"""Ranking of documents by how well they answer a query: /v1/rerank as Jina has it, /v2/rerank as Cohere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ router = APIRouter(route_class=BodyRoute)
 cohere = APIRouter(route_class=BodyRoute, responses=errors(shapes.CohereErrorReply))
 
 MAX_TOKENS = 1 << 22
-"""Of all documents of a request, with the query in front of each."""
+"""Tokens of all documents of a request, each with the query in front."""
 
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -95,7 +95,7 @@ async def _answered(http: Request, body: DocumentsBody, longest: int | None, wri
 
 
 def _scored(body: DocumentsBody, longest: int | None, model: Model, owner: Owner) -> TextVectors:
-    """longest: tokens of a document; what is behind them is left out."""
+    """Return the scores of the documents. longest: keep this many tokens of each document; None: all."""
     try:
         model.embedder.check_ranks()
     except UnsupportedModelError as error:

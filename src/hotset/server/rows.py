@@ -1,7 +1,7 @@
 """Rows of the table of request fields (fields.py), and the JSON bodies that are checked against them.
 
-A row says what becomes of a field: it sets something, it needs no action, it is ignored with a reason, or it
-is refused with a reason. A field without a row is ignored too.
+A row states the effect of a field: it sets something, needs no action, is ignored with a reason, or is
+refused with a reason. A field without a row is ignored, too.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def _text(given: Any) -> Any:
 
 
 def number(low: float | None = None, high: float | None = None) -> Any:
-    """Return the type of a number in a range; a text with a number in it is one."""
+    """Return the type of a number in a range; a text that spells a number is accepted."""
     return Annotated[float, Field(ge=low, le=high), BeforeValidator(_number)]
 
 
 def integer(low: int | None = None, high: int | None = None) -> Any:
-    """Return the type of a whole number in a range; `40.0` and "40" are such numbers."""
+    """Return the type of a whole number in a range; `40.0` and "40" are accepted."""
     return Annotated[int, Field(ge=low, le=high), BeforeValidator(_whole)]
 
 
@@ -78,7 +78,7 @@ Text = Annotated[str, BeforeValidator(_text)]
 
 
 def at_most(n: int) -> BeforeValidator:
-    """Return a check of an object that the client names the fields of; it may have `n` of them."""
+    """Return a check of an object with names that the client chooses; it may have `n` entries."""
 
     def checked(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > n:
@@ -106,14 +106,14 @@ class Row:
 
     says: the meaning of the value, or why the field is ignored or refused.
     kind: type and range.
-    also: further names of the field; the first that is given counts.
+    also: further names of the field; the first that a request has counts.
     use: the value is a sampling parameter ("sampling"), a field of AnswerRequest ("request"), a variable of
         the template ("template"), says how much to think ("thinking"), or is read by a route ("route").
         Otherwise the field needs no action ("free"), is "ignored", or is "refused".
     sets: the setting it gives a value to; by default the one of its name. MANY: `read` returns several
         settings by name, which rows above this one override.
-    read: makes the setting's value; None stands for no value, not even a default.
-    neutral: values that ask for nothing.
+    read: makes the setting's value; None unsets the setting, even if it has a default.
+    neutral: values without effect.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Row:
                 yield name, getattr(body, attribute)
 
     def asks(self, value: Any) -> bool:
-        """Return whether a value asks for something: false and empty values do not."""
+        """Return whether a value has an effect: false and empty values have none."""
         return value not in (None, False, "", *self.neutral) and value != [] and value != {}
 
 
@@ -148,7 +148,7 @@ class Row:
 
 
 def _fail_fast(schema: Any) -> None:
-    """Make every list in a schema of pydantic's stop at its first error."""
+    """Make every list in one of pydantic's schemas stop at its first error."""
     if isinstance(schema, list | tuple):
         for one in schema:
             _fail_fast(one)
@@ -226,14 +226,14 @@ class UnknownPart(Body):
 
     @property
     def why_ignored(self) -> str | None:
-        """The reason; None for a part of a type that hotset supports after all."""
+        """Return the reason; None if hotset supports the type of this part after all."""
         return _UNKNOWN
 
 
 class ByType:
-    """An annotation of a union of bodies that the field `type` tells apart.
+    """An annotation of a union of bodies, which their field `type` distinguishes.
 
-    default: the type of an object that has none. UnknownPart in the union takes all other types.
+    default: the type of an object without one. UnknownPart in the union accepts all other types.
     """
 
     def __init__(self, default: str | None = None) -> None:
@@ -245,7 +245,7 @@ class ByType:
             kinds = get_args(body.model_fields["type"].annotation)
             for kind in kinds or ("unknown",):
                 if isinstance(kind, str):
-                    choices[f"[{kind}]"] = handler.generate_schema(body)  # errors leave out names in brackets
+                    choices[f"[{kind}]"] = handler.generate_schema(body)  # errors omit names in brackets
 
         def tag(given: Any) -> str:
             kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
@@ -283,7 +283,7 @@ def having(*rows: Row) -> Callable[[type[_B]], type[_B]]:
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute for a field: pydantic has attributes of its own, such as `json`."""
+    """Return the attribute for a field; it avoids attributes of pydantic's, such as `json`."""
     return f"{name}_" if hasattr(BaseModel, name) else name
 
 

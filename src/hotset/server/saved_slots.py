@@ -1,8 +1,8 @@
-"""POST /slots/{id_slot}: llama-server's save, restore and erase of what a slot holds.
+"""POST /slots/{id_slot}: save, restore and erase the tokens of a slot, as llama-server does.
 
-A slot is a number: that which a request names (`id_slot`), or else that under which it runs. It holds the
-tokens of the latest answer that ended there; their keys and values lie in pages that all slots share. What
-is restored is found by every request that begins with the same tokens, whichever slot it names.
+A slot is a number: the `id_slot` of a request, or otherwise the slot in which the request runs. It holds the
+tokens of the latest answer that ended there. Their keys and values are in KV blocks that all slots share.
+After a restore, every request that begins with the same tokens finds them, in any slot.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ router = APIRouter(route_class=BodyRoute)
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_. -]{0,199}")
 _ACTIONS = ("save", "restore", "erase")
-_DISK_BLOCK = 4096  # bytes that a small file takes
-_saving = threading.Lock()  # two at once would count the same room
+_DISK_BLOCK = 4096  # bytes, to which the size of a file is rounded up
+_saving = threading.Lock()  # two saves at once would count the same room twice
 
 
 class SlotBody(Body):
@@ -55,7 +55,7 @@ async def slots(
     body: SlotBody = SlotBody(),  # noqa: B008
 ) -> Response:
     """action: save, restore or erase. A file that is damaged gives what comes before the damage."""
-    # Slots and files are those of all clients.
+    # All clients share slots and files.
     check_allowed(http, "slots are saved, restored and erased", "save, restore or erase slots")
     service = await serving(http, body.model, required=False)
     model, folder = service.model, service.settings.slot_save_path
@@ -89,7 +89,7 @@ def _path(folder: Path, name: str | None) -> Path:
 
 
 class _Slot:
-    """One of them, for a thread beside the event loop. most: bytes of all files in the folder."""
+    """A slot, used in a thread outside of the event loop. most: bytes of all files in the folder."""
 
     def __init__(self, files: SessionFiles, id_slot: int, most: int) -> None:
         self._files, self._id, self._most = files, id_slot, most
@@ -116,7 +116,7 @@ class _Slot:
         )  # fmt: skip
 
     def _room(self, path: Path) -> Callable[[int], None]:
-        """Takes bytes of what other files leave of the folder. It raises RequestError."""
+        """Return a function that takes bytes of the room left in the folder. It raises RequestError."""
         others = (entry for entry in entries(path.parent) if entry.name != path.name)
         left = self._most - sum(map(_n_bytes, others))
 
@@ -160,10 +160,10 @@ class _Slot:
 
 
 def _n_bytes(entry: os.DirEntry[str]) -> int:
-    """Of a file on a disk; 0 for what is no file."""
+    """Return the bytes of a file on the disk; 0 for a link or a folder."""
     try:
         status = entry.stat(follow_symlinks=False)
-    except OSError:  # it is gone
+    except OSError:  # it was deleted
         return 0
     return -(-status.st_size // _DISK_BLOCK) * _DISK_BLOCK if stat.S_ISREG(status.st_mode) else 0
 

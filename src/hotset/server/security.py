@@ -1,8 +1,8 @@
-"""Who may ask, from where, and how much at a time: what every request passes before a route sees it.
+"""Guards that every request passes before a route sees it: host, origin, API key and size.
 
-A server on 127.0.0.1 is still asked by every web page that its user opens. So the name by which it is called
-must be one of its own (a page whose name is pointed at 127.0.0.1 gives itself away by it), and a request that
-a browser sends for a page of another origin is refused unless that origin was named.
+Every web page that a user opens can send requests to a server on 127.0.0.1. So the Host header must be one of
+the server's own names, which exposes a page whose name points to 127.0.0.1. A browser's request for a page of
+another origin is refused unless that origin is allowed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
 from hotset.server.streams import ANSWERS, API_KEY, HOLDER, METHOD, N_BYTES, client_of
 from hotset.server.vectors import Vectors
 
-_OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they reveal nothing and cost nothing
-_OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
+_OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: cheap, and without secrets
+_OPEN_FOLDER = "/page/"  # the page's files; the requests that it makes need the key
 
 _ENDLESS = ("/models/events",)
 
-# RFC 3986's host and port: one name, or an address of IPv6 in brackets; neither a user's name nor two ports.
+# RFC 3986's host and port: one name, or an IPv6 address in brackets; no user name, and one port at most.
 _HOST = re.compile(r"([\w.~%!$&'()*+,;=-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{0,5})?", re.ASCII)
 
 
 def secure(app: FastAPI, settings: ServerSettings) -> None:
-    """Puts the guards around an application; the last is asked first."""
+    """Put the guards around an application. A request passes the last one first."""
     app.add_middleware(BodyLimits, settings=settings)
     if settings.has_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys, named=settings.named_keys)
@@ -62,7 +62,7 @@ def secure(app: FastAPI, settings: ServerSettings) -> None:
 
 
 def _describe_keys(app: FastAPI) -> None:
-    """Says in the application's OpenAPI document how a key is sent, and what asks for none."""
+    """Add to the application's OpenAPI document how a key is sent, and which routes need none."""
     document = app.openapi
 
     def described() -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _describe_keys(app: FastAPI) -> None:
 
 
 class Names:
-    """Refuses what comes by a name that is not the server's, or for a page of another origin."""
+    """Middleware that refuses requests by a foreign host name, or for a page of another origin."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -108,7 +108,7 @@ class Names:
         await self._app(scope, receive, send)
 
     def _check_host(self, given: list[str]) -> None:
-        if not given or self._any_host:  # a browser always says it
+        if not given or self._any_host:  # a browser always sends it
             return
         if len(given) > 1 or not (form := _HOST.fullmatch(given[0].strip())):
             raise RequestError("the Host header is a name or an address, and a port", code="invalid_host")
@@ -135,18 +135,20 @@ class Names:
         )
 
     def _check_site(self, headers: Headers, path: str) -> None:
-        """A page of another site may ask for an image of this address, whose GET has no Origin and would load
-        a model. It may link to the server's own page."""
-        if headers.get("sec-fetch-site") not in ("cross-site", "same-site"):  # not by a page, or its own
+        """Raise RequestError for another site's page. Links to the server's own page are allowed.
+
+        Such a page may load an image from this address: a GET without an Origin that would load a model.
+        """
+        if headers.get("sec-fetch-site") not in ("cross-site", "same-site"):  # no page, or the server's own
             return
         is_link = path == "/" and headers.get("sec-fetch-mode") == "navigate"
-        if not is_link and not self._any_origin and "origin" not in headers:  # else that was checked
+        if not is_link and not self._any_origin and "origin" not in headers:  # otherwise it was checked
             raise RequestError("pages of other sites may not ask this server", 403, code="origin_not_allowed")
 
 
 class HeadRequests:
-    """Answers HEAD as GET without the body, which the protocol leaves out; a stream that has no end is for
-    GET alone."""
+    """Middleware that answers HEAD like GET; the protocol leaves the body out. An endless stream supports
+    only GET."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -158,7 +160,7 @@ class HeadRequests:
 
 
 class ApiKeys:
-    """Refuses what comes without one of the keys, in `Authorization: Bearer` or in `x-api-key`."""
+    """Middleware that refuses requests without a key in `Authorization: Bearer` or in `x-api-key`."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], named: Iterable[NamedKey] = ()) -> None:
         self._app = app
@@ -185,7 +187,7 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     async def _held(self, holder: Holder, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request of a holder of a key, within its limits."""
+        """Handle a request with a key, within the key's limits."""
         try:
             holder.check()
         except RequestError as error:
@@ -202,18 +204,17 @@ class ApiKeys:
             holder.tokens.take(sum(answer.total_tokens for answer in answers))
 
     def find(self, given: str) -> int | None:
-        """Which of the keys it is; all digests, of one length, are compared, so that each takes as long."""
+        """Return the index of a key, or None. All digests are compared, so that the time reveals nothing."""
         of_it = digest(given)
         matches = [hmac.compare_digest(of_it, holder.digest) for holder in self._holders]
         return matches.index(True) if any(matches) else None
 
 
 class BodyLimits:
-    """Reads the body, of as many bytes as are allowed, in the time that is, and checks what it may hold
-    (json_limits.py).
+    """Middleware that reads the body within limits of size and time, and checks its values (json_limits.py).
 
-    It is taken for JSON whatever its type is said to be: `curl -d` calls everything a form. Of the memory for
-    long bodies a client gets half of what others leave.
+    Every body counts as JSON, whatever its content type: `curl -d` labels everything a form. Memory for long
+    bodies is limited: each client gets half of the amount that other clients leave.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -231,8 +232,8 @@ class BodyLimits:
 
     @contextmanager
     def _holding(self, client: str | None) -> Iterator[Callable[[int], None]]:
-        """What is to be called with the size of a body whenever it has grown: it raises RequestError where
-        that is too much beside what is held."""
+        """Yield a function to call with the size of a body whenever it has grown. The function raises
+        RequestError if the body and the other bodies in memory are too large."""
         held = 0
 
         def hold(size: int) -> None:
@@ -288,7 +289,7 @@ class BodyLimits:
         await self._app(scope, replay, send)
 
     async def _read(self, headers: Headers, receive: Receive, hold: Callable[[int], None]) -> bytes | None:
-        """The whole body; None where the client went before its end."""
+        """Return the whole body; None if the client left before its end."""
         most = self._settings.max_body_bytes
         said = headers.get("content-length", "")
         if said.isdecimal() and (len(said) > 18 or int(said) > most):
@@ -307,14 +308,14 @@ class BodyLimits:
         return b"".join(parts) if await self._receive(receive, take) else None
 
     async def _excerpt(self, headers: Headers, receive: Receive) -> bytes | None:
-        """In place of a body with sound or pictures, JSON with the model that it names."""
+        """Return JSON with the model that a body with sound or pictures names; None if the client left."""
         excerpt = modalities.Excerpt()
         if not await self._receive(receive, excerpt.take):
             return None
         return excerpt.body(headers.get("content-type", ""), self._settings.max_nesting)
 
     async def _receive(self, receive: Receive, take: Callable[[bytes], bool]) -> bool:
-        """Gives `take` the parts of a body, as long as it says True; False where the client went before."""
+        """Give the parts of a body to `take` until it returns False. Return False if the client left."""
         try:
             async with asyncio.timeout(self._settings.max_body_seconds):
                 more = True
@@ -341,7 +342,7 @@ def _is_open(path: str) -> bool:
 
 
 def _host(given: str) -> str:
-    """The name in a Host header, without a port; an address of IPv6 in brackets."""
+    """Return the name in a Host header, without a port; an IPv6 address keeps its brackets."""
     given = given.strip().lower()
     try:
         if isinstance(ipaddress.ip_address(given), ipaddress.IPv6Address):

@@ -1,7 +1,7 @@
-"""One model behind the event loop: it is loaded, asked and closed without the loop ever waiting for it.
+"""One model behind the event loop. The loop never waits while the model is loaded, used or closed.
 
-Tokenizing and templates run in threads of the service (preparation.py), steps in the engine's. Events come
-back from there in bunches, and no more often than anyone could see: each wake-up of the loop takes a core
+Tokenizing and templates run in threads of the service (preparation.py), steps in the engine's thread. Events
+arrive from there in groups, no more often than a reader can see: each wake-up of the loop takes a core
 from the step that computes the next tokens.
 """
 
@@ -49,19 +49,19 @@ from hotset.text.infill import encode_gap
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_THREADS = 2  # for what no request of many can fill: loading, pictures of tokens, memory of devices
-PACE_SECONDS = 0.02  # between two pieces of a stream where steps are quicker: a reader sees no more
-_SHARE_SECONDS = 0.002  # for which the loop takes events of whole answers, before it does anything else
+_THREADS = 2  # for rare work that is not for the text of requests: loading, memory of devices
+PACE_SECONDS = 0.02  # least time between two pieces of a stream: a reader notices no shorter one
+_SHARE_SECONDS = 0.002  # for events of whole answers, before the loop does anything else
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedModel:
-    """A model in a list of those that are served.
+    """A model in a list of served models.
 
-    created: seconds since 1970. n_ctx: tokens of a conversation. state: of a server with several models: what
-    it is doing with this one (models.py). expires: seconds since 1970 at which it is unloaded; None: it
-    stays. n_bytes: of memory that are its own. adapters: names of those (LoRA) that it has. needs: bytes that
-    a load is expected to reserve, in all and for weights and cache; None if it is loaded, or only then known.
+    created: seconds since 1970. n_ctx: tokens of a conversation. state: on a server with several models, the
+    state of this one (models.py). expires: seconds since 1970 at which it is unloaded; None: it stays.
+    n_bytes: its own memory. adapters: names of its adapters (LoRA). needs: bytes that a load is expected to
+    reserve, in all and for weights and cache; None if the model is loaded, or if only the load can tell.
     """
 
     name: str
@@ -80,59 +80,59 @@ class ListedModel:
 
 
 class Host(Protocol):
-    """What stands behind an application: a Service, with its one model, or Models."""
+    """The host of an application: a Service, with its one model, or Models."""
 
     settings: ServerSettings
     stopping: bool
-    error: Exception | None  # why it cannot begin
+    error: Exception | None  # why it cannot start
     metrics: Metrics
     preparation: Preparation
 
     def start(self) -> None:
-        """Begins; in the event loop."""
+        """Start; call it in the event loop."""
 
     async def loaded(self) -> None:
-        """Waits until it can answer. Raises what keeps it from that."""
+        """Wait until it can answer. Raises the error that prevents it."""
 
     def end_answers(self) -> None:
-        """Ends what runs; each client gets an error that the server ends."""
+        """End running answers; each client gets an error that says that the server ends."""
 
     async def close(self) -> None:
-        """Ends everything; safe to call twice."""
+        """End everything. A second call does nothing."""
 
     def check_ready(self) -> None:
-        """Raises NotReadyError."""
+        """Raise NotReadyError if it cannot answer."""
 
     def at_once(self, name: str | None, held: list[Any], /, *, required: bool) -> Service | None:
-        """The service of a model that is there; None where `when_loaded` is to be awaited.
+        """Return the service of a loaded model; None if the caller must await `when_loaded`.
 
         name: of a request; None for any. required: whether requests must name one of several models. held:
         receives the object that keeps the model loaded until the request ends. Raises RequestError.
         """
 
     async def when_loaded(self, name: str | None, held: list[Any], /) -> Service:
-        """As `at_once`, once it is there. Raises what keeps it from being loaded."""
+        """Wait until the model is loaded, and return its service. Raises the error of a failed load."""
 
     def keep(self, service: Service, keep_alive: float | str | None) -> None:
-        """How long a model stays after its requests, as one of them says; None: it says nothing."""
+        """Set how long a model stays after its requests, as a request says; None changes nothing."""
 
     async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:
-        """Unloads a model once it is idle; False where models stay. Raises RequestError."""
+        """Unload a model once it is idle; return False if the host keeps it. Raises RequestError."""
 
     async def listed(self) -> list[ListedModel]:
-        """The models that are served."""
+        """Return the served models."""
 
     async def file_of(self, name: str) -> tuple[Service | None, str, Path]:
-        """Of a model: its service where it is loaded, its name and its file. Raises RequestError."""
+        """Return a model's service, or None if it is not loaded, its name and file. Raises RequestError."""
 
 
 class Service:
     """A model for the consumers of one event loop.
 
-    load: makes the model, in a thread. name: what the model is called. aliases: what else it answers to.
-    ready: called once requests are answered. sampling: of requests that leave it out, over that of a created
-    model. metrics: where it counts; by default its own.
-    Call `start` in the event loop and `close` when it is over.
+    load: makes the model, in a thread. name: the model's name. aliases: its other names.
+    ready: called once requests are answered. sampling: default parameters; they override a created model's.
+    metrics: the counters to use; by default its own.
+    Call `start` in the event loop, and `close` at the end.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class Service:
         self.aliases = aliases
         self.sampling: Mapping[str, Any] = sampling or {}
         self.created = int(time.time())
-        self.error: Exception | None = None  # why there is no model
+        self.error: Exception | None = None  # why the model could not be loaded
         self.stopping = False
         self._load, self._ready = load, ready
         self._model: Model | None = None
         self._answers: set[Answer | Vectors] = set()
-        self.slots: SessionFiles | HotsetError | None = None  # what saves them, or why none does
+        self.slots: SessionFiles | HotsetError | None = None  # saves slots, or the reason that it cannot
         self.notices = Notices()
         self._n_prepared = 0  # answers whose prompts are tokenized now
         self.metrics = metrics or Metrics(self._now)
@@ -168,12 +168,12 @@ class Service:
     # ---- the model ----
 
     def start(self) -> None:
-        """Begins to load."""
+        """Begin to load the model."""
         self._mail.loop = asyncio.get_running_loop()
         self._loading = asyncio.create_task(self._loaded())
 
     async def loaded(self) -> None:
-        """Waits until the model is there. Raises what kept it from being loaded."""
+        """Wait until the model is loaded. Raises the error of a failed load."""
         assert self._loading is not None
         await asyncio.shield(self._loading)
         if self.error is not None:
@@ -193,7 +193,7 @@ class Service:
     def _opened(self) -> Model:
         model = self._load()
         try:
-            # Made now: the first to ask would wait for them, and two at once would make them twice.
+            # Make these now: otherwise the first request waits for them, or two requests make them twice.
             _ = model.tokenizer, model.chat_template.folding, model.output_form
             model.grammars.prepare()
             if self.settings.slot_save_path is not None:
@@ -209,7 +209,7 @@ class Service:
 
     @property
     def model(self) -> Model:
-        """Raises NotReadyError while it is loaded, and where the server is about to end."""
+        """Return the model. Raises NotReadyError while it is loaded, and if the server is shutting down."""
         if self.stopping:
             raise NotReadyError("the server is shutting down; ask another one")
         if self.error is not None:
@@ -220,7 +220,7 @@ class Service:
 
     @cached_property
     def activity(self) -> ActivityReport:
-        """What the model's tokens do, for those who ask."""
+        """Return the reporter of activity for each token of this model."""
         return ActivityReport(self.model)
 
     def is_called(self, name: str) -> bool:
@@ -244,14 +244,14 @@ class Service:
         _ = self.model
 
     def at_once(self, name: str | None, _held: list[Any], /, *, required: bool) -> Service | None:
-        """Return this service. Requests that name another model, or none, get the only one there is."""
+        """Return this service. It answers requests that name another model, or none."""
         if not name:
             if required:
                 self.notices.log(f"requests name no model; {self.name!r} answers them")
         elif not self.is_called(name):
             model, _, adapter = name.rpartition(":")
             if self.is_called(model) and any(adapter == each.name for each in self.model.adapters.loaded):
-                self.check_name(name)  # the route takes no adapter, and this model alone is another one
+                self.check_name(name)  # the route accepts no adapter: the model without it is another model
             self.notices.log(f"requests name the model {clause(shown(name))}; {self.name!r} answers them")
         return self
 
@@ -259,7 +259,7 @@ class Service:
         return self
 
     def keep(self, service: Service, keep_alive: float | str | None) -> None:
-        """The model was loaded when the server began, and stays."""
+        """Do nothing: the model was loaded when the server started, and stays."""
 
     async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:  # noqa: ARG002
         self.check_name(name)
@@ -276,7 +276,7 @@ class Service:
         return self, self.name, self.model.gguf.path
 
     def facts(self) -> FileFacts:
-        """Of the model's file, as it was loaded."""
+        """Return facts of the model's file at the time of loading."""
         model = self.model
         config, n_vocab = model.config, model.backend.n_vocab
         return replace(
@@ -284,14 +284,14 @@ class Service:
         )
 
     async def in_thread(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
-        """What `work` returns, which takes a moment; `preparation` is for the text of requests."""
+        """Return the result of `work`, run in a thread. Work on texts of requests uses `preparation`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: work(*args, **more))
 
     # ---- answers ----
 
     async def ask(self, request: AnswerRequest) -> Answer:
-        """Begins to answer. Raises NotReadyError, QueueFullError, and what is wrong with the request."""
+        """Begin to answer. Raises NotReadyError, QueueFullError, or the error in the request."""
         asked, model = time.perf_counter(), self.model
         request = self._bounded(request)
         n = request.n_answers
@@ -309,10 +309,10 @@ class Service:
     async def ask_vectors(
         self, make: Callable[[Model, Owner], TextVectors], n_texts: int, client: str | None, *, long: bool
     ) -> Vectors:
-        """Begins to compute the vectors, or scores, of texts. make: checks the texts of a request, in a
-        thread. Raises as `ask`, and as `make` does. long: as of Preparation.text.
+        """Begin to compute the vectors, or scores, of texts. Raises the errors of `ask` and of `make`.
 
-        A request has as many texts in the engine as run at once, and takes that many places in its queue.
+        make: checks the texts of a request, in a thread. long: as in Preparation.text.
+        A request has at most `max_sequences` texts in the engine, and takes as many places in its queue.
         """
         asked, model = time.perf_counter(), self.model
         n = min(n_texts, model.engine.max_sequences)
@@ -331,7 +331,7 @@ class Service:
     def _begin(self, answer: Answer | Vectors) -> None:
         self._answers.add(answer)
         try:
-            _ = self.model  # it may have begun to shut down
+            _ = self.model  # raises if the server is shutting down
             answer.begin()
         except BaseException:
             answer.close()
@@ -347,7 +347,7 @@ class Service:
         thread.submit(sequence, Sink(self._mail, take, delivery))
 
     def _bounded(self, request: AnswerRequest) -> AnswerRequest:
-        """A request within the limits of this server. Raises RequestError where it asks for more."""
+        """Return a request with this server's limit of tokens. Raises RequestError beyond another limit."""
         settings, n = self.settings, request.n_answers
         if not n:
             raise RequestError("there is nothing to answer; give a prompt or messages")
@@ -375,11 +375,11 @@ class Service:
 
     @property
     def n_open(self) -> int:
-        """Answers, and texts of embeddings, that clients still wait for, or read."""
+        """Return the number of answers, and of texts to embed, that clients wait for or read."""
         return sum(answer.n_open for answer in self._answers)
 
     def _now(self) -> Iterator[Metric]:
-        """What /metrics says of the engine, and of this moment."""
+        """Yield the metrics of the engine and of the current state."""
         yield GaugeMetricFamily("hotset_ready", "1 once the model answers.", float(self.is_ready))
         yield GaugeMetricFamily("hotset_answers_open", "Answers that clients wait for.", self.n_open)
         if self.is_ready:
@@ -388,13 +388,13 @@ class Service:
     # ---- the end ----
 
     def end_answers(self) -> None:
-        """Ends what runs; each client gets an error that the server ends."""
+        """End running answers; each client gets an error that says that the server ends."""
         error = NotReadyError("the server was shut down before the answer was complete")
         for answer in list(self._answers):
             answer.fail(error)
 
     async def close(self) -> None:
-        """Ends everything and frees the model; safe to call twice."""
+        """End everything and free the model. A second call does nothing."""
         self.stopping = True
         self.end_answers()
         if self._loading is not None:
@@ -407,7 +407,7 @@ class Service:
 
 
 def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:
-    """What a request makes the engine do, checked, and over after so many seconds; in a thread."""
+    """Return the checked prompts of a request with their sequences. seconds: their time limit."""
     output: Output | None = None
     params = request.thinking.limited(request.params)
     request = replace(request, params=params)
@@ -454,7 +454,7 @@ def _slots_of(model: Model) -> SessionFiles | HotsetError:
 
 
 def _room(model: Model, params: SamplingParams) -> int:
-    """Tokens of a prompt that leave room for the answer, or for half the context if that is less."""
+    """Return the length of a prompt that leaves room for the answer; never less than half the context."""
     return model.n_ctx - min(params.max_tokens or model.n_ctx, model.n_ctx // 2)
 
 
@@ -475,28 +475,28 @@ def _prepared_prompt(
 
 
 class Mail:
-    """Brings events from the engine's thread into the event loop, as many at a time as have come.
+    """A queue that brings events from the engine's thread into the event loop, several at a time.
 
-    What is `urgent` comes at once. Other events do so as long as they come slowly; where steps are quicker
-    than PACE_SECONDS, the loop looks by itself after that time, and the engine's thread need not wake it.
-    Those of a whole answer, which may be a hundred thousand, come behind the others and some at a time.
+    An `urgent` event is delivered at once. So are others, if they come slowly. If steps are quicker than
+    PACE_SECONDS, the loop checks the queue after that time, and the engine's thread need not wake it. Events
+    of a whole answer, perhaps a hundred thousand, are delivered after the others, some at a time.
     """
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._events: deque[tuple[Callable[[Event], None], Event]] = deque()
         self._whole: deque[tuple[Callable[[Event], None], Iterator[Event]]] = deque()
-        self._goes_on = False  # the loop will soon take more of them
+        self._goes_on = False  # whether the loop will soon deliver more whole answers
         self._is_called = False
         self._will_look = False
-        self._delivered = -math.inf  # when, by the loop's clock
+        self._delivered = -math.inf  # time of the last delivery, by the loop's clock
 
     def put(self, take: Callable[[Event], None], event: Event, *, urgent: bool) -> None:
-        self._events.append((take, event))  # first: a loop that has just looked in vain says so afterwards
+        self._events.append((take, event))  # append first: a loop that has just looked is then called again
         self._call(urgent=urgent)
 
     def put_all(self, take: Callable[[Event], None], events: Sequence[Event]) -> None:
-        """All events of an answer, in order."""
+        """Queue all events of an answer, in order."""
         self._whole.append((take, iter(events)))
         self._call(urgent=True)
 
@@ -511,8 +511,8 @@ class Mail:
             self._whole.clear()
 
     def _come(self) -> None:
-        """The engine's thread has called."""
-        self._is_called = False  # before they are taken: one that comes meanwhile calls again
+        """Deliver events after a call of the engine's thread."""
+        self._is_called = False  # before the delivery: an event that arrives meanwhile calls again
         now = asyncio.get_running_loop().time()
         if not self._will_look and now - self._delivered < PACE_SECONDS:
             self._look_later()
@@ -538,7 +538,7 @@ class Mail:
             self._deliver_some()
 
     def _deliver_some(self) -> None:
-        """A share of the whole answers, each in turn."""
+        """Deliver whole answers for a short time, taking turns."""
         loop = asyncio.get_running_loop()
         end = loop.time() + _SHARE_SECONDS
         while self._whole:
@@ -557,11 +557,11 @@ class Mail:
 
 
 def _ignore(_: Event) -> None:
-    """What comes behind the end of an answer: nothing."""
+    """Ignore an event that comes after the end of an answer."""
 
 
 class Sink:
-    """The events of one sequence on their way: its first token and its end without delay."""
+    """The receiver of one sequence's events. The first token and the end are passed on without delay."""
 
     def __init__(self, mail: Mail, take: Callable[[Event], None], delivery: Delivery) -> None:
         self._mail, self._delivery = mail, delivery
@@ -581,5 +581,5 @@ class Sink:
             self._mail.put(self._take, event, urgent=ends or not self._has_begun)
         self._has_begun = True
         if ends:
-            # Else answer and sequence would hold each other, and the model, until the garbage collector runs.
+            # Otherwise answer, sequence and model would hold each other until the next garbage collection.
             self._take = _ignore

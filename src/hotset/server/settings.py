@@ -1,4 +1,4 @@
-"""How a server answers: where it listens, who may ask, and how much one request may take."""
+"""Settings of a server: where it listens, who may use it, and the limits of a request."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Checked when it is made: InvalidRequestError says which field is wrong, and how.
+    """The settings of a server. Raises InvalidRequestError, which names the wrong field and the reason.
 
-    host, port: where it listens; port 0 takes any that is free. socket: a Unix socket in place of them.
-    tls_cert, tls_key: files in PEM's form, for HTTPS.
-    api_keys: any of these opens it; required where it listens for other machines, unless allow_no_api_key.
-    named_keys: more of them, with limits.
-    cors_origins: pages of these origins ("https://chat.example", or "*") may ask from a browser.
-    allowed_hosts: names by which it may be called, beside the loopback ones and `host`.
+    host, port: where it listens; port 0 takes any free one. socket: a Unix socket in place of them.
+    tls_cert, tls_key: files in PEM format, for HTTPS.
+    api_keys: each of these gives access; required if it listens for other machines, unless allow_no_api_key.
+    named_keys: more keys, with limits.
+    cors_origins: pages of these origins ("https://chat.example", or "*") may use it from a browser.
+    allowed_hosts: names of the server, in addition to the loopback names and `host`.
 
-    max_queue: sequences that may wait for their turn beside those that run; later requests are refused with
-    429. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None: the
-         context bounds it. max_seconds: how long an answer may take; None: as long as it does.
-    reasoning_budget, reasoning_budget_message: as of SamplingParams, for requests that leave them out.
-    max_head_seconds: in which a request's head must have arrived. max_body_bytes, max_nesting: of its JSON.
-    max_body_seconds: in which that must have arrived. max_held_bytes: of long bodies of all requests that
-    have not come to their end; a client gets half of what others leave. keep_alive_seconds: between two signs
-    of life in a stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
-    grace_seconds: which a shutdown leaves to answers that run.
+    max_queue: sequences that may wait in addition to the running ones; later requests are refused with
+    429. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer; None: the
+    context limits it. max_seconds: how long an answer may take; None: no limit.
+    reasoning_budget, reasoning_budget_message: as in SamplingParams, for requests that leave them out.
+    max_head_seconds: time for a request's head to arrive. max_body_bytes, max_nesting: limits of its JSON.
+    max_body_seconds: time for the body to arrive. max_held_bytes: of long bodies of all unfinished requests;
+    each client gets half of the amount that others leave. keep_alive_seconds: between two signs of life in a
+    stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
+    grace_seconds: time for running answers to finish at a shutdown.
     request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json, text or short.
-    otlp_traces_endpoint: URL of an OpenTelemetry collector, which gets a span for each request; None: none is
-    sent.
-    slot_save_path: a folder for what /slots saves; None: nothing is saved.
-    mcp_servers: whose tools the page offers, to who may manage models.
-    lora_dir: the folder that clients may load adapters from; None: they load none.
-    strict_requests: fields that have no effect are refused.
-    trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
-    header is not read.
+    otlp_traces_endpoint: URL of an OpenTelemetry collector, which gets a span for each request; None: no
+    spans.
+    slot_save_path: the folder in which /slots saves; None: nothing is saved.
+    mcp_servers: servers whose tools the page offers to clients that may manage models.
+    lora_dir: the folder that clients may load adapters from; None: they cannot load any.
+    strict_requests: refuse fields that have no effect.
+    trusted_proxies: addresses or networks of proxies whose X-Forwarded-For header names the client; the
+    header of others is ignored.
     """
 
     host: str = "127.0.0.1"
@@ -137,7 +137,7 @@ class ServerSettings:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of SamplingParams for requests that leave them out."""
+        """Return the fields of SamplingParams for requests that leave them out."""
         names = ("reasoning_budget", "reasoning_budget_message")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -147,7 +147,7 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone can reach it."""
+        """Return whether only this machine can reach it."""
         if self.socket is not None or self.host == "localhost":
             return True
         try:
@@ -157,7 +157,7 @@ class ServerSettings:
 
     @property
     def serves_any_address(self) -> bool:
-        """Whether it listens on every address of this machine: what it is called is not known then."""
+        """Return whether it listens on every address of this machine, so that its names are not known."""
         return self.host in ("", "0.0.0.0", "::", "[::]")
 
 

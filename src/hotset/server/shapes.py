@@ -1,4 +1,4 @@
-"""The replies of all API schemas: what the OpenAPI document says of them, and what the JSON is made of."""
+"""The replies of all API schemas, as models for the OpenAPI document and as makers of JSON."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Shape(BaseModel):
 
     @classmethod
     def written(cls, **fields: Any) -> dict[str, Any]:
-        """JSON with these fields, in this order. Raises KeyError for a field that the model does not have.
+        """Return JSON with these fields, in this order. Raises KeyError for an unknown field.
 
-        A required field that has only one possible value is added, before the fields that it precedes here.
-        No other field is: a stream sends replies that are not complete. Nothing is validated: validation
-        holds the interpreter's lock, and a reply may have a million logprobs.
+        A required field with only one possible value is added, before the fields that it precedes here.
+        No other field is added: a stream sends incomplete replies. Nothing is validated: validation holds
+        the interpreter's lock, and a reply may have a million logprobs.
         """
         if not cls._constants[""] and fields.keys() <= cls._constants.keys():
             return fields
@@ -46,7 +46,7 @@ class Shape(BaseModel):
 
 
 def _only_value(field: FieldInfo) -> list[Any]:
-    """The value of a field that cannot have another one, in a list that is empty for other fields."""
+    """Return a list with the only possible value of a field; empty if it has several."""
     kind = field.annotation
     if get_origin(kind) is Literal:
         values = list(get_args(kind))
@@ -63,17 +63,17 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def documented(reply: type[BaseModel], stream: str) -> Responses:
-    """`responses` of a route that answers whole or, where `stream` is asked for, as a stream of this type."""
+    """Return the `responses` of a route that answers whole, or as a stream of this type if requested."""
     return {200: {"model": reply, **documented_as(stream)[200]}}
 
 
 def documented_as(media_type: str) -> Responses:
-    """`responses` of a route that answers with something of a type that is not JSON."""
+    """Return the `responses` of a route that answers with a type other than JSON."""
     return {200: {"content": {media_type: {}}}}
 
 
 def errors(reply: type[BaseModel]) -> Responses:
-    """`responses` of all routes of an API schema."""
+    """Return the `responses` of all routes of an API schema."""
     return {
         "4XX": {"model": reply, "description": "What is wrong with the request, as a message"},
         "5XX": {"model": reply, "description": "What went wrong here, or that the model is not ready"},

@@ -2,10 +2,9 @@
 
 `parameters.js` is made from the table of sampling parameters.
 
-They are read once, when the server starts, and found in a table: no path of a request reaches the disk. The
-page runs under a policy that allows its own scripts and styles and nothing else: none inside the HTML, none
-from elsewhere, no HTML made of strings (Trusted Types), no frame around it. It needs no key itself; what it
-asks for does, as from any other client.
+The server reads the files once, when it starts, into a table: no path of a request reaches the disk. A policy
+allows only the page's own scripts and styles. It forbids scripts in the HTML or from elsewhere, HTML made of
+strings (Trusted Types), and frames around the page. The page itself needs no key, but its requests do.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-    # Asked for again each time, and sent again only where it changed: after an upgrade no two versions mix.
+    # Browsers ask again each time, and get a new file only if it changed: an upgrade mixes no two versions.
     "Cache-Control": "no-cache",
 }
 
@@ -70,7 +69,7 @@ class _File:
 
 @cache
 def _files() -> dict[str, _File]:
-    """Every file of the page by its path below `page/`."""
+    """Return every file of the page by its path below `page/`."""
     found = {}
     folder = files("hotset.server") / "page"
     for place, prefix in ((folder, ""), (folder / "vendor", "vendor/")):

@@ -1,4 +1,4 @@
-"""One model of a server with several: its state, what it needs in memory, why it could not be loaded."""
+"""One model of a server with several: its state, its memory, and the error of a failed load."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hotset.settings import LoadSettings
 
 State = Literal["unloaded", "queued", "loading", "loaded", "unloading"]
 
-_TOKENIZER_BYTES = 800  # for each entry of a vocabulary
-_PROGRESS_SECONDS = 0.1  # between two reports of a load
+_TOKENIZER_BYTES = 800  # per entry of a vocabulary
+_PROGRESS_SECONDS = 0.1  # between two progress reports of a load
 
 
 class LoadError(RequestError):
-    """A model that a request named could not be loaded."""
+    """The error of a request whose model could not be loaded."""
 
     @classmethod
     def of(cls, name: str, path: Path, error: Exception) -> LoadError:
-        """Of an unexpected error a client gets the kind alone, and of files their names. path: of the
-        model."""
+        """Return the error for a client: without folders, and only the kind of an unexpected error. path: of
+        the model."""
         said = without_folders(str(error), path)
         why = said if isinstance(error, HotsetError) else f"it failed with {type(error).__name__}"
         message = f"the model {name!r} could not be loaded: {why}"
@@ -45,24 +45,24 @@ class LoadError(RequestError):
         return cls(message, 500, code="model_load_failed")
 
     def again(self) -> LoadError:
-        """The same, for another request: each that is raised collects where it was."""
+        """Return a copy for another request: a raised exception collects a traceback."""
         return LoadError(str(self), self.status, code=self.code)
 
 
 class NotWantedError(Exception):
-    """Nothing waits any more for a model that is to be loaded."""
+    """The error that ends a load for which no request waits any more."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A model, and what is loaded of it.
+    """A model of the catalogue, with its state and the loaded service.
 
-    n_bytes: of memory that it has, or that are kept for it. parts: of these, weights and cache, in
-    bytes. n_ctx: the context of its latest load, if a request gave one. holds: requests that use it.
-    waiting: requests that it is loaded for, with what they hold. used: its last request, by a clock
-    that counts requests. is_victim: it is unloaded when it is idle, since another model needs its memory;
-    n_unloading: since so many requests ask for that. starts: it is loaded though no request waits. needed:
-    the bytes that a file of so many bytes took when it was loaded last.
+    n_bytes: memory that it uses, or that is reserved for it. parts: bytes of weights and cache in it.
+    n_ctx: the context of its latest load, if a request gave one. holds: requests that use it.
+    waiting: requests that wait for it, with the objects that they hold. used: its last request, by a clock
+    that counts requests. is_victim: unload it when it is idle, since another model needs its memory.
+    n_unloading: requests to unload it that wait. starts: load it even if no request waits. needed:
+    the size of its file, and the bytes that it took when it was loaded last.
     """
 
     offered: Offered
@@ -90,11 +90,11 @@ class Slot:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests get it at once."""
+        """Return whether requests get it at once."""
         return self.state == "loaded" and not self.is_victim and not self.n_unloading
 
     def stop_timer(self) -> None:
-        """It is not unloaded for being idle."""
+        """Cancel the timer that unloads it when it is idle."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.expires = None
@@ -104,7 +104,7 @@ class Slot:
         return bool(self.waiting) or self.starts
 
     def counts(self) -> dict[str, float]:
-        """For the metrics."""
+        """Return the values for the metrics."""
         _, done, total = (self.progress if self.state == "loading" else None) or ("", 0, 0)
         return {
             "loaded": float(self.state == "loaded"),
@@ -115,7 +115,7 @@ class Slot:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """What is shown of its state: `status` of a model in a list, and an event of /models/events."""
+        """Return its state for clients: `status` of a model in a list, and an event of /models/events."""
         found: dict[str, Any] = {"value": self.state}
         if self.state == "loading" and self.progress is not None:
             label, done, total = self.progress
@@ -132,9 +132,9 @@ class Slot:
 
 
 class Expected(NamedTuple):
-    """The memory that a load will take, as far as the file says, for a context of n_ctx tokens.
+    """The memory that a load is expected to take, by the file, for a context of n_ctx tokens.
 
-    weights, cache, more: bytes; more: of adapters and a draft model.
+    weights, cache, more: bytes; more: for adapters, a draft model and buffers.
     """
 
     n_ctx: int
@@ -150,8 +150,8 @@ class Expected(NamedTuple):
 def fitted(opened: Opened, budget: int) -> tuple[Opened, Expected | None]:
     """Return a model with the default context that the budget has room for, and the expected memory.
 
-    The context does not depend on other loaded models. Under a RAM budget without a requested context only
-    the load decides: then no memory is expected.
+    The context does not depend on other loaded models. Under a RAM budget without a requested context
+    only the load decides it, so None is returned in place of the memory.
     """
     settings, gguf = opened.settings, opened.gguf
     graph = describe(opened.config, gguf.tensors)
@@ -183,8 +183,8 @@ def expected(path: Path, settings: LoadSettings, budget: int) -> Expected | None
 
 
 def bytes_of(model: Model) -> int:
-    """Memory of a loaded model: weights, whether they are mapped or read, cache, buffers and tokenizer, what
-    drafts for it, and its adapters."""
+    """Return the bytes of a loaded model: weights (mapped or read), cache, buffers, tokenizer, drafter and
+    adapters."""
     decided, backend = model.decided, model.backend
     beside = decided.reserved.drafter + model.adapters.nbytes
     if model.ram is not None:
@@ -196,7 +196,7 @@ def bytes_of(model: Model) -> int:
 def parts_of(model: Model) -> tuple[int, int]:
     """Return the bytes of a loaded model's weights, and of its cache: keys, values and recurrent states.
 
-    Under a RAM budget the weights have the rest of the budget.
+    Under a RAM budget the weights get the budget without the cache.
     """
     decided = model.decided
     keys_and_values = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
@@ -207,7 +207,7 @@ def parts_of(model: Model) -> tuple[int, int]:
 
 
 class LoadProgress(Reporter):
-    """Puts the progress of a load into its slot."""
+    """A reporter that puts the progress of a load into its slot."""
 
     def __init__(self, slot: Slot, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]) -> None:
         self._slot, self._loop, self._changed = slot, loop, changed

@@ -1,7 +1,7 @@
 """Answers on their way to a client: whole or as a stream, and ended when the client is gone.
 
-The client may leave at any moment: while its text is tokenized, while it waits in the queue, in a prompt of a
-minute, between two tokens, with its window closed. Every answer goes through here.
+The client may leave at any moment: while its text is tokenized, while it waits in the queue, during a long
+prefill, or between two tokens. Every answer passes through here.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from hotset.server.vectors import Vectors
 
 log = logging.getLogger("hotset.server")
 
-API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it came with
-N_BYTES = "hotset.body_bytes"  # and how long its body is
-HELD = "hotset.held"  # what is kept loaded for it (models.py)
-SERVICE = "hotset.service"  # of the model that it named
-HOLDER = "hotset.key_holder"  # the same key with its limits
-ADAPTER = "hotset.adapter"  # of the model, that its name had behind it
-METHOD = "hotset.method"  # that it came with, where it is answered as if it were another one
-ANSWERS = "hotset.answers"  # gets what is computed for it, where there is a log of requests
+API_KEY = "hotset.api_key"  # in the scope of a request: the name of its key
+N_BYTES = "hotset.body_bytes"  # the length of its body
+HELD = "hotset.held"  # the slots of models that are kept loaded for it (models.py)
+SERVICE = "hotset.service"  # of the model that it names
+HOLDER = "hotset.key_holder"  # the holder of its key, with the limits
+ADAPTER = "hotset.adapter"  # the adapter of MODEL:ADAPTER
+METHOD = "hotset.method"  # its own method, if it is handled as another one
+ANSWERS = "hotset.answers"  # a list of the answers computed for it, if they are counted
 _DROPPED = "hotset.dropped"  # turns of its conversation that had no room
 
 LONG_CONTEXT = "[1m]"
-"""What Claude Code appends to a model's name to ask for a context of a million tokens."""
+"""The suffix that Claude Code appends to a model's name to request a context of a million tokens."""
 
 _LONG_PIECE = 4096  # bytes
 
@@ -55,19 +55,19 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _A = TypeVar("_A", Answer, Vectors)
 
-# The library would end every stream at once when the process gets a signal to end; the service gives them
-# time.
+# By default the library ends every stream as soon as the process receives a signal. The service lets them
+# finish.
 AppStatus.disable_automatic_graceful_drain()
 
 
 def host_of(http: Request) -> Host:
-    """What stands behind the application."""
+    """Return the host of the application."""
     host: Host = http.app.state.host
     return host
 
 
 def service_of(http: Request) -> Service:
-    """The service that answers a request, once `serving` has found it."""
+    """Return the service that answers a request. Call `serving` first, which finds it."""
     service: Service = http.scope[SERVICE]
     return service
 
@@ -78,14 +78,14 @@ async def serving(
     """Return the service of the model that a request names, once it is loaded.
 
     required: whether a request to a server of several models must name one. takes_adapter: whether
-    MODEL:ADAPTER is a name, too (`of_client` heeds the adapter).
-    Raises RequestError for a name that is missing or not served, and what keeps the model from being loaded.
+    MODEL:ADAPTER is accepted, too (`of_client` applies the adapter).
+    Raises RequestError for a name that is missing or not served, and the error of a failed load.
     """
     host, held = host_of(http), http.scope.setdefault(HELD, [])
     name, adapter = name and name.removesuffix(LONG_CONTEXT), None
     if takes_adapter and name and ":" in name:
         name, adapter = await _without_adapter(http, name)
-    if (holder := limited_holder(http)) is not None:  # before a model is loaded, or kept loaded
+    if (holder := limited_holder(http)) is not None:  # check this before a model is loaded or held
         name = await _name_for(http, holder, name, required)
     service = host.at_once(name, held, required=required)
     if service is None:
@@ -102,7 +102,7 @@ async def serving(
 
 
 async def _name_for(http: Request, holder: Holder, name: str | None, required: bool) -> str:
-    """The model that a request of a key with limited models gets. Raises RequestError."""
+    """Return the model for a request whose key is limited to some models. Raises RequestError."""
     if name:
         return (await file_of(http, name))[1]
     served = [] if required else [one for one in sorted(holder.models) if await _found(http, one) is not None]
@@ -124,8 +124,8 @@ async def name_of(http: Request, name: str) -> str:
 
 
 async def _without_adapter(http: Request, name: str) -> tuple[str, str | None]:
-    """Return the model of a name and the adapter behind it; the name itself if no model with adapters is
-    called so. Raises NotReadyError while a model is loaded."""
+    """Return the model of a name and its adapter; the name and None if no model with adapters has this name.
+    Raises NotReadyError while a model is loaded."""
     model, _, adapter = name.rpartition(":")
     if await _found(http, name) is None and (found := await _found(http, model)) is not None:
         service = found[0]
@@ -135,7 +135,7 @@ async def _without_adapter(http: Request, name: str) -> tuple[str, str | None]:
 
 
 async def _found(http: Request, name: str) -> tuple[Service | None, str, Path] | None:
-    """`file_of`; None for a name that is not served."""
+    """Return the result of `file_of`; None for a name that is not served."""
     try:
         return await file_of(http, name)
     except RequestError as error:
@@ -145,7 +145,7 @@ async def _found(http: Request, name: str) -> tuple[Service | None, str, Path] |
 
 
 async def file_of(http: Request, name: str) -> tuple[Service | None, str, Path]:
-    """`Host.file_of`, of a model that the request's key may ask."""
+    """Return `Host.file_of` for a model that the request's key may use. Raises RequestError otherwise."""
     name, holder = name.removesuffix(LONG_CONTEXT), limited_holder(http)
     try:
         found = await host_of(http).file_of(name)
@@ -159,23 +159,23 @@ async def file_of(http: Request, name: str) -> tuple[Service | None, str, Path]:
 
 
 async def listed(http: Request) -> list[ListedModel]:
-    """`Host.listed`, of the models that the request's key may ask."""
+    """Return `Host.listed` without the models that the request's key may not use."""
     found, holder = await host_of(http).listed(), http.scope.get(HOLDER)
     return [one for one in found if holder is None or holder.may_ask(one.name)]
 
 
 def limited_holder(http: Request) -> Holder | None:
-    """Who holds the key of a request, where it is a key for some models only."""
+    """Return the holder of a request's key, if the key is for some models only."""
     holder: Holder | None = http.scope.get(HOLDER)
     return holder if holder is not None and holder.models else None
 
 
 class ClientGoneError(Exception):
-    """The client has gone."""
+    """The error that ends work for a client that has gone."""
 
 
 async def while_connected(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """What `work` returns; it is cancelled, and ClientGoneError raised, when the client is gone."""
+    """Return the result of `work`. If the client leaves, cancel it and raise ClientGoneError."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_gone(http))
     try:
@@ -190,19 +190,19 @@ async def while_connected(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _gone(http: Request) -> None:
-    """Returns when the client is; its body has been read."""
+    """Return when the client has gone. The body must have been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 def client_of(http: Request) -> str | None:
-    """Who sent a request: those with the same key, or else the same address, are one client."""
+    """Return the client of a request: its key, or otherwise its address."""
     return http.scope.get(API_KEY) or (http.client.host if http.client else None)
 
 
 def of_client(http: Request, request: AnswerRequest) -> AnswerRequest:
-    """A request with its client, with the size that it had, and with the adapter that its model's name had,
-    unless it chooses adapters itself. What it says of thinking without effect is reported."""
+    """Return a request with its client and size. The adapter of its model's name is applied, unless the
+    request chooses adapters itself. Thinking fields without effect are reported."""
     ignored, form = ignored_of(http), service_of(http).model.output_form
     for name, reason in request.thinking.unused(form, is_chat=request.messages is not None):
         ignored.add(name, reason)
@@ -212,13 +212,13 @@ def of_client(http: Request, request: AnswerRequest) -> AnswerRequest:
 
 
 async def in_turn(http: Request, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
-    """What `work` returns, done in a thread when it is the client's turn, as long as the client is there."""
+    """Return the result of `work`, run in a thread in the client's turn, while the client is connected."""
     threads = service_of(http).preparation.text(long=_is_long(http))
     return await while_connected(http, threads.run(client_of(http), work, *args, **more))
 
 
 async def off_loop(http: Request, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
-    """What `work` returns, which takes a moment, or long if the request is a long one: then as `in_turn`."""
+    """Return the result of `work`; it runs as in `in_turn` if the request is long, otherwise at once."""
     return await in_turn(http, work, *args, **more) if _is_long(http) else work(*args, **more)
 
 
@@ -227,7 +227,7 @@ def _is_long(http: Request) -> bool:
 
 
 async def ask(http: Request, request: AnswerRequest) -> Answer:
-    """`Service.ask` as long as the client is there."""
+    """Return `Service.ask` of a request, while the client is connected."""
     return _noted(http, await while_connected(http, service_of(http).ask(of_client(http, request))))
 
 
@@ -238,7 +238,7 @@ def dropped_header(http: Request) -> Mapping[str, str]:
 
 
 def _noted(http: Request, answer: _A) -> _A:
-    """Return an answer, which the log of requests counts. A header reports the turns that had no room."""
+    """Return an answer, after adding it to the request's answers and noting its turns that had no room."""
     if isinstance(answer, Answer) and answer.n_dropped:
         http.scope[_DROPPED] = answer.n_dropped
     if (answers := http.scope.get(ANSWERS)) is not None:
@@ -247,7 +247,7 @@ def _noted(http: Request, answer: _A) -> _A:
 
 
 async def written(http: Request, n_values: int, work: Callable[[], Response]) -> Response:
-    """The reply that `work` makes, in a thread when it is the client's turn if it has many values."""
+    """Return the reply that `work` makes; a thread makes a reply of many values in the client's turn."""
     if n_values <= MANY_VALUES:
         return work()
     threads = service_of(http).preparation.text(long=True)
@@ -259,7 +259,7 @@ async def whole(
     request: AnswerRequest,
     body: Callable[[Answer, list[FinishedAnswer]], Mapping[str, Any] | list[dict[str, Any]]],
 ) -> Response:
-    """The finished answers as JSON. body: what is written of them."""
+    """Return the finished answers as JSON. body: makes the reply from them."""
     service = service_of(http)
 
     async def answered() -> tuple[Answer, list[FinishedAnswer]]:
@@ -280,8 +280,8 @@ async def embedded(
     body: Callable[[TextVectors], Mapping[str, Any]],
     n_bytes: int = 0,
 ) -> Response:
-    """The vectors, or scores, of texts as JSON. make: as of Service.ask_vectors. body: what is written of
-    them once they are computed. n_bytes: of the texts, where that is more than the request has."""
+    """Return the vectors, or scores, of texts as JSON. make: as in Service.ask_vectors. body: makes the reply
+    once they are computed. n_bytes: of the texts, if they are longer than the request."""
     service, long = service_of(http), _is_long(http) or n_bytes > LONG_BYTES
 
     async def computed() -> TextVectors:
@@ -303,9 +303,9 @@ async def streamed(
 ) -> AnswerStream:
     """Return a stream of the server-sent events that `pieces` makes of an answer, as bytes (see `event`).
 
-    sign_of_life: makes the bytes to send while no answer comes; by default a comment. Clients that measure
-    the time between events need an event.
-    Raises the error that keeps the stream from beginning; a later error is its last event, in the shape of
+    sign_of_life: makes the bytes to send while no piece is ready; by default a comment. Clients that
+    measure the time between events need an event.
+    Raises an error that occurs before the stream begins. A later error is its last event, in the shape of
     the API schema.
     """
     return AnswerStream(http, await ask(http, request), pieces, sign_of_life)
@@ -314,7 +314,7 @@ async def streamed(
 class AnswerStream(EventSourceResponse):
     """A response that closes its answer, however it ends.
 
-    sign_of_life: as of `streamed`. lines: the stream has a line of JSON for each delta in place of events,
+    sign_of_life: as in `streamed`. lines: the stream has a line of JSON for each delta in place of events,
     and no signs of life.
     """
 
@@ -346,12 +346,12 @@ class AnswerStream(EventSourceResponse):
             self._answer.close()
 
     async def _stream_response(self, send: Send) -> None:
-        """The library's without a timer for each piece: LimitedProtocol.check has one for all replies."""
+        """Send the stream without the library's timer for each piece: LimitedProtocol.check times replies."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._pieces):
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                if len(piece) > _LONG_PIECE:  # a client that takes them at once would keep all others out
+                if len(piece) > _LONG_PIECE:  # let other clients run if this one reads without a pause
                     await asyncio.sleep(0)
         async with self._send_lock:
             self.active = False

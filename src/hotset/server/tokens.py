@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: in the shapes of llama-server and of vLLM."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: in the formats of llama-server and of vLLM."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ router = APIRouter(route_class=BodyRoute)
 
 
 MAX_CHARS = 1 << 20
-"""Of a text to tokenize."""
+"""Characters of a text to tokenize."""
 MAX_TEXT_BYTES = 4 << 20
-"""Of a text that tokens stand for."""
+"""UTF-8 bytes of the text of tokens."""
 
 
 class TokenizeBody(Body):
@@ -139,7 +139,7 @@ async def tokenizer_info(http: Request) -> dict[str, Any]:
 
 
 def _piece(model: Model, id: int) -> str | list[int]:
-    """A token's text, or its bytes where they are none by themselves."""
+    """Return a token's text, or its bytes if they are not a text by themselves."""
     piece = model.tokenizer.token_bytes(id)
     try:
         return piece.decode("utf-8")

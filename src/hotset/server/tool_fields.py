@@ -1,4 +1,4 @@
-"""Tools, and the choice among them, in the forms in which API schemas have them."""
+"""Tools and tool choices in the forms of all API schemas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hotset.parameters import shown
 from hotset.server.rows import Body, Flag, Row, Text, UnknownPart, having
 
 MAX_TOOL_NAME = 128
-"""Characters."""
+"""Characters of a tool's name."""
 ToolName = Annotated[str, Field(pattern=rf"^[^\s\x00-\x1f\x7f\"'`\\<>{{}}\[\]()|,]{{1,{MAX_TOOL_NAME}}}$")]
 """Letters, digits and most signs: models write names without quotation marks and next to brackets."""
 MAX_TOOLS = 1024
-"""Tools of a request."""
+"""Tools of one request."""
 
 _UNUSED = "all tools are in the prompt"
 
@@ -107,14 +107,14 @@ _WORDS = {"none": "none", "auto": "auto", "required": "required", "any": "requir
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tools that the model may call and whether it must. value: as of AnswerRequest.tool_choice."""
+    """The tools that the model may call, and whether it must. value: as in AnswerRequest.tool_choice."""
 
     tools: list[dict[str, Any]]
     value: str | dict[str, str]
 
 
 def chosen(choice: AnyToolChoice | None, tools: Iterable[dict[str, Any]]) -> Chosen:
-    """Return the meaning of a choice. Raises InvalidRequestError for an allowed tool that is missing."""
+    """Return the tools and the choice. Raises InvalidRequestError for an allowed tool that is missing."""
     given = list(tools)
     if choice is None:
         return Chosen(given, "auto")

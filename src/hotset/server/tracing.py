@@ -1,8 +1,8 @@
-"""OpenTelemetry: a span for each request for an answer, with the figures of its line in the log of requests.
+"""OpenTelemetry spans of requests for answers, with the figures of the request log.
 
-Names are those of the semantic conventions for generative AI, and where these have none, or had another,
-those of vLLM. What was asked and answered is in no span. The SDK sends batches in a thread of its own; a
-collector that is slow or away costs spans, never an answer.
+Names follow the semantic conventions for generative AI, or vLLM where these have no name or had another one.
+Spans never have the texts of requests or answers. The SDK sends batches in its own thread: if a collector is
+slow or away, spans are lost, but answers are not delayed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPERATIONS = {
     "/api/embeddings": "embeddings",
     **dict.fromkeys(("/v1/rerank", "/v1/reranking", "/rerank", "/reranking", "/v2/rerank"), "rerank"),
 }
-"""Of the routes whose requests have spans."""
+"""The routes whose requests have spans, and the names of their operations."""
 
 _FIELDS = {
     "id": ("gen_ai.request.id",),
@@ -58,24 +58,23 @@ _FIELDS = {
     "queue_seconds": ("gen_ai.latency.time_in_queue",),
     "first_token_seconds": ("gen_ai.latency.time_to_first_token",),
 }
-"""Attributes by the fields of the log."""
+"""Attributes by the field of the request log."""
 
-_CLOSE_SECONDS = 3.0  # for what is not sent yet when the server ends
+_CLOSE_SECONDS = 3.0  # to send the remaining spans when the server ends
 _DEFAULT_PATH = "/v1/traces"
 
 
 class Traces:
-    """Sends spans to a collector by OTLP over HTTP; a URL without a path gets the usual one.
+    """A sender of spans to a collector by OTLP over HTTP; a URL without a path gets the usual one.
 
-    The SDK's own environment variables (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, ...) have their
-    effect.
+    The SDK's own environment variables (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, ...) apply.
     """
 
     def __init__(self, endpoint: str) -> None:
         parts = urlsplit(endpoint)
         if parts.path in ("", "/"):
             endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
-        # It has a line for each try; _Exporter has one in all.
+        # The SDK logs a line for each attempt; _Exporter logs one for all.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         own = Resource({"service.name": "hotset", "service.version": version("hotset")})
         self._provider = TracerProvider(
@@ -116,7 +115,7 @@ class Traces:
         span.end(end)
 
     def close(self) -> None:
-        """Sends what is there, if that does not take long."""
+        """Send the remaining spans, if that does not take long."""
         ending = threading.Thread(target=self._provider.shutdown, name="hotset-traces-end", daemon=True)
         ending.start()
         ending.join(_CLOSE_SECONDS)
@@ -137,7 +136,7 @@ def _parameters(answer: Answer) -> dict[str, Any]:
 
 
 class _Exporter(SpanExporter):
-    """Says when spans are lost, and when they are no longer."""
+    """An exporter that logs when spans are lost, and when they arrive again."""
 
     def __init__(self, endpoint: str) -> None:
         self._exporter = OTLPSpanExporter(endpoint=endpoint)

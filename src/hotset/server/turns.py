@@ -1,7 +1,7 @@
-"""Turns of a conversation on their way from an API schema to a chat template.
+"""Turns of a conversation between an API schema and a chat template.
 
-A turn is a message as OpenAI's clients write one; templates read nothing else. Other API schemas have the
-parts of an answer (text, reasoning, calls) one by one, and gather them here.
+A turn is a message in the form of OpenAI's clients; templates read nothing else. Other API schemas have the
+parts of an answer (text, reasoning, calls) as separate entries, which are merged here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def merge(turn: Turn, more: Turn) -> None:
-    """Make `more`, of the same role, a part of `turn`: texts become lines of one text."""
+    """Merge `more`, of the same role, into `turn`: texts become lines of one text."""
     for key in ("content", "reasoning_content"):
         if more.get(key):
             turn[key] = f"{turn[key]}\n{more[key]}" if turn.get(key) else more[key]
@@ -47,7 +47,7 @@ def merge(turn: Turn, more: Turn) -> None:
 
 
 def add(turns: list[Turn], turn: Turn) -> None:
-    """Append `turn`, or make it a part of the last one if that has the same role."""
+    """Append `turn`, or merge it into the last one if that has the same role."""
     if turns and turns[-1]["role"] == turn["role"]:
         merge(turns[-1], turn)
     else:
@@ -55,8 +55,8 @@ def add(turns: list[Turn], turn: Turn) -> None:
 
 
 def turn_of(message: Mapping[str, Any]) -> Turn:
-    """Return a message of OpenAI's chats as a turn. Raises ValueError for a role or a part that is unknown,
-    and UnreadableError for an image and the like."""
+    """Return a message of OpenAI's chats as a turn. Raises ValueError for an unknown role or part, and
+    UnreadableError for images and other parts that no model reads."""
     given = message.get("role")
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
@@ -85,7 +85,7 @@ def _as_function(call: Any) -> Any:
 
 
 def _content(content: Any, *, is_result: bool) -> tuple[str, str]:
-    """Return the reasoning and the text of a message's content. is_result: of a tool."""
+    """Return the reasoning and the text of a message's content. is_result: the message is a tool's result."""
     if content is None:
         return "", ""
     if isinstance(content, list):
@@ -109,7 +109,7 @@ def _thought(part: Mapping[str, Any]) -> str:
 
 
 def text_of(part: Any, *, is_result: bool = False) -> str:
-    """Return the text of a part of a message. is_result: a note stands for a part that no model reads."""
+    """Return the text of a part of a message. is_result: a note replaces a part that no model reads."""
     if isinstance(part, str):
         return part
     if is_result and (note := note_of(part)):

@@ -1,4 +1,4 @@
-"""Texts of a request on their way to vectors: queued, counted and cancelled as answers are."""
+"""Vectors of a request's texts: queued, counted and cancelled like answers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hotset.server.answers import Submit, raise_end
 
 
 class Vectors:
-    """The vectors of one request; made by `Service.ask_vectors`, and used in its event loop alone.
+    """The vectors of one request; made by `Service.ask_vectors`, and used only in its event loop.
 
-    n_at_once: texts of it that may be in the engine. submit, closed, asked: as of Answer.
+    n_at_once: most texts of it in the engine at once. submit, closed, asked: as in Answer.
     """
 
     def __init__(
@@ -40,54 +40,54 @@ class Vectors:
 
     @property
     def total_tokens(self) -> int:
-        """Of all texts."""
+        """Return the number of tokens of all texts."""
         return self._texts.n_tokens
 
     @property
     def n_open(self) -> int:
-        """Texts without a vector yet."""
+        """Return the number of texts without a vector."""
         return len(self._left) + len(self._running)
 
     @property
     def reasons(self) -> list[str]:
-        """Why each text ended, or will when this is closed."""
+        """Return why each text ended, or will end if this is closed now."""
         failed = self._end.done() and not self._end.cancelled() and self._end.exception() is not None
         n_open = self.n_open
         n_done = len(self._texts) - n_open
         return ["stop"] * n_done + ["error" if failed else "cancelled"] * n_open
 
     async def whole(self) -> TextVectors:
-        """The texts, whose vectors are all computed. Raises what went wrong."""
+        """Wait for all vectors, and return the texts. Raises the first error."""
         await self._end
         return self._texts
 
     def begin(self) -> None:
-        """Raises where the engine takes no more."""
+        """Submit texts to the engine. Raises an error if the engine accepts none."""
         while self._left and len(self._running) < self._n_at_once:
             i = self._left[0]
             sequence = self._texts.sequence(i)
             try:
                 self._submit(sequence, partial(self._take, i), "end")
             except QueueFullError:
-                if self._running:  # the next one to end makes room
+                if self._running:  # a text that ends makes room
                     return
                 raise
             self._running[self._left.popleft()] = sequence
 
     def fail(self, error: Exception) -> None:
-        """Ends all of it with an error."""
+        """End all texts with an error."""
         if not self._end.done():
             self._end.set_exception(error)
             self._cancel()
 
     def close(self) -> None:
-        """Ends what still runs; safe to call twice."""
+        """End the texts that still run. A second call does nothing."""
         self._cancel()
         if self._closed is not None:
             self._closed(self)
             self._closed = None
         if self._end.done() and not self._end.cancelled():
-            self._end.exception()  # it may not have been awaited
+            self._end.exception()  # marks it as read: it may not have been awaited
         self._end.cancel()
 
     def _take(self, i: int, event: Event) -> None:

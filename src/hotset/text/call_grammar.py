@@ -1,8 +1,8 @@
 """Grammars of tool calls, in llguidance's Lark, from the description of a form (tool_calls/forms.py).
 
-Arguments that a form writes as JSON follow their schema in every respect. Where it writes each by itself, as
-tags or pairs, the arguments are those that `properties` names, in that order; a string that the form does not
-quote follows `enum` and `const`, but no other keyword.
+Arguments that a form writes as one JSON object follow their schema in every respect. If a form writes each
+argument separately, as tags or pairs, they are the arguments of `properties`, in that order. A string that
+the form does not quote follows `enum` and `const`, but no other keyword.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hotset.text.tool_calls.bodies import Named, Objects, kimi_head
 from hotset.text.tool_calls.forms import Form
 from hotset.text.tool_calls.values import properties_of, resolved, types_of
 
-MAX_CALLS = 16  # side by side: a model that knows no end must come to one
+MAX_CALLS = 16  # of one list: bounds the answer of a model that never stops calling
 _GAP = r"/\n?/"
 _TEXT = "/(?s:.*)/"
 
@@ -41,10 +41,10 @@ Function = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CallRules:
-    """Lark of a call, or of all calls where one pair of marks is around them.
+    """Lark of one call, or of all calls if one pair of marks encloses them.
 
-    opening: its first mark; "" where the form has none. rest: what follows. gap: what stands between several;
-    None where there can be only one.
+    opening: its first mark; "" if the form has none. rest: the Lark after the opening. gap: the Lark between
+    several calls; None if only one can follow.
     """
 
     opening: str
@@ -57,7 +57,7 @@ def literal(text: str) -> str:
 
 
 def mark(tokenizer: Tokenizer, text: str) -> str:
-    """A mark, of which parts may be tokens that are no text: `<[id]>`."""
+    """Return Lark of a mark. Tokens that are markers appear in it by their ids: `<[id]>`."""
     parts: list[str] = []
     plain = ""
     for part in re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text):
@@ -82,7 +82,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def schema_of(function: Function) -> Mapping[str, Any]:
-    """The schema of the arguments: always of an object, and of no others than it names, unless it says so."""
+    """Return the schema of the arguments: an object, without further properties unless it allows them."""
     schema = function.get("parameters") or {"properties": {}}
     closed = {} if "properties" not in schema or schema.keys() & _MORE else {"additionalProperties": False}
     return {"type": "object", **closed, **schema, NAME_KEY: name_of(function)}
@@ -94,9 +94,9 @@ def name_of(function: Function) -> str:
 
 
 class CallGrammar:
-    """The grammar of calls of some functions.
+    """The grammar of calls of a list of functions.
 
-    rules: Lark of the names that `call` uses. many: whether several calls may be written at once.
+    rules: Lark rules that the result of `call` refers to. many: whether an answer may have several calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, functions: Sequence[Function], *, many: bool) -> None:
@@ -104,8 +104,8 @@ class CallGrammar:
         self._tokenizer, self._functions, self._many = tokenizer, functions, many
 
     def call(self, form: Form, template: str) -> CallRules:
-        """Raises InvalidRequestError for schemas that the form cannot follow."""
-        # Mistral's older templates have lists of objects behind the mark of the newer ones.
+        """Return the Lark of calls in `form`. Raise InvalidRequestError for schemas that it cannot follow."""
+        # Mistral's older templates put lists of objects after the mark that the newer ones use for names.
         if form.named and (form.name != "mistral" or "[ARGS]" in template):
             return self._named(form.named, template, form.writes_bare)
         return self._objects(form.objects or Objects(), form.writes_bare)
@@ -142,7 +142,7 @@ class CallGrammar:
             "additionalProperties": False,
         }
 
-    # ---- names, with arguments behind them ----
+    # ---- names, followed by arguments ----
 
     def _named(self, body: Named, template: str, is_bare: bool) -> CallRules:
         names = []
@@ -200,7 +200,7 @@ class CallGrammar:
         return f"{self._list(f'args_{i}', named)} {literal(body.arguments.end)}"
 
     def _list(self, name: str, items: list[tuple[str, bool]]) -> str:
-        """Items with commas between those that are there: a rule for the first, and one for the rest."""
+        """Return a rule for items with commas between the present ones; it has one rule per first item."""
         if not items:
             return ""
         first, more = "", ""
@@ -241,7 +241,7 @@ class CallGrammar:
         self.rules.append(f"{rule}_text{self._text_until(end)}")
 
     def _text_until(self, end: str) -> str:
-        """The rest of a rule: any text, and the mark that ends it."""
+        """Return the end of a rule: any text up to the mark `end`."""
         found = self._mark(end)
         if "<[" in found:
             return f": {_TEXT} {self._mark(end.strip())}"
@@ -252,7 +252,7 @@ class CallGrammar:
 
 
 def _strings(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """The texts that a schema allows, where it lists them."""
+    """Return the texts that a schema lists as `enum` or `const`; [] if it lists none."""
     if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
         schema = resolved(schema["$ref"], root)
     if not isinstance(schema, Mapping):
@@ -263,7 +263,7 @@ def _strings(schema: Any, root: Mapping[str, Any]) -> list[str]:
 
 
 def _alone(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of one argument, with what its references lead to."""
+    """Return the schema of one argument, with the root schema in `$defs` if it has references."""
     if not isinstance(schema, Mapping):
         return {} if schema is True else {"not": {}}
     alone = dict(moved(schema, "#/$defs/root"))
@@ -275,7 +275,7 @@ def _alone(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved(schema: Any, home: str) -> Any:
-    """A schema within another: references to its own root lead to where that is now."""
+    """Return `schema` with references to its own root changed to `home`, its place in another schema."""
     if isinstance(schema, Mapping):
         return {
             key: home + value[1:]

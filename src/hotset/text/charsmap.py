@@ -1,11 +1,11 @@
-"""SentencePiece's normalisation (tokenizer.ggml.precompiled_charsmap): what text is replaced by what.
+"""SentencePiece's normalisation (tokenizer.ggml.precompiled_charsmap): a table of replacements in text.
 
     4 bytes: size of the trie | trie: uint32 units of a double array (github.com/s-yata/darts-clone) |
-    replacements, UTF-8, each with a 0 behind it
+    replacements, UTF-8, each followed by a 0
 
-A unit of the trie: bits 0 to 7 the byte that leads to it, bit 8 whether a key ends here, bit 9 whether the
-offset counts in 256s, bits 10 to 30 the offset, by exclusive or, to its children; or, with bit 31, a value:
-where a replacement begins. A file is hostile: a step that leads out of the trie is as one that is not there.
+A unit of the trie has these bits. Bits 0 to 7: the byte that leads to it. Bit 8: a key ends here. Bit 9: the
+offset counts in 256s. Bits 10 to 30: the offset to its children, by exclusive or. A unit with bit 31 is a
+value: the index at which a replacement begins. The file is not trusted: a step out of the trie finds nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NOWHERE = -1
 
 
 class CharsMap:
-    """Replaces each longest key of a table in a text, from left to right, as SentencePiece does."""
+    """A function that replaces the longest keys of a table in a text, from the left, like SentencePiece."""
 
     def __init__(self, blob: bytes) -> None:
-        """Raises TokenizerError for a blob that is damaged; an empty one changes nothing."""
+        """Raise TokenizerError for a damaged blob. An empty blob changes nothing."""
         n_bytes = int.from_bytes(blob[:4], "little")
         if blob and (len(blob) < 8 or n_bytes % 4 or not 4 <= n_bytes <= len(blob) - 4):
             raise TokenizerError(
@@ -32,7 +32,7 @@ class CharsMap:
             )
         self._units: list[int] = np.frombuffer(blob[4 : 4 + n_bytes], "<u4").tolist()
         self._replacements = blob[4 + n_bytes :]
-        # From a node by a character to the next one, and what replaces the key that ends there.
+        # (node, character) → (next node, replacement of the key that ends there or None)
         self._steps: dict[tuple[int, str], tuple[int, str | None]] = {}
 
     def __call__(self, text: str) -> str:
@@ -54,7 +54,7 @@ class CharsMap:
         return "".join(out)
 
     def _step(self, node: int, character: str) -> tuple[int, str | None]:
-        """The node that a character leads to, and what replaces the key that ends there."""
+        """Return the node that a character leads to, and the replacement of the key that ends there."""
         at = node
         for byte in character.encode():
             at = self._child(at, byte) if byte else _NOWHERE
@@ -78,7 +78,7 @@ class CharsMap:
         return child if is_there else _NOWHERE
 
     def _replacement(self, value: int) -> str | None:
-        """None where it is no text, or too long for one."""
+        """Return the replacement of a value; None if it is not UTF-8, too long, or outside the table."""
         if value >= len(self._units):
             return None
         start = self._units[value] & (_IS_VALUE - 1)

@@ -1,8 +1,8 @@
-"""Chat templates: from messages to the one text that a model was trained to continue.
+"""Chat templates: from messages to the text that a model was trained to continue.
 
-A template is a Jinja program that comes with the model file, so it is run as Hugging Face runs it (the same
-options, extensions, filters and globals give the same text, to the byte) and trusted as little as the file:
-in Jinja's immutable sandbox, on plain data, in a process that is ended where it takes too much (renderer.py).
+A template is a Jinja program in the model file. hotset runs it with Hugging Face's options, extensions,
+filters and globals, so the text is the same to the byte. The template is not trusted: it runs in Jinja's
+sandbox, on plain data, in a process that is ended if it exceeds its limits (renderer.py).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hotset.text.tool_calls import Form, form_of
 log = logging.getLogger("hotset.text")
 
 MAX_SOURCE_CHARS = 1 << 20
-"""The longest template that is accepted (the longest in the wild have some 30,000 characters)."""
+"""The maximum length of a template in characters (the longest published ones have about 30,000)."""
 
 
 class ChatTemplate:
     """A compiled chat template. Use it as a context manager or call `close`: it keeps a process.
 
-    source: the Jinja text. bos_token, eos_token: what the template's variables of these names hold.
-    is_fallback: the file has no template, and this is one by its vocabulary. renderer: one whose process was
-    started ahead.
+    source: the Jinja text. bos_token, eos_token: values of the template's variables of these names.
+    is_fallback: the file has no template, and its vocabulary chose this one. renderer: a renderer whose
+    process was started earlier.
 
-    Raises TokenizerError for a source that does not compile, takes too much at it, or is too long.
+    Raises TokenizerError for a source that does not compile, exceeds the limits, or is too long.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ChatTemplate:
             raise
 
     def close(self) -> None:
-        """Ends the process; safe to call twice."""
+        """End the process; safe to call twice."""
         self._renderer.close()
 
     def __enter__(self) -> ChatTemplate:
@@ -79,12 +79,12 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, to be encoded with `parse_special=True, add_special=False`.
+        """Return the text of a conversation, to be encoded with `parse_special=True, add_special=False`.
 
         messages: OpenAI-shaped, {"role": ..., "content": ...}. add_generation_prompt: end with the head of
-        the assistant's turn. tools: JSON schemas of functions. variables: whatever else the template knows,
-        such as enable_thinking. Raises TokenizerError where the template refuses the messages, fails, or
-        wants too much.
+        the assistant's turn. tools: JSON schemas of functions. variables: further variables of the template,
+        such as enable_thinking. Raises TokenizerError if the template rejects the messages, fails, or
+        exceeds its limits.
         """
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message:
@@ -100,7 +100,7 @@ class ChatTemplate:
         }
         try:
             return self._renderer.render(_plain(self._variables(given)))
-        except (TypeError, ValueError, RecursionError) as error:  # of variables that are not JSON's
+        except (TypeError, ValueError, RecursionError) as error:  # variables that JSON cannot hold
             raise TokenizerError(
                 "The messages of a chat must be plain data, as JSON has it "
                 f"({type(error).__name__}: {error})."
@@ -130,7 +130,7 @@ class ChatTemplate:
 
     def _variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
         own = {"bos_token": self.bos_token, "eos_token": self.eos_token, "xml_tools": given["tools"]}
-        return {"documents": None, **own, **given}  # (xml_tools: SmolLM3's name for them)
+        return {"documents": None, **own, **given}  # xml_tools is SmolLM3's name for tools
 
 
 def chat_template(
@@ -142,11 +142,11 @@ def chat_template(
 ) -> ChatTemplate:
     """Return the chat template of a GGUF file (`tokenizer.chat_template`).
 
-    Without one it is the format that the vocabulary points to, or ChatML, and a log line names it.
+    If the file has none, return the format that its vocabulary suggests, or ChatML, and log its name.
 
     name: one of the file's further templates (`tokenizer.chat_template.<name>`, such as "tool_use"); see
-    `chat_template_names`. renderer: as of ChatTemplate. Raises TokenizerError for a name that the file does
-    not have, and as ChatTemplate does.
+    `chat_template_names`. renderer: see ChatTemplate. Raises TokenizerError for a name that the file does
+    not have, and if ChatTemplate raises it.
     """
     key = "tokenizer.chat_template" + (f".{name}" if name else "")
     source = metadata.get(key)
@@ -167,13 +167,13 @@ def chat_template(
 
 
 def chat_template_names(metadata: Mapping[str, Any]) -> list[str]:
-    """The names of a file's further chat templates, in alphabetical order."""
+    """Return the names of a file's further chat templates, in alphabetical order."""
     prefix = "tokenizer.chat_template."
     return sorted(key.removeprefix(prefix) for key in metadata if key.startswith(prefix))
 
 
 def _plain(value: Any) -> Any:
-    """`value` as plain JSON types: the process that renders gets JSON."""
+    """Return `value` in plain JSON types, since the rendering process receives JSON."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Child processes that compute on hostile input and can be ended for certain.
+"""Child processes that compute on untrusted input and can always be ended.
 
-A chat template and a grammar are programs of strangers. Nothing inside Python bounds their time and memory:
-one call that no signal interrupts may take hours. So a child computes (`child_main.py`), under the limits
-of the system. A thread of the parent watches its clock and memory, and kills it.
+Chat templates and grammars are untrusted programs. Nothing inside Python bounds their time and memory: one
+call that no signal interrupts may take hours. So a child process computes (`child_main.py`), under the limits
+of the system. A thread of the parent watches its computing time and memory, and kills it past a limit.
 
 A message is eight bytes of length, then that many bytes of JSON. The child's first message says that it is
 ready. Then each request gets one answer.
@@ -28,7 +28,7 @@ import psutil
 
 _MAX_MESSAGE_BYTES = (64 << 20) + 4096
 _LOOK_SECONDS = 0.02  # between two looks at the child
-_START_SECONDS = 60.0  # for Python and the libraries, on the slowest disk
+_START_SECONDS = 60.0  # to start Python and import the libraries, on the slowest disk
 _MAIN = "import sys; sys.path += sys.argv[4:]; from hotset.text import child_main as child; "
 _MAIN += "child.main(*sys.argv[1:4])"
 _KEPT_VARIABLES = (
@@ -39,10 +39,10 @@ _KEPT_VARIABLES = (
 
 @dataclass(frozen=True)
 class ChildLimits:
-    """ChildLimits of one answer.
+    """Limits of one answer.
 
-    seconds: of computing. longest: seconds by the clock, on a machine too busy to give the child a core.
-    n_bytes: memory, in addition to the child's own when it is ready.
+    seconds: computing time. longest: elapsed seconds, for a machine too busy to give the child a core.
+    n_bytes: memory, in addition to the memory that the child uses when it is ready.
     """
 
     seconds: float
@@ -70,14 +70,14 @@ class ChildError(Exception):
 
 
 class Child:
-    """A process that answers requests by a module of `hotset.text`, and the pipes to it.
+    """A process that answers requests with a module of `hotset.text`, and the pipes to it.
 
     module: has `prepare` (`child_main.py`). packages: the installed packages that it imports.
     """
 
     def __init__(self, module: str, packages: Sequence[str], limits: ChildLimits) -> None:
         self._limits = limits
-        self._owner = os.getpid()  # which alone may end the process
+        self._owner = os.getpid()  # only this process may end the child
         self._ready = False
         options: dict[str, Any] = {"start_new_session": True}  # the terminal's Ctrl-C does not reach it
         if sys.platform == "win32":
@@ -106,8 +106,8 @@ class Child:
     def ask(self, request: bytes, **expected: type) -> dict[str, Any]:
         """Send an `encoded` request and return the answer: an `error`, or the expected values (name=type).
 
-        Raises ChildError if the child sends neither. After any exception, Ctrl-C too, end the child:
-        the next request would read this answer.
+        Raises ChildError if the child sends neither. After any exception, including KeyboardInterrupt, end
+        the child: the next request would read this answer.
         """
         if not self._ready:
             with _Watch(self.process, ChildLimits(_START_SECONDS, _START_SECONDS, self._limits.n_bytes)):
@@ -125,7 +125,7 @@ class Child:
             expected = {"error": str}
         if answer is not None and all(isinstance(answer.get(name), of) for name, of in expected.items()):
             return answer
-        self.process.kill()  # it may live after a wrong answer
+        self.process.kill()  # it may still run after a wrong answer
         raise ChildError(Cause.DIED, f"exit code {self.process.wait()}")
 
     def end(self) -> None:
@@ -134,7 +134,7 @@ class Child:
             self.process.kill()
             self.process.wait()
         else:
-            self.process.returncode = 0  # Popen would look for a child that is another's
+            self.process.returncode = 0  # otherwise Popen would wait for a child of another process
         self._in.close()
         self._out.close()
 
@@ -179,7 +179,7 @@ class Child:
 
 
 class _Watch:
-    """A thread that looks at the child while it answers, and kills it past a limit. `found`: the error then.
+    """A thread that watches the child while it answers, and kills it past a limit. `found`: the error then.
 
     Computing time and memory count from the first look.
     """
@@ -200,7 +200,7 @@ class _Watch:
 
     def _run(self) -> None:
         start = time.monotonic()
-        if self._done.wait(_LOOK_SECONDS):  # nearly always: nothing more is done then
+        if self._done.wait(_LOOK_SECONDS):  # nearly always, and the child is not measured then
             return
         limits = self._limits
         try:
@@ -223,7 +223,7 @@ class _Watch:
 
 def encoded(message: Mapping[str, Any]) -> bytes:
     """Return a request for `Child.ask`. Raises ValueError or RecursionError for what JSON cannot hold."""
-    # Not in ASCII, where JSON's escapes make six bytes of a letter; lone surrogates pass.
+    # Not ASCII, in which JSON's escapes take six bytes for a letter. Lone surrogates pass.
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -236,7 +236,7 @@ def _home(package: str) -> str:
 
 
 def _used(child: psutil.Process) -> tuple[float, int]:
-    """Return seconds of computing, and bytes of memory."""
+    """Return seconds of computing time, and bytes of memory."""
     times = child.cpu_times()
     return times.user + times.system, child.memory_info().rss
 

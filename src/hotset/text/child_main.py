@@ -1,8 +1,8 @@
-"""The child's end of `child.py`: limits, and a loop that answers requests until the parent closes the pipe.
+"""The main program of a child of `child.py`: set limits, then answer until the parent closes the pipe.
 
 A module of children has `prepare`, which imports its libraries and returns the function that answers a
-request, and STACK_BYTES of the thread that computes (0: the main thread). Nothing heavy is imported here,
-since requests wait for the process to start.
+request. It also has STACK_BYTES, the stack of the thread that computes (0: the main thread). Nothing slow is
+imported here, since requests wait for the process to start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Answering = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def main(module: str, max_bytes: str, max_seconds: str) -> None:
-    """Answer until the parent closes the pipe. max_seconds: of computing, per answer."""
+    """Answer until the parent closes the pipe. max_seconds: computing time per answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     answering = import_module(f"hotset.text.{module}")
 
@@ -52,7 +52,7 @@ def _loop(answer: _Answering, max_seconds: float) -> None:
             reply = answer(request)
             del request
             _write(reply)
-        except MemoryError:  # also for the request, or to write down the answer
+        except MemoryError:  # also if reading the request or writing the answer raises it
             reply = {}
             _write({"out_of_memory": True})
 
@@ -60,7 +60,7 @@ def _loop(answer: _Answering, max_seconds: float) -> None:
 def _limit(max_bytes: int) -> None:
     """Bound the additional memory, and forbid files and processes.
 
-    Systems without such limits are left to the parent, which looks at the process from outside.
+    On systems without such limits the parent watches the process from outside.
     """
     try:
         import resource

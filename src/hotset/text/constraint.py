@@ -1,8 +1,8 @@
 """Answers that follow a grammar: JSON of a schema, a regular expression, or rules in GBNF or Lark.
 
-llguidance (extra `serve`) decides which tokens may come next; here is what it must know of a vocabulary, and
-the care that grammars of strangers need: one is first tried in a process of its own (grammar_child.py), since
-inside the library a short one can take minutes, or the whole stack and the process with it.
+llguidance (extra `serve`) decides which tokens may come next. This module gives it the vocabulary, and guards
+against untrusted grammars. Each grammar is first compiled in a process of its own (grammar_child.py): inside
+the library a short one can take minutes, or overflow the stack and end the process.
 
     grammars = Grammars(tokenizer)                       # once per model: half a second for 150,000 tokens
     constraint = grammars.constraint("json_schema", '{"type": "object"}')    # one per answer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 1 << 18
 """The longest grammar or schema that is accepted."""
 LIMITS = ChildLimits(seconds=3.0, longest=20.0, n_bytes=1 << 30)
-"""ChildLimits of compiling one and going some bytes along. A real one takes milliseconds."""
+"""Limits of compiling a grammar and matching some bytes. A usual grammar takes milliseconds."""
 _MAX_KEPT = 32  # compiled grammars
 _SLOW_SECONDS = 0.005  # for a mask: most take less than a tenth of a millisecond
 
@@ -43,7 +43,7 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "grammar"
 _MAX_REASON_CHARS = 1000
 _MAX_IGNORED = 20  # parts of a schema that the log names
 
-# A token in GBNF, <text> or !<text>, and what hides one: strings, character classes, comments.
+# A token in GBNF, <text> or !<text>, and the places in which one does not count: strings, classes, comments.
 _GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|<(?!\[)([^>\n]*)>', re.DOTALL)
 # An error of the regex library: the expression, a line that points at the fault, and the reason.
 _REGEX_FAULT = re.compile(r"regex parse error:\n(?P<shown>.*?)\n[ ^]+\nerror: (?P<reason>[^\n]*)", re.DOTALL)
@@ -52,9 +52,9 @@ log = logging.getLogger("hotset.grammar")
 
 
 class Grammars:
-    """What answers of one model may have to follow. Several threads may use it.
+    """The grammars of one model's answers. Several threads may use it.
 
-    Raises HotsetError where llguidance is not installed, when it is first needed.
+    Raises HotsetError on first use if llguidance is not installed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,21 +62,21 @@ class Grammars:
         self._library: LLTokenizer | None = None
         self._lock = threading.Lock()
         self._threads = MaskThread(), MaskThread()
-        # None has taken a token. With each, whether it is slow there.
+        # Matchers before their first token; with each, whether finding its first mask is slow.
         self._kept: OrderedDict[tuple[str, str, str | None], tuple[LLMatcher, bool]] = OrderedDict()
 
     @property
     def library(self) -> LLTokenizer:
-        """The vocabulary as llguidance has it; made when it is first asked for."""
+        """Return llguidance's object for the vocabulary; built on first use."""
         with self._lock:
             if self._library is None:
                 self._library = _vocabulary(self.tokenizer)
             return self._library
 
     def prepare(self) -> None:
-        """Makes `library` now, if llguidance is installed.
+        """Build `library` now, if llguidance is installed.
 
-        That holds the interpreter's lock for 0.1 s or more, in which no answer goes on.
+        That holds the interpreter's lock for 0.1 s or more. No answer makes progress during that time.
         """
         if find_spec("llguidance") is not None:
             _ = self.library
@@ -84,13 +84,13 @@ class Grammars:
     def constraint(
         self, kind: str, text: str, around: str | None = None, begun: str = ""
     ) -> GrammarConstraint:
-        """What an answer must follow, from its first token on.
+        """Return the constraint of an answer, which applies from its first token on.
 
         kind: "json_schema", "regex" (the whole answer matches), or "grammar" (GBNF, which has a rule
-        `root ::=`, or llguidance's Lark, which has a rule `start:`). around: Lark of what the model writes
-        besides, in which that is `@answer` (output_grammar.py). begun: the beginning of the text that follows
-        the grammar, which the prompt has already.
-        Raises InvalidRequestError for a text that is none, is not supported, or takes too much, and for a
+        `root ::=`, or llguidance's Lark, which has a rule `start:`). around: Lark of the whole output, in
+        which `@answer` is this grammar (output_grammar.py). begun: the beginning of the constrained text
+        that the prompt already contains.
+        Raises InvalidRequestError for a text that is invalid, unsupported or too expensive, and for a
         beginning that the grammar does not allow.
         """
         key = (kind, text, around)
@@ -101,7 +101,7 @@ class Grammars:
         if kept is None:
             matcher = self._compiled(kind, text, around)
             first = GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab, self._threads)
-            first.mask()  # one that is too slow is refused here, and not in the midst of a stream
+            first.mask()  # rejects a slow grammar here, and not in the middle of a stream
             kept = matcher, first.is_slow
             with self._lock:
                 self._kept[key] = kept
@@ -126,7 +126,7 @@ class Grammars:
         _check_installed()
         if kind == "grammar":
             text = _with_token_ids(text, self.tokenizer)
-        # Lark may name them; what other kinds have in common with them is not meant.
+        # Only Lark may name marks. In other kinds the same characters are ordinary text.
         marks = self._marks if kind == "grammar" or around else []
         grammar = _tried({"kind": kind, "text": text, "around": around, "marks": marks})
         from llguidance import LLMatcher, LLParserLimits
@@ -139,10 +139,10 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """A grammar and how far an answer has come in it; an engine's Constraint, for one answer.
+    """A grammar and the position of an answer in it; the engine's Constraint for one answer.
 
-    threads: find masks while the model computes, the second those of slow grammars, for which the others
-    must not wait. As long as one does, the matcher is its alone. is_slow: a mask took long.
+    threads: find masks while the model computes. The second serves slow grammars, so that others need not
+    wait for them. While one works, only it may use the matcher. is_slow: finding a mask took long.
     """
 
     def __init__(
@@ -158,38 +158,38 @@ class GrammarConstraint:
         self._n_vocab = n_vocab
         self._words = np.zeros((n_vocab + 31) // 32, np.int32)
         self._threads = threads
-        self._free = threading.Lock()  # held while the matcher is the other thread's
-        self._mask: TokenMask | None = None  # for the place where the answer is now, once it was found
-        self._error: Exception | None = None  # that came of looking for it
+        self._free = threading.Lock()  # held while another thread uses the matcher
+        self._mask: TokenMask | None = None  # the mask of the current position, once found
+        self._error: Exception | None = None  # raised while another thread looked for it
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing can follow."""
+        """Return whether the answer is complete and nothing can follow."""
         with self._free:
             return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def can_end(self) -> bool:
-        """Whether the answer would be complete here."""
+        """Return whether the answer would be complete here."""
         with self._free:
             return bool(self._matcher.is_accepting())
 
     def look_ahead(self) -> None:
-        """Begins to find the mask in another thread."""
+        """Start finding the mask in another thread."""
         if self._mask is None and self._error is None and self._free.acquire(blocking=False):
             self._threads[self.is_slow].put(self._find_ahead)
 
     def is_busy(self, seconds: float) -> bool:
-        """Whether another thread still looks for the mask after so many seconds."""
+        """Wait up to `seconds`, and return whether another thread still looks for the mask."""
         if not self._free.acquire(timeout=seconds):
             return True
         self._free.release()
         return False
 
     def mask(self) -> TokenMask:
-        """The tokens that may come next.
+        """Return the tokens that may come next.
 
-        It is valid until a token is taken. Raises InvalidRequestError where the grammar takes too much here.
+        The mask is valid until a token is accepted. Raises InvalidRequestError if the grammar takes too much.
         """
         with self._free:
             if self._error is not None:
@@ -199,7 +199,7 @@ class GrammarConstraint:
             return self._mask
 
     def accept(self, token: int) -> None:
-        """Goes on by a token that the mask allowed."""
+        """Advance the grammar by a token that the mask allowed."""
         with self._free:
             self._mask = None
             if not self._matcher.consume_token(token):
@@ -219,12 +219,12 @@ class GrammarConstraint:
     def _find(self) -> TokenMask:
         begun = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        if self._matcher.is_error():  # the mask then allows the end, which is not to pass for a whole answer
+        if self._matcher.is_error():  # the mask then allows the end, but the answer is not complete
             raise InvalidRequestError(
                 f"the grammar of the answer cannot go on here ({_reason(self._matcher.get_error())}); "
                 "simplify it"
             )
-        # By the time of this thread alone: how busy the machine is decides nothing.
+        # The computing time of this thread: the load of the machine must not decide.
         seconds = time.thread_time() - begun
         self.is_slow |= seconds > _SLOW_SECONDS
         if seconds > grammar_child.MAX_MASK_SECONDS:
@@ -247,7 +247,7 @@ def _check_installed() -> None:
 
 
 def _tried(request: dict[str, Any]) -> str:
-    """What llguidance makes of a grammar, once it has been compiled elsewhere within limits."""
+    """Compile a grammar in a child process within limits, and return llguidance's form of it."""
     kind, text = request["kind"], request["text"]
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidRequestError(
@@ -256,7 +256,7 @@ def _tried(request: dict[str, Any]) -> str:
     if "\0" in text:
         raise InvalidRequestError(f"the {_NAMES[kind]} has a character 0 in it; leave it out")
     try:
-        # One process for each: it takes no time from others, and no grammar meets another's text.
+        # A process per grammar: it delays no other, and no grammar shares memory with another's text.
         with Child("grammar_child", ("llguidance",), LIMITS) as child:
             answer = child.ask(encoded(request), grammar=str, ignored=list)
     except ChildError as error:
@@ -305,7 +305,7 @@ def _too_much(kind: str) -> InvalidRequestError:
 
 
 def _reason(said: str) -> str:
-    """A complaint of llguidance in one line, without the excerpt of the grammar and the parser's state."""
+    """Return llguidance's message in one line, without its excerpt of the grammar and the parser's state."""
     fault = _REGEX_FAULT.search(said)
     if fault is not None:
         said = f"{clause(fault['shown'])} is not a regular expression that grammars know: {fault['reason']}"
@@ -317,14 +317,14 @@ def _reason(said: str) -> str:
     return clause(" ".join(kept) or "no reason given", _MAX_REASON_CHARS)
 
 
-# --- a vocabulary, as llguidance has it
+# --- the vocabulary for llguidance
 
 
 def is_marker(tokenizer: Tokenizer, id: int) -> bool:
-    """Whether a token is no text for a grammar, but a mark that only its id names: `<[id]>` in Lark.
+    """Return whether a token is a marker: a grammar can name it only by its id (`<[id]>` in Lark).
 
-    Control tokens are, and so are those that files give a visible type because a program must see them
-    (<|channel|>): inside the text of an answer they would end it, or be read as something else.
+    Markers are control tokens, and tokens like <|channel|> that files declare visible because a program must
+    see them. Inside the text of an answer they would end it, or be read as something else.
     """
     piece = tokenizer.tokens[id]
     return tokenizer.is_special(id) or (
@@ -342,10 +342,10 @@ def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
 
 
 class _Bytes:
-    """A vocabulary in the shape that llguidance asks for.
+    """A vocabulary with the interface that llguidance expects.
 
-    It is called for text that a grammar forces, to have it in the tokens that the model would take. An
-    exception in there ends the process: none may leave it.
+    llguidance calls it to tokenize text that a grammar forces, as the model would. It must not raise: an
+    exception in the call ends the process.
     """
 
     special_token_ids: tuple[int, ...] = ()
@@ -358,11 +358,11 @@ class _Bytes:
         self._id = {piece: id for id, piece in enumerate(self.tokens)}
 
     def _bytes(self, id: int) -> bytes:
-        """llguidance knows marks by a first byte of FF, which no text has: nothing else may begin so."""
+        """Return a token's bytes; only markers begin with the byte FF, by which llguidance knows them."""
         piece = self._tokenizer.token_bytes(id)
         if is_marker(self._tokenizer, id):
             return b"\xff" + piece
-        return b"" if piece.startswith(b"\xff") else piece  # (an empty token is never allowed)
+        return b"" if piece.startswith(b"\xff") else piece  # llguidance never allows an empty token
 
     def __call__(self, text: str) -> list[int]:
         wanted = text.encode("utf-8", "replace")
@@ -372,10 +372,10 @@ class _Bytes:
             ids = []
         if b"".join(self.tokens[id] for id in ids) == wanted:
             return ids
-        return self._longest_first(wanted)  # a mark is spelled in it, or what the vocabulary lacks
+        return self._longest_first(wanted)  # the text spells a marker, or has bytes the vocabulary lacks
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """The longest token that the text begins with, and so on; as far as that goes."""
+        """Split into the longest tokens, from left to right. Stop at bytes that begin no token."""
         ids: list[int] = []
         while text:
             found = next(

@@ -2,8 +2,8 @@
 
     description example delimiter answer "\\n\\n" example delimiter answer "\\n\\n" question
 
-The harness's default sampler draws other examples for each question, by one generator for the whole task: the
-same seed, files and number of examples give the same prompts, here and there (lm_eval/api/samplers.py).
+The harness's default sampler draws other examples for each question, from one generator for the whole task.
+The same seed, files and number of examples give the same prompts as the harness (lm_eval/api/samplers.py).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hotset.errors import FormatError
 from hotset.text.multiple_choice import Question
 
 SEED = 1234
-"""The harness's own for examples."""
+"""The harness's default seed for examples."""
 SAMPLERS = ("default", "first_n")
-_MOST_CHARS = 1 << 30  # of all prompts, which wait in memory together
+_MOST_CHARS = 1 << 30  # of all prompts together, which are in memory at once
 
 
 @dataclass(frozen=True)
 class Shots:
     """n examples before each question.
 
-    sampler: "default" draws them anew for each question, "first_n" takes the first of the file. delimiter:
-    after each example. one_more: the default sampler draws n + 1, of which the question itself is dropped,
-    also where no question is among the examples: what is drawn next depends on it.
+    sampler: "default" draws new examples for each question, "first_n" uses the first n of the file.
+    delimiter: the text after each example. one_more: the default sampler draws n + 1 and drops the question
+    itself. It does so even if the question is not among the examples, since later draws depend on it.
     """
 
     n: int
@@ -46,12 +46,12 @@ def with_examples(
     shots: Shots,
     name: str,
 ) -> list[Question]:
-    """The questions with descriptions and examples as a part of their contexts.
+    """Return the questions with their descriptions and examples put into their contexts.
 
-    documents: of the examples, in the order of their file. example(i) answers for the i-th, and is asked for
-    those that are drawn. name: where examples are from, for messages. A question with the fields of a
-    document is never its own example. Raises FormatError where there are too few examples, and where the
-    prompts are too long to be kept.
+    documents: of the examples, in the order of their file. example(i) returns the i-th example, and is called
+    for the drawn ones. name: the source of the examples, for messages. A question with the fields of a
+    document is never its own example. Raises FormatError if there are too few examples, or if the prompts
+    together are too long.
     """
     sampler = _Sampler([_key(document) for document in documents], shots, name) if shots.n else None
     prompts, n_chars = [], 0
@@ -80,7 +80,7 @@ class _Sampler:
             raise self._too_few(len(keys))
 
     def draw(self, question: Question) -> list[int]:
-        """Indices of examples for a question, none of which is the question."""
+        """Return the indices of examples for a question, without the question itself."""
         n, own = self._shots.n, _key(question.document)
         if self._shots.sampler == "first_n":
             drawn = list(range(n))
@@ -92,9 +92,9 @@ class _Sampler:
         others = [i for i, key in enumerate(self._keys) if key != own]
         if len(others) < n:
             raise self._too_few(len(others))
-        if self._one_more:  # the question is there several times: the harness draws anew
+        if self._one_more:  # the question occurs several times, and the harness draws again
             return self._random.sample(others, n)
-        # The harness lets the question stay. Nothing is drawn, so that later questions have its examples.
+        # The harness keeps the question. Without another draw, later questions get the harness's examples.
         return [*drawn, *(i for i in others if i not in drawn)][:n]
 
     def _too_few(self, n: int) -> FormatError:

@@ -1,12 +1,12 @@
 """Conversations that are too long for the context: the oldest turns are left out.
 
-System messages and the last message of the user stay. A turn begins with a message of the user; behind the
-last one each message of the assistant begins a turn of its own, with the results of its calls. Only whole
+System messages and the last message of the user stay. A turn begins with a message of the user. After the
+last one, each message of the assistant begins a turn, which includes the results of its calls. Only whole
 turns are left out.
 
-Turns are left out in groups of about a quarter of the context. The borders of the groups depend on earlier
-messages only, so that a growing conversation keeps the beginning that its prompts share, and with it the
-prompt cache, for many turns.
+Turns are left out in groups of about a quarter of the context. The borders of the groups depend only on
+earlier messages. A growing conversation therefore keeps the same beginning, and the prompt cache of it, for
+many turns.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hotset.errors import ContextLengthError
 Message = Mapping[str, Any]
 
 _SYSTEM_ROLES = ("system", "developer")
-_LEAST_ROOM = 8  # an answer has at least this part of the context, or its max_tokens
+_LEAST_ROOM = 8  # an answer has at least 1/8 of the context, or its max_tokens if that is less
 
 
 class Fitted(NamedTuple):
-    """tokens: of the prompt. n_dropped: turns that were left out."""
+    """A prompt that fits. tokens: of the prompt. n_dropped: turns that were left out."""
 
     tokens: list[int]
     n_dropped: int
@@ -40,7 +40,7 @@ def fitted(
     """Return the prompt of a conversation without the oldest turns that have no room.
 
     encode: renders and tokenizes messages. n_ctx: tokens of the context. max_tokens: of the answer. Raises
-    ContextLengthError if even the newest turn does not fit, and what `encode` raises.
+    ContextLengthError if even the newest turn does not fit. Errors of `encode` pass through.
     """
     room = min(max_tokens or n_ctx, n_ctx // _LEAST_ROOM)
 
@@ -64,7 +64,7 @@ def fitted(
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:
-    """Return where turns begin."""
+    """Return the indices of the messages that begin turns."""
     roles = [message.get("role") for message in messages]
     last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
     return [
@@ -75,7 +75,7 @@ def _turns(messages: Sequence[Message]) -> list[int]:
 
 
 def _from(messages: Sequence[Message], start: int) -> list[Message]:
-    """Return the messages from `start` on, and those before it that always stay."""
+    """Return the messages from `start` on, and the earlier ones that always stay."""
     last_user = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     return [
         message
@@ -85,9 +85,9 @@ def _from(messages: Sequence[Message], start: int) -> list[Message]:
 
 
 def _borders(messages: Sequence[Message], turns: Sequence[int], n_ctx: int) -> list[int]:
-    """Return the turns that a prompt may begin with, and the last turn.
+    """Return the turns that a prompt may begin with; the last turn is always among them.
 
-    A token has about four bytes: the size of a group is `n_ctx` bytes of JSON.
+    A token is counted as four bytes: the size of a group is `n_ctx` bytes of JSON, a quarter of the context.
     """
     beginnings = frozenset(turns[1:])
     found: list[int] = []

@@ -1,11 +1,11 @@
 """Rewriting of conversations, so that a chat template accepts them and shows all of their texts.
 
-Templates refuse or leave out system messages, neighbouring messages of one role, tools, several calls at once
-or results. `text/probing.py` probes a template, and a `Folding` lists the rewritings that it needs.
+Templates may reject or leave out system messages, neighbouring messages of one role, tools, several calls at
+once, or results. `text/probing.py` probes a template, and a `Folding` lists the rewritings that it needs.
 docs/guides/serve.md has the table.
 
 Every rewriting is local: it looks at a message and its neighbours, or at the messages before the first
-answer. So the text of a conversation stays a prefix of the text of the longer one, and prefix caching works.
+answer. So the text of a conversation remains a prefix of the longer conversation, and prefix caching works.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """The rewritings that one template needs; by default none.
+    """The rewritings that one template needs. The default has none.
 
     empty_tools: without tools, `tools` is an empty list (the template iterates over it).
     named_functions: tools are also a text `functions`, and today's date is `datetime` (Firefunction).
     parts: contents are lists of parts.
     developer: the role `developer` becomes `system`.
-    late_system: system messages before the first answer move to the front, later ones become the user's; with
-    "several" only if there is more than one (DeepSeek R1 shows the last).
+    late_system: system messages before the first answer move to the front, and later ones get the role of the
+    user. "several" does so only if there is more than one (DeepSeek R1 shows the last).
     no_system: system messages at the front become the beginning of the first user message.
-    merged: roles of which neighbouring messages become one.
+    merged: roles whose neighbouring messages become one message.
     user_first: an answer at the beginning gets an empty user message before it.
     tools: "system" puts them into the system message under the key `tools` (Phi-4-mini), "text" describes
     them in the system text.
@@ -55,7 +55,7 @@ class Folding:
     one_call: several calls of a message become messages of one call, each followed by its result.
     results: results become text of the user.
     short_ids: ids of calls become nine letters and digits (Mistral).
-    answered: a short answer separates results from a user message behind them.
+    answered: a short answer separates results from a user message that follows.
     """
 
     empty_tools: bool = False
@@ -74,14 +74,14 @@ class Folding:
     answered: bool = False
 
     def variables(self, tools: Tools) -> dict[str, Any]:
-        """The variables that the template wants in addition to tools."""
+        """Return the variables that the template needs in addition to tools."""
         if not self.named_functions:
             return {}
         functions = json.dumps(tools or [], ensure_ascii=False, indent=4)
         return {"functions": functions, "datetime": datetime.now().strftime("%Y-%m-%d")}
 
     def __str__(self) -> str:
-        """The rewritings, for a log line; "" for none."""
+        """Return the rewritings for a log line; "" without any."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -107,15 +107,15 @@ AS_TEXT: Mapping[str, Any] = {
     "calls": "text",
     "results": True,
 }
-"""Fields of a Folding that nearly every template accepts: two roles in turn, and text."""
+"""Fields of a Folding that nearly every template accepts: two alternating roles, and only text."""
 
 
 def folded(
     folding: Folding, form: Form, messages: Sequence[Message], tools: Tools
 ) -> tuple[list[Message], Tools, dict[str, Any]]:
-    """The messages, tools and further variables to render a conversation with.
+    """Return the messages, tools and further variables to render a conversation with.
 
-    messages: as `checked_calls` makes them, but that arguments may be objects. form: how the model writes
+    messages: results of `checked_calls`, whose arguments may also be objects. form: how the model writes
     calls.
     """
     found, variables = list(messages), folding.variables(tools)
@@ -167,7 +167,7 @@ def _with_text_of_calls(form: Form, message: Message) -> Message:
 
 
 def _one_by_one(messages: list[Message]) -> list[Message]:
-    """Several calls of a message as messages of one call, each before its results."""
+    """Return messages in which a message with several calls becomes one per call, each before its results."""
     found: list[Message] = []
     i = 0
     while i < len(messages):
@@ -190,7 +190,7 @@ def _one_by_one(messages: list[Message]) -> list[Message]:
 
 
 def _with_results(messages: list[Message]) -> list[Message]:
-    """Results of functions as messages of the user: several, and a text of the user behind them, are one."""
+    """Turn results of functions into user messages, and join neighbours and a user text after them."""
     found: list[Message] = []
     is_result = False
     for message in messages:
@@ -205,7 +205,7 @@ def _with_results(messages: list[Message]) -> list[Message]:
 
 
 def _with_short_ids(messages: list[Message]) -> list[Message]:
-    """Ids of nine letters and digits. A result without an id belongs to the first call that has none yet."""
+    """Shorten ids to nine letters and digits. A result without an id belongs to the first unanswered call."""
     found: list[Message] = []
     waiting: list[str] = []
     n_calls = 0
@@ -258,7 +258,7 @@ def _as_user(message: Message) -> Message:
 
 
 def _in_turn(folding: Folding, messages: list[Message]) -> list[Message]:
-    """The messages in the order of roles that the template wants."""
+    """Return the messages in the order of roles that the template needs."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else None

@@ -2,8 +2,8 @@
 
 GBNF describes texts character by character. llguidance puts a lexer before its parser, and the lexer always
 takes the longest match of a terminal: `[a-z]+ "b"` would never see its "b". The translation makes terminals
-as large as possible, since they are fast. It splits those for which the longest match could be the wrong
-one. A grammar without recursion becomes one terminal.
+as large as possible, since they are fast. It splits a terminal if the longest match could be the wrong one. A
+grammar without recursion becomes one terminal.
 
     lark_of('root ::= "(" root ")" | [a-z]+')    # "start: r0\\nr0: (T0 r0 T1 | T2)\\n..."
 """
@@ -29,14 +29,14 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Chars(NamedTuple):
-    """One character: of the ranges (first, last), or of all others if is_negated."""
+    """One character in the ranges (first, last), or outside them if is_negated."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
 
 
 class Token(NamedTuple):
-    """One token of the vocabulary, or any other one if is_negated."""
+    """One token of the vocabulary, or any other token if is_negated."""
 
     id: str
     is_negated: bool
@@ -49,19 +49,19 @@ class Ref(NamedTuple):
 
 
 class NodeSequence(NamedTuple):
-    """Nodes one after the other; none: the empty text."""
+    """A sequence of nodes; without nodes, the empty text."""
 
     items: tuple[Node, ...]
 
 
 class Alternatives(NamedTuple):
-    """One of several nodes."""
+    """A choice of one of several nodes."""
 
     items: tuple[Node, ...]
 
 
 class Repeat(NamedTuple):
-    """A node several times; most None: without a limit."""
+    """A repeated node. most: None for no limit."""
 
     item: Node
     least: int
@@ -72,7 +72,7 @@ Node = Chars | Token | Ref | NodeSequence | Alternatives | Repeat
 
 
 def lark_of(text: str) -> str:
-    """Translate a grammar. Tokens are `<[id]>`: a caller replaces their texts.
+    """Translate a grammar. Tokens must be ids, `<[id]>`: the caller replaces their texts before.
 
     Raises ValueError, with the line, for a text that is not GBNF, and RecursionError for deep nesting.
     """
@@ -87,7 +87,7 @@ def lark_of(text: str) -> str:
 
 
 def rules_of(text: str) -> dict[str, Node]:
-    """Parse a grammar. Raises as `lark_of` does."""
+    """Parse a grammar. Raises the errors of `lark_of`."""
     rules = _Parser(text).rules()
     if "root" not in rules:
         raise ValueError("the grammar has no rule 'root'")
@@ -115,7 +115,7 @@ def _refs(node: Node) -> Iterator[Ref]:
 
 
 class _Parser:
-    """The rules of a grammar, read as llama.cpp reads them."""
+    """A parser of grammars that follows llama.cpp's."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -157,7 +157,7 @@ class _Parser:
             self._skip(lines=is_nested)
 
     def _node(self, mark: str) -> Node | None:
-        """The node that begins here, if one does."""
+        """Parse the node that begins here; None if no node does."""
         if mark == '"':
             return self._literal()
         if mark == "[":
@@ -296,9 +296,9 @@ class _Terminals:
     """The division of a grammar into rules and terminals.
 
     split: the nodes, by id, and the rules, by name, that are not terminals although they could be. A node
-    that has no recursion and no token is a terminal, and so is a token. keys: of the terminals, a rule's name
-    or the id of a node, with the node. follow: for each the set of terminals that may come next, as bits;
-    first: those that may begin an answer.
+    without recursion and tokens is a terminal, and so is a token. keys: the terminals, by a rule's name or
+    the id of a node. follow: for each terminal, the set of terminals that may come next, as bits. first: the
+    terminals that may begin an answer, as bits.
     """
 
     def __init__(self, rules: dict[str, Node], split: set[str | int]) -> None:
@@ -322,7 +322,7 @@ class _Terminals:
     def _is_regular(self, node: Node) -> bool:
         if isinstance(node, Ref):
             if node.name not in self._regular:
-                self._regular[node.name] = None  # until it is known: a rule on the way is recursive
+                self._regular[node.name] = None  # until it is known: a rule that leads back here is recursive
                 self._regular[node.name] = self._is_regular(self.rules[node.name])
             return bool(self._regular[node.name])
         return not isinstance(node, Token) and all(self._is_regular(child) for child in _children(node))
@@ -406,13 +406,13 @@ class _Terminals:
                 again |= self._first(node.item)
                 is_choice = isinstance(node.item, Alternatives) and self._key(node.item) is None
                 if is_choice and node.most is None and node.least <= 1:
-                    node = node.item  # of two runs of characters in a row, the lexer makes one
+                    node = node.item  # the lexer joins two runs of characters in a row
             for child in _children(node):
                 own = self._first(child) if self._is_run(child) else 0
                 self._continue(child, again & ~own | after)
 
     def _is_run(self, node: Node) -> bool:
-        """Return whether a node is a terminal that matches two of its matches in a row as well."""
+        """Return whether a node is a terminal that also matches two of its matches in a row."""
         if isinstance(node, Ref) and self._key(node) is not None:
             return self._is_run(self.rules[node.name])
         is_endless = isinstance(node, Repeat) and node.least <= 1 and node.most is None
@@ -459,14 +459,14 @@ def _in_terminal(node: Node, terminals: dict[str | int, str]) -> str:
 
 
 def _joined(node: Node, parts: list[str]) -> str:
-    """A row, a choice or a repetition as Lark, of its parts."""
+    """Return the Lark of a sequence, a choice or a repetition from the Lark of its parts."""
     if isinstance(node, Repeat):
         return f"({parts[0]}){{{node.least},{'' if node.most is None else node.most}}}"
     return f"({(' | ' if isinstance(node, Alternatives) else ' ').join(parts)})" if parts else '""'
 
 
 def _single(node: Node) -> str:
-    """The character of a node that matches no other, or ""."""
+    """Return the only character that a node matches, or ""."""
     if isinstance(node, Chars) and not node.is_negated and len(node.ranges) == 1:
         first, last = node.ranges[0]
         return chr(first) if first == last else ""
@@ -484,7 +484,7 @@ def _chars_as_lark(node: Chars) -> str:
 
 
 class _Part(NamedTuple):
-    """A part of a terminal: sets of positions, as bits, at which a match begins and ends."""
+    """A part of a terminal. first, last: sets of positions, as bits, at which a match begins and ends."""
 
     is_empty: bool
     first: int
@@ -495,7 +495,7 @@ class _Lexer:
     """An automaton of all terminals, which shows for which of them the longest match can be wrong.
 
     A position is a character of a terminal; a state is the set of positions after some characters. Counted
-    repetitions are taken for unlimited ones: that finds too many terminals, never too few.
+    repetitions count as unlimited. This finds too many terminals, never too few.
     """
 
     def __init__(self, terminals: _Terminals) -> None:
@@ -558,7 +558,7 @@ class _Lexer:
             self._after[position] |= first
 
     def ambiguous(self) -> set[str | int]:
-        """Return the terminals that may continue at a place at which another reading begins the next one."""
+        """Return the terminals that may continue where another reading begins the next terminal."""
         if self._long:
             return self._long
         wrong: set[str | int] = set()
@@ -571,14 +571,14 @@ class _Lexer:
                 seen.add(state)
                 waiting += self._step(state, wrong)
             n_work += len(self._holds)
-            if n_work > _MAX_WORK:  # every terminal of several characters
+            if n_work > _MAX_WORK:  # too much work: every terminal of several characters
                 return {key for key, (_, positions) in self._parts.items() if positions.bit_count() > 1}
         return wrong
 
     def _step(self, state: int, wrong: set[str | int]) -> tuple[int, int]:
-        """Return the positions that may come next in the terminals of a state, and in those behind them.
+        """Return the positions that may come next in the terminals of a state, and in their successors.
 
-        Adds the terminals of the former that the latter make ambiguous.
+        Adds to `wrong` the terminals of the former that the latter make ambiguous.
         """
         going_on = 0
         for position in _bits(state):

@@ -2,8 +2,8 @@
 
 `constraint.py` starts it (`child_main.py`). It gets a grammar, {"kind": ..., "text": ..., "around": ...,
 "marks": [...]}, and answers with llguidance's form, {"grammar": ..., "ignored": [...]}, or {"error": ...}.
-ignored: the parts of JSON schemas that llguidance lacks, which are left to the model. Inside llguidance a
-grammar may take minutes, gigabytes or the whole stack: here it takes this process.
+ignored: the parts of JSON schemas that llguidance does not support, which are left to the model. Inside
+llguidance a grammar may take minutes, gigabytes or the whole stack. That can only end this process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 STACK_BYTES = 2 << 20  # a quarter of the stack of a thread in the model's process
-MAX_MASK_SECONDS = 0.1  # that finding the allowed tokens once may take: a hundred times what it does
-_TRIED_TOKENS = 32  # bytes that are gone along
+MAX_MASK_SECONDS = 0.1  # for one search of the allowed tokens: a hundred times the usual time
+_TRIED_TOKENS = 32  # bytes that the trial matches
 
-# Spaces between the parts of JSON are for models to choose, but not without end: a weak one goes on forever.
+# Models choose the space between the parts of JSON, but it has a limit: a weak model would never stop.
 JSON_SPACE = r"( |\n[ \t]{0,20})"
 
 NAME_KEY = "x-hotset-name"
-"""The key of a JSON schema under which messages find its name."""
+"""The key of a JSON schema that holds its name for messages."""
 _TYPES = {"string", "number", "integer", "boolean", "null", "array", "object"}
 _VALUES = {"const", "enum", "default", "example", "examples"}  # keywords that hold values, not schemas
 _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # name -> schema
@@ -36,7 +36,7 @@ _JSON_RULE = re.compile(r"%json\s*(?=\{)")
 
 
 def compiled(kind: str, text: str) -> str:
-    """Return a grammar as llguidance wants it. Raises ValueError for a text that is not one."""
+    """Return a grammar in llguidance's form. Raises ValueError for an invalid text."""
     from llguidance import LLMatcher
 
     if kind == "json_schema":
@@ -58,7 +58,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def _guided(text: str) -> dict[str, Any]:
-    """A JSON schema with its options for llguidance."""
+    """Return a JSON schema with its options for llguidance."""
     schema = json.loads(text, parse_constant=_no_constant)
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema is an object, or true or false")
@@ -68,7 +68,7 @@ def _guided(text: str) -> dict[str, Any]:
 
 
 def surrounded(grammar: str, around: str | None) -> str:
-    """A grammar within another, in whose Lark it is `@answer`."""
+    """Return a grammar inside another one, whose Lark refers to it as `@answer`."""
     if around is None:
         return grammar
     inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
@@ -151,7 +151,7 @@ class Schemas:
         for name in wrong:
             self.ignored.append(f"patternProperties {json.dumps(name)}")
             del kept["patternProperties"][name]
-            kept.pop("additionalProperties", None)  # it would forbid the names of the pattern
+            kept.pop("additionalProperties", None)  # it would forbid the names that the pattern allowed
         return kept
 
     def _is_pattern(self, pattern: str) -> bool:
@@ -179,7 +179,7 @@ def _named(schema: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str, tupl
 
 
 def _only(schema: Any, path: tuple[str | int, ...]) -> Any:
-    """A schema without the neighbours of the alternatives that a path leads through."""
+    """Return a schema in which only the alternatives along `path` remain possible."""
     if not path:
         return schema
     if isinstance(schema, list):
@@ -188,7 +188,7 @@ def _only(schema: Any, path: tuple[str | int, ...]) -> Any:
 
 
 class _Bytes:
-    """A vocabulary of bytes, an end of text, and marks: that of the model would take long to hand over."""
+    """A vocabulary of bytes, an end of text, and marks. The model's vocabulary would take long to send."""
 
     bos_token_id = None
     eos_token_id = 256
@@ -208,12 +208,12 @@ def _vocabulary(marks: list[str]) -> LLTokenizer:
 
 
 def _own_ids(grammar: str) -> str:
-    """A grammar of the model's tokens as one of _Bytes, in which every token is the same mark."""
+    """Rewrite a grammar for _Bytes: every token id of the model becomes the same mark."""
     return re.sub(r"<\[(\^?)\d+\]>", r"<[\g<1>257]>", grammar)
 
 
 def tried(grammar: str, marks: list[str]) -> str | None:
-    """Return the fault of a grammar, or None. Goes some bytes along it, as answers would."""
+    """Return the fault of a grammar, or None. Matches some bytes, as answers would."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False)
@@ -231,7 +231,7 @@ def tried(grammar: str, marks: list[str]) -> str | None:
         if not allowed:
             break
         matcher.consume_token(allowed[len(allowed) // 2])
-    error = matcher.get_error().split("\n<")[0]  # what follows is the parser's state
+    error = matcher.get_error().split("\n<")[0]  # without the parser's state, which follows
     if error in ("NoExtension", "NoExtensionBias"):
         return "there is no text that follows it"
     return error or None
@@ -276,7 +276,7 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unenforced(grammar: str, marks: list[str]) -> list[str]:
-    """The keywords that llguidance leaves to the model."""
+    """Return the keywords that llguidance leaves to the model."""
     from llguidance import LLMatcher
 
     _, said = LLMatcher.validate_grammar_with_warnings(_own_ids(grammar), _vocabulary(marks))

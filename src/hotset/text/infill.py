@@ -1,6 +1,6 @@
-"""Fill in the middle: how a vocabulary marks what is before and behind a gap.
+"""Fill in the middle: a vocabulary's marks for the text before and after a gap.
 
-Which tokens mark it is said by keys of the file (tokenizer.ggml.fim_pre_token_id, ...), or by their texts:
+Keys of the file name the tokens of the marks (tokenizer.ggml.fim_pre_token_id, ...), or their texts do:
 
     Qwen Coder           <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|>
     StarCoder, Granite   <fim_prefix> prefix <fim_suffix> suffix <fim_middle>
@@ -9,8 +9,8 @@ Which tokens mark it is said by keys of the file (tokenizer.ggml.fim_pre_token_i
     GLM                  <|code_prefix|> prefix <|code_suffix|> suffix <|code_middle|>
     Mellum               <fim_suffix> suffix <fim_prefix> prefix <fim_middle>
 
-Other files of the repository come before (arXiv 2409.12186), behind tokens for their names where there are
-some.
+Other files of the repository come first (arXiv 2409.12186). If the vocabulary has tokens for file names, each
+file follows its name.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _MARKS = (
 )
 _REPOSITORIES = ("<|repo_name|>", "<|fim_repo|>", "<fim-repo>", "<REPO>", "<reponame>", "<repo_name>")
 _FILES = ("<|file_sep|>", "<file_sep>")
-_MOST_CHARS = 16  # of a text that are looked at for each token that has room
+_MOST_CHARS = 16  # characters of a text that are tokenized per token of room
 _MOST_NAME = 1024  # characters of a file's name
-_SNIPPET = "\n\n--- snippet ---\n\n"  # between files where no token is
+_SNIPPET = "\n\n--- snippet ---\n\n"  # before each file, if the vocabulary has no token for names
 
 
 class File(NamedTuple):
@@ -54,9 +54,9 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What is to be filled in. begun: text of the answer that is given. files: others, the nearest last.
+    """A gap to fill. begun: the given beginning of the answer. files: other files, the nearest last.
 
-    trims: what does not fit in the context is left out. Only then there may be files.
+    trims: text that does not fit in the context is left out. files requires trims.
     """
 
     prefix: str
@@ -81,9 +81,9 @@ class InfillTokens:
     def of(
         cls, vocabulary: Mapping[str, int], n_vocab: int, metadata: Mapping[str, Any]
     ) -> InfillTokens | None:
-        """Those of a model file, or None where it has none.
+        """Return the tokens of a model file, or None if it has none.
 
-        vocabulary: token → id; n_vocab: how many ids there are (a text may be there twice).
+        vocabulary: token → id. n_vocab: the number of ids (two ids may have the same text).
         """
         ids: dict[str, int] = {}
         for name, keys in _KEYS.items():
@@ -110,11 +110,11 @@ class InfillTokens:
         return cls(**ids, suffix_first=is_mellum)
 
     def encode(self, tokenizer: Tokenizer, gap: Gap, most: int) -> list[int]:
-        """The ids after which a model writes what is in the gap. All texts are plain: no special tokens.
+        """Return the ids after which a model writes the text of the gap. Texts hold no special tokens.
 
-        most: what has more tokens is refused with ContextLengthError, or, where the gap trims, loses first
-        the files that are furthest away, then of what surrounds the gap what is furthest from it; a quarter
-        of the room is for what is behind it if that needs so much.
+        most: tokens. Without `gap.trims` a longer prompt raises ContextLengthError. With it, the farthest
+        files are left out first, then the text farthest from the gap. The suffix keeps at least a quarter of
+        the room if it is that long.
         """
         prefix_text, suffix_text = gap.prefix, gap.suffix
         if gap.trims:
@@ -140,7 +140,7 @@ class InfillTokens:
         return [*start, *context, *both, self.middle]
 
     def _context(self, tokenizer: Tokenizer, files: Sequence[File], room: int) -> list[int]:
-        """The last tokens of other files, and of the name of the one with the gap."""
+        """Return the last `room` tokens of the other files and of a name for the file with the gap."""
         if not files:
             return []
         pieces: list[list[int]] = []  # from the last to the first
@@ -170,7 +170,7 @@ def _check_length(n_tokens: int, most: int) -> None:
 
 
 def encode_gap(tokenizer: Tokenizer, metadata: Mapping[str, Any], gap: Gap, most: int) -> list[int]:
-    """`InfillTokens.encode` of a model file. Raises InvalidRequestError where it has no such tokens."""
+    """Call `InfillTokens.encode` for a model file. Raises InvalidRequestError if it has no such tokens."""
     marks = InfillTokens.of(tokenizer.vocabulary, tokenizer.n_vocab, metadata)
     if marks is None:
         raise InvalidRequestError(

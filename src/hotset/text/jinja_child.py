@@ -1,8 +1,8 @@
 """The program of the process that renders templates: Jinja and its sandbox.
 
-`renderer.py` starts it (`child_main.py`). {"source": ..., "environment": ...} compiles, {"render": {...}}
-renders, and with "literal" the text is read as a Python literal, whose JSON is the answer;
-{"renders": [{...}, ...]} renders several, of which those that fail have no text.
+`renderer.py` starts it (`child_main.py`). {"source": ..., "environment": ...} compiles a template.
+{"render": {...}} renders it; with "literal" the text is parsed as a Python literal, whose JSON is the answer.
+{"renders": [{...}, ...]} renders several; a text is null if its rendering fails.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
 
-STACK_BYTES = 0  # of the main thread
+STACK_BYTES = 0  # 0: the main thread
 MAX_TEXT_CHARS = 16 << 20
-"""The longest text that a template may put out."""
+"""The maximum length of a template's output, in characters."""
 _MAX_REASON_CHARS = 400
 
-# --- what Hugging Face adds to Jinja
+# --- Hugging Face's additions to Jinja
 
 
 class _RefusedError(TemplateError):
-    """The template called raise_exception: it does not want these messages (two users in a row, say)."""
+    """The template called raise_exception: it rejects these messages (such as two users in a row)."""
 
 
 def _raise_exception(message: str) -> None:
@@ -49,7 +49,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes <, > and & for HTML, which a model has never seen.
+    # Jinja's own filter escapes <, > and & for HTML, which a model has never seen.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -61,14 +61,14 @@ def _tojson(
 
 
 def _list_of_filter(value: Any) -> list[Any]:
-    """The items of `map`, `select` and alike, of which Python makes a generator."""
+    """Return the items of `map`, `select` and similar filters, which are generators in Python."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks what the assistant said, for training; here it is only its content."""
+    """The block {% generation %}, which marks the assistant's text for training; rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -84,7 +84,7 @@ class _GenerationBlock(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace(), without names that begin with an underscore (as Hugging Face has it)."""
+    """Jinja's namespace(), without names that begin with an underscore (as in Hugging Face's)."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` must work
         self, *rest = args
@@ -112,7 +112,7 @@ def _environment(name: str) -> SandboxedEnvironment:
 
     name: "chat", as Hugging Face renders chat templates, or "task", as EleutherAI's evaluation harness
     renders the templates of its task files (lm_eval/utils.py). A chat template may change its values, which
-    are this process's copy of the request: Kimi K2 appends to lists.
+    are this process's copy of the request: Kimi K2's appends to lists.
     """
     environment: SandboxedEnvironment
     if name == "task":
@@ -126,15 +126,15 @@ def _environment(name: str) -> SandboxedEnvironment:
         environment.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
         )
-    del environment.globals["lipsum"]  # random text, which no prompt can mean
+    del environment.globals["lipsum"]  # random text, which no prompt needs
     return environment
 
 
-# --- the answers
+# --- answering requests
 
 
 def prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the function that answers requests. Jinja's late imports are done before."""
+    """Return the function that answers requests. A first rendering triggers Jinja's late imports."""
     renderer = _Renderer()
     renderer.answer({"source": "{% for a in b %}{{ a | tojson }}{% endfor %}", "environment": "chat"})
     renderer.answer({"render": {"b": [1]}})
@@ -173,7 +173,7 @@ class _Renderer:
         return self._template.render(variables)
 
     def _texts(self, conversations: list[dict[str, Any]]) -> list[str | None]:
-        """The text of each; None for one that fails, and for those past the longest text together."""
+        """Return each text; None for one that fails, and for those past the length limit of all together."""
         texts: list[str | None] = []
         n_chars = 0
         for variables in conversations:
@@ -182,7 +182,7 @@ class _Renderer:
                 text = self._rendered(variables)
             except MemoryError:
                 raise
-            except Exception:  # as of one text
+            except Exception:  # a template can make Python raise nearly anything
                 text = None
             n_chars += len(text or "")
             texts.append(text if n_chars <= MAX_TEXT_CHARS else None)
@@ -190,7 +190,7 @@ class _Renderer:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return the error in one line."""
     text = _shortened(str(error))
     return (
         text if isinstance(error, TemplateError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""Which tokens may come next, and the thread that finds it while the model computes."""
+"""The mask of tokens that may come next, and the thread that finds it while the model computes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-_FEW = 64  # one of so many bytes of the bits at most has a bit
+_FEW = 64  # ids are listed if at most one in 64 bytes of the bits has a bit
 
 
 class TokenMask(NamedTuple):
-    """Tokens that are allowed.
+    """A set of allowed tokens.
 
-    bits: uint8, token i is bit i % 8 of byte i // 8; tokens beyond are not allowed. ids: the same by rising
-    id, int64, where they are few; else None.
+    bits: uint8; token i is bit i % 8 of byte i // 8; tokens beyond the end are not allowed. ids: the same
+    tokens in rising order, int64, if they are few; otherwise None.
     """
 
     bits: np.ndarray
@@ -27,10 +27,10 @@ class TokenMask(NamedTuple):
 
     @classmethod
     def of(cls, bits: np.ndarray, n_vocab: int) -> TokenMask:
-        """What bits say of a vocabulary of so many tokens; what they say of others is left out."""
+        """Build the mask of a vocabulary of `n_vocab` tokens. Bits of further tokens are left out."""
         bits = bits[: -(-n_vocab // 8)]
         whole = len(bits) // 8 * 8
-        words = bits[:whole].view(np.uint64)  # most are zero in general
+        words = bits[:whole].view(np.uint64)  # usually most are zero
         filled = words.nonzero()[0]
         if len(filled) > len(bits) // _FEW:
             return cls(bits, None)
@@ -46,9 +46,9 @@ class TokenMask(NamedTuple):
 
 
 class MaskThread:
-    """A thread that finds masks for the constraints of one model; it ends with this.
+    """A thread that finds masks for the constraints of one model. It ends when this object is collected.
 
-    A queue, and the constraint's own lock: futures would cost the engine's thread half of what is saved.
+    It uses a queue and the constraint's own lock. Futures would cost the engine's thread half of the saving.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class MaskThread:
         self._thread: threading.Thread
 
     def put(self, find: Callable[[], None]) -> None:
-        """Has `find` called, which must raise nothing; those of one process in order."""
-        if self._process != os.getpid():  # none yet, or a fork left it with the parent
+        """Have the thread call `find`, which must not raise. Calls run in the order of `put`."""
+        if self._process != os.getpid():  # not started, or only the parent of a fork has the thread
             with self._starting:
                 if self._process != os.getpid():
                     self._start()
@@ -74,7 +74,7 @@ class MaskThread:
         self._process = os.getpid()
 
     def end(self) -> None:
-        """Waits until what was wanted is found; nothing may be wanted after it."""
+        """Wait until all calls are done. No `put` may follow."""
         if self._process == os.getpid():
             self._wanted.put(None)
             self._thread.join()
@@ -87,15 +87,15 @@ _living: weakref.WeakSet[MaskThread] = weakref.WeakSet()
 def _serve(wanted: _Wanted) -> None:
     while (find := wanted.get()) is not None:
         find()
-        del find  # with its constraint: that is not to live until the next comes
+        del find  # and its constraint, which must not stay alive until the next call
 
 
 @atexit.register
 def _end_all() -> None:
-    """Ends the threads before the interpreter does: back from native code, one would find no Python.
+    """End the threads before the interpreter ends; one that returned from native code later would crash.
 
-    This runs after the engine's threads were ended, which want masks: engine/ imports this module before it
-    registers their end.
+    This runs after the end of the engine's threads, which use masks. That order holds because engine/ imports
+    this module before it registers their end.
     """
     for thread in list(_living):
         thread.end()

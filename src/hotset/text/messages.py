@@ -1,7 +1,7 @@
-"""Messages on their way into a chat template: calls of functions, and an answer that was begun.
+"""Preparation of messages for a chat template: calls of functions, and an answer that was begun.
 
-OpenAI's clients write the arguments of a call as a text with JSON in it. Most templates want the object, of
-which they write JSON themselves, and some the text: they get the object, and where that fails the text.
+OpenAI's clients write the arguments of a call as a text of JSON. Most templates need an object, which they
+write as JSON themselves; some need the text. Templates first get the object, and if they reject it the text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hotset.text.tokenizer import Tokenizer
 
 
 def checked_calls(message: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """Message `i` with the calls of functions that it has, if any, as OpenAI's clients write them, checked.
+    """Return message `i` with its calls of functions checked and completed, in the form of OpenAI's clients.
 
-    Raises InvalidRequestError for calls that are none.
+    Raises InvalidRequestError for invalid calls.
     """
     checked = dict(message)
     calls = checked.pop("tool_calls", None)
-    if not calls:  # templates ask whether there is such an entry
+    if not calls:  # without the key: templates test whether it exists
         return checked
     if not isinstance(calls, list):
         raise InvalidRequestError(f"the tool_calls of message {i} must be a list, not {shown(calls)}")
@@ -56,10 +56,10 @@ def _checked_call(call: Any, i: int, n: int) -> dict[str, Any]:
 
 
 class Opening(NamedTuple):
-    """How an answer begins; the names are vLLM's and Hugging Face's.
+    """The beginning of an answer; the names are vLLM's and Hugging Face's.
 
-    By default it continues a last message that is the assistant's, and begins one behind any other.
-    add_generation_prompt: True begins one in any case, False neither begins nor continues one.
+    By default the answer continues a last message of the assistant, and otherwise begins a new message.
+    add_generation_prompt: True always begins a new one, False neither begins nor continues one.
     continue_final_message: whether the last message is continued.
     """
 
@@ -67,8 +67,10 @@ class Opening(NamedTuple):
     continue_final_message: bool | None = None
 
     def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the last message is continued. Raises InvalidRequestError where the two disagree, and where
-        it is not the assistant's."""
+        """Return whether the last message is continued.
+
+        Raises InvalidRequestError if the two fields contradict each other, or if the assistant did not write
+        the message to continue."""
         is_assistant = messages[-1]["role"] == "assistant"
         if self.continue_final_message is None:
             return is_assistant and self.add_generation_prompt is None
@@ -97,18 +99,18 @@ def encoded(
     opening: Opening = BY_LAST_ROLE,
     **variables: Any,
 ) -> list[int]:
-    """Token ids of a conversation up to where the answer begins, with the BOS that the model's texts have.
+    """Return the token ids of a conversation up to the answer, with BOS if the model's texts have it.
 
-    Special tokens are those that the template writes; what the messages and tools spell is plain text.
-    messages: which `checked_calls` has seen. most: as of Tokenizer.encode, which raises ContextLengthError.
-    Raises InvalidRequestError for a last message that cannot be continued, and as `rendered` does.
+    Only the template writes special tokens; their spelling in messages and tools is plain text.
+    messages: results of `checked_calls`. most: see Tokenizer.encode, which raises ContextLengthError.
+    Raises InvalidRequestError for a last message that cannot be continued. Errors of `rendered` pass through.
     """
     plain = PlainText(tokenizer, most)
     text = _up_to_answer(template, messages, opening, plain.protected, {"tools": tools, **variables})
     tokens = list(
         tokenizer.encode(text, add_special=False, parse_special=True, most=most, restored=plain.restored)
     )
-    # Most templates write BOS themselves: it belongs there once.
+    # Most templates write BOS themselves, and it must occur only once.
     first = tokenizer.text_bos_id
     if first is not None and tokens[:1] != [first]:
         tokens.insert(0, first)
@@ -140,7 +142,7 @@ def _up_to_answer(
     protected: Callable[[Any], Any],
     how: Mapping[str, Any],
 ) -> str:
-    """Return the rendered conversation up to where the answer begins."""
+    """Return the rendered conversation up to the beginning of the answer."""
     if opening.continues(messages):
         return _left_open(template, messages, protected, how)
     return rendered(
@@ -154,9 +156,9 @@ def _left_open(
     protected: Callable[[Any], Any],
     how: Mapping[str, Any],
 ) -> str:
-    """A conversation as rendered up to the end of its last message, without what closes that.
+    """Render a conversation up to the end of its last message, without the mark that closes it.
 
-    The end is found by a text that is put behind it, which no template can mistake for the message's own end.
+    A random text after the message locates its end: no template can mistake that text for the end itself.
     """
     *before, last = messages
     if "tool_calls" in last:
@@ -168,7 +170,7 @@ def _left_open(
         template, [*before, {**last, "content": last["content"] + end}], False, protected=protected, **how
     )
     head, *rest = text.split(end)
-    # Templates take white space from the beginning of an answer, and reasoning that a client left in it.
+    # Templates strip white space from the beginning of an answer, and reasoning that a client left in it.
     own = protected(last["content"]).rpartition("</think>")[2].lstrip()
     if len(rest) != 1 or not head.endswith(own):
         raise InvalidRequestError(
@@ -186,11 +188,11 @@ def rendered(
     protected: Callable[[Any], Any] = _unchanged,
     **variables: Any,
 ) -> str:
-    """Render messages that `checked_calls` has seen, rewritten as the template needs (text/folding.py).
+    """Render results of `checked_calls`, rewritten as the template needs (text/folding.py).
 
-    If the template still refuses them, they are rendered as texts of two roles in turn.
-    protected: returns what to render in place of plain data, such as messages and tools are made of.
-    Raises as ChatTemplate.render does.
+    If the template still rejects them, they are rendered as texts of two alternating roles.
+    protected: returns the value to render in place of plain data, such as messages and tools consist of.
+    Raises the errors of ChatTemplate.render.
     """
     named = _with_names(messages)
     known = protected(tools)
@@ -201,7 +203,7 @@ def rendered(
 
     as_objects = _protected(_with_arguments(named, _as_object), protected)
     if not tools and _is_ordinary(as_objects):
-        # Nearly every template takes these, so that the first answer does not wait for the probe.
+        # Nearly every template accepts these. Trying first saves the first answer from waiting for the probe.
         with suppress(RefusedError):
             text = made(Folding(), as_objects)
             if as_objects[-1]["content"].strip() in text:
@@ -221,7 +223,7 @@ def rendered(
 
 
 def _is_ordinary(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the messages are questions and answers in turn, without calls."""
+    """Return whether the messages are alternating questions and answers, without calls."""
     roles = ("user", "assistant")
     return all(
         message["role"] == roles[i % 2] and "tool_calls" not in message for i, message in enumerate(messages)
@@ -238,7 +240,7 @@ def _protected(
 
 
 def _with_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Results of functions with the name of what was called, which templates write and no client gives."""
+    """Add to results the name of the called function, which templates write and clients leave out."""
     names: dict[Any, str] = {}
     found = []
     for message in messages:
@@ -267,7 +269,7 @@ def _with_arguments(messages: Sequence[Mapping[str, Any]], form: Any) -> list[Ma
 
 
 def _as_object(arguments: str | Mapping[str, Any]) -> Any:
-    """What a text says, if that is an object; else the text, as a model wrote it."""
+    """Return the object that a text of JSON holds; otherwise the text, as a model wrote it."""
     if isinstance(arguments, Mapping):
         return arguments
     try:

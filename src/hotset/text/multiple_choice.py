@@ -1,7 +1,7 @@
 """Multiple-choice tasks from files of JSON lines, as their data sets publish them.
 
-A format is recognised by its fields, and what a model is asked is what EleutherAI's evaluation harness asks,
-so that numbers can be compared:
+The fields of a line show its format. Prompts equal EleutherAI's evaluation harness's, so that numbers
+can be compared:
 
     hellaswag  ctx_a, ctx_b (or ctx), endings, label, [activity_label]
                "Activity: Ctx_a Ctx_b", then each ending
@@ -11,7 +11,7 @@ so that numbers can be compared:
     piqa       goal, sol1, sol2, label
                the same, then each solution
 
-A file is not trusted: every line is checked, and the error names the first that is no question.
+A file is not trusted: every line is checked, and the error names the first invalid line.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MARKS = re.compile(r"\[.*?\]")  # HellaSwag's texts come from subtitles and wik
 
 @dataclass(frozen=True)
 class Question:
-    """context: what is given. choices: how it may go on, each after `delimiter`. answer: the index of the
-    right one. where: its file and line, for messages. description: what precedes the context and the examples
-    before it. document: the fields that it was made of, by which it is known again among examples.
+    """A question with choices. context: the given text. choices: possible continuations, each after
+    `delimiter`. answer: the index of the right one. where: file and line, for messages. description: the text
+    before the context and its examples. document: the fields of the source, which identify it among examples.
 
     Raises FormatError for a question without two choices, without an answer, or with an empty choice.
     """
@@ -65,11 +65,11 @@ class Question:
 def read_questions(
     lines: Iterable[bytes], name: str, labels: Iterable[bytes] | None = None
 ) -> list[Question]:
-    """The questions of a file; empty lines count and are passed over.
+    """Return the questions of a file. Empty lines are skipped, but count as line numbers.
 
-    name: of the file, for messages. labels: answers where the data set keeps them in a file of their own, a
-    line each. Raises FormatError, which names the line, for what is no question of a known format, has no
-    answer, or is of another format than those before; and for a file without any.
+    name: of the file, for messages. labels: answers, one per line, if the data set has them in a separate
+    file. Raises FormatError, with the line, for a line that is not a question of a known format, has no
+    answer, or has another format than the lines before. A file without questions raises it too.
     """
     questions: list[Question] = []
     answers = None if labels is None else iter(labels)
@@ -95,7 +95,7 @@ def read_questions(
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
-    """A line of a file of JSON lines. where: file and line, which FormatError names for what is no object."""
+    """Return the object in a line of JSON. Raises FormatError, which names `where`, for other lines."""
     if len(line) > LONGEST_LINE:
         raise FormatError(f"{where}, is longer than {LONGEST_LINE} bytes, which no question is")
     try:
@@ -143,7 +143,7 @@ def _plain(text: str) -> str:
 
 def _arc(given: Mapping[str, Any], where: str) -> tuple[str, list[str], int]:
     question = given["question"]
-    if isinstance(question, dict):  # as AI2 publishes it: the choices are in there
+    if isinstance(question, dict):  # AI2's form: the choices are inside the question
         stem, choices = _text(question, "stem", where), question.get("choices")
     else:
         stem, choices = _text(given, "question", where), given.get("choices")
@@ -170,7 +170,7 @@ def _piqa(given: Mapping[str, Any], where: str) -> tuple[str, list[str], int]:
     return f"Question: {_text(given, 'goal', where)}\nAnswer:", solutions, _number(given, where)
 
 
-# Fields by which a format is known → its name, and what reads it.
+# Fields that identify a format → its name, and the function that reads it.
 _FORMATS: dict[frozenset[str], tuple[str, Callable[[Mapping[str, Any], str], tuple[str, list[str], int]]]] = {
     frozenset({"endings"}): ("hellaswag", _hellaswag),
     frozenset({"question", "answerKey"}): ("arc", _arc),
@@ -192,7 +192,7 @@ def _texts(value: Any, name: str, where: str) -> list[str]:
 
 
 def _number(given: Mapping[str, Any], where: str) -> int:
-    """The label, a number or a text of one; the test parts of data sets have none."""
+    """Return the label, a number or its text. Raises FormatError if it is missing, as in test parts."""
     label = given.get("label")
     text = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
     if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,2}", text):

@@ -1,4 +1,4 @@
-"""From the text that a model emits to the parts of an answer: reasoning, then calls of functions, then text.
+"""From the text of a model to the parts of an answer: reasoning, then calls of functions, then text.
 
     form = model.output_form                                  # once per model; outputs.py does the rest
     parser = form.parser(prompt, tools={"get_weather": {}})   # the rendered text; schemas of functions, or ()
@@ -6,14 +6,14 @@
     parts = parser.finish()                                   # once, after the last piece
     parser.n_calls                                            # 0, or the answer ended to call functions
 
-Where the form of the answer is given the model still thinks first, if it does; and a tool may be required:
+If the answer has a given form, a model that thinks still does so first. A tool may also be required:
 
     params = replace(params, grammar=form.calls_grammar(tools, name=None))    # tool_choice "required"
     around = form.around(prompt, calls=True)                  # response_format: around=form.around(prompt)
 
-Marks that are special tokens have no text in an answer as it is decoded for a reader: `shown_ids` are those
-that the decoder must spell out for the parser. A request that wants neither calls nor reasoning apart and a
-template that is not harmony's need no parser, and no marks.
+Marks that are special tokens have no text in an answer that is decoded for a reader. `shown_ids` are the
+tokens that the decoder must spell out for the parser. A request needs no parser and no marks if it wants
+neither calls nor separate reasoning, and the template is not harmony's.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from hotset.text.tokenizer import Tokenizer
 
 
 class Parser(Protocol):
-    """Parts of one answer, as its pieces come."""
+    """A parser of one answer, which gets the answer's text piece by piece."""
 
     @property
     def n_calls(self) -> int:
-        """Calls of functions so far."""
+        """Return the number of calls so far."""
 
     def push(self, text: str) -> list[Part]:
-        """Takes the next piece, and gives what is certain."""
+        """Take in the next piece, and return the parts that are certain."""
 
     def finish(self) -> list[Part]:
-        """The rest, once nothing more comes."""
+        """Return the remaining parts after the last piece."""
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How a model writes answers, by its chat template.
+    """The form in which a model writes answers, from its chat template.
 
-    template: its text. calls: how it calls functions. thinks: the marks between which it thinks, None for
-    none; harmony's are part of `calls`. shown_ids: special tokens whose text the parser must see.
+    template: its text. calls: how the model calls functions. thinks: the marks around its reasoning, or
+    None; harmony's are part of `calls`. shown_ids: special tokens whose text the parser must see.
     """
 
     template: str
@@ -58,7 +58,7 @@ class OutputForm:
 
     @staticmethod
     def of(template: str, tokenizer: Tokenizer) -> OutputForm:
-        """Of the text of a chat template (ChatTemplate.source)."""
+        """Return the form for the text of a chat template (ChatTemplate.source)."""
         calls, thinks = tool_calls.form_of(template), reasoning.marks_of(template)
         marks = (*calls.marks, *tool_calls.marks_in(*(thinks or ())))
         ids = (tokenizer.vocabulary.get(mark) for mark in marks)
@@ -67,22 +67,22 @@ class OutputForm:
 
     @property
     def can_think(self) -> bool:
-        """Whether the model thinks before it answers, or can."""
+        """Return whether the model can think before it answers."""
         return self.thinks is not None or self.calls is tool_calls.HARMONY
 
     @property
     def knows_effort(self) -> bool:
-        """Whether the template reads how much to think."""
+        """Return whether the template has a variable for the reasoning effort."""
         return reasoning.effort_variable(self.template) is not None
 
     def parser(
         self, prompt: str, *, tools: tool_calls.Schemas | Collection[str] = (), apart: bool = True
     ) -> Parser:
-        """For one answer to a rendered prompt, of which the end is enough.
+        """Return a parser for one answer to a rendered prompt, whose end is enough.
 
         tools: JSON schemas of the arguments, by the names of the functions that the answer may call, or only
-        the names; () leaves calls in the text, but for harmony's, which cannot be read otherwise. apart:
-        False leaves reasoning in the text, marks and all, but for harmony's.
+        the names. () leaves calls in the text, except harmony's, which cannot be read otherwise. apart:
+        False leaves reasoning in the text, including its marks, except harmony's.
         """
         thinks = self.thinks if apart else None
         first = None
@@ -96,11 +96,11 @@ class OutputForm:
     def thinking(
         self, budget: int | None, message: str, prompt: str, *, calls: bool = False, n_begun: int = 0
     ) -> ThinkingBudget | None:
-        """Return the budget of one answer; None if there is no limit, or the model does not think.
+        """Return the budget of one answer; None without a limit, or if the model does not think.
 
         budget: tokens; 0 leaves the message out. message: a text that is forced before the closing mark.
         prompt: the end of the rendered prompt. calls: whether the answer may call functions. n_begun: tokens
-        of reasoning with which the prompt ends, if the answer continues it.
+        of reasoning at the end of the prompt, if the answer continues it.
         """
         if budget is None or budget < 0:
             return None
@@ -125,24 +125,24 @@ class OutputForm:
         return ThinkingBudget(marks, budget - n_begun, is_open=is_open)
 
     def _spelled(self, token: int) -> bytes:
-        """The text of a token as a parser sees it."""
+        """Return the bytes of a token that a parser sees."""
         is_left_out = self.tokenizer.is_special(token) and token not in self.shown_ids
         return b"" if is_left_out else self.tokenizer.token_bytes(token)
 
     def calls_grammar(
         self, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
     ) -> str:
-        """For SamplingParams(grammar=...), where a tool must be called; see output_grammar.calls_grammar."""
+        """Return the SamplingParams.grammar of a required call; see output_grammar.calls_grammar."""
         return output_grammar.calls_grammar(
             self.template, self.tokenizer, tools, name=name, parallel=parallel
         )
 
     def strict_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
-        """For SamplingParams(grammar=...), where tools may be called; see output_grammar.strict_grammar."""
+        """Return the SamplingParams.grammar if tools may be called; see output_grammar.strict_grammar."""
         return output_grammar.strict_grammar(self.template, self.tokenizer, tools)
 
     def effort(self, variables: Mapping[str, Any], budget: int | None) -> reasoning.Effort:
-        """Return how the model is told how much to think; see reasoning.effort_of."""
+        """Return the template's variables and the budget for an effort; see reasoning.effort_of."""
         return reasoning.effort_of(self.template, variables, budget)
 
     def around(
@@ -154,7 +154,7 @@ class OutputForm:
         thinks: bool = True,
         is_begun: bool = False,
     ) -> str | None:
-        """For `prepare(around=...)` of an answer of a given form; see output_grammar.around."""
+        """Return `prepare(around=...)` for an answer of a given form; see output_grammar.around."""
         return output_grammar.around(
             self.template, self.tokenizer, prompt,
             calls=calls, tools=tools, thinks=thinks, is_begun=is_begun,
@@ -162,7 +162,7 @@ class OutputForm:
 
 
 class _Chain:
-    """Reasoning apart, and calls in what is left; either may be missing."""
+    """A parser that splits off reasoning, then reads calls in the rest; either stage may be missing."""
 
     def __init__(
         self, first: reasoning.ReasoningParser | None, second: tool_calls.ToolCallParser | None

@@ -1,7 +1,7 @@
-"""Grammars of what a model emits: calls that it must make, and what stands around an answer of a given form.
+"""Grammars of a model's output: required calls, and the text around an answer of a given form.
 
-Both are llguidance's Lark. Marks are written as the vocabulary has them: as `<[id]>` where a mark is a token
-that is no text, and as text otherwise.
+Both are llguidance's Lark. Marks are written as the vocabulary has them: as `<[id]>` if a mark is a marker
+token, and otherwise as text.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def calls_grammar(
     name: str | None = None,
     parallel: bool = True,
 ) -> str:
-    """What an answer must follow that has to call functions: for SamplingParams(grammar=...).
+    """Return the grammar of an answer that must call functions, for SamplingParams(grammar=...).
 
     template: the text of the chat template. tools: in OpenAI's shape. name: the one that must be called;
     None: any. parallel: whether several may be called at once.
-    Raises InvalidRequestError for tools that are none.
+    Raises InvalidRequestError for invalid tools.
     """
     functions = [_function(tool) for tool in tools]
     if name is not None:
@@ -47,7 +47,7 @@ def calls_grammar(
 def _calls(
     template: str, tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]], *, many: bool
 ) -> tuple[str, list[str]]:
-    """Return Lark of calls, and of the rules that it names. many: whether several calls may be written."""
+    """Return Lark of calls, and the rules that it refers to. many: whether several calls may be written."""
     form = tool_calls.form_of(template)
     if form is tool_calls.HARMONY:
         return _harmony_calls(tokenizer, functions)
@@ -58,10 +58,10 @@ def _calls(
 
 
 def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """What an answer must follow that may call functions, and does so by their schemas.
+    """Return the grammar of an answer that may call functions, whose calls follow their schemas.
 
-    Text is free, reasoning with it. None for forms whose calls begin like text: they are left to the model.
-    Raises InvalidRequestError as calls_grammar does.
+    Text and reasoning are free. Returns None for forms whose calls begin like text; they are left to the
+    model. Raises InvalidRequestError as calls_grammar does.
     """
     form, functions = tool_calls.form_of(template), [_function(tool) for tool in tools]
     if form is tool_calls.HARMONY:
@@ -92,15 +92,15 @@ def around(
     thinks: bool = True,
     is_begun: bool = False,
 ) -> str | None:
-    """Return Lark of an answer of a given form, `@answer`, with everything that the model writes around it.
+    """Return Lark of an answer of a given form, `@answer`, with the text that the model writes around it.
 
     Reasoning comes before the answer and is free. prompt: the end of the rendered prompt. calls: whether the
     answer follows `calls_grammar`. tools: functions that the model may call instead. thinks: False for
-    an answer without reasoning. is_begun: whether the prompt ends in the text of the answer. None: the model
-    writes only the answer. Raises InvalidRequestError as `calls_grammar` does.
+    an answer without reasoning. is_begun: whether the prompt ends in the text of the answer. Returns None if
+    the model writes only the answer. Raises InvalidRequestError as `calls_grammar` does.
     """
     if is_begun and tool_calls.form_of(template) is tool_calls.HARMONY:
-        return None  # text and calls are messages of their own
+        return None  # text and calls are separate messages
     functions = [_function(tool) for tool in tools]
     other, rules = _calls(template, tokenizer, functions, many=True) if functions else ("", [])
     if tool_calls.form_of(template) is tool_calls.HARMONY:
@@ -146,7 +146,7 @@ def _harmony_calls(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]])
 
 
 def _harmony_strict_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> str:
-    """Messages without a recipient, up to a call, whose recipient comes before the channel or behind it."""
+    """Return Lark of messages without a recipient up to a call, which has it before or after its channel."""
     channel, message, end, start, constrain = (
         mark(tokenizer, f"<|{name}|>") for name in ("channel", "message", "end", "start", "constrain")
     )

@@ -1,4 +1,4 @@
-"""What an answer is made of: text, reasoning, and calls of functions, each in pieces as they come."""
+"""The parts of an answer: text, reasoning, and calls of functions, each in pieces as they arrive."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 
 class Text(NamedTuple):
-    """More text for the reader."""
+    """A piece of text for the reader."""
 
     text: str
 
 
 class ReasoningChunk(NamedTuple):
-    """More of what the model thinks before it answers."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """The model calls a function. call: counts the calls of an answer from 0."""
+    """The beginning of a call of a function. call: the index of the call in the answer, from 0."""
 
     call: int
     id: str
@@ -27,7 +27,7 @@ class CallStart(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """More of the arguments of a call: JSON, if the model kept to it."""
+    """A piece of the arguments of a call: JSON, if the model wrote valid JSON."""
 
     call: int
     text: str
@@ -38,7 +38,7 @@ Part = Text | ReasoningChunk | CallStart | CallArguments
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a function. arguments: JSON as the model wrote it, which may be broken."""
+    """A call of a function. arguments: the JSON that the model wrote, which may be invalid."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Gathered:
-    """The parts of an answer so far, put together."""
+    """The parts of an answer so far, joined."""
 
     text: str = ""
     reasoning: str = ""
@@ -74,9 +74,9 @@ class Gathered:
 
 
 def merged(parts: list[Part]) -> list[Part]:
-    """The same with what goes on joined to what it continues, and without empty texts."""
+    """Join parts that continue the one before, and leave out empty texts."""
     found: list[Part] = []
-    texts: list[str] = []  # of the last one found, if it has a text
+    texts: list[str] = []  # of the last part in `found` and its continuations
     for part in parts:
         if isinstance(part, Text | ReasoningChunk) and not part.text:
             continue
@@ -93,13 +93,13 @@ def merged(parts: list[Part]) -> list[Part]:
 
 
 def _join(found: list[Part], texts: list[str]) -> None:
-    """Gives the last part the texts of those that continue it."""
+    """Replace the text of the last part by its own and its continuations' texts."""
     if len(texts) > 1:
         found[-1] = found[-1]._replace(text="".join(texts))  # type: ignore[call-arg]
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of the marks."""
+    """Return how many characters at the end of `text` may be the beginning of one of the marks."""
     longest = min(max(map(len, marks), default=1) - 1, len(text))
     for n in range(longest, 0, -1):
         if any(mark.startswith(text[-n:]) for mark in marks):
@@ -108,7 +108,8 @@ def held_back(text: str, marks: tuple[str, ...]) -> int:
 
 
 def first_of(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
-    """Where the first mark in `text` begins, and which it is; (-1, "") without any. Of several that begin
-    there the first in `marks` is taken: none may begin another."""
+    """Return the index of the first mark in `text`, and the mark; (-1, "") without one.
+
+    If several begin there, the first in `marks` is returned, so no mark may be a prefix of another."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     return min(found, key=lambda one: one[0]) if found else (-1, "")

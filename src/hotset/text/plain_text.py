@@ -1,9 +1,9 @@
-"""Texts of a conversation that spell special tokens, and stay plain text behind a chat template.
+"""Texts of a conversation that spell special tokens, and must remain plain text in the prompt.
 
-A rendered prompt is one text, in which the template's special tokens become ids. What a user, a tool or a
-document says must not: it could end its own turn and begin one of the system. So a spelling inside a
-conversation is replaced by a placeholder before the template is rendered, and put back behind it, in the
-parts between special tokens. Tokens that a file calls user-defined are tokens in every text, and stay.
+A rendered prompt is one text, in which the template's special tokens become ids. The texts of a user, a tool
+or a document must not become special tokens: they could end their own turn and begin a system message. So a
+spelling inside a conversation is replaced by a placeholder before the template is rendered. After that it is
+restored, in the parts between special tokens. Tokens that a file calls user-defined are tokens in every text.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hotset.text.tokenizer import Tokenizer
 
 
 class PlainText:
-    """The placeholders of one conversation: digits that cannot be predicted, and that no filter changes.
+    """The placeholders of one conversation: unpredictable digits, which no filter changes.
 
-    most: of the conversation's tokens; a spelling is one at least.
+    most: the maximum number of tokens of the conversation; a spelling is at least one.
     """
 
     def __init__(self, tokenizer: Tokenizer, most: int) -> None:
@@ -30,7 +30,7 @@ class PlainText:
         self._n_found = 0
 
     def protected(self, value: Any) -> Any:
-        """Plain data with placeholders in its texts. Raises ContextLengthError where there are too many."""
+        """Return plain data with placeholders in its texts. Raises ContextLengthError for too many."""
         if isinstance(value, str):
             return self._protected_text(value)
         if isinstance(value, Mapping):
@@ -40,7 +40,7 @@ class PlainText:
         return value
 
     def restored(self, text: str) -> str:
-        """The text with what the placeholders stand for."""
+        """Return the text with each placeholder replaced by the spelling."""
         if not self._n_found:
             return text
         return self._placeholder.sub(lambda found: self._tokenizer.piece(int(found[1])), text)

@@ -1,10 +1,10 @@
 """How byte-level BPE files split text into words before merging: one row per name of `tokenizer.ggml.pre`.
 
-A row is a list of regular expressions applied one after the other: each splits the pieces that the one before
-left, every match and every gap between matches becoming a piece of its own. The expressions are those of
-the models' own tokenizer.json files where they are known (Oniguruma syntax, which `tokenizers` runs); the
-names are the ones that llama.cpp's converter writes. `(?i:...)` and the cased letter classes, which llama.cpp
-has to approximate for lack of a Unicode regex engine, are therefore exact here.
+A row is a list of regular expressions, applied one after the other. Each splits the pieces that the previous
+one left: each match, and each gap between matches, becomes a piece. Expressions come from the models'
+own tokenizer.json files if they are known (Oniguruma syntax, which `tokenizers` runs). The names are the ones
+that llama.cpp's converter writes. llama.cpp has no Unicode regex engine and approximates `(?i:...)` and the
+cased letter classes; here they are exact.
 """
 
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ class PreTokenizer:
     """One way of splitting text into words.
 
     patterns: regular expressions, applied in order.
-    ignore_merges: a word that is a token is taken whole, whatever the merges say.
-    add_bos: whether BOS is put in front when the file does not say (`tokenizer.ggml.add_bos_token`).
+    ignore_merges: a word that is a token becomes that token, whatever the merges say.
+    add_bos: whether BOS begins a text if the file has no `tokenizer.ggml.add_bos_token`.
     normalises: whether text is normalised to NFC first, as by the normaliser of the published tokenizer
-        (tokenizer.json, or the code of its class). No key of GGUF says it.
+        (tokenizer.json, or the code of its class). No key of GGUF states it.
     """
 
     patterns: tuple[str, ...]
@@ -44,16 +44,16 @@ def _cl100k(
     newlines: str = r"\s*[\r\n]+",
     spaces: str = _SPACES,
 ) -> str:
-    """The family that began with OpenAI's cl100k_base; its members differ in the parts named here."""
+    """Return an expression of the cl100k_base family (OpenAI); its members differ in these arguments."""
     return f"{contraction}{word}|{digits}|{symbols}|{newlines}|{spaces}"
 
 
 def _o200k(
     digits: str, *, suffix: str = _CONTRACTION + "?", letters: str = "", symbols: str = r"[\r\n/]*"
 ) -> str:
-    """The family of o200k_base: a word is upper case letters followed by lower case ones, either may lack.
+    """Return an expression of the o200k_base family, whose words are upper case, then lower case letters.
 
-    letters: set intersected with the letters of a word (Kimi keeps Han characters out of them).
+    Either kind may be missing. letters: a set intersected with the letters of a word (Kimi excludes Han).
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]"
@@ -68,7 +68,7 @@ _DEEPSEEK3_WORDS = rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]
 _DEEPSEEK3 = rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 
 # Cased letters as DeepSeek's first tokenizer lists them: an old and incomplete table (no Armenian lower
-# case), so \p{Lu} and its like would not do.
+# case), so \p{Lu} and similar classes would be wrong.
 _DEEPSEEK_CASED = (
     r"A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
     r"ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-"
@@ -227,14 +227,14 @@ _TABLE: dict[tuple[str, ...], PreTokenizer] = {
 }
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: row for names, row in _TABLE.items() for name in names}
-"""Every known value of `tokenizer.ggml.pre` ("" where the key is absent) → its row."""
+"""Every known value of `tokenizer.ggml.pre` ("" if the key is absent) → its row."""
 
 UNNAMED = {"opt": "gpt-2", "falcon": "falcon"}
-"""Architecture → the name that its files mean without the key, which PowerInfer's converter never writes."""
+"""Architecture → the name that its files imply without the key, which PowerInfer's converter never writes."""
 
 
 def pre_tokenizer(name: object) -> PreTokenizer:
-    """The row of `name`; TokenizerError for one that is not known, since guessing would change the tokens."""
+    """Return the row of `name`. Raises TokenizerError for an unknown one: a guess would change the tokens."""
     row = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if row is None:
         shown = repr(name[:60]) if isinstance(name, str) else f"a {type(name).__name__} and no name"

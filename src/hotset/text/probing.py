@@ -1,6 +1,6 @@
-"""Probes a chat template by rendering small conversations, once for each template.
+"""Probing of a chat template: small conversations are rendered once per template.
 
-A template accepts a conversation if it renders all texts of the conversation. If it does not, the first
+A template accepts a conversation if the rendering has all texts of the conversation. Otherwise the first
 rewriting that helps is chosen (text/folding.py). One message to the child process renders the conversations
 of a round, within the time limit of one rendering, and there are at most six such messages.
 """
@@ -16,7 +16,7 @@ from hotset.text.folding import Folding, Message, Tools, folded
 from hotset.text.tool_calls import Form
 
 RenderAll = Callable[[Sequence[Mapping[str, Any]]], list[str | None]]
-"""Texts of variables (messages, tools and others); None where the template refuses or fails."""
+"""Renders variables (messages, tools and others); a text is None if the template rejects them or fails."""
 Changes = Mapping[str, Any]
 
 _TOOLS = [
@@ -173,7 +173,7 @@ def _changed(folding: Folding, changes: Changes) -> Folding:
 def _taken(render_all: RenderAll, form: Form, tries: Sequence[tuple[_Question, Folding]]) -> list[bool]:
     """Return which conversations the template accepts with these foldings.
 
-    Arguments are given as objects and as text.
+    Arguments of calls are tried as objects and as text.
     """
     asked: list[Mapping[str, Any]] = []
     owners: list[int] = []

@@ -1,19 +1,19 @@
-"""What a model thinks before it answers, taken apart from the answer while it comes.
+"""Reasoning before an answer, separated from the answer while it arrives.
 
-Which marks a model thinks between is said by its chat template:
+The chat template shows between which marks a model thinks:
 
 | the template's text has | marks |
 |---|---|
-| `<|channel|>` and `<|message|>` | none: harmony's channel `analysis` (tool_calls.py reads it) |
+| `<|channel|>` and `<|message|>` | none: harmony's channel `analysis` (tool_calls reads it) |
 | `[THINK]` and `[/THINK]`, `<seed:think>`, `<|START_THINKING|>` | these |
 | `<|channel>` and `<channel|>` (Gemma 4) | `<|channel>thought`, `<channel|>` |
 | `</think>` | `<think>`, `</think>` |
 
-Only what the answer begins with is reasoning. Where the rendered prompt ends with the opening mark (some
-templates put it there), the answer begins inside; where it ends with the closing one (thinking is turned
-off), or with neither, the answer says for itself. White space next to the marks belongs to them. Reasoning
-that is never closed is reasoning to the end; where the end truncates the closing mark, its beginning is left
-out.
+Reasoning can only be at the beginning of the answer. If the rendered prompt ends with the opening mark (some
+templates put it there), the answer begins inside the reasoning. If it ends with the closing mark (thinking is
+turned off) or with neither, the answer shows whether it has reasoning. White space next to marks belongs to
+them. Reasoning that is never closed continues to the end. If the end cuts the closing mark, the beginning
+of the mark is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MARKS: tuple[tuple[tuple[str, ...], Marks], ...] = (
 
 
 def marks_of(template: str) -> Marks | None:
-    """The marks between which a model with this chat template thinks; None where it does not."""
+    """Return the marks between which a model with this template thinks; None without such marks."""
     if "<|channel|>" in template and "<|message|>" in template:
         return None
     for found_by, marks in _MARKS:
@@ -48,7 +48,7 @@ def marks_of(template: str) -> Marks | None:
 EFFORT_BUDGETS: Mapping[str, int] = {
     "none": 0, "minimal": 512, "low": 512, "medium": 2048, "high": 8192, "xhigh": -1, "max": -1,
 }  # fmt: skip
-"""Budgets in tokens of the reasoning efforts, for templates that do not know these; -1 sets no limit."""
+"""Budgets in tokens of reasoning efforts, for templates without a variable for them; -1 sets no limit."""
 
 _EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort")
 
@@ -56,16 +56,16 @@ _NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 class Effort(NamedTuple):
-    """variables: of the chat template. budget: in tokens, 0 turns thinking off; None and -1 set no limit."""
+    """An effort. variables: of the template. budget: tokens; 0: no thinking, None and -1: no limit."""
 
     variables: dict[str, Any]
     budget: int | None
 
 
 def effort_of(template: str, variables: Mapping[str, Any], budget: int | None) -> Effort:
-    """Return how a model with this template is told how much to think, and the budget that enforces it.
+    """Return the variables that tell a template how much to think, and the budget that enforces it.
 
-    variables: those of the request; `enable_thinking` and `reasoning_effort` count. A template that knows no
+    variables: of the request; `enable_thinking` and `reasoning_effort` count. A template without a
     reasoning effort gets a budget instead, unless the request has one. A budget of 0 and `enable_thinking:
     false` mean the same.
     """
@@ -80,25 +80,25 @@ def effort_of(template: str, variables: Mapping[str, Any], budget: int | None) -
         budget = 0
     if budget == 0:
         told["enable_thinking"] = False
-    if "enable_thinking" in told:  # the name that templates of DeepSeek and Granite have for it
+    if "enable_thinking" in told:  # templates of DeepSeek and Granite call it `thinking`
         told.setdefault("thinking", told["enable_thinking"])
     return Effort(told, budget)
 
 
 def effort_variable(template: str) -> str | None:
-    """Return the variable by which a template is told how much to think; None if it has none."""
+    """Return the name of the template's variable for the reasoning effort; None if it has none."""
     return next((name for name in _EFFORT_VARIABLES if name in template), None)
 
 
 def is_open(marks: Marks, prompt: str) -> bool:
-    """Whether an answer to this rendered prompt begins inside."""
+    """Return whether an answer to this rendered prompt begins inside the reasoning."""
     return prompt.rstrip(_SPACE).endswith(marks[0])
 
 
 class ReasoningParser:
-    """Takes the reasoning out of one answer.
+    """A parser that separates the reasoning from one answer.
 
-    is_open: whether the answer begins inside. ends: what begins the answer even if reasoning was not closed.
+    is_open: whether the answer begins inside. ends: marks that begin the answer even in unclosed reasoning.
     """
 
     def __init__(self, marks: Marks, is_open: bool, ends: tuple[str, ...] = ()) -> None:
@@ -106,15 +106,15 @@ class ReasoningParser:
         self._closes = (self._close, *ends)
         self._buffer = ""
         self._state = "begun" if is_open else "before"
-        self._blank = ""  # of the reasoning, which is it only if more follows
+        self._blank = ""  # white space that is part of the reasoning only if more follows
 
     def push(self, text: str) -> list[Part]:
-        """Takes the next piece of the answer, and gives what is certain."""
+        """Take in the next piece of the answer, and return the parts that are certain."""
         self._buffer += text
         return self._run(final=False)
 
     def finish(self) -> list[Part]:
-        """The rest, once nothing more comes."""
+        """Return the remaining parts after the last piece."""
         return self._run(final=True)
 
     def _run(self, final: bool) -> list[Part]:
@@ -125,13 +125,13 @@ class ReasoningParser:
                 self._buffer, self._state = begun[len(self._open) :], "begun"
             elif final or not self._open.startswith(begun):
                 self._state = "answer"
-        if self._state == "begun":  # white space behind the mark
+        if self._state == "begun":  # white space after the opening mark
             self._buffer = self._buffer.lstrip(_SPACE)
             if self._buffer:
                 self._state = "inside"
         if self._state == "inside":
             parts += self._inside(final)
-        if self._state == "closed":  # white space behind the other
+        if self._state == "closed":  # white space after the closing mark
             self._buffer = self._buffer.lstrip(_SPACE)
             if self._buffer:
                 self._state = "answer"
@@ -143,7 +143,7 @@ class ReasoningParser:
     def _inside(self, final: bool) -> list[Part]:
         at, mark = first_of(self._buffer, self._closes)
         n_held = held_back(self._buffer, (self._close,) if final else self._closes)
-        if final and n_held == 1:  # a bracket may as well be one
+        if final and n_held == 1:  # one bracket may just as well be text
             n_held = 0
         end = at if at >= 0 else len(self._buffer) - n_held
         text = self._blank + self._buffer[:end]

@@ -1,7 +1,7 @@
 """Templates of chats and task files, each rendered in a process of its own (`child.py`, `jinja_child.py`).
 
-The child is started once and kept, so that a render costs a message. It holds one template, so that no file
-meets the text of another's conversation. It ends with its Renderer, with the process, and with its pipe.
+The child is started once and kept, so a rendering costs one message. It holds one template, so no template
+can see another one's conversations. It ends with its Renderer, with the process, and with its pipe.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hotset.errors import TokenizerError
 from hotset.text.child import Cause, Child, ChildError, ChildLimits, encoded
 
 LIMITS = ChildLimits(seconds=1.0, longest=10.0, n_bytes=256 << 20)
-"""ChildLimits of compiling a template, and of each rendering. A real one takes milliseconds."""
+"""Limits of compiling a template, and of each rendering. A usual one takes milliseconds."""
 
 
 class RefusedError(TokenizerError):
-    """A template that refuses its variables, or fails on them within its limits."""
+    """Raised if a template rejects its variables, or fails on them within its limits."""
 
 
 @dataclass(frozen=True)
 class TemplateKind:
-    """environment: the child's Jinja environment (`jinja_child.py`). The rest is for messages:
-    the template, what it is rendered with, what to do about it, and what to do where none can be rendered."""
+    """A kind of templates. environment: the child's Jinja environment (`jinja_child.py`). The other fields
+    are parts of messages: the template, its input, the remedy, and the remedy if none can be rendered."""
 
     environment: str
     noun: str
@@ -53,13 +53,13 @@ _SENTENCES = {
     Cause.TIME: "The {noun} runs for more than {detail} and was ended: {remedy}.",
     Cause.MEMORY: "The {noun} takes more than {detail} of memory and was ended: {remedy}.",
     Cause.DIED: "The {noun} brought down the process that renders it ({detail}).",
-}  # of the fields of TemplateKind and ChildError
+}  # with fields of TemplateKind and ChildError
 
 
 class Renderer:
-    """Compiles and renders one template in a child process. Several threads may use it, in turn.
+    """A child process that compiles and renders one template. Several threads may use it, in turn.
 
-    The child starts with `start`, or when it is needed, and again after it was ended.
+    The child starts with `start`, or on first use, and again after it was ended.
     """
 
     def __init__(self, kind: TemplateKind = CHAT) -> None:
@@ -68,31 +68,31 @@ class Renderer:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._child: Child | None = None
-        self._compiled_child: Child | None = None  # which has the template
+        self._compiled_child: Child | None = None  # the child that has the template
         self._end_child: weakref.finalize[Any, Any] | None = None
 
     def start(self) -> None:
-        """Starts the child and does not wait for it. Raises TokenizerError where none can be started."""
+        """Start the child without waiting for it. Raises TokenizerError if it cannot be started."""
         self._after_fork()
         with self._lock:
             self._start()
 
     def compile(self, source: str) -> None:
-        """Takes the template. Raises TokenizerError where it does not compile, or takes too much at it."""
+        """Compile a template. Raises TokenizerError if it is invalid or exceeds its limits."""
         self._after_fork()
         with self._lock:
             self._source = source
             self._compiled()
 
     def render(self, variables: dict[str, Any]) -> str:
-        """The text of plain JSON variables. Raises TokenizerError where the template fails or wants too much,
-        and ValueError or RecursionError for variables that JSON cannot hold."""
+        """Return the text for plain JSON variables. Raises TokenizerError if the template fails or exceeds
+        its limits, and ValueError or RecursionError for variables that JSON cannot hold."""
         return self._rendered({"render": variables})
 
     def render_all(self, conversations: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Render several in the time and memory of one. Return their texts, None for those that fail.
+        """Render several within the time and memory of one. Return their texts, None for those that fail.
 
-        Raises TokenizerError if the template takes too much.
+        Raises TokenizerError if the template exceeds its limits.
         """
         request = encoded({"renders": conversations})
         self._after_fork()
@@ -102,8 +102,8 @@ class Renderer:
         return texts
 
     def literal(self, variables: dict[str, Any]) -> Any:
-        """The value of the Python literal that the text is: plain JSON. Errors as `render`, also for other
-        text. The child reads it, since a text can be made that takes the parser down."""
+        """Parse the text as a Python literal and return its value as plain JSON. Raises like `render`, also
+        for other text. The child parses it, since a crafted text can crash the parser."""
         return json.loads(self._rendered({"render": variables, "literal": True}))
 
     def _rendered(self, message: dict[str, Any]) -> str:
@@ -119,12 +119,12 @@ class Renderer:
         return str(answer["text"])
 
     def close(self) -> None:
-        """Ends the child; safe to call twice. A later use would start another one."""
+        """End the child; safe to call twice. Later use would start another one."""
         self._after_fork()
         with self._lock:
             self._drop()
 
-    # ---- the child; the lock is held ----
+    # ---- the child; these methods need the lock ----
 
     def _start(self) -> Child:
         if self._child is not None and self._child.process.poll() is not None:
@@ -172,7 +172,7 @@ class Renderer:
             self._end_child = None
 
     def _after_fork(self) -> None:
-        """A forked process leaves the child to its parent, and the lock, which a thread may have held."""
+        """Leave the child to the parent in a forked process, and replace the lock, which may be held."""
         if self._owner != os.getpid():
             self._owner = os.getpid()
             self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Special tokens spelled in a text: found in one pass, whatever the text is made of."""
+"""Special tokens spelled in a text: found in one pass, in linear time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _WINDOW = 1 << 15  # characters searched in one call: the regex engine holds the
 
 
 class SpecialTokens:
-    """Splits texts at special tokens: the first that comes, the longest where several begin.
+    """A splitter of texts at special tokens: the leftmost first, and the longest of those that begin there.
 
     ids: the text of each token (not empty) → its id. One regular expression of all texts would try thousands
-    of them at every "<" of a text; here it looks for their first characters, and a lookup decides.
+    of them at every "<" of a text. The expression here finds their first characters, and a lookup decides.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -26,8 +26,8 @@ class SpecialTokens:
         self._begin = re.compile("|".join(map(re.escape, prefixes))) if prefixes else None
 
     def split(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """The parts of `text` in order: those between special tokens (not empty) with None, and special
-        tokens with their ids."""
+        """Yield the parts of `text` in order: special tokens with their ids, and the parts between them (not
+        empty) with None."""
         done = 0
         for start, end in self._found(text):
             if start > done:
@@ -52,7 +52,7 @@ class SpecialTokens:
             at = start + (n or 1)
 
     def _length_at(self, text: str, start: int) -> int:
-        """Length of the longest special token that begins there; 0 where none does."""
+        """Return the length of the longest special token that begins at `start`; 0 if none begins there."""
         for n_prefix in range(_PREFIX, 0, -1):
             for n in self._lengths.get(text[start : start + n_prefix], ()):
                 if text[start : start + n] in self.ids:

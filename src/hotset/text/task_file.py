@@ -1,6 +1,6 @@
-"""Multiple-choice tasks from task files of EleutherAI's evaluation harness, with the data beside them.
+"""Multiple-choice tasks from task files of EleutherAI's evaluation harness, with their data files.
 
-A task file is YAML. Its templates are Jinja, and its data JSON lines (or a JSON list), whose objects are
+A task file is YAML. Its templates are Jinja. Its data are JSON lines (or a JSON list); their objects are
 documents:
 
     task: capitals
@@ -13,11 +13,11 @@ documents:
     doc_to_choice: "{{choices}}"
     doc_to_target: answer
 
-What a model is asked is what the harness asks (ConfigurableTask of lm_eval/api/task.py, version 0.4.13). A
-key whose effect is missing here is refused by name, so that no number is another task's.
+The prompts equal the harness's (ConfigurableTask of lm_eval/api/task.py, version 0.4.13). A key that is
+not supported is rejected by name, so that no result belongs to another task.
 
-Neither file is trusted: YAML has no aliases here, which can grow without bounds, no tags, and a limit of
-depth; templates are rendered in a process of their own (renderer.py).
+The files are not trusted. YAML must not have tags, or aliases, which can grow without bounds; its depth is
+limited. Templates are rendered in a process of their own (renderer.py).
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from hotset.text.few_shot import SAMPLERS, SEED, Shots, with_examples
 from hotset.text.multiple_choice import Question, json_object
 from hotset.text.renderer import TASK, Renderer
 
-_LONGEST_FILE = 1 << 18  # bytes of YAML: the harness's longest have some 10,000
+_LONGEST_FILE = 1 << 18  # bytes of YAML: the harness's longest have about 10,000
 _LONGEST_DATA = 1 << 30
 _LONGEST_NUMBER = 64  # characters: PyYAML's time for 1:1:1:… is quadratic
 _NUMBER = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|[0-9_:.]+)")
 _DEEPEST = 64  # PyYAML's time for [[[[… is quadratic
-_MOST_NULLS = 1 << 22  # of documents that lack fields of others
+_MOST_NULLS = 1 << 22  # fields that documents lack and others have
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _TEMPLATES = ("doc_to_text", "doc_to_choice", "doc_to_target", "description")
 _TAKEN = {
     "task", "dataset_path", "dataset_kwargs", *_SPLITS, *_TEMPLATES, "output_type", "num_fewshot",
     "target_delimiter", "fewshot_delimiter", "fewshot_config", "metric_list",
 }  # fmt: skip
-# They change nothing of what is asked or counted.
+# Keys that change neither prompts nor results.
 _WITHOUT_EFFECT = {"tag", "task_alias", "metadata", "should_decontaminate", "doc_to_decontamination_query"}
 _METRICS = ("acc", "acc_norm")
 
 
 @dataclass(frozen=True)
 class TaskQuestions:
-    """questions: with `n_shots` examples in the context of each. files: that they were read from."""
+    """Questions of a task. questions: each with `n_shots` examples in its context. files: all files read."""
 
     questions: list[Question]
     n_shots: int
@@ -69,18 +69,18 @@ class TaskQuestions:
 
 
 def is_task_file(path: Path) -> bool:
-    """By its name."""
+    """Return whether the name ends as a YAML file's does."""
     return path.suffix.lower() in (".yaml", ".yml")
 
 
 def read_task(
     path: Path, n_shots: int | None = None, seed: int = SEED, limit: int | None = None
 ) -> TaskQuestions:
-    """The questions of a task file: of its test split, or else of its validation split, as in the harness.
+    """Return the questions of a task file: of its test split, otherwise of its validation split.
 
-    n_shots: examples before each question in place of the file's `num_fewshot`. seed: of the sampler. limit:
-    only so many questions, the first ones. Paths of data are relative to the folder of the task file.
-    Raises FormatError for what is not supported, not there, or no question.
+    n_shots: examples before each question, in place of the file's `num_fewshot`. seed: of the sampler. limit:
+    the maximum number of questions, from the first on. Data paths are relative to the task file's folder.
+    Raises FormatError for unsupported keys, missing files and invalid questions.
     """
     with ExitStack() as renderers:
         return _TaskFile(path, renderers).questions(n_shots, seed, limit)
@@ -93,7 +93,7 @@ class _Document:
 
 
 class _TaskFile:
-    """A task file, checked. renderers: closes the processes of its templates."""
+    """A checked task file. renderers: closes the processes of its templates."""
 
     def __init__(self, path: Path, renderers: ExitStack) -> None:
         self._path = path
@@ -125,7 +125,7 @@ class _TaskFile:
             questions,
             [one.fields for one in examples],
             cache(lambda i: self._question(examples[i], described=False)),
-            # The harness compares the names of the two splits, also where neither is given.
+            # The harness compares the names of the two splits, even if neither is given.
             Shots(
                 n,
                 seed,
@@ -138,7 +138,7 @@ class _TaskFile:
         files = (self._path, *(file for files in self._files.values() for file in files))
         return TaskQuestions(prompts, n, files)
 
-    # ---- what the file says ----
+    # ---- keys of the file ----
 
     def _error(self, said: str) -> FormatError:
         return FormatError(f"{self._path} {said}")
@@ -203,9 +203,9 @@ class _TaskFile:
         return value
 
     def _data_files(self) -> dict[str, list[Path]]:
-        """Split → files."""
+        """Return the data files by split."""
         given: Any = self._mapping("dataset_kwargs", {"data_files"}).get("data_files")
-        splits = given if isinstance(given, dict) else {"train": given}  # as the library datasets has it
+        splits = given if isinstance(given, dict) else {"train": given}  # as in the library `datasets`
         found = {}
         for split, files in splits.items():
             names: list[Any] = files if isinstance(files, list) else [files]
@@ -219,7 +219,7 @@ class _TaskFile:
         return found
 
     def _fewshot_config(self) -> tuple[str, str | None]:
-        """Sampler and split of the examples."""
+        """Return the sampler and the split of the examples."""
         given = self._mapping("fewshot_config", {"sampler", "split"})
         sampler, split = given.get("sampler", "default"), given.get("split", self._split("fewshot_split"))
         if sampler not in SAMPLERS:
@@ -251,7 +251,7 @@ class _TaskFile:
             )
         return _Source("doc_to_target", given, renderers).value
 
-    # ---- its documents ----
+    # ---- documents ----
 
     def _documents(self, split: str) -> list[_Document]:
         if split not in self._files:
@@ -261,7 +261,7 @@ class _TaskFile:
         found = [one for file in self._files[split] for one in _read_documents(file)]
         if not found:
             raise self._error(f"has no documents in the split {clause(shown(split))}")
-        # As a table has them: a field that some documents have is null in the others.
+        # Documents are rows of a table: a field that only some of them have is null in the others.
         names = dict.fromkeys(name for one in found for name in one.fields)
         if sum(len(names) - len(one.fields) for one in found) > _MOST_NULLS:
             raise self._error(
@@ -305,25 +305,25 @@ class _TaskFile:
 
 
 class _Source:
-    """What makes a text of a document: the name of a field, or a template. key: of the task file."""
+    """A source of values from a document: the name of a field, or a template. key: of the task file."""
 
     def __init__(self, key: str, source: str, renderers: ExitStack) -> None:
         self._key, self._source, self._renderers = key, source, renderers
         self._renderer: Renderer | None = None
 
     def text(self, document: _Document) -> str:
-        """A text. Raises FormatError for a field that is none."""
+        """Return a text. Raises FormatError if the value is not one."""
         value = self._field_or(document, "render") if self._source else ""
         if not isinstance(value, str):
             raise FormatError(f"{document.where}: {self._key} gives {clause(shown(value))}, which is no text")
         return value
 
     def literal(self, document: _Document) -> Any:
-        """A field as it is, or what the text of the template means as a Python literal."""
+        """Return the value of the field, or the rendered text of the template parsed as a Python literal."""
         return self._field_or(document, "literal")
 
     def value(self, document: _Document) -> Any:
-        """A field as it is, or the text of the template, where digits are a number."""
+        """Return the value of the field, or the rendered text of the template; digits become a number."""
         value = self._field_or(document, "render")
         is_number = self._source not in document.fields and re.fullmatch(r"0|[1-9][0-9]{0,8}", value)
         return int(value) if is_number else value
@@ -365,7 +365,7 @@ def _read_documents(file: Path) -> Iterator[_Document]:
 
 
 def _read_yaml(path: Path) -> dict[Any, Any]:
-    """The keys of a task file; those without a value are as if they were not there."""
+    """Return the keys of a task file, without those that have no value."""
     text = read_small_text(path, _LONGEST_FILE)
     try:
         _check_events(text, path)

@@ -1,8 +1,8 @@
-"""A budget for what a model thinks: when it is used up, the tokens that end the reasoning are forced.
+"""A token budget for reasoning: when it is used up, the tokens that end the reasoning are forced.
 
 A ThinkingBudget follows one answer, token by token, as an engine's Forcing. It finds the marks in the bytes
 of the tokens, as ReasoningParser finds them in the text, because a vocabulary may spell a mark in several
-tokens. A character or a closing mark that has begun when the budget ends gets some more tokens.
+tokens. If a character or a closing mark is incomplete when the budget ends, it gets some more tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LONGEST_CHARACTER = 4  # bytes
 class ThinkingMarks:
     """The marks of reasoning as bytes, and how its end is forced.
 
-    opens, closes: what begins and ends reasoning. closings: the tokens that are forced the first time, the
-    second time and so on; the last one is repeated. reopens: an answer may think several times (harmony);
+    opens, closes: texts that begin and end reasoning. closings: the tokens that are forced the first time,
+    the second time and so on; the last one is repeated. reopens: an answer may think several times (harmony);
     otherwise only its beginning counts. spelled: the text of a token as the parser of the answer sees it.
     """
 
@@ -45,13 +45,13 @@ class ThinkingBudget:
         self._marks = marks
         self._left = budget
         self._state: Literal["before", "inside", "over"] = "inside" if is_open else "before"
-        self._tail = b""  # the latest bytes, in which a mark may have begun
+        self._tail = b""  # the latest bytes, which may hold the beginning of a mark
         self._n_forced = 0  # tokens of the closing so far
         self._n_closings = 0
 
     def clone(self) -> ThinkingBudget:
-        """Return a copy that goes its own way, for drafts."""
-        return copy.copy(self)  # everything that changes is immutable
+        """Return an independent copy, for drafts."""
+        return copy.copy(self)  # shallow: all attributes that change are immutable values
 
     def next_token(self) -> int | None:
         """Return the token that must come next, or None if the model chooses it."""
@@ -65,7 +65,7 @@ class ThinkingBudget:
     def accept(self, token: int) -> None:
         """Take in the next token of the answer.
 
-        Another token than the forced one, because a grammar does not allow that one, ends the budget.
+        A token other than the forced one, because a grammar forbids that one, ends the budget.
         """
         if self._state == "over":
             return
@@ -82,7 +82,7 @@ class ThinkingBudget:
 
     @property
     def _has_begun_to_close(self) -> bool:
-        """Whether the answer ends with two bytes or more of a closing mark."""
+        """Return whether the answer ends with two bytes or more of a closing mark."""
         return any(
             self._tail.endswith(close[:n]) for close in self._marks.closes for n in range(2, len(close))
         )
@@ -127,7 +127,7 @@ class ThinkingBudget:
 
 
 def tokens_of(tokenizer: Tokenizer, marks: str) -> tuple[int, ...]:
-    """Return the tokens of a text in which special tokens are meant as such."""
+    """Return the tokens of a text in which special tokens may be spelled."""
     ids: list[int] = []
     for part, special in tokenizer.special_parts(marks):
         ids += tokenizer.encode_inside(part) if special is None else [special]

@@ -1,10 +1,10 @@
-"""From text to token ids and back, with nothing but the metadata of a GGUF file.
+"""From text to token ids and back, with only the metadata of a GGUF file.
 
-The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2"), BPE over
+Libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2"), BPE over
 characters ("gemma4") and WordPiece ("bert"), `sentencepiece` for SentencePiece BPE ("llama") and unigram
-("t5"); RWKV's longest matches ("rwkv") are found here. What is here is what a GGUF file leaves to its reader:
-building the library's model from pieces, scores, merges and types; splitting the text at special tokens; BOS
-and EOS; and turning ids back into bytes, which may split a character and so are decoded with care.
+("t5"). RWKV's longest matches ("rwkv") are found here. This module does what GGUF leaves to its reader.
+It builds the library's model from pieces, scores, merges and types. It splits text at special tokens. It adds
+BOS and EOS. It turns ids back into bytes, which may split a character and are decoded accordingly.
 """
 
 import codecs
@@ -27,9 +27,9 @@ from hotset.text.special_tokens import SpecialTokens
 # Values of tokenizer.ggml.token_type; they are SentencePiece's own.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-# Tokens that end a generation by their text, whatever the file's keys say: many files name only one of
-# several (Llama 3: eos is <|end_of_text|>, but a turn ends with <|eot_id|>). Texts that are not written by
-# chance count whatever their type, since converters often left these tokens as normal ones; ...
+# Texts of tokens that end a generation, whatever the file's keys say: many files name only one of several
+# (Llama 3: eos is <|end_of_text|>, but a turn ends with <|eot_id|>). Texts that are not written by chance
+# count whatever their type, since converters often left these tokens as normal ones; ...
 _END_OF_GENERATION = frozenset(
     [
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -48,7 +48,7 @@ _END_OF_GENERATION_IF_SPECIAL = frozenset(
     ]
 )  # fmt: skip
 
-# Tokens of OpenAI's harmony format that a program must see in the output, although files type them control.
+# Tokens of OpenAI's harmony format that a program must see in the output, although files call them control.
 _HARMONY_VISIBLE = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
 
 _KNOWN_TEXTS = _END_OF_GENERATION | _END_OF_GENERATION_IF_SPECIAL | _HARMONY_VISIBLE
@@ -56,34 +56,34 @@ _KNOWN_TEXTS = _END_OF_GENERATION | _END_OF_GENERATION_IF_SPECIAL | _HARMONY_VIS
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 WHOLE_TEXT_KEY = "hotset.tokenizer_whole_text"
-"""The key of a file whose texts the library tokenizes whole: with the user-defined tokens in them
+"""The key of a file whose texts the library tokenizes as a whole: with the user-defined tokens in them
 (SentencePiece), or with their line feeds (BPE over characters)."""
 IGNORE_MERGES_KEY = "hotset.tokenizer_ignore_merges"
-"""The key of a byte-level BPE file whose words that are tokens are taken whole, whatever the merges say."""
+"""The key of a byte-level BPE file in which a word that is a token is taken whole, whatever the merges."""
 NFC_KEY = "hotset.tokenizer_nfc"
-"""The key that says whether texts of a byte-level BPE file are normalised to NFC; without it the name of the
-pre-tokenizer says it."""
+"""The key that states whether texts of a byte-level BPE file are normalised to NFC. Without it, the
+pre-tokenizer's name decides."""
 UNIGRAM_STEPS_KEY = "hotset.tokenizer_unigram_steps"
 """The key of a converted unigram file: the steps of its tokenizer.json between table of characters and model.
-"collapse" makes one space of several, "words" splits at any white space, "pieces" splits before spaces,
-"first" puts no prefix behind special tokens."""
+"collapse" joins several spaces into one, "words" splits at any white space, "pieces" splits before spaces,
+"first" puts no prefix after special tokens."""
 UNIGRAM_SCORES_KEY = "hotset.tokenizer_unigram_scores"
-"""The key of a converted unigram file whose scores lose digits as float32. They decide between texts' pieces
-of about the same sum."""
-_MOST_SEQUENCES = 256  # texts whose sequences of tokens are remembered
-_SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
+"""The key of a converted unigram file whose scores lose digits as float32. These decide between spellings
+with nearly the same sum."""
+_MOST_SEQUENCES = 256  # texts whose sequences of tokens are cached
+_SHORT = 512  # characters: tokenizing more in one call would hold the interpreter's lock for long
 
 
 class Tokenizer:
-    """Text ↔ token ids. Made by `load_tokenizer`; immutable, and safe to use from several threads.
+    """A converter of text ↔ token ids. Made by `load_tokenizer`; immutable, and safe for several threads.
 
     tokens: piece text of every id, as the file spells it (byte-level BPE: in GPT-2's alphabet of bytes).
-    bos_id, eos_id: None where the file has none.
+    bos_id, eos_id: None if the file has none.
     stop_ids: every id that ends a generation (eos, eot, eom, and well-known end-of-turn tokens).
-    add_bos, add_eos: what `encode(add_special=True)` adds.
+    add_bos, add_eos: whether `encode(add_special=True)` adds BOS or EOS.
     """
 
-    _prefixes_parts = True  # a part behind a special token gets the prefix that a text gets
+    _prefixes_parts = True  # whether a part after a special token gets the same prefix as a text
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Tokenizer:
         add_eos: bool = False,
     ) -> None:
         self.tokens: list[str] = _strings(metadata, "tokenizer.ggml.tokens")
-        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
-        self._sequences: dict[str, frozenset[tuple[int, ...]]] = {}  # of texts that were asked for
+        self._bytes: dict[int, bytes] = {}  # cache of token_bytes
+        self._sequences: dict[str, frozenset[tuple[int, ...]]] = {}  # cache of sequences_with
         n = len(self.tokens)
         if n == 0:
             raise TokenizerError(
@@ -118,8 +118,8 @@ class Tokenizer:
                     f"(tokenizer.ggml.{name}_token_id): set it, or tokenizer.ggml.add_{name}_token to false."
                 )
         self.stop_ids = self._find_stop_ids()
-        # Texts that are one token wherever they stand. User-defined ones always (runs of spaces in code
-        # models, say); control tokens only where special tokens are parsed, so that a user cannot write them.
+        # Texts that are one token everywhere. User-defined ones always are (such as runs of spaces in code
+        # models). Control tokens are only if special tokens are parsed, so that a user cannot write them.
         user_defined = self._ids_of(_USER_DEFINED)
         self._user_defined = SpecialTokens(user_defined)
         self._special = SpecialTokens(user_defined | self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN))
@@ -135,18 +135,18 @@ class Tokenizer:
         most: int | None = None,
         restored: Callable[[str], str] | None = None,
     ) -> list[int]:
-        """The ids of `text`. Other threads go on while a long one is tokenized.
+        """Return the ids of `text`. Other threads keep running while a long one is tokenized.
 
-        add_special: add BOS and EOS as the file says (a rendered chat template brings its own: False there).
-        parse_special: special tokens spelled in `text` become their ids. Only for text that is trusted, such
-            as a rendered chat template; otherwise they are text like any other.
-        most: raises ContextLengthError, before anything is tokenized, for a text that is certain to have more
-            tokens (`fewest_tokens`). Ids that are returned may be more all the same.
-        restored: what a part between special tokens really says (text/plain_text.py).
+        add_special: add BOS and EOS as the file requires (False for a rendered chat template with its own).
+        parse_special: special tokens spelled in `text` become their ids. Only for trusted text, such as a
+            rendered chat template; otherwise they are plain text.
+        most: tokens. Raises ContextLengthError before tokenizing if the text certainly has more
+            (`fewest_tokens`). The result may still have more.
+        restored: returns the actual text of a part between special tokens (text/plain_text.py).
         """
         text = _without_surrogates(text)
         whole = restored(text) if restored else text
-        # No token has less than a byte: most prompts need no look at the vocabulary, which takes 0.1 s once.
+        # A token has a byte or more: most prompts avoid the scan of the vocabulary, which takes 0.1 s once.
         if most is not None and len(_utf8(whole)) > most and (n := self.fewest_tokens(whole)) > most:
             raise ContextLengthError(
                 f"the text has {n} tokens or more, which do not fit in the context of {most}; shorten it or "
@@ -168,11 +168,11 @@ class Tokenizer:
         return ids
 
     def encode_prompt(self, text: str, parse_special: bool, *, most: int | None = None) -> list[int]:
-        """The ids of a text that a model continues as it stands, with BOS and EOS as the file says.
+        """Return the ids of a text that a model continues, with BOS and EOS as the file requires.
 
-        parse_special: special tokens spelled in it become their ids, and a BOS that it begins with is the
-            only one. False takes them as plain text, which is what a text of unknown origin needs.
-        most: as of `encode`.
+        parse_special: special tokens spelled in it become their ids, and BOS at its beginning is not added
+            again. False makes them plain text, as untrusted text needs.
+        most: as in `encode`.
         """
         ids = self.encode(text, parse_special=parse_special, most=most)
         first = self.text_bos_id
@@ -181,14 +181,14 @@ class Tokenizer:
         return ids
 
     def special_parts(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """The parts of `text`: special and user-defined tokens with their ids, and others with None."""
+        """Yield the parts of `text`: special and user-defined tokens with their ids, others with None."""
         return self._special.split(_without_surrogates(text))
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least. 0 where `encode` may leave out what it cannot spell.
+        """Return a lower bound of the tokens of `text`. It is 0 if `encode` may drop characters.
 
-        A byte counts as one over the length of the longest token with such a byte, so that the bytes of no
-        token count as more than one.
+        A byte counts as one over the length of the longest token with this byte, so the bytes of a token
+        never count as more than one in total.
         """
         data = self._composed(_without_surrogates(text)).encode()
         n_tokens = np.bincount(np.frombuffer(data, np.uint8), minlength=256) @ self._byte_shares
@@ -200,7 +200,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_shares(self) -> np.ndarray:
-        """float64 [256]: one over the length of the longest token that has a byte; 0 if texts may lose it."""
+        """Return float64 [256]: 1 / length of the longest token with the byte; 0 if texts may lose it."""
         longest = [1] * 256
         spellings = [self._spellings(piece) for piece in self.tokens]
         for texts in (*spellings, *([_utf8(piece)] for piece in self._special.ids)):
@@ -213,24 +213,24 @@ class Tokenizer:
         return shares
 
     def _spellings(self, piece: str) -> list[bytes]:
-        """The texts that a token which is not special may stand for, or their parts."""
+        """Return the texts, or their parts, that a token which is not special may represent."""
         raise NotImplementedError
 
     def _spelled_bytes(self) -> Collection[int]:
-        """The bytes that no text loses."""
+        """Return the bytes that no text loses in `encode`."""
         raise NotImplementedError
 
     def rows(self, tokens: Sequence[int], n_ctx: int) -> np.ndarray:
-        """A text's tokens as int32 [n_rows, n_ctx], whole rows only, each with the beginning of a text."""
+        """Return tokens as int32 [n_rows, n_ctx], whole rows only. Each row begins with BOS if texts do."""
         rows = np.array(tokens[: len(tokens) // n_ctx * n_ctx], np.int32).reshape(-1, n_ctx)
         if self.add_bos and self.bos_id is not None:
             rows[:, 0] = self.bos_id
         return rows
 
     def encode_inside(self, text: str) -> list[int]:
-        """The ids of `text` where it goes on in the midst of another: nothing is put before it, no space.
+        """Return the ids of `text` as a continuation of another text: no BOS and no space before it.
 
-        Special tokens spelled in it are text.
+        Special tokens spelled in it are plain text.
         """
         ids: list[int] = []
         for part, special in self._user_defined.split(text):
@@ -238,8 +238,8 @@ class Tokenizer:
         return ids
 
     def sequences_with(self, texts: Iterable[str]) -> set[tuple[int, ...]]:
-        """Sequences of tokens in which one of `texts` (none empty) occurs: each token that holds it, each
-        that ends with its beginning, followed by the tokens of its rest, and its own tokens."""
+        """Return sequences of tokens in which one of `texts` (none empty) occurs: each token that contains
+        it, each token that ends with its beginning, plus the tokens of the rest, and its own tokens."""
         found: set[tuple[int, ...]] = set()
         for text in texts:
             known = self._sequences.get(text)
@@ -273,12 +273,12 @@ class Tokenizer:
 
     @cached_property
     def _all_bytes(self) -> tuple[bytes, np.ndarray]:
-        """The bytes of all tokens, one after the other, and where each begins and the last ends."""
+        """Return the bytes of all tokens, joined, and the offset of each token, with the total at the end."""
         pieces = [self.token_bytes(id) for id in range(len(self.tokens))]
         return b"".join(pieces), np.cumsum([0, *map(len, pieces)])
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
-        """The ids of `text` (not empty), which holds no special token.
+        """Return the ids of `text` (not empty), which contains no special token.
 
         after_special: it begins the whole text or follows a special token.
         """
@@ -287,10 +287,10 @@ class Tokenizer:
     # --- ids → text
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of `ids`: the inverse of `encode`. Bytes that are not UTF-8 become U+FFFD.
+        """Return the text of `ids`: the inverse of `encode`. Bytes that are not UTF-8 become U+FFFD.
 
         skip_special: leave out control tokens. To decode the continuation of a prompt, use `stream`, which
-        keeps the space that a SentencePiece text begins with.
+        keeps the space at the beginning of a SentencePiece text.
         """
         return b"".join(self._whole_text_bytes(ids, skip_special)).decode("utf-8", "replace")
 
@@ -298,11 +298,11 @@ class Tokenizer:
         return (self.token_bytes(id) for id in ids if not (skip_special and self.is_special(id)))
 
     def stream(self, skip_special: bool = False, shown: Collection[int] = ()) -> "StreamDecoder":
-        """A decoder for ids that come one by one. shown: special tokens that are not left out."""
+        """Return a decoder for ids that arrive one by one. shown: special tokens that are not left out."""
         return StreamDecoder(self, skip_special, shown)
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that `id` stands for (not always whole characters; a special token's spell its name).
+        """Return the bytes of `id` (not always whole characters; a special token's spell its name).
 
         Raises TokenizerError for an id outside the vocabulary.
         """
@@ -335,29 +335,29 @@ class Tokenizer:
 
     @property
     def n_vocab(self) -> int:
-        """How many ids there are. The model's output may be longer (padding)."""
+        """Return the number of ids. The model's output may be longer (padding)."""
         return len(self.tokens)
 
     @property
     def text_bos_id(self) -> int | None:
-        """The token that every text begins with, if there is one."""
+        """Return the token that every text begins with, or None."""
         return self.bos_id if self.add_bos else None
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
-        """Piece text, as the file spells it → id (`tokens` is the way back)."""
+        """Return the ids by piece text, as the file spells it (`tokens` is the inverse)."""
         return {piece: id for id, piece in enumerate(self.tokens)}
 
     def is_special(self, id: int) -> bool:
-        """Whether `id` is a control token (or the unknown one), which a reader of the text should not see."""
+        """Return whether `id` is a control or unknown token, which a reader of the text should not see."""
         return bool(self.types[id] in (_CONTROL, _UNKNOWN))
 
     def is_user_defined(self, id: int) -> bool:
-        """Whether `id` is one token wherever its text stands, and text that a reader sees."""
+        """Return whether `id` is one token wherever its text occurs, and visible to a reader."""
         return bool(self.types[id] == _USER_DEFINED)
 
     def piece(self, id: int | None) -> str:
-        """The spelling of a special token, "" for None: what chat templates call `bos_token`."""
+        """Return the spelling of a special token, "" for None, as in `bos_token` of chat templates."""
         return "" if id is None else self.tokens[id]
 
     def _ids_of(self, kind: int) -> dict[str, int]:
@@ -365,7 +365,7 @@ class Tokenizer:
         return {self.tokens[id]: id for id in ids if self.tokens[id]}
 
     def _find_stop_ids(self) -> frozenset[int]:
-        """Also mends the types of tokens whose text says what they are."""
+        """Return the ids that end a generation. Also correct the types of tokens with well-known texts."""
         known = {piece: id for id, piece in enumerate(self.tokens) if piece in _KNOWN_TEXTS}
         stops = {
             piece: id
@@ -373,7 +373,7 @@ class Tokenizer:
             if piece in _END_OF_GENERATION
             or (piece in _END_OF_GENERATION_IF_SPECIAL and self.types[id] in (_CONTROL, _USER_DEFINED))
         }
-        # harmony and its kin: <|end|> ends a message, not the answer
+        # in harmony and similar formats <|end|> ends a message, not the answer
         if stops.keys() >= {"<|return|>", "<|call|>", "<|end|>"} or stops.keys() >= {
             "<|calls|>",
             "<|flush|>",
@@ -387,13 +387,13 @@ class Tokenizer:
 
 
 class _MergingTokenizer(Tokenizer):
-    """BPE by the library `tokenizers`: pairs of pieces merge in the order of the merges."""
+    """BPE with the library `tokenizers`: pairs of pieces merge in the order of the merges."""
 
     def _merging(self, metadata: Mapping[str, Any], **settings: Any) -> Any:
-        """The library's model of the file's tokens and merges."""
+        """Return the library's model of the file's tokens and merges."""
         merges = _strings(metadata, "tokenizer.ggml.merges")
         vocab = self._words()
-        # Control tokens are no words of the model: text must never become one by merging.
+        # Control tokens are not words of the model: text must never become one by merging.
         for piece in ("", *self._ids_of(_CONTROL), *self._ids_of(_UNKNOWN)):
             vocab.pop(piece, None)
 
@@ -401,14 +401,14 @@ class _MergingTokenizer(Tokenizer):
 
         pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
         try:
-            # What two pieces merge into is put together in a buffer as long as the longest token: where it
-            # does not fit the library panics, which ends the process or is no Exception.
+            # The library joins two pieces in a buffer as long as the longest token. If they do not fit it
+            # panics, which ends the process or is not an Exception.
             if _longest(merges) - len(" ") > _longest(vocab):
                 raise ValueError("a merge leads to no token")
             return BPE(vocab, pairs, **settings)
         except Exception:
             # Some files have merges of tokens that were removed from the vocabulary, or pieces that are not
-            # text. The library wants neither; the merges could only lead to tokens that are not there.
+            # text. The library rejects both. Such merges could only produce tokens that do not exist.
             vocab = {piece: id for piece, id in vocab.items() if _is_text(piece)}
             pairs = [
                 p for p in pairs if len(p) == 2 and p[0] in vocab and p[1] in vocab and "".join(p) in vocab
@@ -421,7 +421,7 @@ class _MergingTokenizer(Tokenizer):
 
 
 class BytePairTokenizer(_MergingTokenizer):
-    """Byte-level BPE: every byte is a letter of GPT-2's alphabet; pairs merge in the order of the merges."""
+    """Byte-level BPE: every byte is a letter of GPT-2's alphabet. Pairs merge in the order of the merges."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         unnamed = UNNAMED.get(str(metadata.get("general.architecture")), "")
@@ -449,7 +449,7 @@ class BytePairTokenizer(_MergingTokenizer):
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
         if len(text) <= _SHORT:
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        else:  # unlike `encode`, this lets go of the interpreter's lock
+        else:  # unlike `encode`, this releases the interpreter's lock
             ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -477,15 +477,15 @@ class BytePairTokenizer(_MergingTokenizer):
 
 class TextPairTokenizer(_MergingTokenizer):
     """BPE over characters, line by line ("gemma4", of Gemma 3 and 4): a space is U+2581, a run of line feeds
-    that is a token is one, and bytes are the fallback.
+    is one token if the vocabulary has it, and bytes are the fallback.
 
-    Runs of spaces are user-defined tokens in files, but spaces become one by the merges, and only U+2581 is
-    matched as a user-defined token. A file may ask for merges over line feeds (WHOLE_TEXT_KEY).
+    Files list runs of spaces as user-defined tokens. In a text they merge like other characters, and only
+    U+2581 is matched as a user-defined token. A file may enable merges over line feeds (WHOLE_TEXT_KEY).
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         has_bos = "tokenizer.ggml.bos_token_id" in metadata
-        keys = {**metadata, "tokenizer.ggml.add_bos_token": has_bos}  # whatever the file says, as llama.cpp
+        keys = {**metadata, "tokenizer.ggml.add_bos_token": has_bos}  # as llama.cpp, whatever the file says
         super().__init__(keys, bos=None, eos=None, add_bos=has_bos)
 
         from tokenizers import Tokenizer as HFTokenizer
@@ -534,9 +534,9 @@ class TextPairTokenizer(_MergingTokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """SentencePiece BPE: the pair whose union has the best score merges first; bytes are the fallback.
 
-    llama.cpp splits a text at user-defined tokens and puts a space before each part that is left. A file
-    may ask for what the library does with the whole text (WHOLE_TEXT_KEY, or remove_extra_whitespaces, which
-    only the library can do): one space before it, and user-defined tokens where they are.
+    llama.cpp splits a text at user-defined tokens and puts a space before each remaining part. A file may
+    select the library's way for the whole text (WHOLE_TEXT_KEY, or remove_extra_whitespaces, which only the
+    library implements): one space before the text, and user-defined tokens in place.
     """
 
     _UNIGRAM = False
@@ -550,7 +550,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self._UNIGRAM and not (self.types == _UNKNOWN).any():
             self.types[min(2, n - 1) if self.unk_id is None else self.unk_id] = _UNKNOWN
         scores = _numbers(metadata, "tokenizer.ggml.scores", "iuf").astype("<f4")
-        if np.isnan(scores).any():  # nothing is better or worse than it
+        if np.isnan(scores).any():  # no comparison with it is true
             raise TokenizerError(
                 "The file's tokenizer.ggml.scores hold what is no number: fetch or convert it again."
             )
@@ -571,7 +571,7 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = _sentencepiece_pieces(self.tokens, scores[:n], self.types, unigram=self._UNIGRAM)
         try:
             self._library = SentencePieceProcessor(model_proto=pieces + _normalizer())
-            self._whole = None  # of whole texts
+            self._whole = None  # for whole texts
             if whole_text:
                 normalizer = _normalizer(prefix=self.add_space_prefix, removes_spaces=self._removes_spaces)
                 self._whole = SentencePieceProcessor(model_proto=pieces + normalizer)
@@ -586,8 +586,8 @@ class SentencePieceTokenizer(Tokenizer):
             library = self._whole
         elif after_special and self.add_space_prefix:
             text = " " + text
-        # An unknown piece that the library had to be given is no token of the file. (The library tokenizes
-        # without the interpreter's lock.)
+        # The unknown piece that `_sentencepiece_pieces` may append is not a token of the file. (The library
+        # tokenizes without the interpreter's lock.)
         return [id for id in library.encode(text) if id < self.n_vocab]
 
     def _spellings(self, piece: str) -> list[bytes]:
@@ -601,7 +601,7 @@ class SentencePieceTokenizer(Tokenizer):
         return range(256) if all_are else ()
 
     def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
-        # encode puts a space where a text begins and after a special token: take it away again there.
+        # `encode` puts a space at the beginning of a text and after a special token: remove it there.
         after_special = self.add_space_prefix
         in_text = (_UNKNOWN, _USER_DEFINED) if self._whole is not None else ()
         for id in ids:
@@ -623,8 +623,8 @@ class SentencePieceTokenizer(Tokenizer):
 class UnigramTokenizer(SentencePieceTokenizer):
     """SentencePiece's unigram model ("t5", of T5 and XLM-RoBERTa): the pieces with the best sum of scores.
 
-    Text is normalised first, by the file's table (text/charsmap.py). Unspelled text is unknown. The library
-    `tokenizers` reads the texts of a file with UNIGRAM_STEPS_KEY: its sums have double precision.
+    Text is first normalised with the file's table (text/charsmap.py). Text without pieces is unknown. The
+    library `tokenizers` reads the texts of a file with UNIGRAM_STEPS_KEY: its sums have double precision.
     """
 
     _UNIGRAM = True
@@ -633,7 +633,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         super().__init__(metadata)
         blob = _numbers(metadata, "tokenizer.ggml.precompiled_charsmap", "iu")
         self._normalised = CharsMap(blob.astype(np.uint8).tobytes())
-        self._stepwise: tuple[Any, Any] | None = None  # inside a text, and at its beginning
+        self._stepwise: tuple[Any, Any] | None = None  # libraries for inside a text, and for its beginning
         if UNIGRAM_STEPS_KEY in metadata:
             steps = frozenset(_strings(metadata, UNIGRAM_STEPS_KEY))
             self._prefixes_parts = "first" not in steps
@@ -660,7 +660,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         ):
             raise TokenizerError(f"{key} must have a finite score for each of {len(self.tokens)} tokens")
         unknown = int(np.flatnonzero(self.types == _UNKNOWN)[0])
-        # Words that no text has keep the ids. The least score counts: an unknown character costs 10 more.
+        # Words that no text contains keep the ids in place. An unknown character scores the least score - 10.
         words = [
             (piece, score) if kind in (_NORMAL, _UNKNOWN) and _is_text(piece) else (f"\0{id}", 0.0)
             for id, (piece, score, kind) in enumerate(
@@ -684,19 +684,18 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return super()._encode_plain(text, after_special)
 
     def _spelled_bytes(self) -> Collection[int]:
-        return ()  # a text may become shorter, and unknown characters one token
+        return ()  # a text may become shorter, and several unknown characters one token
 
 
 class WordPieceTokenizer(Tokenizer):
-    """BERT's: words and signs of normalised text, each spelled by the longest pieces from left to right.
+    """BERT's tokenizer: words and signs of normalised text, each spelled by the longest pieces from the left.
 
-    A piece that begins a word is in the file with "\u2581" before it, one inside a word as it is; a word that
-    no pieces spell, or of more than 100 characters, is one unknown token. Texts begin with [CLS] and end with
-    [SEP].
+    A piece that begins a word has "\u2581" before it in the file, one inside a word has not. A word without
+    pieces, or of more than 100 characters, is one unknown token. Texts begin with [CLS] and end with [SEP].
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        first, last = (_ids(metadata, name) for name in ("cls_token_id", "seperator_token_id"))  # so spelled
+        first, last = (_ids(metadata, name) for name in ("cls_token_id", "seperator_token_id"))  # (sic)
         keys = dict(metadata)
         keys["tokenizer.ggml.eos_token_id"] = 102 if last is None else last
         keys["tokenizer.ggml.add_eos_token"] = metadata.get("tokenizer.ggml.add_sep_token", True)
@@ -722,7 +721,7 @@ class WordPieceTokenizer(Tokenizer):
             spelled = piece[1:] if piece[:1] == _SPACE else f"##{piece}"
             if _is_text(spelled) and spelled:
                 words.setdefault(spelled, id)
-        nothing = "\0"  # no normalised text has it
+        nothing = "\0"  # never in normalised text
         words[nothing] = unknown
         self._library = HFTokenizer(WordPiece(words, unk_token=nothing))
         self._library.normalizer = BertNormalizer(lowercase=lowercase, strip_accents=strips)
@@ -736,7 +735,7 @@ class WordPieceTokenizer(Tokenizer):
         return [self._piece_bytes(piece, user_defined=False)]
 
     def _spelled_bytes(self) -> Collection[int]:
-        return ()  # spaces and accents are lost, and unknown words one token
+        return ()  # spaces and accents are lost, and an unknown word is one token
 
     def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         begins = True
@@ -749,9 +748,9 @@ class WordPieceTokenizer(Tokenizer):
 
 
 class RwkvTokenizer(Tokenizer):
-    """RWKV's World vocabulary: byte strings, of which the longest that fits is taken again and again.
+    """RWKV's World vocabulary: byte strings, whose longest match is taken repeatedly.
 
-    The file spells a piece as Python would: letters, and the others as escapes such as \\n and \\xe4.
+    The file spells a piece like a Python literal: letters, and escapes such as \\n and \\xe4.
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -760,7 +759,7 @@ class RwkvTokenizer(Tokenizer):
         for id, piece in enumerate(self.tokens):
             if self.types[id] not in (_CONTROL, _UNKNOWN, _UNUSED) and (data := _unescaped(piece)):
                 self._ids.setdefault(data, id)
-        # Of the first two bytes of a piece the lengths that there are, the longest first.
+        # First two bytes of a piece → the lengths of such pieces, the longest first.
         lengths: dict[bytes, set[int]] = {}
         for data in self._ids:
             lengths.setdefault(data[:2], set()).add(len(data))
@@ -791,7 +790,7 @@ class RwkvTokenizer(Tokenizer):
 
 
 class StreamDecoder:
-    """Turns ids into text as they come, holding back the bytes of a character that is not complete yet."""
+    """A decoder of ids that arrive one by one. It holds back the bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = False, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -800,14 +799,14 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
-        """The text that `id` completes: "" while a character is open, U+FFFD for bytes that are no text."""
+        """Return the text that `id` completes: "" for part of a character, U+FFFD for invalid bytes."""
         piece = self._tokenizer.token_bytes(id)
         if self._skip_special and self._tokenizer.is_special(id) and id not in self._shown:
             return ""
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """What was held back, as U+FFFD. The decoder is then as new."""
+        """Return the held back bytes, as U+FFFD, and reset the decoder."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
@@ -824,11 +823,11 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], Tokenizer]] = {
 
 
 def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's metadata describes (keys `tokenizer.ggml.*`).
+    """Return the tokenizer that a GGUF file's metadata describes (keys `tokenizer.ggml.*`).
 
-    Arrays of numbers may be NumPy arrays or lists; strings that were not UTF-8 in the file hold their bytes
+    Arrays of numbers may be NumPy arrays or lists. Strings that were not UTF-8 in the file hold their bytes
     as surrogates (errors="surrogateescape"). Raises TokenizerError for a kind that is not supported or a
-    vocabulary that is damaged.
+    damaged vocabulary.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
@@ -845,7 +844,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     return make(metadata)
 
 
-# --- reading hostile metadata
+# --- reading untrusted metadata
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
@@ -867,7 +866,7 @@ def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, kinds: str) -> np.ndarray:
-    """A list of numbers, of dtypes of these kinds; an empty one where the file has none."""
+    """Return a list of numbers with a dtype of one of `kinds`; empty if the file has none."""
     values = metadata.get(key, ())
     array = None
     if isinstance(values, np.ndarray | list | tuple):
@@ -879,24 +878,24 @@ def _numbers(metadata: Mapping[str, Any], key: str, kinds: str) -> np.ndarray:
 
 
 def _longest(pieces: Iterable[str]) -> int:
-    """Bytes of the longest; ValueError for what is not text."""
+    """Return the bytes of the longest piece. Raises ValueError for pieces that are not text."""
     return max(map(len, map(str.encode, pieces)), default=0)
 
 
 def _special_id(metadata: Mapping[str, Any], name: str, n_vocab: int, default: int | None) -> int | None:
-    """The id under tokenizer.ggml.<name>; one outside the vocabulary counts as absent, as everywhere."""
+    """Return the id under tokenizer.ggml.<name>; an id outside the vocabulary counts as absent."""
     id = metadata.get(f"tokenizer.ggml.{name}", default)
     return int(id) if isinstance(id, (int, np.integer)) and 0 <= id < n_vocab else None
 
 
 def _ids(metadata: Mapping[str, Any], name: str) -> int | None:
-    """An id of the file's that is perhaps outside the vocabulary."""
+    """Return an id from the file, which may be outside the vocabulary; None if it is absent."""
     id = metadata.get(f"tokenizer.ggml.{name}")
     return int(id) if isinstance(id, int | np.integer) else None
 
 
 def _types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> np.ndarray:
-    """The type of every token, (n_vocab,) uint8. Old files have none: all are normal but the byte pieces."""
+    """Return each token's type, uint8 [n_vocab]. Without types in the file all but byte pieces are normal."""
     if metadata.get("tokenizer.ggml.token_type") is None:
         return np.array(
             [_BYTE if _BYTE_PIECE.fullmatch(piece) else _NORMAL for piece in tokens], dtype=np.uint8
@@ -922,7 +921,7 @@ _BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for letters from U+0100 on."""
+    """Return GPT-2's alphabet as letter → byte: printable Latin-1 is itself, others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -936,7 +935,7 @@ _ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
 def _unescaped(piece: str) -> bytes:
-    """The bytes of a piece that is spelled as Python spells bytes."""
+    """Return the bytes of a piece that is spelled like a Python literal."""
     return _ESCAPED.sub(lambda m: bytes([int(m[1], 16)]) if m[1] else _ESCAPES.get(m[2], m[2]), _utf8(piece))
 
 
@@ -948,10 +947,10 @@ def _utf8(piece: str) -> bytes:
 
 
 def _without_surrogates(text: str) -> str:
-    """`text` with surrogate pairs joined and lone surrogates, which no UTF-8 can hold, as U+FFFD."""
+    """Return `text` with surrogate pairs joined. Lone surrogates, which UTF-8 cannot hold, become U+FFFD."""
     if _is_text(text):
         return text
-    # By arrays: a codec calls its error handler for each surrogate.
+    # With arrays: a codec calls its error handler for each surrogate.
     codes = np.array([text]).view(np.uint32)[: len(text)].copy()
     high, low = codes >> 10 == 0xD800 >> 10, codes >> 10 == 0xDC00 >> 10
     first = np.flatnonzero(high[:-1] & low[1:])
@@ -969,18 +968,18 @@ def _is_text(text: str) -> bool:
     return True
 
 
-# --- SentencePiece's model file, written by hand: the library's own classes for it would need protobuf
+# --- SentencePiece's model file, written here: the library's own classes for it would need protobuf
 
 
 def _sentencepiece_pieces(
     tokens: Sequence[str], scores: np.ndarray, types: np.ndarray, *, unigram: bool
 ) -> bytes:
-    """A serialised sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE or unigram model, without
+    """Serialise a sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE or unigram model, without
     its normalizer_spec (`_normalizer`).
 
-    The library insists on pieces that are distinct and not empty, on exactly one unknown piece, and on all
-    256 byte pieces or none. What a file has beyond that can never come out of a text and is made a control
-    piece; if it has no unknown piece, one is appended with the id n_vocab.
+    The library requires distinct pieces that are not empty, exactly one unknown piece, and all 256 byte
+    pieces or none. Other pieces of the file can never come from a text and become control pieces. If the
+    unknown piece is missing, one is appended with the id n_vocab.
     """
     byte_fallback = _has_byte_pieces(tokens, types)
     seen = {b""}
@@ -1004,16 +1003,16 @@ def _sentencepiece_pieces(
 
 
 def _normalizer(*, prefix: bool = False, removes_spaces: bool = False) -> bytes:
-    """The normalizer_spec of a ModelProto: no Unicode normalisation; spaces become U+2581.
+    """Return the normalizer_spec of a ModelProto: no Unicode normalisation; spaces become U+2581.
 
-    prefix: a space is put before a text. removes_spaces: those at its ends, and all but one of several.
+    prefix: put a space before a text. removes_spaces: strip spaces, and join several inside the text.
     """
     spec = _bytes_field(1, b"identity") + _varint_field(3, prefix) + _varint_field(4, removes_spaces)
     return _bytes_field(3, spec + _varint_field(5, True))
 
 
 def _has_byte_pieces(tokens: Sequence[str], types: np.ndarray) -> bool:
-    """Whether every byte has a piece, so that any text can be spelled."""
+    """Return whether every byte has a piece, so that any text can be spelled."""
     return len({tokens[id].upper() for id in np.flatnonzero(types == _BYTE).tolist()}) == 256
 
 

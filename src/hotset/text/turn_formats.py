@@ -1,6 +1,6 @@
 """Chat templates of well-known formats by name, for files that have none or a broken one.
 
-A format has marks around the messages of each role. `named` looks a format up, and `pointed_to` finds the one
+A format has marks around the messages of each role. `named` looks a format up. `pointed_to` finds the format
 whose marks are tokens of a vocabulary.
 """
 
@@ -22,9 +22,9 @@ class TurnFormat:
     """The marks of a format.
 
     tokens: a vocabulary with all of them points to the format; empty if the marks are plain text.
-    turns: marks by role. other: the marks of further roles; None: the template refuses them. A system message
-    without marks becomes the beginning of the message behind it.
-    head: text before the first message. trims: whether white space around contents is left out.
+    turns: marks by role. other: the marks of further roles; None: the template rejects them. A system message
+    without marks becomes the beginning of the next message.
+    head: text before the first message. trims: whether white space around contents is removed.
     """
 
     tokens: tuple[str, ...] = ()
@@ -35,9 +35,9 @@ class TurnFormat:
 
     @property
     def source(self) -> str:
-        """The format as Jinja."""
+        """Return the format as a Jinja template."""
         content = "message['content'] | trim" if self.trims else "message['content']"
-        # Objects of JSON are objects of Jinja.
+        # JSON objects are valid Jinja expressions.
         return f"""\
 {{%- set turns = {json.dumps(self.turns, ensure_ascii=False)} -%}}
 {{%- set other = {json.dumps(self.other, ensure_ascii=False) if self.other else "none"} -%}}
@@ -63,7 +63,7 @@ _TEKKEN = {"user": ("[INST]", "[/INST]"), "assistant": ("", "</s>")}
 _COMMAND = "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>"
 _COMMAND_END = "<|END_OF_TURN_TOKEN|>"
 
-# The first whose tokens a vocabulary has counts: some vocabularies have another format's marks too.
+# The first format whose tokens are all in a vocabulary counts: some have another format's marks too.
 FORMATS: Mapping[str, TurnFormat] = {
     "phi4": TurnFormat(
         tokens=("<|im_start|>", "<|im_sep|>"),
@@ -129,11 +129,11 @@ FORMATS: Mapping[str, TurnFormat] = {
     ),
 }  # fmt: skip
 DEFAULT = "chatml"
-"""The format of a vocabulary that points to none."""
+"""The format for a vocabulary that points to none."""
 
 
 def pointed_to(tokens: Collection[str]) -> str | None:
-    """Return the name of the format whose marks are tokens of a vocabulary; None if there is none."""
+    """Return the name of the format whose marks are tokens of a vocabulary; None if no format fits."""
     known = set(tokens)
     return next((name for name, one in FORMATS.items() if one.tokens and known.issuperset(one.tokens)), None)
 
@@ -144,7 +144,7 @@ def by_vocabulary(tokens: Collection[str]) -> TurnFormat:
 
 
 def named(template: str) -> str:
-    """Return the text of a chat template, which is given by its name or as a text.
+    """Return the text of a chat template, given by name or as a text.
 
     Raises InvalidRequestError for an empty text, and for a name that is not in FORMATS.
     """

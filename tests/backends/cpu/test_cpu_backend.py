@@ -1,4 +1,4 @@
-"""The native backend: equal to the reference, and equal to itself however a step is cut up."""
+"""The native backend: equal to the reference, and to itself for any split of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_tensor_type_runs(tmp_path: Path, type_: GGMLType) -> None:
     )
     graph, ids, pages = describe(config_from_gguf(gguf), gguf.tensors), tokens(20), [0]
     assert_every_operation_is_right(gguf, graph, cpu(gguf), ids, [13, 14], pages)
-    # Without taps operations are fused: the same bits.
+    # Without taps operations are fused, with the same bits.
     names = tuple(value.name for value in graph.values)
     tapped = cpu(gguf).step(batch([(ids, 0, pages)], names)).logits
     np.testing.assert_array_equal(logits_of(cpu(gguf), ids, [13, 14], pages), tapped)
@@ -96,7 +96,7 @@ def test_the_same_bits_beside_neighbours(mixed: GGUFFile, kv_type: str) -> None:
 
 @pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
 def test_the_same_bits_over_a_shared_prefix(mixed: GGUFFile, kv_type: str) -> None:
-    """A second sequence reads the pages of a first one, as prefix reuse does."""
+    """Check a second sequence that reads the KV blocks of a first one, as prefix caching does."""
     prefix, tail = tokens(2 * PAGE_SIZE, 1), tokens(9, 2)
     backend = cpu(mixed, kv_type=kv_type)
     backend.step(batch([(prefix, 0, [0, 1])]))
@@ -109,7 +109,7 @@ def test_the_same_bits_over_a_shared_prefix(mixed: GGUFFile, kv_type: str) -> No
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0/q4_0"])
 def test_the_same_bits_far_into_a_context(mixed: GGUFFile, kv_type: str) -> None:
-    """Beyond one split of the softmax: shared out for few tokens, done in one go for many."""
+    """Check contexts longer than one split of the softmax: split for few tokens, whole for many."""
     ids = tokens(1300)
     pages = list(range(21))
     options = {"n_pages": 21, "max_batch": 512, "kv_type": kv_type}
@@ -119,7 +119,7 @@ def test_the_same_bits_far_into_a_context(mixed: GGUFFile, kv_type: str) -> None
 
 
 def test_more_threads_than_cores_change_nothing(mixed: GGUFFile) -> None:
-    """Threads that lose their core in the middle of a chunk: another computes it again."""
+    """Check that a chunk is right if a thread loses its core in it: another thread computes it again."""
     ids, pages = tokens(60), [0]
     expected = logits_of(cpu(mixed, n_threads=1), ids, [20, *range(21, 60)], pages)
     many = cpu(mixed, n_threads=8)
@@ -164,7 +164,7 @@ def test_taps_are_the_references_and_change_nothing(tmp_path: Path, architecture
 
 @pytest.mark.parametrize("isa", _core.available_isas())
 def test_the_largest_logit_of_each_group_is_found(tmp_path: Path, isa: str) -> None:
-    """Whatever chunks the rows are cut into."""
+    """Check the largest logits for all splits of the rows into chunks."""
     path = write_llama(tmp_path / "m.gguf", n_vocab=11 * LOGIT_GROUP, type_of=mixed_types, n_embd=256)
     for n_threads in (1, 3):
         backend = cpu(open_gguf(path), isa=isa, n_threads=n_threads)

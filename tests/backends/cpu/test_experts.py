@@ -38,7 +38,7 @@ def test_every_operation_is_the_references(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **FORMS[form])
     graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(40)
     assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids, [20, 21, 27], [3])
-    # Without taps operations are fused: the same bits. So they are where only the route is tapped.
+    # Without taps operations are fused, with the same bits; the same holds if only the route is tapped.
     names = tuple(value.name for value in graph.values)
     tapped = cpu(gguf).step(batch([(ids, 0, [1])], names)).logits.copy()
     plain = logits_of(cpu(gguf), ids, [20, 21, 27], [1])
@@ -76,7 +76,7 @@ def test_the_same_bits_beside_neighbours(tmp_path: Path) -> None:
     for ids, _, pages in parts:
         np.testing.assert_array_equal(found[at : at + len(ids)], logits_of(alone, ids, [], pages))
         at += len(ids)
-    four = [(tokens(1, seed), 0, [seed]) for seed in range(4)]  # so few that every worker prepares all
+    four = [(tokens(1, seed), 0, [seed]) for seed in range(4)]  # few enough for every thread to prepare all
     found = backend.step(batch(four)).logits.copy()
     for i, (ids, _, pages) in enumerate(four):
         np.testing.assert_array_equal(found[i], logits_of(alone, ids, [], pages)[0])
@@ -91,7 +91,7 @@ def test_files_with_a_tensor_for_each_expert_are_the_same_model(tmp_path: Path) 
 
 
 def test_down_matrices_by_neuron_are_the_same_model(tmp_path: Path) -> None:
-    """As SmallThinker's own engine stores them, with a predictor of the output's rows that is not used."""
+    """Check the file layout of SmallThinker's own engine, with an output predictor that is not used."""
     options: dict[str, Any] = {"type_of": lambda _: T.F32, "n_embd": 64, "n_ff": 96}
     options["keys"] = {"llama.hidden_activation": "relu"}
     plain = model(tmp_path / "plain", **options)
@@ -151,7 +151,7 @@ def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str)
         for _, ours, theirs in counted_twice(gguf, sparse=sparse):
             for name in ("selected", "gate_rows"):
                 np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-            # A gate near zero may fire in one of the two alone, and several tokens read whole chunks.
+            # A gate near zero may fire in only one of the two, and several tokens read whole chunks.
             np.testing.assert_allclose(ours.active, theirs.active, rtol=0.02)
             assert (ours.up_rows >= theirs.up_rows * 0.98).all()
             if form == "neuron-major":
@@ -194,7 +194,7 @@ ARCHITECTURES = "gpt-oss", "smallthinker-windows", "glm4moe-groups", "turbospars
 
 @pytest.mark.parametrize("name", quick_are(("smallthinker-windows",), ARCHITECTURES))
 def test_the_same_bits_of_architectures_with_experts(run_folder: Path, name: str) -> None:
-    """Sinks, windows, routers before attention, shared experts: however a step is cut."""
+    """Check sinks, windows, routers before attention and shared experts, for any split of a step."""
     tiny_models = pytest.importorskip("tiny_models")
     gguf = open_gguf(tiny_models.shared_gguf(name, run_folder))
     ids, pages = tokens(100), [4, 2]

@@ -1,7 +1,7 @@
-"""The native kernels against independent decoders, and against each other; their errors: test_numerics.py.
+"""The native kernels compared with independent decoders, and with each other. Errors: test_numerics.py.
 
-The bit-for-bit comparison of instruction sets with the scalar reference, at many shapes, is the C++ program
-csrc/tests/kernel_test.cpp (`make kernel-test`); here the scalar and the chosen kernels meet NumPy.
+The C++ program csrc/tests/kernel_test.cpp (`make kernel-test`) compares the bits of all instruction sets with
+the scalar reference at many shapes. Here NumPy checks the scalar and the chosen kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hotset.formats.quants import DECODABLE, GGMLType, dequantize
 
 
 def matrix(type_: GGMLType, rows: int, cols: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Random blocks, flat, and the same matrix decoded to float64."""
+    """Return random blocks, flat, and the same matrix decoded to float64 [rows, cols]."""
     data = np.ascontiguousarray(random_blocks(type_, rows, cols, np.random.default_rng(seed))).reshape(-1)
     return data, dequantize(data, type_, (cols, rows)).astype(np.float64)
 
@@ -30,7 +30,7 @@ def test_native_decoding_equals_numpy(type_: GGMLType) -> None:
 def test_one_token_equals_many_on_every_instruction_set(type_: GGMLType) -> None:
     rows, cols = 21, 768
     data, _ = matrix(type_, rows, cols)
-    n = 37  # more than those that are few
+    n = 37  # more tokens than the kernels for few tokens handle
     x = np.random.default_rng(3).standard_normal((n, cols)).astype(np.float32)
     expected = _core.linear(type_, data, rows, x, "scalar")
     for isa in _core.available_isas():

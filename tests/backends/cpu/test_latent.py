@@ -1,5 +1,5 @@
-"""Attention whose keys and values come from one latent vector: the native engine, both forms of files, their
-keys."""
+"""Attention with keys and values from one latent vector: the native engine, and both forms of files with
+their keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def converted(name: str, folder: Path, type_: str = "f32", **settings: Any) -> G
 
 
 def old_form(gguf: GGUFFile, path: Path) -> GGUFFile:
-    """The same model as files had it first: keys of the heads themselves, one matrix for keys and values."""
+    """Return the model in the first form of files: keys of the heads, one matrix for keys and values."""
     config = config_from_gguf(gguf)
     keys = {
         "attention.head_count_kv": config.n_head,
@@ -71,7 +71,7 @@ def test_every_operation_is_the_references(tmp_path: Path, name: str, type_: str
     assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids, [40, 41, 44], [3, 1])
     if name == "deepseek2-kimi" and type_ != "f32":
         assert gguf.tensors["blk.0.attn_k_b.weight"].type == GGMLType[type_.upper()]
-    # Without taps operations are fused: the same bits.
+    # Without taps operations are fused, with the same bits.
     tapped = logits_of(cpu(gguf), ids, [40, 41, 44], [3, 1])
     np.testing.assert_array_equal(tapped, logits_of(cpu(gguf, sparse=True), ids, [], [3, 1]))
 
@@ -104,7 +104,7 @@ def test_files_with_one_matrix_for_keys_and_values_are_the_same_model(tmp_path: 
 
 
 def test_a_rotation_behind_other_channels_is_no_part_of_attention(tmp_path: Path) -> None:
-    """The native attention rotates the first channels of a head."""
+    """Check that such a rotation is not fused: native attention rotates the first channels of a head."""
     gguf = converted("deepseek2-lite", tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     alone = [group for group in fuse(graph, ()) if isinstance(group.ops[-1], Rotate)]
@@ -112,7 +112,7 @@ def test_a_rotation_behind_other_channels_is_no_part_of_attention(tmp_path: Path
 
 
 def config_of(gguf: GGUFFile, **changes: Any) -> Any:
-    """The configuration with other keys; None: without the key."""
+    """Return the configuration with other keys; None removes a key."""
     metadata = gguf.metadata | {f"deepseek2.{k.replace('__', '.')}": v for k, v in changes.items()}
     file = SimpleNamespace(
         metadata={k: v for k, v in metadata.items() if v is not None}, tensors=gguf.tensors, dialect="gguf",
@@ -142,7 +142,7 @@ def test_keys_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_yarn_scales_the_scores_as_files_of_llama_cpp_say_it(tmp_path: Path) -> None:
-    """Its converter writes a tenth of mscale_all_dim, and nothing for sines and cosines, which stay."""
+    """Check llama.cpp's files: a tenth of mscale_all_dim, and no change of sines and cosines."""
     gguf = converted("deepseek2-lite", tmp_path)
     layer = config_of(gguf, rope__scaling__yarn_attn_factor=None).layers[0]
     assert layer.rope.magnitude == 1.0

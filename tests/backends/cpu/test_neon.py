@@ -1,7 +1,7 @@
 """The NEON kernels, compared with the reference under an emulator (csrc/tests/run_neon.sh).
 
-It takes more than a minute where it has not passed before with these very sources, compiler and emulator:
-what has is kept in build/neon. So it is in `make test-all`, and `make test-neon` runs it whatever is kept.
+It takes more than a minute, unless it has passed before with the same sources, compiler and emulator: passes
+are recorded in build/neon. So it is in `make test-all`. `make test-neon` always runs it.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Kernels on ill-conditioned data against float64, within bounds derived from the inputs (derived_bounds).
 
-Every tensor type on every instruction set of this machine; those that are not here give the same bits as the
-scalar reference (csrc/tests/kernel_test.cpp). Inputs that a product rounds to int8 are rounded here in the
-same way, so that the error of the kernel is seen by itself; the error of that rounding has its own bound.
+The tests run every tensor type on every instruction set of this machine. The other instruction sets give the
+bits of the scalar reference (csrc/tests/kernel_test.cpp). Inputs that a product rounds to int8 are rounded
+here in the same way, which isolates the kernel's error; the error of that rounding has its own bound.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KINDS = ("normal", "outliers", "huge channel", "denormal", "tiny", "all scales",
 
 
 def ill(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Float32 data of one kind. Sums of it cancel, or are made by few of their terms."""
+    """Return float32 data of one kind, whose sums cancel, or have few large terms."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     x = rng.standard_normal(shape)
     match kind:
@@ -60,11 +60,11 @@ def ill(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
             x[..., shape[-1] // 3] = 1e8
         case "denormal":
             x *= 1e-40
-        case "tiny":  # with scales of their own whose inverse overflows
+        case "tiny":  # the inverse of a block's scale overflows
             x *= 1e-37
         case "all scales":
             x *= 10.0 ** rng.uniform(-12, 6, shape)
-        case "one sign":  # sums that only grow
+        case "one sign":  # sums grow with every term
             x = np.abs(x) + 1
         case "zeros":
             x[...] = rng.choice([0.0, -0.0], shape)
@@ -84,7 +84,7 @@ def assert_within(found: np.ndarray, expected: np.ndarray, bound: np.ndarray, wh
 
 
 def weights_of(type_: GGMLType, rows: int, cols: int, *, cancelling: bool) -> tuple[np.ndarray, Any, Any]:
-    """Bytes, values and magnitudes; cancelling: the second half of each row repeats the first."""
+    """Return bytes, values and magnitudes; cancelling: the second half of each row repeats the first."""
     blocks = random_blocks(type_, rows, cols, np.random.default_rng(5))
     if cancelling:
         half = blocks.shape[1] // 2
@@ -97,12 +97,12 @@ def weights_of(type_: GGMLType, rows: int, cols: int, *, cancelling: bool) -> tu
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
 def test_matrix_products(type_: GGMLType, isa: str) -> None:
-    for cols in (512, 4096):  # one block a lane, and rows that are long
+    for cols in (512, 4096):  # one block per lane, and long rows
         for cancelling in (False, True):
             data, weights, magnitude = weights_of(type_, 5, cols, cancelling=cancelling)
             for kind in KINDS:
                 x = ill(kind, (7, cols))
-                if cancelling:  # what the first half adds the second takes away again
+                if cancelling:  # the second half cancels the sum of the first
                     x[:, cols // 2 :] = -x[:, : cols // 2]
                 exact = x.astype(np.float64)
                 inputs, steps = (exact, None) if type_ in FLOATS else int8_inputs(x)
@@ -139,7 +139,7 @@ def test_what_is_not_finite_stays_so(type_: GGMLType, isa: str, extreme: float) 
 
 
 class Fed:
-    """A plan whose inputs are given matrices: row t of each is what token t brings."""
+    """A plan whose inputs are given matrices: row t of each is the input of token t."""
 
     def __init__(self, isa: str, n: int, n_pages: int = 1) -> None:
         self.plan, self.n = _core.Plan(n, n_pages, n_pages, _core.Runtime(2), isa), n
@@ -169,7 +169,7 @@ def test_down_projections(type_: GGMLType, isa: str) -> None:
     bias = ill("normal", (cols,), 1)
     for kind in KINDS:
         x = ill(kind, (20, neurons))
-        x[np.random.default_rng(2).random(x.shape) < 0.7] = 0  # as ReLU leaves them
+        x[np.random.default_rng(2).random(x.shape) < 0.7] = 0  # like the zeros of a ReLU
         exact = x.astype(np.float64)
         expected, bound = exact @ weights + bias, axpy_bound(exact, np.abs(weights))
         bound += U * (np.abs(expected) + bound)
@@ -275,7 +275,7 @@ def test_activations(isa: str, kind: str) -> None:
             10 ** rng.uniform(-44, 9, 999),
         ]
     ).astype(np.float32)[None]
-    if kind == "exp":  # of more no float32 holds the power
+    if kind == "exp":  # float32 cannot hold larger powers
         x = np.minimum(x, np.float32(88))
     fed = Fed(isa, 1)
     source, out = fed.input(x), fed.output(x.shape[1])
@@ -290,7 +290,7 @@ def test_activations(isa: str, kind: str) -> None:
 
 
 def queries_and_keys(kind: str, n: int, heads: int, heads_kv: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores of one kind."""
+    """Return queries and keys that give scores of one kind, float32."""
     q, k = ill("normal", (n, heads * dim), 1), ill("normal", (n, heads_kv * dim), 2)
     match kind:
         case "cancelling":  # each score is a sum of large numbers that is about 0
@@ -302,7 +302,7 @@ def queries_and_keys(kind: str, n: int, heads: int, heads_kv: int, dim: int) -> 
             k[n // 3] *= 40
         case "one huge channel":
             k[:, dim // 2] = 50
-        case "far below":  # all weights but the own one underflow in a long row
+        case "far below":  # in a long row all weights except the position's own underflow
             q *= 20
             k[:] = -np.abs(k)
             q = np.abs(q)
@@ -315,7 +315,10 @@ def attention(
     isa: str, kv_type: KVType, q: np.ndarray, k: np.ndarray, v: np.ndarray, sizes: tuple[int, int, int, int],
     **facts: Any,
 ) -> np.ndarray:  # fmt: skip
-    """Of n tokens, float32 [n, n_head, head_dim_v]. sizes: n_head, n_head_kv, head_dim, head_dim_v."""
+    """Return attention for n tokens, float32 [n, n_head, head_dim_v].
+
+    sizes: n_head, n_head_kv, head_dim, head_dim_v.
+    """
     (heads, heads_kv, dim, dim_v), n, formats = sizes, len(q), kv_formats(kv_type)
     n_pages = -(-n // _core.KV_BLOCK_SIZE)
     slots = n_pages * heads_kv * _core.KV_BLOCK_SIZE
@@ -379,7 +382,7 @@ def test_attention(isa: str, kv_type: KVType, kind: str) -> None:
 
 
 def transformed(x: np.ndarray) -> np.ndarray:
-    """The Hadamard transform of heads [..., dim], by its matrix."""
+    """Return the Hadamard transform of heads [..., dim], computed by its matrix."""
     width = x.shape[-1] & -x.shape[-1]
     signs = [[1 - 2 * (int(i & j).bit_count() % 2) for j in range(width)] for i in range(width)]
     return (x.reshape(-1, width) @ np.array(signs) / np.sqrt(width)).reshape(x.shape)
@@ -401,7 +404,7 @@ def test_a_value_that_is_not_finite_is_in_no_answer_in_silence(
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 256])
 def test_what_a_q4_0_cache_stores_is_close_and_the_references(dim: int) -> None:
-    """The transform is that of its matrix, and its own inverse; codes are within half a step."""
+    """Compare the transform with its matrix, and with its inverse; codes are within half a step."""
     x = ill("outliers", (100, dim), dim)
     found, expected = hadamard(x), transformed(x.astype(np.float64))
     off = gamma(TRANSFORM) * spread(np.abs(x.astype(np.float64)))
@@ -412,17 +415,17 @@ def test_what_a_q4_0_cache_stores_is_close_and_the_references(dim: int) -> None:
     np.testing.assert_array_equal(stored, dequantize(as_blocks, GGMLType.Q4_0, (dim, 100)))
     apart = np.abs(stored.astype(np.float64) - found).reshape(-1, 32)
     largest = np.abs(found).reshape(-1, 32).max(axis=1, keepdims=True)
-    assert (apart <= largest / 8 * (1 + 2**-8)).all()  # a whole step at the end that has no code, 8
+    assert (apart <= largest / 8 * (1 + 2**-8)).all()  # a whole step at 8, which has no code
 
 
 def test_what_a_q8_0_cache_stores_is_close() -> None:
-    """Half a step, and what the rounding of the scale to f16 adds."""
+    """Check codes within half a step, plus the rounding of the scale to f16."""
     for kind in KINDS:
         if kind == "huge channel":  # 1e8 / 127 has no f16
             continue
         x = ill(kind, (100, 96))
         largest = np.abs(x.reshape(-1, 32)).max(axis=1, keepdims=True).astype(np.float64)
-        half = 2.0**-11  # of f16, and half of its smallest number where that is more
+        half = 2.0**-11  # relative rounding of f16; 2**-25 is half of its smallest number
         step = largest / 127 * (1 + half) + 2.0**-25
         bound = np.broadcast_to(
             step / 2 * (1 + gamma(3)) + 127 * (largest / 127 * half + 2.0**-25), (300, 32)

@@ -1,7 +1,7 @@
-"""However many heads, tokens and sequences a step has, no phase of the native plan exceeds its chunks.
+"""Chunks of the native plan: no stage exceeds them, for any number of heads, tokens and sequences.
 
-A violated bound is an error of the plan (csrc/tests/plan_test.cpp); here it is not violated: full batches of
-models with as many heads as the largest ones have give the same bits as steps of a few tokens.
+A violated bound is an error of the plan (csrc/tests/plan_test.cpp). Here no bound is violated: full batches
+of models with as many heads as the largest models give the same bits as steps of a few tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
-# Heads and KV heads of the models that hotset runs, and of those that its formats may hold.
+# Heads and KV heads of models that hotset runs, and of models that its formats allow.
 HEADS = {
     "smollm2-135m": (9, 3),
     "125M of opt": (12, 12),
@@ -39,7 +39,7 @@ HEADS = {
     "falcon-180b": (232, 8),
     "smallthinker-21b": (28, 4),
 }
-# Tokens of the sequences of one step: a long prompt, many prompts, prompts beside decoding, decoding alone.
+# Tokens of the sequences of one step: a long prompt, many prompts, prompts with decoding, only decoding.
 STEPS = {
     "one prompt": [600], "sixteen prompts": [25] * 16, "prompts and a tail": [25] * 15 + [130],
     "every token its own sequence": [1] * 512,
@@ -73,7 +73,7 @@ def in_one_step_and_in_many(gguf: GGUFFile, lengths: list[int], n_threads: int) 
         for first in range(0, len(ids), 8)
     ]
     np.testing.assert_array_equal(found, np.concatenate(rows))
-    # The same step again, and one of another size after it: nothing of the first is left over.
+    # Repeat the step, and run one of another size: nothing of the first step remains.
     np.testing.assert_array_equal(together.step(batch(parts)).logits, found)
     np.testing.assert_array_equal(together.step(batch(parts[:1])).logits, found[: lengths[0]])
 
@@ -106,7 +106,7 @@ F32 = int(GGMLType.F32)
 
 
 def run_one_token(plan: _core.Plan) -> None:
-    """Token 1 at position 0."""
+    """Run token 1 at position 0."""
     plan.finish()
     one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
     plan.run(one, zero, zero, np.zeros((1, 1), np.int32), zero)
@@ -119,7 +119,7 @@ def embedding(plan: _core.Plan, table: np.ndarray) -> int:
 
 
 def test_a_down_projection_wider_than_its_chunks() -> None:
-    """More than 1024 * 1024 columns: the sums of one token."""
+    """Sum more than 1024 * 1024 columns for one token."""
     width, table = (1 << 20) + 5000, np.array([[0, 0], [2, 3]], np.float32)
     weight = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
     plan = _core.Plan(1, 1, 1, _core.Runtime(2))
@@ -127,12 +127,12 @@ def test_a_down_projection_wider_than_its_chunks() -> None:
     plan.add("transposed_linear", x=x, weight=(F32, weight.reshape(-1).view(np.uint8)), sparse=False, out=out)
     run_one_token(plan)
     expected = np.float64(2) * weight[0] + np.float64(3) * weight[1]
-    # 2 * w is exact, and so is 3 * w before the one rounding of the fused multiply and add.
+    # 2 * w is exact, and so is 3 * w before the single rounding of the fused multiply-add.
     np.testing.assert_array_equal(plan.rows(out)[0], expected.astype(np.float32))
 
 
 def test_more_matrices_of_one_input_than_chunks_allow() -> None:
-    rows, cols, n_parts = 128, 3072, 50  # of each part as many as 32 chunks
+    rows, cols, n_parts = 128, 3072, 50  # each part fills 32 chunks
     rng = np.random.default_rng(1)
     table, weight = (rng.standard_normal((n, cols)).astype(np.float32) for n in (2, rows))
     data = weight.reshape(-1).view(np.uint8)

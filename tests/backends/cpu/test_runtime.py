@@ -1,6 +1,6 @@
-"""The native runtime: plans that share it, cancelled steps, forked processes, threads that cannot be started.
+"""The native runtime: plans that share it, cancelled steps, forked processes, and threads that fail to start.
 
-What threads may do after a cancel is tested in csrc/tests/team_test.cpp (`make kernel-test`).
+csrc/tests/team_test.cpp (`make kernel-test`) tests the threads after a cancellation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ N, WIDTH, N_OPS = 256, 1024, 24
 
 
 class Chain:
-    """A plan of one matrix product after another: a step takes some hundred milliseconds."""
+    """A plan of consecutive matrix products: a step takes some hundred milliseconds."""
 
     def __init__(self, runtime: _core.Runtime, n_ops: int = N_OPS) -> None:
         rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ class Chain:
 @pytest.mark.parametrize("n_threads", [1, 2, 4])
 def test_a_step_is_cancelled_and_the_next_one_works(n_threads: int) -> None:
     chain, other = (Chain(_core.Runtime(n)) for n in (n_threads, 1))
-    chain.plan.cancel()  # without a step nothing happens
+    chain.plan.cancel()  # has no effect without a running step
     chain.run(0)
     before = chain.result()
     stop = threading.Event()
@@ -87,8 +87,8 @@ def test_a_step_is_cancelled_and_the_next_one_works(n_threads: int) -> None:
         return False
 
     try:
-        until(is_cancelled)  # steps, until the other thread gets its turn in the middle of one
-        np.testing.assert_array_equal(chain.result(), before)  # the last operation was not reached
+        until(is_cancelled)  # run steps until the other thread cancels in the middle of one
+        np.testing.assert_array_equal(chain.result(), before)  # the last operation did not run
         assert not chain.plan.op_seconds(np.zeros(N_OPS + 1, np.int32), 1).any()
     finally:
         stop.set()
@@ -100,7 +100,7 @@ def test_a_step_is_cancelled_and_the_next_one_works(n_threads: int) -> None:
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """A signal after 20 ms, as Ctrl-C."""
+    """Send a signal after 20 ms, like Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -135,7 +135,7 @@ def test_seconds_of_operations_are_added_up_by_cells() -> None:
     assert (each > 0).all()
     sums = chain.plan.op_seconds(np.array([2, 0, 2, 0], np.int32), 3)
     np.testing.assert_allclose(sums, [each[1] + each[3], 0, each[0] + each[2]], rtol=1e-12)
-    assert chain.plan.op_counts(np.zeros(24, np.int32), 2).tolist() == [0, 0]  # no FFN, nothing counts
+    assert chain.plan.op_counts(np.zeros(24, np.int32), 2).tolist() == [0, 0]  # without an FFN, no counts
     with pytest.raises(ValueError, match="1 cells per operation"):
         chain.plan.op_seconds(np.zeros(3, np.int32), 1)
     with pytest.raises(ValueError, match="6 cells per operation"):
@@ -151,7 +151,7 @@ def test_plans_share_a_runtime_in_any_order_of_their_ends() -> None:
     one.run(0)
     expected = one.result()
     for _ in range(20):
-        two = Chain(runtime, 5)  # which needs no more memory, or more
+        two = Chain(runtime, 5)  # needs no more memory than the other plan, or more
         two.run(1)
         del two
         one.run(0)
@@ -202,20 +202,23 @@ def round_upward(on: bool) -> None:
 
 
 def products() -> list[float]:
-    """As this thread computes them: a denormal, and one between two floats."""
+    """Return this thread's products: a denormal, and one between two floats."""
     a = np.array([2.0**-149, 1 + 2.0**-23], np.float32)
     return (a * np.array([1, 1 + 2.0**-23], np.float32)).tolist()
 
 
 @pytest.fixture(params=[flush_denormals, round_upward])
 def odd_floats(request: pytest.FixtureRequest) -> Iterator[Callable[[bool], None]]:
-    """Sets this thread's floating point as an embedder may, and what it starts inherits, or back."""
+    """Yield a function that changes this thread's floating-point mode, as an embedder may, and resets it.
+
+    New threads inherit the mode.
+    """
     yield request.param
     request.param(False)
 
 
 def product_of(runtime: _core.Runtime, inputs: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """matrix @ (inputs + inputs), float32."""
+    """Return matrix @ (inputs + inputs), float32."""
     plan = _core.Plan(N, 1, 4, runtime)
     x, y, z = plan.buffer(WIDTH, False), plan.buffer(WIDTH, False), plan.buffer(64, False)
     plan.add("embed", weight=(0, inputs.view(np.uint8).reshape(-1)), of="token", first_row=0, out=x)
@@ -237,13 +240,13 @@ def test_bits_do_not_depend_on_the_floating_point_of_the_caller(
     expected = product_of(_core.Runtime(1), inputs, matrix)
     plain = products()
     odd_floats(True)
-    runtime = _core.Runtime(n_threads)  # its threads begin as this one is
+    runtime = _core.Runtime(n_threads)  # its threads inherit this thread's mode
     odd = products()
     found = product_of(runtime, inputs, matrix)
     after = products()
     odd_floats(False)
     later = product_of(runtime, inputs, matrix)
-    assert odd == after != plain  # the caller's own is as it was
+    assert odd == after != plain  # the caller's mode is unchanged
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(later, expected)
 
@@ -293,7 +296,7 @@ def test_a_backend_that_is_refused_leaves_no_threads(
 ) -> None:
     with pytest.raises(InvalidRequestError, match="nonesuch") as refused:
         cpu(mixed, n_threads=4, isa="nonesuch")
-    assert threads(0) == 0, refused  # the exception still has the frames, and they the backend
+    assert threads(0) == 0, refused  # the exception's frames still hold the backend
 
 
 def test_a_runtime_that_was_closed_runs_nothing() -> None:
@@ -454,7 +457,7 @@ def run_python(code: str, *arguments: object, **options: Any) -> subprocess.Comp
 )
 def test_forked_children(how: str, n_threads: int) -> None:
     done = run_python(FORKED, how, n_threads)
-    # What the parent's other thread held in the middle of a step is held for ever; nanobind reports it.
+    # Objects of the parent's other thread, which was in a step, are never freed; nanobind reports it.
     leaked = how == "in-step" and done.stderr.startswith("nanobind: leaked")
     assert done.returncode == 0, done.stderr
     assert leaked or done.stderr == ""

@@ -1,4 +1,4 @@
-"""The sparse native engine: `exact` is bitwise `dense`, and `predicted` is what its own mask says."""
+"""The sparse native engine: `exact` is bitwise `dense`, and `predicted` follows its own mask."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_exact_is_dense(gguf: GGUFFile) -> None:
     stats = exact.stats()
     assert stats is not None
     rows = stats.up_rows if stats.gate_rows.any() else stats.down_rows
-    assert rows.max() < N_FF  # rows were left out, else nothing was shown
+    assert rows.max() < N_FF  # otherwise the test shows nothing: no rows were left out
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_exact_is_dense(tmp_path: Path, model: str, type_: GGMLType) -> None:
 @pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
 @pytest.mark.parametrize("model", ["llama", "bamboo"])
 def test_exact_is_dense_where_most_neurons_fire(tmp_path: Path, model: str, type_: GGMLType) -> None:
-    """All rows of a chunk are read then, as it is quicker, by one token too."""
+    """Check that all rows of a chunk are read then, even for one token, because that is quicker."""
     rng = np.random.default_rng(0)
-    gate = np.outer(rng.uniform(0.5, 1.5, N_FF), rng.standard_normal(64))  # all of one sign for a token
+    gate = np.outer(rng.uniform(0.5, 1.5, N_FF), rng.standard_normal(64))  # equal signs for one token
     gate[::9] = rng.standard_normal(gate[::9].shape)
     gguf = write(tmp_path, model, type_, replaced={f"blk.{i}.ffn_gate": gate for i in range(2)})
     ids, pages = tokens(12), [2]
@@ -63,7 +63,7 @@ def test_exact_is_dense_where_most_neurons_fire(tmp_path: Path, model: str, type
 
 
 PLAIN = [(model, type) for model in ("llama", "opt", "falcon-40b") for type in (T.F32, T.F16, T.Q8_0, T.Q4_0)]
-# Of Q5_0 the down projection stays dense; without a gate nothing would be left to leave out.
+# With Q5_0 the down projection stays dense; without a gate, no rows could be left out.
 PLAIN.append(("llama", T.Q5_0))
 
 
@@ -74,7 +74,7 @@ def test_exact_is_dense_for_plain_files(tmp_path: Path, model: str, type_: GGMLT
 
 @pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0], ids=lambda t: t.name)
 def test_widths_that_planes_do_not_fit(tmp_path: Path, type_: GGMLType) -> None:
-    """The down projection stays as it is, by output."""
+    """Check that the down projection then stays input-major."""
     of_down = lambda name: type_ if "ffn_down" in name else T.F32  # noqa: E731
     gguf = write(tmp_path, "llama", dialect="gguf", n_embd=80, type_of=of_down)
     assert_exact_is_dense(gguf)
@@ -115,7 +115,7 @@ def test_predicted_is_the_masked_reference(
     scores = dict(found.taps)
     reference = Replayed(ready.weights, graph, n_pages=1, scores=scores)
     step(reference, ids, ())
-    # Every operation by itself; with all of them tapped nothing is fused, and the logits are the same.
+    # Check every operation. With all of them tapped nothing is fused, and the logits are the same.
     every = batch([(ids, 0, [0])], tuple(value.name for value in graph.values))
     tapped = cpu(gguf, "predicted", predictor, kv_type="f32").step(every)
     Oracle(ready.weights, graph, n_pages=1, kv_type="f32").check(every, tapped)
@@ -130,8 +130,8 @@ def test_predicted_is_the_masked_reference(
 
 
 def bound_of_product(weight: np.ndarray, x: np.ndarray, error: np.ndarray, *, quantized: bool) -> np.ndarray:
-    """How far x @ weight.T may be off: by `error` of x, by int8 activations, by rounding."""
-    if quantized:  # half a step of 1/127 of the largest of each 32, and the float scale
+    """Return a bound on the error of x @ weight.T: from `error` of x, int8 activations and rounding."""
+    if quantized:  # half a step of 1/127 of the largest of 32 values, and the float32 scale
         blocks = np.abs(x).reshape(len(x), -1, 32)
         step = np.repeat(blocks.max(axis=2) / 127, 32, axis=1)
         error = error + 0.5001 * step
@@ -157,7 +157,7 @@ def test_masks_differ_only_near_the_threshold(tmp_path: Path, model: str, type_:
     hidden = np.maximum(p @ fc1.T, 0)
     quantized = type_ == T.Q4_0
     error = bound_of_product(fc1, p, np.zeros_like(p), quantized=quantized)
-    # The second product rounds what the first one gave: its step belongs to hidden and error together.
+    # The second product rounds the first one's result: its step depends on hidden and error together.
     bound = bound_of_product(fc2, hidden + error, error, quantized=quantized)
     expected = hidden @ fc2.T
     assert (np.abs(scores - expected) <= bound).all()

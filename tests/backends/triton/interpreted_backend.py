@@ -1,6 +1,6 @@
-"""Run by test_gpu_backend_interpreted, with TRITON_INTERPRET=1: whole steps by Triton's kernels on a CPU.
+"""Whole steps by Triton's kernels on a CPU. test_gpu_backend_interpreted runs it with TRITON_INTERPRET=1.
 
-The arguments are a folder and names of CASES, THRESHOLDS or FUSED. Prints one line per model: its name and
+The arguments are a folder and names of CASES, THRESHOLDS or FUSED. It prints one line per model: the name and
 the largest error, relative to the largest logit.
 """
 
@@ -31,21 +31,19 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import thresholded_products
 
-N_FF = (
-    64  # one layer, little of everything: the interpreter takes a second for what a GPU does in a microsecond
-)
+N_FF = 64  # one layer of small sizes: the interpreter takes a second for a microsecond of a GPU
 CASES: dict[str, tuple[str, str | None, GGMLType]] = {
     "bamboo": ("exact", None, GGMLType.F32),
     "opt": ("predicted", "svd:32", GGMLType.F16),
     "falcon-40b": ("predicted", None, GGMLType.Q4_0),
 }
 THRESHOLDS = "thresholds"
-FUSED = "fused"  # of enough rows for products with norms, heads and activations: a dense model of SiLU
-SPLIT = "-split"  # behind a name: with two thirds of the neurons on the CPU
+FUSED = "fused"  # a dense SiLU model with enough rows to fuse products with norms, heads and activations
+SPLIT = "-split"  # a suffix: two thirds of the neurons are on the CPU
 
 
 def run(backend: Any, splits: list[int], ids: np.ndarray) -> np.ndarray:
-    """Logits of one sequence: a prompt of more tokens than a matrix-vector kernel takes, then one by one."""
+    """Return logits of one sequence: a prompt too long for a matrix-vector kernel, then single tokens."""
     rows, at = [], 0
     for end in [*splits, len(ids)]:
         step = batch([(ids[at:end], at, [1, 0])])
@@ -90,7 +88,7 @@ def main(folder: Path, *names: str) -> None:
 
 
 def thresholded_by_the_kernels(folder: Path) -> float:
-    """The same error of a model with every threshold, its matrices input-major."""
+    """Return the error of a model with all thresholds, whose matrices are input-major."""
     gguf, expected = threshold_models.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
     weights, graph = graph_of(gguf, EVERY)
     names = [op.weight for op in thresholded_products(graph)]
@@ -105,7 +103,7 @@ def thresholded_by_the_kernels(folder: Path) -> float:
 
 
 def fused_by_the_kernels(folder: Path) -> float:
-    """The same error of two layers, each of six launches: single tokens, and two at a time."""
+    """Return the error of two layers, each of six launches, for single tokens and for two at a time."""
     keys = {"llama.hidden_activation": "silu"}
     gguf = open_gguf(
         write_relu(folder / "fused.gguf", dialect="gguf", n_embd=32, ranks=(32, 32), n_ff=64, keys=keys)

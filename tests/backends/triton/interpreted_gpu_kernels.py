@@ -1,11 +1,11 @@
-"""Every Triton kernel against its fallback, in Triton's interpreter; test_gpu_triton.py runs this file.
+"""Every Triton kernel compared with its fallback, in Triton's interpreter; test_gpu_triton.py runs this file.
 
-It is not gathered by itself: Triton decides when it is imported whether it interprets, so this needs a
-process in which TRITON_INTERPRET=1 from the start, and the other tests need one in which it is not.
+pytest does not collect it: Triton decides at import whether it interprets. So this file needs a process with
+TRITON_INTERPRET=1 from the start, and the other tests need a process without it.
 
 With HOTSET_TEST_DEVICE=cuda:0 the same tests run the compiled kernels there (bench/gpu/stages.py check). With
-"cpu" they go the same way and the kernels are interpreted: test_gpu_triton.py does that, too, so that what a
-device's branch has wrong shows without a device. With "ptx" the kernels are compiled for a device and their
+"cpu" they take a device's branches, but kernels are interpreted. test_gpu_triton.py does that, too, so that
+faults of these branches appear without a device. With "ptx" the kernels are compiled for a device and their
 PTX is executed (tests/support/ptx).
 """
 
@@ -44,7 +44,7 @@ patch_once()
 
 
 class OnDevice:
-    """Functions of a module, on a device: arguments go there, and come back with what was written to them."""
+    """The functions of a module on a device: arguments are copied there, and written ones are copied back."""
 
     def __init__(self, module: Any, device: str) -> None:
         self._module, self._device = module, device
@@ -76,7 +76,7 @@ class OnDevice:
             return result.cpu() if isinstance(result, torch.Tensor) else result
 
         found = call if callable(function) else function
-        setattr(self, name, found)  # the same at each access, as a module's
+        setattr(self, name, found)  # the same object at each access, as in a module
         return found
 
 
@@ -91,7 +91,7 @@ SOME = [0, 31, 95, 33, 64]  # rows of planes
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that small matrices take several, with loops, splits and ranges."""
+    """Reduce the tiles, so that small matrices need several, with loops, splits and ranges."""
     monkeypatch.setattr(triton_kernels, "MATVEC_WORDS", 16)
     monkeypatch.setattr(triton_kernels, "NEURON_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
     monkeypatch.setattr(triton_kernels, "AXPY_RANGE", 8)
@@ -106,7 +106,7 @@ def _executed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def before_nothing(m: DeviceMatrix) -> DeviceMatrix:
-    """The same with each part just before memory that is not there: to read past it ends the process."""
+    """Return the matrix with each part just before unmapped memory: reading past it ends the process."""
     if DEVICE is not None or os.name != "posix":
         return m
     return replace(
@@ -127,7 +127,7 @@ def _guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor | float, n: int) -> None:
-    """Two float32 sums of n products, in any order: each is off by n eps times their magnitudes at most."""
+    """Compare two float32 sums of n products in any order: each is off by at most n eps times magnitudes."""
     assert found.shape == expected.shape
     assert (found - expected).abs().le(2 * (n + 16) * EPS * magnitude + 1e-30).all(), (
         (found - expected).abs().max()
@@ -135,7 +135,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor |
 
 
 def as_multiplied(x: torch.Tensor, m: DeviceMatrix) -> tuple[torch.Tensor, DeviceMatrix]:
-    """The inputs and weights of many tokens as tensor cores have them: what is left is the order of sums."""
+    """Return inputs and weights of many tokens as tensor cores round them. Only the order of sums remains."""
     if len(x) <= 8 or m.type == GGMLType.F32:
         return x, m
     if m.type == GGMLType.BF16:
@@ -149,7 +149,7 @@ def as_multiplied(x: torch.Tensor, m: DeviceMatrix) -> tuple[torch.Tensor, Devic
 
 
 def brain(x: torch.Tensor) -> torch.Tensor:
-    """As bfloat16: devices round, and Triton's interpreter cuts."""
+    """Return x rounded to bfloat16: devices round to nearest, Triton's interpreter truncates."""
     return x.bfloat16().float() if not INTERPRETED else (x.view(torch.int32) & -65536).view(torch.float32)
 
 
@@ -157,10 +157,10 @@ def width_of(type_: GGMLType, n_blocks: int) -> int:
     return n_blocks * (256 if type_ in K_TYPES else 32) + (5 if type_ in FLOATS else 0)
 
 
-# Every type with few tokens and with many; odd shapes with one of them.
+# Every type with few tokens and with many; odd shapes with few.
 CASES = [(type_, 13, 1 if type_ in K_TYPES else 3, (1, 3, 2)[i % 3]) for i, type_ in enumerate(SUPPORTED)]
 CASES += [(type_, 13, 1, 9) for type_ in SUPPORTED]
-# Rows of an even number of blocks, whose scales come two to a word, and the tiles of many rows and tokens.
+# Rows of an even number of blocks, with two scales per word, and the tiles of many rows and tokens.
 CASES += [(type_, 70, 2, 9) for type_ in SUPPORTED if type_ not in FLOATS]
 CASES += [(type_, 130, 2 if type_ in K_TYPES else 5, 300) for type_ in (Q4_0, GGMLType.F16, GGMLType.Q4_K)]
 CASES += [(Q4_0, 1, 1, 1), (Q4_0, 66, 1, 17), (Q4_0, 5, 8, 1), (Q4_0, 3, 5, 8), (Q8_0, 4, 1, 5)]
@@ -187,7 +187,7 @@ def test_linear(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> N
 
 @pytest.mark.parametrize("type_", [Q4_0, GGMLType.F16], ids=lambda type_: type_.name)
 def test_linear_by_the_largest_tiles(type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a device of Hopper has them that has more to do than multiprocessors."""
+    """Use the tiles of a Hopper device that has more tiles than multiprocessors."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     m, x = matrix(type_, 250, 64)[0], t(randn(500, 64))
     tile = kernels._product_tile(kernels._halves(x, m), m, 250)
@@ -197,7 +197,7 @@ def test_linear_by_the_largest_tiles(type_: GGMLType, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def whole_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products whose columns are not split, as of a large model."""
+    """Let products keep their columns whole, as in a large model."""
     monkeypatch.setattr(triton_kernels, "MATVEC_PROGRAMS", 1)
 
 
@@ -214,7 +214,7 @@ def whole_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda v: v.name if isinstance(v, GGMLType) else None,
 )
 def test_a_norm_is_applied_to_the_sums(type_: GGMLType, n_rows: int, n_tokens: int, biased: bool) -> None:
-    """A product leaves what products behind its norm read: of few tokens its values, weighed, and squares."""
+    """Check a product that prepares a norm: with few tokens it gives weighted values and their squares."""
     m, w = matrix(type_, n_rows, width_of(type_, 2))
     after, w_after = matrix(Q4_0, 12, 96, seed=1)
     weight = t(randn(n_rows, seed=3))
@@ -230,7 +230,7 @@ def test_a_norm_is_applied_to_the_sums(type_: GGMLType, n_rows: int, n_tokens: i
         return
     assert entering.squares.shape == (n_tokens, -(-n_rows // 4))
     agree(entering.normalised(), expected, expected.abs(), n_rows)
-    # The next layer's, whose inputs are wider: zeros change neither its sums nor those of the squares.
+    # Use the next layer's wider inputs: zeros change neither its sums nor the sums of squares.
     wide = fallback.Weighed(torch.nn.functional.pad(entering.x, (0, 96 - n_rows)), entering.squares, 1e-3)
     h = wide.normalised()
     for activation in (None, "relu"):
@@ -260,7 +260,7 @@ def test_a_norm_is_applied_to_the_sums(type_: GGMLType, n_rows: int, n_tokens: i
 def test_heads_are_projected_rotated_and_stored(
     type_: GGMLType, heads: tuple[int, int], dims: tuple[int, int], kind: Any, n_tokens: int, is_weighed: bool
 ) -> None:
-    """With heads of which RoPE turns a part, and a token without a page; pages of halves and of floats."""
+    """Check heads that RoPE rotates partly, a token without a KV block, and blocks of f16 and of f32."""
     (n_head, n_head_kv), (dim, dim_v) = heads, dims
     n_cols = width_of(type_, 2)
     m, w = matrix(type_, n_head * dim + n_head_kv * (dim + dim_v), n_cols)
@@ -272,7 +272,7 @@ def test_heads_are_projected_rotated_and_stored(
     sequences = t(np.arange(n_tokens, dtype=np.int32) % 2)
     positions = t(np.where(np.arange(n_tokens) % 2, 2, 63) + np.arange(n_tokens).astype(np.int32))
     if n_tokens == 3:
-        sequences[2], positions[2] = 0, 129  # of a page that is not there
+        sequences[2], positions[2] = 0, 129  # in a KV block that does not exist
     rope = fallback.RopeTable.build(Rope(kind, 2 * half, tuple(0.5 ** np.arange(half))), 512, "cpu")
     angles = fallback.angles(positions, rope)
     results = []
@@ -299,7 +299,7 @@ def test_heads_are_projected_rotated_and_stored(
 def test_gated(
     type_: GGMLType, n_blocks: int, n_tokens: int, kind: Any, up_kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits are those of the product and of what is made of it afterwards."""
+    """Compare bits with a product followed by the activation."""
     monkeypatch.setattr(kernels, "MATVEC_PROGRAMS", 1)
     m, _ = matrix(type_, 2 * 13, width_of(type_, n_blocks))
     h, bias = t(randn(n_tokens, m.n_cols)), t(randn(m.n_rows, seed=1))
@@ -321,14 +321,14 @@ def test_gated(
 def test_linear_with_an_activation(
     type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int, kind: Any
 ) -> None:
-    """One of them with split columns, whose sums meet before it."""
+    """Check products with an activation, one with split columns, whose sums are added before it."""
     n_cols = width_of(type_, n_blocks)
     m, w = matrix(type_, n_rows, n_cols)
     x, bias = t(randn(n_tokens, n_cols)), t(randn(n_rows, seed=1))
     found = kernels.linear(x, m, bias, activation=kind, threshold=-50.0)
     plain = fallback.linear(*as_multiplied(x, m), bias)
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
-    steep = 1 + (2 * plain.abs() if kind == "relu2" else 0)  # of the activation
+    steep = 1 + (2 * plain.abs() if kind == "relu2" else 0)  # the slope of the activation
     agree(found, functions.activate(plain, kind, -50.0), magnitude * steep, n_cols)
     alone = functions.activate(fallback.linear(x, m, bias), kind, -50.0)
     assert torch.equal(fallback.linear(x, m, bias, activation=kind, threshold=-50.0), alone)
@@ -356,7 +356,7 @@ def test_linear_bits(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int,
     found = kernels.linear_bits(x, m, bias, threshold, first)
     expected = fallback.linear_bits(*given, bias, threshold, first)
     assert found.shape == expected.shape
-    # A score that lies at the threshold may fall on either side of it: such a bit is no difference.
+    # A score at the threshold may fall on either side of it, so its bit is not compared.
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
     close = (scores - threshold).abs() <= 2 * (n_cols + 16) * EPS * magnitude
     ours, theirs = (fallback.unpack_bits(bits, first + n_rows)[:, first:] for bits in (found, expected))
@@ -388,7 +388,7 @@ def test_neither_bias_nor_residual(n_tokens: int) -> None:
 
 @pytest.mark.parametrize("type_", [Q4_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32], ids=lambda v: v.name)
 def test_products_of_many_tokens_know_no_neighbours(type_: GGMLType) -> None:
-    """A token that is large, small or no number leaves the bits of the others as they are, at any place."""
+    """Check that a large, small or NaN token changes no bit of other tokens, at any place."""
     n_cols = width_of(type_, 3)
     m, _ = matrix(type_, 13, n_cols)
     x = randn(11, n_cols)
@@ -463,7 +463,7 @@ def test_linear_t_by_channel(type_: GGMLType, n_tokens: int) -> None:
     ],
 )
 def test_fewer_numbers_than_threads(type_: GGMLType, n_tokens: int, n_rows: int, n_cols: int) -> None:
-    """Threads of a tile have the same rows then, and must have the same sums; inputs that are not aligned."""
+    """Check tiles whose threads share rows and must get equal sums, and inputs that are not aligned."""
     m, w = matrix(type_, n_rows, n_cols)
     aligned = t(randn(n_tokens, n_cols))
     for x in (
@@ -491,7 +491,7 @@ def test_rows_of_fewer_numbers_than_threads(width: int) -> None:
         [ops.rms_norm(x, weight, 1e-5) for ops in (kernels, fallback)],
         [ops.layer_norm(x, weight, None, 1e-5) for ops in (kernels, fallback)],
     ):
-        # What is divided by is at least the root of 1e-5.
+        # The divisor is at least the root of 1e-5.
         agree(found, expected, magnitude + weight.abs() * x.abs().max() * 1e-5**-0.5 * (width < 3), width)
     table = fallback.RopeTable.build(Rope("neox", 2, (1.0,), 1.1), 256, "cpu")
     cos_sin = fallback.angles(torch.tensor([0, 3, 255], dtype=torch.int32), table)
@@ -644,7 +644,7 @@ def test_fired(n_tokens: int, gated: bool, kind: Any, has_thresholds: bool, dens
 
 
 def test_rows_that_no_token_wants_are_not_read() -> None:
-    """Rows of NaN: what reads them shows it."""
+    """Check that unselected rows are not read: they are NaN."""
     n, d = 64, 32
     data = np.full((n, d), np.nan, np.float32)
     data[::4] = randn(n // 4, d)
@@ -674,7 +674,7 @@ def test_largest(n_groups: int) -> None:
 @pytest.mark.parametrize("width", [32, 100])
 def test_norms(width: int) -> None:
     x, weight, bias = t(randn(3, width)), t(randn(width, seed=1)), t(randn(width, seed=2))
-    # A norm is at most sqrt(width); what it is divided by is a sum of `width` squares.
+    # A norm is at most sqrt(width); its divisor is a sum of `width` squares.
     magnitude = weight.abs() * width**0.5 + bias.abs()
     agree(kernels.rms_norm(x, weight, 1e-5), fallback.rms_norm(x, weight, 1e-5), magnitude, width)
     agree(
@@ -748,7 +748,7 @@ def test_rotate(kind: str, dim: int, n_rot: int, normed: bool) -> None:
         ([40], 40, 20, (2, 1), (16, 16), None, torch.float16),
         ([130], 1, 1, (3, 3), (10, 12), "norm", torch.float32),
         ([33], 1, 0, (1, 1), (16, 16), "neox", torch.float16),
-        # More heads to a KV head than a tile has queries; heads for which no tile of a prompt has room.
+        # More heads per KV head than a tile has queries; heads too large for any prompt tile.
         ([66], 1, 0, (35, 1), (16, 16), None, torch.float16),
         ([40], 40, 0, (70, 2), (16, 16), None, torch.float16),
         ([40], 33, 9, (2, 1), (264, 8), None, torch.float32),
@@ -763,7 +763,7 @@ def test_attention(
     rope: str | None,
     dtype: torch.dtype,
 ) -> None:
-    """Several sequences in pages out of order; the rest of the pages is NaN."""
+    """Check several sequences in unordered KV blocks; unused positions are NaN."""
     n_head, n_head_kv = heads
     cache = Cache(lengths, n_head_kv, *dims, dtype)
     tables = t(cache.tables)
@@ -799,7 +799,7 @@ def test_attention(
         assert (found - expected).abs().nan_to_num().max() <= 64 * unit * expected.nan_to_num().abs().max()
 
     turned, k_pages, v_pages = stored[1]
-    if last == 1:  # a token of a batch that is not full
+    if last == 1:  # also pass a token of padding
         sequences, positions = torch.cat([sequences, sequences[:1]]), torch.cat([positions, positions[:1]])
         tables = torch.cat([tables, torch.full_like(tables[:1], -1)])
         sequences[-1] = len(lengths)
@@ -826,12 +826,12 @@ def test_attention(
 def test_attention_of_a_prompt_knows_no_neighbours(
     dtype: torch.dtype, heads: tuple, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sequences in one tile: a token's bits are the same whatever stands beside it, a later NaN too."""
+    """Check two sequences in one tile: neighbours, even a later NaN, change no bit of a token."""
 
     def product(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
         return (a.astype(dtype)[:, :, None] * b.astype(dtype)[None]).sum(axis=1)
 
-    # A device's tensor cores add up each row as any other; the BLAS that the interpreter takes does not.
+    # Tensor cores add up each row in the same order; the BLAS of the interpreter does not.
     monkeypatch.setattr(np, "matmul", product)
     dim, (n_head, n_head_kv) = 16, heads
     cache = Cache([45, 30], n_head_kv, dim, dim, dtype)
@@ -866,7 +866,7 @@ def test_attention_of_a_prompt_knows_no_neighbours(
 
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_expert_rows_are_exact(type_: GGMLType) -> None:
-    """Bitwise, unlike the other kernels: the CPU's experts and a device's must be equal."""
+    """Compare bits, unlike for other kernels: experts on the CPU and on a device must be equal."""
     n_rows, k = 11, 768
     m = DeviceMatrix.empty(type_, 2 * n_rows, k, "cpu")
     m.put(0, random_blocks(type_, 2 * n_rows, k, rng_of(5)))
@@ -916,7 +916,7 @@ def test_experts_are_exact(kind: Any, n_tokens: int) -> None:
 
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_expert_rows_of_several_pairs_are_exact(type_: GGMLType) -> None:
-    """An expert with more pairs than a tile, one with one, one with none; a pair whose expert has no slot."""
+    """Check experts with more pairs than a tile, with one and with none, and a pair without a slot."""
     n_rows, n_slots, k = 3, 3, 768 if type_ in K_TYPES else 77 if type_ in FLOATS else 544
     m = DeviceMatrix.empty(type_, n_slots * n_rows, k, "cpu")
     m.put(0, random_blocks(type_, n_slots * n_rows, k, rng_of(5)))
@@ -935,7 +935,7 @@ def test_expert_rows_of_several_pairs_are_exact(type_: GGMLType) -> None:
 
 @pytest.fixture
 def mapped() -> Iterator[Callable[[list[np.ndarray]], tuple[list[np.ndarray], torch.Tensor]]]:
-    """Arrays of one size in memory that the device reads by itself, and their addresses there."""
+    """Yield a function that places arrays of one size in memory that the device reads, with addresses."""
     driver = CudaDriver(torch.device(DEVICE)) if DEVICE not in (None, "cpu", "ptx") else None
     held: list[np.ndarray] = []
 
@@ -984,7 +984,7 @@ def test_biases_of_experts_are_fetched(mapped: Any) -> None:
 
 @pytest.mark.parametrize("n_bits", [0, 5])
 def test_the_cpu_and_a_device_pass_vectors(n_bits: int) -> None:
-    """More numbers than a block of threads has: all are there when the flag is."""
+    """Pass more numbers than a block has threads: all must have arrived when the flag is set."""
     n = 1500
     h, bits = t(randn(1, n)), t(np.arange(n_bits, dtype=np.uint8)) if n_bits else None
     host_h, host_bits, flag = torch.zeros(1, n), torch.zeros(8, dtype=torch.uint8), torch.zeros(1).int()
@@ -1001,7 +1001,7 @@ def test_the_cpu_and_a_device_pass_vectors(n_bits: int) -> None:
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_chosen"])
 @pytest.mark.parametrize(("n_expert", "n_used", "is_biased"), [(5, 2, False), (64, 8, True), (40, 1, False)])
 def test_experts_are_routed(scoring: Any, n_expert: int, n_used: int, is_biased: bool) -> None:
-    """Of equal scores the lower id comes first; what is not a number comes last, and spoils its token."""
+    """Check ties, where the lower id comes first, and NaN, which comes last and spoils its token."""
     x = rng_of(n_expert, n_used).permuted(np.tile(np.arange(n_expert) // 2, (4, 1)), axis=1) / 8
     x[1, 3], x[2, 0], x[3, 1] = np.nan, np.inf, -np.inf
     value = Value(0, n_expert, "")
@@ -1022,7 +1022,7 @@ def test_experts_are_routed(scoring: Any, n_expert: int, n_used: int, is_biased:
 
 @pytest.mark.parametrize(("n_tokens", "n_used", "has_own"), [(1, 3, True), (3, 2, False), (2, 1, True)])
 def test_experts_are_summed_in_order(n_tokens: int, n_used: int, has_own: bool) -> None:
-    """Bit for bit, and what another computes is not read."""
+    """Compare bits of the sums; parts that another processor computes must not be read."""
     n = 530
     parts, own = (t(randn(n_tokens, n_used, n, seed=seed)) for seed in (1, 2))
     weights, residual = t(randn(n_tokens, n_used, seed=3)), t(randn(n_tokens, n, seed=4)) if has_own else None
@@ -1038,7 +1038,7 @@ def test_experts_are_summed_in_order(n_tokens: int, n_used: int, has_own: bool) 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 8])
 def test_who_computes_experts_is_chosen(n_tokens: int) -> None:
-    """By the kernel as by its fallback, whatever is in the cache and however much is fetched."""
+    """Compare the kernel's choice with its fallback's, for any cache and any number of fetches."""
     rng = rng_of(n_tokens)
     for n_spare in (1, 3, 8):
         ids = np.stack([rng.permutation(11)[:3] for _ in range(n_tokens)]).astype(np.int32)

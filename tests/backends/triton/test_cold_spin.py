@@ -1,5 +1,6 @@
-"""The host-device synchronisation's two Triton kernels in the interpreter, against the native service;
-test_gpu_aot.py compiles them. In a process of its own: Triton decides once whether it interprets.
+"""The two Triton kernels for host-device synchronisation in the interpreter, with the native CPU worker.
+
+test_gpu_aot.py compiles them. This needs its own process: Triton decides once whether it interprets.
 """
 
 from __future__ import annotations

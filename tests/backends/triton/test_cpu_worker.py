@@ -1,5 +1,4 @@
-"""The CPU worker's part of a layer: the same bits as the CPU engine's, on request, and no thread waits for
-ever."""
+"""The CPU worker's part of a layer: the bits of the CPU engine, on request, and no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def test_with_all_neurons_it_is_the_ffn_to_the_bit(
             bits = None
             if mode == "predicted":
                 bits = packed(~(taps[f"blk.{i}.ffn_pred"] < np.float32(0.1)))
-            bias = split_ffns(graph)[i].down.bias  # which the device adds
+            bias = split_ffns(graph)[i].down.bias  # the device adds it
             added = 0 if bias is None else gguf.data(bias).view(np.float32)
             np.testing.assert_array_equal(ask(cold, i, h, bits) + added, taps[f"blk.{i}.ffn_down"])
             alone = [ask(cold, i, h[t : t + 1], None if bits is None else bits[t : t + 1]) for t in range(6)]
@@ -59,7 +58,7 @@ def test_with_all_neurons_it_is_the_ffn_to_the_bit(
 
 
 def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """What the wanted neurons add, by a plan of the CPU engine's own operations that reads every row."""
+    """Return the sum of the wanted neurons, by a plan of the CPU engine's operations that reads every row."""
     ready, graph = prepared(gguf, mode)
     ffn = split_ffns(graph)[layer]
     n = len(h)
@@ -88,7 +87,7 @@ def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np
     return plan.rows(out).copy()
 
 
-MODELS_UP = {"bamboo": True}  # where up is activated too
+MODELS_UP = {"bamboo": True}  # models with an activation of up
 
 
 @pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
@@ -130,7 +129,7 @@ def test_rows_beyond_the_step_are_not_computed(tmp_path: Path) -> None:
 
 
 def test_the_cpu_works_while_the_device_does(tmp_path: Path) -> None:
-    """Between post and collect the answer comes without any help of this thread."""
+    """Check that the result arrives between submit and collect without help of this thread."""
     cold = service(write(tmp_path, "llama"), "exact")
     expected = ask(cold, 1, inputs(2))
     shared = cold._exchange.shared
@@ -230,7 +229,7 @@ def test_a_round_trip_is_measured() -> None:
     assert 0 < round_trip_seconds("cpu", width=256) < 1
 
 
-# ---- failures: each is over soon, says why, and the next step works
+# ---- failures: each ends soon with a reason, and the next step works
 
 
 @pytest.fixture
@@ -268,7 +267,7 @@ def test_what_was_posted_must_be_collected(cold: CpuOffload) -> None:
 
 
 def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
-    """An answer that was not taken would be taken for the next step's."""
+    """Check that a result that was not collected is an error: the next step would collect it."""
     done = cold._exchange.shared.flags(cold._exchange.shared.done)
 
     def answered_and_left() -> None:
@@ -282,7 +281,7 @@ def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
 
 
 def assert_released(cold: CpuOffload, action: Callable[[], object], message: str) -> None:
-    """A collect of what was never asked for ends with the action, in these words."""
+    """Check that an action ends a collect without a submit, with this message."""
     in_step = threading.Event()
 
     def wait_for_nothing() -> None:
@@ -341,14 +340,14 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     slow = offload(ready.weights, graph, layers, max_batch=1024, n_threads=1, timeout=1e-3)
 
     def work() -> None:
-        while True:  # the thread that watches may come too late for one layer, not for every layer
+        while True:  # the watchdog may be late for one layer, but not for every layer
             with slow.step(1024):
                 slow.post(0, h)
                 slow.collect(0)
 
     with pytest.raises(DeviceError, match=r"layer 0 of the CPU worker took more than 0\.001 s"):
         within(WATCHDOG, work)
-    # The next step begins once the thread is through with the layer, or says that it is not.
+    # The next step begins once the thread has finished the layer; until then it raises.
     busy = "the hybrid step cannot begin: the CPU worker is still busy with a layer of the previous step"
     refusals: list[str] = []
 
@@ -409,7 +408,7 @@ def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
     assert seen > 400
 
 
-# ---- streams: the fake executes requests in order, on a thread of its own
+# ---- streams: the fake executes requests in order, on its own thread
 
 
 @pytest.fixture
@@ -456,7 +455,7 @@ def test_memory_operations_are_constant_and_in_order(tmp_path: Path, fake: FakeC
             streamed.collect(layer)
 
     fake.capture(work)
-    done = 64  # a line behind the requests
+    done = 64  # a cache line after the requests
     expected = []
     for i in range(2):
         expected += ["copy", "copy", f"write {4 * i} 1"]

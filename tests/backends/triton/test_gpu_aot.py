@@ -1,10 +1,10 @@
-"""Every Triton kernel compiled for GPUs that are not here: what a step of a 7B model launches.
+"""Every Triton kernel that a step of a 7B model launches, compiled for GPUs that are not here.
 
-How they are recorded and compiled: tests/support/compiled_kernels.py. Run as a program, this file prints what
-each kernel takes of registers, shared memory and spills.
+tests/support/compiled_kernels.py records and compiles them. Run as a program, this file prints the registers,
+shared memory and spills of each kernel.
 
-The suite compiles with the Triton that is installed; `make test-triton` with the oldest and the newest of
-those that pyproject.toml allows, each in a folder of its own.
+The tests compile with the installed Triton. `make test-triton` uses the oldest and the newest version that
+pyproject.toml allows, each in its own folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hotset.model.keys import MAX_GROUP, MAX_HEAD_DIM
 from hotset.model.operations import Activate, Route, Value
 from hotset.placement.cards import CARDS
 
-# The suite compiles for one target, with what is slow for one of each maker, `make test-triton` for all.
+# The tests compile for one target, slow ones for one of each maker, `make test-triton` for all.
 CHOSEN = list(TARGETS) if os.environ.get("HOTSET_AOT") == "all" else ["sm_90", "gfx1100"]
 each_target = pytest.mark.parametrize(
     "target", [pytest.param(name, marks=() if name == "sm_90" else pytest.mark.slow) for name in CHOSEN]
@@ -46,7 +46,7 @@ F16, Q4_0 = GGMLType.F16, GGMLType.Q4_0
 
 
 def decode_step() -> None:
-    """One token of a sparse layer, Q4_0, and its predictor."""
+    """Launch the kernels of one token in a sparse Q4_0 layer with its predictor."""
     kernels.linear(new(1, D), weights(Q4_0, D, D))
     up = weights(Q4_0, N_FF, D)
     kernels.linear(new(1, D), weights(Q4_0, 1024, D), activation="relu")
@@ -72,7 +72,7 @@ def decode_step() -> None:
 
 
 def prompt_step() -> None:
-    """A sparse FFN of a prompt, Q4_0, and its attention with a KV head for each head and for four."""
+    """Launch a prompt's sparse FFN in Q4_0, and its attention with one and with four heads per KV head."""
     up = weights(Q4_0, N_FF, D)
     bits, counts = new(64, N_FF // 8, dtype=torch.uint8), new(N_COUNTS, dtype=torch.int64)
     kernels.sparse_ffn(new(64, D), up, up, up, activation="relu", selected=bits, counts=counts)
@@ -85,7 +85,7 @@ def prompt_step() -> None:
 def heads_step(
     dim: int, dim_v: int, group: int, dtype: torch.dtype = torch.float16, tokens: tuple[int, ...] = (64, 1)
 ) -> Callable[[], None]:
-    """Attention of a prompt and of a token, with heads of dim and dim_v, `group` of them to a KV head."""
+    """Return a launcher of attention for prompts and tokens: heads of dim and dim_v, `group` per KV head."""
 
     def run() -> None:
         k, v = (new(N_PAGES, 2, 64, width, dtype=dtype) for width in (dim, dim_v))
@@ -100,7 +100,7 @@ def heads_step(
 
 
 def products(types: list[GGMLType], n_tokens: int) -> Callable[[], None]:
-    """Of a prompt: with matrices of the FFN and of attention, whose tiles may differ, and transposed."""
+    """Return a launcher of a prompt's products: FFN and attention, whose tiles may differ, and transposed."""
 
     def run() -> None:
         for type_ in types:
@@ -113,7 +113,7 @@ def products(types: list[GGMLType], n_tokens: int) -> Callable[[], None]:
 
 
 def planes(type_: GGMLType) -> DeviceMatrix:
-    """The down projection of a plain file: codes by neuron, a row of scales for 32 neurons."""
+    """Return a neuron-major down projection: codes by neuron, and a row of scales for 32 neurons."""
     is_q8 = type_ == GGMLType.Q8_0
     codes = new(N_FF, D if is_q8 else D // 2, dtype=torch.int8 if is_q8 else torch.uint8)
     scales, group_of = new(N_FF // 32, D, dtype=torch.float16), new(N_FF, dtype=torch.int32)
@@ -121,7 +121,7 @@ def planes(type_: GGMLType) -> DeviceMatrix:
 
 
 def planes_step() -> None:
-    """Neuron-major down projections of a plain file, for one token and for many."""
+    """Launch neuron-major down projections of a plain file, for one token and for many."""
     for type_ in (Q4_0, GGMLType.Q8_0):
         for n_tokens in (1, 64):
             kernels.linear_t(new(n_tokens, N_FF), planes(type_))
@@ -131,7 +131,7 @@ INPUT_MAJOR = (Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.Q8_0, F16)
 
 
 def channels_step() -> None:
-    """Input-major matrices, with what is left out counted, for one token and for many."""
+    """Launch input-major matrices that count skipped inputs, for one token and for many."""
     for type_ in INPUT_MAJOR:
         m = DeviceMatrix.input_major(D, [D], [weights(type_, D, D)].__getitem__)
         kernels.linear_t(new(1, D), m, left_out=new(1, dtype=torch.int64))
@@ -139,7 +139,7 @@ def channels_step() -> None:
 
 
 def threshold_step() -> None:
-    """What cuts small values: by itself, in norms, in the FFN of a token and of several, in experts."""
+    """Launch kernels with thresholds: separate ones, norms, FFNs of one and many tokens, experts."""
     counts = new(N_COUNTS, dtype=torch.int64)
     for n in (1, 64):
         by = TokenThreshold(new(n, dtype=torch.int32), 0.1)
@@ -159,7 +159,7 @@ def threshold_step() -> None:
 
 
 def spin_step() -> None:
-    """The host-device synchronisation's kernels, with a predictor and without."""
+    """Launch the kernels for host-device synchronisation, with a predictor and without."""
     flag, bits = new(1, dtype=torch.int32), new(1, N_FF // 8, dtype=torch.uint8)
     for given in (bits, None):
         spin_kernel.post(new(1, D), given, new(8, D), bits, flag)
@@ -177,7 +177,7 @@ def other_types(types: list[GGMLType]) -> Callable[[], None]:
 
 
 def expert_rows(types: list[GGMLType], sizes: tuple[int, ...]) -> Callable[[], None]:
-    """Rows of the cached experts of a prompt's tokens, by tiles of so many pairs."""
+    """Return a launcher of cached experts' rows for a prompt, in tiles of `sizes` pairs."""
 
     def run() -> None:
         ids = [new(n, dtype=torch.int32) for n in (4096, 128, 128, 128)]
@@ -192,7 +192,7 @@ def expert_rows(types: list[GGMLType], sizes: tuple[int, ...]) -> Callable[[], N
 
 
 def expert_step(types: list[GGMLType]) -> Callable[[], None]:
-    """The cached experts of a token, with biases and without."""
+    """Return a launcher of a token's cached experts, with biases and without."""
 
     def run() -> None:
         value = Value(0, 1, "x")
@@ -211,7 +211,7 @@ def expert_step(types: list[GGMLType]) -> Callable[[], None]:
 
 
 def fetch_step(types: list[GGMLType]) -> Callable[[], None]:
-    """What a step lacks: who computes it, and the copies."""
+    """Return a launcher of the kernels that choose missing experts' processors, and fetch experts."""
 
     def run() -> None:
         addresses, ids = new(128, dtype=torch.int64), new(8, 8, dtype=torch.int32)
@@ -238,7 +238,7 @@ def exact_ffn() -> None:
 
 
 def small_tiles() -> None:
-    """Matrices, rows and heads so small that a tile has few numbers for each thread, for 1 to 8 tokens."""
+    """Launch tiles of small matrices, rows and heads, with few numbers per thread, for 1 to 8 tokens."""
     # Rows of floats need not be aligned.
     for n, type_, width in ((1, Q4_0, 64), (4, F16, 69), (8, GGMLType.Q8_0, 64)):
         m = weights(type_, 64, width)
@@ -247,7 +247,7 @@ def small_tiles() -> None:
         kernels.linear_t(new(n, 64), m)
         for selected in (None, new(n, 8, dtype=torch.uint8)):
             kernels.neurons(new(n, width), m, m, activation="silu", selected=selected)
-    x, m = torch.zeros(1, 68)[:, 1:65], weights(Q4_0, 64, 64)  # in one piece, but not aligned
+    x, m = torch.zeros(1, 68)[:, 1:65], weights(Q4_0, 64, 64)  # contiguous, but not aligned
     kernels.linear(x, m)
     kernels.linear_bits(x, m, None, 0.0)
     kernels.neurons(x, m, m, activation="silu")
@@ -268,12 +268,12 @@ def small_tiles() -> None:
         kernels.project_heads(h, m, None, *given, n_head=2, kind="norm")
 
 
-MANY = 1 << 18  # tokens, so that what has ROW numbers for each has more than int32 counts
+MANY = 1 << 18  # tokens, so that tensors with ROW numbers per token exceed int32 indices
 ROW = 16384
 
 
 def many_numbers() -> None:
-    """Tokens, pages and weights of which there are more than 2^31 numbers."""
+    """Launch kernels with tokens, KV blocks and weights of more than 2^31 numbers."""
     n, heads = MANY, ROW // 128
     x, at, table = new(n, ROW), new(n, dtype=torch.int32), new(1, 40_000, dtype=torch.int32)
     kernels.pack_bits(x, 0.0)
@@ -285,7 +285,7 @@ def many_numbers() -> None:
         kernels.linear_t(new(len(given), MANY), m)
     bits, up = new(n, ROW // 8, dtype=torch.uint8), weights(Q4_0, ROW, ROW)
     kernels.sparse_ffn(x, up, up, up, activation="relu", selected=bits)
-    for dim, dtype in ((128, torch.float16), (512, torch.float32)):  # of these each token attends by itself
+    for dim, dtype in ((128, torch.float16), (512, torch.float32)):  # with 512 each token attends separately
         pages = new(40_000, 8, 64, dim, dtype=dtype)
         q, k = new(n, heads * dim), new(n, 8 * dim)
         cos_sin = new(2, n, dim // 2)
@@ -303,7 +303,7 @@ def many_numbers() -> None:
 def compile_all(
     run: Callable[[], None], target: GPUTarget, patch: pytest.MonkeyPatch
 ) -> list[dict[str, Any]]:
-    """A row per kernel that `run` launches: its name and what it takes."""
+    """Return a row per kernel that `run` launches: its name and its resources."""
     rows = []
     for name, constants, made in compiled(run, target, patch):
         row = {"kernel": name, "format": constants.get("TYPE")}
@@ -316,19 +316,19 @@ def _not_interpreted() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", "kernels are compiled here; unset TRITON_INTERPRET"
 
 
-FRAME = 16  # bytes of stack that a kernel may use: every version of Triton gives some a frame of 8
-# Registers that AMD's compiler may keep in memory: two halves of a warp hold a tile's fragment twice.
+FRAME = 16  # bytes of stack that a kernel may use: every version of Triton gives some kernels 8
+# Registers that AMD's compiler may spill: two halves of a warp hold a tile's fragment twice.
 SPILLED_AMD = {"_prompt_attention_kernel": 64, "_expert_tiles_kernel": 32}
-FRAMES = {"_expert_tiles_kernel": 64}  # with five loops, one within the other
+FRAMES = {"_expert_tiles_kernel": 64}  # it has five nested loops
 
 
-# Of heads that are wider than 128, by their width rounded up: bytes of registers in memory. They run, slowly.
+# Spilled bytes for heads wider than 128, by their width rounded up. Such heads run, slowly.
 WIDE_HEADS = {
     "cuda": {torch.float16: {256: 48, 512: 1600}, torch.float32: {128: 80, 256: 256, 512: 6000}},
     "hip": {dtype: {256: 280, 512: 900} for dtype in (torch.float16, torch.float32)},
 }
 HEADS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
-# Every target has the tiles of one of these two, or more room; `make test-triton` compiles all of all.
+# Every target has the tiles of one of these two, or more room; `make test-triton` compiles all for all.
 WIDE = [
     ("sm_90", (256, 256), 1),
     *(pytest.param("sm_86", *heads, marks=pytest.mark.slow) for heads in (((256, 256), 1), ((64, 64), 71))),
@@ -357,14 +357,14 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
     check(rows, target)
 
 
-# Of the innermost loop of a kernel instructions a weight, at most, for sm_90 by Triton 3.6 and 3.9; for other
-# targets a tenth more. The figures: docs/contributing/internals/gpu.md.
+# Most instructions per weight in a kernel's innermost loop, for sm_90 by Triton 3.6 and 3.9; other targets
+# may have a tenth more. docs/contributing/internals/gpu.md explains the figures.
 MOST_INSTRUCTIONS = {
     "matvec, Q4_0": 5.3, "matvec, Q8_0": 6.6, "matvec, Q6_K": 8.6, "bits of a predictor, Q4_0": 5.0,
     "gate and up, Q4_0": 5.3, "neurons, Q4_0": 5.5, "chosen, Q4_0": 6.6,
 }  # fmt: skip
-# What was fused with a product may cost neither its loop an instruction nor a multiprocessor one of the eight
-# programs that it holds with 64 registers.
+# Fusion with a product must not add an instruction to its loop, and must not exceed 64 registers, with which
+# a multiprocessor holds eight programs.
 FUSED = {
     "matvec before a norm, Q4_0": 5.3, "the same behind a norm, Q4_0": 5.3,
     "heads behind a norm, neox, Q4_0": 5.3, "heads behind a norm, norm, Q4_0": 5.3,
@@ -373,8 +373,11 @@ FUSED = {
 
 @pytest.mark.parametrize("target", [name for name in CHOSEN if TARGETS[name].backend == "cuda"])
 def test_a_weight_takes_few_instructions(target: str) -> None:
-    """Decoding is bound by memory as long as arithmetic keeps up with it: all of the loop over a row counts,
-    the loads of codes, scales and inputs too. No barrier is in it, and no access to shared memory."""
+    """Check the loop over a row, with its loads of codes, scales and inputs, for instructions per weight.
+
+    Decode is limited by memory only if arithmetic keeps up. The loop has no barrier, and no access to shared
+    memory.
+    """
     slack, most = 1.0 if target == "sm_90" else 1.1, MOST_INSTRUCTIONS | FUSED
     for row in instructions.rows(target, most):
         assert (row.barriers, row.shared_loads, row.shared_stores) == (0, 0, 0), row
@@ -383,8 +386,8 @@ def test_a_weight_takes_few_instructions(target: str) -> None:
         assert row.registers <= 64 or row.kernel not in FUSED or target != "sm_90", row
 
 
-# Of a scheduler, for 64 rows, 64 columns and 128 tokens: the tensor cores take 256 cycles (sm_90) or 512
-# (sm_80, for which Triton 3.6 decodes with twice as many instructions).
+# Instructions of a scheduler for 64 rows, 64 columns and 128 tokens. The tensor cores take 256 cycles (sm_90)
+# or 512 (sm_80, for which Triton 3.6 decodes with twice as many instructions).
 MOST_OF_PRODUCTS = {
     "sm_90": (215, 114, 117, 190, 200, 46),
     "sm_80": (575, 575, 585, 730, 740, 140) if IS_3_6 else (296, 296, 304, 425, 440, 174),
@@ -393,7 +396,7 @@ MOST_OF_PRODUCTS = {
 
 @pytest.mark.parametrize("target", [name for name in MOST_OF_PRODUCTS if name in CHOSEN])
 def test_a_prompts_product_takes_few_instructions(target: str) -> None:
-    """Of each type, as an H100 or an A100 has them; no thread waits for a load in the loop."""
+    """Check each type for an H100 or an A100; no thread waits for a load in the loop."""
     most = dict(zip(instructions.PRODUCTS, MOST_OF_PRODUCTS[target], strict=True))
     wanted = most if list(TARGETS) == CHOSEN else ["Q4_0, 22016 × 4096"]
     found = list(instructions.products(target, wanted))
@@ -406,7 +409,7 @@ def test_a_prompts_product_takes_few_instructions(target: str) -> None:
 
 @each_target
 def test_cached_experts_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their products and sums are fused where the CPU's are, and nowhere else."""
+    """Check that products and sums are fused only where the CPU's are."""
     few = (F16, Q4_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.MXFP4)
     types = EXPERT_TYPES if list(TARGETS) == CHOSEN else few
     rows = []
@@ -421,7 +424,7 @@ def test_cached_experts_compile(target: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @each_target
 def test_experts_of_prompts_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks by the tensor cores' whole numbers, nothing spilled; nothing fused but where the CPU fuses."""
+    """Check integer tensor cores for blocks, no spills, and fusion only where the CPU fuses."""
     types = EXPERT_TYPES if list(TARGETS) == CHOSEN else (Q4_0,)
     maker = TARGETS[target].backend
     step = expert_rows(list(types), (16, 32) if maker == "cuda" else (16,))
@@ -437,7 +440,7 @@ def test_experts_of_prompts_compile(target: str, monkeypatch: pytest.MonkeyPatch
 
 @each_target
 def test_routers_and_sums_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 128 experts, eight of a token, some of which the device computed."""
+    """Compile for 128 experts, eight per token, some of which the device computed."""
     parts, weights_, asked = new(1, 8, D), new(1, 8), new(1, 8, dtype=torch.int32)
 
     def run() -> None:
@@ -476,7 +479,7 @@ def test_a_prompt_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_threads_of_small_tiles_have_the_same_sums(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         name for name, _, _ in compiled(small_tiles, TARGETS[target], monkeypatch)
-    }  # which looks at each
+    }  # `compiled` checks each kernel
     assert names >= {
         "_matvec_kernel", "_neurons_kernel", "_chosen_kernel", "_axpy_kernel", "_norm_kernel",
         "_heads_kernel", "_merge_kernel",
@@ -484,7 +487,7 @@ def test_threads_of_small_tiles_have_the_same_sums(target: str, monkeypatch: pyt
 
 
 def test_a_thread_has_enough_of_any_tile() -> None:
-    """Any row of words, any number of rows that a program has, warps of 32 threads and of 64."""
+    """Check any row of words, any number of rows per program, warps of 32 and 64 threads."""
     wanted = {kernels.MATVEC_WORDS, *kernels.NEURON_WORDS.values(), *kernels.BITS_WORDS.values(), 16}
     for most in wanted:
         for rows in {1, 8, *kernels.MATVEC_ROWS.values()}:
@@ -503,7 +506,7 @@ def test_a_thread_has_enough_of_any_tile() -> None:
 def test_heads_of_every_width_compile(
     target: str, dims: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the shared memory that the card has: what takes more is refused when a model is loaded."""
+    """Check the shared memory of the card: models that need more are refused at load."""
     is_all = os.environ.get("HOTSET_AOT") == "all"
     maker, size = TARGETS[target].backend, max(64, kernels.pow2(max(dims)))
     for dtype in (torch.float16, torch.float32) if is_all else (torch.float16,):
@@ -516,7 +519,7 @@ def test_heads_of_every_width_compile(
 
 
 def shared_of_tile(kernel: str, dims: tuple[int, int], group: int, dtype: torch.dtype, target: str) -> int:
-    """What tiles.py says that a kernel takes."""
+    """Return the shared memory of a kernel according to tiles.py."""
     given: dict[str, Any] = {"is_half": dtype == torch.float16}
     if kernel == "_attention_kernel":
         return token_tile(max(dims), group, **given).shared
@@ -529,7 +532,7 @@ def shared_of_tile(kernel: str, dims: tuple[int, int], group: int, dtype: torch.
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_tile_of_attention_fits_every_device(target: str) -> None:
-    """Any width of heads that a model may have, any number of them to a KV head."""
+    """Check any width of heads, with any number of heads per KV head."""
     maker, most = TARGETS[target].backend, MAX_SHARED[TARGETS[target]]
     assert maker == "hip" or most >= LEAST_SHARED
     for head in range(1, MAX_HEAD_DIM + 1):
@@ -546,9 +549,11 @@ def test_a_tile_of_attention_fits_every_device(target: str) -> None:
 
 @each_target
 def test_products_of_prompts_are_the_tensor_cores(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of every type but float32 as halves, nothing spilled; on NVIDIA's all that is multiplied comes
-    by copies to shared memory while other tiles are; and on Hopper, whose tensor cores are the fastest, what
-    the rest of a tile of Q4_0 takes is no longer than they take."""
+    """Check that a prompt's products use tensor cores, with f16 weights for all types but float32, unspilled.
+
+    On NVIDIA's devices, copies to shared memory overlap products. On Hopper, with the fastest tensor cores,
+    the other instructions of a Q4_0 tile take no longer than the tensor cores.
+    """
     steps = [products(list(SUPPORTED), 512), products([Q4_0, F16], 12)]
     if list(TARGETS) != CHOSEN:
         steps = [products([Q4_0], 512)]
@@ -578,7 +583,7 @@ def test_products_of_prompts_are_the_tensor_cores(target: str, monkeypatch: pyte
             n_weights = constants["N"] * constants["W"] * 8 if "N" in constants else 0
             n_weights = n_weights or constants["K"] * constants["W"] * 8
             cycles = n_weights * constants["M"] / 2048  # of the tensor cores of a multiprocessor
-            # Four schedulers give out an instruction of a warp each cycle. Triton 3.6 does not pair halves.
+            # Four schedulers each issue one warp instruction per cycle. Triton 3.6 does not pair halves.
             most = 1.25 if IS_3_6 else 0.9
             assert loop.instructions * made.metadata.num_warps / 4 < most * cycles
 
@@ -613,7 +618,7 @@ def test_the_kernels_of_the_handshake_compile(target: str, monkeypatch: pytest.M
     made = list(compiled(spin_step, TARGETS[target], monkeypatch))
     assert [name for name, _, _ in made] == ["post_kernel", "post_kernel", "collect_kernel"]
     if TARGETS[target].backend == "cuda":
-        for name, _, binary in made:  # whose order the CPU sees
+        for name, _, binary in made:  # the CPU depends on their memory order
             text, order = binary.asm["ptx"], "release" if name == "post_kernel" else "acq_rel"
             assert f"atom.global.sys.{order}.exch" in text, text
             assert name == "post_kernel" or "ld.volatile.global" in text, text

@@ -1,6 +1,6 @@
-"""The GPU backend against the reference, on a CPU device in the GPU's place: float32 on both sides.
+"""The GPU backend compared with the reference, on CPU tensors in place of the GPU's, both in float32.
 
-What may differ is the order of sums: 1e-4 of the largest logit, as for the CPU engine with float weights.
+Only the order of sums may differ: by 1e-4 of the largest logit, as for the CPU engine with float weights.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_half_precision_cache(tmp_path: Path) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     ids = tokens(70)
     expected = logits_of(ReferenceBackend(gguf, graph, n_pages=8, kv_type="f16"), ids, [], [3, 1])
-    # A key may round to the other side of a half step: 2^-11 of it, through a softmax.
+    # A key may be rounded to the other neighbour: an error of 2^-11, which passes through a softmax.
     assert_close(logits_of(gpu(gguf, graph, kv_type="f16"), ids, [64], [3, 1]), expected, 5e-3)
 
 
@@ -107,10 +107,10 @@ def test_every_activation(tmp_path: Path, activation: str) -> None:
 def prepared_clearly(
     path: Path, model: str, mode: str, predictor: str | None, ids: np.ndarray, *given: Any, **how: Any
 ) -> Any:
-    """A model whose predictor leaves no neuron of these tokens in doubt.
+    """Return a model and graph whose predictor is certain about every neuron of these tokens.
 
-    A score that is the threshold but for the rounding of a sum names its neuron on one side and not on the
-    other, which is no fault. Which seed has none depends on the machine's matrix products: it is looked for.
+    If a score differs from the threshold only by rounding, one side names the neuron and the other does not,
+    which is not a fault. Seeds without such scores depend on the machine's products, so they are searched.
     """
     for seed in range(1, 30):
         (folder := path / str(seed)).mkdir()
@@ -131,8 +131,10 @@ def prepared_clearly(
 def masked_reference(
     ready: Any, graph: Any, backend: Any, ids: np.ndarray, splits: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The backend's logits, and the reference's with the scores that the backend had, in steps that end at
-    `cuts`: a score at its threshold may fall to either side with the size of the step."""
+    """Return the backend's logits, and the reference's for the backend's scores. Steps end at `splits`.
+
+    A score close to its threshold may change sides with the size of the step.
+    """
     names = tuple(value.name for value in graph.values if value.name.endswith(".ffn_pred"))
     assert len(names) == N_LAYER
     reference = Replayed(ready.weights, graph, n_pages=1, scores={})
@@ -158,7 +160,7 @@ def test_predicted(tmp_path: Path, model: str, predictor: str | None) -> None:
 
 @pytest.mark.parametrize("model", ["bamboo", "opt"])
 def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> None:
-    """Neurons below `first` have no row in the predictor."""
+    """Check that neurons below `first` need no row in the predictor."""
     from dataclasses import replace
 
     ready, _ = prepared(write(tmp_path, model), "predicted", "svd:32")
@@ -236,7 +238,7 @@ def test_only_the_outputs_that_are_wanted(tmp_path: Path) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     backend = gpu(gguf, graph, max_batch=256)
     whole = batch([(tokens(100), 0, [0, 1])])
-    every = backend.step(whole).logits.copy()  # more rows than the logits' buffer has
+    every = backend.step(whole).logits.copy()  # more rows than the logits' buffer holds
     assert every.shape == (100, 96)
     for wanted in ([99], [3, 50]):
         part = type(whole)(
@@ -292,7 +294,7 @@ def test_statistics_are_the_references(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_dense_step_reads_every_row(tmp_path: Path, model: str) -> None:
-    """Of a model whose neurons fire seldom: the reference's numbers and counts."""
+    """Compare numbers and counts with the reference, for a model whose neurons fire seldom."""
     ready, graph = prepared_clearly(tmp_path, model, "exact", None, tokens(5))
     backend = gpu(ready.weights, graph, sparse=False)
     reference = ReferenceBackend(ready.weights, graph, n_pages=2, sparse=False)
@@ -326,7 +328,7 @@ def test_hot_and_cold_make_a_whole(tmp_path: Path, model: str, predictor: str | 
 
 
 HOT_TYPES = [(type, dialect) for type in (T.F16, T.Q8_0, T.Q4_0) for dialect in ("powerinfer", "gguf")]
-HOT_TYPES.append((T.Q4_1, "powerinfer"))  # a plain file of it has no neuron-major down projection
+HOT_TYPES.append((T.Q4_1, "powerinfer"))  # its plain files have no neuron-major down projection
 
 
 @pytest.mark.parametrize(("type_", "dialect"), HOT_TYPES, ids=str)
@@ -351,7 +353,7 @@ def test_cold_rows_stream_in_for_prompts(
     expected = logits_of(gpu(ready.weights, graph), ids, [], [2, 0])
     stage, cold = split(ready.weights, graph, masks(0.3), stream_from=16, stream_bytes=3000)
     assert_close(run(stage, ids, [32, 38]), expected)
-    assert cold.n_steps == 2  # the prompt of 32 went without
+    assert cold.n_steps == 2  # the prompt of 32 did not use the CPU worker
     assert cold.n_posts == 2 * N_LAYER
 
 
@@ -443,7 +445,7 @@ def test_a_failure_of_the_cold_half_ends_the_step(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
-    """Weights of every tensor but the embedding, and keys and values, to the byte."""
+    """Check the bytes of weights, except the embedding, and of keys and values, exactly."""
     gguf = write(tmp_path, "llama", T.Q4_0)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     options: Any = {"max_batch": 8, "n_pages": 4, "kv_type": "f16"}
@@ -458,7 +460,7 @@ def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
     hot = {i: np.arange(N_FF) < 64 for i in range(N_LAYER)}
     cold = FakeCpuWorker(gguf, graph, hot, 8)
     part = gpu_stage(gguf, graph, hot=hot, worker=cold, **options)
-    row, numbers = 64 // 32 * 18, 4 * 64 + 8 * (N_FF // 32)  # which neurons the rows are
+    row, numbers = 64 // 32 * 18, 4 * 64 + 8 * (N_FF // 32)  # the neurons of the rows
     less = N_LAYER * (3 * (N_FF - 64) * row - numbers)
     assert whole.nbytes["weights"] - part.nbytes["weights"] == less
 

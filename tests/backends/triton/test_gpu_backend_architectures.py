@@ -1,4 +1,4 @@
-"""The GPU backend against transformers, as test_architectures has it for others: prompts among decoding."""
+"""The GPU backend compared with transformers, as in test_architectures; prompts run together with decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU does, shown without one: captured steps, memory that runs out, missing devices."""
+"""Features of GPUs, tested without one: captured steps, memory that runs out, missing devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_captured_steps_read_only_what_stays_in_place(tmp_path: Path, model: str
         backend.step(batch([(ids[i, :20], 0, pages[i]) for i in range(1, 3)]))
     places = [60, 20, 20]
     for step in range(16):
-        who = [[0], [0, 1, 2], [2, 1], [1, 2, 0]][step % 4]  # crosses a page, changes rows of the tables
+        who = [[0], [0, 1, 2], [2, 1], [1, 2, 0]][step % 4]  # enters a KV block, changes rows of tables
         parts = [(ids[i, places[i] : places[i] + 1], places[i], pages[i]) for i in who]
         for i in who:
             places[i] += 1
@@ -76,7 +76,7 @@ def test_captured_steps_give_the_outputs_that_are_wanted(tmp_path: Path) -> None
 
 
 def test_a_captured_step_does_not_read_the_outputs_of_the_step_before(tmp_path: Path) -> None:
-    """It computes as many rows as it has tokens, and an earlier step had rows that it does not have."""
+    """Check a captured step after a step with more output rows: it computes a row for each of its tokens."""
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     recorder = Recorder()
     captured, plain = gpu(ready.weights, graph, capture=recorder), gpu(ready.weights, graph)
@@ -95,13 +95,13 @@ def test_a_split_layer_is_captured_with_its_round_trip(tmp_path: Path) -> None:
     expected = logits_of(gpu(ready.weights, graph), ids, splits, [2, 0])
     stage, cold = split(ready.weights, graph, masks(0.3), capture=recorder)
     assert_close(run(stage, ids, splits), expected)
-    assert recorder.made[0].n_replays == 0  # the prompt of six, and
+    assert recorder.made[0].n_replays == 0  # the prompt of six
     assert recorder.made[1].n_replays == len(splits) - 1
     assert cold.n_posts > N_LAYER * len(splits)
 
 
 class FakeGraphs:
-    """torch's graphs and streams without CUDA. log: what was done. fails: whether a capture is spoilt."""
+    """torch's graphs and streams without CUDA. log: the calls. fails: whether a capture fails."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -142,7 +142,7 @@ class FakeGraphs:
 
 
 def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's recording with its CUDA parts replaced: how it is called, and that its results are used."""
+    """Check torch's recording with its CUDA parts replaced: the calls, and the use of its results."""
     cuda = FakeGraphs(monkeypatch)
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     backend = gpu(ready.weights, graph)
@@ -150,7 +150,7 @@ def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pyte
         step = batch([(tokens(n), 0, [0])])
         expected = backend.step(step).logits.copy()
         np.testing.assert_array_equal(backend.step(step).logits, expected)
-    assert cuda.log == ["synchronize", "begin", "end", "replay"] * 3  # and the allocator keeps what it has
+    assert cuda.log == ["synchronize", "begin", "end", "replay"] * 3  # the allocator keeps its memory
     assert len(cuda.pools) == len({id(stream) for stream in cuda.streams}) == 1
     assert not backend.notes
 
@@ -176,11 +176,11 @@ def test_a_capture_that_fails_is_the_last_and_the_stage_goes_on(
         kernels.attention = forbidden  # type: ignore[method-assign]
     else:
         cuda.fails = True
-    for _ in range(2):  # nothing is captured again
+    for _ in range(2):  # a failed capture is not repeated
         np.testing.assert_array_equal(backend.step(batch([(tokens(3), 0, [0])])).logits, expected)
         assert cuda.current is None
     assert cuda.log.count("begin") == 2
-    assert cuda.log[-1] == "synchronize"  # what is left of the error is over
+    assert cuda.log[-1] == "synchronize"  # clears the error
     (note,) = backend.notes
     assert note.startswith("cpu: steps of 3 tokens cannot be captured, and are launched one kernel after")
     assert note.endswith(
@@ -189,11 +189,11 @@ def test_a_capture_that_fails_is_the_last_and_the_stage_goes_on(
         else "(operation failed due to a previous error during capture)"
     )
     backend.step(batch([(tokens(1), 0, [0])]))
-    assert cuda.log[-1] == "replay"  # what was captured before stays
+    assert cuda.log[-1] == "replay"  # earlier captures stay
 
 
 def test_the_step_before_a_capture_has_the_shapes_of_the_capture(tmp_path: Path) -> None:
-    """Else a kernel for other shapes would be loaded first within the capture, where that is forbidden."""
+    """Check that a capture does not load a kernel for other shapes: loading is forbidden in a capture."""
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     kernels, seen = Kernels("cpu", triton=False), list[list[Any]]()
 
@@ -221,7 +221,7 @@ def test_the_step_before_a_capture_has_the_shapes_of_the_capture(tmp_path: Path)
 
 
 class LateCopies:
-    """In place of kv.Copies: a stream that is behind, and copies only when a thread waits for it."""
+    """A replacement of kv.Copies: a late stream that copies only when a thread waits for it."""
 
     def __init__(self) -> None:
         self._queued: list[Callable[[], object]] = []
@@ -243,12 +243,12 @@ class LateCopies:
 
 
 def test_numbers_of_a_step_are_not_overwritten_before_they_are_copied() -> None:
-    """Three chunks of a prompt, of which the host waits for none: each must see its own numbers."""
+    """Run three chunks of a prompt without a wait of the host: each must see its own numbers."""
     copies = LateCopies()
     inputs = StepInputs(8, 4, {0: 16}, torch.device("cpu"), copies)  # type: ignore[arg-type]
     seen: list[tuple[list[int], list[int], float]] = []
 
-    def step() -> None:  # what the device does behind the copies
+    def step() -> None:  # the device's work after the copies
         seen.append(
             (
                 inputs.positions[:3].tolist(),
@@ -271,7 +271,7 @@ def test_page_tables_are_copied_when_they_change() -> None:
     inputs = StepInputs(8, 4, {0: 16}, torch.device("cpu"), copies)  # type: ignore[arg-type]
 
     def filled(*parts: tuple[np.ndarray, int, list[int]]) -> int:
-        """How many copies a step makes."""
+        """Return how many copies a step makes."""
         inputs.fill(batch(list(parts)), {0: np.ones((sum(len(ids) for ids, _, _ in parts), 16), np.float32)})
         n = len(copies._queued)
         copies.wait()
@@ -292,13 +292,13 @@ def test_the_largest_logits_of_groups_come_with_the_logits(tmp_path: Path) -> No
     ready, graph = prepared(write(tmp_path, "bamboo", n_vocab=n_vocab), "exact")
     recorder = Recorder()
     backend = gpu(ready.weights, graph, capture=recorder)
-    for step in range(3):  # as it is, recorded, replayed
+    for step in range(3):  # plain, recorded, replayed
         found = backend.step(batch([(tokens(1, seed=step), step, [0])]))
         assert found.largest is not None
         expected = found.logits.reshape(1, -1, LOGIT_GROUP).max(axis=2)
         np.testing.assert_array_equal(found.largest, expected)
     assert recorder.made[0].n_replays == 2
-    assert backend.step(batch([(tokens(20), 3, [0])])).largest is None  # more rows than come so
+    assert backend.step(batch([(tokens(20), 3, [0])])).largest is None  # too many rows for this
 
 
 def test_taps_and_long_steps_are_not_captured(tmp_path: Path) -> None:
@@ -400,12 +400,12 @@ def test_a_device_that_triton_does_not_compile_for_is_refused_before_anything_is
     monkeypatch.setenv("HOTSET_TRITON", "0")
     assert devices.find_device("cuda:0") == torch.device("cuda", 0)
     monkeypatch.delenv("HOTSET_TRITON")
-    monkeypatch.setattr(torch.version, "hip", "6.2")  # AMD's numbers are other ones
+    monkeypatch.setattr(torch.version, "hip", "6.2")  # AMD has other version numbers
     assert devices.find_device("cuda:0") == torch.device("cuda", 0)
 
 
 def python(code: str, **environment: str) -> str:
-    """Standard output of a fresh interpreter."""
+    """Return the standard output of a fresh interpreter."""
     here = str(Path(__file__).parent)
     found = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": here, **environment},

@@ -1,4 +1,4 @@
-"""Triton's kernels under the whole backend, in Triton's interpreter: a process of its own, for Triton decides
+"""Triton's kernels in the whole backend, in Triton's interpreter. This needs its own process: Triton decides
 at import whether it interprets."""
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr[-3000:]
     errors = dict(line.split() for line in found.stdout.splitlines())
     assert set(errors) == set(names)
-    for name, error in errors.items():  # a prompt's products of 16 bits and fewer are of halves
+    for name, error in errors.items():  # a prompt's products of types up to 16 bits use f16
         is_float = name in (THRESHOLDS, FUSED) or CASES[name.removesuffix(SPLIT)][2] == GGMLType.F32
         assert float(error) < (1e-5 if is_float else 2e-3), errors

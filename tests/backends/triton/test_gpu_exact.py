@@ -18,7 +18,7 @@ from hotset.formats.quants import GGMLType  # noqa: E402
 
 
 def wild(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numbers of every size, zeros among them."""
+    """Return float32 numbers of many magnitudes, with some zeros."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 12, shape)
     return np.where(rng.random(shape) < 0.05, 0.0, x).astype(np.float32)
@@ -26,8 +26,8 @@ def wild(*shape: int, seed: int = 0) -> np.ndarray:
 
 def test_fma_rounds_once() -> None:
     a, b, c = (wild(4000, seed=i) for i in range(3))
-    c[::2] = (-a.astype(np.float64) * b)[::2].astype(np.float32)  # nearly all of it cancels
-    # Halfway between two floats but for what is far below.
+    c[::2] = (-a.astype(np.float64) * b)[::2].astype(np.float32)  # nearly cancels the product
+    # Almost halfway between two floats: only far smaller bits decide.
     a[:3], b[:3], c[:3] = 1 + 2.0**-23, 2.0**-24, [1.0, 1 + 2.0**-23, -1.0]
     a[3:5], b[3:5], c[3:5] = 2.0**-60, 2.0**-60, [1.0, -1.0]
     found = exact.fma(*(torch.from_numpy(x) for x in (a, b, c))).numpy()

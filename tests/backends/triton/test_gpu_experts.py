@@ -1,4 +1,4 @@
-"""MoE models on a device with CPU tensors in the GPU's place: the same bits with any cache of experts."""
+"""MoE models on a device, with CPU tensors in place of the GPU's: the same bits with any cache of experts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_moe_on_a_device_is_the_references(tmp_path: Path, form: str) -> None:
 
 
 def alone(gguf: GGUFFile, layer: int, h: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The CPU engine's route and sum of one layer's experts, of any input and scores."""
+    """Return the CPU engine's route and sum of one layer's experts, for any input and scores."""
     whole_graph = describe(config_from_gguf(gguf), gguf.tensors)
     ffn = whole_graph.ffns[layer]
     assert isinstance(ffn.select, Route)
@@ -74,7 +74,7 @@ def inner_values(ffn: Ffn) -> list[Value]:
 
 
 def moved(op: Any, to: dict[Value, Value]) -> Any:
-    """The same operation, and those inside, on other values."""
+    """Return the operation, with its inner operations, on other values."""
     made = {}
     for field in fields(op):
         value = getattr(op, field.name)
@@ -150,7 +150,7 @@ def test_the_same_bits_with_any_cache(tmp_path: Path, form: str) -> None:
 
 
 def all_routes(gguf: GGUFFile, ids: np.ndarray, splits: list[int]) -> list[np.ndarray]:
-    """Experts that each layer used, as the device's router chose them."""
+    """Return the experts of each layer, as the device's router chose them."""
     backend = hybrid(gguf)
     names = ("blk.0.ffn_route", "blk.1.ffn_route")
     found: dict[str, list[np.ndarray]] = {name: [] for name in names}
@@ -164,7 +164,7 @@ def all_routes(gguf: GGUFFile, ids: np.ndarray, splits: list[int]) -> list[np.nd
 
 @pytest.mark.slow
 def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
-    """It is replayed while experts come and go, and touches no address but those of the capture."""
+    """Check a captured step that is replayed while experts change: it uses only the capture's addresses."""
     gguf = model(tmp_path)
     ids, splits, recorder = tokens(24), [*range(6, 24)], Recorder()
     expected = logits_of(hybrid(gguf), ids, splits, [2])
@@ -179,7 +179,7 @@ def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
 
 
 def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a thread copies: an expert is used once it has come, not while its slot changes."""
+    """Check a copying thread, as on a GPU: an expert is used after its arrival, not during the copy."""
     made, caches = GpuExpertCache.__init__, list[GpuExpertCache]()
 
     def with_thread(self: GpuExpertCache, *arguments: Any, **options: Any) -> None:
@@ -247,13 +247,13 @@ def test_which_experts_a_device_can_hold(tmp_path: Path) -> None:
     assert held("cuda")
     assert not held("mps")  # without float64
     assert not held(type_of=lambda _: T.IQ4_NL)
-    assert not held(keys={"llama.hidden_activation": "gelu"})  # erf is a library's
+    assert not held(keys={"llama.hidden_activation": "gelu"})  # erf comes from a library
     neuron_major = FORMS["neuron-major"]
     assert held(**neuron_major)
     assert not held("cuda", **neuron_major)
 
 
-# ---- what the cache lacks, fetched
+# ---- fetching missing experts
 
 CPU_ONLY = MissRates(cpu=1e9, cpu_beside=1e9, many=1e9, link=0.0, link_beside=0.0)
 
@@ -284,22 +284,22 @@ def test_the_same_bits_whoever_computes_what_is_missing(tmp_path: Path, form: st
         assert (counts.streamed > 0) == (rates is not CPU_ONLY)
         assert (counts.on_cpu > 0) == (rates is not LINK_ONLY)
         assert (counts.hits > 0) == (n_slots > 0)
-        if n_slots == 0:  # nothing goes into a cache
+        if n_slots == 0:  # nothing is cached
             fetched = [
                 len(np.unique(routes[first:last]))
                 for routes in all_routes(gguf, ids, splits)
                 for first, last in zip([0, *splits], [*splits, len(ids)], strict=True)
             ]
-            most = sum(fetched)  # each once a step
+            most = sum(fetched)  # each expert once per step
             assert counts.fetched == most if rates is LINK_ONLY else 0 < counts.fetched < most
         backend.close()
 
 
 def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which experts it fetches follows from its tokens, and from what the cache has then."""
+    """Check that a captured step's fetches depend on its tokens and on the cache at that time."""
     plain = fallback.fetch_experts
 
-    def unseen(*arguments: Any) -> None:  # a device reads the host's memory by addresses, not by tensors
+    def unseen(*arguments: Any) -> None:  # a device reads the host's memory through addresses, not tensors
         with _disable_current_modes():
             plain(*arguments)
 
@@ -317,7 +317,7 @@ def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateStream:
-    """The stream beside the one that computes, of every backend that is made."""
+    """Return the side stream of every backend that is made."""
     late = LateStream()
     monkeypatch.setattr("hotset.backends.triton.experts_fetch.SideStream", lambda device: late)
     return late
@@ -329,7 +329,7 @@ def test_what_is_fetched_is_waited_for(tmp_path: Path, late: LateStream) -> None
     expected = within(120, lambda: logits_of(hybrid(gguf), ids, splits, [2]))
     backend = hybrid(gguf, expert_slots=4, fetching=Fetching(LINK_ONLY, 4))
     np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
-    assert late.n_done > 2 * 4  # a prompt's experts come in more groups than there are halves
+    assert late.n_done > 2 * 4  # a prompt's experts arrive in more groups than there are buffer halves
     assert not late.waiting
     backend.close()
 
@@ -341,7 +341,7 @@ def test_an_early_router_has_experts_fetched_beside_attention(
     gguf, is_early = model(tmp_path, architecture=architecture, **SMALL), architecture == "smallthinker"
     ids, splits = tokens(24), [18, 22, 23]
     expected = logits_of(hybrid(gguf), ids, splits, [2])
-    # A second of attention is time for the way of any experts, which is else as long as the CPU's.
+    # A second of attention is enough time to copy any experts, which otherwise takes as long as the CPU.
     backend = hybrid(gguf, expert_slots=2, fetching=Fetching(EVEN, 6, {0: 1.0, 1: 1.0}))
     [stage] = backend.stages
     assert isinstance(stage, GpuStage)
@@ -395,7 +395,7 @@ def test_a_fetch_that_fails_ends_its_step_alone(
 
 
 class Pinned:
-    """A registrar that moves memory by an offset, as devices may, and remembers what it has."""
+    """A registrar that gives memory other addresses, as devices may, and remembers the registered ranges."""
 
     def __init__(self, fails_at: int = 1 << 30) -> None:
         self.held: list[tuple[int, int]] = []
@@ -429,7 +429,7 @@ def test_experts_are_pinned_where_they_lie(tmp_path: Path, one_by_one: bool) -> 
     cache.close()
     cache.close()
     assert not registrar.held
-    if not one_by_one:  # biases lie apart from the file
+    if not one_by_one:  # biases are separate from the file
         broken = Pinned(fails_at=1)
         with pytest.raises(DeviceError, match="no more memory"):
             GpuExpertCache(weights, graph.ffns, 4, sparse=False, n_spare=2, registrar=broken)

@@ -1,4 +1,4 @@
-"""The GPU backend's weights and kernels in plain torch, against NumPy."""
+"""The GPU backend's weights and kernels in plain torch, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def width_of(type_: GGMLType, n_blocks: int) -> int:
 
 
 def sums_agree(found: torch.Tensor, expected: np.ndarray, magnitude: np.ndarray, n: int) -> None:
-    """Two sums of n products in any order differ by at most 2 n eps times the sum of their magnitudes."""
+    """Check that two sums of n products differ by at most 2 n eps times the sum of their magnitudes."""
     error = np.abs(found.numpy().astype(np.float64) - expected)
     assert (error <= 2 * (n + 8) * EPS * magnitude + 1e-30).all(), error.max()
 
@@ -49,7 +49,7 @@ def sums_agree(found: torch.Tensor, expected: np.ndarray, magnitude: np.ndarray,
 def test_a_matrix_keeps_every_value_and_no_byte_more(type_: GGMLType, n_rows: int) -> None:
     n_cols = width_of(type_, 3)
     data = random_blocks(type_, n_rows, n_cols, rng_of(n_rows)).reshape(-1).view(np.uint8)
-    data.flags.writeable = False  # as a mapped file is
+    data.flags.writeable = False  # like a mapped file
     m = DeviceMatrix.from_bytes(data, type_, n_rows, n_cols, "cpu")
     assert (m.n_rows, m.n_cols, m.type) == (n_rows, n_cols, type_)
     assert m.nbytes == n_rows * row_bytes(type_, n_cols)
@@ -100,7 +100,7 @@ def test_a_matrix_by_channel_keeps_every_value(type_: GGMLType, monkeypatch: pyt
 @pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
 def test_what_can_be_by_channel(type_: GGMLType) -> None:
     assert can_be_input_major(type_, 64) == (type_ in INPUT_MAJOR)
-    assert not can_be_input_major(GGMLType.Q4_0, 48)  # of codes of four bits 16 and 16 outputs share bytes
+    assert not can_be_input_major(GGMLType.Q4_0, 48)  # 4-bit codes of 16 and 16 outputs share bytes
 
 
 @pytest.mark.parametrize("type_", sorted(DECODABLE - {*SUPPORTED}), ids=lambda t: t.name)
@@ -137,7 +137,7 @@ def ffn(
     h: np.ndarray, gate: np.ndarray | None, up: np.ndarray, kind: str, threshold: float, up_kind: str | None,
     chosen: np.ndarray, gate_bias: np.ndarray, up_bias: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """The values of neurons in float64, all of them computed."""
+    """Return the values of neurons in float64, all computed."""
     f = reference.ACTIVATIONS
     u = h @ up.T + up_bias
     if gate is None:
@@ -159,7 +159,7 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
     down_m, down = matrix(GGMLType.F16, n, d, 3)
     h, biases = randn(t, d), randn(2, n, seed=1) * 0.1
     chosen = rng_of(5).random((t, 90)) < share
-    numbers = np.sort(rng_of(6).permutation(90)[:n])  # rows are some of 90 neurons
+    numbers = np.sort(rng_of(6).permutation(90)[:n])  # the rows are some of 90 neurons
     held = fallback.Held.of(numbers, 90, lambda _, values: torch.from_numpy(values))
     bits = np.packbits(chosen, axis=1, bitorder="little")
     counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
@@ -184,7 +184,7 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
 
 
 def test_unselected_rows_are_not_read() -> None:
-    """Rows of NaN: what reads them shows it."""
+    """Check that unselected rows are not read: they are NaN."""
     n, d = 64, 32
     data = np.full((n, d), np.nan, np.float32)
     data[::4] = randn(n // 4, d)
@@ -228,7 +228,7 @@ def test_a_cutoff_leaves_what_is_not_small() -> None:
 
 
 def test_cutoffs_within_norms_and_neurons() -> None:
-    """As if they stood behind them."""
+    """Compare thresholds within norms and neurons with thresholds applied afterwards."""
     t = torch.from_numpy
     x, weight, bias = t(randn(4, 64)), t(randn(64, seed=1)), t(randn(64, seed=2))
     by = token_threshold(4, 0.6)
@@ -299,7 +299,7 @@ def test_rotation_equals_the_reference(kind: str, head_dim: int, n_rot: int, mag
     table = RopeTable.build(rope, 131072, "cpu")
     cos_sin = fallback.angles(torch.from_numpy(positions), table)
     found = fallback.rotate(torch.from_numpy(x), cos_sin, n_head=3, kind=kind)
-    # Each of cos and sin carries three roundings more than the reference's own.
+    # Each of cos and sin has three more roundings than the reference's.
     assert np.abs(found.numpy() - expected).max() < 8 * EPS * magnitude * np.abs(x).max()
 
 
@@ -385,7 +385,7 @@ def test_a_device_without_dependent_launches_is_refused_by_name(monkeypatch: pyt
 def test_captures_can_be_forbidden(
     value: str | None, captures: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a fault can be told from one of what is recorded; of the fallback nothing is."""
+    """Check the switch that tells faults of captures from others; fallbacks are never captured."""
     monkeypatch.delenv("HOTSET_CAPTURE", raising=False)
     if value is not None:
         monkeypatch.setenv("HOTSET_CAPTURE", value)

@@ -1,4 +1,4 @@
-"""What Triton's launcher refuses on a device, shown without one: every launch of whole steps is looked at."""
+"""Rules of Triton's launcher on a device, checked without one for every launch of whole steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def every_kernel() -> dict[str, Any]:
 
 
 def test_every_kernel_waits_for_the_launch_before_it() -> None:
-    """Whatever it does: the next launch may rely on it for those before."""
+    """Check that every kernel waits, whatever it does: later launches may rely on it for earlier ones."""
     for name, kernel in every_kernel().items():
         (function,) = ast.parse(textwrap.dedent(kernel.src)).body
         assert isinstance(function, ast.FunctionDef)
@@ -99,8 +99,10 @@ def test_every_kernel_waits_for_the_launch_before_it() -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[Any, ...]]]:
-    """The kernels whose launches were checked, and the variants of each. Each operation of a step is launched
-    but not run, and then computed by its fallback, so that the next has numbers to go on with."""
+    """Return the kernels whose launches were checked, with the variants of each.
+
+    Each operation of a step is checked but not launched. Its fallback computes it, for the next operation.
+    """
     seen: dict[str, set[tuple[Any, ...]]] = {}
 
     def check_alone(
@@ -113,7 +115,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[Any, ...]]]
 
     def both(module: Any, name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            if not options.get("neuron_major"):  # such experts are not a device's
+            if not options.get("neuron_major"):  # a device has no such experts
                 result = getattr(module, name)(*args, **options)
             value = getattr(fallback, name)(*args, **options)
             if name == "linear_normed" and isinstance(result[1], fallback.Weighed):
@@ -139,7 +141,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[Any, ...]]]
 
 @contextmanager
 def fused(folder: Path, **given: Any) -> Iterator[Any]:
-    """A dense model of SiLU whose matrices have rows enough: products take norms, heads, activations over."""
+    """Yield a dense SiLU model with enough rows to fuse products with norms, heads and activations."""
     keys = {"llama.hidden_activation": "silu"}
     file = open_gguf(write_relu(folder / "silu.gguf", dialect="gguf", keys=keys, type_of=lambda name: T.Q4_0))
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +150,7 @@ def fused(folder: Path, **given: Any) -> Iterator[Any]:
 
 
 def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, set[Any]]) -> None:
-    """Numbers of a step come from files, plans and shapes: none of them may be NumPy's."""
+    """Check that numbers from files, plans and shapes are Python's: no launch gets a NumPy number."""
     ids, splits = tokens(50), [33, 43, 44, 46]
     for name, mode, predictor in (
         ("bamboo", "exact", None), ("bamboo", "predicted", None), ("opt", "predicted", "svd:32"),
@@ -165,7 +167,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
     ready, graph = prepared(top_k, "exact")
     logits_of(gpu(ready.weights, graph), ids, splits, [3])
     ready, graph = prepared(write(tmp_path, "bamboo", n_vocab=2 * LOGIT_GROUP), "exact")
-    tapped = gpu(ready.weights, graph)  # what is tapped is not fused with what follows
+    tapped = gpu(ready.weights, graph)  # tapped values are not fused with later operations
     tapped.step(batch([(ids[:3], 0, [3])], tuple(ffn.selected.name for ffn in graph.ffns)))
     weights, graph = graph_of(threshold_models.write(tmp_path, "llama"), EVERY)
     thresholded = gpu(weights, graph, input_major=[op.weight for op in thresholded_products(graph)])
@@ -185,8 +187,10 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
 def test_no_step_needs_a_kernel_that_was_not_compiled_at_load(
     tmp_path: Path, launched: dict[str, set[Any]]
 ) -> None:
-    """Of any number of tokens, with outputs for some of them, at any position, in whole and split layers,
-    with thresholds, with experts that are fetched."""
+    """Check any number of tokens, at any position, with outputs for some of them.
+
+    Layers are whole or split, with thresholds, or with fetched experts.
+    """
     n = 70
 
     def check_steps(name: str, stage: Any) -> None:
@@ -225,7 +229,7 @@ def test_no_step_needs_a_kernel_that_was_not_compiled_at_load(
 def test_kernels_are_compiled_before_steps_are_captured(
     tmp_path: Path, launched: dict[str, set[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that launch nothing, for their kernels are compiled, are not recorded; those after them are."""
+    """Check that steps that only compile are not recorded, but the steps after them are."""
     captured: list[int] = []
 
     @contextmanager
@@ -244,7 +248,7 @@ def test_kernels_are_compiled_before_steps_are_captured(
 
 
 class FakeKernel:
-    """A kernel of Triton: `warmup` compiles, an index of what it returns loads, one of itself launches."""
+    """A Triton kernel: `warmup` compiles, indexing the result loads, indexing the kernel launches."""
 
     arg_names = ("x", "n")
     params = tuple(SimpleNamespace(do_not_specialize_on_alignment=name == "n") for name in arg_names)
@@ -268,8 +272,10 @@ class FakeKernel:
 
 
 def test_kernels_are_compiled_at_the_same_time_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two compilations wait for each other; each variant is compiled once; what a launch would have filled
-    is 0; one that the CPU waits for is launched."""
+    """Check that two compilations run at once, and that each variant is compiled once.
+
+    The output of a launch that was not made is 0. A kernel that the CPU waits for is launched.
+    """
     monkeypatch.setattr(launch, "usable_cores", lambda: 2)
     meeting = threading.Barrier(2, timeout=60)
     first, second = FakeKernel("first", meeting.wait), FakeKernel("second", meeting.wait)
@@ -291,12 +297,12 @@ def test_kernels_are_compiled_at_the_same_time_and_not_launched(monkeypatch: pyt
 
 
 def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then its others, those that take longest before the rest."""
+    """Check that the other variants follow, the slowest first."""
     monkeypatch.setattr(launch, "usable_cores", lambda: 3)
     kernels = FakeKernel("one", lambda: None), FakeKernel("other", lambda: None)
     order: list[tuple[str, int]] = []
     ended: set[str] = set()
-    meeting = threading.Barrier(2, timeout=60)  # of both first variants, while a third thread is idle
+    meeting = threading.Barrier(2, timeout=60)  # both first variants, while a third thread is idle
     for kernel in kernels:
         kept = kernel.warmup
 
@@ -323,8 +329,8 @@ def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pyt
 def test_variants_are_compiled_as_triton_will_look_for_them(
     dependent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's own compiler and cache, for a device that is not here: a launch with other tensors finds what
-    was compiled for what is like them."""
+    """Use Triton's own compiler and cache for a missing device: a launch must find the compiled variant for
+    tensors that are alike."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -349,7 +355,7 @@ def test_variants_are_compiled_as_triton_will_look_for_them(
         triton_kernels.pack_bits(torch.ones(5, 32), 0.25)
         assert list(kernel.device_caches[0][0].values()) == [compiled]
         assert len(loaded) == 1
-        assert compiled.metadata.launch_pdl == dependent  # of which Triton's launcher makes an attribute
+        assert compiled.metadata.launch_pdl == dependent  # Triton's launcher turns it into an attribute
     finally:
         kernel.device_caches.clear()
 
@@ -368,7 +374,7 @@ def test_variants_are_compiled_as_triton_will_look_for_them(
 def test_a_missing_compiler_is_one_sentence(
     compiler: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the words of Triton's own function that calls the compiler."""
+    """Check the message for errors of Triton's own function that calls the compiler."""
     from triton.runtime.build import _build
 
     monkeypatch.delenv("CC", raising=False)
@@ -420,7 +426,7 @@ def test_a_refused_registration_leaves_no_error_to_the_next_launch(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_any_thread_can_let_registered_memory_go(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
-    """A model may be loaded by one thread and closed by another, and after its device has failed."""
+    """Check memory of a model that another thread closes, also after its device has failed."""
     memory, device = np.zeros(8192, np.uint8), Runtime(monkeypatch)
     driver = CudaDriver(torch.device("cuda", 0))
     driver.register(memory)
@@ -443,7 +449,7 @@ def test_memory_that_stays_registered_leaves_no_error_to_the_next_launch(
 
 @pytest.mark.parametrize("max_batch", [100, 300, 700])
 def test_every_tile_of_a_product_is_warmed_up(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
-    """On Hopper, where tiles follow from the tokens, the rows and the multiprocessors."""
+    """Check Hopper, whose tiles depend on the tokens, the rows and the multiprocessors."""
     monkeypatch.setattr(triton_kernels, "is_hopper", lambda x: True)
     monkeypatch.setattr(triton_kernels, "multiprocessors", lambda device: 132)
     half, sizes = torch.empty(0, dtype=torch.float16), torch.empty(0)
@@ -461,7 +467,7 @@ def test_every_tile_of_a_product_is_warmed_up(monkeypatch: pytest.MonkeyPatch, m
 
 
 def test_a_grid_has_room_for_any_number_of_tokens(launched: dict[str, set[Any]]) -> None:
-    """Tokens of a step, or pairs of these and experts, may be more than a grid's second side has programs."""
+    """Check tokens, or pairs of tokens and experts, that exceed the second dimension of a grid."""
     n = 70_000
     x, tokens_, by = new(n, 64), new(n, dtype=torch.int32), TokenThreshold(new(n, dtype=torch.int32), 0.1)
     m, counts = weights(T.Q4_0, 64, 64), new(N_COUNTS, dtype=torch.int64)

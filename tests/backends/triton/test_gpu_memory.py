@@ -1,4 +1,4 @@
-"""A device's memory, shown without one: pieces that hold tensors, copies on a stream, what a plan spares."""
+"""A device's memory, tested without one: pieces that hold tensors, copies on a stream, planned savings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tensors_of_an_arena_lie_apart_and_aligned(monkeypatch: pytest.MonkeyPat
         assert tensor.is_contiguous()
         assert not (tensor != i + 1).any()
         assert tensor.storage_offset() * tensor.element_size() % arenas.ALIGNMENT == 0
-    # Half a piece, a whole one, one of 5 KiB; the last found room in the first.
+    # Half a piece, a whole one, one of 5 KiB. The last tensor fitted in the first piece.
     assert arena.reserved == 4096 + 4096 + 5120
     assert made[-1].untyped_storage().data_ptr() == made[0].untyped_storage().data_ptr()
     values = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -48,7 +48,7 @@ def test_tensors_of_an_arena_lie_apart_and_aligned(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("type_", [GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.F16])
 def test_the_weights_of_a_model_take_little_more_than_their_bytes(type_: GGMLType) -> None:
-    """Of 7 billion weights: what torch's own rounding would have made a fifth of a gigabyte and more."""
+    """Plan 7 billion weights, for which torch's own rounding would waste a fifth of a gigabyte or more."""
     d, ff, n_layer = 4096, 11008, 32
     scale = {GGMLType.F16: 0}.get(type_, 2)  # bytes for 32 weights
     tensors = [
@@ -64,7 +64,7 @@ def test_the_weights_of_a_model_take_little_more_than_their_bytes(type_: GGMLTyp
 
 
 class Stream:
-    """Of a device that computes nothing until it is waited for."""
+    """A stream of a device that computes nothing until a thread waits for it."""
 
     def __init__(self, device: object = None) -> None:
         self.log: list[str] = []
@@ -88,7 +88,7 @@ def test_two_parts_are_there_at_a_time_on_one_stream_of_copies(monkeypatch: pyte
         def synchronize(self) -> None:
             log.append(f"wait {self.name}")
 
-    class Part:  # in place of a tensor
+    class Part:  # replaces a tensor
         def record_stream(self, stream: Stream) -> None:
             assert stream is compute
 
@@ -103,7 +103,7 @@ def test_two_parts_are_there_at_a_time_on_one_stream_of_copies(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     copies = CopyStream(torch.device("cuda", 0))
-    for i in range(4):  # across layers: the same stream, and the same two parts
+    for i in range(4):  # across layers: the same stream and the same two buffers
 
         def make(i: int = i) -> dict[str, Any]:
             log.append(f"copy {i}")

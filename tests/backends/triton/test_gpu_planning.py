@@ -1,4 +1,4 @@
-"""Planned bytes against what a device really holds, and rates of a machine."""
+"""Planned bytes compared with a device's real use, and rates of a machine."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_device_never_holds_more_than_was_planned(
 
 
 def test_the_logits_of_a_large_vocabulary_are_planned_for(tmp_path: Path) -> None:
-    """Of as many rows as a device holds at a time, in a step of that many tokens or more."""
+    """Check the logits of OUTPUT_ROWS rows, in steps of as many tokens or more."""
     planned = {}
     for n_vocab in (96, 20_096):
         with open_gguf(write_llama(tmp_path / f"{n_vocab}.gguf", n_vocab=n_vocab)) as gguf:
@@ -142,7 +142,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 1
-    measuring.measure("xpu", n_threads=2, path=path)  # another number of threads is another machine
+    measuring.measure("xpu", n_threads=2, path=path)  # another number of threads counts as another machine
     measuring.measure("xpu", n_threads=1, path=path, anew=True)
     assert len(calls) == 3
     assert len(json.loads(path.read_text())) == 2
@@ -150,7 +150,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 4
     kept = json.loads(path.read_text())
-    for one in kept.values():  # of a version that knew no link
+    for one in kept.values():  # from a version that did not measure links
         del one["link"]
     path.write_text(json.dumps(kept))
     assert measuring.measure("xpu", n_threads=1, path=path) == known
@@ -228,16 +228,17 @@ def test_a_device_is_measured_with_a_quarter_of_its_memory(
 
 
 class Matrix:
-    """Of a simulated device."""
+    """A matrix of a simulated device."""
 
     def __init__(self, data: object, type_: object, n_rows: int, *_: object) -> None:
         self.n_rows = n_rows
 
 
 class SimulatedDevice:
-    """A device with a clock: a launch by the host, or a replay, takes it 10 µs, and each kernel
-    the device 1 µs; the first one, of a
-    kernel that is not compiled, a second, and not in a capture."""
+    """A device with a clock. A launch or a replay takes the host 10 µs, each kernel takes the device 1 µs.
+
+    The first launch of a kernel that is not compiled takes a second, but not in a capture.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.queued, self.compiled, self.n_emptied = 0.0, 0.0, set[int](), 0
@@ -299,7 +300,7 @@ def test_launches_are_timed_in_a_captured_graph_where_there_are_any(
 def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
     monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], int]
 ) -> None:
-    """The bytes that rates are counted in are those that the operation reads."""
+    """Check that the bytes behind the measured rates are the bytes that the operation reads."""
     pytest.importorskip("hotset._core", reason="the native module is not built")
     made: list[CpuBackend] = []
 
@@ -310,7 +311,7 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
 
         def close(self) -> None:
             if self is made[0]:
-                assert threads(2) == 2  # one thread pool: two would get in each other's way
+                assert threads(2) == 2  # one thread pool: two would disturb each other
                 found.extend(backend.stats() for backend in made)
             super().close()
 
@@ -321,7 +322,7 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
     monkeypatch.setattr(machine, "N_LAYER", 2)
     measuring.estimate(CARDS[0], n_threads=3)
     (stats,) = (one for one in found if one is not None and one.gate_rows.max() < 8192)
-    assert stats.gate_rows.shape == (2,)  # as many layers as are counted
+    assert stats.gate_rows.shape == (2,)  # one for each counted layer
     assert np.allclose(stats.gate_rows / 8192, 0.1, atol=0.02)
     assert (stats.down_rows == stats.gate_rows).all()
     assert threads(0) == 0

@@ -1,7 +1,7 @@
 """The PTX of every Triton kernel, executed by tests/support/ptx (docs/contributing/internals/gpu.md).
 
-Here a part of the kernels' tests runs so, in a process of its own, compiled for sm_80; `make test-ptx` runs
-all of them, for sm_90 too. What the interpreter itself finds is shown on kernels of a few lines.
+Some of the kernels' tests run here, in their own process, compiled for sm_80. `make test-ptx` runs all of
+them, also for sm_90. Kernels of a few lines show which faults the interpreter finds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_every_kernel_can_be_launched_before_the_one_before_it_is_over() -> None
     run_kernels(*PART, HOTSET_TEST_DEVICE="ptx", HOTSET_PTX_ARCH="90", HOTSET_DEPENDENT_LAUNCH="1")
 
 
-# ---- what is found
+# ---- faults that are found
 
 KERNEL = """
 .visible .entry kernel(.param .u64 .ptr .global .align 1 kernel_param_0)
@@ -122,7 +122,7 @@ OVER, DONE = "bar.sync 0; @%p1 st.shared.b32 [%r3], %r1;", "wgmma.wait_group.syn
 
 
 def test_four_warps_multiply() -> None:
-    """Column j of B has, of its 8 numbers, four in each of two core matrices of 8 rows of 16 bytes."""
+    """Check column j of B, whose 8 numbers are split over two core matrices of 8 rows of 16 bytes."""
     data = np.zeros(128, np.float32)
     execute(f"{PRODUCT} {DONE} st.global.b32 [%rd3], %f2;", data, n_threads=128)
     columns = np.arange(64).reshape(2, 8, 4).sum(axis=(0, 2))
@@ -171,7 +171,7 @@ def test_a_dependent_launch_waits_for_the_one_before(body: str, found: str) -> N
 
 
 def test_threads_that_went_different_ways_meet_again() -> None:
-    """At a block of code that stands before that which some of them come from."""
+    """Check threads that meet at a block of code that precedes the branch target of some of them."""
     body = """
         mov.u32 %r5, 0; setp.lt.u32 %p1, %r1, 5; @%p1 bra $FAR;
         $MEET: shfl.sync.bfly.b32 %r6, %r5, 1, 31, -1; st.global.b32 [%rd3], %r6; ret;
@@ -187,7 +187,7 @@ def test_a_fused_product_and_sum_is_rounded_once() -> None:
     a, b = (rng.standard_normal(4000).astype(np.float32) for _ in range(2))
     with np.errstate(over="ignore"):
         c = (-(a * b) * rng.choice([1, 2.0**-24, 2.0**-25, 1e20, 2.0**30], 4000)).astype(np.float32)
-    a[:2], b[:2], c[:2] = 1 + 2.0**-12, 1 + 2.0**-12, [2.0**-60, -(2.0**-60)]  # beside a tie
+    a[:2], b[:2], c[:2] = 1 + 2.0**-12, 1 + 2.0**-12, [2.0**-60, -(2.0**-60)]  # close to a tie
     found = arithmetic.fused(a, b, c)
     for x, y, z, one in zip(a, b, c, found, strict=True):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))

@@ -1,4 +1,4 @@
-"""Small values that are cut on a device, with CPU tensors in the GPU's place."""
+"""Activation thresholds on a device, with CPU tensors in place of the GPU's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str, inpu
 
 @pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0, T.Q4_1, T.Q4_K, T.Q6_K], ids=lambda t: t.name)
 def test_every_type_by_channel(tmp_path: Path, type_: T) -> None:
-    """Of Q6_K nothing is, and it is computed by row."""
+    """Check all types; Q6_K has no input-major layout, and is computed by rows."""
     gguf, expected = clearly(tmp_path, EVERY, "llama", type_, **(K_SIZES if type_.name.endswith("K") else {}))
     weights, graph = graph_of(gguf, EVERY)
     names = [] if type_ == T.Q6_K else [op.weight for op in thresholded_products(graph)]
@@ -84,11 +84,11 @@ def test_every_type_by_channel(tmp_path: Path, type_: T) -> None:
     assert stats is not None
     assert stats.left_out is not None
     assert (stats.left_out > 0).all() == (type_ != T.Q6_K)
-    backend.step(batch([(IDS[:1], 0, [1])]))  # not thresholded
+    backend.step(batch([(IDS[:1], 0, [1])]))  # without thresholds
     rest = backend.stats()
     assert rest is not None
     assert rest.left_out is not None
-    assert rest.left_out.sum() <= 0.05 * stats.left_out.sum()  # an embedding has zeros of its own
+    assert rest.left_out.sum() <= 0.05 * stats.left_out.sum()  # an embedding has some zeros
 
 
 def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def close_to(backend: ChainBackend, expected: np.ndarray, splits: Sequence[int])
     ),
 )  # fmt: skip
 def test_hot_and_cold_are_cut_alike(tmp_path: Path, architecture: str, case: str, share: float) -> None:
-    """Of neurons that can be shared: a llama with ReLU."""
+    """Check neurons split between CPU and device; the llama has ReLU so that it can be split."""
     options: dict[str, Any] = {"keys": {"llama.hidden_activation": "relu"}} if architecture == "llama" else {}
     gguf, expected = clearly(tmp_path, CASES[case], architecture, dialect="powerinfer", **options)
     layers = tuple(LayerPlacement(0, hot_neurons(share, 288, i)) for i in range(2))
@@ -185,7 +185,7 @@ def test_experts_are_cut_alike_wherever_they_are(tmp_path: Path, kind: str, type
 
 
 def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    """All neurons cold, of tokens that are cut and tokens that are not, in any step."""
+    """Check cold neurons for tokens with and without thresholds, in any step."""
     gguf = write(tmp_path, "bamboo", T.Q4_0, dialect="powerinfer")
     layer_thresholds = replace(EVERY, ffn_in=0.0)
     weights, graph = graph_of(gguf, layer_thresholds, "exact")
@@ -216,7 +216,7 @@ def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
 def planned(
     gguf: GGUFFile, thresholds: Thresholds, channels: float = 0.8e9, **options: Any
 ) -> dict[str, bool]:
-    """Of each matrix that gains: whether it is input-major, else by neuron."""
+    """Return whether each matrix that gains is input-major; the others are neuron-major."""
     _, graph = graph_of(gguf, thresholds.layers[0], thresholds.mode)
     rates = dict.fromkeys(T, ChannelRates(1e9, channels))
     gains = plan_device_channels(graph, gguf.tensors, thresholds, {0: rates, 1: rates}, **options)
@@ -310,6 +310,6 @@ def test_a_model_with_thresholds_on_a_device(
         assert memory.used <= memory.planned.total
     with hotset.load(gguf.path, device="simulated", vram_budget=1.0, **settings) as model:
         with hotset.load(gguf.path, device="cpu", **settings | {"sparsity": "dense"}) as plain:
-            assert_close(model.logits(IDS), plain.logits(IDS), 1e-3)  # a prompt is not cut
+            assert_close(model.logits(IDS), plain.logits(IDS), 1e-3)  # prompts have no thresholds
         with model.thread.exclusive() as engine:
             assert np.abs(scores(engine, IDS, as_answer=True) - model.logits(IDS)).max() > 1e-2

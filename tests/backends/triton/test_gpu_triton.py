@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, in a process of its own: see interpreted_gpu_kernels.py."""
+"""The Triton kernels in Triton's interpreter, in their own process: see interpreted_gpu_kernels.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from kernel_runs import FILE, PART, run_kernels
 
-GROUPS = {  # few: a process needs three seconds to start
+GROUPS = {  # few groups: a process takes three seconds to start
     "linear": "linear and not expert",  # with an activation and to bits, too
     "ffn and norms": "not linear and not attention and not expert",
     "experts and attention": "expert or attention",
 }
-# Without a device its branch is taken all the same: what moves there and back, and what is skipped there.
+# Take a device's branches without a device: copies there and back, and operations that it skips.
 AS_ON_A_DEVICE = "neighbours or fetched or triton_computes or expert_rows or chosen or fired"
 
 

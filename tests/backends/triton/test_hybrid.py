@@ -1,4 +1,4 @@
-"""The hybrid engine with CPU tensors in the GPU's place: the CPU engine's logits, however it is divided."""
+"""The hybrid engine, with CPU tensors in place of the GPU's: the CPU engine's logits for any split."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.cost import KVType  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
-# Of quantised weights the CPU rounds activations to int8, with a step of 1/127 of the largest of 32, and the
-# device does not: each product is off by about 1%.
+# With quantised weights the CPU rounds activations to int8, in steps of 1/127 of the largest of 32. The
+# device does not, so each product differs by about 1%.
 QUANTIZED_TOLERANCE = 0.05
 
 ONE_BY_ONE = [*range(20, 30)]
@@ -64,7 +64,7 @@ def assert_same_logits(
     expected = logits_of(cpu, ids, ONE_BY_ONE, [2])
     found = within(120, lambda: logits_of(hybrid, ids, ONE_BY_ONE, [2]))
     assert relative_error(found, expected) < tolerance
-    # Several sequences: one that goes on, one that begins.
+    # Several sequences: one continues, one begins.
     more = batch([(tokens(1, 7), 30, [2]), (tokens(3, 8), 0, [5])])
     expected = cpu.step(more).logits.copy()
     assert relative_error(within(120, lambda: hybrid.step(more)).logits, expected) < tolerance
@@ -105,8 +105,8 @@ def test_quantised_weights(tmp_path: Path, type_: T, dialect: Any) -> None:
     cpu, hybrid = both(gguf, "exact", split(0.3))
     assert_same_logits(cpu, hybrid, tolerance)
     if dialect == "powerinfer":
-        # The CPU engine's predictor reads int8, which moves neurons over the threshold: both predict on a
-        # device here. The second layer's still sees what the first one's cold neurons are off by.
+        # The CPU engine's predictor reads int8, which moves neurons across the threshold, so both predict on
+        # a device here. The second layer's predictor still sees the error of the first layer's cold neurons.
         _, device = both(gguf, "predicted", split(1.0))
         assert_same_logits(device, both(gguf, "predicted", split(0.3))[1], 2 * tolerance)
 
@@ -120,7 +120,7 @@ def test_prompts_stream_and_decoding_shares(tmp_path: Path) -> None:
     assert not hybrid.cpu_worker_seconds().any()
     hybrid.step(batch([(ids[:1], 9, [0])]))
     assert hybrid.cpu_worker_seconds().all()
-    hybrid.step(batch([(ids, 0, [1])]))  # streams again: the step before does not count
+    hybrid.step(batch([(ids, 0, [1])]))  # streams again; the earlier step does not count
     assert not hybrid.cpu_worker_seconds().any()
     assert not hybrid.stats().active_on_cpu.any()  # type: ignore[union-attr]
     found, expected = hybrid.stats(), cpu.step(batch([(ids, 0, [1])])) and cpu.stats()
@@ -264,7 +264,7 @@ def _fall_off() -> None:
 
 
 class Failing(Kernels):
-    """Kernels that fail, or do something else, when `countdown` calls of those named have been made."""
+    """Kernels that fail, or do something else, after `countdown` calls of the named kernels."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -299,7 +299,7 @@ def test_a_device_that_fails_anywhere(tmp_path: Path, owners: list[int]) -> None
         kernels.countdown = -1
         found = within(120, lambda: hybrid.step(batch([(ids, 0, [0])]))).logits
         assert relative_error(found, expected) < TOLERANCE
-    assert 5 < failures < 39  # each call of a step, and none once the step has fewer
+    assert 5 < failures < 39  # one for each call of a step, and no more
     within(120, hybrid.close)
 
 
@@ -325,13 +325,13 @@ def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBack
 @pytest.mark.parametrize(
     ("devices", "owners", "options", "message"),
     [
-        # The CPU's own layers have their threads when the device refuses its part.
+        # The CPU's own layers have started their threads when the device refuses its part.
         (("simulated",), [CPU, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
-        # The service has its threads when the stage that it is for cannot be built.
+        # The CPU worker has started its threads when its stage cannot be built.
         (("simulated",), [0, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
-        # A whole device, with its service, when the next one is not there.
+        # A whole device and its CPU worker exist when the next device is missing.
         (("simulated", "cuda:0"), [CPU, 0, 1], {}, "cuda"),
-        # The service itself, its threads running, when its way to the device is not there.
+        # The CPU worker itself is running when its link to the device is missing.
         (("simulated",), [0, 0, 0], {"synchronisation": "memops"}, "memops"),
     ],
     ids=["stage", "service", "next", "synchronisation"],
@@ -344,17 +344,17 @@ def test_what_cannot_be_built_leaves_nothing_behind(
     options: dict[str, Any],
     message: str,
 ) -> None:
-    gguf = write(tmp_path, "llama", ranks=(32, 64, 32), n_head=2)  # heads that a q8_0 cache fits
+    gguf = write(tmp_path, "llama", ranks=(32, 64, 32), n_head=2)  # heads that fit a q8_0 cache
     placement = split(0.3, devices=owners)
     with pytest.raises((UnsupportedModelError, DeviceError), match=message) as refused:
         hybrid_of(gguf, Placement(devices, placement.layers, placement.output_device), **options)
-    assert threads(0) == 0, refused  # the exception still has the frames, and they what they built
+    assert threads(0) == 0, refused  # the exception's frames still hold the built objects
 
 
 def test_closing_ends_every_thread(tmp_path: Path, threads: Callable[[int], int]) -> None:
     gguf = write(tmp_path, "llama", ranks=(32, 64, 32))
     hybrid = hybrid_of(gguf, split(0.3, devices=[CPU, 0, 1]))
-    assert threads(6) == 2 + 2 * 2  # of the one thread pool two beside this one; of each service two more
+    assert threads(6) == 2 + 2 * 2  # two of the thread pool next to this one, and two per CPU worker
     within(120, lambda: hybrid.step(batch([(tokens(3), 0, [0])])))
     hybrid.close()
     assert threads(0) == 0
@@ -386,7 +386,7 @@ def test_each_layer_is_asked_for_and_collected_once(
 @pytest.mark.slow
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
-    """300 steps of random batches: none hangs, and equal steps give equal bits."""
+    """Run 300 steps of random batches: none hangs, and equal steps give equal bits."""
     gguf = write(tmp_path, "bamboo")
     _, hybrid = both(gguf, "predicted", split(0.3, devices=[0, 1]), n_threads=n_threads)
     rng = np.random.default_rng(n_threads)

@@ -1,5 +1,5 @@
-"""A device beside a budget of this machine's memory: what the CPU computes comes through a store, what the
-device has is not kept here, and the bits are those of the engine without a budget."""
+"""A device under a RAM budget. The CPU's weights come through a store, the device's weights are not kept in
+memory, and the bits are those without a budget."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GIB = 2**30
 
 
 def described(gguf: GGUFFile, mode: str) -> tuple[Graph, Overlay]:
-    """mode: "": of an MoE model."""
+    """Return the graph and the weights of a model. mode: "" for an MoE model."""
     if mode:
         ready, graph = prepared(gguf, mode)
         return graph, ready.weights
@@ -61,8 +61,7 @@ def described(gguf: GGUFFile, mode: str) -> tuple[Graph, Overlay]:
 def chains(
     gguf: GGUFFile, mode: str, placement: Placement, shares: Sequence[float], **options: Any
 ) -> Iterator[tuple[ChainBackend, StoredWeights | None]]:
-    """The engine without a budget, and with the least that works and a share of what it has a use for beyond
-    it."""
+    """Yield the engine without a budget, then with the least budget plus each share of its useful rest."""
     graph, files = described(gguf, mode)
     given: dict[str, Any] = {
         "n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "sparse": mode != "dense", **options,
@@ -107,8 +106,10 @@ def assert_same_bits(found: Iterator[tuple[ChainBackend, StoredWeights | None]])
     ),
 )  # fmt: skip
 def test_cold_neurons_come_through_the_store(tmp_path: Path, model: str, dialect: Any, type_: T) -> None:
-    """With and without a gate, a predictor, and a neuron-major down projection; decoding, and a prompt whose
-    cold rows stream to the device."""
+    """Check models with and without a gate, a predictor, and a neuron-major down projection.
+
+    They decode, and run a prompt whose cold rows stream to the device.
+    """
     gguf = write(tmp_path, model, type_, dialect=dialect)
     for mode in ("exact", "predicted") if dialect == "powerinfer" else ("exact",):
         least, some, all_ = assert_same_bits(chains(gguf, mode, split(0.3), [0.0, 0.5, 1.0], stream_from=16))
@@ -127,8 +128,7 @@ def test_cold_neurons_come_through_the_store(tmp_path: Path, model: str, dialect
     ids=str,
 )
 def test_layers_of_the_cpu_stay_or_stream(tmp_path: Path, owners: list[int], mode: str) -> None:
-    """In any order of places, beside layers that are split; what does not fit of the CPU's own layers is read
-    anew in each step."""
+    """Check CPU layers at any place next to split layers. Those that do not fit are read in each step."""
     gguf = write(tmp_path, "bamboo", T.Q8_0, ranks=(32, 64, 32))
     least, _, all_ = assert_same_bits(chains(gguf, mode, split(0.4, devices=owners), [0.0, 0.3, 1.0]))
     assert CPU in owners or least.counts().bytes_streamed == 0
@@ -150,7 +150,7 @@ def test_what_a_device_has_is_not_in_memory(tmp_path: Path) -> None:
     part = host_part(placement, graph)
     sizes = sizes_of(part.graph, ready.weights.tensors, Use(sparse=True, helped=part.helped))
     n_cold = sum(int((~hot_neurons(0.3, N_FF, i)).sum()) for i in range(2))
-    rows = 3 * 64 * 34 // 32  # of a neuron, 64 wide
+    rows = 3 * 64 * 34 // 32  # bytes of a neuron that is 64 wide
     assert n_cold * rows <= sizes.most <= n_cold * (rows + 3 * 64)
     vectors = 4 * 64 * 4
     embedding = ready.weights.tensors["token_embd.weight"].nbytes
@@ -178,7 +178,7 @@ def test_a_model_that_is_wholly_on_a_device_leaves_its_embedding(tmp_path: Path)
 
 @pytest.mark.parametrize("n", [1, 30])
 def test_a_read_that_fails_ends_its_step_alone(tmp_path: Path, n: int) -> None:
-    """Of the embedding, in the service, and where rows stream to the device."""
+    """Check failed reads of the embedding, in the CPU worker, and of rows that stream to the device."""
     gguf = write(tmp_path, "bamboo", T.Q8_0)
     (plain, _), (backend, weights) = chains(gguf, "exact", split(0.3), [0.0], stream_from=16)
     assert weights is not None
@@ -201,7 +201,7 @@ def test_a_read_that_fails_ends_its_step_alone(tmp_path: Path, n: int) -> None:
 
 @pytest.mark.parametrize("form", quick_are(("shared",), ["shared", "biased neuron-major", "one by one"]))
 def test_experts_come_through_the_store(tmp_path: Path, form: str) -> None:
-    """Those of the CPU; and those of a device's cache, from the file where they are not in memory."""
+    """Check the CPU's experts, and experts of a device's cache that are read from the file if necessary."""
     gguf = write_experts(tmp_path, **FORMS.get(form, {"one_by_one": True}))
     for n_slots in (0, 5):
         least, all_ = assert_same_bits(chains(gguf, "", whole([0, 0]), [0.0, 1.0], expert_slots=n_slots))
@@ -236,12 +236,12 @@ def test_an_expert_that_cannot_be_read_ends_its_step_alone(tmp_path: Path) -> No
     assert backend.expert_counts().hits > 0
 
 
-# ---- from the name to the answer
+# ---- from the model's name to the answer
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with predictors and what was published of its neurons; the program is no part of its budget."""
+    """Return a file with predictors and published activations. The budget excludes the program itself."""
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "_PROGRAM", 0)
@@ -253,7 +253,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def beside(path: Path, what: str, **more: Any) -> dict[str, Any]:
-    """Settings with a device that has whole layers, or some of the neurons of all."""
+    """Return settings with a device that has whole layers, or some neurons of all layers."""
     settings = {
         "device": "simulated",
         "vram_budget": 1.0,
@@ -287,8 +287,8 @@ def least_of(path: Path, settings: dict[str, Any]) -> int:
     ],
 )
 def test_the_same_answer_with_any_budget_of_memory(model: Path, what: str, sparsity: str) -> None:
-    """With whole layers on the CPU, and with layers that are split; of a short prompt and of one whose cold
-    rows stream."""
+    """Compare whole layers on the CPU, and split layers: with a short prompt, and with one whose cold rows
+    stream."""
     settings = beside(model, what, sparsity=sparsity)
     prompts = [list(range(3, 12)), [3 + i % 40 for i in range(90)]]
 
@@ -319,7 +319,7 @@ def test_the_same_answer_with_any_budget_of_memory(model: Path, what: str, spars
 
 
 def held_within_its_plan(loaded: hotset.Model) -> None:
-    """What is allocated, beside what was planned for it."""
+    """Check that the allocated memory is within the plan."""
     planned, weights = loaded.ram, loaded.stored
     assert planned is not None
     assert weights is not None
@@ -364,7 +364,7 @@ def test_a_device_does_not_hinder_that_a_large_file_is_read_by_itself(
 
 
 def test_a_context_that_nobody_asked_for_makes_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of layers of the CPU its keys and values are in the budget."""
+    """Check that a default context counts the keys and values of CPU layers in the budget."""
     monkeypatch.setattr("hotset.loader.build.SMALLEST_DEFAULT_N_CTX", 64)
     settings = beside(model, "layers")
     shortest = least_of(model, settings | {"n_ctx": 64})

@@ -1,5 +1,5 @@
-"""Workgroup shapes of Vulkan devices: measured once, kept, bounded, and turned off. What is measured, and the
-clock, are made up: no device is needed."""
+"""Autotuning of workgroup shapes for Vulkan devices: measured once, stored, limited in time, and turned off.
+Measurements and the clock are fake, so no device is needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WISHED = ProductShapes(
 
 
 class Made:
-    """Seconds of steps, made up: WISHED is faster in each of its fields. clock: 0.1 later with each step."""
+    """Fake seconds of steps: each field of WISHED is faster. clock: advances 0.1 with each step."""
 
     def __init__(self, wished: ProductShapes = WISHED, gain: float = 0.5) -> None:
         self.wished, self.gain, self.now = wished, gain, 0.0
@@ -68,7 +68,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_fastest_is_kept(kept: Path) -> None:
-    """Every candidate is measured; the next load measures nothing, and another type of weights alone."""
+    """Measure every candidate once. The next load measures nothing, or only another type of weights."""
     first = Made()
     assert first.tuned(kept).of(Q4) == WISHED
     assert len(first.steps) == sum(map(len, CANDIDATES.values()))
@@ -107,13 +107,13 @@ def test_what_is_damaged_is_measured_anew(kept: Path, damaged: Any) -> None:
 
 
 def test_noise_changes_nothing(kept: Path) -> None:
-    """What is hardly faster than the default does not replace it."""
+    """Check that a candidate hardly faster than the default does not replace it."""
     assert Made(gain=0.99).tuned(kept).of(Q4) == ProductShapes()
 
 
 def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time is that of all types of a load. What it leaves keeps its default; a type that was begun is not
-    measured again, the next one is."""
+    """Check the time limit for all types of a load. Unmeasured fields keep their defaults. A type that was
+    begun is not measured again, but the next one is."""
     monkeypatch.setattr(autotune, "_SECONDS", 1.05)
     made = Made()
     shapes = made.tuned(kept, Q4, Q6)
@@ -126,7 +126,7 @@ def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_it_is_turned_off(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is measured then, and what was is not used."""
+    """Check that nothing is measured then, and that earlier measurements are not used."""
     Made().tuned(kept)
     monkeypatch.setenv("HOTSET_AUTOTUNE", "0")
     made = Made()
@@ -145,7 +145,7 @@ def test_software_drivers_are_not_tuned(kept: Path) -> None:
 
 
 def test_no_memory_to_measure_in(kept: Path) -> None:
-    """The defaults are taken, and the next load tries again."""
+    """Check that the defaults are used, and that the next load tries again."""
 
     class Full(Made):
         @contextlib.contextmanager
@@ -161,7 +161,7 @@ def test_no_memory_to_measure_in(kept: Path) -> None:
 
 
 def test_defaults() -> None:
-    """By vendor and subgroups; all are candidates, and these are shapes that the kernel has."""
+    """Check the defaults by vendor and subgroup: all are candidates, and the kernel supports the shapes."""
     for vendor, subgroup in ((AMD, 64), (AMD, 32), (INTEL, 8), (INTEL, 32), (NVIDIA, 32), (0x10005, 8)):
         default = default_shapes(replace(CARD, vendor=vendor, subgroup=subgroup))
         is_known = vendor == INTEL or subgroup == 64
@@ -170,17 +170,17 @@ def test_defaults() -> None:
             assert getattr(default, name) in candidates
         if subgroup == 64:
             assert default.one.rows * default.one.lanes == subgroup
-    for rows, lanes in CANDIDATES["one"]:  # what rounded_few.comp needs
+    for rows, lanes in CANDIDATES["one"]:  # limits of rounded_few.comp
         assert 32 % rows == 0
         assert lanes in (8, 16)
-        assert rows * lanes <= 256  # of every device that is not refused
+        assert rows * lanes <= 256  # the least that hotset requires of a device
     shapes = ProductShapes(*CANDIDATES["one"][:4])
     places = [(1, 100), (1, 16384), (4, 100), (4, 16384)]
     assert [shapes.of(*place) for place in places] == list(CANDIDATES["one"][:4])
 
 
 def test_types_of_products() -> None:
-    """Of quantised matrices, those with most bytes first."""
+    """Check that the types of quantised matrices are sorted by bytes, most first."""
     graph, tensors = Graph(), {}
     x = graph.add(Embed(graph.value("x", 256), "embedding"))
     for i, type_ in enumerate((Q8, GGMLType.F16, Q4, Q4, Q4)):

@@ -1,4 +1,4 @@
-"""The SPIR-V that is committed is that of the shaders beside it."""
+"""The committed SPIR-V: it is compiled from the shaders next to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paths import ROOT
 from hotset.backends.vulkan import kernels
 
 SHADERS = ROOT / "csrc/vulkan/shaders"
-OP_EXT_INST, OP_DECORATE, OP_FADD, OP_FSUB = 12, 71, 129, 131  # of the SPIR-V specification
+OP_EXT_INST, OP_DECORATE, OP_FADD, OP_FSUB = 12, 71, 129, 131  # from the SPIR-V specification
 NO_CONTRACTION, FMA = 42, 50  # a decoration; an instruction of GLSL.std.450
 
 
@@ -48,8 +48,11 @@ def test_the_same_compiler_makes_the_same_bytes(compiling: ModuleType) -> None:
 
 
 def test_no_shader_lets_products_and_sums_be_fused(compiling: ModuleType) -> None:
-    """A driver may fuse a product with a sum, and order sums anew, where they are not said to be exact. An
-    fma() that is said to be exact is the same operation in all kernels of a device."""
+    """Check that floating-point operations are marked exact.
+
+    Otherwise a driver may fuse a product with a sum, and reorder sums. An exact fma() is the same operation
+    in all kernels of a device.
+    """
     n_sums, with_fma = 0, set()
     for path in sorted(compiling.OUT.glob("*.spv")):
         words = np.frombuffer(path.read_bytes(), "<u4")
@@ -72,11 +75,11 @@ def test_no_shader_lets_products_and_sums_be_fused(compiling: ModuleType) -> Non
 
 
 def test_what_a_kernel_takes_is_what_its_shader_has() -> None:
-    """Buffers and push constants: a mistake would be read as other numbers."""
+    """Compare buffers and push constants: after a mistake, a kernel would read other numbers."""
     for name, shape in kernels.KERNELS.items():
         text = (SHADERS / f"{name}.comp").read_text()
         names = re.findall(r'#include "(.+)"', text)
-        for included in names:  # it grows
+        for included in names:  # the list grows in the loop
             text += (part := (SHADERS / included).read_text())
             names += re.findall(r'#include "(.+)"', part)
         bindings = {int(n) for n in re.findall(r"binding = (\d+)\)", text)}

@@ -1,4 +1,4 @@
-"""Architectures on a Vulkan device against transformers, prompts among decoding; operations by themselves."""
+"""Architectures on a Vulkan device compared with transformers, and single operations with the reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["recipe", "validated"]  # fixtures
 QUICK = ("gemma2-caps", "gpt-oss")  # soft caps; sinks, experts with biases, windows
 REFUSED = tuple(name for name in RECIPES if name.startswith("deepseek4"))
 ALL = quick_are(QUICK, [name for name in RECIPES if name not in REFUSED])
-# Operations that test_vulkan_operations.py has not: keys of latent vectors and delta nets, state
+# Operations missing from test_vulkan_operations.py: keys of latent vectors and delta nets, state
 # spaces, two-sided windows, streams, scales of experts, channels, attention of RWKV 6 and 7.
 NEW = (
     "kimi-linear", "falcon-h1", "gemma-embedding-pattern", "gemma3n-widths", "gemma4-one-expert", "mamba",

@@ -50,13 +50,13 @@ def gguf(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_bits_depend_on_nothing_else(gguf: GGUFFile, kv_type: Any) -> None:
-    """Splits of a prompt, neighbours in a batch, pages, a second device, copies instead of mapped memory."""
+    """Check splits of a prompt, neighbours, KV blocks, a second device, copies instead of mapped memory."""
     ids, others = tokens(70), tokens(40, seed=1)
     backend = vulkan(gguf, kv_type=kv_type)
     expected = logits_of(backend, ids, [], [3, 1])
     reference = ReferenceBackend(gguf, stage_of(backend).graph, n_pages=8, kv_type=kv_type)
     close = np.abs(expected - logits_of(reference, ids, [], [3, 1])).max() / np.abs(expected).max()
-    assert close < 3e-2  # its inputs of products are not rounded to eight bits
+    assert close < 3e-2  # the reference does not round inputs of products to eight bits
     for splits in ([64], [1, 2, 40, 66, 69]):
         assert np.array_equal(logits_of(backend, ids, splits, [0, 2]), expected)
     mixed = [
@@ -72,7 +72,7 @@ def test_bits_depend_on_nothing_else(gguf: GGUFFile, kv_type: Any) -> None:
 def test_chosen_outputs_and_taps(gguf: GGUFFile) -> None:
     backend, ids = vulkan(gguf, max_batch=80), tokens(75)
     whole = backend.step(batch([(ids, 0, [0, 1])]))
-    logits = whole.logits.copy()  # more rows than are computed at a time
+    logits = whole.logits.copy()  # more rows than the device computes at once
     names = "blk.1.ffn_norm", stage_of(backend).graph.ops[-2].out.name
     some = backend.step(batch([(ids, 0, [2, 3])], names))
     assert np.array_equal(some.logits, logits)
@@ -88,9 +88,9 @@ def test_chosen_outputs_and_taps(gguf: GGUFFile) -> None:
 @pytest.mark.parametrize(("width", "n"), [(129, 3), (1024, 1), (1030, 64), (70_000, 2)])
 @pytest.mark.parametrize("staged", [False, True])
 def test_the_largest_of_each_row(width: int, n: int, staged: bool) -> None:
-    """Equal ones by their place, zeros of both signs equal, what is no number before all."""
+    """Check ties, which are sorted by place, zeros of both signs, which tie, and NaN, which comes first."""
     draw = np.random.default_rng(width)
-    rows = np.full((n, width + 3), 99, np.float32)  # with spare numbers behind each
+    rows = np.full((n, width + 3), 99, np.float32)  # with spare numbers after each row
     rows[:, :width] = np.round(draw.standard_normal((n, width)) * 30).astype(np.float32)
     rows[0, :width] *= np.where(draw.random(width) < 0.5, np.float32(0), np.float32(-0.0))
     rows[-1, 5:99] = -np.inf
@@ -114,7 +114,7 @@ def test_the_largest_of_each_row(width: int, n: int, staged: bool) -> None:
 
 
 def test_candidates_are_the_largest_logits(tmp_path: Path) -> None:
-    """Of more rows than are computed at a time, and of none; not of a vocabulary that is hardly larger."""
+    """Check more rows than are computed at once, no rows, and a vocabulary that is hardly larger."""
     path, ids = write_llama(tmp_path / "m.gguf", n_vocab=1500), tokens(75)
     with open_gguf(path) as gguf:
         backend = vulkan(gguf, max_batch=80)
@@ -141,7 +141,7 @@ def test_few_logits_are_all_handed_out(gguf: GGUFFile) -> None:
 
 @pytest.mark.parametrize("type_", quick_are((GGMLType.F16,), (GGMLType.F32, GGMLType.F16, GGMLType.BF16)))
 def test_adapters_beside_others(gguf: GGUFFile, type_: GGMLType) -> None:
-    """What they add is the reference's; it changes no bit of who has others, and goes with them."""
+    """Compare the adapters' part with the reference; it changes no bit of sequences with other adapters."""
     backend, ids = vulkan(gguf), tokens(40)
     plain = logits_of(backend, ids, [], [6])
     tensors = stage_of(backend).weights.tensors
@@ -170,7 +170,7 @@ def test_adapters_beside_others(gguf: GGUFFile, type_: GGMLType) -> None:
 
 
 def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
-    """Those before are on the device again, whatever has been uploaded of the others."""
+    """Check that the earlier adapters are on the device again, however much of the others was uploaded."""
     first = vulkan(gguf)
     graph, device = stage_of(first).graph, stage_of(first)._device
     one, other = (random_adapter(graph, gguf.tensors, rank=rank, seed=rank) for rank in (4, 256))
@@ -191,7 +191,7 @@ def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
 
 @pytest.mark.parametrize("n_layers", [0, 1])
 def test_layers_shared_with_the_cpu(gguf: GGUFFile, n_layers: int) -> None:
-    """The first layers on the CPU: the bits are the same."""
+    """Check that the bits are the same with the first layers on the CPU."""
     ids = tokens(30)
     expected = logits_of(vulkan(gguf), ids, [], [3, 1])
     shared = vulkan(gguf, n_layers=n_layers, n_threads=1)
@@ -208,7 +208,7 @@ def test_a_budget_holds_and_memory_is_freed(gguf: GGUFFile) -> None:
     logits_of(backend, tokens(70), [1, 9], [3, 1])
     device, held = stage._device, stage._device.allocated
     assert held == sum(backend.device_bytes()[0].values())
-    gc.disable()  # a server looks for no cycles among what it has loaded
+    gc.disable()  # a server does not collect the cycles of its loaded objects
     try:
         give(backend, [random_adapter(stage.graph, gguf.tensors)])
         give(backend, [])
@@ -274,7 +274,7 @@ def test_devices_by_name() -> None:
 
 
 def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:
-    """What it is trusted for: a dispatch that does not say what it writes is an error."""
+    """Check that the layer reports a dispatch that does not declare its writes."""
     backend = vulkan(gguf)
     stage = stage_of(backend)
     device, kernels = stage._device, stage._kernels

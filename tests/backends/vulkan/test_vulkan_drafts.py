@@ -1,5 +1,5 @@
-"""What uses a model's cache on a Vulkan device beside its own steps: layers and modes that draft, and blocks
-that are stored on disk. Texts are bitwise those without."""
+"""Other uses of a model's cache on a Vulkan device than its own steps: drafting layers and modes, and blocks
+on disk. They change no bit of a text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def nextn_path(name: str, run_folder: Path) -> Path:
 
 
 def assert_drafts_change_nothing(path: Path, how: dict[str, Any], plain: dict[str, Any]) -> None:
-    """What the drafter has on the device is counted, and goes with it."""
+    """Check that drafts change no text. The drafter's memory is counted, and freed with the drafter."""
     with hotset.load(path, **SMALL, **plain) as model:
         expected, held = answers(model), sum(model.backend.device_bytes()[0].values())
     with hotset.load(path, **SMALL, **how) as model:
@@ -83,7 +83,7 @@ def test_a_models_own_layer_drafts(name: str, run_folder: Path) -> None:
 
 @pytest.mark.parametrize("make", [dense, sparse, experts])
 def test_a_model_drafts_for_itself(tmp_path: Path, make: Any) -> None:
-    """By thresholds beside the file, by its predictors, with fewer experts: with the model's matrices."""
+    """Draft with thresholds next to the file, with predictors, or with fewer experts, by the same weights."""
     path = make(tmp_path)
     if make is dense:
         write_thresholds(path)
@@ -93,7 +93,7 @@ def test_a_model_drafts_for_itself(tmp_path: Path, make: Any) -> None:
 
 @pytest.mark.slow
 def test_weights_are_loaded_once(tmp_path: Path) -> None:
-    """Only what the mode of the drafts has beside the model is another's."""
+    """Check that the drafting mode loads only the weights that the model does not have."""
     path = sparse(tmp_path)
     with hotset.load(path, sparsity="exact", **SMALL) as model:
         expected = answers(model)
@@ -132,7 +132,7 @@ def test_a_model_that_is_divided_has_none_of_it(how: dict[str, Any], what: dict[
 def test_blocks_on_disk(
     tmp_path: Path, run_folder: Path, make: str, staged: bool, kv_type: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a restart a prompt is found, in the device's memory again, with states; the CPU's are others."""
+    """Check that a prompt and its states are restored after a restart, but not from blocks of the CPU."""
     tiny_models = pytest.importorskip("tiny_models")
     if make == "dense":
         path = write_llama(tmp_path / "model.gguf", head_dim=32, keys=vocabulary(), n_vocab=N_VOCAB)
@@ -190,7 +190,7 @@ def test_a_conversation_is_kept_of_a_whole_model_alone(tmp_path: Path) -> None:
 
 
 def test_a_thread_copies_pages_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread at a time uses the device, for steps and copies."""
+    """Check that only one thread at a time uses the device, for steps and for copies."""
     path, ids = write_llama(tmp_path / "model.gguf"), tokens(70)
     with open_gguf(path) as gguf:
         backend = vulkan(gguf, staged=True)
@@ -214,5 +214,5 @@ def test_a_thread_copies_pages_between_steps(tmp_path: Path, monkeypatch: pytest
             copied = [pool.submit(stage.read_page, 5) for _ in range(20)]
             assert np.array_equal(logits_of(backend, ids, list(range(60, 70)), [3, 1]), expected)
             assert {one.result() for one in copied} == {page}
-        assert n_alone == 11 * 2 + 20 * len(stage._page_parts())  # a submission and a reading of logits
+        assert n_alone == 11 * 2 + 20 * len(stage._page_parts())  # a submission and a read of logits per step
         assert stage.read_page(3) == page

@@ -1,4 +1,4 @@
-"""Encoders on a Vulkan device against transformers, alone and several texts in one step."""
+"""Encoders on a Vulkan device compared with transformers: one text, and several texts in one step."""
 
 from __future__ import annotations
 

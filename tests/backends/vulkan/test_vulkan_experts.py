@@ -1,4 +1,4 @@
-"""MoE layers of which a Vulkan device has some experts in slots: the same bits with any number of them."""
+"""MoE layers with some experts in slots of a Vulkan device: the same bits with any number of slots."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ CACHED["mxfp4"] = {"type_of": lambda name: T.MXFP4 if "_exps" in name else T.F32
 CACHED["early router"] = {"architecture": "smallthinker"}
 STEPS = [18, 19, 20, 21]
 SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 16}
-# Both round inputs of products to the same eight bits; routers are summed in another order, which now and
-# then rounds an input of the next layer to another code.
+# Both round inputs of products to the same eight bits. Router sums have another order, which sometimes rounds
+# an input of the next layer to another code.
 QUANTIZED_TOLERANCE = 0.02
 
 
 @pytest.mark.parametrize("form", quick_are(("mixed",), CACHED))
 def test_the_same_bits_with_any_cache(tmp_path: Path, form: str) -> None:
-    """Those of a device that has all experts, with any threads, and the CPU's logits but for its router."""
+    """Compare bits with a device that has all experts, and logits with the CPU, whose router differs."""
     assert_the_same_bits(model(tmp_path, **CACHED[form]))
 
 
 @pytest.mark.slow
 def test_gpt_oss_as_published(tmp_path: Path) -> None:
-    """Experts in MXFP4 with biases, sinks, windows."""
+    """Check experts in MXFP4 with biases, sinks and windows."""
     tiny_models = pytest.importorskip("tiny_models")
     recipe = tiny_models.EXPERTS["gpt-oss"]
     tiny_models.save_packed(recipe, tiny_models.build(recipe), tmp_path)
@@ -85,7 +85,7 @@ def assert_the_same_bits(gguf: GGUFFile) -> None:
 
 
 def test_batches_and_shared_prefixes(tmp_path: Path) -> None:
-    """A token has the same bits beside others, in other chunks, and behind the pages of another's prefix."""
+    """Check that a token has the same bits with neighbours, in other chunks, and after a shared prefix."""
     gguf = model(tmp_path)
     ids, other = tokens(76), tokens(9, 7)
     expected = logits_of(vulkan(gguf), ids, [64, 70], [2, 3])
@@ -99,7 +99,7 @@ def test_batches_and_shared_prefixes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
-    """Both sides leave out the same values, and only of tokens that are thresholded."""
+    """Check that both sides skip the same values, and only of thresholded tokens."""
     gguf = model(tmp_path)
     found_of = LayerThresholds(gate=0.3)
     graph = describe(config_from_gguf(gguf), gguf.tensors, None, (found_of,) * 2)
@@ -135,7 +135,7 @@ def test_slots_in_several_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for hardware, on a thread: an expert is used once it has come, not while its slot changes."""
+    """Check a copying thread, as with hardware: an expert is used after its arrival, not during the copy."""
     made = VulkanExpertCache.__init__
 
     def with_thread(self: VulkanExpertCache, *arguments: Any, beside: bool) -> None:
@@ -171,7 +171,7 @@ def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: py
 def test_layers_on_the_cpu_beside_and_other_layouts(
     tmp_path: Path, options: dict[str, Any], n_slots: list[int]
 ) -> None:
-    """Layers of other types have slots of their own; those of the CPU, and of a second stage, are apart."""
+    """Check that layers of other types, and of a second stage, have their own slots; CPU layers have none."""
     types = {"blk.0.ffn_down_exps": T.Q6_K, "blk.1.ffn_down_exps": T.Q8_0}
     gguf = model(tmp_path, n_layer=3, type_of=lambda name: types.get(name.removesuffix(".weight"), T.Q4_0))
     ids = tokens(24)
@@ -203,7 +203,7 @@ def test_what_has_other_bits_on_a_device_is_not_cached(tmp_path: Path, form: str
 
 
 def test_experts_of_several_types_are_refused(tmp_path: Path) -> None:
-    """Of old files, which have a tensor for each expert."""
+    """Check old files, which have a tensor for each expert."""
     gguf = model(tmp_path, one_by_one=True)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     down = graph.ffns[0].down
@@ -216,11 +216,11 @@ def test_experts_of_several_types_are_refused(tmp_path: Path) -> None:
     assert why == "blk.0: no expert cache on Vulkan holds experts of several types"
 
 
-# -- what goes wrong -----------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------
 
 
 def halved(tmp_path: Path, **options: Any) -> tuple[ChainBackend, Batch, np.ndarray]:
-    """A model of which a device has half of the experts, a step, and its logits."""
+    """Return a model with half of its experts on a device, a step, and its logits."""
     gguf, step = model(tmp_path), batch([(tokens(20), 0, [0])])
     backend = vulkan(gguf, expert_slots=9, n_threads=2, **options)
     backend.step(step)
@@ -251,7 +251,7 @@ def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("call", quick_are((3, 8), [1, 2, 3, 5, 8, 20]))
 def test_a_call_that_fails_in_a_step_or_a_copy(tmp_path: Path, call: int) -> None:
-    """Of the step's submissions and, behind these, of the copies into slots."""
+    """Let a submission of the step fail, or one of the later copies into slots."""
     backend, step, expected = halved(tmp_path, staged=True)
     other = batch([(tokens(4, 3), 0, [1])])
     _core.vulkan_fail("vkQueueSubmit", call, -4)
@@ -290,7 +290,7 @@ def test_an_expert_that_does_not_come_is_computed_by_the_cpu(
 
 @pytest.fixture
 def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which a tiny model is worth placing."""
+    """Make the CPU so slow that placing a tiny model pays."""
     slow = {"cpu_read": 1e7, "cpu_gather": 1e7, "cpu_read_busy": 1e7, "cpu_gather_busy": 1e7}
     monkeypatch.setattr(machine, "STAND_IN", replace(machine.STAND_IN, sync=1e-6, launch=1e-9, **slow))
 
@@ -300,7 +300,7 @@ def write(path: Path, type_: T = T.Q8_0) -> Path:
 
 
 def budget_of(path: Path, share: float, max_batch: int = 16) -> float:
-    """GiB with which a share of the experts has slots."""
+    """Return the GiB with which a share of the experts has slots."""
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         cached = cached_layers(graph, gguf.tensors)[0]
@@ -358,7 +358,7 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
 
 @pytest.mark.slow
 def test_two_devices_have_slots_for_more_experts(tmp_path: Path, slow_cpu: None) -> None:
-    """Even where one holds everything but the experts; unless that has all experts, too."""
+    """Check two devices, of which one has everything except the experts, or all experts, too."""
     path = write(tmp_path)
     with hotset.load(path, device="vulkan", **SMALL) as loaded:
         expected = loaded.logits("Hello there").copy()

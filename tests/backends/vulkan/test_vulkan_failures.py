@@ -1,5 +1,5 @@
-"""What a Vulkan driver may do wrong: calls that fail, devices that are lost, memory of odd kinds, damaged
-files of its compiler. Nothing stays open (the fixture `validated`), and nobody waits in vain."""
+"""Faults of a Vulkan driver: failing calls, lost devices, odd kinds of memory, damaged files of its compiler.
+Nothing stays open (the fixture `validated`), and no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ COMPUTING = (
 )  # fmt: skip
 
 
-# -- calls that fail -----------------------------------------------------------------------------
+# -- failing calls -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", quick_are(OPENING[:3], OPENING))
 def test_a_device_that_does_not_open(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of a kind in turn, until none fails any more. Nothing keeps memory of what did not open."""
+    """Let each call of a kind fail in turn, until none is left. A failed device keeps no memory."""
     ids, said, opened = tokens(9), list[str](), list[_core.VulkanDevice]()
 
     def open_device(*given: Any, **named: Any) -> _core.VulkanDevice:
@@ -77,14 +77,14 @@ def test_a_device_that_does_not_open(tmp_path: Path, name: str, monkeypatch: pyt
             assert logits_of(backend, ids, [], [0]).shape == (9, 96)
             backend.close()
             gc.collect()
-        # Memory that the host sees too is asked for twice, and a cache that is not wanted is left out.
+        # Memory that the host sees is requested twice, and a pipeline cache is optional.
         assert all("ran out of memory while" in one for one in said)
         assert said or name in ("vkAllocateMemory", "vkCreatePipelineCache")
 
 
 @pytest.mark.parametrize("name", quick_are(COMPUTING[:3], COMPUTING))
 def test_a_step_that_fails(tmp_path: Path, name: str) -> None:
-    """The error names what failed, and the next step is computed, bit for bit."""
+    """Check that the error names the failed call, and that the next step is bitwise right."""
     ids, said = tokens(9), list[str]()
     with open_gguf(write_llama(tmp_path / "m.gguf", n_layer=1)) as gguf:
         expected = logits_of(vulkan(gguf), ids, [8], [0])
@@ -92,7 +92,7 @@ def test_a_step_that_fails(tmp_path: Path, name: str) -> None:
             backend = vulkan(gguf)
             _core.vulkan_fail(name, n, LOST)
             try:
-                for _ in range(4):  # the kind is called so often, in one of the steps
+                for _ in range(4):  # the n-th call of this kind is in one of these steps
                     logits_of(backend, ids, [8], [0])
             except DeviceError as raised:
                 said.append(str(raised))
@@ -105,7 +105,7 @@ def test_a_step_that_fails(tmp_path: Path, name: str) -> None:
 
 
 def test_a_kernel_that_is_not_made_leaves_nothing() -> None:
-    """Each of its objects, by itself: what was made before is freed."""
+    """Let the creation of each object of a kernel fail: earlier objects are freed."""
     info = find_device("vulkan")
     for name in COMPUTING[:4]:
         device = pipelines.open_device(info)
@@ -118,7 +118,7 @@ def test_a_kernel_that_is_not_made_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["vkCreateInstance", "vkCreateDebugUtilsMessengerEXT"])
 def test_an_instance_that_does_not_start(name: str) -> None:
-    """It is taken down, and the next attempt may work."""
+    """Check that a failed instance is removed, and that the next attempt can work."""
     code = (
         "import hotset._core as c\n"
         f"c.vulkan_fail('{name}', 1, {INITIALISATION})\n"
@@ -146,7 +146,7 @@ def _python(code: str) -> list[str]:
     ("name", "result"), [("vkQueueSubmit", NO_MEMORY), ("vkWaitForFences", LOST), ("vkQueueSubmit", LOST)]
 )
 def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> None:
-    """Those that were in the step that failed with an error, the others with their text."""
+    """Check that the requests of the failed step get an error, and the others their text."""
 
     async def ask(client: httpx.AsyncClient, seed: int) -> httpx.Response:
         body = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0, "seed": seed}
@@ -175,7 +175,7 @@ def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> No
 
 @pytest.mark.slow
 def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the device, and of this process, after 200 requests and after 1,000."""
+    """Compare the memory of the device and of this process after 200 and after 1,000 requests."""
     import psutil
 
     monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
@@ -220,8 +220,8 @@ INTEGRATED = ([(32 * GIB, 1)], [(0, LOCAL), (0, LOCAL | HOST), (0, LOCAL | HOST 
     ("memory", "device", "to_device", "from_device", "staging"),
     [
         (DISCRETE, 0, 1, 2, 1),
-        (WINDOW, 1, 0, 3, 0),  # 256 MiB that both see: for the numbers of a step, not for weights
-        (RESIZABLE, 2, 2, 3, 0),  # weights are written without a copy
+        (WINDOW, 1, 0, 3, 0),  # both see 256 MiB: for the numbers of a step, not for weights
+        (RESIZABLE, 2, 2, 3, 0),  # weights are written directly
         (INTEGRATED, 1, 1, 2, 1),
     ],
     ids=["discrete", "window", "resizable BAR", "integrated"],
@@ -235,7 +235,7 @@ def test_memory_of_other_devices(
     for place, expected in places.items():
         assert _core.vulkan_memory_type(heaps, types, allowed, place) == expected, place
     only_host = sum(1 << i for i, (_, flags) in enumerate(types) if not flags & LOCAL)
-    if only_host:  # what a buffer may not have is not taken
+    if only_host:  # memory types that a buffer does not allow are not chosen
         assert types[_core.vulkan_memory_type(heaps, types, only_host, "device") or 0][1] & HOST
     assert _core.vulkan_memory_type(heaps, types, 0, "device") is None
     with pytest.raises(ValueError, match="names no heap"):
@@ -243,7 +243,7 @@ def test_memory_of_other_devices(
 
 
 def test_a_full_window_is_no_end(tmp_path: Path) -> None:
-    """Where the host's window on the device's memory is full, the host's own memory is taken."""
+    """Check that the host's own memory is used if its window on the device's memory is full."""
     device = pipelines.open_device(find_device("vulkan"))
     _core.vulkan_fail("vkAllocateMemory", 1, NO_MEMORY)
     buffer = device.allocate(4096, "to_device")
@@ -276,7 +276,7 @@ def _changed(data: bytes, at: int, value: bytes) -> bytes:
 
 
 def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
-    """The driver gets what has its own header, whole, and nothing else; then the file is written anew."""
+    """Check that the driver gets only complete data with its own header. The file is then written again."""
     info = find_device("vulkan")
     device = pipelines.open_device(info)
     good = device.compiled()
@@ -313,6 +313,6 @@ def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     assert pipelines.read(info) == b""
-    pipelines.keep(info, device)  # a folder in its place is no error
+    pipelines.keep(info, device)  # a folder in the file's place causes no error
     assert path.is_dir()
     del again

@@ -1,4 +1,4 @@
-"""--device vulkan through the API and the command line: the engine, prefix caching, settings, doctor."""
+"""--device vulkan in the API and on the command line: the engine, prefix caching, settings, doctor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 32, "n_threads": 1}
 
 
 def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
-    """Of prompts side by side, and of one whose beginning is in the cache."""
+    """Compare texts of parallel prompts, and of a prompt whose beginning is in the cache."""
     path, prompts = write_model(tmp_path / "model.gguf"), ["Hello there", "A longer prompt, " * 5]
     params: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
     with hotset.load(path, device="cpu", **SMALL) as model:
@@ -45,7 +45,7 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
 def test_texts_are_the_same_with_and_without_candidates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Side by side with one that needs all logits, too."""
+    """Check them also in parallel with a request that needs all logits."""
     path, prompts = write_model(tmp_path / "model.gguf"), ["Hello there", "A longer prompt"]
     ways: list[dict[str, Any]] = [
         {"temperature": 0}, {"seed": 1}, {"seed": 2, "repetition_penalty": 1.3, "top_p": 1.0},
@@ -68,7 +68,7 @@ def test_texts_are_the_same_with_and_without_candidates(
 
 
 def test_drafts_and_adapters_change_nothing_that_they_should_not(tmp_path: Path) -> None:
-    """Drafted tokens change no bit; with an adapter the text is the CPU's."""
+    """Check that drafted tokens change no bit, and that the text with an adapter is the CPU's."""
     path, params = write_model(tmp_path / "model.gguf"), {"max_tokens": 20, "temperature": 0, "logprobs": 1}
     with hotset.load(path, device="vulkan", **SMALL) as model:
         expected = model.generate("one two one two one", **params)
@@ -85,7 +85,7 @@ def test_drafts_and_adapters_change_nothing_that_they_should_not(tmp_path: Path)
 
 
 def test_vectors_and_scores_are_the_cpus(run_folder: Path) -> None:
-    """Of encoders, which see a text at once: the bits of a vector are its own, whatever is beside it."""
+    """Check encoders, which process a whole text at once: neighbours do not change the bits of a vector."""
     tiny_models = pytest.importorskip("tiny_models")
     texts = [tokens(n, seed=n) + 4 for n in (90, 37, 1)]
     found = []
@@ -98,7 +98,7 @@ def test_vectors_and_scores_are_the_cpus(run_folder: Path) -> None:
 
 
 def test_a_recurrent_models_text_is_the_cpus(run_folder: Path) -> None:
-    """Side by side, behind a beginning whose states are in the cache, and with layers on the CPU."""
+    """Check parallel requests, a prefix with states in the cache, and layers on the CPU."""
     tiny_models = pytest.importorskip("tiny_models")
     path, prompt = tiny_models.shared_gguf("lfm2", run_folder), tokens(70).tolist()
     params: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
@@ -113,8 +113,8 @@ def test_a_recurrent_models_text_is_the_cpus(run_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_model_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy text, and the perplexity to the last bit; minutes on a software driver: 135 million weights for
-    each token."""
+    """Compare greedy text, and the bits of the perplexity. A software driver takes minutes: 135 million
+    weights for each token."""
     monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
     prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
     text = (DOCS / "reference/glossary.md").read_text("utf-8")
@@ -159,7 +159,7 @@ def test_a_budget_and_settings_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_without_a_driver(tmp_path: Path) -> None:
-    """A loader that finds no driver: one sentence, and doctor says it too."""
+    """Check the message if the loader finds no driver; doctor reports it, too."""
     path = write_model(tmp_path / "model.gguf")
     environment = {
         "VK_ICD_FILENAMES": str(tmp_path / "none.json"),

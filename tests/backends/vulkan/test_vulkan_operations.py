@@ -1,5 +1,5 @@
-"""Every kernel of the Vulkan backend against the reference, each by itself, within a derived bound; matrix
-products bitwise."""
+"""Every kernel of the Vulkan backend compared with the reference within a derived bound; matrix products
+bitwise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hotset.model.decoder import describe
 __all__ = ["validated"]  # the fixture
 
 T = GGMLType
-SPLITS = [1, 4]  # steps of one token, of few, and of many
+SPLITS = [1, 4]  # gives steps of one token, of few, and of many
 
 
 def check(path: Path, n_tokens: int = 18, kv_type: Any = "f32", **options: Any) -> None:
@@ -59,10 +59,10 @@ QUANTISED = [type_ for type_ in COMPUTED if type_ not in FLOATS]
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("type_", quick_are((T.Q4_1, T.Q6_K), QUANTISED), ids=lambda t: t.name)
 def test_products_of_rounded_inputs(monkeypatch: Any, type_: GGMLType, native: bool) -> None:
-    """With the device's instructions and without, of one token, few and many: the bits are the CPU's."""
+    """Compare bits with the CPU, with the device's instructions and without, for one, few and many tokens."""
     monkeypatch.setattr(VulkanKernels, "allows_native", native)
     rng = np.random.default_rng(int(type_))
-    odd = 4864 if 416 % TYPES[type_].block_size else 416  # blocks that sums have different numbers of
+    odd = 4864 if 416 % TYPES[type_].block_size else 416  # sums have different numbers of blocks
     for k, n_rows, n in ((256, 40, 3), (odd, 21, 2), (768, 70, 35)):
         data = random_blocks(type_, n_rows, k, rng)
         x = rng.standard_normal((n, k)).astype(np.float32)
@@ -79,8 +79,8 @@ def test_products_of_rounded_inputs(monkeypatch: Any, type_: GGMLType, native: b
 def test_the_shape_of_a_workgroup_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: GGMLType, experts: Any
 ) -> None:
-    """Every candidate, in steps of one token, few and many, with rows that are left out."""
-    monkeypatch.setattr(shapes, "_LARGE", 500)  # which some of a tiny model's matrices have
+    """Check every candidate in steps of one, few and many tokens, with skipped rows."""
+    monkeypatch.setattr(shapes, "_LARGE", 500)  # some matrices of a tiny model are larger
     path = write_llama(
         tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=512, head_dim=64, type_of=lambda _: type_,
         experts=experts, keys={"llama.hidden_activation": "relu"},
@@ -89,7 +89,7 @@ def test_the_shape_of_a_workgroup_changes_no_bit(
         backend, ids = vulkan(gguf), tokens(86)
         stage, splits = stage_of(backend), [1, 5, 13, 29, 53]
         expected = logits_of(backend, ids, splits, [3, 1])
-        for i in range(len(shapes.SHAPES)):  # each field has each of its candidates in turn
+        for i in range(len(shapes.SHAPES)):  # each field gets each of its candidates
             chosen = ProductShapes(**{name: of[i % len(of)] for name, of in shapes.CANDIDATES.items()})
             stage.take_shapes(DeviceShapes(ProductShapes(), {type_: chosen}))
             assert np.array_equal(logits_of(backend, ids, splits, [3, 1]), expected), chosen
@@ -100,8 +100,8 @@ def test_the_shape_of_a_workgroup_changes_no_bit(
 
 
 def test_inputs_are_rounded_as_the_cpu_rounds_them(monkeypatch: Any) -> None:
-    """Codes, scales and sums, of blocks without a number and of tiny and huge ones; and quotients are right
-    however far off the driver's are."""
+    """Check codes, scales and sums, for blocks with NaN, tiny and huge values. Quotients are right however
+    inaccurate the driver's are."""
     rng = np.random.default_rng(0)
     n, k = 60, 256
     x = rng.standard_normal((n, k)) * np.exp(rng.uniform(-87, 80, (n, k // 32)).repeat(32, axis=1))
@@ -174,7 +174,7 @@ def test_other_operations(tmp_path: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
 def test_a_row_per_neuron(tmp_path: Path, type_: GGMLType) -> None:
-    """PowerInfer's files; that leaving rows of neurons at zero out changes no bit."""
+    """Check PowerInfer's files; skipping the rows of zero neurons changes no bit."""
     path = write_relu(tmp_path / "m.gguf", ranks=(32,), n_ff=160, type_of=lambda _: type_)
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -194,19 +194,19 @@ def test_a_row_per_neuron(tmp_path: Path, type_: GGMLType) -> None:
     ),
 )  # fmt: skip
 def test_neurons_that_are_left_out(tmp_path: Path, kind: str, mode: str, type_: GGMLType) -> None:
-    """In planes beside a plain file, and those that a predictor does not name: no bit changes."""
+    """Check neuron-major copies of plain files, and neurons that a predictor omits: no bit changes."""
     gguf = sparse_runs.write(tmp_path, kind, type_, **{} if mode == "predicted" else {"dialect": "gguf"})
     ready, graph = sparse_runs.prepared(gguf, mode)
     backend, ids = vulkan(ready.weights, graph, max_batch=18), tokens(18)
     assert_every_operation_is_right(ready.weights, backend, ids, SPLITS, [3, 1])
-    expected = logits_of(backend, ids, [], [3, 1])  # by products that leave no row out
+    expected = logits_of(backend, ids, [], [3, 1])  # these products skip no row
     assert np.array_equal(logits_of(backend, ids, [1, 2, 5, 6], [0, 2]), expected)
     backend.close()
     gguf.close()
 
 
 def test_positions_of_several_splits(tmp_path: Path) -> None:
-    """Attention over more positions than a running softmax takes at a time."""
+    """Check attention over more positions than a running softmax takes at a time."""
     path = write_llama(
         tmp_path / "m.gguf", n_layer=1, n_embd=32, n_ff=32, n_head=2, n_head_kv=1, head_dim=16, n_ctx=1024
     )

@@ -1,4 +1,4 @@
-"""Models on Vulkan devices by the planner: budgets, --device auto, several devices, what is measured."""
+"""Models on Vulkan devices by the planner: budgets, --device auto, several devices, measured rates."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ FAST, SLOW = VulkanRates(500e9, 1e-9, 1e-9), VulkanRates(500e9, 1e-3, 1e-2)
 
 @pytest.fixture(autouse=True)
 def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = replace(machine.STAND_IN, cpu_read=1e7, launch=1e-9, sync=1e-6)  # tiny models pay on a device
+    slow = replace(machine.STAND_IN, cpu_read=1e7, launch=1e-9, sync=1e-6)  # a device pays for tiny models
     monkeypatch.setattr(machine, "STAND_IN", slow)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Makes the software driver pass for hardware that was measured with some rates; what was measured."""
+    """Return a function that makes the software driver look like measured hardware, and records requests."""
     asked: list[str] = []
 
     def be(rates: VulkanRates, **facts: Any) -> list[str]:
@@ -104,7 +104,7 @@ def test_what_is_planned_is_what_is_taken(tmp_path: Path, kv_type: Any, options:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_a_budget_is_a_promise(tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of layers whose numbers are float32 the text is the CPU's, wherever they are."""
+    """Check that the text of float32 layers is the CPU's, wherever the layers are."""
     path = write_model(tmp_path / "model.gguf", n_layer=8, n_embd=192, n_ff=640)
     with hotset.load(path, device="cpu", **SMALL) as model:
         expected = model.generate("Hello", **GREEDY).text
@@ -128,7 +128,7 @@ def test_a_budget_is_a_promise(tmp_path: Path, share: float, monkeypatch: pytest
 
 
 def test_two_devices_are_a_pipeline(tmp_path: Path) -> None:
-    """Two logical devices of one driver: the bits are those of one."""
+    """Check that two logical devices of one driver give the bits of one."""
     path = write_llama(tmp_path / "m.gguf", n_layer=4, type_of=lambda _: GGMLType.Q4_0)
     with open_gguf(path) as gguf:
         ids = tokens(70)
@@ -157,7 +157,7 @@ def test_two_devices_are_a_pipeline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_layers", [None, 1])
 def test_thresholds_beside_a_placement(tmp_path: Path, n_layers: int | None) -> None:
-    """A device computes every channel, and the same numbers."""
+    """Check that a device computes every channel, with the same results."""
     path, file = write_model(tmp_path / "model.gguf"), tmp_path / "model.thresholds"
     with open_gguf(path) as gguf:
         layers = (LayerThresholds(gate=0.1, attn_in=0.3),) * 2
@@ -217,7 +217,7 @@ def test_auto_never_takes(tmp_path: Path, card: Any, facts: dict[str, Any], monk
 
 
 def test_auto_where_the_device_fails(tmp_path: Path, card: Any) -> None:
-    """A device that does not open after all: the CPU computes, and a line says why."""
+    """Check a device that fails to open: the CPU computes, and a warning gives the reason."""
     from hotset import _core
 
     path = write_model(tmp_path / "model.gguf")
@@ -231,7 +231,7 @@ def test_auto_where_the_device_fails(tmp_path: Path, card: Any) -> None:
 
 
 def test_auto_keeps_layers_without_a_kernel_on_the_cpu(tmp_path: Path, card: Any) -> None:
-    """Between layers of the device, and what is named by a user is refused."""
+    """Check such layers between layers of the device; an explicit --device raises an error instead."""
     odd = ("blk.2.ffn_up", "blk.4.ffn_down")
 
     def type_of(name: str) -> GGMLType:
@@ -259,14 +259,14 @@ def test_auto_keeps_layers_without_a_kernel_on_the_cpu(tmp_path: Path, card: Any
     with hotset.load(path, device="auto", **SMALL) as model:
         assert model.placement is None or model.placement.n_cpu_layers == 5
     with hotset.load(path, device="auto", cache_dir=tmp_path / "cache", **SMALL) as model:
-        assert model.backend.name == "cpu"  # one processor has all of it
+        assert model.backend.name == "cpu"  # one processor must have all of it
         assert any("no Vulkan kernel computes the type IQ4_NL" in note for note in model.notes)
 
 
 def test_auto_beside_what_no_device_does(tmp_path: Path, card: Any) -> None:
     path = write_model(tmp_path / "model.gguf")
     card(FAST)
-    ram_budget = psutil.Process().memory_info().rss / 2**30 + 2  # with what the tests before it have left
+    ram_budget = psutil.Process().memory_info().rss / 2**30 + 2  # includes the memory of earlier tests
     with pytest.warns(UserWarning, match="vulkan:0 is not used"):
         model = hotset.load(path, device="auto", ram_budget=ram_budget, **SMALL)
     with model:
@@ -286,7 +286,7 @@ def test_a_gpu_may_be_there(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_shared(card: Any) -> None:
-    """Of a device with its own memory what is free there; of one that shares it, some of the machine's."""
+    """Check the limits: a device's own free memory, or a share of the machine's memory."""
     info = replace(find_device("vulkan"), kind="discrete", free=8 << 30)
     assert planning.limit_of("vulkan:0", info, None).limit == (8 << 30) - planning.KEPT_FREE
     shared = replace(info, kind="integrated")
@@ -295,11 +295,11 @@ def test_memory_that_is_shared(card: Any) -> None:
         planning.limit_of("vulkan:0", shared, 3.5, free=4 << 30)
 
 
-# -- what is measured and said -------------------------------------------------------------------
+# -- measurements and reports --------------------------------------------------------------------
 
 
 def test_a_device_is_measured_once(tmp_path: Path) -> None:
-    """With the kernels that run later; what is damaged is measured again."""
+    """Check a measurement with the kernels that run later; a damaged file is measured again."""
     info, kept = find_device("vulkan"), tmp_path / "machine.json"
     rates = planning.measured(info, path=kept)
     assert rates.read > 1e6
@@ -314,7 +314,7 @@ def test_a_device_is_measured_once(tmp_path: Path) -> None:
 
 
 def test_what_autotuning_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with the kernels that run later, whose memory is given back; within a budget, or not at all."""
+    """Check steps with the kernels that run later. Their memory is freed, and never exceeds the budget."""
     info = replace(find_device("vulkan"), kind="discrete")
     device, default = open_device(info), {name: (own,) for name, own in asdict(ProductShapes()).items()}
     monkeypatch.setattr(autotune, "CANDIDATES", default)
@@ -333,7 +333,7 @@ def test_what_autotuning_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_load_tunes_its_device_once(tmp_path: Path, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shapes that were measured are those of its kernels, and the text is the same."""
+    """Check that the kernels get the measured shapes, and that the text is the same."""
     path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.Q4_0)
     chosen, asked = WorkgroupShape(8, 8), list[str]()
 

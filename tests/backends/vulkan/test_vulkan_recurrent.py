@@ -1,7 +1,7 @@
-"""Recurrent states on a Vulkan device follow cuts, neighbours, reuse, preemption and cancellation exactly.
+"""Recurrent states on a Vulkan device: exact after splits, reuse, preemption and cancellation.
 
-As tests/backends/test_recurrent.py of the CPU: every comparison is for equality with the same tokens in one
-step of a backend of their own.
+Like tests/backends/test_recurrent.py for the CPU, every comparison requires equality with the same tokens in
+one step of another backend.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_prefixes_and_preempted_sequences_go_on_from_their_states(gguf: GGUFFile
 
 
 def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile) -> None:
-    """A request goes on from the state behind the last token that was drafted right."""
+    """Check that a request continues from the state after the last token that was drafted right."""
     alone, one = backend(gguf), backend(gguf)
     expected, _ = ask(engine := Engine(one, N_CTX), prompt(60), temperature=0, max_tokens=30, logprobs=1)
     drain(engine)

@@ -1,4 +1,4 @@
-"""Layers whose neurons a Vulkan device shares with the CPU."""
+"""Layers with their neurons split between a Vulkan device and the CPU."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from hotset.placement import machine
 __all__ = ["validated"]  # the fixture
 STEPS = [11, 12, 13, 30]  # a prompt, tokens one by one, more of a prompt
 SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 16}
-# Of quantised weights both sides multiply the same rounded inputs; what is left are sums over neurons, whose
-# last bits now and then round an input of the next layer to another code, a step of 1/127.
+# With quantised weights both sides multiply the same rounded inputs. Only sums over neurons differ, whose
+# last bits sometimes round an input of the next layer to another code, a step of 1/127.
 QUANTIZED_TOLERANCE = 0.02
 
 
 def shared(gguf: GGUFFile, mode: str, share: float, n_ff: int = N_FF, **options: Any) -> ChainBackend:
-    """A model of which a device has a share of each layer's neurons."""
+    """Return a model with a share of each layer's neurons on a device."""
     ready, graph = prepared(gguf, mode)
     hot = {i: hot_neurons(share, n_ff, i) for i in range(graph.n_layer)}
     return vulkan(ready.weights, graph, hot=hot, **{"n_threads": 2, **options})  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def shared(gguf: GGUFFile, mode: str, share: float, n_ff: int = N_FF, **options:
     ),
 )  # fmt: skip
 def test_any_share_of_neurons_on_the_device(tmp_path: Path, model: str, mode: str, share: float) -> None:
-    """The CPU's logits, and the same bits with any number of threads, in any steps, beside any others."""
+    """Compare logits with the CPU, and bits for any number of threads, steps and neighbours."""
     gguf, ids = write(tmp_path, model), tokens(40)
     expected = logits_of(cpu(gguf, mode, kv_type="f32"), ids, STEPS, [2])
     two = shared(gguf, mode, share)
@@ -68,7 +68,7 @@ def test_any_share_of_neurons_on_the_device(tmp_path: Path, model: str, mode: st
 @pytest.mark.parametrize("type_", quick_are((T.Q4_0,), [T.F16, T.Q8_0, T.Q4_0]), ids=lambda t: t.name)
 @pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
 def test_quantised_weights(tmp_path: Path, type_: T, dialect: Any) -> None:
-    """Neuron-major matrices of PowerInfer's files, and copies in planes, with scales that neurons share."""
+    """Check neuron-major matrices of PowerInfer's files, and neuron-major copies with shared scales."""
     gguf, ids = write(tmp_path, "bamboo", type_, dialect=dialect), tokens(40)
     expected = logits_of(cpu(gguf, "exact", kv_type="f32"), ids, STEPS, [2])
     backend = shared(gguf, "exact", 0.4)
@@ -87,7 +87,7 @@ def test_other_activations_with_zeros(tmp_path: Path, activation: str) -> None:
 
 
 def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
-    """Both sides leave out the same values, and only of tokens that are thresholded."""
+    """Check that both sides skip the same values, and only of thresholded tokens."""
     gguf, ids = write(tmp_path, "llama"), tokens(30)
     ready, _ = prepared(gguf, "exact")
     found_of = LayerThresholds(gate=0.3, ffn_in=0.4, down_in=0.2)
@@ -104,7 +104,7 @@ def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
 
 
 def test_layers_on_the_cpu_beside_split_ones(tmp_path: Path) -> None:
-    """Layers of the CPU, split ones and whole ones in a chain, whose CPU parts share one thread pool."""
+    """Check CPU layers, split layers and whole ones in a chain; their CPU parts share a thread pool."""
     gguf, ids = write(tmp_path, "llama", ranks=(32, 32, 32)), tokens(30)
     ready, graph = prepared(gguf, "exact")
     hot = {1: hot_neurons(0.5)}
@@ -116,7 +116,7 @@ def test_layers_on_the_cpu_beside_split_ones(tmp_path: Path) -> None:
     assert chain.cpu_worker_seconds().astype(bool).tolist() == [False, True, False]
 
 
-# -- what goes wrong -----------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------
 
 
 def test_what_is_inside_a_split_ffn_cannot_be_tapped(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_layers_without_zeros_are_not_split(tmp_path: Path) -> None:
 
 
 def halved(tmp_path: Path) -> tuple[ChainBackend, Batch, np.ndarray]:
-    """A model of which a device has half of the neurons, a step, and its logits."""
+    """Return a model with half of its neurons on a device, a step, and its logits."""
     backend, step = shared(write(tmp_path, "llama"), "exact", 0.5), batch([(tokens(20), 0, [0])])
     return backend, step, backend.step(step).logits.copy()
 
@@ -168,7 +168,7 @@ def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which a tiny model is worth placing."""
+    """Make the CPU so slow that placing a tiny model pays."""
     slow = {"cpu_read": 1e7, "cpu_gather": 1e7, "cpu_read_busy": 1e7, "cpu_gather_busy": 1e7}
     monkeypatch.setattr(machine, "STAND_IN", replace(machine.STAND_IN, sync=1e-6, launch=1e-9, **slow))
 
@@ -183,7 +183,7 @@ def settings_of(mode: str) -> dict[str, Any]:
 
 
 def budget_of(model: Path, share: float, mode: str) -> float:
-    """GiB with which a share of the FFNs is on the device."""
+    """Return the GiB with which a share of the FFNs is on the device."""
     whole = hotset.plan(model, vram_budget=1.0, **settings_of(mode))
     assert whole is not None
     assert whole.budget is not None
@@ -195,7 +195,7 @@ def budget_of(model: Path, share: float, mode: str) -> float:
 @pytest.mark.parametrize("share", quick_are((0.5,), [0.25, 0.5, 0.75]))
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_a_budget_for_a_share_of_the_ffns(model: Path, slow_cpu: None, mode: str, share: float) -> None:
-    """What is planned is what is on the device, and never passed; the neurons that fire most are there."""
+    """Check that the planned bytes are on the device, never more, and that they hold the hottest neurons."""
     with hotset.load(model, device="cpu", sparsity=mode, **SMALL) as loaded:
         expected = loaded.logits("Hello there").copy()
     gib = budget_of(model, share, mode)
@@ -243,7 +243,7 @@ def test_what_is_not_split(model: Path, slow_cpu: None, tmp_path: Path) -> None:
 def test_the_cost_of_a_submission_decides(
     model: Path, slow_cpu: None, monkeypatch: pytest.MonkeyPatch, kind: str, splits: bool
 ) -> None:
-    """Neurons are split where a round trip a layer costs little, and the CPU's memory is not the device's."""
+    """Check that neurons are split only if round trips cost little and the device has its own memory."""
     gib, free = budget_of(model, 0.5, "exact"), settings_of("exact") | {"split": "auto"}
     there = [replace(info, kind=kind) for info in devices.list_devices()]
     monkeypatch.setattr(devices, "list_devices", lambda: there)

@@ -1,5 +1,4 @@
-"""Weights that are written to a device while others are rearranged: what is there, what is refused, and what
-fails."""
+"""Uploads of weights to a device while others are rearranged: results, refusals and failures."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def opened(*, staged: bool) -> Any:
 
 
 def given(type_: GGMLType, n_cols: int, n_rows: int) -> dict[str, Any]:
-    """A matrix of all bytes that there are, of which every other row is taken."""
+    """Return a matrix of random bytes with every other row chosen."""
     shape = 1, n_rows, row_bytes(type_, n_cols)
     data = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     rows = np.arange(0, n_rows, 2, dtype=np.int32)
@@ -38,7 +37,7 @@ def given(type_: GGMLType, n_cols: int, n_rows: int) -> dict[str, Any]:
 
 
 def room(device: Any, matrix: dict[str, Any]) -> tuple[Any, Any]:
-    """For codes and the rest, from an offset on."""
+    """Return the places for codes and the rest, from an offset on."""
     n_tiles = -(-len(matrix["rows"]) // 32)
     sizes = _core.vulkan_tile_bytes(matrix["type"], matrix["cols"])
     places = [
@@ -50,7 +49,7 @@ def room(device: Any, matrix: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(
     ("type_", "n_cols", "n_rows"),
-    [(T.Q6_K, 512, 90), (T.Q4_0, 4096, 17_000), (T.F32, 70_001, 130)],  # 1 slice, 3, and 3 of a tile each
+    [(T.Q6_K, 512, 90), (T.Q4_0, 4096, 17_000), (T.F32, 70_001, 130)],  # 1 slice, 3, and 3 of one tile each
 )
 def test_what_is_there(type_: GGMLType, n_cols: int, n_rows: int, staged: bool) -> None:
     device, matrix = opened(staged=staged), given(type_, n_cols, n_rows)
@@ -80,7 +79,7 @@ def test_what_has_no_room_is_refused() -> None:
      "vkBeginCommandBuffer", "vkEndCommandBuffer", "vkCreateFence", "vkQueueSubmit"],
 )  # fmt: skip
 def test_a_copy_that_fails(name: str) -> None:
-    """Of the first slices, or of the third while the second is copied; the next upload is whole."""
+    """Let the copy of a first slice fail, or of the third during the second; the next upload is complete."""
     matrix, said = given(T.Q4_0, 4096, 17_000), list[str]()
     wanted = _core.vulkan_rearranged(**matrix)[0]
     for n in (1, 2, 3):
@@ -101,8 +100,8 @@ def test_a_copy_that_fails(name: str) -> None:
 
 
 def test_a_file_that_is_cut_short_meanwhile(tmp_path: Path) -> None:
-    """Zeros take the place of what is gone, in whichever thread reads it; `check`, which the loader calls at
-    the end, says so."""
+    """Check that missing bytes become zeros, in whichever thread reads them. The loader's call of `check` at
+    the end then raises an error."""
     path = write_llama(tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=8192, head_dim=64)
     with open_gguf(path) as gguf:
         info = gguf.tensors["blk.0.ffn_up.weight"]

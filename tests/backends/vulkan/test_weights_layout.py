@@ -1,5 +1,5 @@
-"""Weights in the order in which Vulkan kernels read them (csrc/device_tiles.h), against a plain statement
-of it. No driver is needed."""
+"""Weights in the order in which Vulkan kernels read them (csrc/device_tiles.h), compared with a plain
+implementation. No driver is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bytes_of_row(type_: int, n_cols: int) -> int:
 
 
 def expected(rows: np.ndarray, type_: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows of the file, uint8 [n, bytes of a row]: codes and the rest, uint8 [tiles, blocks, bytes]."""
+    """Return codes and the rest, uint8 [tiles, blocks, bytes], of rows of a file, uint8 [n, row bytes]."""
     rows = np.pad(rows, ((0, -len(rows) % TILE), (0, 0)))
     if type_ in FLOATS or type_ in (PLANES4, PLANES8):
         width = (
@@ -60,27 +60,27 @@ def expected(rows: np.ndarray, type_: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def side_by_side(of_blocks: np.ndarray, size: int) -> np.ndarray:
-    """uint8 [rows, blocks, bytes] → [tiles, blocks, bytes of 32 rows], `size` of a row at a time."""
+    """Return uint8 [tiles, blocks, bytes of 32 rows] from [rows, blocks, bytes], `size` bytes at a time."""
     n_rows, n_blocks, _ = of_blocks.shape
     tiles = of_blocks.reshape(-1, TILE, n_blocks, of_blocks.shape[2] // size, size)
     return np.ascontiguousarray(tiles.transpose(0, 2, 3, 1, 4)).reshape(n_rows // TILE, n_blocks, -1)
 
 
 def by_fourths(values: np.ndarray, n_bits: int) -> np.ndarray:
-    """Values of some bits, uint8 [rows, blocks, n, columns] → [rows, blocks, 4 n]: of each n byte i has those
-    of every fourth column from i on."""
+    """Return small values, uint8 [rows, blocks, n, columns], packed as [rows, blocks, 4 n]. Byte i of each n
+    has the values of every fourth column from i on."""
     of_fourths = values.reshape(*values.shape[:3], -1, 4) << (n_bits * np.arange(8 // n_bits))[:, None]
     return of_fourths.sum(axis=3).astype(np.uint8).reshape(*values.shape[:2], -1)
 
 
 def of_field(blocks: np.ndarray, name: str) -> np.ndarray:
-    """Its bytes, uint8 [rows, blocks, bytes]."""
+    """Return the bytes of a field, uint8 [rows, blocks, bytes]."""
     return np.ascontiguousarray(blocks[name]).view(np.uint8).reshape(*blocks.shape, -1)
 
 
 @pytest.mark.parametrize(("type_", "shape"), CASES, ids=str)
 def test_rows_of_every_type(type_: int, shape: tuple[int, int]) -> None:
-    """Some rows, in any order, of one matrix and of three, by any number of threads; all bytes occur."""
+    """Check some rows in any order, of one and of three matrices, with any number of threads."""
     (n_cols, n_rows), rng = shape, np.random.default_rng(int(type_))
     sizes = _core.vulkan_tile_bytes(type_, n_cols)
     for n_matrices, chosen in ((1, np.arange(n_rows)), (3, rng.permutation(n_rows)[: -(-n_rows * 2 // 3)])):
@@ -95,7 +95,7 @@ def test_rows_of_every_type(type_: int, shape: tuple[int, int]) -> None:
 
 
 def test_many_tiles_by_several_threads() -> None:
-    """More than a thread takes at a time."""
+    """Check more tiles than a thread takes at a time."""
     data = np.random.default_rng(0).integers(0, 256, (1, 5000, row_bytes(T.Q4_1, 512)), np.uint8)
     codes, more = expected(data[0], T.Q4_1)
     found = _core.vulkan_rearranged(T.Q4_1, 512, data, np.arange(5000, dtype=np.int32), 3)

@@ -1,6 +1,6 @@
 """The CPU backend: lowering.py turns a graph into a plan once; a step is one call into C++.
 
-A value that is asked for as a tap is kept, and what would fuse it away is not fused: the bits are the same.
+A tapped value is kept, and fusions that would remove it are not applied; the bits stay the same.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _PlanKey = tuple[frozenset[str], bool]  # the taps of a plan, and whether it has
 
 
 def native_code() -> bytes:
-    """The native module that computes here: what was stored by another one may have other bits."""
+    """Return the bytes of the native module. Values that another module computed may have other bits."""
     return Path(_core.__file__).read_bytes()
 
 
 def new_runtime(n_threads: int | None = None) -> _core.Runtime:
-    """Threads for the plans of one model; None takes every core that this process may use.
+    """Start threads for the plans of one model; None uses every core that this process may use.
 
-    The caller calls its `close` too. Raises InvalidRequestError for a number out of range, and where
-    not all of them can be started.
+    The caller must close the runtime. Raises InvalidRequestError if the number is out of range, or if not all
+    threads can be started.
     """
     if n_threads is not None and not 1 <= n_threads <= 256:
         raise InvalidRequestError(f"the number of threads must be 1 to 256, not {n_threads}")
@@ -58,11 +58,12 @@ def new_runtime(n_threads: int | None = None) -> _core.Runtime:
 class CpuBackend(WithoutDevices):
     """The Backend protocol over the native core, and the Stage protocol over a part of a graph.
 
-    span: the operations that it executes; a part of the model has no `step`, only `run`. isa: forces a set
-    of kernels, as the environment variable HOTSET_ISA does. runtime: threads and memory that others use too,
-    instead of n_threads of its own; it stays open. cache_of: another backend of the same layers, pages and
-    kv_type, whose keys and values it reads and writes.
-    Raises UnsupportedModelError for tensor types without a kernel and heads that kv_type does not fit.
+    span: the operations that it executes; a part of the model supports only `run`, not `step`. isa: forces a
+    set of kernels, like the environment variable HOTSET_ISA. runtime: shared threads and memory, used instead
+    of n_threads own threads; the backend does not close it. cache_of: another backend with the same layers,
+    n_pages and kv_type, whose keys and values it reads and writes.
+    The constructor raises UnsupportedModelError if a tensor type has no kernel, or if kv_type does not fit
+    the heads.
     """
 
     name = "cpu"
@@ -101,14 +102,14 @@ class CpuBackend(WithoutDevices):
             op.out: np.zeros((self.n_states, math.prod(op.state_shape)), np.float32)
             for op in self.graph.recurrent
         }
-        # Of a page, and of a slot: as CacheMemory has them.
+        # As in CacheMemory.
         self.page_nbytes = sum(part.shape[1] for part in self._page_parts())
         self.state_nbytes = sum(state[0].nbytes for state in self._states.values())
         self._lowered: dict[_PlanKey, Lowered] = {}
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._latest: tuple[Lowered, int] | None = None  # plan and tokens of the latest step
         self.tapped: dict[str, np.ndarray] = {}
-        self.candidates = None  # all logits are in this memory
+        self.candidates = None  # the host has all logits
         self.notes: tuple[str, ...] = ()
         self._closes_runtime = runtime is None
         self._runtime: _core.Runtime | None = runtime or new_runtime(options.n_threads)
@@ -121,7 +122,7 @@ class CpuBackend(WithoutDevices):
 
     @property
     def runtime(self) -> _core.Runtime | None:
-        """Its threads, for the plans of another model that computes between two steps; None once closed."""
+        """Return the threads, also used by another model's plans between two steps; None once closed."""
         return self._runtime
 
     @property
@@ -139,28 +140,31 @@ class CpuBackend(WithoutDevices):
 
     @property
     def isa(self) -> str:
-        """The instruction set whose kernels run: amx, avx512, avxvnni, avx2, i8mm, neon or scalar."""
+        """Return the instruction set in use: amx, avx512, avxvnni, avx2, i8mm, neon or scalar."""
         return str(self._plan_for(frozenset()).plan.isa)
 
     def step(self, batch: Batch) -> StepResult:
-        """Runs one step; the logits are a view that the next step overwrites."""
+        """Run one step. The logits are a view that the next step overwrites.
+
+        Raises InvalidRequestError if the backend has only a part of the model.
+        """
         if self.entering is not None or not self.has_output:
             raise InvalidRequestError("a part of a model has no step of its own; it is a stage of a chain")
         return StepResult(self.run(batch), self.tapped, self.largest)
 
     @property
     def largest(self) -> np.ndarray | None:
-        """Of the logits of the latest step, as StepResult.largest."""
+        """Return the largest logits of the latest step, as StepResult.largest."""
         return None if self._latest is None else self._latest[0].largest_logits()
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
-        """As Stage.run; the rows are a view that the next step overwrites. Checks the batch itself."""
+        """Check and run a batch, as Stage.run. The rows are a view that the next step overwrites."""
         scales = self._adapters.scales(batch)
         lowered = self._plan_for(frozenset(batch.taps), with_adapters=scales is not None)
         plan = lowered.plan
         self._latest = None
-        # Before it, too: where another handler of SIGBUS took the place of ours, a page that is gone ends the
-        # process.
+        # Check before the step too: if another SIGBUS handler has replaced ours, reading a lost page of the
+        # file ends the process.
         self.weights.check()
         try:
             plan.run(
@@ -179,40 +183,40 @@ class CpuBackend(WithoutDevices):
         return rows
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step; None where FFNs have no zeros and the graph has no thresholds.
+        """Return counts and times of the latest step; None if FFNs have no zeros and no thresholds exist.
 
-        Of a step with taps that lie inside an FFN there are no counts for it.
+        An FFN with taps inside is not counted.
         """
         if self._latest is None or not (self._latest[0].has_neurons or self._has_thresholds):
             return None
         seconds = self.seconds()
-        other = sum(seconds[:, PARTS.index("other")].tolist())  # NumPy takes longer for so few
+        other = sum(seconds[:, PARTS.index("other")].tolist())  # NumPy is slower for few values
         return StepStats.of(
             self._latest[1], self.counts(), seconds, other, has_thresholds=self._has_thresholds
         )
 
     @property
     def has_neurons(self) -> bool:
-        """Whether the FFNs have zeros to count."""
+        """Return whether the FFNs have zeros to count."""
         return self._plan_for(frozenset()).has_neurons
 
     @property
     def workspace_bytes(self) -> int:
-        """Of memory for intermediates and scratch, without weights and cache; of the plain plan."""
+        """Return the bytes of intermediates and scratch in the plain plan, without weights and cache."""
         return int(self._plan_for(frozenset()).plan.nbytes)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of these bytes those that are not the runtime's, which stages share."""
+        """Return the part of workspace_bytes that is not in the runtime, which stages share."""
         return int(self._plan_for(frozenset()).plan.own_nbytes)
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Of a device's memory: none."""
+        """Return nothing: the backend uses no device memory."""
         return {}
 
     def counts(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer, len(COUNTS)]."""
+        """Return the counts of the latest step, int64 [n_layer, len(COUNTS)]."""
         if self._latest is None:
             return np.zeros((self.n_layer, len(COUNTS)), np.int64)
         lowered, n = self._latest[0], self.n_layer * len(COUNTS)
@@ -220,11 +224,11 @@ class CpuBackend(WithoutDevices):
         return counts[1:].reshape(self.n_layer, len(COUNTS))
 
     def active_on_cpu(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer]: every active neuron of these layers."""
+        """Return the active neurons of the latest step, int64 [n_layer]. The CPU computes all of them."""
         return self.counts()[:, 1]
 
     def seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer, len(PARTS)]."""
+        """Return the seconds of the latest step, float64 [n_layer, len(PARTS)]."""
         shape = self.n_layer, len(PARTS)
         if self._latest is None:
             return np.zeros(shape)
@@ -233,43 +237,43 @@ class CpuBackend(WithoutDevices):
         return seconds.reshape(shape)
 
     def cpu_worker_seconds(self) -> np.ndarray:
-        """No neurons of a device's layers are computed here: zeros [n_layer]."""
+        """Return zeros [n_layer]: this backend computes no neurons for a device."""
         return np.zeros(self.n_layer)
 
     def _page_parts(self) -> list[np.ndarray]:
-        """Keys, values and scales of all layers, each uint8 [n_pages, bytes of a page]."""
+        """Return the keys, values and scales of all layers, each uint8 [n_pages, bytes of a KV block]."""
         parts = [part for layer in self._cache.values() for part in layer]
         return [part.reshape(self.n_pages, -1) for part in parts if part is not None]
 
     def read_page(self, page: int) -> bytes:
-        """As CacheMemory."""
+        """Read a KV block, as CacheMemory.read_page."""
         return b"".join(part[page].tobytes() for part in self._page_parts())
 
     def write_page(self, page: int, data: bytes) -> None:
-        """As CacheMemory."""
+        """Write a KV block, as CacheMemory.write_page."""
         rows, at = np.frombuffer(data, np.uint8), 0
         for part in self._page_parts():
             part[page] = rows[at : at + part.shape[1]]
             at += part.shape[1]
 
     def read_state(self, slot: int) -> bytes:
-        """As CacheMemory."""
+        """Read a state, as CacheMemory.read_state."""
         return b"".join(state[slot].tobytes() for state in self._states.values())
 
     def write_state(self, slot: int, data: bytes) -> None:
-        """As CacheMemory."""
+        """Write a state, as CacheMemory.write_state."""
         values, at = np.frombuffer(data, np.float32), 0
         for state in self._states.values():
             state[slot] = values[at : at + state.shape[1]]
             at += state.shape[1]
 
     def cancel(self) -> None:
-        """Ends the step in flight, from any thread; it raises StepCancelledError."""
+        """End the step in flight, from any thread. The step raises StepCancelledError."""
         for lowered in list(self._lowered.values()):
             lowered.plan.cancel()
 
     def close(self) -> None:
-        """Ends the threads, unless others use them, and drops plans and cache; safe to call twice."""
+        """End the backend's own threads, and release plans and cache. Safe to call twice."""
         self.cancel()
         runtime, self._runtime = self._runtime, None
         if runtime is not None and self._closes_runtime:
@@ -282,7 +286,10 @@ class CpuBackend(WithoutDevices):
 
     @property
     def adapters(self) -> AdapterSet:
-        """Those that sequences may have. Set between two steps; a part of a model takes none."""
+        """Return the adapters that sequences may have.
+
+        Set them only between two steps. A part of a model does not accept adapters.
+        """
         return self._adapters
 
     @adapters.setter
@@ -306,7 +313,7 @@ class CpuBackend(WithoutDevices):
             raise InvalidRequestError("the model has been closed; load it again")
         try:
             plan = _core.Plan(self.max_batch, self.n_pages, self.n_pages, self._runtime, self._isa)
-        except ValueError as error:  # HOTSET_ISA, or a processor without the instructions that are needed
+        except ValueError as error:  # a wrong HOTSET_ISA, or a processor without the required instructions
             raise InvalidRequestError(str(error)) from None
         streamed = self.weights.streamed if isinstance(self.weights, StoredWeights) else None
         options = LoweringOptions(
@@ -317,22 +324,27 @@ class CpuBackend(WithoutDevices):
         return lower(graph, taps, self.weights, plan, self.entering, options)
 
     def _states_of(self, op: Recurrent) -> np.ndarray:
-        """The slots of an operation, float32 [n_states, size]."""
+        """Return the state slots of an operation, float32 [n_states, size]."""
         return self._states[op.out]
 
     def _cache_of(self, op: Attention) -> dict[str, Any]:
-        """Keys and values of a layer as facts of an operation."""
+        """Return the keys and values of a layer as facts of a native operation."""
         names = ["k_cache", "v_cache", "k_scale", "v_scale"]
         names += [f"block_{name}" for name in names if op.blocks is not None]
         return {"kv_type": self.kv_type, **dict(zip(names, self._cache[op.cache_layer], strict=True))}
 
     def _shared_cache(self, op: Attention) -> tuple[np.ndarray | None, ...] | None:
-        """Of an encoder, which needs keys and values while a layer is computed, those of the first."""
+        """Return the cache of an encoder's first layer; None for a decoder or the first layer itself.
+
+        An encoder needs keys and values only while it computes a layer, so its layers share one cache.
+        """
         return None if op.causal else next(iter(self._cache.values()), None)
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
-        """Keys, values, and their scales where the type has them, and then those of blocks, where there are
-        such. Untouched pages cost no memory."""
+        """Allocate keys, values and their scales; for block attention, the same again for the blocks.
+
+        Scales are None if kv_type has none. Untouched KV blocks use no memory.
+        """
         check_cache(op, self.kv_type)
         slots = self.n_pages * op.n_head_kv * PAGE_SIZE
         found: list[np.ndarray | None] = []

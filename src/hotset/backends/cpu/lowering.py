@@ -1,10 +1,9 @@
-"""Turns a graph into a native plan: each group of fused operations (model/fusion.py) into native
-operations.
+"""Lowering of a graph to a native plan: each group of fused operations (model/fusion.py) to native ones.
 
 Values that are not alive together share memory. An FFN whose activation leaves neurons at zero becomes the
-two operations that can skip them, `neurons` and `axpy` (docs/contributing/internals/sparse-ffn.md); any
-other becomes its matrix products. One whose neurons have thresholds is of the first kind where that
-pays, else of the second: the thresholds go into the pass of its products.
+two operations that can skip them, `neurons` and `axpy` (docs/contributing/internals/sparse-ffn.md). Any
+other FFN becomes its matrix products. An FFN with thresholds becomes the first form if that pays off.
+Otherwise it becomes the second form, whose products apply the thresholds.
 """
 
 from __future__ import annotations
@@ -71,23 +70,23 @@ from hotset.model.rope import key_centre
 from hotset.offload.streaming import Streamed
 from hotset.offload.weight_store import StoredWeights
 
-PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type of csrc/types.h
+PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type in csrc/types.h
 _NOT_NATIVE = (
     *("layer", "part", "site", "input_major", "source", "key_bias", "xielu", "first_weight"),
 )  # fields of records
-Facts = dict[str, Any]  # of an operation, by name; what is None is absent
-FetchKind = Literal["all", "selected", "nonzero", "routed", "tokens"]  # rows that operations behind it read
-LEAST = float(np.finfo(np.float32).smallest_subnormal)  # what is not below it fires
+Facts = dict[str, Any]  # arguments of a native operation, by name; None values are left out
+FetchKind = Literal["all", "selected", "nonzero", "routed", "tokens"]  # rows that later operations read
+LEAST = float(np.finfo(np.float32).smallest_subnormal)  # neurons with at least this value fire
 
 
 def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
-    """A vector of the file, float32 [n]."""
+    """Return a vector of the file, float32 [n]."""
     info = weights.tensors[name]
     return np.ascontiguousarray(dequantize(weights.data(name), info.type, info.shape).reshape(-1))
 
 
 def linear_facts(weights: WeightSource, op: Linear) -> Facts:
-    """A matrix product: the rows of its weight, and of its bias."""
+    """Return the facts of a matrix product: the rows of its weight, and of its bias."""
     info = weights.tensors[op.weight]
     first, last = op.first_row, op.first_row + op.out.width
     row = info.row_bytes
@@ -99,7 +98,7 @@ def linear_facts(weights: WeightSource, op: Linear) -> Facts:
 
 
 def expert_facts(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Facts:
-    """The experts' matrices: their tensors, rows of each expert in them, the first that counts, bias."""
+    """Return the facts of experts' matrices: tensors, rows per expert, the first row used, and bias."""
     first = op.first_row if isinstance(op, ExpertLinear) else 0
     n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width  # of the bias
     bias = None
@@ -115,12 +114,12 @@ def expert_facts(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Facts:
 
 
 def activation_facts(op: Activate | None) -> Facts:
-    """The activation of a product or a gate."""
+    """Return the facts of the activation of a product or a gate."""
     return {} if op is None else {"activation": op.kind, "activation_threshold": op.threshold}
 
 
 def threshold_facts(ffn: Ffn) -> Facts:
-    """Of an FFN's input, of the activation that decides, of its neurons' values."""
+    """Return the thresholds of an FFN's input, of its gate activation, and of its neurons' values."""
     sites = {
         "input_threshold": ffn.in_threshold,
         "gate_threshold": ffn.gate_threshold,
@@ -131,11 +130,14 @@ def threshold_facts(ffn: Ffn) -> Facts:
 
 @dataclass
 class Lowered:
-    """A plan with what its owner needs to know. result: buffer of the last value, logits or the residual
-    stream. buffers: of the taps, by name. largest: as StepResult.largest, a buffer; -1: none.
+    """A plan and the facts that its owner needs.
 
-    cell: of each native operation layer * len(PARTS) + part, of those outside of the layers the first layer.
-    counted: of each of its COUNTS 1 + layer * len(COUNTS) + count, where it is added up; 0: nowhere.
+    result: buffer of the last value, logits or the residual stream. buffers: of the taps, by name. largest:
+    buffer of StepResult.largest, or -1.
+
+    cell: for each native operation, layer * len(PARTS) + part; operations outside the layers have layer 0.
+    counted: for each operation and each of its COUNTS, the cell 1 + layer * len(COUNTS) + count to add it
+    to; 0 for a count that is ignored.
     """
 
     plan: Any
@@ -147,7 +149,7 @@ class Lowered:
     largest: int
 
     def largest_logits(self) -> np.ndarray | None:
-        """Of the latest step, as StepResult.largest."""
+        """Return the largest logits of the latest step, as StepResult.largest."""
         return None if self.largest < 0 else self.plan.rows(self.largest)
 
 
@@ -157,11 +159,11 @@ def _in_no_ffn(op: Attention | Recurrent) -> NoReturn:
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What operations are lowered with. sparse: leaves out what an FFN with zeros does not need. adapters:
-    those that a graph with LowRank adds.
+    """The options of lowering.
 
-    channel_rates, whole: see CpuBackend. streamed: weights that each step waits for. cache: the facts of an
-    operation's keys and values. states: of an operation, float32 [n_states, size].
+    sparse: skip the unneeded rows of an FFN with zeros. adapters: the adapters of a graph with LowRank.
+    channel_rates, whole: see BackendOptions. streamed: weights that each step waits for. cache: returns the
+    facts of an operation's keys and values. states: returns an operation's states, float32 [n_states, size].
     """
 
     sparse: bool
@@ -181,7 +183,7 @@ def lower(
     entering: Value | None,
     options: LoweringOptions,
 ) -> Lowered:
-    """Fills an empty native plan. entering: the rows that a part of a graph begins with.
+    """Fill an empty native plan. entering: the input rows of a part of a graph; None if it has none.
 
     Raises InvalidRequestError for an unknown tap.
     """
@@ -220,10 +222,9 @@ def lower(
 
 @dataclass(frozen=True)
 class LoweredFfn:
-    """The native operations [first_op, end_op) of one FFN in a plan of FFNs alone.
+    """The native operations [first_op, end_op) of one FFN in a plan that has only FFNs.
 
-    x, given, out: buffers of what it reads, of scores or routes, and of the result. gates, ups: as in
-    Lowered.
+    x, given, out: buffers of the input, of scores or routes, and of the result. gates, ups: as in _Emission.
     """
 
     ffn: Ffn
@@ -239,15 +240,15 @@ class LoweredFfn:
 def lower_ffns(
     ffns: Sequence[Ffn], weights: WeightSource, plan: Any, *, sparse: bool, whole: Collection[str]
 ) -> list[LoweredFfn]:
-    """FFNs alone, each on rows that its caller writes: what the CPU computes for layers of a device.
+    """Lower FFNs without the rest of their layers, which the CPU computes for a device on given rows.
 
-    Inputs are normalised and thresholded already. Of split neurons those are computed whose score is not
-    below 0; of experts a row is one expert of a token, whose route names it with a weight of 1. sparse,
-    whole: as in CpuBackend, of experts; of split neurons those that are not wanted are always left out.
+    Inputs are already normalised and thresholded. Split neurons are computed if their score is at least 0.
+    For experts, a row is one expert of a token; its route names the expert with weight 1. sparse, whole: as
+    in BackendOptions, for experts; unneeded split neurons are always skipped.
     """
     graph = Graph()
     h = graph.value("worker.input", ffns[0].x.width)
-    given: dict[int, Value] = {}  # by width: scores of split neurons; 2: routes
+    given: dict[int, Value] = {}  # by width: scores of split neurons, or routes, which have width 2
     widths = [ffn.n_ff if ffn.route is None else 2 for ffn in ffns]
     for ffn, width in zip(ffns, widths, strict=True):
         if width not in given:
@@ -270,7 +271,7 @@ def lower_ffns(
 
 
 def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
-    """An FFN that reads h, and scores or a route instead of what selects its neurons in the graph."""
+    """Return an FFN that reads h, and the given scores or route instead of the graph's selection."""
     if ffn.route is None:
         gate = None if ffn.gate is None else replace(one_matrix(ffn.gate), input_major=None)
         up = replace(one_matrix(ffn.up), input_major=None)
@@ -297,38 +298,41 @@ def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
 
 
 def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, emit: _Emission) -> np.ndarray:
-    """Lowered.counted."""
+    """Return Lowered.counted, int32 [n_ops * len(COUNTS)]."""
     gates, ups, products = emit.gates, emit.ups, emit.products
     selected, active, gate_rows, up_rows, down_rows, left_out = range(len(COUNTS))
     cells = 1 + layers[:, None] * len(COUNTS) + np.arange(len(COUNTS))
-    # Neurons are counted by the operation that computes the gates: its rows are those of an up.
+    # The operation that computes the gates counts the neurons: the rows of its `up` are gate rows.
     cells[gates, up_rows] = cells[gates, gate_rows]
     cells[gates, active] = cells[gates, gate_rows] = cells[gates, down_rows] = 0
     cells[ups, selected] = 0
     cells[products, active] = 0
-    cells[~of_ffn, :left_out] = 0  # rows of predictors are no neurons
+    cells[~of_ffn, :left_out] = 0  # rows of predictors do not count as neurons
     cells[emit.beside, :left_out] = 0
     return cells.ravel().astype(np.int32)
 
 
 def _is_stored(weights: WeightSource, name: str) -> bool:
-    """Whether rows of a tensor come from a store that does not hold all of them."""
+    """Return whether a tensor's rows come from a store that does not hold all of them."""
     rows = weights.data(name)
     return isinstance(rows, _core.StoredRows) and not rows.store.is_whole
 
 
 class _Emission:
-    """Writes native operations. at: layer and part of each so far. gates, ups: those that compute an FFN's
-    gates alone, and the rest; products: those whose values are not yet those of neurons; beside: those of
-    what stands beside experts. largest: as Lowered.
-    logits: the last value, of which the largest are found where its groups are whole."""
+    """A writer of native operations.
+
+    at: layer and part of each operation so far. gates, ups: indices of operations that compute only an FFN's
+    gates, and only its `up`. products: operations whose values are not yet neuron values. beside: indices of
+    shared experts' operations. largest: as in Lowered. logits: the last value; its largest logits are found
+    if its width is a multiple of LOGIT_GROUP.
+    """
 
     def __init__(self, plan: Any, buffers: Buffers, weights: WeightSource, options: LoweringOptions) -> None:
         self._channel_rates, self._whole = options.channel_rates, options.whole
         self._rows_per_token = 1
-        self._streamed, self._piece = options.streamed, -1  # which was waited for last
-        self._behind: Sequence[Fused] = ()  # groups
-        self._begun: set[Value] = set()  # results of FFNs whose rows are on their way
+        self._streamed, self._piece = options.streamed, -1  # the piece of the latest wait
+        self._behind: Sequence[Fused] = ()  # the groups after the current one
+        self._begun: set[Value] = set()  # results of FFNs whose rows are already being fetched
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = options.cache, options.states, options.sparse
         self._adapters = options.adapters
@@ -350,7 +354,7 @@ class _Emission:
             self.at.append((group.layer, group.part))
 
     def rows(self, group: Fused, rows_per_token: int) -> None:
-        """An FFN on rows of which a token has so many."""
+        """Write an FFN on rows, of which each token has `rows_per_token`."""
         assert group.ffn is not None
         self._rows_per_token, sparse = rows_per_token, self._sparse
         self._sparse = sparse or group.ffn.route is None
@@ -358,7 +362,7 @@ class _Emission:
         self._sparse = sparse
 
     def begin(self, ffn: Ffn) -> None:
-        """Has the rows of an FFN be read from here on."""
+        """Start to fetch the rows of an FFN, without waiting for them."""
         if ffn.route is not None:
             assert isinstance(ffn.up, ExpertLinear)
             self._fetch(ffn, ffn.up.weights[0], set(), "routed", self._buffers[ffn.route.out], waits=False)
@@ -367,14 +371,14 @@ class _Emission:
         self._begun.add(ffn.out)
 
     def end(self) -> None:
-        """What a stream brings next may be read when all is done: for the stage behind, or the next step."""
+        """Let the stream read its next piece after all operations, for the next stage or the next step."""
         if self._streamed is not None:
             following = (self._piece + 1) % self._streamed.n_pieces
             self._add("await_piece", stream=self._streamed.stream, piece=following, waits=False)
             self.at.append((NO_LAYER, "other"))
 
     def _await(self, *ops: Op | None) -> None:
-        """Has the step wait for the piece of a stream that operations read, one piece at most."""
+        """Make the step wait for the stream's piece that these operations read, one piece at most."""
         if self._streamed is None:
             return
         places, known = (
@@ -389,8 +393,7 @@ class _Emission:
             self._piece = piece
 
     def _operation(self, group: Fused) -> None:
-        """A group that becomes one native operation: named by the operation that the others were fused
-        into."""
+        """Write a group as one native operation, named by the operation into which the others were fused."""
         buffers = self._buffers
         if group.linears:
             self._linears(group)
@@ -437,8 +440,8 @@ class _Emission:
                 self._plain(main)
 
     def _plain(self, op: Primitive, **more: Any) -> None:
-        """An operation whose native facts are the fields of its record: a value is its buffer, a vector is
-        decoded, a matrix or a table of rows is a tensor."""
+        """Write an operation whose native facts are the fields of its record. Values become buffers, vectors
+        are decoded, matrices and tables of rows become tensors."""
         kinds = {weight.name: weight.kind for weight in op.weights_read}
         facts: Facts = {}
         for field in fields(op):
@@ -454,7 +457,7 @@ class _Emission:
         self._add(native_name(type(op)), **{**facts, **more})
 
     def _weight(self, name: str, kind: WeightKind) -> Any:
-        """A vector as float32 [n], anything else as a tensor: its type and bytes."""
+        """Return a vector as float32 [n], any other weight as a tensor: its type and bytes."""
         if kind == "vector":
             return decoded_vector(self._weights, name)
         return int(self._weights.tensors[name].type), self._weights.data(name)
@@ -463,7 +466,7 @@ class _Emission:
         self._plan.add(operation, **{name: fact for name, fact in facts.items() if fact is not None})
 
     def _low_rank(self, op: LowRank, x: int, y: int, out: int) -> None:
-        """What adapters add to a product; x, y, out: buffers."""
+        """Write the sum of y and the adapters' products with x. x, y, out: buffers."""
         assert self._adapters is not None
         first, last = op.first_row, op.first_row + op.out.width
         adapters = [
@@ -481,7 +484,7 @@ class _Emission:
     # ---- matrix products
 
     def _linears(self, group: Fused) -> None:
-        """Products of one input, with the norm before them and what follows them."""
+        """Write the products of one input, with the norm before and the fused operations after them."""
         linears, activate = group.linears, group.first(Activate)
         outs = group.out if len(group.out) == len(linears) else [group.out[0]]
         self._products(
@@ -501,9 +504,12 @@ class _Emission:
         input_threshold: Threshold | None = None,
         neuron_thresholds: Facts | None = None,
     ) -> None:
-        """multiplied: the first product, activated, times the second is the result. norm, input_threshold: in
-        front.
-        neuron_thresholds: thresholds of the activation, and of the result."""
+        """Write products of one input as one native operation.
+
+        multiplied: the result is the first product, activated, times the second. norm, input_threshold: apply
+        to the input. neuron_thresholds: thresholds of the activation, and of the result. Raises
+        InvalidRequestError if a weight is in a store.
+        """
         thresholds = {"input_threshold": None if input_threshold is None else input_threshold.threshold} | (
             neuron_thresholds or {}
         )
@@ -543,7 +549,7 @@ class _Emission:
     # ---- the FFN
 
     def _ffn(self, ffn: Ffn, group: Fused) -> None:
-        """Two native operations: up to the values of the neurons, and down."""
+        """Write an FFN: first its neurons' values, then the down projection."""
         first = len(self.at)
         self._ffn_alone(ffn, group)
         if ffn.shared:
@@ -555,14 +561,14 @@ class _Emission:
             self._experts(ffn, ffn.route, group)
             return
         fetched: set[int] = set()
-        clamped = ffn.up_act is not None and ffn.up_act.kind == "clamp"  # which no product computes
+        clamped = ffn.up_act is not None and ffn.up_act.kind == "clamp"  # no product computes it
         if ffn.low_rank(ffn.gate) or ffn.low_rank(ffn.up) or clamped:
             fetched = self._adapted_neurons(ffn)
         elif self._leaves_out_rows(ffn):
             fetched = self._neurons(ffn)
         else:
             assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
-            # Of gate and up only the product exists: its buffer stands for both.
+            # Only the product of gate and up exists: both use its buffer.
             products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
             xielu = ffn.gate_act.xielu
             self._products(
@@ -579,10 +585,10 @@ class _Emission:
         self._down(ffn, group, fetched)
 
     def _down(self, ffn: Ffn, group: Fused, fetched: set[int]) -> None:
-        """The down projection, with what adapters add to it, and the residual."""
+        """Write the down projection with its adapters and the residual."""
         residual, down, out = group.residual(ffn.out), ffn.down, group.out[0]
         added = ffn.low_rank(down)
-        taken = residual if added is None else None  # by the product
+        taken = residual if added is None else None  # the product adds it
         norms_inside = added is None and isinstance(down, Linear)
         x = None if norms_inside else self._normed_neurons(ffn)
         if isinstance(down, TransposedLinear):
@@ -605,7 +611,7 @@ class _Emission:
                 self._in_place(ffn, "add", at, a=at, b=self._buffers[residual])
 
     def _bend_neurons(self, ffn: Ffn) -> None:
-        """xIELU of what up yields, in place, and thresholds behind it."""
+        """Write xIELU of the result of `up`, in place, and the thresholds after it."""
         assert ffn.gate is None, "xIELU is of FFNs without a gate"
         neurons, f = self._buffers[ffn.selected], ffn.gate_act.xielu
         assert f is not None
@@ -617,7 +623,7 @@ class _Emission:
                 self.at.append((ffn.layer, ffn.part))
 
     def _normed_neurons(self, ffn: Ffn) -> int:
-        """The buffer that the down projection of an FFN reads."""
+        """Return the buffer that the down projection reads. Write the norm of the neurons if there is one."""
         neurons, norm = self._buffers[ffn.selected], ffn.sub_norm
         if norm is None:
             return neurons
@@ -628,9 +634,11 @@ class _Emission:
         return out
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
-        """Whether rows of gate and up are left out one by one: those of neurons that an activation leaves at
-        zero, or a threshold of the gate where that pays. Rows of a store lie where only this can read them,
-        but for those of experts, which are whole there."""
+        """Return whether rows of gate and up are skipped one by one.
+
+        They are if an activation or a predictor leaves neurons out, or a threshold of the gate if that pays
+        off. Rows in a store can only be read this way, except experts, which a store holds whole.
+        """
         matrices = [op for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
         stored = any(isinstance(self._weights.data(op.weight), _core.StoredRows) for op in matrices)
         by_threshold = ffn.gate is not None and ffn.gate_threshold is not None
@@ -638,8 +646,8 @@ class _Emission:
         return ffn.fires_exactly or ffn.mask is not None or stored or pays
 
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
-        """Three native operations: who computes (unless that was found before), the neurons of these, and
-        their sum."""
+        """Write an MoE FFN: the route (unless it was computed before), the experts' neurons, and their
+        sum."""
         gate, up, down, mask = ffn.gate, ffn.up, ffn.down, ffn.mask
         is_begun = ffn.out in self._begun
         if isinstance(ffn.select, Route) and not is_begun:
@@ -675,7 +683,7 @@ class _Emission:
         self.at.append((ffn.layer, ffn.part))
 
     def _expert_products(self, op: ExpertLinear) -> None:
-        """Of an FFN that was taken apart: products with one matrix of its experts."""
+        """Write the products with one matrix of the experts, for an FFN lowered as separate operations."""
         buffers = self._buffers
         self._fetch(op, op.weights[0], set(), "routed", buffers[op.route])
         self._add(
@@ -684,7 +692,7 @@ class _Emission:
         )  # fmt: skip
 
     def _expert_sum(self, op: ExpertSum | ExpertLinear, residual: Value | None, out: Value) -> None:
-        """Or, of an ExpertLinear, what it sums side by side."""
+        """Write the sum of the experts' down projections; an ExpertLinear keeps its experts' rows apart."""
         self._add(
             "expert_sum", x=self._buffers[op.x], route=self._buffers[op.route], n_expert=op.n_expert,
             down=expert_facts(self._weights, op), residual=self._buffer(residual),
@@ -705,9 +713,11 @@ class _Emission:
         *,
         waits: bool = True,
     ) -> None:
-        """Has a store fetch rows of a tensor, and those of its group, for an operation: where they come from
-        one and are not among the groups that have been `fetched`, to which this one is added. waits: until
-        they are there, else `finish_fetch` does."""
+        """Write the fetch of a tensor's rows, and of its group, from a store.
+
+        Nothing is written if the tensor is in no store, or if its group is in `fetched`; otherwise the group
+        is added to it. waits: wait for the rows here; False: `finish_fetch` waits later.
+        """
         rows = self._weights.data(name)
         if not isinstance(rows, _core.StoredRows) or rows.group in fetched:
             return
@@ -723,7 +733,7 @@ class _Emission:
         fetched.add(rows.group)
 
     def _fetch_selected(self, ffn: Ffn, fetched: set[int], *, waits: bool = True) -> None:
-        """As `_fetch`: what a predictor names."""
+        """Write the fetch of the rows that a predictor names, as `_fetch`."""
         mask = ffn.mask
         assert mask is not None
         self._fetch(
@@ -732,7 +742,7 @@ class _Emission:
         )  # fmt: skip
 
     def _neurons(self, ffn: Ffn) -> set[int]:
-        """Up to the neurons. Returns the groups of rows that were fetched for it."""
+        """Write the neurons' values. Return the groups of rows fetched for them."""
         mask, out = ffn.mask, self._buffers[ffn.selected]
         decides, up = ffn.decides.weight, self._weights.data(one_matrix(ffn.up).weight)
         fetched = self._fetch_deciding(ffn)
@@ -763,7 +773,7 @@ class _Emission:
         return fetched
 
     def _fetch_deciding(self, ffn: Ffn) -> set[int]:
-        """Has a store fetch the rows of the matrix that says which neurons fire; returns their group."""
+        """Write the fetch of the matrix that decides which neurons fire. Return its group, if in a store."""
         fetched: set[int] = set()
         decides = ffn.decides.weight
         overlaps = _is_stored(self._weights, decides)
@@ -778,8 +788,10 @@ class _Emission:
         return fetched
 
     def _as_they_come(self, op: Op, name: str) -> Iterator[bool | None]:
-        """Twice, for what was there and for what had to be read, where rows of a tensor are on their way;
-        else once, for all. Between the two the step waits."""
+        """Yield False for the rows in memory, then write a wait, then yield True for the rows that were read.
+
+        Yield None once, for all rows, if the tensor's rows are not being fetched from a store.
+        """
         if not _is_stored(self._weights, name):
             yield None
             return
@@ -791,7 +803,7 @@ class _Emission:
         yield True
 
     def _read_next(self) -> list[np.ndarray]:
-        """Matrices in memory that operations behind this FFN read, up to the next one."""
+        """Return the matrices in memory that operations between this FFN and the next one read."""
         groups = takewhile(lambda group: group.ffn is None, self._behind)
         ops = (op for group in groups for op in group.ops if not isinstance(op, Ffn))
         names = [name for op in ops for name in op.matrices]
@@ -803,8 +815,11 @@ class _Emission:
         ]
 
     def _neurons_by_gate(self, ffn: Ffn, fetched: set[int]) -> None:
-        """Gates first, where all of them say which fire, or so that of up only the rows of those that do are
-        fetched: the same products."""
+        """Write the gates first, then `up`. The products are the same.
+
+        This order is needed if all gates together decide which neurons fire, or to fetch only the rows of
+        `up` for neurons that fire.
+        """
         assert ffn.gate is not None
         out, fired = self._buffers[ffn.selected], self._buffers.borrow(ffn.selected)
         gate, up = one_matrix(ffn.gate), one_matrix(ffn.up)
@@ -852,9 +867,11 @@ class _Emission:
     # ---- an FFN with adapters
 
     def _adapted_neurons(self, ffn: Ffn) -> set[int]:
-        """Up to the neurons, where adapters add to gate or up, or up is clamped: products, what is added, and
-        what becomes of the sums are operations of their own. Rows are left out as without adapters: of
-        neurons that a predictor does not name, and of up where the gate is zero. Returns as `_neurons`."""
+        """Write the neurons' values if gate or up has adapters, or up is clamped. Return as `_neurons`.
+
+        Products, adapters and activations are separate operations. Rows are skipped as without adapters:
+        rows of neurons that a predictor does not name, and rows of `up` if the gate is zero.
+        """
         out, mask = self._buffers[ffn.selected], ffn.mask
         fetched = self._fetch_deciding(ffn)
         x = self._input(ffn)
@@ -869,7 +886,7 @@ class _Emission:
             self._adapted_product(ffn, one_matrix(ffn.gate), x, fired, scores)
             self._decide(ffn, fired)
             which: FetchKind = "all" if mask is None else "selected"
-            if ffn.fires_exactly:  # else what fires may be below zero
+            if ffn.fires_exactly:  # otherwise firing neurons may be negative
                 which, scores = "nonzero", {"scores": fired, "threshold": LEAST, "first": 0}
             bounds = () if which != "selected" or mask is None else (mask.threshold, mask.first)
             overlaps = _is_stored(self._weights, up.weight)
@@ -885,7 +902,7 @@ class _Emission:
         return fetched
 
     def _input(self, ffn: Ffn) -> int:
-        """The buffer of what gate and up read: normalised, and without small values."""
+        """Return the buffer of the input of gate and up, normalised and thresholded."""
         x, norm = self._buffers[ffn.x], ffn.norm
         if norm is None and ffn.in_threshold is None:
             return x
@@ -901,7 +918,7 @@ class _Emission:
         return h
 
     def _adapted_product(self, ffn: Ffn, op: Linear, x: int, out: int, scores: Facts) -> None:
-        """A product of an FFN and what adapters add to it. scores: facts of whose rows are read."""
+        """Write a product of an FFN and its adapters. scores: facts of the scores that select rows."""
         if not self._leaves_out_rows(ffn):
             self._product(op, x, out)
             self.at.append((ffn.layer, ffn.part))
@@ -918,7 +935,7 @@ class _Emission:
             self._of_ffn(ffn, added, x, out)
 
     def _decide(self, ffn: Ffn, at: int) -> None:
-        """What becomes of the sums that say which neurons fire, in place."""
+        """Write the activation, thresholds and mask of the sums that decide which neurons fire, in place."""
         if ffn.top_k is not None:
             self._in_place(ffn, "gaussian_top_k", at, x=at, multiplier=ffn.top_k.multiplier)
         self._activate(ffn, ffn.gate_act, at)
@@ -940,18 +957,18 @@ class _Emission:
         self.at.append((ffn.layer, ffn.part))
 
     def _in_place(self, ffn: Ffn, operation: str, out: int, **facts: Any) -> None:
-        """An operation inside an FFN, whose result may take the place of what it reads."""
+        """Write an operation inside an FFN, whose result may overwrite its input."""
         self._add(operation, **facts, out=out)
         self.at.append((ffn.layer, ffn.part))
 
     def _product(self, op: Linear, x: int, out: int) -> None:
-        """x times a matrix; both are buffers."""
+        """Write the product of x and a matrix. x, out: buffers."""
         self._add("linear", x=x, parts=[{**linear_facts(self._weights, op), "out": out}], gated=False)
 
-    # ---- attention, and what may stand in its place
+    # ---- attention
 
     def _attention(self, main: Attention, heads: Sequence[Any]) -> None:
-        """heads: the head norms and rotations of q and k that were fused into it."""
+        """Write an attention. heads: the norms and rotations of q and k that were fused into it."""
         q, k = main.q, main.k
         rope, q_norm, k_norm = None, None, None
         for op in reversed(heads):
@@ -963,7 +980,7 @@ class _Emission:
             else:
                 k, k_norm = op.x, norm or k_norm
         more = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, **self._cache(main)}
-        if main.source is not None:  # they are stored
+        if main.source is not None:  # another layer has stored them
             more |= {"k": None, "v": None}
         centre = None
         if main.centred and main.key_bias is not None and kv_formats(more["kv_type"])[0].rotated:
@@ -974,15 +991,15 @@ class _Emission:
     # ---- small things
 
     def _channels(self, ops: Sequence[Linear | None]) -> list[Facts | None]:
-        """Input-major copies of some products."""
+        """Return the input-major copies of some products, as `_copy`."""
         return [None if op is None else self._copy(op, op.weight, op.out.width, op.first_row) for op in ops]
 
     def _copy(self, op: Linear | ExpertSum, weight: str, width: int, first: int = 0) -> Facts | None:
-        """An input-major copy: bytes, outputs in all, those of a tile, its first, below which share of
-        channels it pays.
+        """Return the facts of an input-major copy; None if the product reads its rows instead.
 
-        None where there is none, or every channel is to be read, and under a budget of memory, which has room
-        for the rows alone: the result is bitwise identical.
+        They are its data, all its outputs, the outputs of a tile, its first output, and the share of channels
+        below which it pays off. Return None without a copy, if every channel is read, or under a memory
+        budget, which has room only for the rows. The result is bitwise identical.
         """
         copy = None if isinstance(self._weights, StoredWeights) else op.input_major
         if copy is None or not self._sparse or first % PLANE_GROUP or width % PLANE_GROUP:
@@ -1013,7 +1030,7 @@ class _Emission:
 
 
 def rope_facts(rope: Rope) -> Facts:
-    """A rotation as operations take it."""
+    """Return a rotation as facts of a native operation."""
     return {
         "kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude,
         "every": rope.every,
@@ -1021,5 +1038,5 @@ def rope_facts(rope: Rope) -> Facts:
 
 
 def native_name(operation: type) -> str:
-    """The name of an operation in csrc/ops: its class's in snake case."""
+    """Return the name of an operation in csrc/ops: its class name in snake case."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operation.__name__).lower()

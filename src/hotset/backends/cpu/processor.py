@@ -1,4 +1,4 @@
-"""What this processor can do for the native core, and small products without a plan."""
+"""The processor's instruction sets and read bandwidth, and small products without a plan."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from hotset.formats.quants import GGMLType
 
 
 def isa() -> str:
-    """The instruction set whose kernels are used (HOTSET_ISA forces one). ValueError where there is none."""
+    """Return the instruction set in use; HOTSET_ISA forces one. Raises ValueError if none can be used."""
     return _core.isa()
 
 
 def available_isas() -> list[str]:
-    """Those that this processor has, the best first."""
+    """Return the instruction sets of this processor, the best first."""
     return list(_core.available_isas())
 
 
 def read_bandwidth(data: np.ndarray, n_threads: int) -> float:
-    """Bytes per second at which n_threads read an array."""
+    """Measure the bytes per second at which n_threads threads read an array."""
     return _core.read_bandwidth(data, n_threads)
 
 
 def linear_f32(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """x [n, width] times float32 rows [n_rows, width]: float32 [n, n_rows], in the core's order of sums."""
+    """Multiply x [n, width] by rows [n_rows, width]: float32 [n, n_rows], in the core's order of sums."""
     data = np.ascontiguousarray(rows, np.float32).view(np.uint8).reshape(-1)
     return _core.linear(int(GGMLType.F32), data, len(rows), np.ascontiguousarray(x))

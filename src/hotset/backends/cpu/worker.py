@@ -1,11 +1,11 @@
-"""The CPU's half of layers whose neurons, or experts, a device shares with it.
+"""The CPU's part of layers whose neurons or experts are split between a device and the CPU.
 
-`CpuWorker` computes on request (csrc/cpu_worker.h): the cold neurons that fire, or some experts of tokens,
-while the device computes its own. How requests reach it and answers come back is the device's: on the stream
-of a device of torch (gpu/cpu_offload.py), between two submissions on Vulkan (csrc/vulkan/exchange.h).
+`CpuWorker` computes on request (csrc/cpu_worker.h). It computes the cold neurons that fire, or some experts
+of tokens, while the device computes its own. The device side transports requests and results: on the stream
+of a torch device (gpu/cpu_offload.py), or between two submissions on Vulkan (csrc/vulkan/exchange.h).
 
-Whatever fails, no thread waits for ever: the flags are set (csrc/cpu_worker.h, poison) and `end_step` raises
-one sentence. The next step begins with clean flags.
+After a failure no thread waits forever: the flags are set (csrc/cpu_worker.h, poison), and `end_step` raises
+an error. The next step begins with clean flags.
 """
 
 from __future__ import annotations
@@ -25,31 +25,30 @@ from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.model.operations import Ffn, Route, TransposedLinear, one_matrix
 
-TIMEOUT = 60.0  # seconds that a layer may take on the CPU: its rows may have to come from a slow disk
-EXPERT_ROWS = 256  # experts of tokens that are computed at a time, or as many as a step's tokens have
+TIMEOUT = 60.0  # seconds that a layer may take on the CPU, since a slow disk may have to read its rows
+EXPERT_ROWS = 256  # the most (token, expert) rows to compute at a time, or max_batch if that is larger
 
 
 def split_ffns(graph: Graph) -> dict[int, Ffn]:
-    """The FFNs whose neurons can be shared, by layer: those with zeros and a row of down per neuron."""
+    """Return the FFNs whose neurons can be split, by layer: they have zeros and a row of down per neuron."""
     return {ffn.layer: ffn for ffn in graph.ffns if ffn.can_be_split}
 
 
 def moe_layers(graph: Graph) -> dict[int, Ffn]:
-    """The FFNs whose experts the CPU can compute for a device, by layer."""
+    """Return the FFNs whose experts the CPU can compute for a device, by layer."""
     return {ffn.layer: ffn for ffn in graph.ffns if isinstance(ffn.select, Route)}
 
 
 class CpuWorker:
-    """The cold neurons, or the experts, of some layers of a graph, computed by the CPU on request.
+    """A worker that computes the cold neurons or the experts of some layers on the CPU, on request.
 
-    layers: which neurons the *device* has of each layer, bool [n_ff]; the worker computes the others, and
-    never one of these. experts: layers whose FFN is an MoE layer; what is submitted says which experts the
-    device computes. timeout: seconds that a layer may take before the step is given up. runtime: as in
-    CpuBackend.
+    layers: by layer, bool [n_ff], the *device's* neurons; the worker computes only the others. experts: MoE
+    layers; each request says which experts the device computes. timeout: seconds that a layer may take before
+    the step is aborted. runtime: as in CpuBackend.
 
-    One thread drives a worker; `cancel` and `close` may come from any. Raises UnsupportedModelError for a
-    layer whose neurons cannot be shared, InvalidRequestError for masks of the wrong shape or without a cold
-    neuron.
+    One thread drives a worker; any thread may call `cancel` and `close`. The constructor raises
+    UnsupportedModelError if a layer cannot be split, and InvalidRequestError if a mask has the wrong shape or
+    no cold neuron.
     """
 
     _named = "the device"
@@ -84,7 +83,7 @@ class CpuWorker:
         max_rows = min(max(EXPERT_ROWS, max_batch), max_batch * max(self._n_used))
         self._broken = ""
         self._is_open = False
-        self._closing: list[Callable[[], None]] = []  # what is called in this order when it is closed
+        self._closing: list[Callable[[], None]] = []  # functions that closing calls in this order
         self._finalizer = weakref.finalize(self, _close_all, self._closing)
         try:
             if runtime is None:
@@ -112,24 +111,23 @@ class CpuWorker:
 
     @property
     def plan(self) -> _core.CpuWorkerPlan:
-        """For a device's side in native code (_core.VulkanExchange)."""
+        """Return the native plan, for a device side in native code (_core.VulkanExchange)."""
         return self._native.plan
 
     def index_of(self, layer: int) -> int:
-        """The number that a layer has among those that are shared."""
+        """Return the index of a layer in `layers`."""
         return self._index[layer]
 
     def answer_width(self, layer: int) -> int:
-        """Floats of an answer for a token: a row, of an MoE layer one for each of its experts."""
+        """Return the floats of a token's result: one row, or in an MoE layer one row per used expert."""
         return self._width * max(self._n_used[self._index[layer]], 1)
 
     # ---- one step
 
     def begin_step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> None:
-        """Requests are served from now on, for the first n_tokens rows of what is submitted; thresholded: as
-        in Batch.
+        """Serve requests from now on, for the first n_tokens submitted rows. thresholded: as in Batch.
 
-        Raises DeviceError where the worker cannot: it was closed, or an earlier failure is not over.
+        Raises DeviceError if the worker is closed or has not recovered from an earlier failure.
         """
         if self._broken:
             raise DeviceError(self._broken)
@@ -140,10 +138,10 @@ class CpuWorker:
         self._is_open = True
 
     def synchronize(self) -> None:
-        """Waits for a device that submits and gathers by itself; none does here."""
+        """Do nothing. A subclass waits here for a device that submits and collects on its own."""
 
     def end_step(self) -> None:
-        """Waits for the device and ends the step. Raises DeviceError, in a sentence, if it was given up."""
+        """Wait for the device and end the step. Raises DeviceError if the step was aborted."""
         try:
             self.synchronize()
         except BaseException as error:
@@ -154,15 +152,15 @@ class CpuWorker:
             raise DeviceError(f"the hybrid step was given up: {reason}")
 
     def given_up(self) -> str:
-        """Why the step is given up; empty where it is not."""
+        """Return why the step was aborted; empty if it was not."""
         return self._native.poisoned()
 
     def cancel(self, reason: str) -> None:
-        """Gives the step up, from any thread: no thread waits any longer, and its owner's end_step raises."""
+        """Cancel the step, from any thread. All waits end, and end_step raises in its caller's thread."""
         self._native.poison(reason)
 
     def abort(self, reason: str) -> None:
-        """Ends a step whose device has failed: nothing waits any longer, and the next step begins clean."""
+        """End a step whose device has failed. All waits end, and the next step begins with clean flags."""
         self._native.poison(reason)
         try:
             self.synchronize()
@@ -174,7 +172,7 @@ class CpuWorker:
 
     @contextmanager
     def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> Iterator[None]:
-        """begin_step and end_step around a block; an exception inside aborts the step and goes on."""
+        """Call begin_step and end_step around a block. An exception in it aborts the step and is raised."""
         self.begin_step(n_tokens, thresholded)
         try:
             yield
@@ -185,28 +183,28 @@ class CpuWorker:
         if self._is_open:
             self.end_step()
 
-    # ---- beside the steps
+    # ---- outside the steps
 
     @property
     def buffer_bytes(self) -> int:
-        """Of this machine's memory for intermediates and the exchange, without weights and the runtime's."""
+        """Return the bytes of host memory for intermediates and exchange, without weights and runtime."""
         return self._native.nbytes
 
     def counts(self) -> np.ndarray:
-        """Of the latest step, after its end: int64 [len(layers), 5], the first of base.COUNTS."""
+        """Return the counts of the latest step, after its end: int64 [len(layers), 5], as base.COUNTS[:5]."""
         return self._native.counts()[:, 1:]
 
     def seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [len(layers)]: from the request of a layer to its answer."""
+        """Return the seconds from each layer's request to its result in the latest step: [len(layers)]."""
         return self._native.seconds()
 
     def route(self, layer: int) -> np.ndarray:
-        """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
+        """Return an MoE layer's experts as submitted in the latest step, int32 [n_tokens, n_used]."""
         index = self._index[layer]
         return self._native.route(index).reshape(-1, self._n_used[index])
 
     def close(self) -> None:
-        """Ends the threads; those that wait for them get an error message. Safe to call twice."""
+        """End the threads; threads that wait for them get an error message. Safe to call twice."""
         self._finalizer()
 
 
@@ -216,7 +214,7 @@ def _close_all(closing: Sequence[Callable[[], None]]) -> None:
 
 
 def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collection[int]) -> dict[int, Ffn]:
-    """The FFNs of these layers; UnsupportedModelError where one cannot be shared."""
+    """Return the FFNs of these layers. Raises UnsupportedModelError if a layer cannot be split."""
     split, mixed = split_ffns(graph), moe_layers(graph)
     for layer in sorted(layers):
         if layer not in split:
@@ -234,7 +232,10 @@ def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collec
 
 
 def _cold_bits(ffn: Ffn, hot: np.ndarray) -> np.ndarray:
-    """Of each neuron of a split layer whether the CPU has it: uint8, bit i % 8 of byte i // 8."""
+    """Return a bit per neuron, set if the CPU computes it: uint8, neuron i in bit i % 8 of byte i // 8.
+
+    Raises InvalidRequestError if `hot` has the wrong shape or type, or no cold neuron.
+    """
     if hot.dtype != np.bool_ or hot.shape != (ffn.n_ff,):
         raise InvalidRequestError(
             f"the neurons of layer {ffn.layer} on a device are given by bool [{ffn.n_ff}], not {hot.dtype} "
@@ -256,7 +257,7 @@ def _worker(
     sparse: bool,
     whole: Collection[str],
 ) -> _core.CpuWorker:
-    """The thread that computes cold neurons and experts on request, not started. plan: empty."""
+    """Return the native worker for cold neurons and experts, not started. plan: an empty plan."""
     cold = {ffn.layer: _cold_bits(ffn, hot[ffn.layer]) for ffn in ffns if ffn.layer in hot}
     lowered = lower_ffns(ffns, weights, plan, sparse=sparse, whole=whole)
     native = _core.CpuWorker(plan, ffns[0].out.width, max_batch, timeout)
@@ -277,5 +278,5 @@ def _worker(
 
 
 def sentence_of(error: BaseException) -> str:
-    """What an error says, or its name."""
+    """Return the message of an error, or the name of its type if the message is empty."""
     return str(error) or type(error).__name__

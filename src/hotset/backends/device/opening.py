@@ -26,12 +26,12 @@ class StageOpener(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences for a person on the stages that it opened."""
+        """Return sentences for the user about the stages that it opened."""
         ...
 
     @property
     def chain(self) -> type[ChainBackend]:
-        """The class of a chain of one stage without the CPU."""
+        """Return the class of a chain that has one stage and no CPU stage."""
         ...
 
     def share(self, piece: PlacedPiece) -> CpuShare:
@@ -39,7 +39,7 @@ class StageOpener(Protocol):
         ...
 
     def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
-        """Open the stage of a piece. runtime: the CPU's, for `share`."""
+        """Open the stage of a piece. runtime: the CPU runtime that computes `share`."""
         ...
 
 
@@ -54,15 +54,15 @@ def open_chain(
 ) -> ChainBackend:
     """Open the stages of a placement. After an error nothing stays open.
 
-    options: of every stage; n_threads and sparse of the CPU's. isa: as in CpuBackend. Raises
-    InvalidRequestError for a placement that is not of this model, and the errors of the stages.
+    options: options of every stage; n_threads applies to the CPU. isa: as in CpuBackend. Raises
+    InvalidRequestError for a placement of another model, and the errors of the stages.
     """
     pieces = pieces_of(graph, placement)
     shares = [None if piece.device == CPU else opener.share(piece) for piece in pieces]
     with ExitStack() as opened:
         runtime = None
         if not all(share is not None and not share for share in shares):
-            runtime = new_runtime(options.n_threads)  # one for all on the CPU: they take turns
+            runtime = new_runtime(options.n_threads)  # the CPU's stages and workers share it and take turns
             opened.callback(runtime.close)
         stages: list[Stage] = []
         for piece, share in zip(pieces, shares, strict=True):
@@ -76,6 +76,6 @@ def open_chain(
             opener.name, stages, [piece.device for piece in pieces], n_pages=options.n_pages,
             max_batch=options.max_batch, runtime=runtime, notes=opener.notes,
         )  # fmt: skip
-        chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder leaves no logits
+        chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder has no logits
         opened.pop_all()
     return chain

@@ -19,10 +19,10 @@ from hotset.offload.misses import Fetching
 class CpuShare:
     """The work that a device leaves to the CPU in its layers.
 
-    hot: layer → bool [n_ff], the neurons that the device has; the CPU computes the others. Layers that are
-    missing here are on the device as a whole. experts: the layers whose experts the CPU computes, except
-    `expert_slots` experts that the device holds. fetching: how the device gets experts that a step lacks, if
-    that is quicker than the CPU; None: never.
+    hot: layer → bool [n_ff], the neurons on the device; the CPU computes the others. Layers without an entry
+    are completely on the device. experts: the layers whose experts the CPU computes, except `expert_slots`
+    experts that the device holds. fetching: how the device fetches missing experts of a step if that is
+    faster than the CPU; None: never.
     """
 
     hot: Mapping[int, np.ndarray] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class WorkerCounts(Protocol):
 
     @property
     def layers(self) -> Sequence[int]:
-        """Return its layers, rising."""
+        """Return the worker's layers, ascending."""
         ...
 
     def counts(self) -> np.ndarray:
-        """Return the counts of each of `layers`, as Stage.counts."""
+        """Return the counts of each of `layers`, as Stage.counts does."""
         ...
 
     def seconds(self) -> np.ndarray:
@@ -63,11 +63,11 @@ class DeviceStage:
     def __init__(self, graph: Graph, options: BackendOptions, span: Span) -> None:
         self.graph, self.entering = span.of(graph)
         self.n_layer, self.n_pages, self.max_batch = graph.n_layer, options.n_pages, options.max_batch
-        self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
+        self.tapped: dict[str, np.ndarray] = {}  # taps of the latest step: name → [n_rows, width]
         self._is_served = False  # whether the CPU worker took part in the latest step
 
     def check_rows(self, x: Rows | None, n: int) -> None:
-        """Raise InvalidRequestError unless x are the entering rows of a step of n tokens."""
+        """Raise InvalidRequestError unless x has the entering rows of a step of n tokens."""
         if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
         if self.entering is not None and x is not None and tuple(x.shape) != (n, self.entering.width):

@@ -1,1 +1,1 @@
-"""A graph executed by torch, with gradients, and functions that the GPU's fallback kernels share."""
+"""An interpreter of graphs in torch, with gradients, and functions shared with the GPU's fallback kernels."""

@@ -1,6 +1,6 @@
-"""What operations compute, in plain torch, on any device and with gradients.
+"""Operations in plain torch, on any device and with gradients.
 
-The interpreter of a graph (graph.py) and the fallback kernels of the GPU backend use them. Values are float32
+The graph interpreter (graph.py) and the fallback kernels of the GPU backend use them. Values are float32
 [n_tokens, width] unless a function says otherwise.
 """
 
@@ -30,7 +30,7 @@ from hotset.model.operations import (
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
-    """f(x), elementwise: see operations.Activate."""
+    """Return f(x), elementwise. See operations.Activate."""
     match kind:
         case "sigmoid":
             return torch.sigmoid(x)
@@ -64,13 +64,13 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
 
 
 def xielu(x: Tensor, f: XIELU) -> Tensor:
-    """operations.XIELU."""
+    """Compute operations.XIELU."""
     below = f.negative * (torch.expm1(x.clamp(max=f.eps)) - x) + f.linear * x
     return torch.where(x > 0, f.positive * x * x + f.linear * x, below)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Over the last axis. torch's own takes twice as many passes over memory on a CPU."""
+    """An RMSNorm over the last axis. torch's own takes twice as many passes over memory on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,21 +91,21 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width."""
     parts = x if n_head == 1 else x.unflatten(-1, (n_head, -1))
     out: Tensor = _RMSNorm.apply(parts, weight, eps)  # type: ignore[no-untyped-call]
     return out.reshape(x.shape)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, n_head: int = 1) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over each of n_head equal parts of the width."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, over each of n_head equal parts of a row."""
     if n_head == 1:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
     return F.group_norm(x, n_head, None if weight is None else weight.flatten(), bias, eps)
 
 
 def add_streams(op: AddStreams, x: Tensor | None, y: Tensor, weights: Tensor | None) -> Tensor:
-    """Streams y [n, streams * width] added to those of x, [n, n_streams * width], each with a weight."""
+    """Add streams y [n, streams * width] to the streams of x, [n, n_streams * width], each with a weight."""
     x = y.new_zeros(len(y), op.out.width) if x is None else x
     streams = x.unflatten(1, (op.n_streams, -1))
     y = y.unflatten(1, (-1, streams.shape[2]))
@@ -117,7 +117,7 @@ def add_streams(op: AddStreams, x: Tensor | None, y: Tensor, weights: Tensor | N
 
 
 def hyper_connection(op: HyperConnection, x: Tensor, scale: Tensor, base: Tensor) -> Tensor:
-    """operations.HyperConnection, of rows."""
+    """Compute operations.HyperConnection of rows."""
     n, factor = op.n_streams, scale.flatten()
     parts = torch.tensor([n, n, n * n][: len(factor)], device=x.device)
     rows = x * factor.repeat_interleave(parts) + base.flatten()
@@ -135,7 +135,7 @@ def hyper_connection(op: HyperConnection, x: Tensor, scale: Tensor, base: Tensor
 
 
 def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:
-    """Parts of x [n, parts * width] with the root mean square of like [n, width]."""
+    """Scale the parts of x [n, parts * width] to the root mean square of like [n, width]."""
     parts = x.unflatten(1, (-1, like.shape[1]))
     found = parts.square().mean(-1, keepdim=True).clamp(min=least).sqrt()
     matched: Tensor = parts * (like.square().mean(-1).sqrt()[:, None, None] / found)
@@ -143,13 +143,14 @@ def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:
 
 
 def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
-    """What each row of x [n, width] has above its mean and `multiplier` times its deviation."""
+    """Subtract from each row of x [n, width] its mean and `multiplier` times its deviation. Negative results
+    become zero."""
     deviation, mean = torch.std_mean(x, dim=-1, keepdim=True, correction=0)
     return torch.relu(x - (mean + multiplier * deviation))
 
 
 def rotate(x: Tensor, cos_sin: Tensor, *, n_head: int, kind: RopeKind, first: int = 0) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of n_rot channels of each head, from `first` on.
+    """Apply rotary embedding (arXiv 2104.09864) to n_rot channels of each head, from `first` on.
 
     x: [n_tokens, n_head * head_dim]; cos_sin: [2, n_tokens, n_rot / 2]. kind: norm pairs (2i, 2i + 1), neox
     pairs (i, i + n_rot / 2).
@@ -177,12 +178,12 @@ def attend(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention whose heads may share keys and values: [..., n_tokens, n_head_kv, group, dim_v].
+    """Return attention whose heads may share keys and values: [..., n_tokens, n_head_kv, group, dim_v].
 
-    q: [..., n_tokens, n_head_kv, group, dim], already scaled; k: [..., n_head_kv, n_seen, dim], v: [...,
-    n_head_kv, n_seen, dim_v]. hidden: bool [n_tokens, n_seen], what a token does not see. softcap, sinks
-    ([n_head_kv * group]): see operations.Attention. bias [n_head_kv, n_tokens, group, n_seen] is added to the
-    scores.
+    q: [..., n_tokens, n_head_kv, group, dim], already scaled. k: [..., n_head_kv, n_seen, dim]. v: [...,
+    n_head_kv, n_seen, dim_v]. hidden: bool [n_tokens, n_seen], true for positions that a token must not see.
+    softcap, sinks ([n_head_kv * group]): see operations.Attention. bias [n_head_kv, n_tokens, group, n_seen]
+    is added to the scores.
     """
     scores = torch.einsum("...thgd,...hnd->...htgn", q, k)
     if softcap > 0:
@@ -192,7 +193,7 @@ def attend(
     scores = scores.masked_fill(hidden[:, None, :], -math.inf)
     if sinks is None:
         weights = torch.softmax(scores, dim=-1)
-    else:  # one more score, without a value
+    else:  # the sink is one more score, without a value
         own = sinks.reshape(q.shape[-3], 1, -1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1)[..., :-1]
     return torch.einsum("...htgn,...hnd->...thgd", weights, v)
@@ -201,12 +202,12 @@ def attend(
 def route(
     x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
+    """Choose the experts of each token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
 
-    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection; scales: [n_expert], of the
-    weights; ids: those that a table names. See operations.Route. The choice
-    has no gradient, the weights have one. (A token with a score that is not a number has any ids, since its
-    weights are not numbers either.)
+    x: the router's scores [T, n_expert]. bias: [n_expert], added for the selection. scales: [n_expert],
+    factors of the weights. ids: experts that a table names, instead of a selection. See operations.Route.
+    Only the weights have a gradient. (If a score of a token is NaN, its ids are arbitrary and its weights are
+    NaN.)
     """
     match op.scoring:
         case "softmax":
@@ -225,7 +226,7 @@ def route(
         kept = best.sort(dim=1, descending=True, stable=True).indices[:, : op.n_groups_used]
         is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
         wanted = groups.masked_fill(~is_kept[:, :, None], -math.inf).reshape(x.shape)
-    # Of equal scores the lower id comes first, which `topk` does not promise.
+    # A stable sort puts the lower id first for equal scores; `topk` does not guarantee this.
     if ids is None:
         ids = wanted.sort(dim=1, descending=True, stable=True).indices[:, : op.n_used]
     weights = p.gather(1, ids)
@@ -241,7 +242,7 @@ def route(
 
 
 def join_heads(x: Tensor, n_head: int, first: int, count: int, shared: Tensor | None) -> Tensor:
-    """Channels [first, first + count) of each head of x, and behind them what all heads share."""
+    """Return channels [first, first + count) of each head of x, followed by the channels that heads share."""
     own = x.reshape(len(x), n_head, -1)[:, :, first : first + count]
     if shared is not None:
         own = torch.cat([own, shared[:, None].expand(-1, n_head, -1)], dim=2)
@@ -249,7 +250,7 @@ def join_heads(x: Tensor, n_head: int, first: int, count: int, shared: Tensor | 
 
 
 def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
-    """A causal convolution of each channel; x: texts [n_texts, n_tokens, width]; weight: [width, kernel]."""
+    """Convolve each channel causally. x: texts [n_texts, n_tokens, width]. weight: [width, kernel]."""
     n_tokens, kernel = x.shape[1], weight.shape[1]
     padded = F.pad(x, (0, 0, (kernel - 1) * dilation, 0))
     parts = (padded[:, j * dilation : j * dilation + n_tokens] * weight[:, j] for j in range(kernel))
@@ -257,7 +258,8 @@ def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
 
 
 def ngram_rows(op: NgramEmbed, tokens: Tensor) -> Tensor:
-    """The rows of each token's n-grams, int64 [n_texts, n_tokens, heads]. See operations.NgramEmbed."""
+    """Return the table rows of each token's n-grams, int64 [n_texts, n_tokens, heads]. See
+    operations.NgramEmbed."""
     before, mix, rows = tokens.long(), tokens.long() * op.multipliers[0], []
     begun = torch.ones_like(tokens, dtype=torch.bool)
     for n in range(2, len(op.multipliers) + 1):
@@ -270,7 +272,7 @@ def ngram_rows(op: NgramEmbed, tokens: Tensor) -> Tensor:
 
 
 def similarity_gate(op: SimilarityGate, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """operations.SimilarityGate, of rows."""
+    """Compute operations.SimilarityGate of rows."""
     s = (a.double() * b.double()).unflatten(1, (op.n_streams, -1)).sum(2, keepdim=True)
     s = s / math.sqrt(op.x.width)
     root = (s.sign() * s.abs().clamp_min(1e-6).sqrt()).to(x.dtype)
@@ -278,7 +280,8 @@ def similarity_gate(op: SimilarityGate, x: Tensor, a: Tensor, b: Tensor) -> Tens
 
 
 def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tensor, step: Tensor) -> Tensor:
-    """The gated delta rule, token by token; of texts [n_texts, n_tokens, width]. See operations.DeltaNet."""
+    """Compute the gated delta rule, token by token, for texts [n_texts, n_tokens, width]. See
+    operations.DeltaNet."""
     of_keys, times = op.n_head_k * op.dim_k, op.n_head // op.n_head_k
     q, k, v = x.split([of_keys, of_keys, op.out.width], dim=-1)
 
@@ -300,8 +303,8 @@ def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tenso
 
 
 def pool_blocks(op: PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
-    """Of texts [n_texts, n_tokens, width]: the mean of each token's block up to it. See
-    operations.PoolBlocks."""
+    """Return the weighted mean of each token's block up to the token, for texts [n_texts, n_tokens, width].
+    See operations.PoolBlocks."""
     (n_texts, n_tokens, _), size, width = x.shape, op.size, op.out.width
     spare = -n_tokens % size
 
@@ -324,7 +327,7 @@ def pool_blocks(op: PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tens
 
 
 def channel_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip: Tensor) -> Tensor:
-    """The state space of Mamba, token by token; of texts [n_texts, n_tokens, width]. See
+    """Compute Mamba's state space, token by token, for texts [n_texts, n_tokens, width]. See
     operations.ChannelScan."""
     state, out = x.new_zeros(len(x), *rate.shape), []
     for t in range(x.shape[1]):
@@ -335,7 +338,8 @@ def channel_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip
 
 
 def wkv(op: Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor) -> Tensor:
-    """RWKV's linear attention, token by token; of texts [n_texts, n_tokens, width]. See operations.Wkv."""
+    """Compute RWKV's linear attention, token by token, for texts [n_texts, n_tokens, width]. See
+    operations.Wkv."""
     r, w, k, v, *ab = (x.unflatten(-1, (op.n_head, -1)) for x in (r, w, k, v, *corrected))
     state, out = r.new_zeros(len(r), *op.state_shape), []
     for t in range(r.shape[1]):
@@ -351,7 +355,7 @@ def wkv(op: Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor)
 def selective_scan(
     op: SelectiveScan, x: Tensor, dt: Tensor, rate: Tensor, step: Tensor, skip: Tensor
 ) -> Tensor:
-    """The state space of Mamba-2, token by token; of texts [n_texts, n_tokens, width]. See
+    """Compute Mamba-2's state space, token by token, for texts [n_texts, n_tokens, width]. See
     operations.SelectiveScan."""
     of_group = op.n_group * op.dim_k
     x, b, c = x.split([op.out.width, of_group, of_group], dim=-1)

@@ -1,15 +1,15 @@
-"""Executes a graph in torch over whole texts, with gradients: for training and calibration.
+"""An interpreter of graphs in torch over whole texts, with gradients, for training and calibration.
 
-It computes what `model/decoder.py` describes, as the reference does, for every architecture. The choice of a
-token's experts has no gradient; their weights have one. The model's weights are frozen; they are decoded to
-float32 where they are read, and kept while they fit in a budget.
+It executes the graphs of `model/decoder.py` for every architecture, and its results match the reference. The
+weights of a token's experts have a gradient, but the choice of experts does not. The model's weights are
+frozen. They are decoded to float32 when an operation needs them, and kept while they fit in a budget.
 
-A caller may compute an operation in another way: `run` takes a function (`Compute`) that yields the result of
-each operation, by default `TorchGraph.compute`. The adapters of a student (training/student.py) and edited
-values are such functions.
+A caller may replace the computation of an operation: `run` takes a function (`Compute`) that returns the
+result of each operation, by default `TorchGraph.compute`. The adapters of a student (training/student.py) and
+edited values use such functions.
 
-`gradients` keeps the residual streams between the layers of a forward pass alone: the way back computes one
-layer after the other again, so that a large model needs the memory of one.
+`gradients` needs only the residual streams between the layers of a forward pass. The backward pass computes
+the layers again, one at a time, so that a large model needs only the memory of one layer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Step:
         return self.values[value.id]
 
     def by_text(self, value: Value) -> Tensor:
-        """[n_texts, n_tokens, width]."""
+        """Return a value by text, [n_texts, n_tokens, width]."""
         rows: Tensor = self[value].unflatten(0, self.tokens.shape)
         return rows
 
@@ -122,8 +122,8 @@ Edit = Callable[[Tensor], Tensor]
 class TorchGraph:
     """A model over texts [n_texts, n_tokens], each from position 0; values are [n_texts * n_tokens, width].
 
-    room: bytes of decoded weights that are kept. device: of the weights and values. Thresholds have no
-    effect: edits do that.
+    room: most bytes of decoded weights to keep. device: the device of weights and values. Thresholds have no
+    effect; edits can apply them.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class TorchGraph:
         device: str | torch.device = "cpu",
     ) -> None:
         self.weights, self.graph, self.device = weights, graph, torch.device(device)
-        # Where more than one value crosses from layer to layer, all of them are one part.
+        # If several values cross from layer to layer, all layers are one part.
         starts = graph.layer_starts if graph.is_layered else [1]
         ends = [*starts, len(graph.ops)]
         self.parts = [
@@ -143,13 +143,13 @@ class TorchGraph:
             for first, last in zip([0, *starts], ends, strict=True)
             if last > first
         ]
-        self.n_parts = len(self.parts) - 1  # that each pass computes
-        self.on_part: Callable[[], None] = lambda: None  # is called after each of a pass
+        self.n_parts = len(self.parts) - 1  # parts that each pass computes
+        self.on_part: Callable[[], None] = lambda: None  # called after each part of a pass
         self._weights = DecodedWeights(weights, lambda x: torch.from_numpy(x).to(self.device), room)
         self._turns: dict[tuple[Rope, int, int], Tensor] = {}
 
     def streams(self, tokens: Tensor, compute: Compute | None = None) -> list[Tensor]:
-        """The residual streams: what leaves the embedding and each layer."""
+        """Compute the residual streams after the embedding and after each layer."""
         out: list[Tensor] = []
         for part in self.parts[:-1]:
             out.append(self.run(part, tokens, out[-1] if out else None, compute)[part.result])
@@ -157,7 +157,7 @@ class TorchGraph:
         return out
 
     def logits(self, tokens: Tensor, compute: Compute | None = None) -> Tensor:
-        """float32 [n_texts * n_tokens, n_vocab]."""
+        """Compute the logits, float32 [n_texts * n_tokens, n_vocab]."""
         stream = self.streams(tokens, compute)[-1]
         return self.run(self.parts[-1], tokens, stream, compute)[self.graph.result]
 
@@ -169,9 +169,9 @@ class TorchGraph:
         watched: Sequence[Value],
         found: Callable[[Value, Tensor, Tensor], None],
     ) -> None:
-        """Calls found(value, x, gradient of the loss for x) for every watched value, the last layer's first.
+        """Call found(value, x, gradient of the loss for x) for every watched value, from the last layer on.
 
-        streams: of the same tokens. loss: a number, of the logits.
+        streams: the residual streams of the same tokens. loss: computes a number from the logits.
         """
         upstream: Tensor | None = None
         for index in reversed(range(1, len(self.parts))):
@@ -190,7 +190,7 @@ class TorchGraph:
             self.on_part()
 
     def edited(self, edits: Mapping[int, Edit]) -> Compute:
-        """With some values replaced for every operation that reads them. edits: by the id of a value."""
+        """Return a Compute that edits some values for every operation that reads them. edits: by value id."""
 
         def compute(op: Primitive, step: Step) -> Tensor:
             out = self.compute(op, step)
@@ -207,7 +207,7 @@ class TorchGraph:
         compute: Compute | None = None,
         until: Value | None = None,
     ) -> Step:
-        """The values of a part, in which x enters. until: the last value that is computed; None: all are."""
+        """Compute the values of a part, with x as its input. until: the last value to compute; None: all."""
         step = Step(tokens)
         if part.entering is not None:
             assert x is not None
@@ -219,7 +219,7 @@ class TorchGraph:
         return step
 
     def compute(self, op: Primitive, step: Step) -> Tensor:  # noqa: C901 - a case for each operation
-        """The result of an operation, of values that are there."""
+        """Compute the result of an operation from the values of a step."""
         match op:
             case Embed():
                 return self._embedded(op, step.tokens)
@@ -309,7 +309,7 @@ class TorchGraph:
 
     def _recurrent(self, op: Recurrent, step: Step) -> Tensor:
         match op:
-            case NgramEmbed():  # of a table that is too large to decode
+            case NgramEmbed():  # its table is too large to decode as a whole
                 info, rows = self.weights.tensors[op.weight], ngram_rows(op, step.tokens.cpu()).flatten()
                 encoded = rows_at(self.weights, op.weight, rows.numpy())
                 found = dequantize(encoded, info.type, (info.shape[0], len(rows)))
@@ -349,7 +349,7 @@ class TorchGraph:
         return dots.flatten(1)
 
     def _turns_of(self, rope: Rope, tokens: Tensor) -> Tensor:
-        """Cosines and sines of all tokens' angles, [2, n_texts * n_tokens, n_rot / 2]."""
+        """Return cosines and sines of all tokens' angles, [2, n_texts * n_tokens, n_rot / 2]."""
         n_texts, n_tokens = tokens.shape
         key = rope, n_texts, n_tokens
         if key not in self._turns:
@@ -400,7 +400,7 @@ class TorchGraph:
         return out.transpose(1, 2).flatten(2)
 
     def _of_experts(self, op: ExpertLinear | ExpertSum, x: Tensor, route: Tensor) -> Tensor:
-        """The products of each token's experts, side by side or summed by their weights."""
+        """Compute the products of each token's experts, side by side or as a weighted sum."""
         ids, n = route[:, : op.n_used].detach().long(), op.n_used
         parts = isinstance(op, ExpertSum) or op.of_parts
         x = x.view(len(x), n, -1) if parts else x[:, None].expand(-1, n, -1)
@@ -418,22 +418,22 @@ class TorchGraph:
     # ---- weights
 
     def weight(self, name: str) -> Tensor:
-        """A tensor as float32, its last dimension the first of its GGUF shape."""
+        """Return a tensor as float32. Its last dimension is the first of its GGUF shape."""
         return self._weights.whole(name)
 
     def bias(self, name: str | None) -> Tensor | None:
-        """A tensor that an operation may lack."""
+        """Return a tensor, or None if the operation has none."""
         return None if name is None else self.weight(name)
 
     def rows_of(self, op: Linear) -> tuple[Tensor, Tensor | None]:
-        """The rows [out.width, x.width] of a product, and their biases."""
+        """Return the rows [out.width, x.width] of a product, and their biases."""
         rows, bias = slice(op.first_row, op.first_row + op.out.width), self.bias(op.bias)
         matrix = self.weight(op.weight).reshape(-1, op.x.width)  # files have one row as a vector
         return matrix[rows], None if bias is None else bias.flatten()[rows]
 
 
 class GraphPart:
-    """Operations between two places where only the residual stream crosses."""
+    """The operations between two points of a graph that only the residual stream crosses."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
         part, self.entering = graph.split(first, last)

@@ -1,6 +1,6 @@
 """The decoder on a GPU: torch for memory and streams, Triton for the kernels that matter.
 
-Nothing here is imported unless a GPU is asked for, and nothing of torch before `open_gpu`.
+The package is imported only if a GPU is requested, and torch only inside `open_gpu`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def open_gpu(
 ) -> GpuBackend:
     """Open a whole model on one device.
 
-    device: a word of LoadSettings (devices.find_device). given: keyword arguments of GpuBackend. Raises
-    DeviceError if the device or PyTorch is missing, OutOfMemoryError if the model does not fit, and
+    device: a device name of LoadSettings (devices.find_device). given: keyword arguments of GpuBackend.
+    Raises DeviceError if the device or PyTorch is missing, OutOfMemoryError if the model does not fit, and
     UnsupportedModelError for tensor types without a kernel.
     """
     find_device(device)  # before anything that imports torch

@@ -1,8 +1,8 @@
-"""Tensors that stay as long as a stage, side by side in large pieces of a device's memory.
+"""Tensors that live as long as a stage, packed into large pieces of device memory.
 
-torch's allocator rounds what it is asked for: to 2 MiB above 10 MiB, and smaller tensors share pieces of
-20 MiB in which a quarter may stay empty. Over some hundred matrices that is more than a budget has to spare,
-so they are parts of pieces whose size it does not round.
+torch's allocator rounds sizes above 10 MiB up to 2 MiB. Smaller tensors share pieces of 20 MiB, of which a
+quarter may stay empty. For some hundred matrices that exceeds the spare memory of a budget. So an arena packs
+them into pieces whose size torch does not round.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import math
 import torch
 from torch import Tensor
 
-PIECE = 32 << 20  # bytes, after the first, which has the size of all that is expected
-ROUNDING = 2 << 20  # of pieces
-ALIGNMENT = 512  # of tensors, as placement/budget.py counts them
+PIECE = 32 << 20  # least bytes of a piece; the first piece has the expected size instead, if it is known
+ROUNDING = 2 << 20  # bytes; sizes of pieces are rounded up to a multiple
+ALIGNMENT = 512  # bytes; alignment of tensors, which placement/budget.py assumes too
 
 
 class Arena:
-    """Memory of one device, handed out and never given back but by `clear`.
+    """Memory of one device for tensors, which only `clear` releases.
 
-    expected: bytes that will be asked for, as far as that is known. reserved: bytes of all pieces.
+    expected: known bytes of all tensors, or 0. reserved: bytes of all pieces.
     """
 
     def __init__(self, device: torch.device | str, expected: int = 0) -> None:
@@ -29,7 +29,7 @@ class Arena:
         self.reserved = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor whose values are whatever was there."""
+        """Return a tensor with undefined values."""
         n_bytes = math.prod(shape) * dtype.itemsize
         taken = _rounded(n_bytes, ALIGNMENT)
         at = next((i for i, (piece, used) in enumerate(self._open) if used + taken <= len(piece)), None)
@@ -48,11 +48,11 @@ class Arena:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def copy_of(self, values: Tensor) -> Tensor:
-        """The same on the device."""
+        """Copy a tensor to the device."""
         return self.empty(tuple(values.shape), values.dtype).copy_(values)
 
     def clear(self) -> None:
-        """Lets go of all pieces; those whose tensors are in use stay until these are not."""
+        """Release all pieces. A piece whose tensors are in use stays until they are not."""
         self._open.clear()
         self.reserved = 0
 

@@ -1,4 +1,4 @@
-"""The Backend protocol over one device that has the whole model."""
+"""The Backend protocol for one device that holds the whole model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hotset.units import human_size
 
 
 class GpuBackend(ChainBackend):
-    """One stage that is the whole graph. It takes and raises the same as GpuStage.
+    """A backend of one stage with the whole graph. It has the arguments and errors of GpuStage.
 
-    needed: bytes that the model was planned to take there, cache and workspace included; where the device has
-    less than that free, OutOfMemoryError is raised before anything is loaded.
+    needed: planned bytes of the model on the device, cache and workspace included. If the device has less
+    memory free, the constructor raises OutOfMemoryError before it loads anything.
     """
 
     def __init__(
@@ -43,5 +43,5 @@ class GpuBackend(ChainBackend):
 
     @property
     def device(self) -> str:
-        """The device's name as torch has it."""
+        """Return torch's name of the device."""
         return self.stage.name

@@ -1,11 +1,11 @@
-"""Calls recorded once in a CUDA graph and replayed: no launch, and nothing of Python, stands between them.
+"""Calls that are recorded once in a CUDA graph and replayed without Python and without launches.
 
-torch's own context manager, torch.cuda.graph, is not used. It empties the allocator's cache, so that memory
-that was taken for the largest step goes back to the device; and where a capture fails it leaves its stream
+This module does not use torch's own context manager, torch.cuda.graph. That empties the allocator's cache, so
+the memory of the largest step returns to the device. After a failed capture it also leaves its own stream as
 the current one.
 
-What may be recorded: kernels that are loaded already (loading one is forbidden in a capture), on memory that
-stays where it is. So the same calls with the same shapes must have run before.
+A capture may contain only kernels that are already loaded, because loading one is forbidden in a capture. The
+memory that they use must not move. So the same calls with the same shapes must have run before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
+MAX_CAPTURED = 8  # most tokens of a captured step: the limit of the matrix-vector kernel
 T = TypeVar("T")
 
 
@@ -27,7 +27,8 @@ class Captured(Protocol):
 
 
 class Graphs:
-    """Records calls on a CUDA device: one stream and one pool of memory for all, which never run at once."""
+    """A recorder of calls on a CUDA device. Its graphs share a stream and a memory pool, and no two run at
+    once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,26 +36,26 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], T]) -> tuple[Captured, T]:
-        """The graph of what `function` puts on the current stream, and what it returned: tensors whose values
-        each replay renews.
+        """Record the work that `function` puts on the current stream. Return the graph and the function's
+        result, whose tensors get new values in each replay.
 
-        Raises what `function` raises, and torch's errors; the current stream is then what it was.
+        Raises the errors of `function` and of torch. After an error the current stream is unchanged.
         """
         torch.cuda.synchronize(self._device)  # an error of earlier work shows here, not in the capture
         graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: what another thread does meanwhile, such as another model's, does not spoil it.
+            # thread_local: calls of other threads, for example for another model, do not break the capture.
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     result = function()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # fails too; the first error says why
+                    with contextlib.suppress(RuntimeError):  # this fails too; the first error has the cause
                         graph.capture_end()
                     raise
                 graph.capture_end()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # what is left of the error is reported, and over
+            with contextlib.suppress(RuntimeError):  # torch reports the rest of the error here and clears it
                 torch.cuda.synchronize(self._device)
             raise
         return graph, result

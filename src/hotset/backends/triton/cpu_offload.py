@@ -1,28 +1,28 @@
-"""How a device and the CPU take turns within a layer whose neurons they share.
+"""Host-device synchronisation within a layer whose neurons a device and the CPU share.
 
-`CpuOffload` is the device's view of the CPU's half (cpu/worker.py). Per step and layer:
+`CpuOffload` is the device's view of the CPU worker (cpu/worker.py). Each step does this per layer:
 
-    service.post(layer, h, bits)     what the FFN reads and the predicted neurons go to host memory
-    y = hot half on the device       meanwhile a native thread computes the cold neurons that fire
-    y += service.collect(layer)      what these add: a vector a token, without the bias of the down projection
+    worker.post(layer, h, bits)      copy the FFN's input and the predicted neurons to host memory
+    y = hot neurons on the device    meanwhile a native thread computes the cold neurons that fire
+    y += worker.collect(layer)       add the cold neurons' sum: a vector a token, without the down bias
 
-In an MoE model the ids of each token's experts are submitted, those that the device computes itself as -1 -
-id, and a vector for each of the others comes back, at its place in the route, neither weighed nor summed.
+In an MoE model the device submits the ids of each token's experts; -1 - id marks the experts that it computes
+itself. It collects a vector for each of the others, at its place in the route, neither weighted nor summed.
 
-One round trip a layer. Both calls only put work on the device's current stream, and all that they put there
-holds constant values and leaves the flags as it found them, so a CUDA graph may capture it once and replay it
-for every token. How the stream waits is the *kind*:
+Each layer is one round trip. Both calls only put work on the device's current stream. That work has constant
+arguments and leaves the flags unchanged, so a CUDA graph can capture it once and replay it for every token.
+The *kind* says how the stream waits:
 
     memops    the stream itself writes a flag and waits for one (cuStreamWriteValue32, cuStreamWaitValue32)
     spin      two kernels of one block, of which the second spins on the flag (spin_kernel.py)
     hostfunc  native functions that the driver calls from the stream (cuLaunchHostFunc)
     direct    the host waits: for a simulated GPU, whose memory it shares, and devices without the above
 
-`choose_kind` tries those that a device offers, each in a process of its own, for a capture that fails or a
-stream that hangs spoils the process that it is in; it takes the quickest. HOTSET_HANDSHAKE forces one.
+`choose_kind` tries the kinds that a device offers and takes the fastest. Each trial has its own process,
+because a failed capture or a hanging stream makes its process unusable. HOTSET_HANDSHAKE forces a kind.
 
-Whatever fails, no thread waits for ever: the stream runs to its end, and `end_step` raises one sentence
-(cpu/worker.py).
+After any failure no thread waits forever: the stream runs to its end, and `end_step` raises one error
+message (cpu/worker.py).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ Kind = Literal["memops", "spin", "hostfunc", "direct"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PROBE_TIMEOUT = 2.0
 PROBE_REPLAYS = 50
-PROBE_PROCESS_TIMEOUT = 60.0  # torch is imported there, and kernels are compiled
+PROBE_PROCESS_TIMEOUT = 60.0  # the process imports torch and compiles kernels
 
 
 class CpuOffload(CpuWorker):
-    """A CPU worker whose requests a device of torch submits, and whose answers it gathers, on its stream.
+    """A CPU worker whose requests a torch device submits, and whose answers it collects, on its stream.
 
-    As CpuWorker. Give bits to `post` if, and only if, the graph has a predictor for the layer. device: whose
-    tensors `post` takes and `collect` returns. kind: None chooses. driver: of tests. given: keyword arguments
-    of CpuWorker. Raises the errors of CpuWorker, and DeviceError for a kind that the device does not offer.
+    Pass bits to `post` if, and only if, the graph has a predictor for the layer. device: the device of the
+    tensors of `post` and `collect`. kind: None chooses. driver: a test's driver. given: keyword arguments of
+    CpuWorker. Raises the errors of CpuWorker, and DeviceError for a kind that the device does not offer.
     """
 
     def __init__(
@@ -96,21 +96,22 @@ class CpuOffload(CpuWorker):
         except BaseException:
             self.close()
             raise
-        # After the threads that use the memory, before it is gone; and when the interpreter ends, PyTorch no
-        # longer lets go of memory that it was lent.
+        # This order ends the threads first, then drops the tensors, then frees the memory. At the end of the
+        # interpreter PyTorch no longer releases memory that it borrowed.
         self._closing += [self._exchange.close, shared.drop_tensors]
 
     @property
     def capturable(self) -> bool:
-        """Whether a graph may hold what `post` and `collect` do: not with direct, where the host waits."""
+        """Return whether a graph can capture `post` and `collect`. It cannot with `direct`, where the host
+        waits."""
         return self.kind != "direct"
 
     def post(self, layer: int, h: Tensor, bits: Tensor | None = None) -> None:
-        """Asks for the cold neurons of a layer, or for experts.
+        """Submit a request for the cold neurons of a layer, or for its experts.
 
-        h: float32 [T, n_embd], what gate and up read. bits: uint8 [T, ceil(n_ff / 8)], bit i % 8 of byte
-        i // 8 set where the predictor names neuron i; of an MoE model int32 [T, n_used], the experts in the
-        order of the route, -1 - id where the device computes them. T may exceed the step's tokens.
+        h: float32 [T, n_embd], the input of gate and up. bits: uint8 [T, ceil(n_ff / 8)], bit i % 8 of byte
+        i // 8 set if the predictor names neuron i. In an MoE model bits is int32 [T, n_used], the experts in
+        the order of the route, -1 - id for experts of the device. T may exceed the step's tokens.
         """
         index = self._index[layer]
         if not self._finalizer.alive:
@@ -125,14 +126,14 @@ class CpuOffload(CpuWorker):
         self._exchange.post(index, h, bits)
 
     def collect(self, layer: int) -> Tensor:
-        """What the cold neurons add, float32 [T, n_embd] on the device, T as submitted; rows past the step's
-        tokens hold anything finite. In an MoE model [T, n_used * n_embd], a row for each expert that was
-        asked for, and anything where the device's own stand. Raises DeviceError where the host waits and the
-        step was given up."""
+        """Return the sum of the cold neurons, float32 [T, n_embd] on the device, T as submitted. Rows past
+        the step's tokens are finite but undefined. In an MoE model return [T, n_used * n_embd]: a row for
+        each requested expert, undefined for the device's experts. Raises DeviceError if the host waits and
+        the step was aborted."""
         return self._exchange.collect(self._index[layer])
 
     def synchronize(self) -> None:
-        """Waits for the device."""
+        """Wait for the device."""
         self._exchange.synchronize()
 
 
@@ -140,9 +141,10 @@ class CpuOffload(CpuWorker):
 
 
 class _Shared:
-    """The block of host memory that both sides see, as tensors; its offsets in bytes.
+    """The block of host memory that both sides see, as tensors. Its offsets are in bytes.
 
-    asked: of each layer, bytes that are submitted of a token beside h. answers: rows that come back of it.
+    asked: for each layer, the bytes submitted per token in addition to h. answers: for each layer, the rows
+    that come back per token.
     """
 
     def __init__(
@@ -157,10 +159,10 @@ class _Shared:
         self.h = rows(h, 4 * width).view(torch.float32)
         self.bits = [rows(bits, n) for n in asked]
         self.out = [rows(out, 4 * width * n).view(torch.float32) for n in answers]
-        self.submitted = [0] * len(asked)  # rows
+        self.submitted = [0] * len(asked)  # rows of the latest request of each layer
 
     def flags(self, offset: int) -> list[Tensor]:
-        """The flags from `offset` on, int32 [1] each."""
+        """Return the flags of all layers from `offset` on, int32 [1] each."""
         ends = [offset + 4 * i for i in range(len(self.submitted) + 1)]
         return [torch.from_numpy(self.memory[a:b].view(np.int32)) for a, b in pairwise(ends)]
 
@@ -171,10 +173,11 @@ class _Shared:
 
 
 class Driver(Protocol):
-    """What the kinds need of a device's runtime; work goes to the current stream. Tests have their own."""
+    """The calls to a device's runtime that the kinds need. Work goes to the current stream. Tests implement
+    their own driver."""
 
     def register(self, memory: np.ndarray) -> int:
-        """Lets the device see host memory; the address that it has there."""
+        """Map host memory for the device, and return the device's address of it."""
         ...
 
     def unregister(self, memory: np.ndarray) -> None: ...
@@ -182,14 +185,14 @@ class Driver(Protocol):
     def write(self, address: int, value: int) -> None: ...
     def wait(self, address: int, value: int) -> None: ...
     def call(self, function: int, argument: int) -> None:
-        """Calls the native function at an address, void(void*), when the stream comes to it."""
+        """Queue a call of the native function at an address, void(void*), on the stream."""
         ...
 
     def synchronize(self) -> None: ...
 
 
 class _Direct:
-    """The host carries the tensors and waits."""
+    """The kind in which the host copies the tensors and waits."""
 
     def __init__(self, shared: _Shared, device: torch.device) -> None:
         self.shared, self.device = shared, device
@@ -197,7 +200,7 @@ class _Direct:
     def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
         shared, n = self.shared, len(h)
         shared.submitted[index] = n
-        shared.h[:n].copy_(h)  # waits for the device, where it is another
+        shared.h[:n].copy_(h)  # waits for the device, if h is not on the CPU
         if bits is not None:
             shared.bits[index][:n].copy_(bits)
         shared.native.submit(index)
@@ -215,7 +218,7 @@ class _Direct:
 
 
 class _OnStream:
-    """Copies on the stream; how it signals and waits is left to the kinds."""
+    """A kind that copies on the stream. Its subclasses implement `signal` and `wait`."""
 
     def __init__(self, shared: _Shared, device: torch.device, driver: Driver) -> None:
         self.shared, self.device, self.driver = shared, device, driver
@@ -267,7 +270,7 @@ class _HostFunctions(_OnStream):
 
 
 class _Spin(_OnStream):
-    """Two kernels, which copy too."""
+    """The kind with two kernels, which also copy the tensors."""
 
     def __init__(self, shared: _Shared, device: torch.device, driver: Driver) -> None:
         if importlib.util.find_spec("triton") is None:
@@ -298,9 +301,9 @@ class _Spin(_OnStream):
 
 
 class CudaDriver:
-    """The current stream of a CUDA device, through PyTorch, and through the driver's library for the rest.
+    """The current stream of a CUDA device, through PyTorch or, if PyTorch lacks a call, the driver's library.
 
-    Raises DeviceError, in a sentence, for calls that fail or that the driver does not have.
+    Raises DeviceError for calls that fail or that the driver does not have.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -310,7 +313,7 @@ class CudaDriver:
     def register(self, memory: np.ndarray) -> int:
         flags = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
         if not memory.flags.writeable:
-            flags |= 8  # CU_MEMHOSTREGISTER_READ_ONLY: a mapped file's
+            flags |= 8  # CU_MEMHOSTREGISTER_READ_ONLY: the memory of a mapped file
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # makes the device's context this thread's
             try:
@@ -321,8 +324,9 @@ class CudaDriver:
                 ) from None
 
     def _register(self, first: int, n_bytes: int, flags: int) -> int:
-        """By the driver's own calls. The runtime's (cudaHostRegister) would leave an error behind that it
-        failed with, and torch raises it at the next launch of a kernel that has nothing to do with it."""
+        """Register memory by a call of the driver, and return the device's address of it. A failed call of
+        the runtime (cudaHostRegister) would leave an error that torch raises at the next, unrelated launch.
+        """
         if torch.version.hip is not None:
             self._call_hip("HostRegister", first, n_bytes, flags)
             return first
@@ -344,8 +348,8 @@ class CudaDriver:
 
     def unregister(self, memory: np.ndarray) -> None:
         with torch.cuda.device(self.device):
-            with suppress(RuntimeError):  # of an earlier failure, which ends no registration
-                torch.cuda.current_stream().query()  # makes the context this thread's, and waits for nothing
+            with suppress(RuntimeError):  # an earlier failure, which does not end the registration
+                torch.cuda.current_stream().query()  # makes the context this thread's, without waiting
             with suppress(DeviceError):
                 if torch.version.hip is not None:
                     self._call_hip("HostUnregister", memory.ctypes.data)
@@ -356,7 +360,7 @@ class CudaDriver:
         to.copy_(source, non_blocking=True)
 
     def write(self, address: int, value: int) -> None:
-        # Flags 0: what the stream did before is seen before the value is.
+        # Flags 0: earlier writes of the stream become visible before the value.
         self._on_stream(
             "cuStreamWriteValue32_v2", ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0)
         )
@@ -374,9 +378,9 @@ class CudaDriver:
         torch.cuda.current_stream(self.device).synchronize()
 
     def _call_hip(self, name: str, *arguments: int) -> None:
-        """Calls HIP's runtime, and clears the error that it leaves behind where it fails."""
+        """Call HIP's runtime. If the call fails, clear the error that it leaves and raise DeviceError."""
         if code := int(getattr(torch.cuda.cudart(), f"cuda{name}")(*arguments)):
-            with suppress(RuntimeError):  # a launch raises what is left, and clears it
+            with suppress(RuntimeError):  # a launch raises the remaining error and clears it
                 torch.ones(1, device=self.device)
             raise DeviceError(f"hip{name} ends with error {code}")
 
@@ -419,7 +423,7 @@ def _exchange(
 
 @dataclass(frozen=True)
 class ChosenKind:
-    """A kind, what a round trip takes with it (None: not measured), and why it was chosen, in a sentence."""
+    """A kind, the seconds of its round trip (None: not measured), and the reason of its choice."""
 
     kind: Kind
     seconds: float | None
@@ -430,7 +434,8 @@ _chosen: dict[torch.device, ChosenKind] = {}
 
 
 def choose_kind(device: torch.device | str) -> ChosenKind:
-    """The quickest kind that works on a device: tried once per process, or HOTSET_HANDSHAKE."""
+    """Return the kind that HOTSET_HANDSHAKE names, or the fastest that works on a device. Each process tries
+    the kinds of a device only once."""
     device = torch.device(device)
     if forced := os.environ.get("HOTSET_HANDSHAKE"):
         if forced not in KINDS:
@@ -446,8 +451,8 @@ def choose_kind(device: torch.device | str) -> ChosenKind:
 
 
 def _probe(device: torch.device) -> ChosenKind:
-    """Tries the kinds in order; host functions, which cost most, only where those before do not work, and the
-    host itself, which needs nothing of a driver, where no other does."""
+    """Try the kinds in order, and return the fastest that works. Host functions are slowest, so they are
+    tried only if the kinds before fail. `direct`, which needs no driver, is chosen if all others fail."""
     works: dict[Kind, float] = {}
     tried: list[str] = []
     kinds: tuple[Kind, ...] = ("memops", "spin", "hostfunc")
@@ -481,7 +486,8 @@ except HotsetError as error:
 
 
 def _measured_by(command: list[str], timeout: float = PROBE_PROCESS_TIMEOUT) -> float:
-    """The number that a process prints. Raises DeviceError with the last line that it said, if it fails."""
+    """Run a process and return the number that it prints. Raises DeviceError with its last line of errors if
+    it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
@@ -497,17 +503,17 @@ def _measured_by(command: list[str], timeout: float = PROBE_PROCESS_TIMEOUT) -> 
 def round_trip_seconds(
     device: torch.device | str, kind: Kind | None = None, width: int = 4096, driver: Driver | None = None
 ) -> float:
-    """Seconds of a round trip in which the CPU computes nothing: `width` floats there and back, and flags.
+    """Measure the seconds of a round trip without computation: `width` floats each way, and flags.
 
-    On a CUDA device within a captured graph, as decoding has it. Raises DeviceError where the kind does not
-    work.
+    On a CUDA device the round trip is in a captured graph, as in decode. Raises DeviceError if the kind does
+    not work.
     """
     device = torch.device(device)
     kind = kind or choose_kind(device).kind
     n_ff = 2 * width
     plan = _core.Plan(1, 1, 1, _core.Runtime(1))
     x, scores, values, out = (plan.buffer(n, False) for n in (width, n_ff, n_ff, width))
-    rows = 0, np.zeros(n_ff * width * 4, np.uint8)  # F32, never read, hence never in memory
+    rows = 0, np.zeros(n_ff * width * 4, np.uint8)  # F32; never read, so the OS never allocates its pages
     relu = {"activation": "relu", "activation_threshold": 0.0}
     wanted = {"scores": scores, "threshold": 0.0, "first": 0}
     plan.add("neurons", x=x, up={"weight": rows}, **relu, **wanted, sparse=True, out=values)
@@ -538,7 +544,7 @@ def round_trip_seconds(
 
     try:
         with current(device):
-            run(trip, 2)  # compiles, and shows that flags are found as they were left
+            run(trip, 2)  # compiles, and checks that a trip resets the flags
             if device.type != "cuda" or kind == "direct":
                 return run(trip, PROBE_REPLAYS)
             graph, _ = Graphs(device)(trip)
@@ -550,7 +556,7 @@ def round_trip_seconds(
 
 
 def _wait_for_device(device: torch.device, native: Any) -> None:
-    """Until the stream is idle; one that waits for what never comes is released, and reported."""
+    """Wait until the stream is idle. Release it after a timeout; raise DeviceError if it still hangs."""
     if device.type != "cuda":
         return
     event = torch.cuda.Event()

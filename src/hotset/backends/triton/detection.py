@@ -1,4 +1,4 @@
-"""Which of torch's devices a model runs on. A GPU is looked for without torch."""
+"""Detection of the PyTorch devices that a model can run on. It looks for a GPU without importing torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def named_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """Check names, as Detector.named_devices; a simulated device may be named several times."""
+    """Check device names, as Detector.named_devices does. A simulated device may be named several times."""
     _pack_memory()
     found = [find_device(name) for name in names]
     named = tuple(device_name(one) for one in found)
@@ -29,7 +29,7 @@ def named_devices(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def found_device(progress: Reporter | None) -> tuple[str | None, str | None]:  # noqa: ARG001
-    """Return the first GPU whose driver and libraries are installed, as Detector.found_device."""
+    """Return the first GPU whose driver and libraries are installed, as Detector.found_device does."""
     gpu = detect.detect_gpu()
     if gpu is None:
         return None, None
@@ -43,10 +43,10 @@ def found_device(progress: Reporter | None) -> tuple[str | None, str | None]:  #
 
 
 def _pack_memory() -> None:
-    """Asks torch, before it starts, for CUDA memory that grows in small pages.
+    """Configure torch, before its import, to allocate CUDA memory in segments that grow in small pages.
 
-    Otherwise tensors of some megabytes share segments of 20 MiB that they do not fill, and a budget that is
-    planned to the byte does not hold. What a user has set stays.
+    Otherwise tensors of some megabytes share segments of 20 MiB that they do not fill, and the model exceeds
+    a budget that is planned to the byte. The function keeps a setting of the user.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
     if sys.platform == "linux" and not any(name in os.environ for name in names):
@@ -54,7 +54,7 @@ def _pack_memory() -> None:
 
 
 def examine(progress: Reporter) -> list[Examined]:  # noqa: ARG001
-    """Return the GPUs that drivers show without PyTorch, and a simulated one, as Detector.examine."""
+    """Return the GPUs that drivers report without PyTorch, and a simulated one, as Detector.examine does."""
     missing = " and ".join(detect.missing_libraries())
     needs = f"; needs {missing}: {detect.INSTALL}" if missing else ""
     found = []

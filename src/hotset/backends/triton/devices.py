@@ -1,6 +1,6 @@
-"""Devices by name: which are there, how much memory they have, and what to install where one is missing.
+"""Devices by name: which exist, how much memory they have, and what to install if one is missing.
 
-A device that is asked for and cannot be used is an error; nothing here falls back to another one.
+A requested device that cannot be used is an error. Nothing here falls back to another device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 LEAST_CAPABILITY = (
     8,
     0,
-)  # of NVIDIA's devices: Triton compiles the kernels for no older one ("Compatibility")
+)  # for NVIDIA devices: Triton does not compile the kernels for older ones ("Compatibility")
 
 
 def find_device(name: str) -> torch.device:
-    """Return torch's device of a name: "cuda", "rocm:1", "mps", "xpu:0", or "simulated".
+    """Return the torch device with a name such as "cuda", "rocm:1", "mps", "xpu:0" or "simulated".
 
     Raises InvalidRequestError for a name without a device of torch, DeviceError if the device, its driver or
     PyTorch is missing, or if kernels are not compiled for it; the message says what to install or to do.
@@ -39,7 +39,7 @@ def find_device(name: str) -> torch.device:
     if kind == SIMULATED:
         return torch.device("cpu")
     built = {
-        "cuda": torch.version.cuda is not None or torch.version.hip is not None,  # AMD's devices, too
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,  # includes AMD devices
         "rocm": torch.version.hip is not None,
         "mps": torch.backends.mps.is_built(),
         "xpu": getattr(torch.version, "xpu", None) is not None,
@@ -51,7 +51,7 @@ def find_device(name: str) -> torch.device:
             f"the device {name} cannot be used: PyTorch {torch.__version__} is built without {kind}; install "
             "the build for it from pytorch.org/get-started/locally, or use device='cpu'"
         )
-    found = "cuda" if kind == "rocm" else kind  # torch's word
+    found = "cuda" if kind == "rocm" else kind  # torch's name of the kind
     count = _count(found)
     if count == 0:
         raise DeviceError(
@@ -72,7 +72,7 @@ def find_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of one of torch's devices, which find_device finds."""
+    """Return the name of a torch device, as find_device accepts it."""
     return SIMULATED if device.type == "cpu" else str(device)
 
 
@@ -87,7 +87,7 @@ def _count(kind: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device; of a simulated one, those that the machine has free."""
+    """Return the bytes that are free on a device. For a simulated device, return the machine's free bytes."""
     import torch
 
     if device.type == "cuda":
@@ -103,7 +103,7 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def memory_errors(device: torch.device, what: str, advice: str) -> Iterator[None]:
-    """Turns a device that runs out of memory into one sentence: what needed it, and what to do."""
+    """Convert torch's out-of-memory error to an OutOfMemoryError that names the activity and the remedy."""
     import torch
 
     try:
@@ -115,14 +115,14 @@ def memory_errors(device: torch.device, what: str, advice: str) -> Iterator[None
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which `device` is the one that kernels are launched on."""
+    """Return a context in which kernels are launched on `device`."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until the current stream of the device is idle."""
     import torch
 
     if device.type == "cuda":
@@ -134,7 +134,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def limit_memory(device: torch.device, n_bytes: int) -> None:
-    """Lets torch take no more than n_bytes of a CUDA device, its context not counted: a budget that holds."""
+    """Limit torch to n_bytes of a CUDA device, the device's context not counted, to enforce a budget."""
     import torch
 
     if device.type == "cuda":

@@ -1,11 +1,11 @@
-"""The CPU's arithmetic in torch, bitwise identical: what an expert yields must not depend on its device.
+"""The CPU's arithmetic in torch, bitwise identical: an expert's result must not depend on its device.
 
-An expert of an MoE model is computed by the device while its cache holds it and by the CPU otherwise, so both
-must round alike. The CPU has one order for everything (csrc/kernels/kernels.h): activations of quantised
-products are int8 with a scale per 32, the product of a block is an exact integer, block b belongs to lane
-b % 16, each lane adds its blocks by fused multiply-add, and a fixed tree sums the lanes. Here are the same
-steps, readable; experts_kernel.py has them for Triton. Fused multiply-adds are made of float64, which Apple's
-devices lack: there the CPU computes all experts.
+The device computes an expert of an MoE model while its cache holds it; otherwise the CPU computes it. So both
+must round alike. The CPU has one order for everything (csrc/kernels/kernels.h). Activations of quantised
+products are int8 with a scale per 32, and the product of a block is an exact integer. Block b belongs to lane
+b % 16, each lane adds its blocks by fused multiply-add, and a fixed tree sums the lanes. This module has the
+same steps in readable form; experts_kernel.py has them for Triton. Fused multiply-adds are computed in
+float64, which Apple's devices lack: there the CPU computes all experts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hotset.backends.triton.matrix import DeviceMatrix
 from hotset.model.operations import ActivationKind
 
 LANES = 16
-RANGES, TILE = 8, 64  # of neurons in a neuron-major down projection (csrc/ops/experts.cpp)
+RANGES, TILE = 8, 64  # ranges and tiles of neurons in a neuron-major down projection (csrc/ops/experts.cpp)
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of float32, rounded once."""
+    """Return a * b + c of float32, rounded once."""
     product, c = a.double() * b.double(), c.double()  # exact: 48 bits
     total = product + c
     back = total - product
     lost = (product - (total - back)) + (c - back)
-    # Rounded to odd, so that the next rounding is as if it were the only one.
+    # Round to odd, so that the next rounding gives the result of a single rounding.
     bits = total.view(torch.int64)
     is_between = (lost != 0) & (lost == lost) & (bits & 1 == 0)
     away = torch.where((lost > 0) == (total > 0), 1, -1)
@@ -38,7 +38,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x as csrc/kernels/float_kernels.h has it."""
+    """Return e^x, computed as in csrc/kernels/float_kernels.h."""
     x = torch.where(x > -88.5, x, -88.5)
     x = torch.where(x < 89.0, x, 89.0)
     n = torch.round(x * _f(1.44269504, x))
@@ -59,7 +59,8 @@ def exp(x: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
-    """f(x), elementwise: of those that need no function of a library (offload.expert_cache.ACTIVATIONS)."""
+    """Return f(x), elementwise, for the activations without library functions
+    (offload.expert_cache.ACTIVATIONS)."""
     bound = _f(threshold, x)
     match kind:
         case "silu":
@@ -88,10 +89,10 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Rows of activations by blocks of 32. q: whole numbers, float64 [n, blocks, 32]; scale, sum: float32
+    """Rows of activations in blocks of 32. q: whole numbers, float64 [n, blocks, 32]; scale, sum: float32
     [n, blocks].
 
-    Of a block with a value that is not finite the codes are 0, and scale and sum no numbers.
+    A block with a value that is not finite has codes 0, and NaN as scale and sum.
     """
 
     q: Tensor
@@ -100,11 +101,11 @@ class Quantized:
 
 
 def quantize(x: Tensor) -> Quantized:
-    """x: float32 [n, k], k a multiple of 32."""
+    """Quantise x, float32 [n, k], k a multiple of 32."""
     blocks = x.reshape(len(x), -1, 32)
     largest = blocks.abs().amax(dim=2)
     steps = 127.0 / largest
-    inverse = torch.where(steps < torch.inf, steps, 0.0)  # as where all are zero
+    inverse = torch.where(steps < torch.inf, steps, 0.0)  # infinite if all values are zero
     q = torch.round(blocks * inverse[..., None])
     is_finite = blocks.isfinite().all(dim=2)
     q = torch.where(is_finite[..., None], q, 0.0)
@@ -113,7 +114,7 @@ def quantize(x: Tensor) -> Quantized:
 
 
 def linear(x: Tensor, m: DeviceMatrix, first: int, n_rows: int) -> Tensor:
-    """x [n, n_cols] times the rows [first, first + n_rows) of m: [n, n_rows]."""
+    """Multiply x [n, n_cols] by the rows [first, first + n_rows) of m: [n, n_rows]."""
     given = None if m.is_float else quantize(x)
     slices = _slices(first, n_rows, max(SLICE_VALUES // (m.n_cols * max(len(x), 1)), 1))
     return torch.cat(
@@ -159,9 +160,9 @@ def _sum_lanes(lanes: Tensor) -> Tensor:
 
 
 def linear_t(x: Tensor, m: DeviceMatrix, first: int, n_rows: int) -> Tensor:
-    """x [n, n_rows] times the rows [first, first + n_rows) of m, a row for each of x: [n, n_cols].
+    """Multiply x [n, n_rows] by the transposed rows [first, first + n_rows) of m: [n, n_cols].
 
-    Neurons are split into ranges, each of which is summed in order, and then the ranges.
+    The neurons are split into ranges. Each range is summed in order, and then the ranges are summed.
     """
     n_tiles = -(-n_rows // TILE)
     of_range = -(-n_tiles // RANGES) * TILE
@@ -185,5 +186,5 @@ def _slices(first: int, n: int, step: int) -> Iterator[slice]:
 
 
 def _f(value: float, like: Tensor) -> Tensor:
-    """A constant of float32."""
+    """Return a float32 constant on the device of `like`."""
     return torch.tensor(value, dtype=torch.float32, device=like.device)

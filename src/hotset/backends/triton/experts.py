@@ -1,11 +1,11 @@
-"""Experts in a torch device's memory (offload/expert_cache.py), and what is computed with them.
+"""The expert cache in the memory of a torch device (offload/expert_cache.py), and its use in a step.
 
-The device looks its tokens' experts up in the table, computes those that have a slot (exact.py: with the
-CPU's bits), and requests the others from the CPU (cpu_offload.py). A thread copies on a stream of its own.
-The table is a tensor: a captured graph reads it and knows nothing of an expert.
+The device looks up its tokens' experts in the table. It computes the experts that have a slot, bitwise like
+the CPU (exact.py), and requests the others from the CPU (cpu_offload.py). A thread copies experts on a stream
+of its own. The table is a tensor that a captured graph reads, so the graph depends on no particular expert.
 
-Behind the slots of the policy are *spare* ones, of which it does not know: a step fetches what it lacks to
-them (experts_fetch.py).
+After the slots of the replacement policy come *spare* slots, which the policy does not manage. A step fetches
+missing experts to them (experts_fetch.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hotset.offload.expert_cache import ACTIVATIONS, ExpertCache, ExpertLayout, 
 
 @dataclass
 class Slots:
-    """The matrices of n_slots experts and of n_spare more, one under the other, and their biases, float32
+    """The stacked matrices of n_slots experts and of n_spare more, and their biases, float32
     [n_slots + n_spare, width]."""
 
     n_slots: int
@@ -39,7 +39,7 @@ class Slots:
     biases: dict[str, Tensor]
 
     def field(self, name: str) -> DeviceMatrix | Tensor:
-        """Of all slots what has a part's name (host_experts.py)."""
+        """Return the matrix or the biases of all slots for the name of a part (host_experts.py)."""
         is_bias = name.endswith("_bias")
         return self.biases[name.removesuffix("_bias")] if is_bias else self.matrices[name]
 
@@ -50,11 +50,11 @@ class Slots:
 
 
 class GpuExpertCache(ExpertCache):
-    """The cache of a GpuStage.
+    """The expert cache of a GpuStage.
 
-    ffns: MoE layers of one stage; n_used is alike in those that share slots. sparse: as of the stage.
-    n_spare: slots for what a step fetches, of each layout; n_fetched counts these copies too.
-    host: where the experts lie. nbytes: what the slots take there, all of it from the beginning.
+    ffns: MoE layers of one stage. Layers that share slots have the same n_used. sparse: as in the stage.
+    n_spare: slots for the experts that a step fetches, for each layout; n_fetched counts these copies too.
+    host: the experts in host memory. nbytes: device bytes of slots and tables, allocated at the start.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GpuExpertCache(ExpertCache):
     ) -> None:
         self._weights, self._sparse, self.device = weights, sparse, weights.device
         self.host = HostExperts(weights, {ffn.layer: parts_of(ffn) for ffn in ffns}, registrar)
-        # Bytes are taken apart and copied beside the steps; a simulated GPU has no time beside them.
+        # A thread unpacks and copies bytes during the steps; a simulated GPU uses the CPU during a step.
         super().__init__(
             ffns, weights.source.tensors, n_slots, beside=self.device.type != "cpu", empty=n_spare > 0
         )
@@ -78,21 +78,22 @@ class GpuExpertCache(ExpertCache):
         ]
         self._tables = [torch.from_numpy(group.table).to(self.device, copy=True) for group in self.groups]
         self.nbytes = sum(own.nbytes for own in self._slots) + sum(table.nbytes for table in self._tables)
-        # On the stream of the steps a copy would wait for them, and they for it.
+        # On the stream of the steps, copies and steps would wait for each other.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._used: torch.cuda.Event | None = None  # the latest step no longer reads its slots
+        self._used: torch.cuda.Event | None = None  # after it the latest step no longer reads its slots
 
     def table(self, layer: int) -> Tensor:
-        """The slot of each expert of a layer, int32 [n_expert], -1: it has none; the same tensor always."""
+        """Return the slot of each expert of a layer, int32 [n_expert], -1 without a slot. It is always the
+        same tensor."""
         group = self.group_of(layer)
         return self._tables[group.number][group.layers.index(layer)]
 
     def slots(self, layer: int) -> Slots:
-        """Those that a layer uses, spare ones among them; it shares them."""
+        """Return the slots that a layer shares with others, the spare ones included."""
         return self._slots[self.group_of(layer).number]
 
     def arguments(self, layer: int) -> dict[str, Any]:
-        """Of a layer's experts what fallback.experts takes beside inputs and slots."""
+        """Return the arguments of fallback.experts for a layer, except inputs and slot numbers."""
         slots, ffn = self.slots(layer), self.group_of(layer).ffns[layer]
         assert isinstance(ffn.up, ExpertLinear)
         assert isinstance(ffn.down, ExpertSum)
@@ -104,10 +105,10 @@ class GpuExpertCache(ExpertCache):
         }  # fmt: skip
 
     def learn(self, routes: Mapping[int, np.ndarray]) -> None:
-        """As of ExpertCache; of what has no slot the device may have fetched some for the step."""
-        if self._stream is not None:  # the host may be here while the device computes the last layers
+        """Learn as ExpertCache does. Also count the experts without a slot that the device fetched."""
+        if self._stream is not None:  # the device may still compute the last layers
             self._used = torch.cuda.current_stream(self.device).record_event()
-        for layer in self.layers:  # as long as the tables are those of the step
+        for layer in self.layers:  # before super().learn changes the tables that the step used
             own = -1 - routes[layer]
             streamed = own[(own >= 0) & (self.on_host(layer)[np.maximum(own, 0)] < 0)]
             self.n_streamed += streamed.size
@@ -128,7 +129,7 @@ class GpuExpertCache(ExpertCache):
             self._stream.synchronize()
 
     def close(self) -> None:
-        """Waits for the copy that is under way, and lets the host's memory go; safe to call twice."""
+        """Wait for the current copy and release the host memory. It is safe to call this twice."""
         super().close()
         self.host.close()
 
@@ -144,7 +145,7 @@ def _empty_slots(layout: ExpertLayout, n_slots: int, n_spare: int, device: torch
 
 
 def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) -> bool:
-    """Whether a device computes the experts of an MoE layer, with the CPU's bits."""
+    """Return whether a device can compute the experts of an MoE layer, bitwise identical to the CPU."""
     types = {tensors[name].type for op in parts_of(ffn).values() for name in op.weights}
     kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
     neuron_major = isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major

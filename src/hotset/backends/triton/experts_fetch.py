@@ -1,13 +1,13 @@
-"""Experts that a step lacks, fetched by the device while the CPU computes others (offload/misses.py).
+"""Fetching of missing experts by the device while the CPU computes others (offload/misses.py).
 
-They come into the spare slots of the cache (experts.py), on a stream beside the one that computes:
+Experts go to the spare slots of the cache (experts.py), on a side stream next to the compute stream:
 
-    few tokens   which are fetched is decided on the device, by a table of how many of so many that are
-                 missing, and a kernel reads them from the host's memory: a captured graph holds all of it,
-                 and the host decides nothing. What is fetched comes while the layer's input goes to the CPU,
-                 or, where the router reads what is there before attention, while attention is computed.
-    many tokens  the host looks at the route, and experts stream through two halves of the spare slots: while
-                 the tokens of one half's are computed, the other half's come.
+    few tokens   The device decides which experts to fetch, by a table from the number of missing experts to
+                 the number to fetch. A kernel reads them from host memory, so a captured graph can hold all
+                 of it. They arrive while the layer's input goes to the CPU, or during attention if the
+                 router's input is ready before attention.
+    many tokens  The host reads the route. Experts stream through two halves of the spare slots: the device
+                 computes with one half while the other half is fetched.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from hotset.offload.misses import Fetching, fetched_of, n_fetched
 
 
 class Beside(Protocol):
-    """A stream beside the one that computes; `SideStream`, or one of tests."""
+    """A side stream next to the compute stream: `SideStream`, or a test's stream."""
 
     def after_all(self) -> None:
-        """What is put here next waits for all that was put on the stream that computes."""
+        """Make the next work of this stream wait for all earlier work of the compute stream."""
         ...
 
     def put(self, work: Callable[[], None]) -> Any:
-        """Work of this stream; what `wait` takes. The caller keeps the tensors that the work reads until it
-        has called `wait`."""
+        """Put work on this stream, and return the argument for `wait`. The caller keeps the tensors that the
+        work reads until it has called `wait`."""
         ...
 
     def wait(self, done: Any) -> None:
-        """The stream that computes goes on once this work is done."""
+        """Make the compute stream wait until this work is done."""
         ...
 
     def settle(self) -> None:
-        """Waits, on the host, for all that was put here."""
+        """Wait, on the host, for all work of this stream."""
         ...
 
 
 class SideStream:
-    """Of a CUDA device a stream; elsewhere all is done in turn."""
+    """A second stream of a CUDA device. On other devices all work runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,30 +81,30 @@ class SideStream:
 
 @dataclass
 class FetchedGroup:
-    """Experts that are in one half of the spare slots together. ids: int32 on the device, one a slot, which
-    the stream beside reads: a group is kept, in its FetchPlan, until `done` was waited for. first:
-    its first slot. pairs: int64, those of the route that want them, token * n_used + rank; slots: int32 of
-    each."""
+    """The experts of one half of the spare slots. ids: int32 on the device, one per slot; the side stream
+    reads them, so the FetchPlan keeps a group until `wait` was called for `done`. first: the first slot.
+    pairs: int64, the entries of the route that need these experts, token * n_used + rank. slots: int32, the
+    slot of each pair."""
 
     ids: Tensor
     first: int
     pairs: Tensor
     slots: Tensor
-    done: Any = None  # what SideStream.wait takes
+    done: Any = None  # the argument for SideStream.wait
 
 
 @dataclass
 class FetchPlan:
-    """Who computes the experts that a layer's tokens have, in one step.
+    """The division of a layer's experts between CPU and device in one step.
 
-    asked: int32 [T, n_used], as CpuWorkerProtocol.post takes them: the CPU's, and -1 - id of the device's.
-    slots: int32 [T, n_used] of what is in the cache, or in a spare slot once `done`; None: nothing is.
-    fetched: the ids that the stream beside reads until then. groups: what streams.
+    asked: int32 [T, n_used], as in CpuWorkerProtocol.post: the CPU's ids, and -1 - id for the device. slots:
+    int32 [T, n_used], slots of the cache, or spare slots that are valid after `done`; None: only groups have
+    slots. fetched: the ids that the side stream reads until `done`. groups: the groups that stream.
 
-    A choice must live until `compute` has waited for `done` and for its groups. torch's allocator knows a
-    tensor by the stream that it was allocated on: it hands the memory of one that is dropped to the next
-    allocation there, while the stream beside still reads it. `record_stream` would not help in a captured
-    graph, where the same memory is handed out at every replay.
+    A plan must live until `compute` has waited for `done` and for its groups. torch's allocator tracks a
+    tensor only on the stream of its allocation. It would give the memory of a dropped tensor to the next
+    allocation there, while the side stream still reads it. `record_stream` would not help in a captured
+    graph, where every replay uses the same memory.
     """
 
     asked: Tensor
@@ -115,9 +115,9 @@ class FetchPlan:
 
 
 class Fetcher:
-    """What a cache lacks, of one stage.
+    """The fetcher of missing experts of a stage.
 
-    fetching: None: nothing is fetched. beside: of tests.
+    fetching: None: nothing is fetched. beside: a test's stream.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class Fetcher:
         self._most: dict[tuple[int, bool], tuple[Tensor, int]] = {}
 
     def __contains__(self, layer: int) -> bool:
-        """Whether the device computes experts of the layer."""
+        """Return whether the device computes experts of the layer."""
         return layer in self._cache
 
     def choose(self, layer: int, ids: Tensor, *, early: bool, warming: bool) -> FetchPlan:
-        """Divides the experts of a step's tokens, int32 [T, n_used], and begins to fetch. early: attention is
-        computed between this and `compute`. warming: kernels are to be loaded, whatever is best."""
+        """Divide the experts of a step's tokens, int32 [T, n_used], and begin to fetch. early: attention is
+        computed between this call and `compute`. warming: fetch as many as possible, to load all kernels."""
         fetches = self._fetching is not None and self._cache.slots(layer).n_spare > 1
         if fetches and len(ids) > MAX_CAPTURED:
             return self._choose_many(layer, ids, warming)
@@ -154,7 +154,7 @@ class Fetcher:
         counts: Tensor,
         gate_threshold: TokenThreshold | None = None,
     ) -> Tensor:
-        """What the device's experts yield, [T, n_used, n_embd]; anything where the CPU computes.
+        """Compute the device's experts, [T, n_used, n_embd]. Rows of the CPU's experts are undefined.
         gate_threshold: as in fallback.experts."""
         k, given = self._kernels, self._cache.arguments(layer)
         n_used = choice.asked.shape[1]
@@ -172,13 +172,13 @@ class Fetcher:
                 h[tokens], group.slots[:, None], counts=counts, gate_threshold=own_threshold, **given
             )
             own.view(-1, h.shape[1])[group.pairs] = found[:, 0]
-            if i + 2 < len(choice.groups):  # into the half that was just computed with
+            if i + 2 < len(choice.groups):  # to the half that is free after this computation
                 self._beside.after_all()
                 self._bring(layer, choice.groups[i + 2])
         return own
 
     def settle(self) -> None:
-        """Waits for what is on its way: of a step that failed, whose tensors must not go before."""
+        """Wait for all fetches of a failed step, whose tensors must live until then."""
         self._beside.settle()
 
     # ---- few tokens
@@ -194,7 +194,8 @@ class Fetcher:
         return FetchPlan(asked, own, done, fetched)
 
     def _table_of(self, layer: int, n_used: int, early: bool) -> tuple[Tensor, int]:
-        """Of so many that are missing how many are fetched, int32 on the device; and the most of them."""
+        """Return the table from the number of missing experts to the number to fetch, int32 on the device,
+        and its largest entry."""
         if (layer, early) not in self._most:
             assert self._fetching is not None
             n_spare, ahead = self._cache.slots(layer).n_spare, self._fetching.ahead.get(layer, 0.0)
@@ -213,7 +214,7 @@ class Fetcher:
         route, slots = ids.numpy(force=True), self._cache.slots(layer)
         own = self._cache.on_host(layer)[route]
         missing, n_tokens = np.unique(route[own < 0], return_counts=True)
-        order = np.argsort(-n_tokens, kind="stable")  # who is wanted most costs the CPU most
+        order = np.argsort(-n_tokens, kind="stable")  # experts with most tokens cost the CPU most
         half = slots.n_spare // 2
         n, _ = n_fetched(self._fetching.rates, n_tokens[order], self._bytes(layer))
         n = min(len(missing), 2 * half) if warming else n

@@ -1,14 +1,14 @@
-"""Experts of a device's slots in Triton: bitwise identical to exact.py, which defines it.
+"""Triton kernels for the experts in a device's slots, bitwise identical to the reference in exact.py.
 
-A *pair* is a token and one of its experts. Inputs are quantised once, then a program has some rows of one
-pair's expert: sixteen lanes for each row, which take blocks in turn. A pair whose expert has no slot costs
-the launch of programs that end at once. Of many tokens pairs are sorted by their slots, and a program has
-rows of one expert and several pairs, for which the rows are decoded once; products of blocks are whole
-numbers, which tensor cores add up as exactly as anybody. Nothing is read back by the host, and shapes alone
-decide what is launched. Products and sums must not be fused here but where it is written (`fused=False`).
+A *pair* is a token and one of its experts. Inputs are quantised once. A program then computes some rows of
+one pair's expert: each row has sixteen lanes, which take blocks in turn. For a pair whose expert has no slot,
+programs start and end at once. With many tokens, pairs are sorted by their slots. A program then has rows of
+one expert and several pairs, and decodes the rows once. Products of blocks are whole numbers, which tensor
+cores add exactly. The host reads nothing back, and only shapes decide the launches. The compiler must not
+fuse products and sums (`fused=False`); kernels fuse them explicitly.
 """
 
-# Kernels have no types of Python: pointers, numbers of a program, constants.
+# Kernel arguments have no Python types: they are pointers, numbers and constants.
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: SIM109
 
@@ -56,12 +56,12 @@ from hotset.model.operations import Activate, Route, Scoring
 
 MXFP4 = tl.constexpr(8)
 TYPES = FORMATS | {GGMLType.MXFP4: 8}
-TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken off, it rounds |x| < 2^22 to whole numbers
+TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23; (x + it) - it rounds |x| < 2^22 to a whole number
 
 
 @triton.jit
 def _quantize_kernel(x, q, scales, sums, n_blocks, B: tl.constexpr):
-    """exact.quantize of B blocks of one row; q: int8."""
+    """Compute exact.quantize of B blocks of one row; q: int8."""
     await_launches()
     row = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1) * B + tl.arange(0, B)
@@ -84,7 +84,7 @@ def _quantize_kernel(x, q, scales, sums, n_blocks, B: tl.constexpr):
 
 @triton.jit
 def _codes(codes, high, row, n_blocks, b, inside, TYPE: tl.constexpr):
-    """Whole numbers of blocks b of rows, int32 [R, 16, 32]. row: int64 [R]."""
+    """Load the codes of blocks b of rows as whole numbers, int32 [R, 16, 32]. row: int64 [R]."""
     i = tl.arange(0, 32)[None, None, :]
     block = b[None, :, None]
     mask = inside[None, :, None]
@@ -120,10 +120,10 @@ def _codes(codes, high, row, n_blocks, b, inside, TYPE: tl.constexpr):
 
 @triton.jit
 def _small_scale(sub_scales, at, j, mask, first: tl.constexpr):
-    """A scale (first = 0) or a minimum (4) of Q4_K: six bits of its twelve bytes."""
+    """Load a scale (first = 0) or a minimum (first = 4) of Q4_K, six bits of its twelve bytes."""
     low = tl.load(sub_scales + at + first + j % 4, mask=mask, other=0).to(tl.int32)
     last = tl.load(sub_scales + at + 8 + j % 4, mask=mask, other=0).to(tl.int32)
-    # The high two bits of those from 4 on stand above the first four of the same kind.
+    # The high two bits of numbers from 4 on are above the first four numbers of the same kind.
     later = ((last >> first) & 15) | (low >> 6) << 4
     return tl.where(j < 4, low & 63, later).to(tl.float32)
 
@@ -134,7 +134,8 @@ def _expert_rows_kernel(
     n_rows, n_cols, n_blocks, pairs_of_input,
     TYPE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """out [pairs, n_rows]: exact.linear of each pair's input and R rows of its expert, + bias; 0 without."""
+    """Compute out [pairs, n_rows]: exact.linear of each pair's input and R rows of its expert, + bias. The
+    result is 0 for an expert without slot."""
     await_launches()
     rows = tl.program_id(0) * R + tl.arange(0, R)
     pair = tl.program_id(1)
@@ -163,7 +164,7 @@ def _expert_rows_kernel(
                 PER: tl.constexpr = 8 if TYPE == Q4_K or TYPE == Q6_K else 1  # blocks under one scale
                 above = row[:, None] * (n_blocks // PER) + (b // PER)[None, :]
                 mask = inside[None, :]
-                if TYPE == MXFP4:  # 2^(e - 128) by its bits; the least two are no normal numbers
+                if TYPE == MXFP4:  # 2^(e - 128) by its bits; the two smallest are subnormal
                     e = tl.load(scales + above, mask=mask, other=0).to(tl.int32)
                     least_bits = tl.where(e == 0, 0x00200000, 0x00400000)
                     scale = tl.where(e < 2, least_bits, (e - 1) << 23).to(tl.float32, bitcast=True)
@@ -189,7 +190,7 @@ def _expert_rows_kernel(
                     total = tl.load(q_sums + at, mask=inside, other=0.0)
                     more = tl.fma(least, tl.broadcast_to(total[None, :], [R, 16]), more)
                 lanes = tl.where(mask, more, lanes)
-        # Two by two: (l, l + 8), then (l, l + 4), (l, l + 2), (l, l + 1).
+        # Sum lanes in pairs: (l, l + 8), then (l, l + 4), (l, l + 2), (l, l + 1).
         eight = tl.sum(tl.reshape(lanes, [R, 2, 8]), axis=1)
         four = tl.sum(tl.reshape(eight, [R, 2, 4]), axis=1)
         y = tl.sum(tl.sum(tl.reshape(four, [R, 2, 2]), axis=1), axis=1)
@@ -200,10 +201,10 @@ def _expert_rows_kernel(
 
 @triton.jit
 def _block_scale(scales, sub_scales, row, n_blocks, b, TYPE: tl.constexpr):
-    """The scale of block b of rows, float32 [R], and where it lies."""
+    """Return the scale of block b of rows, float32 [R], and its index."""
     PER: tl.constexpr = 8 if TYPE == Q4_K or TYPE == Q6_K else 1  # blocks under one scale
     above = row * (n_blocks // PER) + b // PER
-    if TYPE == MXFP4:  # 2^(e - 128) by its bits; the least two are no normal numbers
+    if TYPE == MXFP4:  # 2^(e - 128) by its bits; the two smallest are subnormal
         e = tl.load(scales + above).to(tl.int32)
         least_bits = tl.where(e == 0, 0x00200000, 0x00400000)
         scale = tl.where(e < 2, least_bits, (e - 1) << 23).to(tl.float32, bitcast=True)
@@ -219,7 +220,7 @@ def _lane(
     lane, row, given, q, q_scales, q_sums, codes, scales, mins, high, sub_scales, n_blocks,
     TYPE: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """One lane's sums, float32 [R, M]: blocks lane, lane + 16, and so on, of rows [R] and inputs [M]."""
+    """Sum the blocks of one lane, float32 [R, M]: blocks lane, lane + 16, ..., of rows [R] and inputs [M]."""
     acc = tl.zeros([R, M], tl.float32)
     i = tl.arange(0, 32)
     for b in range(lane, n_blocks, 16):
@@ -228,7 +229,7 @@ def _lane(
         one = b + tl.arange(0, 1)
         w = tl.reshape(_codes(codes, high, row, n_blocks, one, one >= 0, TYPE), [R, 32]).to(tl.int8)
         scale, above = _block_scale(scales, sub_scales, row, n_blocks, b, TYPE)
-        if TYPE == Q6_K:  # each half has a scale, a whole number
+        if TYPE == Q6_K:  # each half has a whole number as scale
             sub = sub_scales + row * (n_blocks * 2) + b * 2
             low = tl.where((i < 16)[None, :], w, 0).to(tl.int8)
             upper = tl.where((i < 16)[None, :], 0, w).to(tl.int8)
@@ -253,15 +254,15 @@ def _expert_tiles_kernel(
     codes, scales, mins, high, sub_scales, n_rows, n_cols, n_blocks, pairs_of_input,
     TYPE: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """out [pairs, n_rows] as of _expert_rows_kernel: R rows of pairs order[first : end], which have one slot
-    (_tiles) and are at most M."""
+    """Compute out [pairs, n_rows], as _expert_rows_kernel does: R rows of the pairs order[first : end]. These
+    are at most M pairs, which have one slot (_tiles)."""
     await_launches()
     slot = tl.load(tile_slots + tl.program_id(1))
     if slot >= 0:
         rows = tl.program_id(0) * R + tl.arange(0, R)
         place = tl.load(tile_firsts + tl.program_id(1)) + tl.arange(0, M)
         end = tl.load(tile_ends + tl.program_id(1))
-        # Rows and pairs that are not there are others once more: their results are not stored.
+        # Missing rows and pairs repeat other ones; their results are not stored.
         pair = tl.load(order + tl.minimum(place, end - 1)).to(tl.int64)
         row = slot.to(tl.int64) * n_rows + tl.minimum(rows, n_rows - 1)
         given = pair // pairs_of_input
@@ -301,7 +302,7 @@ def _expert_tiles_kernel(
 
 @triton.jit
 def _exp(x, N: tl.constexpr):
-    """exact.exp of [N]."""
+    """Compute exact.exp of x [N]."""
     x = tl.where(x > -88.5, x, -88.5)
     x = tl.where(x < 89.0, x, 89.0)
     n = (x * 1.44269504 + TO_WHOLE) - TO_WHOLE
@@ -319,7 +320,7 @@ def _exp(x, N: tl.constexpr):
 
 @triton.jit
 def _activated(x, threshold, KIND: tl.constexpr, N: tl.constexpr):
-    """exact.activate of [N]."""
+    """Compute exact.activate of x [N]."""
     if KIND == SILU:
         return tl.div_rn(x, 1.0 + _exp(0.0 - x, N))
     elif KIND == GELU_TANH:
@@ -351,9 +352,10 @@ def _values_kernel(
     gate, up, slots, values, counts, n, threshold, up_threshold, thresholded, small, n_used,
     KIND: tl.constexpr, UP_KIND: tl.constexpr, SPARSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """values [pairs, n] = f(gate) * g(up), or f(up) without a gate; counts as fallback.experts adds them.
+    """Compute values [pairs, n] = f(gate) * g(up), or f(up) without a gate. Add counts as fallback.experts
+    does.
 
-    thresholded: int32, of each token whether values of f smaller than `small` are zero; None: of none.
+    thresholded: int32 per token, not 0 if values of f smaller than `small` count as zero; None: for no token.
     n_used: pairs of a token.
     """
     await_launches()
@@ -386,7 +388,7 @@ def _values_kernel(
 def _choose_kernel(
     ids, table, most, asked, slots, fetched, n_pairs, n_spare, first_spare, P: tl.constexpr, S: tl.constexpr
 ):
-    """fallback.choose_experts, by one program."""
+    """Compute fallback.choose_experts in one program."""
     await_launches()
     p = tl.arange(0, P)
     inside = p < n_pairs
@@ -395,7 +397,7 @@ def _choose_kernel(
     missing = inside & (slot < 0)
     same = (id[:, None] == id[None, :]) & missing[None, :]
     before = (same & (p[None, :] < p[:, None])).to(tl.int32)
-    first = missing & (tl.sum(before, axis=1) == 0)  # of several tokens that want one expert
+    first = missing & (tl.sum(before, axis=1) == 0)  # first pair that needs the expert
     n = tl.load(most + tl.sum(first.to(tl.int32), axis=0))
     rank = tl.cumsum(first.to(tl.int32), axis=0) - 1
     own = (same & first[None, :]).to(tl.int32)
@@ -411,7 +413,7 @@ def _choose_kernel(
 def choose_experts(
     ids: Tensor, table: Tensor, most: Tensor, n_spare: int, first_spare: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fallback.choose_experts."""
+    """Compute fallback.choose_experts."""
     ids = ids.contiguous()
     asked, slots = torch.empty_like(ids), torch.empty_like(ids)
     fetched = torch.empty(n_spare, dtype=torch.int32, device=ids.device)
@@ -429,10 +431,10 @@ def _fetch_kernel(
     SN: tl.constexpr, M0: tl.constexpr, MN: tl.constexpr, H0: tl.constexpr, HN: tl.constexpr,
     B0: tl.constexpr, BN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Units of an expert's bytes, from the host's memory to the fields of a slot (matrix.py).
+    """Copy units of an expert's bytes from host memory to the fields of a slot (matrix.py).
 
-    A block has BLOCK units of UNIT bytes; those of a field begin with unit X0 and are XN. n_units: of an
-    expert. Neighbouring threads read neighbouring units, whatever they are.
+    A block has BLOCK units of UNIT bytes. A field has XN of these units, from unit X0 on. n_units: units of
+    an expert. Neighbouring threads read neighbouring units of any field.
     """
     await_launches()
     id = tl.load(fetched + tl.program_id(1))
@@ -457,11 +459,11 @@ def _fetch_kernel(
             tl.store(sub_scales + block * BN + j - B0, unit, mask=inside & (j >= B0) & (j < B0 + BN))
 
 
-FETCH_UNITS = 2048  # of a program
+FETCH_UNITS = 2048  # units per program
 
 
 def fetch_experts(part: HostRows, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
-    """fallback.fetch_experts: the device reads the host's memory by itself."""
+    """Compute fallback.fetch_experts. The device reads host memory directly."""
     fields = {"codes": to} if isinstance(to, Tensor) else {name: getattr(to, name) for name in FIELDS}
     n_block, places = block_fields(part.type)
     size = 2 if n_block % 2 == 0 else 1
@@ -491,8 +493,8 @@ def _route_kernel(
     x, bias, scales, ids, weights, n_expert, scale,
     SCORING: tl.constexpr, NORMALISED: tl.constexpr, USED: tl.constexpr, E: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """operations.Route, without groups, of one token: ids, weights [T, USED]. E, U: experts, and those used,
-    rounded up."""
+    """Compute operations.Route of one token, without groups: ids and weights [T, USED]. E, U: n_expert and
+    USED, rounded up."""
     await_launches()
     t = tl.program_id(0).to(tl.int64)
     i, u = tl.arange(0, E), tl.arange(0, U)
@@ -531,7 +533,7 @@ def _route_kernel(
 
 
 def route(x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """fallback.route; in one launch, but for experts in groups."""
+    """Compute fallback.route, in one launch unless experts are in groups."""
     if op.n_groups > 1 or not len(x):
         return functions.route(x, op, bias, scales)
     x = x.contiguous()
@@ -548,7 +550,7 @@ def route(x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = Non
 
 @triton.jit
 def _sum_kernel(parts, own, asked, weights, residual, out, n_used, n, N: tl.constexpr):
-    """out [T, n]: fallback.sum_experts of N numbers of a token."""
+    """Compute out [T, n]: fallback.sum_experts of N numbers of a token."""
     await_launches()
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * N + tl.arange(0, N)
@@ -556,7 +558,7 @@ def _sum_kernel(parts, own, asked, weights, residual, out, n_used, n, N: tl.cons
     for j in range(n_used):
         pair = t * n_used + j
         inside = i < n
-        # Two loads, one of which reads: a choice between pointers would be one between places of parameters.
+        # Two masked loads, one of which reads. Selecting a pointer would select between parameter addresses.
         if own is not None:
             is_own = i * 0 + tl.load(asked + pair) < 0
             found = tl.load(own + pair * n + i, mask=inside & is_own, other=0.0)
@@ -577,7 +579,7 @@ def sum_experts(
     own: Tensor | None = None,
     asked: Tensor | None = None,
 ) -> Tensor:
-    """fallback.sum_experts."""
+    """Compute fallback.sum_experts."""
     parts, (n_tokens, n_used, n) = parts.contiguous(), parts.shape
     out = torch.empty((n_tokens, n), device=parts.device)
     if n_tokens:
@@ -606,8 +608,8 @@ def experts(
     counts: Tensor | None = None,
     gate_threshold: TokenThreshold | None = None,
 ) -> Tensor:
-    """fallback.experts, but for neuron-major down projections (experts.can_hold). Of several tokens that have
-    an expert in common its rows are counted for each."""
+    """Compute fallback.experts, except for neuron-major down projections (experts.can_hold). If several
+    tokens share an expert, its rows are counted for each token."""
     assert not neuron_major
     n_tokens, n_used = slots.shape
     h, flat = h.contiguous(), slots.contiguous().view(-1)
@@ -640,8 +642,8 @@ def experts(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Pairs by their slots. order: int32 [pairs]; of each tile, int32: its slot, -1 where it has no pairs,
-    and which of `order` it has, the first and the one after the last; n_pairs: the most."""
+    """Tiles of pairs sorted by slot. order: int32 [pairs]. slots: int32, the slot of each tile, -1 without
+    pairs. firsts, ends: int32, the range of `order` of each tile. n_pairs: most pairs of a tile."""
 
     order: Tensor
     slots: Tensor
@@ -651,11 +653,11 @@ class Tiles:
 
 
 def _tiles(slots: Tensor, n_slots: int, n: int) -> Tiles:
-    """slots: int32 [pairs]. As many tiles of n pairs as there may be at most: the host does not hear how many
-    there are."""
+    """Sort pairs by slot and divide them into tiles of n pairs. slots: int32 [pairs]. The number of tiles is
+    the largest possible one, because the host does not read the real number."""
     by_slot, order = slots.sort(stable=True)
     numbers = torch.arange(n_slots + 1, dtype=slots.dtype, device=slots.device)
-    begin = torch.searchsorted(by_slot, numbers)  # those without a slot stand first
+    begin = torch.searchsorted(by_slot, numbers)  # pairs without a slot come first
     last = begin[1:]
     last_tile = ((last - begin[:-1] + n - 1) // n).cumsum(0)
     tile = torch.arange(min(len(slots), len(slots) // n + n_slots), device=slots.device)
@@ -688,7 +690,7 @@ def _rows(
     pairs_of_input: int,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """The rows of each pair's expert times its input: [pairs, n_rows]."""
+    """Multiply the rows of each pair's expert by its input: [pairs, n_rows]."""
     fields = (m.codes, m.scales, m.mins, m.high, m.sub_scales)
     if tiles is not None:
         out = torch.zeros((len(slots), n_rows), device=x.device)

@@ -1,13 +1,13 @@
 """The fallback kernels: every kernel of the GPU backend in plain torch, for devices without Triton.
 
-They say what each kernel computes, and its tests compare it with them.
+They define the result of each kernel, and the kernels' tests compare with them.
 
 `triton_kernels` has functions of the same names and signatures; `kernels.Kernels` chooses once. Inputs and
-results are float32 on the device of the weights, weights are decoded, sums are float32. Nothing is written
-in place but `out`, the pages of the cache and `counts`.
+results are float32 on the device of the weights. Weights are decoded, and sums are float32. Kernels write in
+place only to `out`, the KV cache and `counts`.
 
-A fallback kernel may read numbers on the host (which neurons fire, how long a sequence is), so that a CPU
-does no more than it must. A step of them is therefore not captured in a graph.
+A fallback kernel may read numbers on the host (which neurons fire, the length of a sequence), so that a CPU
+does only the necessary work. So a step with fallback kernels is not captured in a graph.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from hotset.backends.triton import exact
 from hotset.backends.triton.matrix import DeviceMatrix, HostRows
 from hotset.model.operations import Activate, ActivationKind, Rope, RopeKind
 
-GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
-QUERY_ROWS = 64  # tokens of a sequence that attend together
+GATHER_BELOW = 0.75  # above this share of requested rows, all rows are decoded, without an index
+QUERY_ROWS = 64  # most tokens of a sequence that attend together
 N_COUNTS = len(COUNTS)
 
 
 @dataclass(frozen=True)
 class TokenThreshold:
-    """Which tokens lose their small values, and what is small (operations.Threshold).
+    """The thresholded tokens and their threshold (operations.Threshold).
 
-    tokens: int32 [T], other than 0 for those that do. threshold: magnitudes below it are zero.
+    tokens: int32 [T], not 0 for thresholded tokens. threshold: magnitudes below it count as zero.
     """
 
     tokens: Tensor
     threshold: float
 
     def of(self, tokens: Tensor) -> TokenThreshold:
-        """That of some tokens, by their indices."""
+        """Return the threshold of some tokens, by their indices."""
         return TokenThreshold(self.tokens[tokens], self.threshold)
 
 
 def zero_small(x: Tensor, by: TokenThreshold | None) -> Tensor:
-    """x [T, n] without its small values; None: as it is."""
+    """Set the small values of x [T, n] to zero. by: None leaves x unchanged."""
     if by is None:
         return x
     return torch.where((by.tokens != 0)[:, None] & (x.abs() < by.threshold), 0.0, x)
@@ -56,10 +56,10 @@ def zero_small(x: Tensor, by: TokenThreshold | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Held:
-    """Which neurons of a layer some matrices have rows of, in their order.
+    """The neurons of a layer whose rows some matrices have, in their order.
 
     numbers: int32 [n], ascending. words: int32 [ceil(n_ff / 32)], bit i % 32 of word i // 32 for neuron i of
-    the layer; before: int32, how many are held before each word.
+    the layer. before: int32, the number of held neurons before each word.
     """
 
     numbers: Tensor
@@ -68,7 +68,7 @@ class Held:
 
     @classmethod
     def of(cls, numbers: np.ndarray, n_ff: int, place: Callable[[str, np.ndarray], Tensor]) -> Held:
-        """place: puts an array on the device, by the name of its field."""
+        """Build the fields for neurons. place: copies an array to the device; it gets the field's name."""
         bits = np.zeros(-(-n_ff // 32) * 32, np.uint8)
         bits[numbers] = 1
         words = np.packbits(bits, bitorder="little").view("<u4")
@@ -83,11 +83,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Inputs of a product whose RMSNorm is not applied yet: the product's sums are multiplied by its factor
-    instead, which is one number a token.
+    """Inputs of a product whose RMSNorm is not applied yet. The product multiplies its sums by the norm's
+    factor, which is one number per token.
 
-    x: [T, n], rows times the norm's weight. squares: float32 [T, n_parts], whose sum is that of the squares
-    of a row.
+    x: [T, n], rows times the norm's weight. squares: float32 [T, n_parts], partial sums of the squares of a
+    row.
     """
 
     x: Tensor
@@ -98,12 +98,12 @@ class Weighed:
         return len(self.x)
 
     def normalised(self) -> Tensor:
-        """What the norm makes of the rows, [T, n]."""
+        """Return the normalised rows, [T, n]."""
         mean = self.squares.sum(dim=1, keepdim=True) / self.x.shape[1]
         return self.x * torch.rsqrt(mean + self.eps)
 
 
-Entering = Tensor | Weighed  # what a product reads
+Entering = Tensor | Weighed  # the input of a product
 
 
 def _normalised(x: Entering) -> Tensor:
@@ -119,7 +119,8 @@ def linear(
     activation: ActivationKind | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    """x [T, n_cols] → f(x @ m.T + bias + residual), [T, n_rows]. activation: f of `activate`; None: none."""
+    """Return f(x @ m.T + bias + residual), [T, n_rows], of x [T, n_cols]. activation: f, as in `activate`;
+    None: identity."""
     x = _normalised(x)
     y = torch.empty((len(x), m.n_rows), device=x.device)
     for rows in m.slices():
@@ -133,13 +134,14 @@ def linear(
 def linear_normed(
     x: Entering, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Entering]:
-    """`linear`, and what products read that follow its RMSNorm; weight: the norm's, [n_rows]."""
+    """Return `linear` of the inputs, and the input of the products after its RMSNorm. weight: the norm's
+    weight, [n_rows]."""
     out = linear(x, m, bias, residual)
     return out, rms_norm(out, weight, eps)
 
 
 def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: float, first: int = 0) -> Tensor:
-    """The neurons that a predictor's last product selects: `pack_bits` of x @ m.T + bias."""
+    """Return the neurons that a predictor's last product selects: `pack_bits` of x @ m.T + bias."""
     return pack_bits(linear(x, m, bias), threshold, first)
 
 
@@ -151,9 +153,9 @@ def linear_t(
     out: Tensor | None = None,
     left_out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, n_rows] → x @ m + bias + residual, [T, n_cols]. Row i: what input i adds; unread for a zero.
+    """Return x @ m + bias + residual, [T, n_cols], of x [T, n_rows]. Rows of zero inputs are not read.
 
-    left_out: int64 [1], to which the bytes of codes that were not read are added.
+    left_out: int64 [1]; the bytes of the unread codes are added to it.
     """
     fires = (x != 0).any(dim=0)
     if left_out is not None:
@@ -180,14 +182,13 @@ def neurons(
     gate_threshold: TokenThreshold | None = None,
     value_threshold: TokenThreshold | None = None,
 ) -> Tensor:
-    """One value per neuron: f(gate) * g(up), or f(up) without a gate; 0 where it is not selected. [T, n].
+    """Return a value per neuron, [T, n]: f(gate) * g(up), or f(up) without a gate, and 0 if not selected.
 
-    h: [T, n_cols]. Rows of gate and up are neurons; n = up.n_rows. activation, threshold: f;
-    up_activation: g, None: identity. selected: uint8 [T, bytes], bit i % 8 of byte i // 8 says whether
-    neuron i is wanted; None: all are. held: the neurons of the rows; None: all of the layer's. The up row of
-    a neuron whose gate yields 0 for every token is not read. gate_threshold: of f, value_threshold: of the
-    result.
-    counts: int64 [N_COUNTS], is added to.
+    h: [T, n_cols]. Rows of gate and up are neurons; n = up.n_rows. activation, threshold: f. up_activation:
+    g, None: identity. selected: uint8 [T, bytes], bit i % 8 of byte i // 8 is set if neuron i is selected;
+    None: all are. held: the neurons of the rows; None: all of the layer. The up row of a neuron whose gate
+    yields 0 for every token is not read. gate_threshold: for f. value_threshold: for the result. counts:
+    int64 [N_COUNTS], updated in place.
     """
     first = up if gate is None else gate
     numbers = None if held is None else held.numbers
@@ -221,8 +222,8 @@ def fired(
     value_threshold: TokenThreshold | None = None,
     dense: bool = False,
 ) -> Tensor:
-    """f(gate) * g(up), or f(gate) alone, of products [T, n] that are there: `neurons` where every row was
-    read, whose other arguments these are. dense: every row counts as read, of the down projection too."""
+    """Return f(gate) * g(up), or only f(gate), of computed products [T, n]. The other arguments and the
+    result are as in `neurons`. dense: every row counts as read, including the down projection's rows."""
     fires = zero_small(activate(gate, activation, threshold), gate_threshold)
     chosen = None if selected is None else unpack_bits(selected, gate.shape[1])
     value = fires = fires if chosen is None else torch.where(chosen, fires, 0.0)
@@ -244,7 +245,7 @@ def gated(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
 ) -> Tensor:
-    """f(gate) * g(up), [T, n], of h [T, n_cols] and a matrix of n rows of gate and, behind them, n of up."""
+    """Return f(gate) * g(up), [T, n], of h [T, n_cols]. m: n rows of gate, followed by n rows of up."""
     gate, up = linear(h, m, bias).split(m.n_rows // 2, dim=1)
     return fired(gate, up, activation=activation, threshold=threshold, up_activation=up_activation)
 
@@ -269,7 +270,7 @@ def sparse_ffn(
     value_threshold: TokenThreshold | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """An FFN by neurons: `neurons`, then `linear_t` over those that are not 0. [T, down_t.n_cols]."""
+    """Compute an FFN by neurons, [T, down_t.n_cols]: `neurons`, then `linear_t` of their values."""
     values = neurons(
         h, gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
         selected=selected, held=held, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
@@ -279,9 +280,9 @@ def sparse_ffn(
 
 
 def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
-    """The neurons that a predictor selects, uint8 [T, ceil(n / 8)], n = first + scores.shape[1].
+    """Return the neurons that a predictor selects, uint8 [T, ceil(n / 8)], n = first + scores.shape[1].
 
-    Bit i % 8 of byte i // 8 is set unless scores[i - first] < threshold (a score of NaN selects); neurons
+    Bit i % 8 of byte i // 8 is set unless scores[i - first] < threshold (a score of NaN selects). Neurons
     below `first` have no score and are always selected. Spare bits are 0.
     """
     bits = torch.nn.functional.pad(~(scores < threshold), (first, 0), value=True)
@@ -291,14 +292,14 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
 
 
 def largest(logits: Tensor) -> Tensor:
-    """The largest of each LOGIT_GROUP logits [T, n_vocab], float32 [T, n_vocab / LOGIT_GROUP]; NaN where one
-    is not finite."""
+    """Return the largest of each LOGIT_GROUP logits [T, n_vocab], float32 [T, n_vocab / LOGIT_GROUP]. A group
+    with a value that is not finite yields NaN."""
     groups = logits.reshape(len(logits), -1, LOGIT_GROUP)
     return torch.where(groups.isfinite(), groups, torch.nan).amax(dim=2)
 
 
 def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
-    """uint8 [T, bytes] → bool [T, n], of neurons 0 to n - 1 or, with rows [n], of those."""
+    """Unpack uint8 [T, bytes] to bool [T, n], for neurons 0 to n - 1 or for the neurons `rows`, [n]."""
     index = torch.arange(n, device=bits.device) if rows is None else rows.long()
     return (bits[:, index // 8] >> (index % 8).to(torch.uint8)) & 1 != 0
 
@@ -321,13 +322,13 @@ def experts(
     counts: Tensor | None = None,
     gate_threshold: TokenThreshold | None = None,
 ) -> Tensor:
-    """What experts yield for the tokens, neither weighed nor summed: [T, n_used, n_embd], the CPU's bits.
+    """Compute the tokens' experts, neither weighted nor summed: [T, n_used, n_embd], bitwise like the CPU.
 
-    h: [T, n_embd]; slots: int32 [T, n_used], -1: another computes that one, and zeros stand in its place.
-    gate, up, down: the matrices of each slot's expert, one under the other, n_neurons rows of gate and up;
-    biases: [n_slots, width]. neuron_major: down has a row per neuron. sparse: a neuron whose activation is
-    zero is zero, whatever its up. gate_threshold: of what is activated first. counts: int64 [N_COUNTS], is
-    added to.
+    h: [T, n_embd]. slots: int32 [T, n_used], -1 for an expert that is not computed here; its result is zeros.
+    gate, up, down: the stacked matrices of all slots, n_neurons rows of gate and up per slot. Biases:
+    [n_slots, width]. neuron_major: down has a row per neuron. sparse: a neuron whose activation is zero is
+    zero for any up. gate_threshold: for the activated gate, or the activated up without a gate. counts: int64
+    [N_COUNTS], updated in place.
     """
     out = torch.zeros((*slots.shape, h.shape[1]), device=h.device)
     for slot in slots.unique().tolist():
@@ -364,13 +365,12 @@ def experts(
 def choose_experts(
     ids: Tensor, table: Tensor, most: Tensor, n_spare: int, first_spare: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the experts that some tokens want and that have no slot, those that the device fetches.
+    """Choose the experts that the device fetches among those that tokens need and that have no slot.
 
-    ids: int32 [T, n_used]. table: int32 [n_expert], of each its slot or -1. most: int32, of so many that are
-    missing how many are fetched, n_spare at most: those that the tokens name first.
-    Returns what is asked of the CPU, ids and, for what the device computes, -1 - id, int32 [T, n_used]; the
-    slots, -1 where the CPU computes; and the experts that go to the slots from first_spare on, int32
-    [n_spare], -1: none.
+    ids: int32 [T, n_used]. table: int32 [n_expert], the slot of each expert or -1. most: int32, entry i is
+    the number to fetch, at most n_spare, if i are missing. Experts that the tokens name first are fetched.
+    Returns the CPU's request, int32 [T, n_used], ids for the CPU and -1 - id for the device; the slots, -1
+    for the CPU's experts; and the experts for the slots from first_spare on, int32 [n_spare], -1: none.
     """
     slots = table[ids.long()]
     missing = list(dict.fromkeys(ids[slots < 0].tolist()))
@@ -382,9 +382,10 @@ def choose_experts(
 
 
 def fetch_experts(part: HostRows, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
-    """Copies a part of experts from the host to the slots from `first` on, -1: to none.
+    """Copy a part of experts from the host to the slots from `first` on.
 
-    fetched: int32 [n]. to: the matrices of all slots, or biases, float32 [n_slots, width].
+    fetched: int32 [n], the expert for each slot; -1: none. to: the matrices of all slots, or biases, float32
+    [n_slots, width].
     """
     for i, id in enumerate(fetched.tolist()):
         if id < 0:
@@ -407,11 +408,11 @@ def sum_experts(
     own: Tensor | None = None,
     asked: Tensor | None = None,
 ) -> Tensor:
-    """The sum of weight * part in the order of the route, + residual: [T, width].
+    """Return the sum of weight * part in the order of the route, + residual: [T, width].
 
-    parts: [T, n_used, width]; weights: [T, n_used]. own: as parts, those of the device, which count where
-    asked, int32 [T, n_used], is below 0 (`choose_experts`). Each product is rounded before it is added: the
-    CPU's bits, and the same ones for parts from anywhere.
+    parts: [T, n_used, width]; weights: [T, n_used]. own: the device's parts, which replace `parts` if asked,
+    int32 [T, n_used], is below 0 (`choose_experts`). Each product is rounded before the sum, so the result is
+    bitwise identical to the CPU's, even if the device computed some parts.
     """
     if own is not None:
         assert asked is not None
@@ -425,15 +426,16 @@ def sum_experts(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: TokenThreshold | None = None
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width; by: the threshold of
-    the result."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width. by: the
+    threshold of the result."""
     return zero_small(functions.rms_norm(x, weight, eps, n_head), by)
 
 
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: TokenThreshold | None = None
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width; by: the threshold of the result."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, over the width. by: the threshold of the
+    result."""
     return zero_small(functions.layer_norm(x, weight, bias, eps), by)
 
 
@@ -445,11 +447,11 @@ ANGLE_STEP = 256  # positions: table rows of RopeTable.near
 
 @dataclass(frozen=True)
 class RopeTable:
-    """What a rotation needs to find its angles on a device that may lack float64.
+    """The tables of a rotation's angles, for devices that may lack float64.
 
-    cos and sin of ANGLE_STEP neighbouring positions and of every ANGLE_STEP-th position, computed in float64
-    on the host; the angle of a position is the sum of two of them, so the tables stay small at any context.
-    near: [2, ANGLE_STEP, n_rot / 2]; far: [2, ceil(n_ctx / ANGLE_STEP), n_rot / 2], times the magnitude.
+    They have cos and sin of ANGLE_STEP neighbouring positions and of every ANGLE_STEP-th position, computed
+    in float64 on the host. A position's angle is the sum of two, so the tables are small at any context.
+    near: [2, ANGLE_STEP, n_rot / 2]. far: [2, ceil(n_ctx / ANGLE_STEP), n_rot / 2], times the magnitude.
     """
 
     kind: RopeKind
@@ -459,7 +461,7 @@ class RopeTable:
 
     @classmethod
     def build(cls, rope: Rope, n_ctx: int, device: torch.device | str) -> RopeTable:
-        """For positions 0 to n_ctx - 1."""
+        """Build the tables for positions 0 to n_ctx - 1."""
         freq = np.asarray(rope.freq, np.float64)
         near = np.arange(ANGLE_STEP)[:, None] * freq
         far = np.arange(0, max(n_ctx, 1), ANGLE_STEP)[:, None] * freq
@@ -472,9 +474,9 @@ class RopeTable:
 
 
 def angles(positions: Tensor, table: RopeTable) -> Tensor:
-    """cos and sin of each token's angles, float32 [2, T, n_rot / 2]: once per step, for all layers.
+    """Return cos and sin of each token's angles, float32 [2, T, n_rot / 2], once per step for all layers.
 
-    positions: int32 or int64 [T]. Past the table's context the result is that of its last positions.
+    positions: int32 or int64 [T]. Positions past the table's context get the angles of its last positions.
     """
     positions = positions.long()
     cos_near, sin_near = table.near[:, positions % ANGLE_STEP]
@@ -492,7 +494,8 @@ def rotate(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """functions.rotate; cos_sin is from `angles`. norm_weight, eps: an RMSNorm of each head, before."""
+    """Rotate heads, as functions.rotate does. cos_sin: from `angles`. norm_weight, eps: an RMSNorm of each
+    head before the rotation."""
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps, n_head)
     return functions.rotate(x, cos_sin, n_head=n_head, kind=kind)
@@ -507,11 +510,11 @@ def store_kv(
     sequences: Tensor,
     positions: Tensor,
 ) -> None:
-    """Writes a step's keys and values into their pages.
+    """Write a step's keys and values to their KV blocks.
 
     k: [T, n_head_kv * head_dim], v: [T, n_head_kv * head_dim_v]. k_pages, v_pages: float16 or float32
     [n_pages, n_head_kv, PAGE_SIZE, head_dim or head_dim_v]. page_tables: int32 [n_sequences, max_pages];
-    sequences, positions: int32 [T] (Batch in backends/base.py). A token whose page is -1 is not stored.
+    sequences, positions: int32 [T] (Batch in backends/base.py). A token whose block is -1 is not stored.
     """
     positions = positions.long()
     page = page_tables[sequences.long(), positions // PAGE_SIZE].long()
@@ -539,8 +542,8 @@ def rotate_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """What stands between the projections and attention, at once: head norms and rotation of q and k, and
-    `store_kv`. Returns the rotated q. cos_sin None: no rotation (then q_norm and k_norm must be None).
+    """Do the steps between projections and attention: head norms and rotation of q and k, and `store_kv`.
+    Return the rotated q. cos_sin None: no rotation (then q_norm and k_norm must be None).
     """
     if cos_sin is not None:
         q = rotate(q, cos_sin, n_head=n_head, kind=kind, norm_weight=q_norm, eps=eps)
@@ -563,8 +566,8 @@ def project_heads(
     n_head: int,
     kind: RopeKind,
 ) -> Tensor:
-    """`linear` with a matrix of queries, keys and values, one behind the other, and `rotate_store` of them,
-    without head norms. Returns the rotated queries, [T, n_head * head_dim]."""
+    """Compute `linear` with stacked matrices of queries, keys and values, then `rotate_store` without head
+    norms. Return the rotated queries, [T, n_head * head_dim]."""
     n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
     widths = [n_head * dim, n_head_kv * dim, n_head_kv * dim_v]
     q, k, v = linear(h, m, bias).split(widths, dim=1)
@@ -586,11 +589,11 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over the paged cache, which holds the step's own keys and values already.
+    """Return causal attention over the KV cache, which already holds the step's own keys and values.
 
-    q: [T, n_head * head_dim]; pages and tables as in `store_kv`; [T, n_head * head_dim_v]. window > 0: a
-    token sees itself and the window - 1 before it. softcap, sinks ([n_head]): see graph.Attention. A token
-    whose page is -1 yields zeros.
+    q: [T, n_head * head_dim]. Pages and tables are as in `store_kv`. The result is [T, n_head * head_dim_v].
+    window > 0: a token sees itself and the window - 1 before it. softcap, sinks ([n_head]): see
+    graph.Attention. A token whose block is -1 yields zeros.
     """
     n_head_kv, head_dim_v = k_pages.shape[1], v_pages.shape[3]
     group = n_head // n_head_kv
@@ -599,7 +602,7 @@ def attention(
     tokens = list(zip(sequences.tolist(), positions.tolist(), strict=True))
     first = 0
     while first < len(tokens):
-        # Neighbours in one sequence share its keys: [first, last) is a run of them.
+        # Neighbouring tokens of one sequence share its keys: [first, last) is a run of such tokens.
         last = first + 1
         while last < min(first + QUERY_ROWS, len(tokens)) and tokens[last][0] == tokens[first][0]:
             last += 1
@@ -630,7 +633,7 @@ def _finish(y: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
 
 
 def _row_slices(wanted: Tensor, m: DeviceMatrix) -> list[slice] | list[Tensor]:
-    """The rows of m that are wanted, bool [n_rows], in pieces that decode to some megabytes."""
+    """Return the requested rows of m, bool [n_rows], in pieces that decode to some megabytes."""
     index = wanted.nonzero()[:, 0]
     if len(index) > GATHER_BELOW * m.n_rows:
         return m.slices()
@@ -638,7 +641,7 @@ def _row_slices(wanted: Tensor, m: DeviceMatrix) -> list[slice] | list[Tensor]:
 
 
 def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | None) -> Tensor:
-    """x @ m.T + bias [T, n_rows]; rows that no token wants (bool [T, n_rows]) are 0 and not read."""
+    """Return x @ m.T + bias [T, n_rows]. Rows that no token selects (bool [T, n_rows]) are 0 and not read."""
     if wanted is None:
         return linear(x, m, bias)
     y = torch.zeros((len(x), m.n_rows), device=x.device)
@@ -652,9 +655,8 @@ def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | 
 def count(
     counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor, *, dense: bool = False
 ) -> None:
-    """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them,
-    or with `dense` all rows.
-    (What is left out of input-major matrices is `linear_t`'s to add.)"""
+    """Add to int64 [N_COUNTS] the neurons selected and active over all tokens, and the rows that any token
+    reads, or with `dense` all rows. (`linear_t` adds the unread bytes of input-major matrices.)"""
     active = value != 0
     if chosen is None:
         chosen = torch.ones_like(active)

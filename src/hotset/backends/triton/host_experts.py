@@ -1,11 +1,11 @@
-"""The experts of an MoE model where they lie on the host, as a device reads them over its link.
+"""The experts of an MoE model in host memory, as a device reads them over its link.
 
-A CUDA device reads mapped memory by itself once it is registered: its pages then stay in memory (they are
-pinned) and have an address there. So which expert is fetched may be decided on the device, inside a captured
-step. Nothing is copied on the host: it is the file's memory, in the file's layout, that is registered.
+A CUDA device can read mapped host memory once it is registered. The pages then stay in memory (they are
+pinned) and have a device address. So the device can decide which expert to fetch, inside a captured step.
+Nothing is copied on the host: the mapped memory of the file is registered, in the file's layout.
 
-Under a budget of the host's memory nothing is registered: an expert is read when it is copied, unless the
-store of the CPU has it.
+Under a RAM budget nothing is registered: an expert is read when it is copied, unless the CPU's weight store
+has it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from hotset.formats.quants import GGMLType
 from hotset.model.operations import ExpertLinear, ExpertSum
 from hotset.offload.uploads import Uploads, matrix_rows
 
-PAGE = 4096  # bytes; memory is registered by pages
+PAGE = 4096  # bytes; memory is registered in whole pages
 
 
 class Registrar(Protocol):
-    """What pins host memory for a device: cpu_offload.CudaDriver, or one of tests."""
+    """An object that pins host memory for a device: cpu_offload.CudaDriver, or a test's registrar."""
 
     def register(self, memory: np.ndarray) -> int:
-        """Lets the device see host memory; the address that it has there. Raises DeviceError."""
+        """Map host memory for the device, and return the device's address of it. Raises DeviceError."""
         ...
 
     def unregister(self, memory: np.ndarray) -> None: ...
 
 
 class HostExperts:
-    """The parts of some MoE models: `parts[layer]`, by the name of the product, biases as gate_bias.
+    """The experts' parts of some layers: `parts[layer]`, by the name of the product, biases as gate_bias.
 
-    given: layer → products by name (offload.expert_cache.parts_of). registrar: None for a device that has
-    the host's memory, or does not read it by itself. n_pinned: bytes that are registered. Raises DeviceError
-    where they cannot be.
+    given: layer → products by name (offload.expert_cache.parts_of). registrar: None for a device that shares
+    the host's memory, or cannot read it directly. n_pinned: registered bytes. Raises DeviceError if memory
+    cannot be registered.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HostExperts:
             for name, type, rows in _parts(product, op, weights)
         }
         self.n_pinned = 0
-        moved: list[tuple[int, int, int]] = []  # first, last address here, and what to add for the device's
+        moved: list[tuple[int, int, int]] = []  # first and end address here, offset to the device's address
         registered: list[np.ndarray] = []
         self._finalizer = weakref.finalize(self, _unregister, registrar, registered)
         if registrar is not None:
@@ -85,19 +85,19 @@ class HostExperts:
             self.parts[layer][name] = HostRows(type, rows, addresses)
 
     def close(self) -> None:
-        """Lets the memory go; safe to call twice. Nothing of the device may read it any more."""
+        """Unregister the memory. It is safe to call this twice. The device must no longer read the memory."""
         self._finalizer()
 
 
 def _unregister(registrar: Registrar | None, registered: list[np.ndarray]) -> None:
     while registrar is not None and registered:
-        with contextlib.suppress(Exception):  # when the interpreter ends, nothing of torch may be left
+        with contextlib.suppress(Exception):  # at the end of the interpreter torch may be unloaded
             registrar.unregister(registered.pop())
 
 
 @dataclass(frozen=True)
 class FileExperts(Sequence[np.ndarray]):
-    """As a list of `expert_rows`, each read when it is asked for, unless the CPU has it in memory."""
+    """A sequence of `expert_rows` that reads each item on access, unless the CPU has it in memory."""
 
     op: ExpertLinear | ExpertSum
     weights: DeviceWeights
@@ -114,8 +114,8 @@ class FileExperts(Sequence[np.ndarray]):
 def expert_rows(
     op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights, there: np.ndarray | None = None
 ) -> np.ndarray:
-    """The bytes of an expert's matrix, uint8 [rows, bytes of a row], of all its rows that count. there: of
-    all its rows, where they were found elsewhere."""
+    """Return the bytes of the rows that a product uses of an expert's matrix, uint8 [rows, bytes of a row].
+    there: the bytes of all its rows, if they are already in memory."""
     source = weights.source
     info = source.tensors[op.weights[0]]
     stored = info.shape[1]
@@ -129,7 +129,7 @@ def expert_rows(
 
 
 def expert_biases(op: ExpertLinear | ExpertSum, weights: DeviceWeights) -> np.ndarray:
-    """float32 [n_expert, width], of the rows that count."""
+    """Return the biases of the rows that a product uses, float32 [n_expert, width]."""
     assert op.bias is not None
     own = decoded_vector(weights.source, op.bias).reshape(op.n_expert, -1)
     return own if isinstance(op, ExpertSum) else own[:, op.first_row : op.first_row + op.n_rows]
@@ -149,8 +149,8 @@ def _parts(
 
 
 def _spans(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The memory of arrays as whole pages, one array for each stretch: no page may be registered twice.
-    Arrays that may be written (biases, decoded) are kept apart from those of a mapped file."""
+    """Return the memory of arrays as whole pages, one array for each contiguous range, because no page may be
+    registered twice. Writeable arrays (decoded biases) are not merged with arrays of a mapped file."""
     ends = sorted(
         (a.ctypes.data // PAGE * PAGE, -(-(a.ctypes.data + a.nbytes) // PAGE) * PAGE, a.flags.writeable)
         for a in arrays

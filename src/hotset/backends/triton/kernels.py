@@ -1,4 +1,4 @@
-"""Chooses, once per backend, who computes on a device: Triton's kernels, or the fallback in plain torch."""
+"""The choice, made once per backend, between Triton kernels and the fallback in plain torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hotset.errors import DeviceError, InvalidRequestError, install_command
 
 
 class Kernels:
-    """The operations of a stage on `device`; `fallback` says what each computes, and its shapes.
+    """The operations of a stage on `device`. The module `fallback` documents each operation and its shapes.
 
-    triton: None chooses: Triton on CUDA and ROCm devices, and anywhere in Triton's interpreter
-    (TRITON_INTERPRET=1); the environment variable HOTSET_TRITON=0 or 1 overrides. Raises DeviceError where
-    Triton is needed and missing, or HOTSET_DEPENDENT_LAUNCH=1 is set and the device has no such launches,
-    InvalidRequestError where Triton is asked for and does not serve the device.
+    triton: whether to use Triton. None chooses Triton on CUDA and ROCm devices, and on any device in Triton's
+    interpreter (TRITON_INTERPRET=1); the environment variable HOTSET_TRITON=0 or 1 overrides this choice.
+    Raises DeviceError if Triton is needed and missing, or if HOTSET_DEPENDENT_LAUNCH=1 is set and the device
+    has no dependent launches. Raises InvalidRequestError if Triton is requested and cannot run on the device.
     """
 
     def __init__(self, device: torch.device | str, triton: bool | None = None) -> None:
@@ -59,18 +59,18 @@ class Kernels:
 
     @property
     def name(self) -> Literal["triton", "torch"]:
-        """Who computes."""
+        """Return the name of the chosen implementation."""
         return "triton" if self.triton else "torch"
 
     @property
     def capturable(self) -> bool:
-        """Whether a step may be captured in a CUDA graph: fallback kernels read numbers on the host, and
-        HOTSET_CAPTURE=0 forbids it."""
+        """Return whether a step may be captured in a CUDA graph. Fallback kernels read numbers on the host,
+        so they cannot be captured. HOTSET_CAPTURE=0 forbids capturing."""
         return self.triton and self.device.type == "cuda" and os.environ.get("HOTSET_CAPTURE") != "0"
 
 
 def _triton_kernels() -> ModuleType:
-    """Imported only here: Triton takes half a second, and decides at its import whether it interprets."""
+    """Import the Triton kernels. Importing Triton takes half a second and fixes whether it interprets."""
     from hotset.backends.triton import triton_kernels
 
     return triton_kernels

@@ -1,7 +1,7 @@
-"""What a step reads and leaves, and never moves: the paged cache, the numbers of a batch, logits and counts.
+"""The inputs and outputs of a step at fixed addresses: the KV cache, batch numbers, logits and counts.
 
-A captured graph replays with the addresses that it was captured with, so a step's tokens are always written
-to the same tensors, and a step, captured or not, reads nothing else. Likewise, what it leaves to the host.
+A captured graph replays with the addresses of its capture. So a step's inputs are always written to the same
+tensors, and a step, captured or not, reads nothing else. Its outputs for the host are in fixed tensors too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hotset.backends.triton.plugin import check_cache
 from hotset.model.cost import KVType
 from hotset.model.operations import Attention
 
-OUTPUTS = MAX_CAPTURED  # rows of logits that come to the host without being waited for one by one
+OUTPUTS = MAX_CAPTURED  # most rows of logits that are copied to the host without a wait
 KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}
 
 
 class PagedCache:
     """Keys and values of some layers: per layer [n_pages, n_head_kv, PAGE_SIZE, head_dim or head_dim_v].
 
-    Raises UnsupportedModelError for other types: the attention kernels read halves and floats.
+    Raises UnsupportedModelError for a type other than f16 and f32, which the attention kernels cannot read.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class PagedCache:
 
 
 class Copies:
-    """Copies to and from a device that the host does not wait for: it keeps off their memory until `wait`."""
+    """Asynchronous copies to and from a device. The host must not touch their memory until `wait` returns."""
 
     def __init__(self, device: torch.device) -> None:
-        # Elsewhere memory is not pinned, and a copy of it without a wait is no promise (MPS).
+        # Other devices have no pinned memory, and an asynchronous copy of it is not safe (MPS).
         self._device, self._at_once = device, device.type != "cuda"
         self._event = None if self._at_once else torch.cuda.Event()
 
@@ -63,12 +63,12 @@ class Copies:
         to.copy_(source, non_blocking=not self._at_once)
 
     def end(self) -> None:
-        """What `wait` waits for is what was copied until now."""
+        """Make `wait` wait for the copies up to now."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until the copies are done, and with them all that was on the stream before."""
+        """Wait for the copies and for all work that was on the stream before them."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -76,10 +76,9 @@ class Copies:
 class StepInputs:
     """The numbers of a batch on the device, and the vectors that enter the stage.
 
-    positions, sequences, outputs: int32 [max_batch]; thresholded: the same, other than 0 where small values
-    are zero;
-    page_tables: int32 [max_batch, n_pages], a row per sequence of the step. vectors: float32
-    [max_batch, width], by the id of the graph's value. copies: of tests.
+    positions, sequences, outputs: int32 [max_batch]. thresholded: int32 [max_batch], not 0 if small values of
+    the token count as zero. page_tables: int32 [max_batch, n_pages], a row per sequence of the step. vectors:
+    float32 [max_batch, width], by the id of the graph's value. copies: a test's copies.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class StepInputs:
     ) -> None:
         self._copies = copies or Copies(device)
         pinned = device.type == "cuda"
-        # Numbers and vectors lie one behind the other, so that one copy brings those of a few tokens.
+        # Numbers and vectors are adjacent, so that one copy transfers all inputs of a few tokens.
         n_words = 4 * max_batch + max_batch * sum(vectors.values())
         self._words = torch.zeros(n_words, dtype=torch.int32, pin_memory=pinned)
         self._on_device = self._words.to(device, copy=True)
@@ -101,7 +100,7 @@ class StepInputs:
         self.positions, self.sequences, self.outputs, self.thresholded = numbers.unbind(0)
         self.vectors: dict[int, Tensor] = {}
         self._vectors: dict[int, np.ndarray] = {}
-        self._begins: dict[int, int] = {}  # of the vectors in the words
+        self._begins: dict[int, int] = {}  # first word of the vectors of a value
         at = 4 * max_batch
         for id, width in vectors.items():
             here, there = (
@@ -112,17 +111,17 @@ class StepInputs:
             at += max_batch * width
         self._tables = torch.full((max_batch, n_pages), -1, dtype=torch.int32, pin_memory=pinned)
         self.page_tables = self._tables.to(device, copy=True)
-        self._n_known = 0  # rows of the tables that the device has as they are here
+        self._n_known = 0  # first rows of the tables that are equal here and on the device
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes on the device."""
         return self._on_device.nbytes + self.page_tables.nbytes
 
     def fill(self, batch: Batch, vectors: dict[int, np.ndarray | Tensor]) -> None:
-        """Takes over a batch that was checked (base.cache_slots), and what enters, [n_tokens, width] each.
+        """Copy a checked batch (base.cache_slots) and the vectors that enter, [n_tokens, width] each.
 
-        A step without outputs ends before the device has begun: its copies may still be under way.
+        Wait for earlier copies first: a step without outputs returns before the device has done its copies.
         """
         self._copies.wait()
         try:
@@ -137,7 +136,7 @@ class StepInputs:
         numbers[2, :n_outputs] = batch.outputs
         numbers[2, n_outputs:] = 0  # a captured step computes the logits of as many rows as tokens
         numbers[3, :n] = 0 if batch.thresholded is None else batch.thresholded
-        # Rows of the tables are those of the step: the caller may have more sequences than a step has tokens.
+        # The tables have only the step's sequences: the caller may have more sequences than the step tokens.
         if n == 1:
             rows = batch.sequences
             numbers[1, 0] = 0
@@ -146,7 +145,7 @@ class StepInputs:
             rows = batch.sequences[begins]
             numbers[1, :n] = np.repeat(np.arange(len(rows)), np.diff(begins, append=n))
         self._fill_tables(batch, rows)
-        end = 4 * numbers.shape[1]  # of the words that are copied together
+        end = 4 * numbers.shape[1]  # end of the words that one copy transfers
         for id, values in vectors.items():
             if isinstance(values, np.ndarray):
                 self._vectors[id][:n] = values
@@ -160,28 +159,28 @@ class StepInputs:
         self._copies.copy(self._on_device[:end], self._words[:end])
 
     def _fill_tables(self, batch: Batch, rows: np.ndarray) -> None:
-        """The page tables of some sequences, which change once in PAGE_SIZE tokens: they are copied then."""
+        """Copy the page tables of some sequences if they changed, which happens once in PAGE_SIZE tokens."""
         width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._tables.shape[1])
         tables, n = batch.page_tables[rows, :width], len(rows)
         here, known = self._tables.numpy()[:n, :width], self._n_known
         if n <= known and (here == tables).all():
             return
-        self._n_known = 0  # until the copy is on its way
+        self._n_known = 0  # until the copy is queued, in case of an error
         here[:] = tables
         self._copies.copy(self.page_tables[:n], self._tables[:n])
         self._n_known = max(n, known)
 
 
 class StepOutputs:
-    """What a step leaves to the host, in memory to which a device copies without being waited for.
+    """The outputs of a step in host memory, to which a device copies asynchronously.
 
-    counts: int64 [n_layer, N_COUNTS]; logits: float32 [OUTPUTS, n_vocab], of the first rows of a step of few;
-    largest: float32 [OUTPUTS, n_vocab / LOGIT_GROUP], as StepResult.largest; None where there is none. The
-    calls of `take` may be part of a graph.
+    counts: int64 [n_layer, N_COUNTS]. logits: float32 [OUTPUTS, n_vocab], for steps with up to OUTPUTS rows.
+    largest: float32 [OUTPUTS, n_vocab / LOGIT_GROUP], as StepResult.largest, or None. A graph may capture the
+    calls of `take`.
     """
 
     def __init__(self, counts: Tensor, n_vocab: int) -> None:
-        """counts: of the device. n_vocab: 0 for a stage without logits."""
+        """Allocate the host memory. counts: the device's counts. n_vocab: 0 for a stage without logits."""
         self._copies = Copies(counts.device)
         pinned = counts.device.type == "cuda"
         self.counts = torch.zeros_like(counts, device="cpu", pin_memory=pinned)
@@ -190,7 +189,7 @@ class StepOutputs:
         self.largest = torch.zeros((len(self.logits), n_groups), pin_memory=pinned) if n_groups else None
 
     def take(self, counts: Tensor, logits: Tensor | None, kernels: Kernels) -> None:
-        """Counts, and logits [n <= OUTPUTS, n_vocab], of the device."""
+        """Copy counts and logits [n <= OUTPUTS, n_vocab] from the device."""
         self._copies.copy(self.counts, counts)
         if logits is None:
             return
@@ -200,9 +199,9 @@ class StepOutputs:
             self._copies.copy(self.largest[:n], kernels.largest(logits))
 
     def end(self) -> None:
-        """What `wait` waits for is what was taken until now."""
+        """Make `wait` wait for the outputs taken up to now."""
         self._copies.end()
 
     def wait(self) -> None:
-        """Until it is here."""
+        """Wait until the outputs are in host memory."""
         self._copies.wait()

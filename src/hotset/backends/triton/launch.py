@@ -1,9 +1,9 @@
-"""The only place where a kernel of Triton is launched: tests see there all that a step launches.
+"""The only place that launches Triton kernels, so that tests can observe every launch of a step.
 
-Triton compiles a kernel when it is launched first, and once more for each *variant* of its arguments. Triton
-3.6 also compiles some C for each variant, by the compiler of the machine (3.9 does so once for all). Both are
-kept in its cache (TRITON_CACHE_DIR, ~/.triton/cache), so a machine does it once; `compiled_first` does it
-before the first step, several variants at a time.
+Triton compiles a kernel at its first launch, and again for each *variant* of its arguments. Triton 3.6 also
+compiles some C for each variant with the machine's compiler (3.9 does so once for all). Triton caches both
+(TRITON_CACHE_DIR, ~/.triton/cache), so a machine compiles them once. `compiled_first` compiles before the
+first step, several variants at a time.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from hotset.cores import usable_cores
 from hotset.errors import DeviceError
 
 NUMBERS = (int, float, bool)
-MOST_PROGRAMS = 65_535  # of the second and third side of a grid ("Technical Specifications", CUDA C++ Guide)
-# Whether a launch begins while the one before it is at work (triton_kernels.await_launches), which Hopper and
-# newer devices can; none has done so yet. It is read once, for it is compiled into the kernels.
+MOST_PROGRAMS = 65_535  # on a grid's second and third side ("Technical Specifications", CUDA C++ Guide)
+# Whether a launch may begin while the one before it still runs (triton_kernels.await_launches). Hopper and
+# newer devices support this; it has not been tried on one. It is read once, because kernels compile it in.
 DEPENDENT = os.environ.get("HOTSET_DEPENDENT_LAUNCH") == "1"
 SLOW_PATH = "or set HOTSET_TRITON=0 for the slow path in plain torch"
 
 
 @dataclass(frozen=True)
 class Like:
-    """What decides of a tensor which variant of a kernel it needs: Triton asks it as it would the tensor."""
+    """A stand-in for a tensor with the properties by which Triton selects the variant of a kernel."""
 
     dtype: torch.dtype
     address: int  # modulo 16
 
     def data_ptr(self) -> int:
-        """As of a tensor."""
+        """Return the address, as a tensor's data_ptr does."""
         return self.address
 
 
@@ -63,12 +63,12 @@ def launch(
     at_once: bool = False,
     **constants: Any,
 ) -> None:
-    """Launches on the device of the first argument that is a tensor.
+    """Launch a kernel on the device of the first tensor argument.
 
-    stages: how many turns of a loop have their loads on the way at once; None: as many as Triton has.
-    fused: products and sums are (Triton's default until 3.9, not after): half the instructions, better sums.
-    False: each is rounded, but where a kernel fuses them itself. at_once: in `compiled_first`, too, for the
-    CPU waits for it. What `check` asserts holds. Raises DeviceError where Triton cannot compile.
+    stages: iterations of a loop whose loads are in flight at once; None: Triton's default. fused: fuse
+    products and sums (Triton's default until 3.9), which halves the instructions and improves the sums.
+    False: round each, except if a kernel fuses them itself. at_once: launch in `compiled_first` too, because
+    the CPU waits for the kernel. The assertions of `check` apply. Raises DeviceError if compilation fails.
     """
     check(kernel, grid, args, constants)
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fused, **constants}
@@ -86,8 +86,8 @@ def launch(
 
 
 def variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Launches with the same are served by one compiled kernel: types, constants, numbers that are 1, and
-    addresses and numbers that 16 divides, but those that the kernel asks not to look at."""
+    """Return the key of the compiled kernel that a launch needs. It has the types, the constants, which
+    numbers are 1, and which addresses and numbers are divisible by 16, unless the kernel opts out."""
     kinds: list[Any] = []
     for param, arg in zip(kernel.params, args, strict=False):
         if isinstance(arg, Tensor):
@@ -102,10 +102,10 @@ def variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tupl
 
 @contextmanager
 def compiled_first(device: torch.device) -> Iterator[None]:
-    """A block whose kernels are not launched but compiled when it ends, as many at a time as there are cores,
-    so that they are ready where it is executed once more.
+    """Defer the kernel launches of a block, and only compile the kernels when it ends, one per core at a
+    time. They are then ready for a second execution of the block.
 
-    Tensors that are made within are zeros, for no kernel fills them.
+    Tensors that the block allocates are zeros, because no kernel fills them.
     """
     deferred: Deferred = {}
     token = _deferred.set(deferred)
@@ -117,13 +117,13 @@ def compiled_first(device: torch.device) -> Iterator[None]:
 
     def prepare(kernel: Any, args: list[Any], options: dict[str, Any]) -> None:
         with current(device), build_errors():
-            # The index loads what was compiled, and compiles what launches it.
+            # The index [1, 1, 1] loads the compiled kernel and compiles its launcher.
             kernel.warmup(*args, grid=(1,), **options)[1, 1, 1]
 
-    # One variant of each kernel comes first: Triton makes what a kernel keeps of its variants with it, and of
-    # two threads that do so one would lose what it compiled. It is the one of the fewest tokens, for whose
-    # sums there is the least code; of the others those of the most tokens begin, which take longest. Kernels
-    # whose code does not grow with tokens come last.
+    # One variant of each kernel comes first. Triton creates the kernel's table of variants with it; if two
+    # threads created the table, one would lose its variant. The first variant is the one for the fewest
+    # tokens, which has the least code. The others follow in descending order of tokens, because variants for
+    # many tokens take longest to compile. Kernels whose code does not grow with tokens come last.
     by_tokens = sorted(deferred.values(), key=lambda one: one[2].get("T", 0))
     first = {id(one[0]): one for one in reversed(by_tokens)}
     others = [one for one in reversed(by_tokens) if one is not first[id(one[0])]]
@@ -134,7 +134,7 @@ def compiled_first(device: torch.device) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """Tensors that are empty are zeros."""
+    """A dispatch mode that fills empty tensors with zeros."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -146,7 +146,7 @@ class _Zeros(TorchDispatchMode):
 
 @contextmanager
 def build_errors() -> Iterator[None]:
-    """Says in one sentence why Triton cannot compile what launches its kernels."""
+    """Convert errors of Triton's compilation of launchers to a DeviceError that says why it failed."""
     try:
         yield
     except RuntimeError as error:
@@ -172,10 +172,10 @@ def build_errors() -> Iterator[None]:
 
 
 def check(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Asserts what is refused on a device, but by nothing that runs without one.
+    """Assert the rules of a launch that only a real device enforces.
 
-    Numbers are Python's own: Triton's just-in-time compiler refuses NumPy's. The grid's second and third side
-    are not larger than a device allows: tokens, of which there may be any number, are counted by the first.
+    Numbers must be Python numbers, because Triton's just-in-time compiler rejects NumPy's. The grid's second
+    and third side must not exceed a device's limit. So the unlimited number of tokens is on the first side.
     """
     given = dict(zip(kernel.arg_names, args, strict=False)) | constants
     for name, value in [*given.items(), *((f"grid[{i}]", n) for i, n in enumerate(grid))]:

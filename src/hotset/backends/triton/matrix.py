@@ -1,9 +1,9 @@
-"""A weight matrix as a device holds it: quantised as in the file, its blocks taken apart.
+"""A weight matrix in device memory: quantised as in the file, with separate fields of blocks.
 
-A GGUF block puts a scale before its codes (18 bytes for 32 weights of Q4_0), so that codes lie at odd
-addresses and neighbouring threads read with gaps. Here each field of the blocks is a matrix of its own: the
-codes of a row are contiguous and aligned, 16 bytes at a time, and scales are read beside them. No number
-changes and no byte is added.
+A GGUF block puts a scale before its codes (18 bytes for 32 weights of Q4_0). So codes are at unaligned
+addresses, and neighbouring threads read with gaps. Here each field of the blocks is a matrix of its own. The
+codes of a row are contiguous and aligned to 16 bytes, and scales are read separately. No number changes and
+no byte is added.
 
     field       Q4_0   Q4_1   Q5_0   Q5_1   Q8_0   Q4_K           Q6_K
     codes       qs     qs     qs     qs     qs     qs             ql      [n_rows, bytes of codes]
@@ -12,18 +12,18 @@ changes and no byte is added.
     high                      qh     qh                           qh      int32 [n_rows, blocks]; Q6_K: bytes
     sub_scales                                            scales  scales  bytes, 12 a block; Q6_K: int8, 16
 
-MXFP4 (experts of a cache alone) has codes as Q4_0 has, of a table, and a byte of exponent as its scale.
+MXFP4 (only for experts of a cache) has codes like Q4_0, which index a table, and an exponent byte as scale.
 
 A byte of `codes` holds two weights HALF columns apart (formats/quants.py has the bit diagrams):
 
     byte c  →  columns 2 * HALF * (c // HALF) + c % HALF, the low nibble, and that + HALF, the high one
     HALF    =  16 (Q4_0, Q4_1, Q5_0, Q5_1), 32 (Q4_K), 64 (Q6_K)
 
-Down projections of a plain file (formats/planes.py) are codes by neuron under scales that 32 neurons share:
-`scales` is then [groups, n_cols], one value per column, and `group_of` says which row of it a neuron uses.
-So are input-major matrices, the transpose of some others, whose rows are inputs: `mins` are shared as scales
-are, and of Q4_K, whose 256 inputs share both, 32 inputs have a row of `sub_scales` and one of minimums, a
-byte each, in `high`.
+Down projections of a plain file (formats/planes.py) are planes: codes by neuron, and scales that 32 neurons
+share. `scales` is then [groups, n_cols], one value per column, and `group_of` has each neuron's row of it.
+Input-major matrices, the transpose of some others, have the same form; their rows are inputs, and `mins` are
+shared like scales. In Q4_K 256 inputs share a row of scales and of mins. Each 32 inputs also have a row of
+`sub_scales` and a row of factors of the minimums in `high`, a byte each.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from hotset.offload.uploads import Lines
 _FLOATS: dict[GGMLType, tuple[np.dtype, torch.dtype]] = {
     GGMLType.F32: (np.dtype("<f4"), torch.float32),
     GGMLType.F16: (np.dtype("<f2"), torch.float16),
-    GGMLType.BF16: (np.dtype("<i2"), torch.bfloat16),  # NumPy has no bfloat16: its bits travel as int16
+    GGMLType.BF16: (np.dtype("<i2"), torch.bfloat16),  # NumPy has no bfloat16, so its bits are int16
 }
-# Type → field of DeviceMatrix → field of the block, and the dtype that its bytes are seen as.
+# Type → field of DeviceMatrix → field of the block, and the dtype of its bytes.
 _FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
     GGMLType.Q4_0: {"codes": ("qs", "u1"), "scales": ("d", "<f2")},
     GGMLType.Q4_1: {"codes": ("qs", "u1"), "scales": ("d", "<f2"), "mins": ("m", "<f2")},
@@ -79,17 +79,17 @@ _FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
 _K_GROUP = 256
 FIELDS = ("codes", "scales", "mins", "high", "sub_scales")
 EXPERT_TYPES = (*_FLOATS, *_FIELDS)
-"""What experts of a cache may be of (exact.py)."""
+"""The tensor types that experts of a cache may have (exact.py)."""
 SUPPORTED = CAPABILITIES.tensor_types
-"""What every product computes with."""
+"""The tensor types that every product supports."""
 
 
 @dataclass(frozen=True)
 class WeightBlocks:
-    """Rows by blocks of 32 weights, as the CPU's integer products take them (csrc/kernels/blocks.h).
+    """Rows in blocks of 32 weights, the form of the CPU's integer products (csrc/kernels/blocks.h).
 
-    A weight is scale * sub_scale * q + min. q: whole numbers, float32 [n, blocks, 32]; scale, min: float32
-    [n, blocks]; sub_scale: whole numbers [n, blocks, 2], of each half.
+    A weight is scale * sub_scale * q + min. q: whole numbers, float32 [n, blocks, 32]. scale, min: float32
+    [n, blocks]. sub_scale: whole numbers [n, blocks, 2], one for each half of a block.
     """
 
     q: Tensor
@@ -100,7 +100,7 @@ class WeightBlocks:
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """n_rows rows of n_cols weights of a GGUF type on one device; see the module's text for the fields."""
+    """A matrix [n_rows, n_cols] of a GGUF type on one device. The module's docstring describes the fields."""
 
     type: GGMLType
     n_rows: int
@@ -110,7 +110,7 @@ class DeviceMatrix:
     mins: Tensor | None = None
     high: Tensor | None = None
     sub_scales: Tensor | None = None
-    group_of: Tensor | None = None  # int32 [n_rows], of planes only
+    group_of: Tensor | None = None  # int32 [n_rows], only for planes
 
     @property
     def device(self) -> torch.device:
@@ -118,13 +118,13 @@ class DeviceMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes on the device."""
         parts = [getattr(self, field.name) for field in fields(self)]
         return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's codes."""
+        """Return the bytes of a row's codes."""
         return self.codes.shape[1] * self.codes.element_size()
 
     @classmethod
@@ -138,11 +138,11 @@ class DeviceMatrix:
         rows: np.ndarray | None = None,
         arena: Arena | None = None,
     ) -> DeviceMatrix:
-        """Copies a matrix of a file, or its rows `rows`, to a device, some rows at a time.
+        """Copy a matrix of a file, or its rows `rows`, to a device, some rows at a time.
 
-        data: of n_rows rows, as in the file; an array may be of any shape. rows: int64, which of them, in
-        this order. arena: of this device, for what stays. Raises UnsupportedModelError for a type that
-        cannot be computed with on a device.
+        data: the bytes of n_rows rows, as in the file; an array may have any shape. rows: int64, the rows to
+        copy, in this order. arena: device memory for a matrix that lives as long as the stage. Raises
+        UnsupportedModelError for a type that no device kernel supports.
         """
         type = GGMLType(type)
         check_type(type)
@@ -150,7 +150,7 @@ class DeviceMatrix:
         n_kept = n_rows if rows is None else len(rows)
         parts: dict[str, Tensor] = {}
         step = max(SLICE_VALUES // n_cols, 1)
-        # An empty selection passes once too, so that the parts get their shapes.
+        # An empty selection also takes one iteration, so that the parts get their shapes.
         for first in range(0, max(n_kept, 1), step):
             last = min(first + step, n_kept)
             chunk = whole[first:last] if rows is None else whole[rows[first:last]]
@@ -162,7 +162,8 @@ class DeviceMatrix:
 
     @classmethod
     def empty(cls, type: int, n_rows: int, n_cols: int, device: torch.device | str) -> DeviceMatrix:
-        """A matrix of zero bytes of one of EXPERT_TYPES, whose rows are `put` later."""
+        """Return a matrix of zero bytes, whose rows `put` writes later. Raises UnsupportedModelError for a
+        type outside EXPERT_TYPES."""
         type = GGMLType(type)
         if type not in EXPERT_TYPES:
             raise UnsupportedModelError(
@@ -176,7 +177,7 @@ class DeviceMatrix:
         return cls(type, n_rows, n_cols, **parts)
 
     def put(self, first: int, rows: np.ndarray) -> None:
-        """Writes rows as they are in a file, uint8 [n, row bytes], over those from `first` on."""
+        """Write rows in the layout of the file, uint8 [n, row bytes], to the rows from `first` on."""
         for name, piece in _taken_apart(np.ascontiguousarray(rows), self.type).items():
             getattr(self, name)[first : first + len(rows)].copy_(piece)
 
@@ -189,10 +190,11 @@ class DeviceMatrix:
         rows: np.ndarray | None = None,
         arena: Arena | None = None,
     ) -> DeviceMatrix:
-        """The neuron-major down projection of a plain file; of the scales only the groups that `rows` touch.
+        """Copy the neuron-major down projection of a plain file, and only those scales that `rows` need.
 
         codes: bytes [n_ff, n_cols / 2] (Q4_0) or [n_ff, n_cols] (Q8_0). scales: float16 [n_ff / 32, n_cols].
-        rows: int64, neurons to take, in this order; None, of an array: all. arena: as in from_bytes.
+        rows: int64, neurons to copy, in this order; None copies all (`codes` must be an array then). arena:
+        as in from_bytes.
         """
         n_cols = scales.shape[1]
         if rows is None:
@@ -225,10 +227,10 @@ class DeviceMatrix:
     def input_major(
         cls, n_in: int, n_out: Sequence[int], load: Callable[[int], DeviceMatrix], arena: Arena | None = None
     ) -> DeviceMatrix:
-        """Matrices of one input and type side by side, a row per input: [n_in, sum of n_out].
+        """Join matrices of one input and type input-major, a row per input: [n_in, sum of n_out].
 
-        n_out: rows of each; load: brings one of them, which is dropped before the next.
-        can_be_input_major_on_device must say yes. arena: as in from_bytes. Values stay bitwise identical.
+        n_out: rows of each matrix. load: loads one matrix, which is dropped before the next.
+        can_be_input_major_on_device must be true. arena: as in from_bytes. Values stay bitwise identical.
         """
         made: DeviceMatrix | None = None
         first = 0
@@ -242,7 +244,7 @@ class DeviceMatrix:
         return made
 
     def empty_by_channel(self, n_in: int, n_out: int, arena: Arena | None) -> DeviceMatrix:
-        """Room for input-major matrices of this one's type: [n_in, n_out], nothing written yet."""
+        """Allocate an uninitialised input-major matrix of this matrix's type, [n_in, n_out]."""
         type, groups, wide = self.type, n_in // PLANE_GROUP, self.scales
 
         def new(n_rows: int, n_cols: int, dtype: torch.dtype) -> Tensor:
@@ -264,9 +266,9 @@ class DeviceMatrix:
         )  # fmt: skip
 
     def transpose_into(self, to: DeviceMatrix, first: int) -> None:
-        """Writes the transpose as columns from `first` on."""
+        """Write the transpose to the columns of `to` from `first` on."""
         n_in, n_out = to.n_rows, self.n_rows
-        width = self.codes.shape[1]  # of n_in columns, two of which share a byte, or none
+        width = self.codes.shape[1]  # elements of n_in columns; a byte may hold two columns
         own = slice(first * width // n_in, (first + n_out) * width // n_in)
         step = max(SLICE_VALUES // n_out // _K_GROUP, 1) * _K_GROUP
         half = HALVES.get(self.type)
@@ -292,7 +294,7 @@ class DeviceMatrix:
         return _sub_scales_q4_k({name: getattr(self, name) for name in _FIELDS[self.type]})
 
     def values(self, rows: slice | Tensor) -> Tensor:
-        """Some rows decoded, float32 [n, n_cols], bitwise what the file's decoder yields.
+        """Decode some rows to float32 [n, n_cols], bitwise identical to the file's decoder.
 
         rows: a slice, or indices int64 [n] on the same device.
         """
@@ -319,33 +321,33 @@ class DeviceMatrix:
 
     @property
     def is_float(self) -> bool:
-        """Whether its weights are no blocks."""
+        """Return whether the weights are floats, not blocks."""
         return self.type in _FLOATS
 
     def blocks(self, rows: slice) -> WeightBlocks:
-        """Some rows of a quantised matrix that is not neuron-major."""
+        """Return the blocks of some rows of a quantised matrix that has no planes."""
         part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
         return _BLOCKS[self.type](part)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole matrix decoded, [n_rows, n_cols]."""
+        """Decode the whole matrix, [n_rows, n_cols]."""
         out = torch.empty((self.n_rows, self.n_cols), dtype=dtype, device=self.device)
         for rows in self.slices():
             out[rows] = self.values(rows).to(dtype)
         return out
 
     def slices(self) -> list[slice]:
-        """Splits the rows so that each slice decodes to a temporary of some megabytes."""
+        """Split the rows so that each slice decodes to a temporary of some megabytes."""
         step = max(SLICE_VALUES // self.n_cols, 1)
         return [slice(i, min(i + step, self.n_rows)) for i in range(0, self.n_rows, step)]
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """One matrix of each expert of a layer, or a bias, F32 of one row.
+    """A matrix, or a bias (F32, one row), of each expert of a layer in host memory.
 
-    rows: of each expert uint8 [n_rows, row bytes], where they lie, or as they are read. addresses: int64
-    [n_expert] on the device, where their first bytes are for it; 0 of those that are read.
+    rows: for each expert uint8 [n_rows, row bytes], in memory or read on access. addresses: int64 [n_expert]
+    on the device, the device's addresses of the first bytes; 0 for rows that are read on access.
     """
 
     type: GGMLType
@@ -354,7 +356,7 @@ class HostRows:
 
     @cached_property
     def n_bytes(self) -> int:
-        """Of an expert."""
+        """Return the bytes of one expert."""
         return self.rows[0].nbytes
 
 
@@ -365,8 +367,8 @@ def _new(
 
 
 def block_fields(type: GGMLType) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Bytes of a block in a file (of a float: of a weight), and of each field in it the first byte and how
-    many."""
+    """Return the bytes of a block in a file (for floats: of a weight), and each field's first byte and
+    length."""
     if type in _FLOATS:
         size = _FLOATS[type][0].itemsize
         return size, {"codes": (0, size)}
@@ -380,7 +382,7 @@ def block_fields(type: GGMLType) -> tuple[int, dict[str, tuple[int, int]]]:
 
 
 def check_type(type: GGMLType) -> None:
-    """Raises UnsupportedModelError for a tensor type that no device computes with."""
+    """Raise UnsupportedModelError for a tensor type that no device kernel supports."""
     if type not in SUPPORTED:
         names = ", ".join(TYPES[t].name for t in sorted(SUPPORTED))
         raise UnsupportedModelError(
@@ -390,10 +392,12 @@ def check_type(type: GGMLType) -> None:
 
 
 def _taken_apart(rows: np.ndarray, type: GGMLType) -> dict[str, Tensor]:
-    """Rows of blocks, uint8 [n, row bytes] → the fields of DeviceMatrix, each [n, width], on the host."""
+    """Split rows of blocks, uint8 [n, row bytes], into the fields of DeviceMatrix, each [n, width], on the
+    host."""
     if type in _FLOATS:
         dtype, torch_dtype = _FLOATS[type]
-        return {"codes": torch.from_numpy(rows.view(dtype).copy()).view(torch_dtype)}  # a map is read-only
+        # Copy, because a mapped file is read-only.
+        return {"codes": torch.from_numpy(rows.view(dtype).copy()).view(torch_dtype)}
     layout = TYPES[type].block
     assert layout is not None
     blocks = rows.reshape(-1).view(layout)
@@ -410,7 +414,7 @@ def _taken_apart(rows: np.ndarray, type: GGMLType) -> dict[str, Tensor]:
 
 
 def _nibbles(codes: Tensor, half: int) -> Tensor:
-    """uint8 [n, m] → uint8 [n, 2m]: columns in order, low and high nibbles `half` apart."""
+    """Unpack uint8 [n, m] to uint8 [n, 2m], columns in order. Low and high nibbles are `half` apart."""
     packed = codes.reshape(len(codes), -1, half)
     return torch.stack([packed & 15, packed >> 4], dim=2).reshape(len(codes), -1)
 
@@ -450,7 +454,7 @@ def _decode_q8_0(part: dict[str, Tensor]) -> Tensor:
 
 
 def _sub_scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """What scales and minimums are multiplied with, uint8 [n, blocks, 8]."""
+    """Return the factors of scales and of minimums, uint8 [n, blocks, 8] each."""
     packed = part["sub_scales"].reshape(*part["scales"].shape, 3, 4)
     first, second, third = packed.unbind(2)
     scale = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=2)
@@ -458,7 +462,7 @@ def _sub_scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scales and minimums, float32 [n, blocks, 8]."""
+    """Return scales and minimums, float32 [n, blocks, 8] each."""
     scale, minimum = _sub_scales_q4_k(part)
     return _column(part, "scales") * scale.float(), _column(part, "mins") * minimum.float()
 
@@ -470,7 +474,7 @@ def _decode_q4_k(part: dict[str, Tensor]) -> Tensor:
 
 
 def _codes_q6_k(part: dict[str, Tensor]) -> Tensor:
-    """uint8 [n, blocks, 16, 16], less 32 the codes of each sub-block."""
+    """Return the codes of each sub-block plus 32, uint8 [n, blocks, 16, 16]."""
     shape = *part["scales"].shape, 16, 16
     high = part["high"].reshape(*part["scales"].shape, 2, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=high.device)[:, None]
@@ -494,7 +498,7 @@ _DECODERS: dict[GGMLType, Callable[[dict[str, Tensor]], Tensor]] = {
 }
 
 
-# ---- the same as whole numbers and scales ------------------------------------------------------------------
+# ---- the same rows as whole numbers and scales -------------------------------------------------------------
 
 
 def _blocks_q4_0(part: dict[str, Tensor]) -> WeightBlocks:
@@ -536,14 +540,14 @@ def _blocks_q6_k(part: dict[str, Tensor]) -> WeightBlocks:
     )
 
 
-# Twice what four bits of MXFP4 are: a sign, two bits of exponent, one of mantissa.
+# Twice the values of four bits of MXFP4: a sign, two bits of exponent, one bit of mantissa.
 _FP4 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 
 
 def _blocks_mxfp4(part: dict[str, Tensor]) -> WeightBlocks:
     codes, exponents = part["codes"], part["scales"].to(torch.int32)
     numbers = torch.tensor(_FP4, device=codes.device)[_nibbles(codes, 16).long()]
-    # 2^(e - 128) by its bits; the least two are no normal numbers.
+    # 2^(e - 128) by its bits; the two smallest are subnormal.
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
     return WeightBlocks(_by_blocks(numbers, part), bits.to(torch.int32).view(torch.float32))
 

@@ -1,6 +1,6 @@
-"""How fast torch's devices are, measured once: the rates that placement reckons with (table.DeviceRates).
+"""Measurement of torch devices: the rates that placement uses (table.DeviceRates).
 
-All are measured with the operations that run later, on weights of Q4_0, and kept in machine.json
+Each rate is measured once, with the kernels of the model on Q4_0 weights, and kept in machine.json
 (placement/machine.py).
 """
 
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from hotset.backends.triton.host_experts import Registrar
     from hotset.reporter import Reporter
 
-USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, where it cannot be measured
-_TURNS = 4  # over the matrices of a device, between two waits for it
-_DECREED = 0.8  # of the rate of rows: that of channels, of the device cpu
-_PASSES = 4  # over all matrices between two waits for the device
-_CHANNEL_SECONDS = 0.2  # of the measurement of channels
+USUAL_CONTEXT = 600 << 20  # assumed bytes of a CUDA context with its kernels, if it cannot be measured
+_TURNS = 4  # passes over the matrices of a device between two waits for it
+_DECREED = 0.8  # assumed rate of channels of a simulated GPU, as a share of its rate of rows
+_PASSES = 4  # passes over all matrices between two waits for the device
+_CHANNEL_SECONDS = 0.2  # seconds of the measurement of channels
 # Shares of a data sheet's figures that kernels reach.
 _OF_BANDWIDTH, _OF_LINK = 0.85, 0.8
 
@@ -59,8 +59,8 @@ _OF_BANDWIDTH, _OF_LINK = 0.85, 0.8
 def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | None = None) -> DeviceRates:
     """Return the rates of a card that is not in this machine, next to this CPU.
 
-    The CPU's rates are measured once, and the card's follow from its data sheet. Both disturb each other as
-    in machine.STAND_IN.
+    The CPU's rates are measured once, and the card's rates follow from its data sheet. Under joint load both
+    slow down by the ratios of machine.STAND_IN.
     """
     cpu = machine.cpu_rates(n_threads, progress)
     read, link = _OF_BANDWIDTH * card.bandwidth * 1e9, _OF_LINK * card.link * 1e9
@@ -82,12 +82,12 @@ def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | N
 
 
 def force_misses(rates: DeviceRates) -> DeviceRates:
-    """HOTSET_EXPERT_MISSES forces who computes experts that a device lacks: cpu, or fetch, as far as spare
-    slots reach. Raises InvalidRequestError for anything else."""
+    """Change the rates so that HOTSET_EXPERT_MISSES decides how missing experts are computed: `cpu`, or
+    `fetch`, as far as spare slots allow. Raises InvalidRequestError for other values."""
     forced = os.environ.get("HOTSET_EXPERT_MISSES") or ""
     changed = {
         "": rates, "cpu": replace(rates, link=0.0),
-        "fetch": replace(rates, cpu_many=1.0),  # which makes each expert dear
+        "fetch": replace(rates, cpu_many=1.0),  # makes experts on the CPU expensive
     }  # fmt: skip
     if forced not in changed:
         raise InvalidRequestError(f"HOTSET_EXPERT_MISSES must be cpu or fetch, not {forced!r}")
@@ -102,10 +102,11 @@ def measure(
     anew: bool = False,
     path: Path | None = None,
 ) -> DeviceRates:
-    """Return the rates of a device next to this CPU: kept ones, or measured if there are none (or `anew`).
+    """Return the rates of a device next to this CPU. Kept rates are returned unless `anew`; otherwise they
+    are measured.
 
-    A card that is not here is estimated. A simulated GPU has the rates of machine.STAND_IN.
-    path: the file that keeps the rates. Raises DeviceError for a device that is not there.
+    A Card is estimated. A simulated GPU has the rates of machine.STAND_IN. path: the file that keeps the
+    rates. Raises DeviceError for a missing device.
     """
     if isinstance(device, Card):
         return estimate(device, n_threads=n_threads, progress=progress)
@@ -136,7 +137,7 @@ def measure_now(device: torch.device, n_threads: int) -> DeviceRates:
             with link.running() as linked:
                 cpu_read_link = cpu.rate(machine.SECONDS, sparse=False)
             link_busy = linked.rate
-    # Noise must not make anything faster for being disturbed.
+    # Noise must not make a rate under load higher than the rate without load.
     return DeviceRates(
         cpu_read, cpu_gather, min(cpu_read, cpu_read_busy), min(cpu_gather, cpu_gather_busy),
         read, min(read, busy.rate), launch, sync, context.n_bytes,
@@ -152,9 +153,9 @@ def _round_trip(device: torch.device) -> float:
 
 
 def synchronisation(device: str, path: Path | None = None) -> ChosenKind:
-    """Return how a device takes turns with the CPU (gpu/cpu_offload.py).
+    """Return the kind of host-device synchronisation of a device (cpu_offload.py).
 
-    HOTSET_HANDSHAKE decides. Without it processes find out once on a CUDA device, in some seconds, and
+    HOTSET_HANDSHAKE forces it. Otherwise, on a CUDA device, processes find it out once, in some seconds, and
     machine.json keeps the result.
     """
     import torch
@@ -170,7 +171,7 @@ def synchronisation(device: str, path: Path | None = None) -> ChosenKind:
     with contextlib.suppress(KeyError, TypeError):
         return ChosenKind(**known(path)[key])
     chosen = choose_kind(found)
-    if chosen.seconds is not None:  # else it may do better after a change of the driver
+    if chosen.seconds is not None:  # otherwise another kind may work later, so the choice is not kept
         keep(path, key, asdict(chosen))
     return chosen
 
@@ -184,7 +185,7 @@ class _Busy:
 
 
 class Loop:
-    """Something that a device does again and again: `_pass`, which reads `n_bytes` and waits for its end."""
+    """A repeated work of a device: `_pass`, which reads `n_bytes` and waits for its end."""
 
     n_bytes: int
 
@@ -192,12 +193,12 @@ class Loop:
         raise NotImplementedError
 
     def rate(self, seconds: float) -> float:
-        """Bytes per second."""
+        """Measure the bytes per second."""
         return self.n_bytes / median_seconds(self._pass, seconds)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[_Busy]:
-        """Keeps the device at work in another thread; its rate stands in what is yielded, at the end."""
+        """Keep the device busy in another thread. The yielded object has the rate after the block."""
         busy, ending, passes, failed = _Busy(), threading.Event(), [0], list[BaseException]()
 
         def work() -> None:
@@ -205,7 +206,7 @@ class Loop:
                 while not ending.is_set():
                     self._pass()
                     passes[0] += 1
-            except BaseException as error:  # raised where the rate is wanted
+            except BaseException as error:  # raised again in the caller's thread
                 failed.append(error)
 
         thread = threading.Thread(target=work, daemon=True)
@@ -222,7 +223,7 @@ class Loop:
 
 
 class DeviceLoop(Loop):
-    """Matrices in a device's memory, and products with them."""
+    """A loop of products with matrices in a device's memory."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -232,7 +233,7 @@ class DeviceLoop(Loop):
 
         self._kernels, self._device = Kernels(device), device
         self._synchronize: Callable[[], None] = lambda: synchronize(device)
-        n_rows = 65536 if device.type in ("cuda", "xpu") else 2048  # large, where a launch costs
+        n_rows = 65536 if device.type in ("cuda", "xpu") else 2048  # large if launches cost time
         n_bytes = n_rows * row_bytes(machine.TYPE, machine.WIDTH)
         n_matrices = max(1, min(4, free_bytes(device) // (4 * n_bytes)))
         data = machine.matrix_bytes(n_rows)
@@ -248,7 +249,7 @@ class DeviceLoop(Loop):
         self.n_bytes = self._turns * n_bytes * n_matrices
         self._run: Callable[[], object] = self._products
         self._pass()
-        if device.type == "cuda":  # as a step runs, without launches of the host between the products
+        if device.type == "cuda":  # like a step, without host launches between the products
             from hotset.backends.triton.capture import Graphs
 
             self._run = Graphs(device)(self._products)[0].replay
@@ -263,7 +264,7 @@ class DeviceLoop(Loop):
         self._synchronize()
 
     def launch_seconds(self) -> float:
-        """Seconds of a kernel with nothing to do, in a captured graph where the device has them."""
+        """Measure the seconds of a kernel with almost no work, in a captured graph if the device has them."""
         from hotset.backends.triton.capture import Graphs
 
         n = 100
@@ -291,7 +292,7 @@ class DeviceLoop(Loop):
         return median_seconds(replay, machine.SECONDS / 3) / n
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Release the device memory."""
         import torch
 
         self._run = self._products  # a graph holds memory
@@ -301,9 +302,9 @@ class DeviceLoop(Loop):
 
 
 class TransferLoop(Loop):
-    """Experts of `n_rows` rows in pinned memory of the host, and their copies by the kernel that fetches.
+    """A loop of copies of experts of `n_rows` rows from pinned host memory by the fetch kernel.
 
-    registrar: of tests. Raises DeviceError where the device does not read the host's memory by itself.
+    registrar: a test's registrar. Raises DeviceError if the device cannot read host memory directly.
     """
 
     def __init__(
@@ -349,7 +350,7 @@ class TransferLoop(Loop):
 
 
 class _Context:
-    """Finds out what a device's runtime and kernels take beside tensors: `n_bytes`, when it ends."""
+    """A measurement of the bytes of a device's runtime and kernels. `n_bytes` is set at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -365,11 +366,12 @@ class _Context:
         after = self._used()
         if self._before is not None and after is not None:
             grown = after - self._before - torch.cuda.memory_reserved(self._device)
-            if grown > 64 << 20:  # less: the context was there before
+            if grown > 64 << 20:  # with less, the context already existed
                 self.n_bytes = grown
 
     def _used(self) -> int | None:
-        """Bytes in use on the device by everybody, from the driver's own library, which makes no context."""
+        """Return the bytes that all processes use on the device, or None if unknown. NVML reports them, and
+        it creates no context."""
         if self._device.type != "cuda":
             return None
         import ctypes
@@ -400,8 +402,8 @@ class _Context:
 def channel_rates(
     device: str, works: tuple[Workload, ...], *, progress: Reporter | None = None, path: Path | None = None
 ) -> TypeRates:
-    """What is known of a device, measured where it is not; of the types of the matrices of `works`, and of
-    that which stands for others. Raises DeviceError for one that fails."""
+    """Return the channel rates of a device for the matrix types of `works` and for the type that represents
+    others. Unknown rates are measured. Raises DeviceError for a device that fails."""
     found = find_device(device)
     works = tuple(
         replace(works[0], type=type) for type in {OTHERS: 0} | {device_type(w.type): 0 for w in works}
@@ -419,7 +421,7 @@ def channel_rates(
 
 
 def _measure_device(device: torch.device, work: Workload) -> ChannelRates:
-    """Bytes per second of a device's kernels: of all rows, and of half of the channels with all scales."""
+    """Measure the bytes per second of a device's kernels, for all rows and for the share KEPT of channels."""
     import torch
 
     from hotset.backends.triton.capture import Graphs
@@ -441,7 +443,7 @@ def _measure_device(device: torch.device, work: Workload) -> ChannelRates:
                     product(x, matrix)
 
         calls()
-        # As a step runs, without launches of the host between the products.
+        # Like a step, without host launches between the products.
         run = Graphs(device)(calls)[0].replay if kernels.capturable else calls
 
         def run_and_wait() -> None:
@@ -458,7 +460,7 @@ def _measure_device(device: torch.device, work: Workload) -> ChannelRates:
 
 
 def device_key(device: torch.device, n_threads: int = 0) -> str:
-    """Names a device, this processor and their software in machine.json."""
+    """Return the key in machine.json of a device, this processor and their software."""
     import importlib.metadata
 
     import torch

@@ -1,6 +1,6 @@
-"""From a Placement to the backend that computes it on torch's devices, and the memory that it takes here.
+"""Construction of the backend of a Placement on torch devices, and the host memory that it needs.
 
-Layers may be placed in any order; the solver has reasons of its own to put the CPU's first
+Layers may be placed in any order. The solver has its own reasons to put the CPU's layers first
 (placement/solver.py).
 """
 
@@ -45,7 +45,8 @@ def open_placed(
     options: BackendOptions,
     channels: ChannelPlan | None,
 ) -> Backend:
-    """Build one GPU's backend if it has everything, otherwise a chain of stages, as Opener.open_placed."""
+    """Build the backend of one GPU if it holds the whole model, otherwise a chain of stages, as
+    Opener.open_placed does."""
     planned = placement.budget.devices if placement.budget else ()
     for device in planned:
         limit_memory(find_device(device.device), device.limit - device.context)
@@ -60,7 +61,7 @@ def open_placed(
 
 
 def reserved_bytes(device: str) -> int:
-    """Return the bytes that torch reserved on a CUDA device, as Opener.reserved_bytes."""
+    """Return the bytes that torch reserved on a CUDA device, as Opener.reserved_bytes does."""
     if not device.startswith("cuda"):
         return 0
     import torch
@@ -70,10 +71,10 @@ def reserved_bytes(device: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """How the CPU works for devices.
+    """Options of the CPU worker of a device.
 
-    synchronisation: forces a kind (cpu_offload.KINDS). timeout: seconds that it may take for the cold neurons
-    of a layer. isa: as in CpuBackend.
+    synchronisation: forces a kind (cpu_offload.KINDS). timeout: most seconds for the cold neurons of a layer.
+    isa: as in CpuBackend.
     """
 
     synchronisation: Kind | None = None
@@ -95,15 +96,15 @@ def open_chain(
 ) -> ChainBackend:
     """Open the CPU and the devices of a placement in a chain, as device.opening.open_chain.
 
-    options.sparse: of all stages; layers can be split only with it. Raises the errors of GpuStage, CpuOffload
-    and CpuBackend.
+    options.sparse: applies to all stages; layers can be split only if it is set. Raises the errors of
+    GpuStage, CpuOffload and CpuBackend.
     """
     opener = _StageOpener(placement, weights, graph, options, worker, gpu)
     return chain_of(opener, placement, weights, graph, options, isa=worker.isa)
 
 
 class _StageOpener:
-    """Opens stages of torch's devices, each with a CPU worker of its own if layers are split."""
+    """An opener of stages on torch devices, each with a CPU worker of its own if layers are split."""
 
     name, chain = "hybrid", ChainBackend
 
@@ -122,11 +123,11 @@ class _StageOpener:
         self.notes: list[str] = []
 
     def share(self, piece: PlacedPiece) -> CpuShare:
-        """Return the CPU's share, as StageOpener.share."""
+        """Return the CPU's share of a piece, as StageOpener.share does."""
         return _share(self._placement, piece, self._graph)
 
     def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
-        """Open a stage, as StageOpener.open_stage."""
+        """Open a stage, as StageOpener.open_stage does."""
         from hotset.backends.triton.stage import GpuStage
 
         device = self._placement.devices[piece.device]
@@ -187,7 +188,7 @@ def _cpu_offload(
     stream_from: int | None,
     runtime: _core.Runtime | None,
 ) -> CpuOffload:
-    """Open the CPU's half of a device's layers."""
+    """Open the CPU worker of a device's layers."""
     from hotset.backends.triton.cpu_offload import CpuOffload
 
     most = options.max_batch
@@ -201,7 +202,7 @@ def _cpu_offload(
 
 
 def _of_devices(weights: WeightSource, runtime: _core.Runtime | None = None) -> WeightSource:
-    """Where devices find what is theirs. runtime: of the CPU's stages and services."""
+    """Return the weight source that devices read. runtime: the runtime of the CPU's stages and workers."""
     return Uploads(weights, runtime) if isinstance(weights, StoredWeights) else weights
 
 
@@ -212,7 +213,7 @@ def _weight_bytes(planned: Sequence[MemoryBudget]) -> int:
 def _planned_for(
     piece: PlacedPiece, pieces: list[PlacedPiece], placement: Placement
 ) -> Sequence[MemoryBudget]:
-    """The budget of a device that has one piece; of several it is not known which takes how much."""
+    """Return the budget of a device that has one piece. The shares of several pieces are not known."""
     alone = sum(other.device == piece.device for other in pieces) == 1
     return placement.budget.devices[piece.device :][:1] if placement.budget and alone else ()
 
@@ -222,8 +223,8 @@ def host_workspace(
 ) -> int:
     """Return the bytes of host memory that the chain of a placement takes, without weights and cache.
 
-    They belong to the CPU's stages and workers, which are built for this without devices, and to the bytes on
-    their way to devices and back. weights: empty ones.
+    They are the memory of the CPU's stages and workers, which are built for this without devices, and of the
+    bytes in transfer to and from devices. weights: an empty store.
     """
     worker = WorkerOptions(synchronisation="direct")
     total, is_on_host = 0, False
@@ -248,20 +249,20 @@ def host_workspace(
     finally:
         runtime.close()
     max_batch = options.max_batch
-    if not is_on_host:  # logits, in slices that are put together where there are several
+    if not is_on_host:  # logits; several slices are concatenated, which doubles the bytes
         total += FLOAT_BYTES * max_batch * graph.result.width * (1 if max_batch <= OUTPUT_ROWS else 2)
     return total + _staged_bytes(placement, weights, graph)
 
 
 def _exchanged_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
-    """Of the host's for one stage on a device: numbers of a step, rows that enter (looked up, and as they are
-    copied) and leave."""
+    """Return the host bytes for the inputs and outputs of one stage on a device: a step's numbers, the rows
+    that enter (looked up, and their copy) and the rows that leave."""
     return FLOAT_BYTES * max_batch * (n_pages + 4 + 4 * graph.ops[0].out.width)
 
 
 def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) -> int:
-    """Of the host's while weights are on their way to devices: a slice of a matrix, or an expert, as it is
-    read and as it is taken apart; and of a prompt the cold rows that come at a time."""
+    """Return the host bytes of weights in transfer to devices: a slice of a matrix or an expert, as read and
+    as unpacked, and the cold rows that a long prompt streams at a time."""
     n_bytes = 0
     for op in graph.primitives:
         for name in (weight.name for weight in op.weights_read):

@@ -1,4 +1,4 @@
-"""How a stage computes on a device of torch; nothing here imports torch."""
+"""Options of a stage on a torch device. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions:
-    """How a stage computes on a device of torch.
+    """The options of a stage on a torch device.
 
-    kernels: None chooses Triton or plain torch (kernels.Kernels). stream_from: number of tokens from which on
-    cold rows come to the device and the CPU worker is not used; None: never. stream_bytes: bytes of these
-    rows at a time. capture: records steps; None for CUDA graphs, if the device has them. weight_bytes: the
-    planned bytes of its weights, if there is a plan. input_major: matrices with thresholded inputs, in the
-    layout that leaves channels of zeros unread; they are there once, and every step reads them so.
+    kernels: None chooses Triton or plain torch (kernels.Kernels). stream_from: from this number of tokens on,
+    a step streams cold rows to the device and does not use the CPU worker; None: never. stream_bytes: bytes
+    of these rows at a time. capture: records steps; None uses CUDA graphs if the device has them.
+    weight_bytes: the planned bytes of its weights, if there is a plan. input_major: names of the matrices
+    with thresholded inputs that are stored input-major, so that no step reads the channels of zero inputs.
     """
 
     kernels: Kernels | None = None

@@ -1,6 +1,6 @@
-"""Torch's devices for the planner: the bytes of a model there, and limits.
+"""Facts about torch devices for the planner: the bytes of a model on them, and memory limits.
 
-How fast they are is measured in measuring.py.
+measuring.py measures their speed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from hotset.formats.overlay import Overlay
     from hotset.model.graph import Graph
 
-KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
-# Of a CUDA device, for what torch's allocator takes beyond tensors: the ends of pieces (gpu/arena.py), the
-# pool of captured steps, and values and streamed rows in segments of 20 MiB.
+KEPT_FREE = 256 << 20  # bytes of a GPU that stay free without a budget
+# Bytes of a CUDA device that torch's allocator needs in addition to tensors: the ends of pieces (arena.py),
+# the pool of captured steps, and values and streamed rows in segments of 20 MiB.
 ALLOCATOR_BYTES = 96 << 20
 
 
 def cache_facts(device: str) -> tuple[str, ...]:
-    """Return the facts of a cache, as Planner.cache_facts."""
+    """Return the facts that decide the bits of a device's KV cache, as Planner.cache_facts does."""
     return (device_key(find_device(device)),)
 
 
 def free_for_model(devices: Sequence[str | Card], vram_budget: float | None, n_bytes: int) -> float:  # noqa: ARG001
-    """Return this machine's memory, for the file is mapped there."""
+    """Return the machine's free memory in bytes, because the file is mapped there."""
     return free_memory()
 
 
 def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> PlacementFacts:
-    """Gather facts, as Planner.placement_facts."""
+    """Gather the facts of a placement, as Planner.placement_facts does."""
     settings, config = model.settings, model.config
     check_placeable(model)
     facts = model_facts(
@@ -63,7 +63,7 @@ def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> Place
         tuple(limits),
         rates,
         tuple(np.zeros(n_ff) for n_ff in config.n_ff),
-        # Where every neuron is computed none is cold.
+        # If every neuron is computed, no neuron is cold.
         split_neurons=settings.split != "layers" and model.mode != "dense",
         n_gpu_layers=settings.layers_on_devices(config.n_layer),
         cards=tuple(str(one) for one in devices if isinstance(one, Card)),
@@ -73,7 +73,7 @@ def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> Place
 
 
 def check_placeable(model: ModelToPlace) -> None:
-    """Raises UnsupportedModelError for what no device computes."""
+    """Raise UnsupportedModelError for a model that no torch device can compute."""
     config = model.config
     check_cache(model.settings.kv_type)
     if config.masked and config.has_experts:
@@ -97,12 +97,12 @@ def _is_cuda(device: str | Card) -> bool:
 def _with_caches(
     facts: ModelFacts, graph: Graph, weights: Overlay, devices: Sequence[str | Card]
 ) -> tuple[LayerFacts, ...]:
-    """The layers, those marked whose experts every device can compute."""
+    """Return the layers, with marks on those whose experts every device can compute."""
     if all(ffn.route is None for ffn in graph.ffns):
         return facts.layers
     from hotset.backends.triton.experts import can_hold
 
-    find_device(SIMULATED)  # which says what to install
+    find_device(SIMULATED)  # raises an error with the install command if torch is missing
     import torch
 
     found = [torch.device("cuda") if isinstance(one, Card) else find_device(one) for one in devices]
@@ -119,12 +119,13 @@ def _with_caches(
 
 
 def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
-    """Bytes that may be used of a device."""
+    """Return the bytes that may be used on a device. Raises OutOfMemoryError if `budget`, in GiB, exceeds its
+    free memory."""
     if isinstance(device, Card):
         name, kind, free = device.name, "cuda", int(device.memory * 2**30)
     else:
         found = find_device(device)
-        name, kind, free = device, found.type, free_bytes(found) + context  # the context is there already
+        name, kind, free = device, found.type, free_bytes(found) + context  # the context already exists
     spare = ALLOCATOR_BYTES if kind == "cuda" else 0
     if budget is None or budget == -1:
         return Device(name, max(free - (KEPT_FREE if kind != "cpu" else 0), 0), context, spare)

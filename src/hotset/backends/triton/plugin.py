@@ -1,4 +1,4 @@
-"""The capabilities of the backend of torch's devices."""
+"""The capabilities of the backend for PyTorch devices."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ CAPABILITIES = Capabilities(
 
 
 def check_cache(kv_type: KVType) -> None:
-    """Raise UnsupportedModelError for a cache that the attention kernels do not read."""
+    """Raise UnsupportedModelError if the attention kernels cannot read this type of KV cache."""
     if kv_type not in CAPABILITIES.kv_types:
         raise UnsupportedModelError(f"a {kv_type} cache runs on the CPU only: use f16, or use device='cpu'")

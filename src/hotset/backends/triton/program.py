@@ -1,18 +1,18 @@
-"""Turns the operations of a stage into calls of kernels, once; a step then makes these calls in order.
+"""Lowering of a stage's operations to kernel calls, done once. A step then makes these calls in order.
 
-The groups are those of model/fusion.py, and an FFN whose neurons are often zero becomes one call from its
-norm to its residual. Where some of its neurons are on the CPU, the layer is
+The calls follow the groups of model/fusion.py. An FFN whose neurons are often zero becomes one call, from its
+norm to its residual. If some of its neurons are on the CPU, the layer is
 
-    post    the FFN's input and the predictor's bits go to the CPU worker
-    hot     the device computes its own rows meanwhile
-    collect what the cold rows add comes back, and is added once
+    post    submit the FFN's input and the predictor's bits to the CPU worker
+    hot     meanwhile compute the device's own rows
+    collect add the sum of the cold rows, which the CPU worker returns
 
-or, for a long prompt, all of it on the device, cold rows streaming in (stream.py). An FFN that does not wait
-for attention (falcon's) is submitted before it: the CPU then has attention's time too.
+For a long prompt the device computes the whole layer, and the cold rows stream in (stream.py). An FFN that
+does not wait for attention (falcon's) is submitted before it, so that the CPU can use attention's time too.
 
-In an MoE model the router is on the device, and what is submitted are the ids of each token's experts. The
-CPU answers with a vector for each, and the device weighs and adds them in the order of the route. What all
-tokens share beside their experts is computed before the answer is gathered.
+In an MoE model the router is on the device, and the device submits the ids of each token's experts. The CPU
+returns a vector for each, and the device weights and adds them in the order of the route. Shared experts are
+computed before the answer is collected.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ from hotset.model.rope import position_gain
 
 
 class CpuWorkerProtocol(Protocol):
-    """The CPU's half of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
+    """The CPU worker of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
 
-    capturable: whether posting and collecting only put work on the device's stream, so that a graph may hold
-    them; else the host waits in between. layers: rising.
+    capturable: whether posting and collecting only put work on the device's stream, so that a graph can
+    capture them; otherwise the host waits in between. layers: ascending.
     """
 
     max_batch: int
@@ -97,55 +97,55 @@ class CpuWorkerProtocol(Protocol):
     def capturable(self) -> bool: ...
 
     def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> AbstractContextManager[None]:
-        """A block in which layers are submitted and gathered; its end waits for the device. thresholded: as
-        in Batch.
+        """Return a context in which layers are submitted and collected. Its end waits for the device.
+        thresholded: as in Batch.
 
-        Raises where the CPU worker failed; an exception in the block releases threads that wait.
+        Raises if the CPU worker failed. An exception in the block releases waiting threads.
         """
         ...
 
     def post(self, layer: int, h: Tensor, bits: Tensor | None) -> None:
-        """Hands over the FFN's input [T, n_embd] and the predicted neurons, uint8 [T, ceil(n_ff / 8)].
+        """Submit the FFN's input [T, n_embd] and the predicted neurons, uint8 [T, ceil(n_ff / 8)].
 
-        bits: None for a layer without predictor: all of its cold neurons. Those of hot neurons may be set.
-        In an MoE model the experts of each token, int32 [T, n_used], -1 - id for those of the device.
+        bits: None, for a layer without predictor, requests all cold neurons. Bits of hot neurons may be set.
+        In an MoE model bits is int32 [T, n_used], each token's experts, -1 - id for experts of the device.
         """
         ...
 
     def collect(self, layer: int) -> Tensor:
-        """What the cold neurons add, float32 [T, n_embd] on the device; no bias, no residual.
+        """Return the sum of the cold neurons, float32 [T, n_embd] on the device, without bias and residual.
 
-        In an MoE model [T, n_used * n_embd]: a row for each expert that was asked for, its bias included.
+        In an MoE model return [T, n_used * n_embd]: a row for each requested expert, its bias included.
         """
         ...
 
     def route(self, layer: int) -> np.ndarray:
-        """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
+        """Return the submitted experts of the latest step of an MoE model, int32 [n_tokens, n_used]."""
         ...
 
     def counts(self) -> np.ndarray:
-        """Of the latest step that it took part in, int64 [len(layers), 5]: the first of base.COUNTS."""
+        """Return the first 5 of base.COUNTS of the worker's latest step, int64 [len(layers), 5]."""
         ...
 
     def seconds(self) -> np.ndarray:
-        """Of that step, float64 [len(layers)]."""
+        """Return the seconds of the worker's latest step, float64 [len(layers)]."""
         ...
 
     def cancel(self, reason: str) -> None:
-        """Gives the step in flight up, from any thread: no thread waits any longer."""
+        """Abort the running step, from any thread, so that no thread waits any longer."""
         ...
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the worker. It is safe to call this twice."""
         ...
 
 
 @dataclass
 class RunningStep:
-    """One step as it runs. n: tokens. outputs: rows of them whose logits are wanted, int32 on the device.
+    """A step in progress. n: tokens. outputs: rows of requested logits, int32 on the device.
 
-    values: by id, dropped after their last use. streamed: cold rows come to the device, the service rests;
-    warming: two parts of them alone, as many as are there at a time, for the result is not wanted.
+    values: by id, dropped after their last use. streamed: cold rows stream to the device, and the CPU worker
+    is idle. warming: the result is not used, so only two parts stream, the number held at a time.
     """
 
     n: int
@@ -156,20 +156,20 @@ class RunningStep:
     values: dict[int, Tensor] = field(default_factory=dict)
     # layer → FFN input, bits
     submitted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    weights: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts
-    own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
-    choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → who computes each token's experts
+    weights: dict[int, Tensor] = field(default_factory=dict)  # layer → weights of each token's experts
+    own: dict[int, Tensor] = field(default_factory=dict)  # layer → results of the device's experts
+    choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → division of each token's experts
     angles: dict[Rope, Tensor] = field(default_factory=dict)
-    normed: dict[int, Entering] = field(default_factory=dict)  # by the value that an RMSNorm reads
+    normed: dict[int, Entering] = field(default_factory=dict)  # by the id of an RMSNorm's input
 
 
 @dataclass(eq=False)
 class Call:
-    """One group of operations. layer: 0 outside of the layers; part: an index of PARTS.
+    """A call for one group of operations. layer: 0 outside of the layers. part: an index of PARTS.
 
-    reads, outs: values that it needs and makes; inside: the widths of those that it makes for itself.
-    kind: what an FFN, or a router, that does not wait for attention is moved by. drops: ids that are not read
-    after it.
+    reads, outs: values that the call needs and makes. inside: sum of the widths of its temporary values.
+    kind: used to reorder calls, such as an FFN or a router that does not wait for attention. drops: ids of
+    values that no later call reads.
     """
 
     run: Callable[[RunningStep], None]
@@ -184,9 +184,9 @@ class Call:
 
 @dataclass(frozen=True)
 class StageParts:
-    """What the programs of a stage compute with. hot, input_major: see GpuStage.
+    """The parts of a stage that its programs use. hot, input_major: see GpuStage.
 
-    counts: int64 [n_layer, N_COUNTS], is added to. sparse: False computes every neuron of an FFN.
+    counts: int64 [n_layer, N_COUNTS], updated in place. sparse: False computes every neuron of an FFN.
     """
 
     weights: DeviceWeights
@@ -204,10 +204,10 @@ class StageParts:
 
 
 class Program:
-    """The calls of a stage for one set of taps. body: for every token; tail: for rows with logits alone.
+    """The calls of a stage for one set of taps. body: for every token; tail: only for rows with logits.
 
-    Raises UnsupportedModelError for a split layer that has no neurons of its own, InvalidRequestError for a
-    tap inside a split layer.
+    Raises UnsupportedModelError for a split layer whose FFN cannot be split by neurons, and
+    InvalidRequestError for a tap inside a split layer.
     """
 
     def __init__(self, graph: Graph, taps: frozenset[str], parts: StageParts) -> None:
@@ -231,22 +231,22 @@ class Program:
         last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
         last_use.pop(graph.result.id)
         n_body = next((i for i, call in enumerate(calls) if call.kind == "outputs"), len(calls))
-        for i, call in enumerate(calls[:n_body]):  # the tail runs once per slice of outputs: it drops nothing
+        for i, call in enumerate(calls[:n_body]):  # the tail drops nothing: it runs once per slice of outputs
             call.drops = tuple(id for id, last in last_use.items() if last == i)
         self.body, self.tail = calls[:n_body], calls[n_body:]
-        self._kept = self.tail[0].reads[0].width if self.tail else 0  # of the body, while the tail runs
+        self._kept = self.tail[0].reads[0].width if self.tail else 0  # width of the body's value for the tail
         self._widths = _most_alive(self.body), _most_alive(self.tail)
 
     def n_live(self, n_tokens: int, n_outputs: int) -> int:
-        """Numbers that a step's values take, where most of them are alive."""
+        """Return the peak count of numbers in a step's live values."""
         body, tail = self._widths
         return max(n_tokens * body, n_tokens * self._kept + n_outputs * tail)
 
     # ---- groups → calls ----
 
     def _scores_of_bits(self, groups: list[Fused], graph: Graph) -> dict[int, Mask]:
-        """Scores of predictors of which bits alone are wanted, by id: where one product makes them, it
-        makes the bits at once, and these are what the value holds."""
+        """Find predictor scores of which only the bits are used, by id. If one product makes the scores, it
+        makes the bits directly, and the value holds the bits."""
         masks = {f.mask.scores.id: f.mask for group in groups if (f := group.ffn) is not None and f.mask}
         readers = Counter(value.id for group in groups for value in group.reads)
         return {
@@ -260,8 +260,8 @@ class Program:
         }
 
     def _norms_of_products(self, groups: list[Fused]) -> dict[int, RMSNorm]:
-        """RMSNorms that the product before them can take over, as one group of products alone reads them: by
-        the value that they read."""
+        """Find RMSNorms that the product before them can compute, because only one group of products reads
+        them. Return them by the id of their input."""
         readers: dict[int, list[Fused]] = {}
         for group in groups:
             if isinstance(norm := _norm_of(group), RMSNorm | LayerNorm):
@@ -274,7 +274,7 @@ class Program:
         }
 
     def _ends_in_product(self, group: Fused) -> bool:
-        """Whether a group's value is one product by rows, and perhaps a sum with it."""
+        """Return whether a group's value is one product by rows, possibly with a sum."""
         if (ffn := group.ffn) is None:
             ops, alone = group.linears, len(group.linears) == 1 and group.first(Activate) is None
             return alone and group.out[0].id not in self._bits_of and not self._is_input_major(ops)
@@ -282,7 +282,7 @@ class Program:
         return whole and isinstance(ffn.down, Linear) and not self._is_input_major([ffn.down])
 
     def _takes_weighed(self, group: Fused) -> bool:
-        """Whether what a group's RMSNorm yields is read by products by rows alone."""
+        """Return whether only products by rows read the result of a group's RMSNorm."""
         if not isinstance(norm := _norm_of(group), RMSNorm) or norm.n_head > 1:
             return False
         if (ffn := group.ffn) is None:
@@ -298,8 +298,8 @@ class Program:
         return any(op.weight in self._input_major for op in linears)
 
     def _projections_of_heads(self, groups: list[Fused]) -> dict[int, Fused]:
-        """Of attention whose queries, keys and values are one product, and need no more than RoPE, that
-        attention, by the id of its queries before it."""
+        """Find attention whose queries, keys and values are one product and need only RoPE. Return its groups
+        by the id of the queries before RoPE."""
         readers = Counter(value.id for group in groups for value in group.reads)
         products = {tuple(group.out): group for group in groups if len(group.linears) == 3}
         found = {}
@@ -320,7 +320,8 @@ class Program:
         return found
 
     def _check_split(self, groups: list[Fused], taps: frozenset[str]) -> None:
-        """Layers whose neurons are shared must have an FFN that can be, without taps inside."""
+        """Check that each split layer has an FFN that can be split, without taps inside. Raises
+        InvalidRequestError for a tap, and UnsupportedModelError otherwise."""
         split = {
             group.layer
             for group in groups
@@ -342,7 +343,8 @@ class Program:
             )
 
     def _calls(self, group: Fused) -> list[Call]:
-        """One call; of a split FFN two: what it hands to the CPU, and what it does itself."""
+        """Return the calls of a group: one in most cases, two for a split FFN (submit, then compute and
+        collect), three for an MoE layer."""
         layer, part = max(group.layer, 0), PARTS.index(group.part)
         activate = group.first(Activate) if group.ffn is None else group.ffn.gate_act
         if activate is not None and activate.xielu is not None:
@@ -416,7 +418,7 @@ class Program:
             case Heads() | TransposedHeads():
                 raise UnsupportedModelError("latent attention is computed on the CPU; use device='cpu'")
             case Route() | ExpertLinear() | ExpertSum():
-                # Of an FFN that was taken apart for a tap, or whose experts have predictors.
+                # Parts of an FFN that is not fused, because of a tap or predictors of experts.
                 raise UnsupportedModelError(
                     "experts with predictors, and values inside experts, are computed only on the CPU; use "
                     "device='cpu'"
@@ -467,7 +469,7 @@ class Program:
         return self._weights.vector(op.weight)
 
     def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
-        """A norm, and a threshold behind it."""
+        """Return a function that applies a norm and then a threshold."""
         k, eps = self._kernels, op.eps
         if isinstance(op, LayerNorm) and op.n_head > 1:
             raise UnsupportedModelError("layer norms of heads are computed on the CPU; use device='cpu'")
@@ -481,8 +483,8 @@ class Program:
     def _entered(
         self, x: Value, norm: RMSNorm | LayerNorm | None, input_threshold: Threshold | None
     ) -> Callable[[RunningStep], Any]:
-        """What a product reads: x, normalised, and without what is small. Weighed where the product before
-        took the norm over, and only then."""
+        """Return a function for the input of a product: x, normalised, without small values. It may return
+        Weighed, but only if the product before computes the norm."""
         id, by, k = x.id, _token_threshold(input_threshold), self._kernels
         if norm is not None and id in self._norms_ahead:
             return lambda f: f.normed.pop(id)
@@ -494,8 +496,8 @@ class Program:
         return lambda f: k.zero_small(f.values[id], by(f))
 
     def _linears(self, group: Fused) -> Callable[[RunningStep], None]:
-        """Products of one input, with what was fused: a norm and a threshold before, an activation or a sum
-        after."""
+        """Lower products of one input with their fused operations: a norm and a threshold before, an
+        activation or a sum after."""
         linears, norm, input_threshold = (
             group.linears,
             group.first(RMSNorm, LayerNorm),
@@ -531,7 +533,7 @@ class Program:
         return run
 
     def _product_and_norm(self, op: Linear, out: int) -> Callable[[RunningStep, Tensor, Tensor | None], None]:
-        """A product whose value an RMSNorm reads, with that norm."""
+        """Lower a product together with the RMSNorm that reads its value."""
         norm, k = self._norms_ahead[out], self._kernels
         rows, bias, weight = self._weights.linear(op), self._weights.biases([op]), self._norm_weight(norm)
 
@@ -543,7 +545,8 @@ class Program:
     def _project_heads(
         self, linears: list[Linear], attention: Fused, entered: Callable[[RunningStep], Any]
     ) -> Callable[[RunningStep], None]:
-        """Queries, keys and values in one product, rotated and stored; the value is that of the queries."""
+        """Lower queries, keys and values to one product that also rotates and stores them. Its value is the
+        queries."""
         main, heads, k = attention.ops[-1], _heads_of(attention), self._kernels
         assert isinstance(main, Attention)
         assert heads.rope is not None
@@ -561,7 +564,8 @@ class Program:
     def _products(
         self, linears: list[Linear], after: dict[str, Any] | None = None
     ) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
-        """Products of one input, and a sum with each. after: the activation, of one product alone."""
+        """Return a function for products of one input, with a sum for each. after: the activation; it is
+        allowed only for a single product."""
         assert not after or len(linears) == 1
         stacks = self._stacks(linears)
         products = [self._product(ops, after or {}) for ops in stacks]
@@ -577,15 +581,16 @@ class Program:
         return run
 
     def _stacks(self, linears: list[Linear]) -> list[list[Linear]]:
-        """Products of one input that are one: q, k and v, or gate and up, of one type. Fewer launches, each
-        with more to do."""
+        """Stack products of one input and type, such as q, k and v, or gate and up. This makes fewer and
+        larger launches."""
         kinds = {
             (self._weights.source.tensors[op.weight].type, op.weight in self._input_major) for op in linears
         }
         return [linears] if len(kinds) == 1 else [[op] for op in linears]
 
     def _product(self, ops: list[Linear], after: dict[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """One product with matrices of one type; of input-major ones channels of zeros are not read."""
+        """Return a function for one product with matrices of one type. With input-major matrices it does not
+        read the rows of zero inputs."""
         bias, k = self._weights.biases(ops), self._kernels
         if ops[0].weight not in self._input_major:
             rows = self._weights.linear(*ops)
@@ -629,7 +634,8 @@ class Program:
         return run
 
     def _angles(self, rope: Rope) -> Callable[[RunningStep], Tensor]:
-        """cos and sin of the step's positions: computed by the first layer that needs them."""
+        """Return a function for cos and sin of the step's positions. The first layer that needs them computes
+        them."""
         k = self._kernels
         table = self._weights.rope(rope, self._n_ctx)
 
@@ -641,7 +647,7 @@ class Program:
         return angles
 
     def _attention(self, group: Fused, main: Attention) -> Callable[[RunningStep], None]:
-        """Attention, with the head norms and rotations that were fused into it."""
+        """Lower attention with its fused head norms and rotations."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use device='cpu'")
         if main.blocks is not None:
@@ -684,7 +690,7 @@ class Program:
     # ---- MoE models
 
     def _experts(self, group: Fused, ffn: Ffn) -> list[Call]:
-        """What an MoE layer hands to the CPU, and the sum of what comes back."""
+        """Lower an MoE layer to three calls: route, submit to the CPU worker, and sum collected results."""
         op, cold, k, layer = ffn.select, self._cold, self._kernels, ffn.layer
         if not isinstance(op, Route) or cold is None or ffn.selected.name in self._kept_names:
             raise UnsupportedModelError(
@@ -752,7 +758,7 @@ class Program:
         return lambda f: k.pack_bits(f.values[scores], threshold, first)
 
     def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[RunningStep], None]:
-        """All neurons on the device. Their values are kept where they are asked for."""
+        """Lower an FFN with all neurons on the device. A tap keeps their values."""
         k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
         entered, bits, added_id = (
             self._entered(ffn.x, ffn.norm, ffn.in_threshold),
@@ -792,7 +798,7 @@ class Program:
     def _down(
         self, op: Linear | TransposedLinear | ExpertSum, out: int
     ) -> Callable[[RunningStep, Tensor, Tensor | None], None]:
-        """The down projection of values of neurons, and what it is added to."""
+        """Return a function for the down projection of neuron values, plus an addend."""
         k = self._kernels
         if isinstance(op, TransposedLinear):
             neuron_major, bias = self._weights.down(op), self._weights.bias(op.bias)
@@ -806,14 +812,15 @@ class Program:
         return lambda f, neurons, added: f.values.__setitem__(out, products(neurons, added)[0])
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
-        """Whether rows of gate and up are left out one by one; else both are read whole, or input-major."""
+        """Return whether single rows of gate and up are skipped. Otherwise both are read whole, or
+        input-major."""
         by_threshold = ffn.gate_threshold is not None and one_matrix(ffn.up).weight not in self._input_major
-        if ffn.top_k is not None:  # of one kernel's gates no program has all
+        if ffn.top_k is not None:  # it needs all gates, and no program of a kernel has them all
             return False
         return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_threshold
 
     def _values(self, ffn: Ffn) -> Callable[[RunningStep, Tensor, Tensor | None], Tensor]:
-        """The values of the neurons from the FFN's input and the predicted ones' bits."""
+        """Return a function for the neuron values, from the FFN's input and the bits of predicted neurons."""
         k, options, thresholds = self._kernels, _activations(ffn), _neuron_thresholds(ffn)
         counts = self._counts[ffn.layer] if ffn.has_zeros else None
         if (by_rows := self._leaves_out_rows(ffn)) and self._sparse:
@@ -842,7 +849,8 @@ class Program:
     def _split(
         self, ffn: Ffn, residual: Value | None, out: Value
     ) -> tuple[Callable[[RunningStep], None], Callable[[RunningStep], None]]:
-        """Hot neurons on the device, cold ones by the service or streamed in: the post, and the rest."""
+        """Lower a split FFN to two functions: the submit, and the rest. Hot neurons are computed on the
+        device; cold ones by the CPU worker, or on the device from streamed rows."""
         layer, hot, cold, k, down = ffn.layer, self._hot[ffn.layer], self._cold, self._kernels, ffn.down
         counts = self._counts[layer]
         assert cold is not None
@@ -886,7 +894,7 @@ class Program:
                     y = k.sparse_ffn(
                         h, selected=selected, residual=y, counts=counts, **part, **options, **thresholds(f)
                     )
-                    del part  # else three would be there while the next is made
+                    del part  # otherwise three parts would be in memory while the next is made
                     if f.warming and i == 1:
                         break
             else:
@@ -896,7 +904,7 @@ class Program:
         return post, finish
 
     def _rows(self, ffn: Ffn, indices: np.ndarray | None) -> dict[str, Any]:
-        """Gate and up with their biases, of all neurons or of some, as the kernels' arguments are named."""
+        """Return gate and up with their biases, for all neurons or some, by the kernels' argument names."""
         given: dict[str, Any] = {}
         for name, product in (("gate", ffn.gate), ("up", ffn.up)):
             if product is None:
@@ -920,7 +928,7 @@ class Program:
 
 @dataclass(frozen=True)
 class _Heads:
-    """What attention reads before head norms and rotation, and these."""
+    """The inputs of attention before head norms and rotation, with these norms and the rotation."""
 
     q: Value
     k: Value
@@ -931,7 +939,7 @@ class _Heads:
 
 
 def _heads_of(group: Fused) -> _Heads:
-    """Of a group that ends in attention, with the head norms and rotations that were fused into it."""
+    """Return the heads of a group that ends in attention, with its fused head norms and rotations."""
     main = group.ops[-1]
     assert isinstance(main, Attention)
     q, k, rope = main.q, main.k, None
@@ -947,12 +955,12 @@ def _heads_of(group: Fused) -> _Heads:
 
 
 def _where(f: RunningStep) -> tuple[Tensor, Tensor, Tensor]:
-    """Page tables, and the sequence and position of each token."""
+    """Return the page tables, and the sequence and position of each token."""
     return f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
 
 
 def _norm_of(group: Fused) -> Any:
-    """The norm of what a group's products read, or None."""
+    """Return the norm before a group's products, or None."""
     if group.ffn is not None:
         return group.ffn.norm
     return group.first(RMSNorm, LayerNorm) if group.linears else None
@@ -963,8 +971,8 @@ def _id(value: Value | None) -> int | None:
 
 
 def _read_input_major(graph: Graph, hot: Collection[int], wanted: Collection[str]) -> frozenset[str]:
-    """Of the matrices that are wanted input-major those that can be: their input is thresholded, and their
-    rows are no neurons that are left out, or shared with the CPU, one by one."""
+    """Return the requested matrices that can be input-major. Their input must be thresholded, and their rows
+    must not be neurons that are skipped or split with the CPU."""
     by_row = set()
     for ffn in graph.ffns:
         both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
@@ -975,7 +983,7 @@ def _read_input_major(graph: Graph, hot: Collection[int], wanted: Collection[str
 
 
 def _token_threshold(op: Threshold | None) -> Callable[[RunningStep], TokenThreshold | None]:
-    """What a threshold leaves out of a step's tokens."""
+    """Return a function for the TokenThreshold of a step, or for None without a threshold."""
     if op is None:
         return lambda _: None
     threshold = float(np.float32(op.threshold))
@@ -983,7 +991,7 @@ def _token_threshold(op: Threshold | None) -> Callable[[RunningStep], TokenThres
 
 
 def _neuron_thresholds(ffn: Ffn) -> Callable[[RunningStep], dict[str, TokenThreshold | None]]:
-    """The thresholds of gates and of neurons, as the kernels' arguments are named."""
+    """Return a function for the thresholds of gates and of neurons, by the kernels' argument names."""
     of_gate, of_value = _token_threshold(ffn.gate_threshold), _token_threshold(ffn.down_threshold)
     if ffn.gate_threshold is None and ffn.down_threshold is None:
         return lambda _: {}
@@ -991,7 +999,7 @@ def _neuron_thresholds(ffn: Ffn) -> Callable[[RunningStep], dict[str, TokenThres
 
 
 def _activations(ffn: Ffn) -> dict[str, Any]:
-    """What is done to gate and up, as the kernels' arguments are named."""
+    """Return the activations of gate and up, by the kernels' argument names."""
     return {
         "activation": ffn.gate_act.kind,
         "threshold": ffn.gate_act.threshold,
@@ -1000,8 +1008,8 @@ def _activations(ffn: Ffn) -> dict[str, Any]:
 
 
 def _submitted_early(calls: list[Call]) -> list[Call]:
-    """Moves what is submitted, or routed, and what it needs, before an attention that it does not wait
-    for."""
+    """Move submits and routes, with the calls that they need, before an attention that they do not depend
+    on."""
     for post in [call for call in calls if call.kind in ("route", "post")]:
         at = calls.index(post)
         attention = max((i for i in range(at) if calls[i].kind == "attention"), default=None)
@@ -1025,7 +1033,7 @@ def _submitted_early(calls: list[Call]) -> list[Call]:
 
 
 def _routed_early(calls: list[Call]) -> set[int]:
-    """Layers whose router is before their attention: what experts they lack may come meanwhile."""
+    """Return the layers whose router is before their attention. Missing experts can be fetched during it."""
     attention = {call.layer: i for i, call in enumerate(calls) if call.kind == "attention"}
     return {
         call.layer
@@ -1035,7 +1043,7 @@ def _routed_early(calls: list[Call]) -> set[int]:
 
 
 def _gathered_late(calls: list[Call]) -> list[Call]:
-    """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
+    """Move each collect behind the calls that do not depend on it, such as the shared experts."""
     for collect in [call for call in calls if call.kind == "collect"]:
         at = calls.index(collect)
         made = set(collect.outs)
@@ -1045,7 +1053,7 @@ def _gathered_late(calls: list[Call]) -> list[Call]:
 
 
 def _most_alive(calls: list[Call]) -> int:
-    """The greatest sum of widths of values that are alive together, those inside a call among them."""
+    """Return the largest sum of widths of values alive at once, including the temporary values of a call."""
     alive: dict[int, int] = {}
     most = 0
     for call in calls:

@@ -1,11 +1,12 @@
 """The host-device synchronisation with the CPU as two Triton kernels of one block each.
 
-They serve where a stream cannot write and wait for values by itself: one copies what the CPU reads to host
-memory and raises its flag, the other spins on the CPU's flag, lowers it and copies the answer.
+They are used if a stream cannot write and wait for values by itself. One kernel copies the CPU's inputs to
+host memory and raises a flag for the CPU. The other spins on the flag that the CPU raises, lowers it and
+copies the answer.
 
-The trap: polling must be a plain load. A GPU without atomics over its bus makes an atomic addition of zero
-from a read and a write, and the write can undo what the CPU stored in between. The exchange that lowers the
-flag is safe, since the CPU writes it only once.
+The trap: polling must be a plain load. A GPU without atomics over its bus implements an atomic addition of
+zero as a read and a write. The write can overwrite a value that the CPU stored in between. The exchange that
+lowers the flag is safe, since the CPU writes the flag only once.
 """
 
 # mypy: disable-error-code=no-untyped-def
@@ -22,13 +23,12 @@ BLOCK = 1024  # numbers that the block copies at a time
 
 
 def post(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, request: Tensor) -> None:
-    """Puts h and bits (uint8) where the CPU reads them, and then raises its flag, int32 [1].
+    """Copy h and bits (uint8) to the CPU's inputs host_h and host_bits, then raise its flag, int32 [1].
 
-    The tensors of the host lie in memory that is registered with the device
-    (cpu_offload.CudaDriver.register).
+    The host tensors must be in memory that is registered with the device (cpu_offload.CudaDriver.register).
     """
     h, bits = h.contiguous(), None if bits is None else bits.contiguous()
-    # Without bits something must stand in their place; nothing of it is read.
+    # Without bits the kernel still needs a pointer; it reads nothing from it.
     launcher.launch(
         post_kernel, (1,), h, host_bits if bits is None else bits, host_h, host_bits, request,
         h.numel(), 0 if bits is None else bits.numel(), BLOCK=BLOCK, warps=4, at_once=True,
@@ -36,8 +36,8 @@ def post(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, requ
 
 
 def collect(done: Tensor, host_out: Tensor, out: Tensor) -> None:
-    """Waits for the CPU's flag, int32 [1], lowers it and copies its answer to `out`."""
-    # `out` comes first, for it says on which device.
+    """Wait for the flag that the CPU raises, int32 [1], lower it and copy the CPU's answer to `out`."""
+    # `out` comes first, because the launcher takes the device from the first tensor.
     launcher.launch(
         collect_kernel, (1,), out, done, host_out, out.numel(), BLOCK=BLOCK, warps=4, at_once=True
     )
@@ -45,7 +45,7 @@ def collect(done: Tensor, host_out: Tensor, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize_on_alignment=["n_h", "n_bits"])  # numbers of a step
 def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.constexpr):
-    """host_h[:n_h] = h, host_bits[:n_bits] = bits, then request = 1, seen by all in this order."""
+    """Store host_h[:n_h] = h, host_bits[:n_bits] = bits, then request = 1, visible to all in this order."""
     await_launches()
     for first in range(0, n_h, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -59,7 +59,7 @@ def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=["n_out"])
 def collect_kernel(out, done, host_out, n_out, BLOCK: tl.constexpr):
-    """Waits for done == 1, done = 0, then out = host_out[:n_out]."""
+    """Wait until done == 1, store done = 0, then out = host_out[:n_out]."""
     await_launches()
     while tl.load(done, volatile=True) == 0:
         pass

@@ -1,12 +1,12 @@
 """A stage: some layers of a model on one device, run step by step.
 
-A model on one GPU is one stage. On several, each runs a range of the graph's operations and hands the
-residual stream to the next. The hot neurons of a layer may be all that the stage has of its FFN; a cold
-service then computes the others on the CPU at the same time.
+A model on one GPU is one stage. On several GPUs each stage runs a range of the graph's operations and passes
+the residual stream to the next. A stage may hold only the hot neurons of a layer's FFN; a CPU worker then
+computes the others at the same time.
 
-Steps of a few tokens are captured in a CUDA graph, one per number of tokens: the first such step runs as it
-is, and its calls are then recorded and replayed, without Python or launches between them. Captured or not,
-`_compute` is what runs, and it reads the tensors of StepInputs and nothing of the batch.
+Steps of a few tokens are captured in a CUDA graph, one per number of tokens. The first such step runs without
+a graph. Its calls are then recorded, and later steps replay them without Python or launches. With or without
+a graph, `_compute` defines the step. It reads the tensors of StepInputs and never the batch.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.misses import Fetching
 
-# Of steps, in tokens, beside the largest: each size of tiles once.
+# Tokens of the steps that warm up, in addition to the largest step: one step for each size of tiles.
 WARM_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 class GpuStage(DeviceStage):
-    """The Stage protocol over the operations of `span` on `device`.
+    """The Stage protocol for the operations of `span` on `device`.
 
-    options.sparse: False computes every neuron (no layer can be split then). worker: computes what `share`
-    leaves to the CPU; it is closed with the stage. notes: sentences for a person about how it runs.
-    nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
-    Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
+    options.sparse: False computes every neuron (then no layer can be split). worker: computes the CPU's part
+    of `share`; the stage closes it. notes: sentences for the user about how the stage runs. nbytes: bytes of
+    the stage by kind: weights, experts, kv, workspace. Raises DeviceError, InvalidRequestError and
+    UnsupportedModelError, and OutOfMemoryError if the stage does not fit.
     """
 
     n_states = 0
@@ -84,7 +84,7 @@ class GpuStage(DeviceStage):
         self._hot = {i: mask for i, mask in share.hot.items() if i in layers and not mask.all()}
         self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
         self._worker: CpuWorkerProtocol | None = self._checked(worker, gpu.stream_from)
-        self._n_on_cpu = 0  # experts of tokens that the CPU computed, where there is no cache
+        self._n_on_cpu = 0  # tokens' experts that the CPU computed; counted only without an expert cache
         self._stream_from, self._stream_bytes = gpu.stream_from, gpu.stream_bytes
         self._input_major = frozenset(gpu.input_major)
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
@@ -102,7 +102,7 @@ class GpuStage(DeviceStage):
         if gpu.capture is None and self.kernels.capturable and worker_captures:
             self._capture = Graphs(self.device)
         self.notes: list[str] = []
-        self.largest: np.ndarray | None = None  # of the latest step, as StepResult.largest
+        self.largest: np.ndarray | None = None  # StepResult.largest of the latest step
         self.candidates = None  # all logits of a step are copied to the host
         self.timed = False  # measures each group, which forbids captured graphs on a GPU
         self._seconds = np.zeros((self.n_layer, len(PARTS)))
@@ -122,17 +122,17 @@ class GpuStage(DeviceStage):
 
     @property
     def name(self) -> str:
-        """The device's name as torch has it."""
+        """Return torch's name of the device."""
         return str(self.device)
 
     @property
     def has_neurons(self) -> bool:
-        """Whether the FFNs have zeros to count."""
+        """Return whether the FFNs have zeros to count."""
         return self._program(frozenset()).has_neurons
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes that the stage holds. workspace: a step's inputs, and its values where most are alive."""
+        """Return the bytes of the stage by kind. workspace: a step's inputs, and its values at their peak."""
         values = 4 * self._program(frozenset()).n_live(self.max_batch, min(self.max_batch, OUTPUT_ROWS))
         streamed = 2 * self._stream_bytes if self._hot and self._stream_from is not None else 0
         inputs = self._inputs.nbytes + self._counts.nbytes + self._weights.table_nbytes
@@ -144,7 +144,8 @@ class GpuStage(DeviceStage):
         }
 
     def run(self, batch: Batch, x: Rows | None = None) -> Tensor:
-        """As Stage.run. Logits of up to kv.OUTPUTS rows, and of more than OUTPUT_ROWS, are on the host."""
+        """Run a step, as Stage.run does. Logits of up to kv.OUTPUTS rows, and of more than OUTPUT_ROWS, are
+        on the host."""
         self._cancelled = False
         try:
             return self._step(batch, x)
@@ -173,11 +174,11 @@ class GpuStage(DeviceStage):
                 with nullcontext() if cold is None else cold.step(n, batch.thresholded):
                     result = self._run(program, n, n_outputs)
                     self._outputs.end()
-                if self.has_output and n_outputs:  # without any the next step may begin
+                if self.has_output and n_outputs:  # without outputs the next step may begin at once
                     self._outputs.wait()
             except BaseException:
                 if self._fetcher is not None:
-                    with suppress(RuntimeError):  # of the device that failed
+                    with suppress(RuntimeError):  # the failed device may raise again
                         self._fetcher.settle()
                 raise
             if self._experts and cold is not None and not self._warming:
@@ -188,7 +189,7 @@ class GpuStage(DeviceStage):
         return result
 
     def counts(self) -> np.ndarray:
-        """As Stage.counts, the CPU worker's neurons among them."""
+        """Return the counts, as Stage.counts does, including the CPU worker's neurons."""
         self._outputs.wait()
         counts: np.ndarray = self._outputs.counts.numpy().copy()
         if self._worker is not None and self._is_served:
@@ -197,28 +198,28 @@ class GpuStage(DeviceStage):
         return counts
 
     def expert_counts(self) -> CacheStats:
-        """Of MoE models, since the stage was made."""
+        """Return the statistics of experts since the start of the stage."""
         cache = self._expert_cache
         return CacheStats(on_cpu=self._n_on_cpu) if cache is None else cache.stats
 
     def seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
+        """Return the seconds of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
 
-        On a GPU zeros, unless `timed` is set.
+        On a GPU they are zeros unless `timed` is set.
         """
         return self._seconds
 
     def cancel(self) -> None:
-        """Ends the step in flight before its next call, from any thread; it raises StepCancelledError.
+        """Cancel the running step before its next call, from any thread. The step raises StepCancelledError.
 
-        A step that is replayed as a whole, of few tokens, goes on to its end, but for what it waits for.
+        A replayed step, which has few tokens, runs to its end, but no longer waits for the CPU worker.
         """
         self._cancelled = True
         if self._worker is not None:
             self._worker.cancel("it was cancelled")
 
     def close(self) -> None:
-        """Ends the CPU worker and frees the memory of the device; safe to call twice."""
+        """Close the CPU worker and free the device memory. It is safe to call this twice."""
         if self._worker is not None:
             self._worker.close()
         if self._expert_cache is not None:
@@ -229,7 +230,8 @@ class GpuStage(DeviceStage):
         self._weights.clear()
 
     def _checked(self, cold: CpuWorkerProtocol | None, stream_from: int | None) -> CpuWorkerProtocol | None:
-        """The service, where a layer needs one."""
+        """Return the CPU worker, or None if no layer needs one. Raises InvalidRequestError if it is missing
+        or too small."""
         if not (shared := self._hot.keys() | self._experts):
             return None
         if cold is None:
@@ -245,14 +247,14 @@ class GpuStage(DeviceStage):
         return cold
 
     def _add_experts(self, n_slots: int, fetching: Fetching | None) -> None:
-        """Makes the cache of experts, and what fetches others; without slots neither, or without experts that
-        this device computes as the CPU does."""
+        """Create the expert cache and its fetcher. Create neither without slots, or if the device cannot
+        compute the experts bitwise like the CPU."""
         mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
         held = [ffn for ffn in mixed if can_hold(ffn, self._source.tensors, self.device)]
         n_spare = 0 if fetching is None else fetching.n_spare
         if not held or not (n_slots or n_spare):
             return
-        # Triton's kernels read the host's memory themselves.
+        # Triton kernels read host memory directly.
         needs = n_spare and self.device.type == "cuda" and self.kernels.triton
         registrar = CudaDriver(self.device) if needs else None
         try:
@@ -265,7 +267,7 @@ class GpuStage(DeviceStage):
         self._expert_cache, self._fetcher = cache, Fetcher(cache, self.kernels, fetching)
 
     def _learn(self, routes: dict[int, np.ndarray]) -> None:
-        """Of the MoE models what a step asked for, as it was submitted."""
+        """Update the cache or the counts by the submitted routes of a step. routes: layer → experts."""
         if self._expert_cache is not None:
             self._expert_cache.learn(routes)
         else:
@@ -286,10 +288,10 @@ class GpuStage(DeviceStage):
         return self._outputs.logits[:n_outputs] if self.has_output else result
 
     def _record(self, program: Program, n: int, n_outputs: int) -> Tensor:
-        """Runs a step, and records it for the next of its size. A capture that fails is the last of this
-        stage, which goes on without; `notes` then says so."""
+        """Run a step, and record it for later steps of its size. After a failed capture the stage captures
+        no more, and `notes` reports it."""
         assert self._capture is not None
-        # With as many outputs as it is recorded with: no kernel may be loaded first within a capture.
+        # Run with as many outputs as the recording, because a capture cannot load new kernels.
         result = self._eager(program, n, n)
         if self._expert_cache is not None:
             self._expert_cache.settle()
@@ -315,14 +317,14 @@ class GpuStage(DeviceStage):
         return result
 
     def _computed(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
-        """As _compute; counts, and the logits of few rows, are on their way to the host."""
+        """Run `_compute`, and start to copy counts, and the logits of few rows, to the host."""
         result = self._compute(program, n, n_outputs, taps)
         few = self.has_output and 0 < n_outputs <= OUTPUTS
         self._outputs.take(self._counts, result if few else None, self.kernels)
         return self._outputs.logits[:n_outputs] if few else result
 
     def _compute(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
-        """The calls of a step, over what stands in the inputs."""
+        """Run the calls of a step on the current contents of the inputs."""
         self._counts.zero_()
         inputs = self._inputs
         frame = RunningStep(n, inputs, inputs.outputs[:0], self._streams(n), self._warming)
@@ -375,7 +377,7 @@ class GpuStage(DeviceStage):
             unknown = taps - {value.name for value in self.graph.values}
             if unknown:
                 raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
-            while len(self._programs) > 2:  # the plain program and the latest two with taps stay
+            while len(self._programs) > 2:  # keep the plain program and the latest two with taps
                 self._programs.pop(next(key for key in self._programs if key))
             parts = StageParts(
                 self._weights, self._cache, self.kernels, self._hot, self._worker, self._counts, self._copies,
@@ -386,14 +388,14 @@ class GpuStage(DeviceStage):
         return self._programs[taps]
 
     def warm_up(self) -> None:
-        """Compiles the kernels, several at a time, and takes the memory of the largest step: no later step
-        waits or asks for it.
+        """Compile the kernels, several at a time, and allocate the memory of the largest step, so that no
+        later step compiles or allocates.
 
-        No token of these steps has a page: the cache stays as it is.
+        No token of these steps has a KV block, so the cache does not change.
         """
         self._warming = True
         if self.kernels.triton:
-            capture, self._capture = self._capture, None  # of steps that launch nothing
+            capture, self._capture = self._capture, None  # these steps launch nothing to capture
             with compiled_first(self.device):
                 self._warm()
             self._capture = capture
@@ -401,8 +403,8 @@ class GpuStage(DeviceStage):
         self._warming = False
 
     def _warm(self) -> None:
-        """A step of each size that has kernels of its own."""
-        # The largest first, whose memory the others use.
+        """Run a step of each size that has kernels of its own."""
+        # The largest step comes first; the others reuse its memory.
         for n in sorted({n for n in (self.max_batch, *WARM_SIZES) if n <= self.max_batch}, reverse=True):
             zeros, rows = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
             x = None if self.entering is None else torch.zeros((n, self.entering.width))

@@ -1,8 +1,8 @@
-"""Cold neurons of a long prompt: their rows pass through the device, some at a time.
+"""Cold neurons of a long prompt: their rows stream through the device in parts.
 
-Every token of a prompt wants other neurons and together they want nearly all, so the CPU would read the same
-rows and compute on them more slowly. Copies are made on a stream of their own, while the device computes with
-the rows that came before: two parts are there at a time, and `part_bytes` bounds each.
+The tokens of a long prompt together need nearly all neurons. The CPU would read the same rows and compute
+more slowly. Copies run on a stream of their own, while the device computes with the rows before. The device
+holds two parts at a time, and `part_bytes` bounds each.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from hotset.model.operations import Linear, TransposedLinear
 
 
 class CopyStream:
-    """Beside the stream that computes one for copies: one of a stage, since each has memory of its own."""
+    """A stream for copies next to the stream that computes. A stage has only one, since each stream has
+    memory of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._done: list[torch.cuda.Event] = []  # of parts that were computed with
+        self._done: list[torch.cuda.Event] = []  # ends of the computations with the latest parts
 
     def take(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A part that `make` copies to the device, once the one before the last is no longer needed; what is
-        computed next waits for it. `used` is called when all that needs it is on the stream."""
+        """Copy a part to the device by `make`, once the part before the last is no longer needed. Later work
+        of the compute stream waits for it. Call `used` when all work that needs the part is on the stream."""
         if self._stream is None:
             return make()
         compute = torch.cuda.current_stream(self.device)
@@ -53,8 +54,8 @@ class CopyStream:
 class CpuWorkerRows:
     """The rows of one layer's cold neurons, in parts.
 
-    matrices: argument of sparse_ffn → operation that has the matrix (None: the layer has none of it).
-    cold: bool [n_ff]. copies: the stage's.
+    matrices: argument of sparse_ffn → operation with the matrix (None: the layer lacks it). cold: bool
+    [n_ff]. copies: the copy stream of the stage.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class CpuWorkerRows:
         self._copies = copies
 
     def parts(self) -> Iterator[dict[str, Any]]:
-        """Arguments of sparse_ffn for some of the neurons: held, gate, up, down_t, gate_bias, up_bias.
+        """Yield the arguments of sparse_ffn for some neurons: held, gate, up, down_t, gate_bias, up_bias.
 
-        The caller has released a part before it takes the next.
+        The caller must release a part before it takes the next.
         """
         for first in range(0, len(self._neurons), self._step):
             try:
@@ -99,7 +100,7 @@ class CpuWorkerRows:
 
 
 def _tensors(part: dict[str, Any]) -> Iterator[Tensor]:
-    """Every tensor of a part, those of its matrices and lists too."""
+    """Yield every tensor of a part, including the tensors of its matrices and lists."""
     for value in part.values():
         if isinstance(value, DeviceMatrix | Held):
             yield from (item for item in vars(value).values() if isinstance(item, Tensor))

@@ -1,30 +1,30 @@
 """The kernels of the GPU backend in Triton; `fallback` has the same functions in plain torch.
 
-Decoding is bound by how fast weights come in, so everything here is about their bytes:
+Decoding is bound by the read rate of weights, so the kernels optimise the reading of their bytes:
 
-- A word is four bytes of codes: of eight weights in two *parts*, the low nibbles and the high ones (Q8_0:
+- A word is four bytes of codes. It has eight weights in two *parts*, the low nibbles and the high ones (Q8_0:
   four weights, one part). The weights of a part are four neighbouring columns under one scale. Threads take
-  neighbouring words, so that a warp reads codes in whole lines and the inputs they meet in whole lines too;
-  a thread sums up what it has, and threads meet once at the end.
-- Codes become floats without a conversion, which GPUs do at a fraction of their speed: or-ed into the
-  mantissa of 2^23 they are 2^23 + code, and one subtraction takes off 2^23 and the type's offset. They are
-  not even moved to the lowest bits for that: a code p bits further up is 2^p times as large, and its input
-  or its scale is 2^p times smaller, which rounds nothing. Masking and or-ing are one instruction on CUDA, so
-  a weight is three: that, the subtraction, and the product that is added.
-- Neurons that are not wanted cost nothing: as many programs as the device runs at a time share a list of the
-  others, which each finds by counting the predictor's bits. The down projection takes the list over, in
-  ranges of equal length (without a predictor: of all neurons), and skips within each what did not fire.
+  neighbouring words, so that a warp reads codes and inputs in whole cache lines. A thread sums its own
+  products, and one reduction over threads follows at the end.
+- Codes become floats without conversion instructions, which are slow on GPUs. Or-ed into the mantissa of 2^23
+  they are 2^23 + code, and one subtraction removes 2^23 and the type's offset. Codes need no shift to the
+  lowest bits: a code p bits further up is 2^p times as large, and its input or scale is made 2^p times
+  smaller, which rounds nothing. Masking and or-ing are one instruction on CUDA. So a weight takes three
+  instructions: this one, the subtraction, and the multiply-add.
+- Unselected neurons cost nothing. As many programs as the device runs at a time share the list of selected
+  neurons, which each program finds by counting the predictor's bits. The down projection uses the same list,
+  in ranges of equal length (without a predictor: of all neurons), and skips neurons that did not fire.
 
-The same bits on every run: no atomic additions of floats, partial sums belong to fixed ranges and are added
-in order by `_add_kernel`, and where threads add each other's products these are rounded first (`_rounded`).
-No kernel waits for another, nothing is read back by the host, and shapes alone decide what is launched, so
-that a step can be captured in a CUDA graph.
+Results are bitwise identical on every run. There are no atomic additions of floats, and `_add_kernel` adds
+partial sums of fixed ranges in order. Products that threads add for each other are rounded first
+(`_rounded`). No kernel waits for another, the host reads nothing back, and only shapes decide the launches.
+So a step can be captured in a CUDA graph.
 
-With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a CPU.
+With TRITON_INTERPRET=1, set before this module is imported, all kernels run on a CPU.
 """
 
-# Kernels have no types of Python: pointers, numbers of a program, constants. Their language has no `in`, and
-# no stars in tuples.
+# Kernel arguments have no Python types: they are pointers, numbers and constants. The kernel language has no
+# `in`, and no stars in tuples.
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: SIM109, RUF005
 
@@ -50,12 +50,12 @@ from hotset.backends.triton.tiles import LEAST_SHARED, pow2, prompt_tile, row_ti
 from hotset.formats.quants import GGMLType
 from hotset.model.operations import ActivationKind, RopeKind
 
-FEW_TOKENS = 8  # up to here a matrix is streamed once by the kernels for vectors; more tokens multiply tiles
+FEW_TOKENS = 8  # most tokens for the vector kernels, which read a matrix once; more tokens use tiles
 
-# Formats and activations as constants of the kernels. The type of the codes' pointer says which float it is.
+# Formats and activations as constants of the kernels. For FLOAT the pointer type of codes has the float type.
 FLOAT = tl.constexpr(0)
 Q8_0 = tl.constexpr(1)
-Q4_0 = tl.constexpr(2)  # from here on a byte holds two codes
+Q4_0 = tl.constexpr(2)  # in this and the following formats a byte holds two codes
 Q4_1 = tl.constexpr(3)
 Q5_0 = tl.constexpr(4)
 Q5_1 = tl.constexpr(5)
@@ -65,7 +65,7 @@ FORMATS = {
     GGMLType.F32: 0, GGMLType.F16: 0, GGMLType.BF16: 0, GGMLType.Q8_0: 1, GGMLType.Q4_0: 2, GGMLType.Q4_1: 3,
     GGMLType.Q5_0: 4, GGMLType.Q5_1: 5, GGMLType.Q4_K: 6, GGMLType.Q6_K: 7,
 }  # fmt: skip
-# Numbers of activations in the order of ActivationKind; None: none.
+# Numbers of activations in the order of ActivationKind; None: no activation.
 KINDS: dict[str | None, int] = {None: -1, **{kind: i for i, kind in enumerate(get_args(ActivationKind))}}
 SILU = tl.constexpr(KINDS["silu"])
 GELU = tl.constexpr(KINDS["gelu"])
@@ -76,24 +76,24 @@ FATRELU = tl.constexpr(KINDS["fatrelu"])
 SIGMOID = tl.constexpr(KINDS["sigmoid"])
 CLAMPED_SILU = tl.constexpr(KINDS["clamped_silu"])
 CLAMPED_PLUS_ONE = tl.constexpr(KINDS["clamped_plus_one"])
-FUSED = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu")  # those of _activated
+FUSED = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu")  # the activations of _activated
 
 PAGE = tl.constexpr(PAGE_SIZE)
 MANTISSA = tl.constexpr(0x4B000000)  # 2^23 as float32: or-ing n < 2^23 into it gives 2^23 + n
 TWO_23 = tl.constexpr(8388608.0)
-# Older versions leave the rows that _axpy_kernel adds to several threads; 3.9 gives a thread all of them.
+# Older versions spread the rows that _axpy_kernel adds over several threads; 3.9 gives one thread all rows.
 SPREADS_ROWS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 DEPENDENT = tl.constexpr(launcher.DEPENDENT)
-# Numbers that change with the tokens of a step: whether 16 divides them makes no other variant of a kernel.
+# Numbers that change with the tokens of a step. Their divisibility by 16 makes no new variant of a kernel.
 OF_STEP = ["n_tokens", "n_packed"]
 
 
 @triton.jit
 def await_launches():
-    """The first statement of every kernel. Of programmatic dependent launches one begins when all programs of
-    the one before have begun, and waits here until these are over and what they stored can be read. They have
-    waited for those before them, so launches are in order."""
+    """Wait for the launch before this one; the first statement of every kernel. A programmatic dependent
+    launch begins when all programs of the launch before have begun. It waits here until they end and their
+    stores are visible. They waited for earlier launches, so launches are in order."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -101,28 +101,28 @@ def await_launches():
 
 @triton.jit
 def _rounded(a, b):
-    """a * b, for a sum over threads. A plain product would be fused with the first addition, by each thread
-    its own with the other's rounded one: their sums would differ in the last bits."""
+    """Return a * b, rounded, for a sum over threads. The compiler would fuse a plain product with the first
+    addition: each thread would add its unrounded product to the other's rounded one, so sums would differ."""
     return tl.fma(a, b, tl.zeros_like(a))
 
 
 @triton.jit
 def _fused(a, b, acc):
-    """acc [T, R, W] + a * b [1, W], rounded once."""
+    """Return acc [T, R, W] + a * b [1, W], rounded once."""
     return tl.fma(tl.broadcast_to(a[None, :, :], acc.shape), tl.broadcast_to(b[None, :, :], acc.shape), acc)
 
 
 # ---- weights -------------------------------------------------------------------------------------------
 #
-# A matrix comes as six pointers (codes, scales, mins, high, sub_scales, group_of; None where the type has
-# none, and which types have which is asked of the type) and the number of words in a row of codes: int32
-# words of four codes or eight, or single floats. In the functions below rows [R] are the rows of a tile, live
-# [R] those that are read, w [W] its words, and `part` is 0 or 1, the low or the high nibbles.
+# A matrix has six pointers (codes, scales, mins, high, sub_scales, group_of) and the number of words in a row
+# of codes: int32 words of four or eight codes, or single floats. Pointers of fields that the type lacks are
+# None; kernels decide by the type which fields to read. In the functions below rows [R] are the rows of a
+# tile, live [R] marks the rows to read, w [W] are its words, and `part` is 0 or 1, the low or high nibbles.
 
 
 @triton.jit
 def _column(w, part: tl.constexpr, TYPE: tl.constexpr):
-    """The first of the four columns that a part of word w holds."""
+    """Return the first of the four columns that a part of word w holds."""
     HALF: tl.constexpr = 16 if TYPE == Q6_K else (8 if TYPE == Q4_K else 4)  # in words
     if TYPE <= Q8_0:
         return w * 4
@@ -134,11 +134,11 @@ def _column(w, part: tl.constexpr, TYPE: tl.constexpr):
 def _load(
     codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, last, TYPE: tl.constexpr
 ):  # fmt: skip
-    """All that a tile needs, as stored: codes, high bits, d, m, three words of smaller scales; each [R, W].
+    """Load the stored fields of a tile: codes, high bits, d, m, three words of sub-scales; each [R, W].
 
-    last: words from there on are not read; None: all are. Floats: [R, W, 4]. In place of what the type lacks
-    are the codes, which are not read there: a tuple with None in it is more than Triton 3.6 compiles. The
-    scales of planes are left to `_planes`.
+    last: words from `last` on are not read; None: all are. Floats: [R, W, 4]. For fields that the type lacks
+    the codes are returned, because Triton 3.6 cannot compile a tuple with None. `_planes` loads the scales of
+    planes.
     """
     row = rows.to(tl.int64)[:, None]
     mask = live[:, None]
@@ -175,9 +175,10 @@ def _load(
 
 @triton.jit
 def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
-    """Codes as the numbers that scales multiply, float32 [R, W, 4], times the powers of `_lowered`.
+    """Decode codes to the numbers that scales multiply, float32 [R, W, 4], too large by the powers of
+    `_lowered`.
 
-    zero: see _dot_rows. Two constants in one instruction are one too many: it keeps MANTISSA in a register.
+    zero: see _dot_rows. An instruction takes only one constant: `zero` keeps MANTISSA in a register.
     """
     if TYPE == FLOAT:
         return words.to(tl.float32)
@@ -185,16 +186,16 @@ def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
         i = tl.arange(0, 4)[None, None, :]
         IS_NIBBLE: tl.constexpr = TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K
         LOWEST: tl.constexpr = 4 * part if IS_NIBBLE else 0
-        if TYPE == Q8_0:  # the sign bit turned over: codes of 0 to 255, 128 too high
+        if TYPE == Q8_0:  # flip the sign bit: codes from 0 to 255, 128 too high
             words = words ^ SIGN_BITS
         elif TYPE == Q6_K:
             shift = (w % 16 // 8 * 2 + 4 * part)[None, :]
             words = ((words >> (4 * part)) & 0x0F0F0F0F) | ((bits >> shift) & 0x03030303) << 4
-        elif TYPE == Q5_0 or TYPE == Q5_1:  # four neighbouring bits to the fourth of four bytes
+        elif TYPE == Q5_0 or TYPE == Q5_1:  # spread four neighbouring bits to bit 4 of four bytes
             four = (bits >> (w % 4 * 4 + 16 * part)[None, :]) & 15
             words = ((words >> (4 * part)) & 0x0F0F0F0F) | ((four * 0x02040810) & 0x10101010)
-        # Where they lie, but that those of the upper bytes would reach into the exponent.
-        upper = (words >> 16) | zero  # else each of the four is shifted by itself, and cut out
+        # Codes keep their place, but codes of the upper bytes move down, clear of the exponent.
+        upper = (words >> 16) | zero  # without zero, the compiler shifts and masks each of the four codes
         MASK: tl.constexpr = 15 if IS_NIBBLE else 255
         q = tl.where(i < 2, words[:, :, None], upper[:, :, None]) & (MASK << (i % 2 * 8 + LOWEST))
         OFFSET: tl.constexpr = (
@@ -207,7 +208,7 @@ def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _lowered(part: tl.constexpr, TYPE: tl.constexpr):
-    """The powers of two by which numbers of _numbers, but of FLOAT, are too large, taken off: float32 [4]."""
+    """Return the factors that remove the powers of two in numbers of _numbers: float32 [4]. Not for FLOAT."""
     i = tl.arange(0, 4)
     IS_NIBBLE: tl.constexpr = TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K
     return tl.where(i % 2 == 0, 1.0, 0.00390625) * (0.0625 if IS_NIBBLE and part == 1 else 1.0)
@@ -215,7 +216,7 @@ def _lowered(part: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _scale(d, s0, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
-    """The scale of a part of each word, float32 [R, W]."""
+    """Return the scale of a part of each word, float32 [R, W]."""
     if TYPE == Q4_K:
         group = w % 32 // 8 * 2 + part
         at = (group % 4 * 8)[None, :]
@@ -229,7 +230,7 @@ def _scale(d, s0, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _minimum(m, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
-    """What is added to each weight of a part of each word, float32 [R, W]."""
+    """Return the minimum that is added to each weight of a part of each word, float32 [R, W]."""
     if TYPE == Q4_K:
         group = w % 32 // 8 * 2 + part
         at = (group % 4 * 8)[None, :]
@@ -243,9 +244,9 @@ def _minimum(m, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _planes(scales, mins, high, sub_scales, group, columns, n_cols, mask, TYPE: tl.constexpr):
-    """Of planes the scale of a weight and what is added to it, float32 in the shape of columns and mask;
-    group: of each row, in a shape that grows to theirs."""
-    if TYPE == Q4_K:  # 256 rows share what 32 have a number of their own for
+    """Load the scales and minimums of weights of planes, float32 in the shape of columns and mask. group: the
+    group of each row, in a shape that broadcasts to theirs."""
+    if TYPE == Q4_K:  # 256 rows share scales and mins, 32 rows share their factors
         at, own = group // 8 * n_cols + columns, group * n_cols + columns
         scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
         scale = scale * tl.load(sub_scales + own, mask=mask, other=0).to(tl.float32)
@@ -265,7 +266,7 @@ def _weights(
     raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, last, zero,
     part: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile decoded, float32 [R, W, 4]. Of planes the scales belong to columns, 32 neurons together."""
+    """Decode a tile to float32 [R, W, 4]. In planes, each column has a scale for 32 neurons."""
     words, bits, d, m, s0, s1, s2 = raw
     q = _numbers(words, bits, w, zero, part, TYPE)
     if TYPE == FLOAT:
@@ -295,7 +296,7 @@ def _weights(
 
 @triton.jit
 def _row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE: tl.constexpr):
-    """Where a row begins, of each of a matrix's pointers; in place of what its type lacks are the codes."""
+    """Return the start of a row for each pointer of a matrix. Fields that its type lacks get the codes."""
     at = row.to(tl.int64)
     first = codes + at * stride
     of_scales, of_mins, of_high, of_sub_scales = first, first, first, first
@@ -319,12 +320,12 @@ def _add_words(
     acc, x, n_tokens, n_cols, rows, lives, stride, first, last, zero,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """acc [T, R, W] + x [T, n_cols] times words first to first + W of rows; the rest as in _dot_rows, and
-    last: words from there on are not there; None: all are."""
+    """Return acc [T, R, W] + x [T, n_cols] times words first to first + W of rows. last: words from `last` on
+    do not exist; None: all exist. The rest is as in _dot_rows."""
     PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
     token, place = tl.arange(0, T)[:, None, None], tl.arange(0, R)[None, :, None]
-    # Not said to be neighbours, so that a thread takes one word of each row, its neighbour the next, and both
-    # read their columns of x in one piece.
+    # Hides from the compiler that words are neighbours. So neighbouring threads take neighbouring words, and
+    # each reads its columns of x with one load.
     w = first + tl.max_contiguous(tl.arange(0, W), [1])
     raws = ()  # type: Any
     for r in tl.static_range(R):
@@ -339,7 +340,7 @@ def _add_words(
     for part in tl.static_range(PARTS):
         column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
         for t in tl.static_range(T):
-            # [1, W, 4]; where there are fewer tokens, the last one again, which is not stored
+            # [1, W, 4]; missing tokens repeat the last one, and their results are not stored
             at = x + tl.minimum(t, n_tokens - 1) * n_cols + column
             if last is None:
                 xs = tl.load(at)
@@ -351,14 +352,14 @@ def _add_words(
             for r in tl.static_range(R):
                 words, bits, d, m, s0, s1, s2 = raws[r]
                 q = _numbers(words, bits, w, zero, part, TYPE)
-                if TYPE == FLOAT:  # whose rows may begin anywhere: threads then share four neighbours
+                if TYPE == FLOAT:  # rows may be unaligned: then several threads share four neighbours
                     y = acc + tl.sum(_rounded(q, xs), axis=2)[None, :, :]
                 else:
                     y = tl.sum(q * (xs * _lowered(part, TYPE)[None, None, :]), axis=2)
                     y = _fused(y, _scale(d, s0, s1, s2, w, part, TYPE), acc)
                     if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
                         y = _fused(tl.sum(xs, axis=2), _minimum(m, s1, s2, w, part, TYPE), y)
-                # Which sum it is is known when this is compiled: no choice is left at run time.
+                # The compiler knows which sum this is, so no choice is left at run time.
                 acc = tl.where((token == t) & (place == r), y, acc)
     return acc
 
@@ -368,15 +369,15 @@ def _dot_rows(
     x, n_tokens, n_cols, rows, lives, stride, first_word, last_word, zero,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """x [T, n_cols] times R rows, over words [first_word, last_word): float32 [T, R].
+    """Multiply x [T, n_cols] by R rows, over words [first_word, last_word): float32 [T, R].
 
-    rows: of each what _row_at says. lives: of each whether it is read; None: all are. Every row is loaded by
-    itself: rows of one tile in two dimensions would change threads through shared memory, with barriers.
-    zero: 0, but not known to the compiler. Two constants in one instruction are one too many: it keeps
+    rows: the result of _row_at for each row. lives: whether each row is read; None: all are. Every row is
+    loaded separately: a tile of rows in two dimensions would move between threads through shared memory, with
+    barriers. zero: 0, but unknown to the compiler. An instruction takes only one constant, and `zero` keeps
     MANTISSA in a register.
     """
     acc = tl.zeros([T, R, W], tl.float32)
-    if TYPE == FLOAT:  # the last of whose words may be shorter
+    if TYPE == FLOAT:  # the last word may be shorter
         for first in range(first_word, last_word, W):
             acc = _add_words(
                 acc, x, n_tokens, n_cols, rows, lives, stride, first, last_word, zero, TYPE, T, R, W
@@ -394,7 +395,7 @@ def _dot_rows(
 
 @triton.jit
 def _norm_factor(squares, n_tokens, n_parts, n_cols, eps, T: tl.constexpr, S: tl.constexpr):
-    """What RMSNorm multiplies each token with, float32 [T, 1], of squares [n_tokens, n_parts] (Weighed)."""
+    """Return the RMSNorm factor of each token, float32 [T, 1], from squares [n_tokens, n_parts] (Weighed)."""
     t, s = tl.arange(0, T)[:, None], tl.arange(0, S)[None, :]
     parts = tl.load(squares + t * n_parts + s, mask=(t < n_tokens) & (s < n_parts), other=0.0)
     return (1.0 / tl.sqrt(tl.sum(parts, axis=1) / n_cols + eps))[:, None]
@@ -407,25 +408,25 @@ def _matvec_kernel(
     TYPE: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr, BITS: tl.constexpr,
     PAIRS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_rows], or, where the columns are split, partial sums [SPLIT, T, n_rows]. With BITS, of eight
-    rows a program: uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below the threshold. With
-    PAIRS f(gate) * g(up), [T, n_rows / 2], of rows of gates and, behind all of them, of up.
+    """Compute out [T, n_rows], or partial sums [SPLIT, T, n_rows] if the columns are split. With BITS, eight
+    rows a program, out is uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below the threshold.
+    With PAIRS, out is f(gate) * g(up), [T, n_rows / 2]; the matrix has all rows of gate, then all rows of up.
 
-    squares: x is Weighed, with n_parts of them, rounded up S. norm: the weight of an RMSNorm of out; weighed,
-    squares_out are its Weighed, a part of the squares from each program."""
+    squares: given if x is Weighed, n_parts per token, rounded up S. norm: the weight of an RMSNorm of out.
+    weighed, squares_out: the Weighed of out; each program stores a part of the squares."""
     await_launches()
-    EACH: tl.constexpr = 2 if PAIRS else 1  # rows of a number of out
+    EACH: tl.constexpr = 2 if PAIRS else 1  # rows per number of out
     n_out = n_rows // EACH
     rows = tl.program_id(0) * (R // EACH) + tl.arange(0, R // EACH)
     live = rows < n_out
     first = tl.program_id(1) * words_of_split
     last = tl.minimum(first + words_of_split, n_words)
     begins = ()  # type: Any
-    for r in tl.static_range(R):  # where there are fewer, the last one again, which is not stored
+    for r in tl.static_range(R):  # missing rows repeat the last one, and their results are not stored
         row = tl.minimum(tl.program_id(0) * (R // EACH) + r // EACH, n_out - 1) + r % EACH * n_out
         begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
     y = _dot_rows(x, n_tokens, n_cols, begins, None, stride, first, last, zero, TYPE, T, R, W)
-    # Not before the loop: there it would keep registers, of which a product has none to spare.
+    # Not before the loop: there it would occupy registers, and a product has none to spare.
     if squares is not None:
         y *= _norm_factor(squares, n_tokens, n_parts, n_cols, eps, T, S)
     t = tl.arange(0, T)[:, None]
@@ -461,8 +462,8 @@ def _matvec_kernel(
 
 @triton.jit
 def _row_of_pair(pair, second, n_turned, half, DIM: tl.constexpr, NEOX: tl.constexpr):
-    """The row of one number of a pair that RoPE turns, or leaves as it is: rows of heads of DIM up to
-    n_turned, of which `half` pairs turn, then others."""
+    """Return the row of one number of a pair. The rows up to n_turned are heads of DIM rows, of which RoPE
+    rotates `half` pairs; it does not change other rows."""
     row = pair * 2 + second
     if NEOX:
         i = pair % (DIM // 2)
@@ -478,12 +479,13 @@ def _project_heads_kernel(
     TYPE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, NEOX: tl.constexpr, T: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """R rows of a matrix of queries, keys and values, all of one kind: R / 2 pairs that RoPE turns. Queries
-    go to out [T, n_head * DIM], the others to their pages. squares: as in _matvec_kernel."""
+    """Compute R rows of a matrix of queries, keys and values, all of one kind: R / 2 pairs, which RoPE
+    rotates. Store queries in out [T, n_head * DIM], keys and values in their KV blocks. squares: as in
+    _matvec_kernel."""
     await_launches()
     n_q, n_turned = n_head * DIM, (n_head + n_head_kv) * DIM
     pair = tl.program_id(0) * (R // 2)
-    # Neither the first word, 0, nor that rows follow each other is known to the compiler: it would keep an
+    # The compiler must know neither the first word, 0, nor that rows are adjacent. Otherwise it would keep an
     # address for each load of the loop, in 80 registers instead of 64.
     begins = ()  # type: Any
     for r in tl.static_range(R):
@@ -526,7 +528,7 @@ def _project_heads_kernel(
 
 @triton.jit
 def _store_pair(pages, page, position, rows_a, rows_b, a, b, mask, n_head_kv, DIM: tl.constexpr):
-    """Stores a and b [T, n] at rows [n] of heads of DIM, in a page of each token, int32 [T]."""
+    """Store a and b [T, n] at rows [n] of heads of DIM, in a KV block of each token. page: int32 [T]."""
     first = page.to(tl.int64) * n_head_kv
     for second in tl.static_range(2):
         rows, y = (rows_b, b) if second else (rows_a, a)
@@ -540,7 +542,7 @@ def _add_kernel(
     partials, out, bias, residual, packed, count, counts, n_parts, n_tokens, n, n_packed, threshold,
     KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Adds up partial sums [n_parts, T, n] in a fixed order, P of them at a time.
+    """Add up partial sums [n_parts, T, n] in a fixed order, P of them at a time.
 
     packed, count: see _count.
     """
@@ -567,12 +569,12 @@ def _add_kernel(
 
 @triton.jit
 def _count(packed, count, counts, n_packed):
-    """Adds up what was counted where neurons were computed: int32 [n_packed], or as many as count says; eight
-    bits of neurons selected and of active ones, four each of rows of gate, up and down. A program takes a
-    share of them.
+    """Add up the packed counts of the programs that computed neurons: int32 [n_packed], or [count]. A count
+    has eight bits each for selected and active neurons, and four each for rows of gate, up and down. Each
+    program adds up a share.
 
-    Whole numbers: the order in which they are added does not matter. Five additions to the same addresses by
-    every program that has neurons would take longer than these.
+    Counts are whole numbers, so their order does not matter. Five additions to the same addresses by every
+    program that has neurons would be slower.
     """
     if count is not None:
         n_packed = tl.load(count)
@@ -604,7 +606,7 @@ def _count_kernel(packed, count, counts, n_packed):
 
 @triton.jit
 def _activated(x, threshold, KIND: tl.constexpr):
-    """f(x); a NaN stays one."""
+    """Return f(x). NaN stays NaN."""
     if KIND == RELU:
         return tl.where(x < 0.0, 0.0, x)
     elif KIND == RELU2:
@@ -625,14 +627,13 @@ def _activated(x, threshold, KIND: tl.constexpr):
 
 @triton.jit
 def _zero_small(x, is_thresholded, threshold):
-    """x where it is not small, or its token is not thresholded; is_thresholded: of x's shape, or one that
-    grows to it."""
+    """Set small values of thresholded tokens in x to zero. is_thresholded: of x's shape, or broadcastable."""
     return tl.where(is_thresholded & (tl.abs(x) < threshold), 0.0, x)
 
 
 @triton.jit
 def _is_thresholded(thresholded, t, n_tokens):
-    """Whether tokens t are thresholded, of flags int32 [n_tokens]."""
+    """Return whether tokens t are thresholded, from flags int32 [n_tokens]."""
     return tl.load(thresholded + t, mask=t < n_tokens, other=0) != 0
 
 
@@ -641,14 +642,14 @@ def _rows_of(
     h, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, live, n_words, zero,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """h [T, n_cols] times rows [R] of which those that are live are read: float32 [T, R]."""
+    """Multiply h [T, n_cols] by rows [R], of which only live ones are read: float32 [T, R]."""
     begins, lives = (), ()  # type: Any, Any
     for r in tl.static_range(R):
         mine = tl.arange(0, R) == r
         lives = lives + (tl.sum(tl.where(mine, live.to(tl.int32), 0), axis=0) != 0,)
         row = tl.sum(tl.where(mine & live, rows, 0), axis=0)
         begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
-    if R == 1:  # nothing is computed of a row that is not wanted
+    if R == 1:  # callers skip a single row that is not live
         lives = None
     return _dot_rows(h, n_tokens, n_cols, begins, lives, stride, 0, n_words, zero, TYPE, T, R, W)
 
@@ -663,10 +664,11 @@ def _values_of(
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """f(gate) * g(up), or f(up) without a gate, of rows [R] that tokens want, [T, R]; what _count adds.
+    """Return f(gate) * g(up), or f(up) without a gate, for rows [R] that tokens select, [T, R], and packed
+    counts for _count.
 
-    thresholded: int32 [T], None: no token is; gate_threshold, value_threshold: what is small of f and of the
-    result, 0: nothing.
+    thresholded: int32 [T], None: no token is. gate_threshold, value_threshold: the thresholds of f and of the
+    result, 0: none.
     """
     live = tl.max(wanted.to(tl.int32), axis=0) != 0
     n_live = tl.sum(live.to(tl.int32), axis=0)
@@ -726,7 +728,7 @@ def _neurons_kernel(
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """values [T, n] of all neurons, R of them a program. packed: see _count."""
+    """Compute values [T, n] of all neurons, R of them a program. packed: see _count."""
     await_launches()
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < n
@@ -747,7 +749,7 @@ def _neurons_kernel(
 
 @triton.jit
 def _ones(x):
-    """How many bits of each word are set; x: uint32."""
+    """Return the number of set bits of each word; x: uint32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -765,14 +767,14 @@ def _chosen_kernel(
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """values of the neurons that some token selects, each by itself: these programs share a list of them.
+    """Compute values of the neurons that some token selects, one at a time. The programs share their list.
 
-    The list is in the order of neurons and is not written first: a program counts the bits before each word
-    of 32 neurons, [S], and finds there its own places of the list, program_id, + num_programs, and so on.
-    With ids, its k-th neuron's value is at k of values [T, n], its row at ids[k], and count says how many
-    there are; without, values [T, n] are by row. packed [n]: by place, see _count.
-    held: int32 [n words], the neurons that the matrices have rows of, in order; held_before: how many these
-    are before each word. None: all.
+    The list is in the order of neurons, and it is not stored. A program counts the bits before each word of
+    32 neurons, [S], and finds its own list entries: program_id, program_id + num_programs, and so on. With
+    ids, the value of the k-th neuron is at k of values [T, n], its row is ids[k], and count gets the length
+    of the list. Without ids, values [T, n] are by row. packed [n]: by list entry, see _count. held: int32 [n
+    words], bits of the neurons whose rows the matrices have, in order; None: all. held_before: the number of
+    held neurons before each word.
     """
     await_launches()
     s = tl.arange(0, S)
@@ -794,7 +796,7 @@ def _chosen_kernel(
     t = tl.arange(0, T)[:, None]
     j = tl.arange(0, 32)
     for k in range(tl.program_id(0), n_chosen, tl.num_programs(0)):
-        # Of the word that has the k-th: its number and bits, and which of them it is.
+        # The word of the k-th neuron: its number, its bits, and the neuron's rank among them.
         has = (up_to > k) & (up_to - n_each <= k)
         word = tl.sum(tl.where(has, s, 0), axis=0)
         nth = tl.sum(tl.where(has, k - (up_to - n_each), 0), axis=0)
@@ -828,7 +830,7 @@ def _chosen_kernel(
 
 @triton.jit
 def _over_rows(by, y, TYPE: tl.constexpr):
-    """The sum of by [R, 1 or W, 1] * y [R, W, 4] over rows: [W, 4]."""
+    """Return the sum of by [R, 1 or W, 1] * y [R, W, 4] over rows: [W, 4]."""
     if TYPE == FLOAT or SPREADS_ROWS:  # threads share the rows
         return tl.sum(_rounded(tl.broadcast_to(by, y.shape), y), axis=0)
     else:
@@ -841,14 +843,14 @@ def _axpy_kernel(
     n_tokens, n_rows, n_cols, stride, n_words, left_out, row_bytes, zero,
     TYPE: tl.constexpr, RANGE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """partials [ranges, T, n_cols]: x [T, n_rows] times the rows of one range, in W of their words.
+    """Compute partials [ranges, T, n_cols]: x [T, n_rows] times the rows of one range, in W of their words.
 
-    ids, count: x is of these rows alone, so many; the ranges share them evenly. None: of all. left_out: int64
-    [1], to which row_bytes are added for every row that no token needs.
+    ids, count: x has only the `count` rows `ids`, which the ranges share evenly. None: x has all rows.
+    left_out: int64 [1], to which row_bytes are added for every row that no token needs.
     """
     await_launches()
     PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
-    # Scales of rows are multiplied with their x, once for all their columns, where nothing is added to them.
+    # Types without minimums multiply the scale of a row by its x, once for all four columns of a part.
     NO_MIN: tl.constexpr = TYPE == Q8_0 or TYPE == Q4_0 or TYPE == Q5_0 or TYPE == Q6_K
     BY_ROW: tl.constexpr = group_of is None and NO_MIN
     w = tl.program_id(0) * W + (tl.arange(0, W) | zero)  # see _dot_rows
@@ -859,8 +861,8 @@ def _axpy_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, n)
     token = tl.arange(0, T)[:, None, None]
-    # Zeros, by a load that reads nothing: so the sums lie in the threads as the rows do, four columns each.
-    # tl.zeros would spread them otherwise, and every row would travel through shared memory.
+    # Zeros by a load that reads nothing. So threads hold sums in the layout of the rows, four columns each.
+    # tl.zeros would use another layout, and every row would pass through shared memory.
     base = partials + (tl.program_id(1).to(tl.int64) * n_tokens + token) * n_cols
     column = (_column(w, 0, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
     low = tl.load(base + column, mask=(token < zero) & (column < n_cols), other=0.0)
@@ -872,11 +874,11 @@ def _axpy_kernel(
         for t in tl.static_range(T):
             mine = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + i, mask=i < end, other=0.0)
             fires = fires | (mine != 0.0).to(tl.int32)
-        n_before = tl.cumsum(fires, axis=0)  # neurons of the range that fire, up to and with each
+        n_before = tl.cumsum(fires, axis=0)  # firing neurons of the range, up to and including each
         n_fires = tl.sum(fires, axis=0)
         n_read += n_fires
         for k in range(0, n_fires, R):
-            # The k-th neuron that fires stands behind all those with at most k up to them.
+            # The k-th firing neuron follows all neurons whose n_before is at most k.
             wanted = k + tl.arange(0, R)
             live = wanted < n_fires
             index = tl.sum((n_before[None, :] <= wanted[:, None]).to(tl.int32), axis=1)
@@ -919,7 +921,7 @@ def _axpy_kernel(
 
 @triton.jit
 def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.constexpr):
-    """A bit per neuron: set below `first`, and unless its score is below the threshold."""
+    """Pack a bit per neuron. It is set for neurons below `first` and for scores not below the threshold."""
     await_launches()
     byte = tl.program_id(1) * B + tl.arange(0, B)
     t = tl.program_id(0).to(tl.int64)
@@ -933,16 +935,17 @@ def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.conste
 
 # ---- many tokens: decode a tile, multiply it --------------------------------------------------------------
 #
-# Tensor cores multiply halves. Weights of 16 bits are what they are; those of quantised types have at most
-# eleven bits that count, once scaled. Inputs are rounded to halves beforehand, once for all rows: float16
-# after a power of two of their own for each token, so that a large token makes no other small; bfloat16
-# as sums of two, which is as exact as their weights ask. Float32 by float32 are three products of TF32.
+# Tensor cores multiply halves. Weights of 16 bits stay unchanged; scaled weights of quantised types have at
+# most eleven significant bits. Inputs are rounded to halves beforehand, once for all rows. For float16, each
+# token is first scaled by its own power of two, so that a large token makes no other small. For bfloat16, an
+# input is a sum of two bfloat16 values, which matches the precision of the weights. Float32 by float32 takes
+# three products of TF32.
 
 
 @triton.jit
 def _in_order(place, TYPE: tl.constexpr):
-    """The columns at places [K] of a decoded tile's row: word by word, of each the low nibbles first, of
-    these bytes 0, 2, 1, 3, for two codes 16 bits apart become halves at once."""
+    """Return the columns at places [K] of a decoded tile's row. They are ordered by word, low nibbles first.
+    Bytes are in the order 0, 2, 1, 3, because two codes 16 bits apart become halves together."""
     if TYPE == FLOAT:
         return place
     byte = (place & 2) >> 1 | (place & 1) << 1
@@ -955,8 +958,8 @@ def _in_order(place, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _halves_kernel(x, out, sizes, n, ORDER: tl.constexpr, N: tl.constexpr):
-    """A row of x [T, n] in out, in the order of a type's words: float16 [T, n], multiplied with a power of
-    two, whose inverse is in sizes [T]; bfloat16 [2, T, n], and what rounding leaves of it."""
+    """Convert a row of x [T, n] to halves in the order of a type's words. float16: out [T, n] is multiplied
+    by a power of two, whose inverse is in sizes [T]. bfloat16: out [2, T, n] also has the rounding errors."""
     await_launches()
     row = tl.program_id(0).to(tl.int64) * n
     n_all = tl.num_programs(0).to(tl.int64) * n
@@ -967,7 +970,7 @@ def _halves_kernel(x, out, sizes, n, ORDER: tl.constexpr, N: tl.constexpr):
         for first in range(0, n, N):
             at = first + i
             largest = tl.maximum(largest, tl.abs(tl.load(x + row + at, mask=at < n, other=0.0)))
-        # To 2^14 and more, below 2^15; a row with an infinite value is spoilt, and left as it is.
+        # Scale the largest value to at least 2^14 and below 2^15. Rows with infinite values are not scaled.
         exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
         exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))
         factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -978,16 +981,16 @@ def _halves_kernel(x, out, sizes, n, ORDER: tl.constexpr, N: tl.constexpr):
         high = y.to(out.dtype.element_ty)
         tl.store(out + row + at, high, mask=at < n)
         if sizes is None:
-            # Of what is not finite nothing is left, not even that.
+            # A value that is not finite has no rounding error.
             left = tl.where(tl.abs(y) < float("inf"), y - high.to(tl.float32), 0.0)
             tl.store(out + n_all + row + at, left.to(out.dtype.element_ty), mask=at < n)
 
 
 @triton.jit
 def _pair(words, bits, w, odd: tl.constexpr, part: tl.constexpr, TYPE: tl.constexpr):
-    """Bytes 0 and 2, or 1 and 3, of each word as numbers of float16, [R, W] each: codes less their offset.
+    """Decode bytes 0 and 2, or 1 and 3, of each word to float16 [R, W] each: codes minus their offset.
 
-    Or-ed into the mantissa of 2^10, two at a time, codes are 2^10 + code.
+    Two codes at a time are or-ed into the mantissa of 2^10, which gives 2^10 + code.
     """
     if TYPE == Q8_0:
         q = ((words ^ SIGN_BITS) >> (8 * odd)) & 0x00FF00FF
@@ -1013,7 +1016,7 @@ def _scaled(
     q, d, scale, least, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words,
     byte: tl.constexpr, part: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """The weights whose numbers are q, of one byte of each word: float16 [R, W]."""
+    """Scale the numbers q of one byte of each word to weights, float16 [R, W]."""
     if group_of is not None:
         PER_WORD: tl.constexpr = 4 if TYPE == Q8_0 else 8
         group = tl.load(group_of + rows, mask=live, other=0).to(tl.int64)
@@ -1039,7 +1042,7 @@ def _part_of_words(
     raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words,
     part: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Weights of bytes 0, 2, 1 and 3 of a part of each word, float16 [R, W]."""
+    """Decode the weights of bytes 0, 2, 1 and 3 of a part of each word, float16 [R, W] each."""
     words, bits, d, m, s0, s1, s2 = raw
     scale, least = d, d
     if group_of is None:
@@ -1069,8 +1072,8 @@ def _part_of_words(
 
 @triton.jit
 def _tile(raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE: tl.constexpr):
-    """Words w of rows [R] decoded, float16 [R, 4 W or 8 W] in the order of _in_order. They are put together
-    in registers: of a tile in three dimensions threads would share words."""
+    """Decode words w of rows [R] to float16 [R, 4 W or 8 W] in the order of _in_order. They are interleaved
+    in registers, because threads would share words of a tile in three dimensions."""
     a, c, b, e = _part_of_words(
         raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 0, TYPE
     )
@@ -1085,15 +1088,15 @@ def _tile(raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, 
 
 @triton.jit
 def _half(word):
-    """The lower half of each int32 as float16."""
+    """Return the lower half of each int32 as float16."""
     return word.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _of_blocks(numbers, row, block, n_blocks, w, PER_BLOCK: tl.constexpr, TWO: tl.constexpr):
-    """Of words w [W] the float16 of their block: [R, W], or [R, 1] where all are of one. TWO: they are of
-    `block` and the next; where there is none, the words are not there either. numbers: float16, or where
-    rows have an even number of them int32, two each."""
+    """Load the float16 number of each word's block: [R, W], or [R, 1] if all words w [W] are in one block.
+    TWO: they are in `block` and the next one; if that does not exist, its words do not either. numbers:
+    float16, or int32 with two numbers each if rows have an even number of blocks."""
     if numbers.dtype.element_ty == tl.int32:
         both = tl.load(numbers + row * (n_blocks // 2) + block // 2)
         a, b = _half(both >> (block % 2 * 16)), _half(both >> 16)
@@ -1110,9 +1113,9 @@ def _of_blocks(numbers, row, block, n_blocks, w, PER_BLOCK: tl.constexpr, TWO: t
 def _load_tile(
     codes, scales, mins, high, sub_scales, stride, rows, first, n_words, TYPE: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """As _load, of words first to first + W of rows [R], for tensor cores: of what several words share one
-    number, [R, 1], and all in pieces of four bytes, which are copied to shared memory while other tiles are
-    multiplied. Smaller ones would be waited for.
+    """Load words first to first + W of rows [R] for tensor cores, as _load does. A number that all words
+    share is [R, 1]. Loads have four bytes, because such loads are copied to shared memory while other tiles
+    are multiplied. The kernel would wait for smaller loads.
     """
     PER_BLOCK: tl.constexpr = 32 if TYPE >= Q4_K else (8 if TYPE == Q8_0 else 4)  # words of codes
     TWO: tl.constexpr = W > PER_BLOCK
@@ -1132,7 +1135,7 @@ def _load_tile(
     elif TYPE == Q4_K:
         at = sub_scales + (row * n_blocks + block) * 3
         s0, s1, s2 = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    elif TYPE == Q6_K:  # a byte for four words and for their other nibbles
+    elif TYPE == Q6_K:  # a scale byte for four words of each part
         at = row * (stride // 2) + (w // 16 * 8 + w % 8)[None, :]
         bits = tl.load(high + at, mask=inside, other=0)
         four = sub_scales + row * (stride // 8) + first // 16 * 2
@@ -1143,8 +1146,8 @@ def _load_tile(
 
 @triton.jit
 def _multiplied(weights, x, acc, at, mask, n_all, PRECISION: tl.constexpr):
-    """acc [R, T] + weights [R, K] times inputs [K, T], which lie at x + at, and what rounding left of
-    them n_all further on (_halves_kernel)."""
+    """Return acc [R, T] + weights [R, K] times inputs [K, T]. Inputs are at x + at, and their rounding errors
+    n_all further on (_halves_kernel)."""
     xs = tl.load(x + at, mask=mask, other=0.0)
     if x.dtype.element_ty == tl.float32:
         return tl.dot(weights, xs, acc, input_precision=PRECISION)
@@ -1157,7 +1160,7 @@ def _multiplied(weights, x, acc, at, mask, n_all, PRECISION: tl.constexpr):
 
 @triton.jit
 def _put(acc, sizes, out, bias, residual, t, n_tokens, column, n, inside):
-    """Stores sums [R, T] as out [T, n], in columns [R], with what is added to them."""
+    """Store sums [R, T] in columns [R] of out [T, n], after scaling and adding bias and residual."""
     if sizes is not None:
         acc = acc * tl.load(sizes + t, mask=t < n_tokens, other=0.0)[None, :]
     y = tl.trans(acc)
@@ -1176,16 +1179,16 @@ def _matmul_kernel(
     n_tokens, n_rows, n_cols, stride, n_words,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_rows] = x [T, n_cols] @ matrix.T: M tokens and N rows a program, W words at a time.
+    """Compute out [T, n_rows] = x [T, n_cols] @ matrix.T, M tokens and N rows a program, W words at a time.
 
-    x, sizes: see _halves_kernel, or x float32 and no sizes. Weights stand first, so that few tokens
-    fill an instruction, too.
+    x, sizes: see _halves_kernel, or x float32 and no sizes. Weights are the first factor, so that few tokens
+    fill an instruction too.
     """
     await_launches()
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     rows = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1) * M + tl.arange(0, M)
-    # Rows and tokens that are not there are the last once more: their results are not stored.
+    # Missing rows and tokens repeat the last one; their results are not stored.
     row = tl.minimum(rows, n_rows - 1)
     token = tl.minimum(t, n_tokens - 1)[None, :].to(tl.int64) * n_cols
     n_all = n_tokens.to(tl.int64) * n_cols
@@ -1211,7 +1214,7 @@ def _matmul_t_kernel(
     n_tokens, n_rows, n_cols, stride, n_words,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_cols] = x [T, n_rows] @ matrix: M tokens and W words a program, K rows at a time; x,
+    """Compute out [T, n_cols] = x [T, n_rows] @ matrix, M tokens and W words a program, K rows at a time. x,
     sizes: as in _matmul_kernel."""
     await_launches()
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
@@ -1263,12 +1266,12 @@ def _fired_kernel(
     KIND: tl.constexpr, UP_KIND: tl.constexpr, READ: tl.constexpr, DENSE: tl.constexpr, T: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """values [T, n] are f(gate) * g(up), or 0 where a neuron is not selected or does not fire, of sums of the
-    gate (or of up, where up is None), whose rows are `stride` apart. N neurons of all tokens a program, T
-    tokens at a time. READ: every row of up was, and counts say so; DENSE: as fallback.fired.
+    """Compute values [T, n] = f(gate) * g(up), or 0 for neurons that are not selected or do not fire. gate:
+    computed sums of the gate, or of up if `up` is None, with rows `stride` apart. A program has N neurons of
+    all tokens, T tokens at a time. READ: count every row of up as read. DENSE: as in fallback.fired.
 
-    numbers: int32 [n], which neurons these are; None: all. counts: as fallback.count adds them. thresholded:
-    as in _values_of.
+    numbers: int32 [n], the numbers of the neurons; None: 0 to n - 1. counts: updated as by fallback.count.
+    thresholded: as in _values_of.
     """
     await_launches()
     i = tl.program_id(0) * N + tl.arange(0, N)
@@ -1319,14 +1322,14 @@ def _fired_kernel(
 
 @triton.jit
 def _finite(largest):
-    """A largest score to measure others by: where nothing was seen, -inf less -inf would be NaN."""
+    """Replace a largest score of -inf by 0. Without visible positions, -inf - (-inf) would be NaN."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def _weighed(scores, largest, total):
-    """Scores [Q, N] after others, of which `largest` and `total` [Q] are the largest and the sum of weights:
-    their weights, what sums so far are multiplied by, and the two with them."""
+    """Return the weights of scores [Q, N], the factor for earlier sums, and the new `largest` and `total`.
+    largest, total: [Q], the largest score and the sum of weights of earlier positions."""
     now = tl.maximum(largest, tl.max(scores, axis=1))
     shrink = tl.exp(largest - _finite(now))
     weights = tl.exp(scores - _finite(now)[:, None])
@@ -1335,7 +1338,7 @@ def _weighed(scores, largest, total):
 
 @triton.jit
 def _mean(acc, largest, total, sinks, head, mask):
-    """Sums [Q, V] of weighed values by the sum of all weights, a head's sink among them."""
+    """Divide sums [Q, V] of weighted values by the sum of all weights, including a head's sink."""
     if sinks is not None:
         total += tl.exp(tl.load(sinks + head, mask=mask, other=0.0) - _finite(largest))
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -1349,12 +1352,12 @@ def _attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One token, H of the GROUP heads of one KV head, the pages of one split, N positions at a time.
+    """Compute attention of one token, H of the GROUP heads of one KV head, and the KV blocks of one split, N
+    positions at a time.
 
-    Without SPLIT: out [T, n_head, DIM_V]. With: sums that are not divided yet in out
-    [T, n_head, n_splits, DIM_V], and in stats [T, n_head, n_splits, 2] the largest score and the sum of
-    weights relative to it.
-    D, V: DIM, DIM_V rounded up.
+    Without SPLIT: out [T, n_head, DIM_V]. With SPLIT: undivided sums in out [T, n_head, n_splits, DIM_V], and
+    the largest score and the sum of weights relative to it in stats [T, n_head, n_splits, 2]. D, V: DIM,
+    DIM_V rounded up.
     """
     await_launches()
     PARTS: tl.constexpr = (GROUP + H - 1) // H
@@ -1383,7 +1386,7 @@ def _attention_kernel(
         i = at + n
         page = tl.load(table + i // PAGE)  # one page: N divides PAGE
         seen = (i >= start) & (i <= position) & (page >= 0)
-        # What is not seen is not read either: pages hold what was there before.
+        # Unseen positions are not read: KV blocks may hold old data.
         slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
         k = tl.load(
             k_pages + slot[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
@@ -1412,14 +1415,14 @@ def _attention_kernel(
 
 @triton.jit
 def _halved(x):
-    """x, at most 1 in magnitude, as the sum of two halves: exact to 2^-24, as float32 is near 1."""
+    """Split x, at most 1 in magnitude, into a sum of two halves, exact to 2^-24, like float32 near 1."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def _rows_at(matrix, rows, there, column, WIDTH: tl.constexpr):
-    """Rows of WIDTH numbers, zeros for those that are not there."""
+    """Load rows of WIDTH numbers, and zeros for missing rows."""
     mask = there[:, None] & (column < WIDTH)[None, :]
     return tl.load(matrix + rows[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
 
@@ -1432,11 +1435,11 @@ def _prompt_attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_head, DIM_V]: R / G neighbouring tokens with G of the GROUP heads of one KV head, R queries
-    in all, N positions at a time.
+    """Compute attention out [T, n_head, DIM_V], R queries a program and N positions at a time. The queries
+    are R / G neighbouring tokens with G of the GROUP heads of one KV head.
 
-    Tiles of positions begin at multiples of N, and one that a query sees nothing of changes nothing of it: a
-    token's bits do not depend on those beside it. Tokens of several sequences take turns. D, V: DIM, DIM_V
+    Tiles of positions begin at multiples of N. A tile without visible positions does not change a query, so a
+    token's bits do not depend on its neighbours. Tokens of several sequences take turns. D, V: DIM, DIM_V
     rounded up.
     """
     await_launches()
@@ -1455,7 +1458,7 @@ def _prompt_attention_kernel(
         start = tl.maximum(position - window + 1, 0)
     row = token.to(tl.int64) * n_head + head
     query = _rows_at(q, row, live, d, DIM) * scale
-    if HALVES:  # two products of halves are as exact as three of TF32, and a third of their work
+    if HALVES:  # two products of halves are as exact as three of TF32, with a third of the work
         size = tl.max(tl.abs(query), axis=1)
         size = tl.where(size > 0.0, size, 1.0)
         high, low = _halved(query / size[:, None])
@@ -1477,8 +1480,8 @@ def _prompt_attention_kernel(
             slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
             k = _rows_at(k_pages, slot, there, d, DIM)
             v = _rows_at(v_pages, slot, there, dv, DIM_V)
-            # Zero times what is no number is none: of a value that is none the queries that see it hear by
-            # their sum, and the others of the tile not at all.
+            # A weight of zero times NaN is NaN. So values that are not finite are replaced by zero, and only
+            # the queries that see them get NaN as their sum of weights.
             spoilt = tl.max((~(tl.abs(v.to(tl.float32)) < float("inf"))).to(tl.int32), axis=1) != 0
             v = tl.where(spoilt[:, None], 0.0, v)
             total = tl.where(tl.max((seen & spoilt[None, :]).to(tl.int32), axis=1) != 0, float("nan"), total)
@@ -1506,7 +1509,7 @@ def _merge_kernel(
     partials, stats, out, sinks, n_splits, n_head,
     DIM_V: tl.constexpr, V: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one token and head, weighed against the largest score of all, P of them at a time."""
+    """Merge the splits of one token and head, weighted relative to the largest score, P of them at a time."""
     await_launches()
     row = tl.program_id(0).to(tl.int64)
     s, dv = tl.arange(0, S), tl.arange(0, V)
@@ -1533,7 +1536,7 @@ def _merge_kernel(
 
 @triton.jit
 def _norm_kernel(x, out, weight, bias, eps, n, thresholded, threshold, LAYER: tl.constexpr, N: tl.constexpr):
-    """One part of one row: RMSNorm, or LayerNorm, and of a whole row what a threshold leaves of it."""
+    """Compute RMSNorm or LayerNorm of one part of one row. A threshold requires that a row has one part."""
     await_launches()
     row = tl.program_id(0).to(tl.int64) * n
     i = tl.arange(0, N)
@@ -1554,7 +1557,7 @@ def _norm_kernel(x, out, weight, bias, eps, n, thresholded, threshold, LAYER: tl
 
 @triton.jit
 def _gaussian_top_k_kernel(x, out, multiplier, n, N: tl.constexpr):
-    """One row, less its mean and so many deviations, where that is above 0; what is not a number stays."""
+    """Subtract the mean plus `multiplier` deviations from a row, and set negative results to 0. NaN stays."""
     await_launches()
     row = tl.program_id(0).to(tl.int64) * n
     i = tl.arange(0, N)
@@ -1567,7 +1570,7 @@ def _gaussian_top_k_kernel(x, out, multiplier, n, N: tl.constexpr):
 
 @triton.jit
 def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
-    """Rows of x [T, n] without their small values, N of them a program."""
+    """Set small values in the rows of x [T, n] to zero, N numbers a program."""
     await_launches()
     i = tl.program_id(1) * N + tl.arange(0, N)
     t = tl.program_id(0)
@@ -1578,7 +1581,8 @@ def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
 
 @triton.jit
 def _largest_kernel(x, out, n_groups, G: tl.constexpr, B: tl.constexpr):
-    """The largest of each of a row's groups of G numbers, B groups a program; NaN where one is not finite."""
+    """Compute the largest of each group of G numbers of a row, B groups a program. A group with a number that
+    is not finite yields NaN."""
     await_launches()
     i = tl.program_id(1) * B + tl.arange(0, B)
     group = tl.program_id(0).to(tl.int64) * n_groups + i
@@ -1591,7 +1595,7 @@ def _largest_kernel(x, out, n_groups, G: tl.constexpr, B: tl.constexpr):
 def _angles_kernel(
     positions, near, far, out, n_tokens, half, n_far, STEP: tl.constexpr, H: tl.constexpr
 ):  # fmt: skip
-    """cos and sin of one token's angles, out [2, T, half]: the sum of a near angle and a far one."""
+    """Compute cos and sin of one token's angles, out [2, T, half]: sums of a near angle and a far one."""
     await_launches()
     t = tl.program_id(0)
     i = tl.arange(0, H)
@@ -1611,7 +1615,7 @@ def _angles_kernel(
 def _turned(
     head, norm, cos_sin, t, n_tokens, half, eps, DIM: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr
 ):
-    """One head, normalised and rotated: each channel meets the other one of its pair."""
+    """Normalise and rotate one head. Each channel is combined with the other channel of its pair."""
     i = tl.arange(0, D)
     rotated = i < 2 * half
     if NEOX:
@@ -1641,7 +1645,7 @@ def _heads_kernel(
     eps, n_tokens, n_head, n_head_kv, half, max_pages,
     DIM: tl.constexpr, DIM_V: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: q is rotated, k rotated and stored, v stored. q, or k and v, may be None."""
+    """Process one head of one token: rotate q, rotate and store k, store v. q, or k and v, may be None."""
     await_launches()
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, D)
@@ -1669,43 +1673,44 @@ def _heads_kernel(
 
 # ---- launches --------------------------------------------------------------------------------------------
 #
-# Shapes choose the tiles, never timing, so that one model gives one result.
+# Only shapes choose the tiles, never timing, so that a model has one result.
 
 MATVEC_ROWS = {1: 4, 2: 4, 4: 2, 8: 2}  # by padded number of tokens
-MATVEC_WORDS = 256  # of each row: two for a thread of four warps
-BITS_WORDS = {1: 128, 2: 128, 4: 64, 8: 64}  # of eight rows
-MATVEC_PROGRAMS = 256  # fewer, and the columns are split
-WEIGHED_TOKENS = 2  # up to here a norm's factor is applied to the sums of the products behind it
-MOST_SQUARES = 4096  # of all tokens, which each of their programs adds up
+MATVEC_WORDS = 256  # words per row: two for each thread of four warps
+BITS_WORDS = {1: 128, 2: 128, 4: 64, 8: 64}  # words per row with eight rows
+MATVEC_PROGRAMS = 256  # with fewer programs the columns are split
+WEIGHED_TOKENS = 2  # most tokens for which products apply the factor of the norm before them
+MOST_SQUARES = 4096  # most parts of squares of all tokens; each program adds up all of them
 MAX_SPLITS = 8
-# Of a program that has one neuron: the row of a 7B model at once.
+# Words per row in a program with one neuron: a whole row of a 7B model.
 NEURON_WORDS = {1: 512, 2: 512, 4: 256, 8: 128}
 AXPY_ROWS = {1: 8, 2: 8, 4: 4, 8: 4}
-AXPY_RANGE = 64  # values that are looked at together
-MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
-CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as many as it holds at a time
-WIDE_ROWS = 8192  # numbers for each token, from which on a program of a product takes twice as many
-MOST_TILED_TOKENS = 512  # from here on the tiles of a product do not change
-HOPPER_PRODUCTS = 2048  # of halves, of a multiprocessor in a cycle: 989 TFLOP/s of an H100
-# That a multiprocessor reads in a cycle. A guess: nothing here measured it. From 8 to 38 the same tiles
-# follow, but for 3 of 90 products of 128 to 512 tokens.
+AXPY_RANGE = 64  # values that are checked together
+MAX_RANGES = 128  # most ranges of a down projection; each adds a row of partial sums
+CHOSEN_PROGRAMS = 8  # resident programs per multiprocessor, which share the selected neurons
+WIDE_ROWS = 8192  # numbers per token from which a program of a product takes twice as many
+MOST_TILED_TOKENS = 512  # from this number of tokens on, the tiles of a product do not change
+HOPPER_PRODUCTS = 2048  # products of halves per multiprocessor and cycle: 989 TFLOP/s of an H100
+# Bytes that a multiprocessor reads per cycle. This is a guess, not a measurement. Values from 8 to 38 lead to
+# the same tiles, except for 3 of 90 products of 128 to 512 tokens.
 HOPPER_L2_BYTES = 24
-PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
+PROMPT_TOKENS = 32  # from this number of tokens on, attention has enough programs without splits
 SPLIT_PAGES = 2
 MAX_ATTENTION_SPLITS = 256
 
 
 def _precision(x: Tensor) -> str:
-    """How tl.dot multiplies float32: three products of TF32 are as exact as one, and use the tensor cores."""
+    """Return the precision of tl.dot for float32. Three products of TF32 are as exact as one of float32, and
+    use the tensor cores."""
     return "tf32x3" if x.device.type != "cpu" and not is_amd(x) else "ieee"
 
 
 def _parts(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
-    """codes, scales, mins, high and sub_scales as the kernels read them, in words."""
+    """Return codes, scales, mins, high and sub_scales as the kernels read them, in words."""
     floats = m.codes.is_floating_point()
     codes = m.codes if floats else m.codes.view(torch.int32)
     high, sub_scales = m.high, m.sub_scales
-    if m.group_of is None:  # planes have a byte a column there
+    if m.group_of is None:  # in planes, high and sub_scales have a byte per column
         high = None if high is None else high.view(torch.int32)
         if sub_scales is not None and m.type == GGMLType.Q4_K:
             sub_scales = sub_scales.view(torch.int32)
@@ -1713,7 +1718,7 @@ def _parts(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
 
 
 def _parts_of_tiles(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
-    """The same, and smaller numbers in words, too, as _load_tile reads them."""
+    """Return the fields of `_parts`, but with scales also in words, as _load_tile reads them."""
     codes, scales, mins, high, sub_scales = _parts(m)
     assert m.group_of is None, "planes are multiplied by their transpose"
     if scales is not None and scales.shape[1] % 2 == 0:
@@ -1724,7 +1729,7 @@ def _parts_of_tiles(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
 
 
 def _row(m: DeviceMatrix) -> tuple[int, int]:
-    """The length of a row of codes, in words or floats, and its words."""
+    """Return the length of a row of codes, in words or floats, and its number of words."""
     n = m.codes.shape[1]
     return (n, -(-n // 4)) if m.codes.is_floating_point() else (n // 4, n // 4)
 
@@ -1734,14 +1739,15 @@ def _new(x: Tensor, *shape: int) -> Tensor:
 
 
 def _inputs(x: Tensor) -> Tensor:
-    """x in one piece that begins at a multiple of 16 bytes, as a slice of a row need not: of other inputs a
-    thread loads single numbers, and threads would share the products of a word, which are not rounded."""
+    """Return x contiguous and aligned to 16 bytes, which a slice of a row may not be. From unaligned inputs a
+    thread loads single numbers, so threads would share the products of a word, which are not rounded."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _given(x: Entering) -> tuple[Tensor, Tensor | None, int, float]:
-    """Inputs of a product of few tokens; of Weighed ones their squares, how many of each token, and eps."""
+    """Return the inputs of a product of few tokens. For Weighed inputs also return the squares, their number
+    per token, and eps."""
     if isinstance(x, Weighed):
         return x.x, x.squares, x.squares.shape[1], x.eps
     return _inputs(x), None, 0, 0.0
@@ -1756,7 +1762,7 @@ def linear(
     activation: ActivationKind | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    """fallback.linear."""
+    """Compute fallback.linear."""
     n_tokens = len(x)
     out = torch.empty((n_tokens, m.n_rows), device=m.codes.device) if out is None else out
     if n_tokens == 0 or m.n_rows == 0:
@@ -1777,7 +1783,8 @@ def _matvec(
     activation: ActivationKind | None = None, threshold: float = 0.0,
     after: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:  # fmt: skip
-    """A product of few tokens: out, or partial sums of split columns. after: norm, weighed, squares_out."""
+    """Compute a product of few tokens. Return out, or partial sums if columns are split. after: norm,
+    weighed, squares_out."""
     assert m.group_of is None, "planes are multiplied by their transpose"
     given, squares, n_parts, eps = _given(x)
     n_tokens, (stride, n_words), tokens = len(given), _row(m), pow2(len(given))
@@ -1799,14 +1806,14 @@ def _matvec(
 
 
 def _is_whole(m: DeviceMatrix, n_tokens: int) -> bool:
-    """Whether a product of few tokens has rows enough, so that its columns are not split."""
+    """Return whether a product of few tokens has enough rows for MATVEC_PROGRAMS, so no columns are split."""
     return 0 < n_tokens <= FEW_TOKENS and -(-m.n_rows // MATVEC_ROWS[pow2(n_tokens)]) >= MATVEC_PROGRAMS
 
 
 def linear_normed(
     x: Entering, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Entering]:
-    """fallback.linear_normed; of one or two tokens in one launch, which leaves Weighed."""
+    """Compute fallback.linear_normed, for one or two tokens in one launch that returns Weighed."""
     n_tokens, n = len(x), m.n_rows
     n_parts = -(-n // MATVEC_ROWS[pow2(min(n_tokens, WEIGHED_TOKENS))])
     if n_tokens > WEIGHED_TOKENS or not _is_whole(m, n_tokens) or n_tokens * n_parts > MOST_SQUARES:
@@ -1826,7 +1833,7 @@ def gated(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
 ) -> Tensor:
-    """fallback.gated; few tokens in one launch, but where so few rows have split columns."""
+    """Compute fallback.gated, for few tokens in one launch unless columns are split (_is_whole)."""
     n_tokens, n = len(h), m.n_rows // 2
     if activation not in FUSED or up_activation not in FUSED or not _is_whole(m, n_tokens):
         gate, up = linear(h, m, bias).split(n, dim=1)
@@ -1847,7 +1854,7 @@ def gated(
 
 
 def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: float, first: int = 0) -> Tensor:
-    """fallback.linear_bits; few tokens in one launch."""
+    """Compute fallback.linear_bits, for few tokens in one launch."""
     x, n_tokens = _inputs(x), len(x)
     if n_tokens > FEW_TOKENS or n_tokens == 0 or m.n_rows == 0 or first:
         return pack_bits(linear(x, m, bias), threshold, first)
@@ -1867,7 +1874,7 @@ def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: floa
 
 @dataclass(frozen=True)
 class Halves:
-    """Inputs of many tokens as the tensor cores multiply them (_halves_kernel), or float32 as they are."""
+    """Inputs of many tokens, as halves for the tensor cores (_halves_kernel), or unchanged as float32."""
 
     x: Tensor
     sizes: Tensor | None
@@ -1875,8 +1882,8 @@ class Halves:
 
 
 def _halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
-    """x [T, n] for products with m, or with any matrix of its type. order: a format, as whose
-    words have their columns."""
+    """Convert x [T, n] for products with m or any matrix of its type. order: the format whose words define
+    the order of columns."""
     if m.type == GGMLType.F32:
         return Halves(x, None, len(x))
     is_brain = m.type == GGMLType.BF16
@@ -1892,7 +1899,7 @@ def _halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program multiplies at a time: rows of the result's matrix, tokens, and weights of each row."""
+    """The tile that a program multiplies at a time: rows of the matrix, tokens, and weights of each row."""
 
     rows: int
     tokens: int
@@ -1900,8 +1907,8 @@ class Tile:
     warps: int
 
     def cycles(self, n_tokens: int, n_rows: int, weight_bytes: float, n_multiprocessors: int) -> float:
-        """About how long a product takes on Hopper, for each weight of a row: the multiprocessors compute a
-        tile each, as fast as their tensor cores do or as its inputs and weights come from the L2 cache."""
+        """Estimate the cycles of a product on Hopper, per weight of a row. Each multiprocessor computes a
+        tile, limited by its tensor cores or by reads of inputs and weights from the L2 cache."""
         n_programs = -(-n_tokens // self.tokens) * -(-n_rows // self.rows)
         n_bytes = 2 * self.tokens + weight_bytes * self.rows
         each = max(self.rows * self.tokens / HOPPER_PRODUCTS, n_bytes / HOPPER_L2_BYTES)
@@ -1909,10 +1916,10 @@ class Tile:
 
 
 def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
-    """The tile of a product with n_out numbers for each token."""
+    """Return the tile of a product with n_out numbers for each token."""
     tokens = max(pow2(given.n_tokens), 16)
     is_float32 = given.x.dtype == torch.float32
-    if is_float32 and is_amd(given.x):  # by no tensor cores
+    if is_float32 and is_amd(given.x):  # without tensor cores
         return Tile(64, min(tokens, 64), 16, 8)
     if is_float32 or is_amd(given.x):
         return Tile(64, min(tokens, 64), 32, 4)
@@ -1921,7 +1928,7 @@ def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
         tiles = [Tile(64, 128, depth, 4), Tile(128, 128, depth, 8)]
         if tokens >= 256:
             tiles.append(Tile(128, 256, depth, 8))
-        # As for a few numbers of tokens, of which each is warmed up (stage.WARM_SIZES).
+        # Tokens are a power of two, so that stage.WARM_SIZES warms up every tile.
         shape = min(tokens, MOST_TILED_TOKENS), n_out, m.row_bytes / m.n_cols, multiprocessors(given.x.device)
         return min(tiles, key=lambda tile: tile.cycles(*shape))
     if tokens >= 128 and m.is_float and n_out >= WIDE_ROWS:
@@ -1930,7 +1937,7 @@ def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a device; of a simulated one a few."""
+    """Return the number of multiprocessors of a device, or a small number for a simulated one."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -1945,7 +1952,7 @@ def is_amd(x: Tensor) -> bool:
 
 
 def lanes(x: Tensor) -> int:
-    """Threads of a warp."""
+    """Return the number of threads of a warp."""
     if x.device.type != "cuda" or not is_amd(x):
         return 32
     return int(torch.cuda.get_device_properties(x.device).warp_size)
@@ -1953,7 +1960,7 @@ def lanes(x: Tensor) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have: what Triton compares a kernel's with when it loads it."""
+    """Return the most bytes of shared memory of a block. Triton checks this limit when it loads a kernel."""
     if device.type != "cuda":
         return LEAST_SHARED
     with launcher.build_errors():
@@ -1977,7 +1984,7 @@ def _linear_many(
 
 
 def _per_word(m: DeviceMatrix) -> int:
-    """Weights of a word, or floats that are taken together."""
+    """Return the weights of a word, or the number of floats that are read together."""
     return 4 if m.is_float or m.type == GGMLType.Q8_0 else 8
 
 
@@ -1986,7 +1993,7 @@ def _add(
     activation: ActivationKind | None = None, threshold: float = 0.0,
     counted: Counted | None = None, counts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Adds up partials [n_parts, T, n] into out [T, n], and `counted` to `counts`."""
+    """Add up partials [n_parts, T, n] into out [T, n], and add `counted` to `counts`."""
     n_parts, n_tokens, n = partials.shape
     launcher.launch(
         _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual,
@@ -2004,13 +2011,14 @@ def linear_t(
     out: Tensor | None = None,
     left_out: Tensor | None = None,
 ) -> Tensor:
-    """fallback.linear_t; more than FEW_TOKENS read every row."""
+    """Compute fallback.linear_t. More than FEW_TOKENS tokens read every row."""
     return _linear_t(x, m, bias, residual, out, left_out=left_out)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What the counts still lack (_count): packed, int32 [n], `count`, int32 [1], of them, or all."""
+    """Packed counts that are not yet added (_count). packed: int32 [n]. count: int32 [1], the number of used
+    entries; None: all."""
 
     packed: Tensor
     count: Tensor | None
@@ -2025,8 +2033,8 @@ def _linear_t(
     ids: Tensor | None = None, count: Tensor | None = None,
     counted: Counted | None = None, counts: Tensor | None = None, left_out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """linear_t; of few tokens with `counted` added to `counts`. ids, count: as _chosen_kernel leaves them, x
-    then being of these rows."""
+    """Compute linear_t, and with few tokens add `counted` to `counts`. ids, count: the results of
+    _chosen_kernel; x then has these rows."""
     x, n_tokens = x.contiguous(), len(x)
     out = _new(x, n_tokens, m.n_cols) if out is None else out
     if n_tokens == 0:
@@ -2047,9 +2055,9 @@ def _linear_t(
         )  # fmt: skip
         return out
     tokens = pow2(n_tokens)
-    # Of planes a scale comes with every weight: half the rows have room in a thread's registers.
+    # In planes every weight has a scale, so only half the rows fit in a thread's registers.
     rows = AXPY_ROWS[tokens] if m.group_of is None else AXPY_ROWS[tokens] // 2
-    words = lanes(x)  # one warp: a word of each row for a thread, which adds up its own columns alone
+    words = lanes(x)  # one warp: a thread has a word of each row and adds up only its own columns
     ranges = min(MAX_RANGES, -(-m.n_rows // AXPY_ROWS[1]))
     partials = _new(x, ranges, n_tokens, m.n_cols)
     launcher.launch(
@@ -2063,7 +2071,7 @@ def _linear_t(
 
 @dataclass(frozen=True)
 class _What:
-    """What is made of gate and up: arguments of fallback.neurons."""
+    """Activations and thresholds of gate and up: arguments of fallback.neurons."""
 
     activation: ActivationKind
     threshold: float
@@ -2073,7 +2081,8 @@ class _What:
 
     @property
     def numbers(self) -> tuple[float, Tensor | None, float, float]:
-        """Threshold of the activation, which tokens are thresholded, and what is small (_values_of)."""
+        """Return the activation's threshold, the flags of thresholded tokens, and the two thresholds of
+        _values_of."""
         either = self.gate_threshold or self.value_threshold
         small = [0.0 if by is None else by.threshold for by in (self.gate_threshold, self.value_threshold)]
         return self.threshold, None if either is None else either.tokens, small[0], small[1]
@@ -2099,7 +2108,7 @@ def neurons(
     gate_threshold: fallback.TokenThreshold | None = None,
     value_threshold: fallback.TokenThreshold | None = None,
 ) -> Tensor:
-    """fallback.neurons; more than FEW_TOKENS read every row."""
+    """Compute fallback.neurons. More than FEW_TOKENS tokens read every row."""
     h, n_tokens = _inputs(h), len(h)
     what = _What(activation, threshold, up_activation, gate_threshold, value_threshold)
     if n_tokens > FEW_TOKENS:
@@ -2124,10 +2133,11 @@ def _every_neuron(
     h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, what: _What,
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> tuple[Tensor, Counted | None]:  # fmt: skip
-    """The values of few tokens, [T, n], and, where counts are wanted, what is to be added to them."""
+    """Compute the values of all neurons for few tokens, [T, n]. Return them and, if requested, the counts to
+    add."""
     n_tokens = len(h)
     values, tokens = _new(h, n_tokens, up.n_rows), pow2(n_tokens)
-    per_program = MATVEC_ROWS[tokens]  # which share what they read of h
+    per_program = MATVEC_ROWS[tokens]  # the rows of a program share their reads of h
     matrices, shape = _gate_and_up(gate, up)
     words, warps = row_tile(per_program, MATVEC_WORDS, max(shape[2], shape[4]), lanes(h))
     programs = -(-up.n_rows // per_program)
@@ -2146,7 +2156,7 @@ def _chosen(
     selected: Tensor, held: fallback.Held | None, gate_bias: Tensor | None, up_bias: Tensor | None,
     values: Tensor, ids: Tensor | None, count: Tensor | None, is_counted: bool,
 ) -> Counted | None:  # fmt: skip
-    """Writes the values of selected neurons of few tokens (_chosen_kernel); what the counts still lack."""
+    """Compute the values of selected neurons for few tokens (_chosen_kernel). Return the counts to add."""
     n_tokens, tokens = len(h), pow2(len(h))
     matrices, shape = _gate_and_up(gate, up)
     words, warps = row_tile(1, NEURON_WORDS[tokens], max(shape[2], shape[4]), lanes(h))
@@ -2167,14 +2177,15 @@ def _chosen(
 def _gate_and_up(
     gate: DeviceMatrix | None, up: DeviceMatrix
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """The matrices as the kernels read them; n_cols, and of each its stride and words."""
+    """Return the matrices as the kernels read them, and n_cols, with the stride and words of each matrix."""
     none: tuple[None, ...] = (None,) * 5
     parts = (*(none if gate is None else _parts(gate)), *_parts(up))
     return parts, (up.n_cols, *((0, 0) if gate is None else _row(gate)), *_row(up))
 
 
 def _n_resident(device: torch.device) -> int:
-    """Programs of _chosen_kernel that a device runs at a time; which of them has a neuron changes no bit."""
+    """Return the number of programs of _chosen_kernel that a device runs at once. Results do not depend on
+    it."""
     return CHOSEN_PROGRAMS * multiprocessors(device)
 
 
@@ -2183,7 +2194,8 @@ def _all_neurons(
     selected: Tensor | None, held: fallback.Held | None,
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Neurons of many tokens: nearly every row fires for one of them, so all are computed, then masked."""
+    """Compute neurons of many tokens. Nearly every row fires for some token, so all are computed, then
+    masked."""
     n_tokens, n = len(h), up.n_rows
     values = _new(h, n_tokens, n)
     if n == 0:
@@ -2217,7 +2229,7 @@ def fired(
     value_threshold: fallback.TokenThreshold | None = None,
     dense: bool = False,
 ) -> Tensor:
-    """fallback.fired."""
+    """Compute fallback.fired."""
     what = _What(activation, threshold, up_activation, gate_threshold, value_threshold)
     n_tokens, n = gate.shape
     if activation not in FUSED or up_activation not in FUSED:
@@ -2259,7 +2271,7 @@ def sparse_ffn(
     value_threshold: fallback.TokenThreshold | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """fallback.sparse_ffn."""
+    """Compute fallback.sparse_ffn."""
     h, n_tokens, n = _inputs(h), len(h), up.n_rows
     what = _What(activation, threshold, up_activation, gate_threshold, value_threshold)
     if n_tokens > FEW_TOKENS:
@@ -2279,7 +2291,7 @@ def sparse_ffn(
 
 
 def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
-    """fallback.pack_bits."""
+    """Compute fallback.pack_bits."""
     scores = scores.contiguous()
     n_tokens, n_scores = scores.shape
     n_bytes = -(-(first + n_scores) // 8)
@@ -2292,7 +2304,7 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
 
 
 def zero_small(x: Tensor, by: fallback.TokenThreshold | None) -> Tensor:
-    """fallback.zero_small."""
+    """Compute fallback.zero_small."""
     if by is None or not len(x):
         return x
     x = x.contiguous()
@@ -2304,7 +2316,7 @@ def zero_small(x: Tensor, by: fallback.TokenThreshold | None) -> Tensor:
 
 
 def largest(logits: Tensor) -> Tensor:
-    """fallback.largest."""
+    """Compute fallback.largest."""
     n_tokens, n_groups = len(logits), logits.shape[1] // LOGIT_GROUP
     out = torch.empty((n_tokens, n_groups), device=logits.device)
     launcher.launch(
@@ -2317,7 +2329,7 @@ def largest(logits: Tensor) -> Tensor:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: fallback.TokenThreshold | None = None
 ) -> Tensor:
-    """fallback.rms_norm; by: of one head."""
+    """Compute fallback.rms_norm. `by` requires n_head = 1."""
     assert by is None or n_head == 1
     return _norm(x, weight, None, eps, x.shape[1] // n_head, by, layer=False)
 
@@ -2325,7 +2337,7 @@ def rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: fallback.TokenThreshold | None = None
 ) -> Tensor:
-    """fallback.layer_norm."""
+    """Compute fallback.layer_norm."""
     return _norm(x, weight, bias, eps, x.shape[1], by, layer=True)
 
 
@@ -2350,7 +2362,7 @@ def _norm(
 
 
 def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
-    """fallback.gaussian_top_k."""
+    """Compute fallback.gaussian_top_k."""
     x, n = x.contiguous(), x.shape[1]
     out = torch.empty_like(x)
     launcher.launch(
@@ -2360,7 +2372,7 @@ def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
 
 
 def angles(positions: Tensor, table: fallback.RopeTable) -> Tensor:
-    """fallback.angles."""
+    """Compute fallback.angles."""
     half, n_far = table.near.shape[2], table.far.shape[1]
     out = _new(positions, 2, len(positions), half)
     launcher.launch(
@@ -2379,7 +2391,7 @@ def rotate(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """fallback.rotate."""
+    """Compute fallback.rotate."""
     x = x.contiguous()
     out = torch.empty_like(x)
     head_dim = x.shape[1] // n_head
@@ -2401,7 +2413,7 @@ def store_kv(
     sequences: Tensor,
     positions: Tensor,
 ) -> None:
-    """fallback.store_kv."""
+    """Compute fallback.store_kv."""
     _heads(None, k, v, None, k_pages, v_pages, page_tables, sequences, positions, 0, "norm", None, None, 0.0)
 
 
@@ -2422,7 +2434,7 @@ def rotate_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """fallback.rotate_store."""
+    """Compute fallback.rotate_store."""
     if cos_sin is None:
         store_kv(k, v, k_pages, v_pages, page_tables, sequences, positions)
         return q
@@ -2478,9 +2490,9 @@ def project_heads(
     n_head: int,
     kind: RopeKind,
 ) -> Tensor:
-    """fallback.project_heads; of few tokens and many rows in one launch."""
+    """Compute fallback.project_heads, for few tokens and many rows in one launch."""
     n_tokens, (n_head_kv, dim, dim_v) = len(h), (k_pages.shape[1], k_pages.shape[3], v_pages.shape[3])
-    if not _is_whole(m, n_tokens) or dim % 4 or dim_v % 4:  # or rows of a program would be of two kinds
+    if not _is_whole(m, n_tokens) or dim % 4 or dim_v % 4:  # otherwise a program could mix queries and keys
         widths = [n_head * dim, n_head_kv * dim, n_head_kv * dim_v]
         q, k, v = linear(h, m, bias).split(widths, dim=1)
         where = page_tables, sequences, positions
@@ -2515,7 +2527,8 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """fallback.attention; fewer than PROMPT_TOKENS split their positions; the splits are merged in order."""
+    """Compute fallback.attention. Fewer than PROMPT_TOKENS tokens split their positions, and the splits are
+    merged in order."""
     q, n_tokens = q.contiguous(), len(q)
     n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
     max_pages, group = page_tables.shape[1], n_head // n_head_kv
@@ -2538,7 +2551,7 @@ def attention(
         )  # fmt: skip
         return out
     tile = token_tile(head, group, is_half=is_half, amd=amd)
-    least = max_pages if n_tokens >= PROMPT_TOKENS else SPLIT_PAGES  # many tokens are programs enough
+    least = max_pages if n_tokens >= PROMPT_TOKENS else SPLIT_PAGES  # many tokens give enough programs
     pages_of_split = max(least, -(-max_pages // MAX_ATTENTION_SPLITS))
     n_splits = -(-max_pages // pages_of_split)
     sums, stats = out, None
@@ -2551,7 +2564,7 @@ def attention(
         SPLIT=n_splits > 1, H=tile.queries, N=tile.positions, **sizes, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     if stats is not None:
-        at_once = 32 if dim_v <= 128 else 16  # more have no room in the registers
+        at_once = 32 if dim_v <= 128 else 16  # more do not fit in the registers
         launcher.launch(
             _merge_kernel, (n_tokens * n_head,), sums, stats, out, sinks, n_splits, n_head,
             DIM_V=dim_v, V=pow2(dim_v), S=pow2(n_splits), P=min(at_once, pow2(n_splits)), warps=1,

@@ -1,4 +1,4 @@
-"""The weights of a stage in device memory, each loaded once, in the type that the file has."""
+"""The weights of a stage in device memory. Each is loaded once, in the file's type."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hotset.offload.uploads import Lines, Uploads, matrix_rows
 
 
 class DeviceWeights:
-    """Loads tensors of a file to `device` when they are first asked for.
+    """The weights of a file on `device`, each loaded at its first use.
 
-    nbytes: what they take there; table_nbytes: what tables of rotations take. expected: bytes that will be
-    loaded, as far as that is known.
+    nbytes: their bytes on the device. table_nbytes: the bytes of tables of rotations. expected: known bytes
+    of the weights that will be loaded, or 0.
     """
 
     def __init__(self, source: WeightSource, device: torch.device, expected: int = 0) -> None:
@@ -32,7 +32,7 @@ class DeviceWeights:
         self._ropes: dict[Rope, RopeTable] = {}
 
     def linear(self, *ops: Linear) -> DeviceMatrix:
-        """The rows that a product takes, or those of several of one input and type, one under the other."""
+        """Return the rows of a product, or the stacked rows of several products of one input and type."""
         key = tuple((op.weight, op.first_row, op.out.width) for op in ops)
         if key not in self._kept:
             info = self.source.tensors[ops[0].weight]
@@ -45,7 +45,7 @@ class DeviceWeights:
         return self._kept[key]  # type: ignore[return-value]
 
     def input_major(self, *ops: Linear) -> DeviceMatrix:
-        """The same rows as columns: a row per input (DeviceMatrix.input_major)."""
+        """Return the same matrices input-major, a row per input (DeviceMatrix.input_major)."""
         key = "input-major", tuple((op.weight, op.first_row, op.out.width) for op in ops)
         if key not in self._kept:
             widths = [op.out.width for op in ops]
@@ -56,13 +56,13 @@ class DeviceWeights:
         return self._kept[key]  # type: ignore[return-value]
 
     def down(self, op: TransposedLinear) -> DeviceMatrix:
-        """A down projection, a row per neuron, in rows or as planes."""
+        """Return a neuron-major down projection, in rows of blocks or as planes."""
         if op.weight not in self._kept:
             self._keep(op.weight, self.some_rows(op, None, self._arena))
         return self._kept[op.weight]  # type: ignore[return-value]
 
     def hot_rows(self, op: Linear | TransposedLinear, rows: np.ndarray) -> DeviceMatrix:
-        """The rows of some neurons, int64 [n]; asked for again, those that were loaded first."""
+        """Return the rows of some neurons, int64 [n]. A second call returns the rows of the first call."""
         key = op.weight, op.first_row if isinstance(op, Linear) else 0, "hot"  # gate and up may be one matrix
         if key not in self._kept:
             self._keep(key, self.some_rows(op, rows, self._arena))
@@ -75,8 +75,8 @@ class DeviceWeights:
         arena: Arena | None = None,
         lines: Lines | None = None,
     ) -> DeviceMatrix:
-        """The rows of some neurons, or of all, loaded anew; without an arena in memory of their own. lines:
-        where they are, if not where the source has them."""
+        """Load the rows of some neurons, or of all, on each call. Without an arena they get memory of their
+        own. lines: the bytes of the rows, if they are not read from the source."""
         info = self.source.tensors[op.weight]
         if lines is None:
             lines = self._lines(op)
@@ -93,18 +93,20 @@ class DeviceWeights:
         return DeviceMatrix.from_planes(lines, scales, self.device, rows, arena)
 
     def neurons(self, ops: Sequence[Linear | TransposedLinear], rows: np.ndarray) -> list[DeviceMatrix]:
-        """The rows of some neurons of several matrices, int64 [n], rising, in memory of their own."""
+        """Load the rows of some neurons of several matrices, in memory of their own. rows: int64 [n],
+        ascending."""
         there: Mapping[str, Lines] = {}
         if isinstance(self.source, Uploads):
             there = self.source.neurons([op.weight for op in ops], rows)
         return [self.some_rows(op, rows, lines=there.get(op.weight)) for op in ops]
 
     def bias(self, name: str | None, first: int = 0, width: int | None = None) -> Tensor | None:
-        """As `vector`; None where there is none."""
+        """Return `vector` of these arguments, or None if `name` is None."""
         return None if name is None else self.vector(name, first, width)
 
     def biases(self, ops: Sequence[Linear]) -> Tensor | None:
-        """The biases of products whose rows are stacked, zeros where one has none."""
+        """Return the biases of products with stacked rows, or None if no product has one. A product without
+        bias gets zeros."""
         if all(op.bias is None for op in ops):
             return None
         parts = [
@@ -116,7 +118,7 @@ class DeviceWeights:
         return self.tensor(tuple((op.bias, op.first_row) for op in ops), np.concatenate(parts))
 
     def vector(self, name: str, first: int = 0, width: int | None = None) -> Tensor:
-        """A norm's weight or a bias in float32, or `width` of its values from `first` on."""
+        """Return a norm's weight or a bias in float32, or `width` of its values from `first` on."""
         key = name, first, width
         if key not in self._kept:
             values = self.host_vector(name)[first : None if width is None else first + width]
@@ -124,29 +126,29 @@ class DeviceWeights:
         return self._kept[key]  # type: ignore[return-value]
 
     def host_vector(self, name: str) -> np.ndarray:
-        """A vector of the file, decoded: float32 [n]."""
+        """Return a decoded vector of the file, float32 [n]."""
         info = self.source.tensors[name]
         return np.asarray(dequantize(self.source.data(name), info.type, info.shape)).reshape(-1)
 
     def tensor(self, key: object, values: np.ndarray) -> Tensor:
-        """Any array on the device, kept under `key`."""
+        """Return an array on the device. The first call with `key` copies it, later calls return the copy."""
         if key not in self._kept:
             self._keep(key, self._arena.copy_of(torch.from_numpy(np.array(values))))
         return self._kept[key]  # type: ignore[return-value]
 
     def held(self, layer: int, neurons: np.ndarray, n_ff: int) -> Held:
-        """The hot neurons of a layer, int64 [n], ascending."""
+        """Return the hot neurons of a layer on the device. neurons: int64 [n], ascending."""
         return Held.of(neurons, n_ff, lambda name, values: self.tensor((layer, "hot", name), values))
 
     def rope(self, rope: Rope, n_ctx: int) -> RopeTable:
-        """The tables of a rotation, shared by the layers."""
+        """Return the tables of a rotation, which the layers share."""
         if rope not in self._ropes:
             self._ropes[rope] = RopeTable.build(rope, n_ctx, self.device)
             self.table_nbytes += self._ropes[rope].near.nbytes + self._ropes[rope].far.nbytes
         return self._ropes[rope]
 
     def _lines(self, *ops: Linear | TransposedLinear) -> Lines:
-        """The rows that products of one input take, or those of a down projection, a row per neuron."""
+        """Return the stored rows of products of one input, or of a neuron-major down projection."""
         parts = [
             (op.weight, op.first_row, op.out.width) if isinstance(op, Linear) else (op.weight, 0, op.x.width)
             for op in ops
@@ -158,7 +160,7 @@ class DeviceWeights:
         self.nbytes += weight.nbytes
 
     def clear(self) -> None:
-        """Drops all of them."""
+        """Drop all weights and tables."""
         self._kept.clear()
         self._ropes.clear()
         self._arena.clear()

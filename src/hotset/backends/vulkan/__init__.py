@@ -1,2 +1,2 @@
-"""The decoder on a GPU through Vulkan: any vendor's driver, and nothing to install beside it
+"""The decoder on a GPU through Vulkan, with any vendor's driver and no other installation
 (docs/guides/vulkan.md)."""

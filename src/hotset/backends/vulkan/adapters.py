@@ -1,4 +1,4 @@
-"""Adapters (LoRA) on a Vulkan device: their matrices, and how much of each the tokens of a step have."""
+"""Adapters (LoRA) on a Vulkan device: their matrices, and the scale of each adapter for each token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hotset.model.operations import LowRank
 
 
 class DeviceAdapters:
-    """Those of an AdapterSet; a part of a model has the pairs of its own matrices alone.
+    """The adapters of an AdapterSet on a device. A part of a model has only the pairs of its own matrices.
 
-    nbytes: of the device's memory. Raises OutOfMemoryError.
+    nbytes: bytes of device memory. The constructor raises OutOfMemoryError if they do not fit.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class DeviceAdapters:
         return self._weights.arena.nbytes + int(self._buffer.reserved)
 
     def pairs_of(self, op: LowRank) -> list[tuple[int, float, VulkanMatrix, VulkanMatrix]]:
-        """What adapters add at an operation: their columns of scales, their factors, a, and b's rows."""
+        """Return the matrices of each adapter at `op`: its column of scales, its factor, `a`, rows of `b`."""
         found = []
         for column, pair in self._adapters.pairs_of(op):
             b = self._matrix(pair.b, op.first_row, op.out.width)
@@ -45,22 +45,22 @@ class DeviceAdapters:
         return self._weights.given((id(matrix), first, n_rows), matrix, first, n_rows)
 
     def rank(self, op: LowRank) -> int:
-        """The largest of an operation."""
+        """Return the largest rank of the adapters at `op`; 0 if no adapter changes it."""
         return max((pair.rank for _, pair in self._adapters.pairs_of(op)), default=0)
 
     def scales(self, column: int, *, of_tail: bool) -> BufferRange:
-        """Of an adapter float32 [rows], of each token, or of each row with logits."""
+        """Return an adapter's scales, float32 [rows]: one per token, or with `of_tail` one per output row."""
         own = self._sizes[of_tail]
         first = len(self._adapters.adapters) * self._sizes[0] if of_tail else 0
         return BufferRange(self._buffer, first + column * own, own)
 
     def fill(self, scales: np.ndarray) -> None:
-        """Takes over those of a step, float32 [n_tokens, n_adapters]. No program may be running."""
+        """Write the scales of a step, float32 [n_tokens, n_adapters]. No program may be running."""
         self._of_tokens = scales
         self._write(scales, of_tail=False)
 
     def choose(self, outputs: np.ndarray) -> None:
-        """Takes over some of the rows whose logits are wanted."""
+        """Write the scales of the rows in `outputs`, whose logits are computed next."""
         self._write(self._of_tokens[outputs], of_tail=True)
 
     def _write(self, scales: np.ndarray, *, of_tail: bool) -> None:

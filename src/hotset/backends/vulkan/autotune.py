@@ -1,11 +1,11 @@
-"""Workgroup shapes of a Vulkan device, found out by measuring: those of products with quantised weights.
+"""Measured workgroup shapes of a Vulkan device for products with quantised weights.
 
     shapes = tuned(info, device, product_types(graph, tensors))
 
-The first model with weights of a type that a device loads measures the candidates (shapes.py)
-with the kernels that run later, and machine.json keeps what was fastest for each device, driver and version.
-All types of a load have two seconds: what they leave unmeasured keeps its default. HOTSET_AUTOTUNE=0 leaves
-all at the defaults. Software drivers, which compute on the CPU, are never tuned.
+The first load of a weight type on a device measures the candidates (shapes.py) with the real kernels.
+machine.json keeps the fastest shapes for each device, driver and version. All types of a load share two
+seconds; unmeasured types keep their defaults. HOTSET_AUTOTUNE=0 disables tuning. Software drivers, which
+compute on the CPU, are never tuned.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from hotset import _core
     from hotset.reporter import Reporter
 
-WIDTH = 4096  # of the matrices that are measured
-_SECONDS = 2.0  # of all types of a load
-_EACH = 0.01  # of a step that is measured; three times at least
-_FASTER = 0.97  # of the default's seconds, at most: what is more is noise
-# Rows of a matrix, how many of them a step reads, and the tokens of the steps whose seconds are added.
+WIDTH = 4096  # inputs of the measured matrices
+_SECONDS = 2.0  # for all types of a load
+_EACH = 0.01  # seconds to measure one step, at least three runs
+_FASTER = 0.97  # a candidate must take less than this share of the default's seconds; the rest is noise
+# Rows of a matrix, matrices that a step multiplies with, and token counts of the steps to add up.
 _MEASURED: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
     "one": (WIDTH, 8, (1,)), "one_large": (4 * WIDTH, 2, (1,)), "few": (WIDTH, 8, (4,)),
     "most_few": (WIDTH, 8, (8, 16, 24)), "few_large": (4 * WIDTH, 2, (4,)),
 }  # fmt: skip
 
-Measure = Callable[[ProductShapes, str], float]  # seconds with some shapes, to choose a field of them
+Measure = Callable[[ProductShapes, str], float]  # seconds with these shapes, for choosing the named field
 
 
 def tuned(
@@ -63,8 +63,10 @@ def tuned(
     measuring: Callable[[GGMLType], contextlib.AbstractContextManager[Measure]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DeviceShapes:
-    """The shapes of a device, which is open, for products with weights of some types; the first ones are
-    measured first. path: of the file to keep them in; measuring, clock: of tests."""
+    """Return the shapes of an open device for products with weights of these types, measured in their order.
+
+    path: the file that keeps the shapes. measuring, clock: replacements for tests.
+    """
     path, measuring = path or machine_file(), measuring or partial(_steps, info, device)
     default, found = default_shapes(info), dict(known_shapes(info, path).tuned)
     missing = [] if why_untuned(info) else [type_ for type_ in types if type_ not in found]
@@ -74,7 +76,7 @@ def tuned(
     for type_ in missing:
         if clock() >= until:
             break
-        # Without memory for it the defaults stay, and the next load tries again.
+        # If memory is short, the defaults stay, and the next load tries again.
         with contextlib.suppress(HotsetError), measuring(type_) as seconds_of:
             found[type_] = fastest(default, seconds_of, lambda: clock() < until)
             keep(path, _key(info, type_), asdict(found[type_]))
@@ -82,8 +84,8 @@ def tuned(
 
 
 def fastest(default: ProductShapes, seconds_of: Measure, has_time: Callable[[], bool]) -> ProductShapes:
-    """What is measured to be fastest, one field after the other; the default where nothing is clearly faster,
-    and where no time is left."""
+    """Return the fastest shapes, measured one field after the other. A field keeps its default unless a
+    candidate is clearly faster. When time runs out, the remaining fields keep theirs."""
     best = default
     for name, candidates in CANDIDATES.items():
         own, least = getattr(default, name), 0.0
@@ -100,14 +102,14 @@ def fastest(default: ProductShapes, seconds_of: Measure, has_time: Callable[[], 
 
 
 def why_untuned(info: VulkanInfo) -> str:
-    """Why a device keeps the defaults; empty where it does not."""
+    """Return why a device keeps the defaults; empty if it can be tuned."""
     if os.environ.get("HOTSET_AUTOTUNE") == "0":
         return "HOTSET_AUTOTUNE=0"
     return "a software driver" if info.is_software else ""
 
 
 def known_shapes(info: VulkanInfo, path: Path | None = None) -> DeviceShapes:
-    """Those of a device as far as they are known; nothing is measured."""
+    """Return the shapes that earlier loads measured on a device, without measuring."""
     kept, found = known(path or machine_file()), dict[GGMLType, ProductShapes]()
     for type_ in () if why_untuned(info) else COMPUTED:
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -116,7 +118,7 @@ def known_shapes(info: VulkanInfo, path: Path | None = None) -> DeviceShapes:
 
 
 def product_types(graph: Graph, tensors: Mapping[str, TensorInfo]) -> list[GGMLType]:
-    """The types of quantised weights that are multiplied with, that with most bytes first."""
+    """Return the types of quantised weights in products, the type with the most bytes first."""
     n_bytes = Counter[GGMLType]()
     for op in graph.primitives:
         if rounded_input(op, tensors) is not None:
@@ -125,7 +127,7 @@ def product_types(graph: Graph, tensors: Mapping[str, TensorInfo]) -> list[GGMLT
 
 
 def device_key(info: VulkanInfo) -> str:
-    """Names a device, its driver and the version of hotset in machine.json."""
+    """Return the key in machine.json that names a device, its driver and the version of hotset."""
     version = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
@@ -139,7 +141,10 @@ def _key(info: VulkanInfo, type_: GGMLType) -> str:
 
 
 def _kept(found: Mapping[str, Any]) -> ProductShapes:
-    """What asdict made of shapes. Raises ValueError and the like where one is no candidate of today."""
+    """Rebuild shapes from the dictionary that asdict made.
+
+    Raises ValueError if a value is not a candidate, KeyError or TypeError if a field is missing or malformed.
+    """
     values = {}
     for name, candidates in CANDIDATES.items():
         value = tuple(found[name]) if isinstance(found[name], list) else found[name]
@@ -149,7 +154,7 @@ def _kept(found: Mapping[str, Any]) -> ProductShapes:
 
 @contextlib.contextmanager
 def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Iterator[Measure]:
-    """Measures steps of products on a device that is open."""
+    """Yield a function that measures steps of products on an open device."""
     with contextlib.ExitStack() as closing:
         stages = {}
         for n_rows, n in {(n_rows, n) for n_rows, n, _ in _MEASURED.values()}:
@@ -163,7 +168,7 @@ def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Ite
             stage, seconds = stages[n_rows], 0.0
             stage.take_shapes(DeviceShapes(shapes))
             for n in counts:
-                stage.rerun(n)  # which records the step, and compiles its kernels
+                stage.rerun(n)  # records the step and compiles its kernels
                 seconds += median_seconds(partial(stage.rerun, n), _EACH)
             return seconds
 
@@ -171,8 +176,11 @@ def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Ite
 
 
 def products(n: int, type_: GGMLType, n_rows: int) -> tuple[HeldWeights, Graph]:
-    """Products with so many matrices: rows of one tensor, which are on the device again and again, each at
-    its own place. A square one multiplies what the one before it yields, for which it waits."""
+    """Build a graph of `n` products, and its weights.
+
+    The matrices are overlapping rows of one tensor; each has its own copy on the device. A product with a
+    square matrix takes the result of the product before it, and so waits for it.
+    """
     weights, graph = HeldWeights(), Graph()
     weights.add("x", (WIDTH, 1), GGMLType.F32, np.ones((1, WIDTH), np.float32))
     rows = np.full((n_rows + n) * row_bytes(type_, WIDTH), 0x11, np.uint8)

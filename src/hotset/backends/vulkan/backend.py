@@ -1,4 +1,4 @@
-"""The Backend protocol over a Vulkan device that has a whole model."""
+"""The Backend protocol for a Vulkan device that holds a whole model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hotset.model.graph import Graph
 
 
 class WholeVulkan(ChainBackend):
-    """A whole model on a Vulkan device, which takes adapters too (backends/adapters.py)."""
+    """A whole model on a Vulkan device. It also supports adapters (backends/adapters.py)."""
 
     is_on_device = True
 
     @property
     def stage(self) -> VulkanStage:
-        """That has all of it."""
+        """Return the only stage, which has the whole model."""
         (stage,) = self.stages
         assert isinstance(stage, VulkanStage)
         return stage
@@ -35,17 +35,17 @@ class WholeVulkan(ChainBackend):
 
     @property
     def graph(self) -> Graph:
-        """Of the model, without adapters."""
+        """Return the graph of the model, without adapters."""
         return self.stage.graph
 
     @property
     def weights(self) -> WeightSource:
-        """Of the model."""
+        """Return the weights of the model."""
         return self.stage.weights
 
     @property
     def adapters(self) -> AdapterSet:
-        """Those that sequences may have. Set between two steps."""
+        """Return the adapters that sequences may have. Set them only between two steps."""
         return self.stage.adapters
 
     @adapters.setter

@@ -1,5 +1,6 @@
-"""What a model takes of a Vulkan device, in bytes and dispatches, before anything is there; and what of it no
-kernel computes. From the graph and the tensor table alone.
+"""The bytes and dispatches that a model needs on a Vulkan device, and the operations that no kernel computes.
+
+Everything is counted from the graph and the tensor table, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _NUMBER = 4  # bytes
 
 
 def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KVType) -> str | None:
-    """What of an operation, its tensors and its cache no kernel computes, in words; None: all has one."""
+    """Describe the part of an operation, its tensors or its cache that no kernel supports; None if all do."""
     in_planes = isinstance(op, TransposedLinear) and op.scales is not None
     for name in () if isinstance(op, Embed) or in_planes else op.matrices:
         if tensors[name].type not in COMPUTED_TYPES:
@@ -76,11 +77,11 @@ def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KV
 
 
 def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes that the matrices of an operation take on a device, of all experts."""
+    """Return the bytes that an operation's matrices take on a device, with all experts."""
     n_bytes = 0
     for name in () if isinstance(op, Embed) else op.matrices:
         info = tensors[name]
-        if isinstance(op, TransposedLinear) and op.scales is not None:  # planes, as they are
+        if isinstance(op, TransposedLinear) and op.scales is not None:  # planes are stored unchanged
             n_bytes += planned_bytes(info.nbytes)
             continue
         n_cols, n_rows, n_matrices = (*info.shape, 1, 1)[:3]
@@ -94,19 +95,22 @@ def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def weight_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes that the weights of an operation take on a device; embeddings are looked up on the host."""
+    """Return the bytes that an operation's weights take on a device. The host looks up embeddings."""
     vectors = (weight.name for weight in op.weights_read if weight.kind == "vector")
     of_vectors = sum(planned_bytes(4 * tensors[name].n_elements) for name in vectors)
     if isinstance(op, Attention) and op.slopes is not None:
         of_vectors += planned_bytes(4 * len(op.slopes))
-    if isinstance(op, Recurrent):  # which some vectors are made for as well
+    if isinstance(op, Recurrent):  # more vectors are derived from some of them
         of_vectors *= 2
     return matrix_bytes(op, tensors) + of_vectors
 
 
 def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int, int]:
-    """Of an FFN that can be split: bytes of each hot neuron; what its matrices take more at most, with one
-    neuron that is always there; and scales that neurons share."""
+    """Return three byte counts of an FFN that can be split.
+
+    They are the bytes of each hot neuron, the most that rounding up and one permanent neuron add, and the
+    bytes of the scales that all neurons share.
+    """
     each = spare = scales = 0
     for op in (ffn.gate, ffn.up, ffn.down):
         for name in () if op is None else op.matrices:
@@ -115,7 +119,7 @@ def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int,
                 scales += planned_bytes(info.nbytes)
                 continue
             if isinstance(op, TransposedLinear) and op.scales is not None:
-                tiles = [TILE * info.row_bytes, TILE * _NUMBER]  # codes, and whose scales they have
+                tiles = [TILE * info.row_bytes, TILE * _NUMBER]  # codes, and scale numbers
             else:
                 tiles = list(tile_bytes(info.type, info.shape[0]))
             if isinstance(op, Linear) and op.bias is not None:
@@ -123,13 +127,13 @@ def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int,
             for tile in filter(None, tiles):
                 each += -(-tile // TILE)
                 spare += tile + planned_spare(tile * -(-ffn.n_ff // TILE))
-    if ffn.mask is not None:  # which the hot ones are
+    if ffn.mask is not None:  # the numbers of the hot neurons
         each, spare = each + _NUMBER, spare + planned_spare(_NUMBER * ffn.n_ff)
     return each, spare, scales
 
 
 def split_bytes(ffns: Sequence[Ffn], max_batch: int) -> int:
-    """What a stage that splits some of these takes more: what passes between it and the CPU, and values."""
+    """Return the additional bytes of a stage that splits some of these FFNs: exchange buffers and values."""
     if not ffns:
         return 0
     width, n_ff = ffns[0].out.width, max(ffn.n_ff for ffn in ffns)
@@ -138,7 +142,10 @@ def split_bytes(ffns: Sequence[Ffn], max_batch: int) -> int:
 
 
 def expert_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> int:
-    """Of a slot for an expert of an MoE layer; a 512th is for the ends of what is bound in parts."""
+    """Return the bytes of one expert's slot in an MoE layer.
+
+    A 512th is added for the ends of buffers that are bound in parts.
+    """
     layout = layout_of(ffn, tensors)
     n_bytes = _NUMBER * sum(layout.biases.values())
     for number, n_rows, n_cols in layout.matrices.values():
@@ -148,9 +155,11 @@ def expert_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def expert_cache_bytes(ffns: Sequence[Ffn], tensors: Mapping[str, TensorInfo], max_batch: int) -> int:
-    """What a stage takes that has an expert cache for some of these layers, beside slots and tables: a slot
-    of each layout, which it has at least, the room that is left in blocks, what passes between it and the
-    CPU, and routes."""
+    """Return the fixed bytes of a stage with an expert cache for some of these layers.
+
+    They are one slot of each layout (the minimum), unused room in blocks, tables, routes, and buffers for the
+    exchange with the CPU.
+    """
     n_bytes = SPARE
     for layout, ffn in {layout_of(ffn, tensors): ffn for ffn in ffns}.items():
         n_pieces = 2 * len(layout.matrices) + len(layout.biases)
@@ -161,7 +170,7 @@ def expert_cache_bytes(ffns: Sequence[Ffn], tensors: Mapping[str, TensorInfo], m
 
 
 def cache_sizes(op: Attention, kv_type: KVType, n_pages: int) -> list[int]:
-    """Bytes of keys and values of a layer, and of q8_0 of their scales as float32."""
+    """Return the bytes of a layer's keys and of its values, and for q8_0 of their float32 scales."""
     per, places = KV_CHANNELS[kv_type], n_pages * op.n_head_kv * PAGE_SIZE
     sizes = [16 * -(-dim // per) * places for dim in (op.head_dim, op.head_dim_v)]
     if kv_type == "q8_0":
@@ -170,12 +179,12 @@ def cache_sizes(op: Attention, kv_type: KVType, n_pages: int) -> list[int]:
 
 
 def state_bytes(op: Recurrent) -> int:
-    """Of a slot."""
+    """Return the bytes of one state slot."""
     return 4 * math.prod(op.state_shape)
 
 
 def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> int:
-    """What keys and values, or states, of an operation take of a device."""
+    """Return the device bytes of an operation's keys and values, or of its states."""
     if isinstance(op, NgramEmbed):  # the host computes it
         return 0
     if isinstance(op, Recurrent):
@@ -188,8 +197,10 @@ def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> 
 def workspace_bytes(
     graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_pages: int, n_states: int
 ) -> int:
-    """At most, of a stage with some layers of a graph: values, the numbers of a step, logits, where these are
-    in the device's memory, and the room that is left in blocks."""
+    """Return an upper bound on the workspace bytes of a stage with some layers of a graph.
+
+    It counts values, the inputs of a step, logits if they are in device memory, and unused room in blocks.
+    """
     steps, first_of_tail = steps_of(graph)
     _, values = places_of(steps, first_of_tail, set(), graph.result, max_batch)
     residual = Value(-1, graph.ops[0].out.width, "residual")
@@ -197,7 +208,7 @@ def workspace_bytes(
         values,
         InputShape.of(graph, residual, max_batch=max_batch, n_pages=n_pages, n_states=n_states).nbytes,
         4 * OUTPUT_ROWS * stride_of(graph.result),
-        4 * max_batch * stride_of(residual),  # which leaves, of a part without the output
+        4 * max_batch * stride_of(residual),  # the result of a part without the output
         candidates.scratch_bytes(graph.result.width, OUTPUT_ROWS),
         *part_bytes(steps, max_batch, n_pages),
         rounded_bytes(steps, first_of_tail, max_batch, tensors),
@@ -206,7 +217,7 @@ def workspace_bytes(
 
 
 def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_pages: int) -> Counter[int]:
-    """Dispatches of a token of each layer, and of what is in none, with candidates."""
+    """Count the dispatches for one token in each layer; NO_LAYER counts the others, with candidates."""
     counts: Counter[int] = Counter({NO_LAYER: len(candidates.n_chunks(graph.result.width))})
     rounded: Value | None = None
     for step in steps_of(graph)[0]:

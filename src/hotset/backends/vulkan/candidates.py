@@ -1,4 +1,4 @@
-"""The largest logits of each row, found on the device: so not all of them cross to the host.
+"""Selection of each row's largest logits on the device, so that not all logits cross to the host.
 
 Each dispatch keeps N_CANDIDATES of every chunk of a row (csrc/vulkan/shaders/candidates.comp), until one
 chunk is left.
@@ -19,7 +19,7 @@ CANDIDATE_BYTES = _PAIR * N_CANDIDATES  # of a row
 
 
 def n_chunks(width: int) -> list[int]:
-    """Chunks of a row of so many logits, of each dispatch; the last has one."""
+    """Return the number of chunks in each dispatch for a row of `width` logits; the last is 1."""
     found = [-(-width // _CHUNK)]
     while found[-1] > 1:
         found.append(-(-found[-1] * N_CANDIDATES // _CHUNK))
@@ -27,7 +27,7 @@ def n_chunks(width: int) -> list[int]:
 
 
 def scratch_bytes(width: int, n_rows: int) -> int:
-    """Of what the dispatches leave for the next ones, two of them in turn."""
+    """Return the bytes of the two buffers in which dispatches leave results for the next one, in turn."""
     return sum(aligned(n * n_rows * CANDIDATE_BYTES) for n in n_chunks(width)[:-1][:2])
 
 
@@ -39,7 +39,7 @@ def record(
     scratch: BufferRange,
     out: BufferRange,
 ) -> None:
-    """The dispatches for n rows. row: their width and stride. out: for CANDIDATE_BYTES of each."""
+    """Record the dispatches for n rows. row: their width and stride. out: CANDIDATE_BYTES for each row."""
     (width, stride), chunks = row, n_chunks(row[0])
     halves = [scratch, scratch.part(aligned(chunks[0] * n * CANDIDATE_BYTES), 0)]
     read = logits
@@ -52,8 +52,10 @@ def record(
 
 
 def candidates_of(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, rising in each row, and their logits, int32 and float32 [n, N_CANDIDATES], of what the last
-    dispatch left: uint32 [n, N_CANDIDATES, 2]."""
+    """Return the token ids, rising in each row, and their logits: int32 and float32 [n, N_CANDIDATES].
+
+    pairs: the result of the last dispatch, uint32 [n, N_CANDIDATES, 2].
+    """
     keys, ids = pairs[..., 0], pairs[..., 1].view(np.int32)
     sign = np.uint32(1 << 31)
     values = np.where(keys & sign, keys ^ sign, ~keys).view(np.float32)

@@ -1,4 +1,4 @@
-"""Which Vulkan devices there are, and which one a model runs on."""
+"""Detection of Vulkan devices, and the choice of the device that a model runs on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def may_be_there(root: Path = Path("/"), platform: str = sys.platform) -> bool:
-    """Whether a GPU may be there, without starting a driver: on Linux each has a node."""
+    """Return whether a GPU may exist, without starting a driver. On Linux each GPU has a device node."""
     if not platform.startswith("linux"):
         return True
     nodes = [*(root / "dev/dri").glob("renderD*"), root / "dev/nvidia0", root / "dev/dxg"]
@@ -27,7 +27,7 @@ def may_be_there(root: Path = Path("/"), platform: str = sys.platform) -> bool:
 
 
 def why_unused(info: VulkanInfo) -> str:
-    """Why --device auto never uses a device; empty where it may."""
+    """Return why --device auto never uses a device; empty if it may."""
     if info.refusal:
         return info.refusal
     return "a software driver, which computes on the CPU: for tests" if info.is_software else ""
@@ -40,7 +40,7 @@ def found_device(progress: Reporter | None = None) -> tuple[str | None, str | No
     found: list[tuple[float, int]] = []
     with contextlib.suppress(HotsetError):  # no driver
         for info in list_devices():
-            with contextlib.suppress(HotsetError):  # one that fails is not the best
+            with contextlib.suppress(HotsetError):  # skip a device that fails
                 if not why_unused(info):
                     found.append((measured(info, progress=progress).read, -info.index))
     return (f"{NAME}:{-max(found)[1]}" if found else None), None
@@ -56,7 +56,7 @@ def named_devices(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def examine(progress: Reporter | None = None) -> list[Examined]:
-    """Measure devices that were not measured, as Detector.examine."""
+    """Measure the devices without stored rates, as Detector.examine."""
     found: list[tuple[VulkanInfo, VulkanRates | None, str]] = []
     for info in list_devices():
         unused, rates = why_unused(info), None

@@ -1,4 +1,4 @@
-"""Vulkan devices by name: which are there, and why one cannot be used."""
+"""Vulkan devices by name, and why a device cannot be used."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hotset import _core
 from hotset.errors import DeviceError
 
 NAME = "vulkan"
-_ORDER = ("discrete", "integrated", "virtual", "other", "software")  # which one the bare name means
+_ORDER = ("discrete", "integrated", "virtual", "other", "software")  # preference for the name "vulkan"
 
 
 @dataclass(frozen=True)
 class VulkanInfo:
     """A device as its driver describes it.
 
-    kind: discrete, integrated, virtual, software or other. api: of Vulkan, "1.3.230". memory, free: bytes of
-    its own, or of what it shares with the host. refusal: why it cannot be used; empty where it can.
-    features: what it has that is not needed, for a person. subgroup: lanes of its subgroups.
-    vendor: its PCI number.
+    kind: discrete, integrated, virtual, software or other. api: the Vulkan version, such as "1.3.230".
+    memory, free: bytes of its own memory, or of the memory it shares with the host. refusal: why it cannot
+    be used; empty if it can. features: its optional features, for display. subgroup: lanes of a subgroup.
+    vendor: the PCI vendor number.
     """
 
     index: int
@@ -36,34 +36,34 @@ class VulkanInfo:
 
     @property
     def is_software(self) -> bool:
-        """Whether it computes on the CPU: for tests."""
+        """Return whether the device computes on the CPU; such devices are for tests."""
         return self.kind == "software"
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its memory is this machine's, and its bandwidth that of the CPU."""
+        """Return whether the device uses the host's memory, and so has the CPU's bandwidth."""
         return self.kind in ("integrated", "software")
 
 
 def validates() -> bool:
-    """Whether the validation layer watches every call (tests set it; it is slow)."""
+    """Return whether the validation layer checks every call. It is slow; tests enable it."""
     return os.environ.get("HOTSET_VULKAN_VALIDATION") == "1"
 
 
 def is_vulkan(name: object) -> bool:
-    """Whether a device's name is one of these."""
+    """Return whether `name` names a Vulkan device."""
     return isinstance(name, str) and name.partition(":")[0] == NAME
 
 
 def list_devices() -> list[VulkanInfo]:
-    """The devices of this machine in the driver's order. Raises DeviceError where there is no driver."""
+    """Return the devices of this machine in the driver's order. Raises DeviceError without a driver."""
     return [VulkanInfo(**facts) for facts in _core.vulkan_devices(validates())]
 
 
 def find_device(name: str) -> VulkanInfo:
-    """The device of a name: the best for "vulkan", that with the number for "vulkan:1".
+    """Return the device of a name: the best one for "vulkan", device number 1 for "vulkan:1".
 
-    Raises DeviceError if there is none, or if it cannot be used.
+    Raises DeviceError if the device does not exist or cannot be used.
     """
     _, colon, number = name.partition(":")
     found = list_devices()

@@ -1,9 +1,9 @@
 """Experts of MoE layers in slots of a Vulkan device's memory (offload/expert_cache.py).
 
-The CPU computes those that have no slot (split.py). Both sides compute quantised products in the same order
-(docs/contributing/internals/numerics.md), so where an expert is computed shows in no bit. Each needs its
-rows in an order of its own: a thread rearranges those that are to come beside the steps, and they are written
-to the device between two of them.
+The CPU computes the experts without a slot (split.py). Both sides compute quantised products in the same
+order (docs/contributing/internals/numerics.md), so the results are bitwise identical. The device and the CPU
+need a matrix's rows in different orders. A thread rearranges the next experts during the steps, and they are
+written to the device between two steps.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from hotset.offload.expert_cache import ACTIVATIONS, ExpertCache, Group, parts_o
 
 
 class VulkanExpertCache(ExpertCache):
-    """The cache of a VulkanStage. beside: a thread rearranges; False: all is done between two steps.
-    nbytes: of the device's memory, all of it from the beginning."""
+    """The expert cache of a VulkanStage.
 
-    most_coming = 16  # of a group
-    coming_bytes = 256 << 20  # which wait in this machine's memory, and are written before a step can begin
+    beside: a thread rearranges experts during the steps; False: all work is done between two steps.
+    nbytes: bytes of device memory, all allocated at the start.
+    """
+
+    most_coming = 16  # pending experts of a group
+    coming_bytes = 256 << 20  # of pending experts in host memory, all written before a step can begin
 
     def __init__(
         self,
@@ -73,18 +76,20 @@ class VulkanExpertCache(ExpertCache):
         self.nbytes = weights.arena.nbytes + tables.reserved
 
     def _slot_bytes(self, group: Group) -> int:
-        """Of the matrices of an expert."""
+        """Return the bytes of one expert's matrices in a slot."""
         parts = [part for matrix, _ in self._slots[group.number].values() for part in matrix.parts]
         pieces = [piece for part in parts for piece in (part.codes, part.more) if piece is not None]
         return sum(piece.size for piece in pieces) // group.n_slots
 
     def table(self, layer: int) -> BufferRange:
-        """The slot of each expert of a layer, int32 [n_expert], -1: it has none."""
+        """Return the device's table of slots for a layer, int32 [n_expert]; -1 if an expert has no slot."""
         return self._tables[layer]
 
     def slots_of(self, layer: int, product: Value) -> tuple[VulkanMatrix, BufferRange | None]:
-        """The matrices of all slots for the product that makes a value, and the biases, float32 [n_slots,
-        rows]."""
+        """Return the matrices and the biases of all slots, for the product that makes a value.
+
+        The biases are float32 [n_slots, rows], or None.
+        """
         return self._slots[self.group_of(layer).number][self._names[product]]
 
     def _publish(self, group: Group) -> None:
@@ -112,7 +117,7 @@ class VulkanExpertCache(ExpertCache):
 
 
 def cached_layers(graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[dict[int, Ffn], str]:
-    """The MoE layers whose experts a cache may hold, and why others are not among them, if there are any."""
+    """Return the MoE layers whose experts a cache may hold, and why the first other MoE layer has none."""
     held: dict[int, Ffn] = {}
     why = ""
     for ffn in graph.ffns:
@@ -125,7 +130,10 @@ def cached_layers(graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[dict
 
 
 def why_not_cached(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> str:
-    """What of a layer's experts has other last bits on a device than on the CPU, in words; empty: nothing."""
+    """Return which part of a layer's experts would differ in its last bits between the device and the CPU.
+
+    The text is empty if nothing would differ.
+    """
     parts = parts_of(ffn).values()
     if not isinstance(ffn.select, Route) or ffn.top_k is not None or ffn.sub_norm is not None:
         return "experts with predictors, or with a norm or a selection among their neurons"

@@ -1,5 +1,4 @@
-"""What changes from step to step, in memory that the host writes and the device reads: recordings name it
-once."""
+"""The inputs of a step, in memory that the host writes and the device reads. Recordings bind it once."""
 
 from __future__ import annotations
 
@@ -26,15 +25,18 @@ from hotset.model.operations import (
 )
 from hotset.model.rope import cos_sin
 
-OUTPUT_ROWS = 64  # of logits that are computed at a time
-_COLUMNS = 16  # of a state, of a workgroup
+OUTPUT_ROWS = 64  # rows of logits computed at a time
+_COLUMNS = 16  # columns of a state that one workgroup computes
 SPLIT = 512  # positions of one running softmax (csrc/vulkan/shaders/attention.comp)
 
 
 @dataclass(frozen=True)
 class InputShape:
-    """n_states: slots, 0 where the part has no recurrent state. entering: floats of a row of each value that
-    the host writes. ropes, heads, tiles: rotations, numbers of heads, and of tiles of states, each once."""
+    """The sizes of a part's inputs.
+
+    n_states: state slots; 0 if the part has no recurrent state. entering: floats of a row of each value that
+    the host writes. ropes, heads, tiles: the distinct rotations, head counts, and counts of state tiles.
+    """
 
     max_batch: int
     n_pages: int
@@ -48,7 +50,7 @@ class InputShape:
     def of(
         cls, graph: Graph, entering: Value | None, *, max_batch: int, n_pages: int, n_states: int
     ) -> InputShape:
-        """Of a part of a graph, which a value enters where it does not begin with the tokens."""
+        """Return the shape for a part of a graph. entering: its input value; None if it reads the tokens."""
         values = [op.out for op in graph.ops if isinstance(op, Embed | NgramEmbed | PositionGain)]
         values += [entering] if entering else []
         scans = (op for op in graph.recurrent if not isinstance(op, ShortConv | NgramEmbed))
@@ -64,7 +66,7 @@ class InputShape:
 
     @property
     def words(self) -> dict[object, int]:
-        """Return the words of each number of a batch, by its key in VulkanInputs."""
+        """Return the 32-bit words of each input of a batch, by its key in VulkanInputs."""
         most = self.max_batch
         words: dict[object, int] = {
             "positions": 3 * most, "slots": most, "tables": most * self.n_pages, "outputs": OUTPUT_ROWS,
@@ -81,14 +83,14 @@ class InputShape:
 
 
 class VulkanInputs:
-    """The numbers of a batch.
+    """The inputs of a batch, by key.
 
-    positions: uint32 [3, max_batch], of each token, the row of the page tables that is its sequence's, and
-    the last position of that. slots: uint32 [max_batch], where the cache holds it. tables: uint32 [max_batch,
-    n_pages]. outputs: uint32 [OUTPUT_ROWS]. thresholded: float32 [max_batch]. states: uint32 [4, max_batch]
-    (csrc/vulkan/shaders/states.glsl). angles: by rotation float32 [max_batch, n_rot / 2, 2]. rows: by the id
-    of a value that enters float32 [max_batch, stride]. groups: uint32 [3], of workgroups: of the attention
-    with splits apart by number of heads, and of what goes through states by tiles of these (tiles_of).
+    "positions": uint32 [3, max_batch]: each token's position, its sequence's row in "tables", and the last
+    position of its sequence. "slots": uint32 [max_batch], cache slots of the tokens. "tables": uint32
+    [max_batch, n_pages]. "outputs": uint32 [OUTPUT_ROWS]. "thresholded": float32 [max_batch]. "states":
+    uint32 [4, max_batch] (csrc/vulkan/shaders/states.glsl). A Rope: angles, float32 [max_batch, n_rot / 2,
+    2]. An entering Value: its rows, float32 [max_batch, stride]. ("heads", n) and ("tiles", n): uint32 [3],
+    the workgroups of a split attention with n heads, and of a scan with n tiles (tiles_of).
     """
 
     def __init__(self, device: _core.VulkanDevice, shape: InputShape) -> None:
@@ -108,20 +110,23 @@ class VulkanInputs:
         )  # fmt: skip
 
     def __getitem__(self, key: object) -> BufferRange:
-        """The piece of a name, a rotation or a value."""
+        """Return the buffer range of a name, a rotation or a value."""
         return self._pieces[key]
 
     def groups_of(self, kind: str, number: int) -> tuple[_core.VulkanBuffer, int]:
-        """Where the workgroups are: of "heads", an attention with so many, or of "tiles" of states."""
+        """Return the buffer and the offset of a number of workgroups.
+
+        kind: "heads" for an attention with `number` heads, "tiles" for a scan with `number` tiles.
+        """
         return self.buffer, self._pieces[kind, number].offset
 
     def fill(self, batch: Batch, slots: np.ndarray, rows: Mapping[Value, np.ndarray]) -> None:
-        """Takes over a batch that was checked; slots: base.cache_slots. No program may be running.
+        """Write the inputs of a checked batch. slots: from base.cache_slots. No program may be running.
 
         Raises InvalidRequestError for states that break the contract of Batch.
         """
         n = len(batch.tokens)
-        # Rows of the tables are those of the step: the caller may have more sequences than a step has tokens.
+        # Renumber the sequences: the caller may have more of them than a step has tokens.
         used, own = np.unique(batch.sequences, return_inverse=True)
         width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._n_pages)
         first = np.flatnonzero(np.append(True, batch.sequences[1:] != batch.sequences[:-1]))
@@ -148,7 +153,7 @@ class VulkanInputs:
             self._words["heads", n_head][:3] = n_head, n, n_splits
 
     def _fill_states(self, batch: Batch, first: np.ndarray, lengths: np.ndarray) -> None:
-        """first, lengths: of the sequences of a batch, their first tokens and how many they have."""
+        """Write the state slots. first, lengths: each sequence's first token, and its number of tokens."""
         states, saves = check_states(batch, self._n_states)
         n = len(batch.tokens)
         words = self._words["states"].reshape(4, -1)
@@ -158,11 +163,11 @@ class VulkanInputs:
             self._words["tiles", n_tiles][:3] = n_tiles, len(first), 1
 
     def choose(self, outputs: np.ndarray) -> None:
-        """Takes over some of the rows whose logits are wanted."""
+        """Write the indices of the rows whose logits are computed next."""
         self._words["outputs"][: len(outputs)] = outputs
 
 
 def tiles_of(op: Recurrent) -> int:
-    """Workgroups of a scan for one sequence (csrc/vulkan/shaders/scan.comp)."""
+    """Return the workgroups of a scan for one sequence (csrc/vulkan/shaders/scan.comp)."""
     n_head, *_, width = (1, *op.state_shape)[-3:]
     return n_head * -(-width // _COLUMNS)

@@ -1,4 +1,4 @@
-"""The kernels of a Vulkan device: SPIR-V that csrc/vulkan/shaders/compile.py made, compiled by the driver."""
+"""The kernels of a Vulkan device: SPIR-V from csrc/vulkan/shaders/compile.py, compiled by the driver."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hotset import _core
 from hotset.backends.vulkan.shapes import DeviceShapes
 from hotset.model.operations import Value
 
-_LANES = 64  # of a workgroup that takes values one by one
+_LANES = 64  # lanes of a workgroup in elementwise kernels
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a kernel takes: how many buffers, and its push constants as `struct` has them."""
+    """The inputs of a kernel: its number of buffers, and its push constants in `struct` format."""
 
     n_buffers: int
     push: str
@@ -62,15 +62,15 @@ _SPIRV = files("hotset.backends.vulkan").joinpath("spirv")
 
 
 class VulkanKernels:
-    """Compiles kernels when they are first asked for, one for each set of constants.
+    """The kernels of a device, each compiled at its first use for a set of constants.
 
-    A test of the device says which instructions of its own they may have (probe.comp); the bits are the same.
-    is_native: integer dot products, and half floats, which Vulkan does not promise to read exactly.
-    is_fused: an fma() that rounds once; without it products and sums with their errors take its place.
-    shapes: of workgroups of products that are recorded from now on.
+    A probe of the device (probe.comp) decides which native instructions they use; the bits are the same.
+    is_native: kernels use integer dot products and half floats, which the probe found exact; Vulkan does not
+    guarantee that. is_fused: fma() rounds once; otherwise kernels compute products and sums with their errors
+    instead. shapes: workgroup shapes of the products recorded from now on.
     """
 
-    allows_native = True  # tests take it away
+    allows_native = True  # tests set it to False
 
     def __init__(self, device: _core.VulkanDevice, shapes: DeviceShapes | None = None) -> None:
         self.device, self.shapes = device, shapes or DeviceShapes()
@@ -81,7 +81,7 @@ class VulkanKernels:
         self._compiled.clear()
 
     def _probed(self) -> tuple[bool, bool]:
-        """Whether half floats and products of bytes are exact, and whether fma() rounds once."""
+        """Return whether half floats and byte dot products are exact, and whether fma() rounds once."""
         found = self.device.allocate(3 * 4 << 16, "from_device")
         recorder = Recorder(self)
         recorder.add("probe", [], [(found, 0, found.size, True)], (), (1024, 1, 1))
@@ -99,7 +99,7 @@ class VulkanKernels:
         return bool(exact.all()) and np.array_equal(dots, expected), fused
 
     def get(self, name: str, constants: Sequence[int]) -> _core.VulkanKernel:
-        """A kernel with these specialisation constants, from the first on."""
+        """Return a kernel with these specialisation constants, numbered from 0."""
         key = name, *constants
         if key not in self._compiled:
             shape, own = KERNELS[name], _SPIRV.joinpath(f"{name}_native.spv")
@@ -115,17 +115,17 @@ class VulkanKernels:
 
 
 def shaders_digest() -> str:
-    """Of the sources of all kernels."""
+    """Return the SHA-256 of sources.json, which covers the sources of all kernels."""
     return hashlib.sha256(_SPIRV.joinpath("sources.json").read_bytes()).hexdigest()
 
 
 class Recorder:
-    """Records the dispatches of a program."""
+    """A recorder of the dispatches of a program."""
 
     def __init__(self, kernels: VulkanKernels) -> None:
         self.program = _core.VulkanProgram(kernels.device)
         self.n_dispatches = 0
-        self.rounded: Value | None = None  # whose rows were rounded last
+        self.rounded: Value | None = None  # the value whose rows were rounded last
         self._kernels = kernels
 
     def add(
@@ -136,7 +136,7 @@ class Recorder:
         push: Sequence[float],
         groups: tuple[int, int, int],
     ) -> None:
-        """One dispatch of so many workgroups."""
+        """Record one dispatch of `groups` workgroups."""
         kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch(kernel, list(bindings), packed, groups)
         self.n_dispatches += 1
@@ -149,20 +149,21 @@ class Recorder:
         push: Sequence[float],
         groups: tuple[_core.VulkanBuffer, int],
     ) -> None:
-        """The same; the host writes how many workgroups into a buffer, at an offset, before each run."""
+        """Record one dispatch. groups: a buffer and an offset, where the host writes the number of workgroups
+        before each run."""
         kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch_indirect(kernel, list(bindings), packed, *groups)
         self.n_dispatches += 1
 
 
-Record = Callable[[Recorder, int], None]  # the dispatches of an operation, for so many rows
+Record = Callable[[Recorder, int], None]  # records the dispatches of an operation for n rows
 
 
 def by_values(width: int, n: int) -> tuple[int, int, int]:
-    """Workgroups of kernels that take values one by one, of n rows."""
+    """Return the workgroups of an elementwise kernel for n rows."""
     return -(-width // _LANES), n, 1
 
 
 def stride_of(value: Value) -> int:
-    """Floats from one row of a value to the next: products read four at a time."""
+    """Return the floats from one row of a value to the next, a multiple of 4: products read 4 at a time."""
     return -(-value.width // 4) * 4

@@ -1,4 +1,4 @@
-"""From a Placement to the backend that computes it on Vulkan devices."""
+"""Construction of the backend that computes a Placement on Vulkan devices."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def open_placed(
 ) -> ChainBackend:
     """Build a chain of the CPU and the Vulkan devices of a placement, as Opener.open_placed.
 
-    options.sparse: of the CPU's layers and neurons. staged: as in pipelines.open_device.
+    options.sparse: applies to the CPU's layers and neurons. staged: as in pipelines.open_device.
     """
     opener = _StageOpener(placement, weights, graph, options, staged=staged)
     return open_chain(opener, placement, weights, graph, options)
 
 
 class _StageOpener:
-    """Opens each device of a placement once, and tunes it if it was not (autotune.py); the stages of a device
-    stay within its limit together."""
+    """The opener of a placement's stages. It opens each device once and tunes it if needed (autotune.py).
+    All stages of a device together stay within its limit."""
 
     name, chain, notes = NAME, WholeVulkan, ()
 
@@ -72,7 +72,7 @@ class _StageOpener:
     def share(self, piece: PlacedPiece) -> CpuShare:
         """Return the CPU's share, as StageOpener.share."""
         placement = self._placement
-        # A kernel multiplies with a row at least: if no neuron pays on the device, it has the first.
+        # A kernel needs at least one row: if no neuron pays off on the device, it gets the first.
         masks = hot_of(placement, piece)
         hot = {i: mask if mask.any() else np.arange(len(mask)) == 0 for i, mask in masks.items()}
         n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0

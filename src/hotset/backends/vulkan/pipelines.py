@@ -1,13 +1,13 @@
-"""Kernels as a driver compiled them, kept on disk: the next start compiles nothing that was compiled before.
+"""A disk cache of compiled kernels, so that the next start does not compile them again.
 
-A file for each device and driver, in the cache of the store:
+The cache of the store has a file for each device and driver:
 
     8 bytes    _MAGIC
-    32 bytes   SHA-256 of what follows
+    32 bytes   SHA-256 of the rest
     the rest   the driver's pipeline cache, whose header names vendor, device and compiler
 
-Drivers read such data without much care: it is bounded, whole, and of this device and this driver before one
-gets it. A file that is not is left out, and written anew.
+Drivers validate this data poorly. Before a driver gets it, hotset checks its size, its digest, and that it
+belongs to this device and driver. A file that fails a check is ignored and later replaced.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hotset.files import read_small_file, write_whole
 from hotset.storage.store import home
 
 _MAGIC = b"hotsetVK"
-MOST_BYTES = 64 << 20  # of a file that is read or written
+MOST_BYTES = 64 << 20  # the largest file to read or write
 
 
 def path_of(info: VulkanInfo) -> Path:
-    """The file of a device and its driver."""
+    """Return the path of the file for a device and its driver."""
     names = " | ".join([info.name, info.kind, info.driver, info.api])
     return home() / "cache" / "vulkan" / f"{hashlib.sha256(names.encode()).hexdigest()[:32]}.bin"
 
 
 def read(info: VulkanInfo) -> bytes:
-    """What was kept; nothing where there is no such file, or it is damaged. The device compares the header
-    with its own (csrc/vulkan/device.h) before the driver gets it."""
+    """Return the cached pipelines; empty if the file does not exist or is damaged. The device compares the
+    header with its own (csrc/vulkan/device.h) before the driver gets it."""
     try:
         data = read_small_file(path_of(info), MOST_BYTES)
     except (OSError, HotsetError):
@@ -44,7 +44,7 @@ def read(info: VulkanInfo) -> bytes:
 
 
 def keep(info: VulkanInfo, device: _core.VulkanDevice) -> None:
-    """Writes what the driver has compiled, where that is more than is kept."""
+    """Write the driver's pipeline cache if it is larger than the file, or if the file is unusable."""
     data, known, path = device.compiled(), read(info), path_of(info)
     is_more = len(data) > len(known) or not device.is_cache_of(known)
     if not is_more or not device.is_cache_of(data) or len(data) > MOST_BYTES - 40:
@@ -55,8 +55,11 @@ def keep(info: VulkanInfo, device: _core.VulkanDevice) -> None:
 
 
 def open_device(info: VulkanInfo, *, budget: int | None = None, staged: bool = False) -> _core.VulkanDevice:
-    """A device, opened; with the kernels that were compiled before. budget: bytes that it gives at most;
-    staged: the host copies to the device even if it could write its memory. Raises DeviceError."""
+    """Open a device with its cached kernels. Raises DeviceError.
+
+    budget: the most bytes to allocate on it. staged: copy data to the device even if the host could write its
+    memory directly.
+    """
     device = _core.VulkanDevice(info.index, validates(), staged, read(info))
     if budget is not None:
         device.limit(budget)

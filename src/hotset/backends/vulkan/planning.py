@@ -1,10 +1,10 @@
-"""Vulkan devices for the planner: which there are, how fast they are, and what a model takes there.
+"""Facts about Vulkan devices for the planner: their rates, and the bytes of a model on them.
 
     facts = placement_facts(model, ("vulkan:0",))
 
-How fast a device is, is measured once with the kernels that run later, within some seconds, and kept in
-machine.json for each device, driver and version. A software driver computes on the CPU: it is used where it
-is named, for tests, and planned as a desktop's GPU would be.
+The rates of a device are measured once with the real kernels, within some seconds. machine.json keeps them
+for each device, driver and version. A software driver computes on the CPU. It is used only if it is named,
+for tests, and planned like a desktop GPU.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
     from hotset.placement.cards import Card
     from hotset.reporter import Reporter
 
-KEPT_FREE = 256 << 20  # bytes of a device that are left alone where no budget is given
-_SHARE_OF_SHARED = 0.75  # of the free memory of this machine, of a device that shares it
-_N_ROWS = 8192  # of the matrices that are measured, 19 MB each
-_MOST = 16  # of these, more than caches hold
-_PASS = 0.02  # seconds that reading them shall take
-_SECONDS = 0.2  # of each measurement
+KEPT_FREE = 256 << 20  # bytes of a device that stay free without a budget
+_SHARE_OF_SHARED = 0.75  # of the host's free memory, for a device that shares it
+_N_ROWS = 8192  # rows of the measured matrices, 19 MB each
+_MOST = 16  # measured matrices, more than caches hold
+_PASS = 0.02  # target seconds to read the matrices once
+_SECONDS = 0.2  # for each measurement
 _N_LAUNCHES = 64
-_SUBMIT_KERNELS = 2  # of a layer with an expert cache (backends/vulkan/split.py)
+_SUBMIT_KERNELS = 2  # additional kernels of a layer with an expert cache (backends/vulkan/split.py)
 
 
 # -- how fast ------------------------------------------------------------------------------------
@@ -83,8 +83,11 @@ def measured(
     path: Path | None = None,
     measure: Callable[[VulkanInfo], VulkanRates] | None = None,
 ) -> VulkanRates:
-    """What is known of a device, measured where it is not. path: the file to keep it in; measure: of tests.
-    Raises DeviceError, OutOfMemoryError for one that fails."""
+    """Return the stored rates of a device, or measure and store them.
+
+    path: the file that keeps them. measure: a replacement for tests. Raises DeviceError or OutOfMemoryError
+    if the device fails.
+    """
 
     def kept(found: Mapping[str, Any]) -> VulkanRates:
         return VulkanRates(
@@ -99,7 +102,7 @@ def measured(
 
 
 def measure_now(info: VulkanInfo) -> VulkanRates:
-    """The rates of a device, measured in some seconds and not kept."""
+    """Measure the rates of a device within some seconds, without storing them."""
     one, many = (_seconds_of(info, _chain(n)) for n in (1, 1 + _N_LAUNCHES))
     launch = max((many - one) / _N_LAUNCHES, 0.0)
     sync = max(one - launch, 0.0)
@@ -114,7 +117,7 @@ def measure_now(info: VulkanInfo) -> VulkanRates:
 
 
 def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
-    """Of a step of one token, as it is recorded: the median of some."""
+    """Return the median seconds of a recorded step with one token."""
     options = BackendOptions(n_pages=1, max_batch=1)
     with contextlib.closing(VulkanStage(*model, OpenDevice.of(info), options)) as stage:
         stage.rerun()
@@ -122,7 +125,7 @@ def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
 
 
 def _chain(n: int) -> tuple[HeldWeights, Graph]:
-    """Operations that compute nothing to speak of, each of what the one before it made."""
+    """Build a graph of `n` cheap operations, each on the result of the one before it."""
     weights, graph = HeldWeights(), Graph()
     weights.add("x", (WIDTH, 1), GGMLType.F32, np.ones((1, WIDTH), np.float32))
     x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
@@ -135,7 +138,8 @@ def _chain(n: int) -> tuple[HeldWeights, Graph]:
 def rates_beside(
     info: VulkanInfo, n_threads: int | None, progress: Reporter | None = None, path: Path | None = None
 ) -> DeviceRates:
-    """A device and this CPU, which compute one after the other; of a software driver those of a GPU."""
+    """Return the rates of a device and this CPU, which compute one after the other. A software driver gets
+    the rates of a typical desktop with a GPU."""
     if info.is_software:
         return replace(machine.STAND_IN, link=0.0, link_busy=0.0)
     cpu = cpu_rates(n_threads, progress)
@@ -157,7 +161,7 @@ def cache_facts(device: str) -> tuple[str, ...]:
 
 
 def free_for_model(devices: Sequence[str | Card], vram_budget: float | None, n_bytes: int) -> float:
-    """Return the memory of devices that have their own, and this machine's unless they hold the model."""
+    """Return the free bytes of devices with their own memory, plus the host's unless the model fits there."""
     infos = [find_device(str(name)) for name in devices]
     own = sum(info.free for info in infos if not info.shares_memory)
     if vram_budget is not None and vram_budget != -1:
@@ -180,7 +184,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
         model_facts, graph, tensors, *sizes, mode=to_place.mode, n_states=to_place.n_states
     )  # fmt: skip
     model = counted()
-    if settings.drafter in ("self", "mtp"):  # values of two programs, and of the layer
+    if settings.drafter in ("self", "mtp"):  # values of two programs and of the drafting layer
         beside = 0
         if settings.drafter == "mtp":
             beside = model_facts(describe_nextn(to_place.config, tensors), tensors, *sizes).whole_bytes
@@ -198,7 +202,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
         or settings.gpu_index is not None
         or all(info.kind != "integrated" for info in infos)
     )
-    if not graph.is_layered or settings.undivided is not None:  # one device has all of it, or none
+    if not graph.is_layered or settings.undivided is not None:  # one device has the whole model, or none
         limits, rates, n_layers = limits[:1], rates[:1], len(model.layers)
         if settings.n_gpu_layers is not None and settings.n_gpu_layers < n_layers:
             raise UnsupportedModelError(
@@ -245,7 +249,11 @@ def _notes(infos: Sequence[VulkanInfo], missing: Mapping[int, str]) -> list[str]
 
 
 def limit_of(name: str, info: VulkanInfo, gib: float | None, free: float | None = None) -> Device:
-    """Bytes that may be used of a device. free: of this machine's memory; None: what is free now."""
+    """Return a device with the bytes that may be used on it.
+
+    gib: the budget; None or -1: no budget. free: free bytes of host memory; None: query them. Raises
+    OutOfMemoryError if the budget exceeds the free memory.
+    """
     there = info.free
     if info.shares_memory:
         there = min(there, int(_SHARE_OF_SHARED * (free_memory() if free is None else free)))
@@ -270,8 +278,11 @@ def model_facts(
     n_states: int = 0,
     cached: Mapping[int, Ffn] | None = None,
 ) -> ModelFacts:
-    """Counts a model as a Vulkan device has it: layers with their experts, whole or, in a mode that leaves
-    out neurons, without some of these. cached: MoE layers whose experts are in an expert cache."""
+    """Count the bytes of a model on a Vulkan device, by layer.
+
+    A layer includes its experts. In a sparse mode its neurons can be split. cached: MoE layers whose experts
+    are in an expert cache. Raises UnsupportedModelError if no kernel computes the output.
+    """
     parts: dict[int, list[Primitive]] = {}
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
@@ -307,8 +318,8 @@ def model_facts(
 def _with_neurons(
     layer: LayerFacts, ffn: Ffn | None, tensors: Mapping[str, TensorInfo], mode: FFNMode
 ) -> LayerFacts:
-    """A layer whose neurons can be split, apart from the rest of it. A neuron is there at least, and what
-    rounding up takes, which is not read."""
+    """Return a layer with its neurons counted apart from its other weights, if they can be split. The fixed
+    bytes include one neuron, the minimum, and the padding; these bytes are not read."""
     if ffn is None or layer.missing is not None:
         return layer
     each, spare, scales = budget.neuron_bytes(ffn, tensors)
@@ -323,7 +334,7 @@ def _with_neurons(
 
 
 def _with_cache(layer: LayerFacts, ffn: Ffn, tensors: Mapping[str, TensorInfo], layout: int) -> LayerFacts:
-    """A layer whose experts may be in an expert cache, in slots of a layout."""
+    """Return a layer whose experts may be in an expert cache, in slots of a layout."""
     assert isinstance(ffn.up, ExpertLinear)
     return replace(
         layer, expert_bytes=budget.expert_bytes(ffn, tensors), n_experts=ffn.up.n_expert,
@@ -352,7 +363,7 @@ def _layer(
             counted = all_bytes if missing is not None else budget.matrix_bytes(op, tensors)
             idle += counted - all_bytes * op.n_used // op.n_expert
         kv += budget.cache_bytes(op, kv_type, n_pages, n_states)
-        if isinstance(op, Recurrent):  # of a step's tokens one, as it goes through
+        if isinstance(op, Recurrent):  # a state is read and written once
             kv_read += 2 * budget.state_bytes(op)
         if isinstance(op, Attention):
             n_tokens = n_pages * PAGE_SIZE

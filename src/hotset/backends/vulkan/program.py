@@ -1,7 +1,7 @@
-"""Turns the operations of a graph into dispatches of kernels, once; a step then submits what was recorded.
+"""Recording of a graph's operations as dispatches of kernels. A step submits the recordings.
 
-A residual goes into the product before it, and an activation into the product of gate and up. An operation, a
-tensor type or a setting without a kernel is refused by name: nothing is computed elsewhere.
+A residual is fused into the product before it, and an activation into the product of gate and up. An
+operation, a tensor type or a setting without a kernel raises an error: nothing is computed elsewhere.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ from hotset.model.operations import (
 )
 
 ON_HOST = (Embed, NgramEmbed, PositionGain)  # the host computes their results
-FEW = 8  # tokens of a step up to which attention is split, and products of floats read a weight for a few
-_TILE = 32  # tokens of a workgroup otherwise
-BLOCK = 32  # columns that share a scale, and the inputs that are multiplied with them
-ROUNDED_BYTES = 48  # of such a block of inputs (csrc/vulkan/shaders/rounded.glsl)
+FEW = 8  # up to this many tokens attention is split, and float products use linear_few.comp
+_TILE = 32  # rows of a workgroup, and its tokens in kernels for many tokens
+BLOCK = 32  # columns of a matrix that share a scale, and their inputs
+ROUNDED_BYTES = 48  # of a rounded block of inputs (csrc/vulkan/shaders/rounded.glsl)
 _BLOCKS_OF_GROUP = 8  # csrc/vulkan/shaders/quantize.comp
 KV_CODES: Mapping[KVType, int] = {"f32": 0, "f16": 1, "q8_0": 2}
-KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # of 16 bytes
+KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # in 16 bytes
 ACTIVATIONS = {
     "silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "fatrelu": 4, "sigmoid": 5, "clamped_silu": 6,
     "clamped_plus_one": 7, "exp": 8, "gelu": 9, "xielu": 10,
@@ -95,16 +95,16 @@ ACTIVATIONS = {
 _ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESHOLD = range(9)
 _ADAPTED = 10
 _RMS, _LAYER, _TOP_K, _MATCH = range(4)  # csrc/vulkan/shaders/norm.comp
-_ALL = 0xFFFFFFFF  # positions that a token sees
+_ALL = 0xFFFFFFFF  # a token sees all positions
 _BIAS, _RESIDUAL, _FIRING, _CHOSEN = 1, 2, 4, 8
 _SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 _MOST_EXPERTS, _LANES_OF_ROUTE = 512, 64  # csrc/vulkan/shaders/route.comp
-_CUT_FROM = 64  # tokens of a step from which on each layer is a submission of its own
+_CUT_FROM = 64  # from this many tokens on, each layer has its own submission
 
 
 @dataclass(frozen=True)
 class CacheOfLayer:
-    """Keys and values of a layer, and of q8_0 their scales (csrc/vulkan/shaders/cache.glsl)."""
+    """The keys and values of a layer, and their scales for q8_0 (csrc/vulkan/shaders/cache.glsl)."""
 
     keys: BufferRange
     values: BufferRange
@@ -114,8 +114,10 @@ class CacheOfLayer:
 
 @dataclass(frozen=True)
 class VulkanParts:
-    """What the programs of a stage compute with. cache: of each layer that has its own; states: slots, by the
-    id of the value of an operation with a state. shared: layers whose neurons are split, if there are any.
+    """The resources that the programs of a stage use.
+
+    cache: by layer, of each layer that has its own. states: state slots, by the id of the recurrent
+    operation's value. shared: the layers that are split between the device and the CPU, if any.
     """
 
     weights: VulkanWeights
@@ -130,13 +132,15 @@ class VulkanParts:
 
 
 _Wanted = Value | Mask | None
-_Opened = tuple[Primitive | SplitOperation, _Wanted, bool]  # whether it is a product of hot neurons
+_Opened = tuple[Primitive | SplitOperation, _Wanted, bool]  # the last: a product of hot neurons
 
 
 @dataclass(frozen=True)
 class FusedStep:
-    """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
-    wanted: which rows of a product are: where an activation that multiplies it is not 0, or what a mask says.
+    """An operation, or two that one kernel computes.
+
+    other: the value that is added to, or multiplied with, the first operation's result. wanted: the rows of a
+    product that are computed: those with a nonzero value of an activation, or those that a mask selects.
     is_hot: a product of the hot neurons of a split layer.
     """
 
@@ -150,9 +154,9 @@ class FusedStep:
 class RecordedGraph:
     """The dispatches of a graph with a set of taps.
 
-    body: for every token; tail: for the rows with logits, OUTPUT_ROWS at a time, of which the host reads all
-    logits or candidates. adapters: of a graph with what they add. Raises UnsupportedModelError for what no
-    kernel computes.
+    body: for every token. tail: for the rows with logits, OUTPUT_ROWS at a time; the host reads all logits
+    of a row or its candidates. adapters: for a graph with adapter operations. The constructor raises
+    UnsupportedModelError if an operation has no kernel.
     """
 
     def __init__(
@@ -181,14 +185,16 @@ class RecordedGraph:
         self._recorded: dict[tuple[str, int], Recorder] = {}
 
     def free(self) -> None:
-        """Gives its memory back at once: what records its operations refers to it, in a cycle."""
+        """Release the memory at once. The recording functions refer to this object, so it is in a cycle."""
         self.__dict__.clear()
 
     # ---- recordings ----
 
     def recorded(self, part: str, n: int) -> Recorder:
-        """The "body" for n tokens, or the tail for n rows, which ends with "logits" or "candidates" for the
-        host; recorded when it is first asked for."""
+        """Return the recording of a part, made at the first request.
+
+        part: "body" for n tokens; "logits" or "candidates" for a tail of n rows that ends with these.
+        """
         key = part, n
         if key not in self._recorded:
             while len(self._recorded) >= _KEPT:
@@ -206,11 +212,11 @@ class RecordedGraph:
         return self._recorded[key]
 
     def record_anew(self) -> None:
-        """Forgets what was recorded."""
+        """Discard all recordings, so that they are recorded again when needed."""
         self._recorded.clear()
 
     def _hand_over(self, to: Recorder, part: str, n: int) -> None:
-        """Copies what the host reads of n rows of a tail to where it reads it."""
+        """Record the copy of n result rows of a tail to the memory that the host reads."""
         result = self.graph.result
         x, width, stride = self.read(result, n), result.width, stride_of(result)
         if part == "candidates":
@@ -221,7 +227,7 @@ class RecordedGraph:
         to.add("elementwise", [_SCALE, 0], bindings, push, by_values(width, n))
 
     def rows(self, value: Value, n: int) -> np.ndarray:
-        """Rows of a value that is kept, copied: float32 [n, width]. Of logits after their tail."""
+        """Copy n rows of a kept value: float32 [n, width]. Logits are valid after their tail has run."""
         stride = stride_of(value)
         piece = self._on_host if value == self.graph.result else self._piece(value)
         data = np.frombuffer(piece.read(4 * n * stride), np.float32)
@@ -229,28 +235,28 @@ class RecordedGraph:
 
     @property
     def has_candidates(self) -> bool:
-        """Whether the largest logits may be handed out without the others."""
+        """Return whether the largest logits may be returned without the others."""
         result = self.graph.result
         return result.id in self._of_tail and result.width > N_CANDIDATES and result not in self.tapped
 
     def candidate_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of n rows after their tail: tokens and logits, as candidates_of."""
+        """Return the candidates of n rows after their tail has run: tokens and logits, as candidates_of."""
         data = np.frombuffer(self._on_host.read(n * candidates.CANDIDATE_BYTES), np.uint32)
         return candidates.candidates_of(data.reshape(n, N_CANDIDATES, 2))
 
     @property
     def has_adapters(self) -> bool:
-        """Whether it computes what adapters add."""
+        """Return whether the graph has adapters."""
         return self._adapters is not None
 
     def is_of_tail(self, value: Value) -> bool:
-        """Whether it has rows for outputs alone."""
+        """Return whether a value has rows only for outputs."""
         return value.id in self._of_tail
 
     # ---- memory of values ----
 
     def _allocate(self, steps: list[FusedStep], first_of_tail: int, kept: set[int]) -> None:
-        """A place for each value while it is read, in one buffer; values alive at the same time lie apart."""
+        """Allocate one buffer for all values, in which values alive together do not overlap, and scratch."""
         places, size = places_of(steps, first_of_tail, kept, self.graph.result, self.max_batch)
         result = self.graph.result
         workspace = self._kernels.device.allocate(max(size, aligned(1)), "device")
@@ -259,7 +265,7 @@ class RecordedGraph:
         n_logits = 4 * n_rows * stride_of(result)
         logits = self._kernels.device.allocate(n_logits, "from_device")
         self._on_host = BufferRange(logits, 0, n_logits)
-        self._pieces.setdefault(result.id, self._on_host)  # rows of a tail are handed over later
+        self._pieces.setdefault(result.id, self._on_host)  # rows of a tail are copied there later
         of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_pages)
         of_candidates = candidates.scratch_bytes(result.width, n_rows) if result.id in self._of_tail else 0
         n_bytes = max(of_operations, of_candidates, *(self._bytes_of_low_rank(step.op) for step in steps))
@@ -275,18 +281,18 @@ class RecordedGraph:
 
     @property
     def _n_splits(self) -> int:
-        """Of the longest context."""
+        """Return the splits of the longest context."""
         return n_splits(self._n_pages)
 
     def _piece(self, value: Value) -> BufferRange:
         return self._pieces[value.id] if value.id in self._pieces else self.inputs[value]
 
     def read(self, value: Value, n: int) -> _core.VulkanBinding:
-        """n rows of a value, for a dispatch that reads them."""
+        """Return a binding of n rows of a value for a dispatch that reads them."""
         return self._piece(value).bound(4 * n * stride_of(value))
 
     def written(self, value: Value, n: int) -> _core.VulkanBinding:
-        """The same for one that writes them."""
+        """Return a binding of n rows of a value for a dispatch that writes them."""
         return self._piece(value).bound(4 * n * stride_of(value), written=True)
 
     # ---- operations ----
@@ -375,7 +381,10 @@ class RecordedGraph:
         return record
 
     def _moments(self, x: Value, out: Value, like: Value | None, kind: int, number: float) -> Record:
-        """like: what has the width of a part and says how large it becomes."""
+        """Return the record of a norm over parts of a row.
+
+        like: a value as wide as a part, whose magnitude the parts get; None: the row is one part.
+        """
         width = x.width if like is None else like.width
         push = width, stride_of(x), stride_of(out), 0 if like is None else stride_of(like), number
 
@@ -456,13 +465,16 @@ class RecordedGraph:
         return record
 
     def _hot(self, op: Primitive) -> np.ndarray:
-        """The hot neurons of the layer of an operation, by number."""
+        """Return the numbers of the hot neurons in an operation's layer."""
         assert self._shared is not None
         return self._shared.neurons[op.layer]
 
     def _input(self, to: Recorder, n: int, x: Value, matrix: VulkanMatrix) -> tuple[_core.VulkanBinding, int]:
-        """n rows as a product with a matrix reads them, and their stride: of quantised weights rounded to
-        eight bits, by the first product that reads them, in blocks."""
+        """Return n input rows of a product with a matrix, and their stride.
+
+        For quantised weights the first product that reads the rows rounds them to eight bits; the stride then
+        counts blocks.
+        """
         if matrix.type in FLOATS:
             return self.read(x, n), stride_of(x)
         assert self._rounded is not None
@@ -485,8 +497,11 @@ class RecordedGraph:
         first_row: int = 0,
         mask: Mask | None = None,
     ) -> None:
-        """n rows times a matrix. ends: x, out, and what may be None: bias, residual, and which rows are
-        wanted, as scores where a mask is given. strides: of these but for the bias."""
+        """Record the product of n rows and a matrix.
+
+        ends: x, out, and bias, residual and the selection of rows, each of which may be None. The selection
+        holds scores if `mask` is given. strides: of all ends except the bias.
+        """
         x, out, *others = ends
         of_wanted = _FIRING if mask is None else _CHOSEN
         flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, of_wanted), others, strict=True) if end)
@@ -514,7 +529,7 @@ class RecordedGraph:
         self, to: Recorder, matrix: VulkanMatrix, part: MatrixPart, tokens: int, n: int,
         what: tuple[list[_core.VulkanBinding], Sequence[float]], experts: int = 0,
     ) -> None:  # fmt: skip
-        """A product with n times `tokens` rows, and what it is bound to and pushed."""
+        """Record a product for n groups of `tokens` rows. what: its bindings and its push constants."""
         constants = [matrix.type, tokens, experts]
         if matrix.type in FLOATS:
             constants.append(_is_whole(matrix))
@@ -524,7 +539,7 @@ class RecordedGraph:
         to.add("rounded_few", [*constants, *shape], *what, (-(-part.n_rows // shape.rows), n, 1))
 
     def _low_rank(self, op: LowRank) -> Record:
-        """One adapter after the other: x times a, times the scale of each token, times b, beside what was."""
+        """Return the record of all adapters at `op`: for each, add (x · a) · scale of the token · b to y."""
         adapters = self._adapters
         assert adapters is not None
         pairs, of_tail = adapters.pairs_of(op), self.is_of_tail(op.out)
@@ -550,7 +565,7 @@ class RecordedGraph:
         return record
 
     def _bytes_of_low_rank(self, op: Primitive | SplitOperation) -> int:
-        """Of memory for x times a, and that times the scales."""
+        """Return the bytes for x · a, and for its product with the scales."""
         if not isinstance(op, LowRank) or self._adapters is None:
             return 0
         n_rows = OUTPUT_ROWS if self.is_of_tail(op.out) else self.max_batch
@@ -594,7 +609,7 @@ class RecordedGraph:
         return record
 
     def _transposed_experts(self, op: ExpertSum, to_parts: BufferRange) -> Record:
-        """Products of each token's neurons with the rows of its experts, of each by itself."""
+        """Return the record of products of each token's neurons with its experts' rows, one per expert."""
         n_rows, width = op.x.width // op.n_used, op.out.width
         matrix = self.weights.experts(op.weights, op.n_expert, width, 0, n_rows)
         part, bias = _only(op, matrix), None if op.bias is None else self.weights.vector(op.bias)
@@ -642,8 +657,10 @@ class RecordedGraph:
         n_rows: int,
         to_parts: BufferRange | None,
     ) -> Record:
-        """Products of each token with the matrices of its experts. to_parts: where they go, instead of
-        op.out."""
+        """Return the record of products of each token with the matrices of its experts.
+
+        to_parts: the memory for the results; None: op.out.
+        """
         n_cols = op.x.width // op.n_used if of_parts else op.x.width
         cache = None if self._shared is None else self._shared.experts
         if cache is not None and op.layer in cache:
@@ -817,11 +834,11 @@ class RecordedGraph:
         return record
 
 
-_KEPT = 64  # recordings
+_KEPT = 64  # most recordings to keep
 
 
 def missing_kernel(op: Primitive) -> str | None:
-    """What of an operation no kernel computes, in words; None: all of it has one."""
+    """Describe the part of an operation that no kernel computes; None if kernels compute all of it."""
     match op:
         case Activate() if op.kind not in ACTIVATIONS:
             return f"the activation {op.kind}"
@@ -841,23 +858,25 @@ def missing_kernel(op: Primitive) -> str | None:
 def steps_of(
     graph: Graph, taps: frozenset[str] = frozenset(), shared: SharedLayers | None = None
 ) -> tuple[list[FusedStep], int]:
-    """What is computed one after the other, and where the tail begins, for the rows with logits."""
+    """Return the steps in order, and the index of the first step of the tail, for the rows with logits."""
     steps = list(_fused(graph, taps, shared))
     tail = (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs))
     return steps, next(tail, len(steps))
 
 
 def n_splits(n_pages: int) -> int:
-    """Running softmaxes of the longest context."""
+    """Return the number of running softmaxes for the longest context."""
     return -(-n_pages * PAGE_SIZE // SPLIT)
 
 
 def places_of(
     steps: list[FusedStep], first_of_tail: int, kept: set[int], result: Value, max_batch: int
 ) -> tuple[dict[int, tuple[int, int]], int]:
-    """A place in one buffer, offset and bytes, for each value while it is read, and the bytes of that buffer;
-    values alive at the same time lie apart. kept: ids of values that stay. A result that is no row of a tail
-    is where the host reads it."""
+    """Return a place (offset, bytes) in one buffer for each value's id, and the bytes of that buffer.
+
+    Values that are alive at the same time do not overlap. kept: ids of values that stay alive. A result
+    outside a tail has no place here: it is written to memory that the host reads.
+    """
     of_tail = {step.out.id for step in steps[first_of_tail:]}
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
@@ -865,7 +884,7 @@ def places_of(
             last[value.id] = i
     for id in last:
         if id in kept or id == result.id or (id not in of_tail and last[id] >= first_of_tail):
-            last[id] = len(steps)  # the tail runs once for each of its parts
+            last[id] = len(steps)  # the tail may run several times, once per OUTPUT_ROWS rows
     alive: list[tuple[int, int, int]] = []  # begin, end, id
     places: dict[int, tuple[int, int]] = {}
     size = 0
@@ -888,9 +907,11 @@ def places_of(
 
 
 def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[int, int]:
-    """Bytes of what the splits of the largest attention with few tokens leave, 0 where a context is one
-    split; and of what one operation computes on the way: what experts yield before it is summed, what a scan
-    reads."""
+    """Return two byte counts of scratch memory.
+
+    The first is for the partial results of the largest split attention; 0 if a context is one split. The
+    second is for one operation's intermediates: expert results before their sum, or the inputs of a scan.
+    """
     attention = [step.op for step in steps if isinstance(step.op, Attention)]
     largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
     splits = n_splits(n_pages)
@@ -901,7 +922,8 @@ def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[in
 
 
 def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorInfo]) -> Value | None:
-    """What an operation reads rounded to eight bits: the input of a product with quantised rows."""
+    """Return the input of a product with quantised rows, which reads it rounded to eight bits. Return None
+    for other operations."""
     match op:
         case Linear() | ExpertLinear() | ExpertSum(neuron_major=False):
             return None if tensors[op.matrices[0]].type in FLOATS else op.x
@@ -911,7 +933,7 @@ def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorIn
 def rounded_bytes(
     steps: list[FusedStep], first_of_tail: int, max_batch: int, tensors: Mapping[str, TensorInfo]
 ) -> int:
-    """Of the largest rounded input; 0 where there is none."""
+    """Return the bytes of the largest rounded input; 0 without rounded inputs."""
     sizes = [
         (OUTPUT_ROWS if i >= first_of_tail else max_batch) * x.width
         for i, step in enumerate(steps) if (x := rounded_input(step.op, tensors)) is not None
@@ -920,12 +942,15 @@ def rounded_bytes(
 
 
 def _is_whole(matrix: VulkanMatrix) -> bool:
-    """Whether rows are whole blocks."""
+    """Return whether each row is a whole number of blocks."""
     return matrix.n_cols % BLOCK == 0
 
 
 def _only(op: Primitive, matrix: VulkanMatrix) -> MatrixPart:
-    """All of a matrix by inputs, whose sums run over all rows."""
+    """Return the only part of an input-major matrix, whose sums run over all rows.
+
+    Raises UnsupportedModelError if the device cannot bind the matrix as a whole.
+    """
     if len(matrix.parts) > 1:
         raise _refused(op, "a matrix by inputs that is more than the device binds at a time")
     return matrix.parts[0]
@@ -950,8 +975,10 @@ def _value_of(wanted: _Wanted) -> Value | None:
 def _with_hot(
     op: Op, taps: frozenset[str], shared: SharedLayers | None, ids: Iterator[int]
 ) -> Iterator[_Opened]:
-    """As _opened; of an FFN whose neurons are split the hot ones, and whether a product is one of theirs.
-    ids: of values that are none of the graph."""
+    """Yield the parts of an operation as _opened does, and whether each is a product of hot neurons.
+
+    A split FFN yields only its device part. ids: numbers for new values.
+    """
     if shared is None or not isinstance(op, Ffn) or op not in shared:
         yield from ((part, wanted, False) for part, wanted in _opened(op, taps))
         return
@@ -967,8 +994,10 @@ def _with_hot(
 
 
 def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]:
-    """An operation; an FFN as those that it is made of, up after the activated gate, which says which of its
-    rows are wanted, and the first product with what a predictor says."""
+    """Yield an operation, or the operations of an FFN, each with its selection of rows.
+
+    `up` follows the activated gate, which selects its rows. A predictor selects rows of the first product.
+    """
     if not isinstance(op, Ffn):
         yield op, None
         return
@@ -985,7 +1014,7 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
 
 
 def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]:
-    """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
+    """Move sums that wait for the CPU's experts behind independent operations, such as the shared expert."""
     for one in [one for one in ops if isinstance(one[0], ExpertSum) and one[0].layer in layers]:
         at, op = ops.index(one), one[0]
         later = (
@@ -997,8 +1026,8 @@ def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]
 
 
 def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[FusedStep]:
-    """The operations in order: a sum with what a product adds, a product with an activation, where nothing
-    else reads the value between them."""
+    """Yield the operations in order, with fused pairs: a matrix product and a sum, or an activation and a
+    multiplication. A pair is fused only if nothing else reads the value between them."""
     ids = count(len(graph.values))
     ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
     if shared is not None and shared.experts is not None:

@@ -1,7 +1,7 @@
-"""Operations with a state as dispatches: short convolutions, and matrices that each token changes and reads.
+"""Dispatches of recurrent operations: short convolutions, and state matrices that each token updates.
 
-States are stored in slots (engine/states.py); VulkanInputs names those that a step reads and writes. A token
-of a sequence comes after the one before it, in one workgroup: the order of sums depends on nothing else.
+States are stored in slots (engine/states.py); VulkanInputs names the slots that a step reads and writes. One
+workgroup computes the tokens of a sequence in order, so the order of sums depends on nothing else.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from hotset.model.operations import (
 
 _SELECTIVE, _DELTA, _WKV6, _WKV7, _CHANNELS = range(5)  # csrc/vulkan/shaders/scan.comp
 _UNIT_NORM, _DECAY = 0, 9  # norm.comp, elementwise.comp
-_LENGTH_EPS = 1e-6  # of the squared length of a query or key
+_LENGTH_EPS = 1e-6  # added to the squared length of a query or key
 
 
 class Values(Protocol):
-    """The parts of a program (program.RecordedGraph) that its operations use. states: slots, by the id of the
-    value of an operation; scratch: memory of intermediate results."""
+    """The parts of a program (program.RecordedGraph) that its operations use.
+
+    states: state slots, by the id of an operation's value. scratch: memory for intermediate results.
+    """
 
     weights: VulkanWeights
     inputs: VulkanInputs
@@ -44,17 +46,17 @@ class Values(Protocol):
     max_batch: int
 
     def read(self, value: Value, n: int) -> _core.VulkanBinding:
-        """n rows of a value, for a dispatch that reads them."""
+        """Return a binding of n rows of a value for a dispatch that reads them."""
         ...
 
     def written(self, value: Value, n: int) -> _core.VulkanBinding:
-        """The same for one that writes them."""
+        """Return a binding of n rows of a value for a dispatch that writes them."""
         ...
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a scan reads of each token. first: of a row, the floats before it."""
+    """An operand of a scan, with a row per token. first: the operand's offset in a row, in floats."""
 
     bound: Callable[[int], _core.VulkanBinding]
     stride: int
@@ -63,8 +65,11 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Scan:
-    """A scan's operands, as the shader has them. share: heads of a key that are adjacent; tiled: or how
-    many keys there are, of which every n-th head has one; 0: no."""
+    """A scan's operands, as the shader reads them.
+
+    share: how many adjacent heads share a key. tiled: 0, or the number n of keys if every n-th head shares
+    one instead.
+    """
 
     kind: int
     by_row: bool
@@ -79,14 +84,14 @@ class _Scan:
 
 
 def scratch_bytes(op: object, n: int) -> int:
-    """Of memory for what an operation computes on the way, for n tokens."""
+    """Return the bytes for an operation's intermediate results with n tokens."""
     if isinstance(op, DeltaNet):
         return aligned(4 * n * _width_of_keys(op)) + 8 * n * op.alpha.width
     return 8 * n * op.n_head if isinstance(op, SelectiveScan) else 0
 
 
 def short_conv(lowered: Values, op: ShortConv) -> Record:
-    """A convolution, and the inputs that it leaves to the next step."""
+    """Return the record of a convolution, which also stores its last inputs for the next step."""
     width, weights, inputs = op.x.width, lowered.weights, lowered.inputs
     if op.weight is None:
         weight = weights.made(("shift", width), lambda: np.tile(SHIFT, width))
@@ -107,7 +112,7 @@ def short_conv(lowered: Values, op: ShortConv) -> Record:
 
 
 def scan(lowered: Values, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> Record:
-    """A matrix for each head, or of channels some numbers for each, that goes from token to token."""
+    """Return the record of a scan over tokens, whose state is a matrix per head or numbers per channel."""
     prepared, operands = _operands(lowered, op)
     n_head, dim_k, dim_v = (1, *op.state_shape)[-3:]
     state, steps = lowered.states[op.out.id], lowered.inputs["states"]
@@ -130,7 +135,7 @@ def scan(lowered: Values, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> R
 
 
 def _operands(lowered: Values, op: Recurrent) -> tuple[Record, _Scan]:
-    """What is computed first, for all tokens at once, and what the scan then reads."""
+    """Return the record of the operands' preparation for all tokens at once, and the scan's operands."""
 
     def rows(value: Value, first: int = 0) -> _Rows:
         return _Rows(lambda n: lowered.read(value, n), stride_of(value), first)
@@ -164,7 +169,10 @@ def _operands(lowered: Values, op: Recurrent) -> tuple[Record, _Scan]:
 
 
 def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:
-    """Queries and keys as a norm leaves them: x / sqrt(sum(x^2) + e) is 1 / sqrt(dim) of a unit norm."""
+    """Return the preparation and the operands of a delta net.
+
+    Queries and keys pass a norm: x / sqrt(sum(x^2) + e) is 1 / sqrt(dim) times a unit norm.
+    """
     width, dim = _width_of_keys(op), op.dim_k
     scale = np.repeat([1 / dim, dim**-0.5], width // 2)
     weight = lowered.weights.made(("lengths", dim, width), lambda: scale)
@@ -189,7 +197,10 @@ def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tup
 
 
 def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: BufferRange) -> tuple[Record, _Rows]:
-    """What a token leaves of each row of a state, and then softplus(x + step), side by side."""
+    """Return the record of the decay of each row of a state and of softplus(x + step), and its result.
+
+    Each row of the result has both, one after the other.
+    """
     x = op.alpha if isinstance(op, DeltaNet) else op.dt
     weights, n_rows = lowered.weights, x.width
 
@@ -209,9 +220,9 @@ def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: BufferRange)
 
 
 def _width_of_keys(op: DeltaNet) -> int:
-    """Of queries and keys together."""
+    """Return the width of queries and keys together."""
     return 2 * op.n_head_k * op.dim_k
 
 
 def _nothing(_: Recorder, __: int) -> None:
-    """Nothing is computed first."""
+    """Record nothing, since the operands need no preparation."""

@@ -1,4 +1,4 @@
-"""Vulkan devices for a person: names, rates, workgroups, and reasons not to use one."""
+"""Descriptions of Vulkan devices for display: names, rates, workgroups, and reasons not to use a device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from hotset.units import human_size
 
 @dataclass(frozen=True)
 class VulkanRates:
-    """read: bytes of weights per second. launch: seconds from one dispatch to the next that waits for it.
-    sync: seconds of a submission and its wait, without the time of kernels."""
+    """The measured rates of a device.
+
+    read: bytes of weights per second. launch: seconds from one dispatch to the next dependent one. sync:
+    seconds of a submission and its wait, without the time of kernels.
+    """
 
     read: float
     launch: float
@@ -24,8 +27,7 @@ class VulkanRates:
 def examined(info: VulkanInfo, rates: VulkanRates | None, unused: str) -> Examined:
     """Describe a device: the facts of its driver, rates, workgroups, and why --device auto does not use it.
 
-    rates: None for a device that cannot be used. unused: empty if a model that is faster there is computed
-    there.
+    rates: None for a device that cannot be used. unused: the reason; empty if --device auto may use it.
     """
     shapes = known_shapes(info)
     tuned = {type_.name: asdict(own) for type_, own in shapes.tuned.items()}
@@ -40,7 +42,7 @@ def examined(info: VulkanInfo, rates: VulkanRates | None, unused: str) -> Examin
 
 
 def _shapes_text(shapes: dict[str, Any]) -> str:
-    """Rows × lanes of workgroups for matrices with few rows and with many."""
+    """Format the rows × lanes of workgroups, for matrices with few rows and with many."""
     one, large, few, few_large = (
         "×".join(map(str, shapes[name])) for name in ("one", "one_large", "few", "few_large")
     )
@@ -48,7 +50,7 @@ def _shapes_text(shapes: dict[str, Any]) -> str:
 
 
 def _line(one: dict[str, Any]) -> str:
-    """Return all facts in a line."""
+    """Format all facts in one line."""
     parts = [
         f"{one['name']}, {one['kind']}, driver {one['driver']}, Vulkan {one['api']}",
         f"{human_size(one['memory'])}, {human_size(one['free'])} free",

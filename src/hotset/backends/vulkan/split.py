@@ -1,22 +1,23 @@
-"""Layers whose neurons, or experts, a device shares with the CPU: what the device computes, and where the
-two are joined. Of neurons:
+"""Layers whose neurons or experts are split between a device and the CPU: the device's part, and the joins.
 
-    Submit           what gate and up read, and a bit for each neuron that a predictor names, go to memory
-                     that the host sees; a cut follows, and the CPU worker computes the cold neurons
-    HotScores        a predictor's scores of the hot neurons, side by side
-    gate ... down    as in any FFN, but of the hot neurons alone: matrices have only their rows
-    Gather           that, with the bias, plus what the cold neurons add; then the residual
+A layer with split neurons:
 
-What is between Submit and Gather is submitted at once and runs while the CPU computes
-(csrc/vulkan/program.h). The two sums are added in this order, whatever the number of tokens: a token has the
-same bits in every batch, chunk and run, but other last bits than where one side computes all neurons.
+    Submit           the input of gate and up, and a bit per neuron that a predictor names, go to memory that
+                     the host sees; a cut follows, and the CPU worker computes the cold neurons
+    HotScores        the predictor's scores of the hot neurons, stored contiguously
+    gate ... down    as in any FFN, but only for the hot neurons: matrices have only their rows
+    Gather           the hot neurons' sum with the bias, plus the cold neurons' sum; then the residual
 
-Of experts (experts.py):
+The operations between Submit and Gather are submitted at once and run while the CPU computes
+(csrc/vulkan/program.h). The two sums are added in this order for any number of tokens. A token has the same
+bits in every batch, chunk and run. Its last bits differ from the result of a layer that is not split.
 
-    SubmitExperts    what gate and up read goes to the host, with the experts of each token, as -1 - id those
-                     that have a slot; a cut follows, and the CPU worker computes the others
-    gate, up, down   of each token's experts those in slots, each by itself
-    ExpertSum        behind the second cut: each expert's row, from whichever side, in the order of the route
+A layer with split experts (experts.py):
+
+    SubmitExperts    the input of gate and up goes to the host, with the experts of each token; an expert with
+                     a slot is sent as -1 - id; a cut follows, and the CPU worker computes the others
+    gate, up, down   the experts of each token that have slots, each separately
+    ExpertSum        after the second cut: the rows of all experts, from both sides, in the order of the route
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Mask, Operation, Primitive, Value
 
 _ADD, _SCALE = 0, 2  # csrc/vulkan/shaders/elementwise.comp
-_WORD = 32  # neurons
+_WORD = 32  # neurons per word of bits
 
 
 @dataclass(frozen=True)
 class Submit(Operation):
-    """x, which stays as it is, goes to the host, with what a predictor names: out is x. scores: of `mask`."""
+    """The copy of x and of the predictor's choice to the host. out: x, unchanged. scores: mask's scores."""
 
     out: Value
     x: Value
@@ -53,8 +54,8 @@ class Submit(Operation):
 
 @dataclass(frozen=True)
 class SubmitExperts(Operation):
-    """x goes to the host, with the experts of a route. out = the route with slots in place of experts, -1:
-    none."""
+    """The copy of x and of a route's experts to the host. out = the route with slots instead of experts; -1
+    for an expert without a slot."""
 
     out: Value
     x: Value
@@ -63,7 +64,7 @@ class SubmitExperts(Operation):
 
 @dataclass(frozen=True)
 class HotScores(Operation):
-    """out = the scores of the hot neurons; of those that have none the threshold of `mask`."""
+    """out = the scores of the hot neurons; a neuron without a score gets the threshold of `mask`."""
 
     out: Value
     scores: Value
@@ -72,7 +73,7 @@ class HotScores(Operation):
 
 @dataclass(frozen=True)
 class Gather(Operation):
-    """out = x + what the cold neurons add."""
+    """out = x + the sum of the cold neurons."""
 
     out: Value
     x: Value
@@ -81,11 +82,11 @@ class Gather(Operation):
 SplitOperation = Submit | SubmitExperts | HotScores | Gather
 
 
-# -- what a device computes of an FFN ------------------------------------------------------------
+# -- the device's part of an FFN -----------------------------------------------------------------
 
 
 def hot_part(ffn: Ffn, n_hot: int, ids: Iterator[int]) -> Ffn:
-    """The same FFN of n_hot neurons, whose values are that wide. ids: of new values."""
+    """Return the same FFN with n_hot neurons, and values of that width. ids: numbers for new values."""
     names = "gate", "up", "gate_act", "gate_threshold", "up_act", "product", "down_threshold"
     inside: dict[str, Operation] = {name: op for name in names if (op := getattr(ffn, name)) is not None}
     if ffn.mask is not None:
@@ -104,7 +105,7 @@ def hot_part(ffn: Ffn, n_hot: int, ids: Iterator[int]) -> Ffn:
 
 
 def operations_before(ffn: Ffn, hot: Ffn) -> list[SplitOperation]:
-    """What comes before the products of the hot part of an FFN."""
+    """Return the operations before the products of the hot part of an FFN."""
     x, mask = ffn.up.x, ffn.mask
     if mask is None or hot.mask is None:
         return [Submit(x, x, None, None, layer=ffn.layer, part="ffn")]
@@ -115,7 +116,7 @@ def operations_before(ffn: Ffn, hot: Ffn) -> list[SplitOperation]:
 
 
 def of_slots(ffn: Ffn, ids: Iterator[int]) -> Iterator[Primitive | SplitOperation]:
-    """What a device computes of an MoE layer, of which it has some experts in slots. ids: of new values."""
+    """Yield the device's operations of an MoE layer with experts in slots. ids: numbers for new values."""
     route = ffn.route
     assert route is not None
     slots = Value(next(ids), route.out.width, "slots")
@@ -125,12 +126,14 @@ def of_slots(ffn: Ffn, ids: Iterator[int]) -> Iterator[Primitive | SplitOperatio
             yield SubmitExperts(slots, ffn.up.x, route.out, layer=ffn.layer, part="ffn")
 
 
-# -- how it is recorded --------------------------------------------------------------------------
+# -- recording -----------------------------------------------------------------------------------
 
 
 def exchange_bytes(ffns: Sequence[Ffn], max_batch: int) -> tuple[int, int, int]:
-    """Bytes of what passes between the two sides: rows of inputs, what is asked for beside them (a bit for
-    each neuron, or an expert a word), and rows of answers."""
+    """Return the bytes of the three exchange buffers between device and CPU.
+
+    They hold rows of inputs, the selection (a bit per neuron, or a word per expert), and rows of results.
+    """
     n_used = [0 if ffn.route is None else ffn.route.n_used for ffn in ffns]
     words = [n or -(-ffn.n_ff // _WORD) for ffn, n in zip(ffns, n_used, strict=True)]
     row = 4 * max_batch * ffns[0].out.width
@@ -140,9 +143,10 @@ def exchange_bytes(ffns: Sequence[Ffn], max_batch: int) -> tuple[int, int, int]:
 class SharedLayers:
     """The layers of a stage whose neurons or experts are split, and the memory through which rows pass.
 
-    hot: of layers bool [n_ff], the neurons of the device, one at least; experts: what it has of others;
-    worker: has the rest. neurons: hot as numbers. nbytes: of the device's memory. Raises
-    UnsupportedModelError for a layer that cannot be split, InvalidRequestError where a side has no neuron.
+    hot: by layer, bool [n_ff], the device's neurons, at least one. experts: the device's experts of MoE
+    layers. worker: computes the rest. neurons: `hot` as numbers. nbytes: bytes of the exchange memory. The
+    constructor raises UnsupportedModelError if a layer cannot be split, and InvalidRequestError if a side has
+    no neuron.
     """
 
     def __init__(
@@ -175,13 +179,13 @@ class SharedLayers:
         self.exchange = _core.VulkanExchange(worker.plan, asked, answers, of_rows)
 
     def __contains__(self, ffn: Ffn) -> bool:
-        """Whether its neurons or experts are split."""
+        """Return whether the neurons or experts of an FFN are split."""
         if ffn.route is None:
             return ffn.layer in self.neurons
         return self.experts is not None and ffn.layer in self.experts
 
     def check_taps(self, ffns: Iterable[Ffn], taps: Collection[str]) -> None:
-        """Raises InvalidRequestError for values inside those that are split."""
+        """Raise InvalidRequestError if a tap is a value inside a split FFN."""
         for ffn in ffns:
             seen = {ffn.up.x.name} if ffn.route is None else {ffn.up.x.name, ffn.route.out.name}
             inside = {op.out.name for op in ffn.primitives if op is not ffn.down} - seen
@@ -193,15 +197,17 @@ class SharedLayers:
                 )
 
     def gather_experts(self, to: Recorder, layer: int, n: int) -> _core.VulkanBinding | None:
-        """Where the rows of experts are that the CPU computes for n tokens, float32 [n, n_used, width], for
-        dispatches from now on; None: the device has all experts of the layer."""
+        """Record the wait for the CPU's experts of n tokens, and return a binding of their rows.
+
+        The rows are float32 [n, n_used, width]. Return None if the layer has no expert cache.
+        """
         if self.experts is None or layer not in self.experts:
             return None
         to.program.cut_for_host(self._worker.index_of(layer))
         return self._answers.bound(4 * n * self._worker.answer_width(layer))
 
     def lower(self, op: SplitOperation, parts: Values) -> Record:
-        """The dispatches of one of the operations of this file."""
+        """Return the record of one of the operations of this file."""
         match op:
             case Submit():
                 return self._submit(op, parts)
@@ -228,7 +234,7 @@ class SharedLayers:
         return record
 
     def _copy(self, x: Value, parts: Values, to: Recorder, n: int) -> None:
-        """n rows go to the host."""
+        """Record the copy of n rows to memory that the host sees."""
         rows, copied = parts.read(x, n), self._x.bound(4 * n * x.width, written=True)
         push = x.width, stride_of(x), 0, x.width, x.width, 0, 1.0, 0.0, 0.0, 0.0
         to.add("elementwise", [_SCALE, 0], [rows, rows, copied], push, by_values(x.width, n))

@@ -1,7 +1,7 @@
 """A stage on a Vulkan device: some layers of a model, or all of them, run step by step.
 
-What a step does is recorded once for each number of tokens (program.py) and then submitted: nothing is
-recorded for a token. The host writes the numbers of a batch (inputs.py), submits, and waits for logits.
+A step is recorded once for each number of tokens (program.py); later steps submit the recording. The host
+writes the inputs of a batch (inputs.py), submits, and waits for logits.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class VulkanStage(DeviceStage):
     layer needs at least one neuron on the device. worker: computes what `share` leaves to the CPU, for steps
     of max_batch tokens; it is closed with the stage. loaded: memory of a stage of the same model.
 
-    nbytes: what the stage holds, by kind: weights, experts, kv (with states), workspace. It is CacheMemory,
+    nbytes: bytes of the stage, by kind: weights, experts, kv (with states), workspace. It is CacheMemory,
     too (backends/base.py). Raises DeviceError, OutOfMemoryError if the model does not fit, and
     UnsupportedModelError for operations without a kernel.
     """
@@ -132,7 +132,7 @@ class VulkanStage(DeviceStage):
         )  # fmt: skip
         of_ngrams = replace(options, n_states=self.n_states, n_threads=1, sparse=False)
         for op in self.graph.ops:
-            if isinstance(op, NgramEmbed):  # its table is large, and its state a few tokens: both stay here
+            if isinstance(op, NgramEmbed):  # the CPU computes it: its table is large, its state is small
                 self._ngrams[op.out] = CpuBackend(weights, Graph([op], graph.values), of_ngrams)
         self.cache: dict[int, CacheOfLayer] = dict(loaded.cache)
         self._allocate_caches()
@@ -150,27 +150,28 @@ class VulkanStage(DeviceStage):
         self._lowered: dict[tuple[frozenset[str], bool], RecordedGraph] = {}  # taps, with adapters
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._on_device: DeviceAdapters | None = None
-        self.largest = None  # of logits: it is not found here
+        self.largest = None  # this stage does not find the largest logits
         self.candidates: np.ndarray | None = None  # of the latest step, as StepResult.candidates
         self._closed = False
         self._program(frozenset())
         pipelines.keep(self.info, self._device)
-        self.opened.stages.append(self)  # at the end: one that fails is in no cycle, and frees its memory
+        self.opened.stages.append(self)  # last: a stage that fails is in no cycle, and frees its memory
 
     def _expert_cache(self, worker: CpuWorker, n_slots: int) -> VulkanExpertCache | None:
-        """Of the MoE layers of a worker, if it has any."""
+        """Return a cache for the worker's MoE layers; None if it has none."""
         ffns = [ffn for ffn in moe_layers(self.graph).values() if ffn.layer in worker.layers]
         if not ffns:
             return None
-        # On a software driver both would compute on the CPU, and experts are there when the next step begins.
+        # A software driver would compete with the thread for the CPU. Without the thread, experts arrive
+        # before the next step.
         beside = not self.info.is_software
         return VulkanExpertCache(self.weights, self._device, ffns, n_slots, beside=beside)
 
     def _allocate_caches(self) -> None:
-        """Keys and values of layers that have none yet, and states."""
+        """Allocate keys and values for layers that have none yet, and states."""
         for op in self.graph.ops:
             if isinstance(op, Attention) and op.source is None and op.layer not in self.cache:
-                # An encoder needs keys and values while a layer is computed: its layers share them.
+                # An encoder needs keys and values only while it computes a layer, so its layers share them.
                 shared = None if op.causal else next(iter(self.cache.values()), None)
                 self.cache[op.layer] = shared or self._new_cache(op)
         self._states = {
@@ -184,7 +185,7 @@ class VulkanStage(DeviceStage):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of how it runs, a sentence each."""
+        """Return sentences about the device and split layers, for display."""
         name = f"{self.info.name} (Vulkan {self.info.api})"
         shared = {} if self._shared is None else {"neurons": len(self._shared.neurons)}
         if self._experts is not None:
@@ -196,13 +197,13 @@ class VulkanStage(DeviceStage):
 
     @property
     def has_neurons(self) -> bool:
-        """No neurons are counted: every one is computed."""
+        """Return False: the stage counts no neurons."""
         return False
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the device's memory that the stage holds, with those of stages beside it; workspace:
-        values and inputs of steps."""
+        """Return the bytes of device memory that the stage holds, by kind. workspace: values and inputs of
+        steps. The first stage of a device includes the bytes of the others."""
         values = sum(lowered.nbytes for lowered in self._lowered.values())
         adapters = 0 if self._on_device is None else self._on_device.nbytes
         exchange = 0 if self._shared is None else self._shared.nbytes
@@ -218,7 +219,7 @@ class VulkanStage(DeviceStage):
         return own
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
-        """As Stage.run."""
+        """Run a step, as Stage.run."""
         self._check_open()
         with self.opened.in_use:
             return self._checked_run(batch, x)
@@ -249,17 +250,17 @@ class VulkanStage(DeviceStage):
         return result
 
     def rerun(self, n: int = 1) -> None:
-        """Runs the step of n tokens as its numbers are, without logits: what measures a device."""
+        """Run a step of n tokens on the current inputs, without logits, to measure a device."""
         _core.vulkan_run([self._program(frozenset()).recorded("body", n).program], self._cancel)
 
     def take_shapes(self, shapes: DeviceShapes) -> None:
-        """Records all steps anew, with workgroups of these shapes."""
+        """Discard all recordings; later ones use workgroups of these shapes."""
         self._kernels.shapes = shapes
         for lowered in self._lowered.values():
             lowered.record_anew()
 
     def _in_step(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
-        """As _run, in a step of the CPU worker where layers are split."""
+        """Call _run, within a step of the CPU worker if layers are split."""
         worker = self._worker
         with nullcontext() if worker is None else worker.step(len(batch.tokens), batch.thresholded):
             try:
@@ -270,12 +271,13 @@ class VulkanStage(DeviceStage):
                 raise
 
     def _submit(self, programs: list[_core.VulkanProgram], n: int) -> None:
-        """Runs programs of a step of n tokens, and waits."""
+        """Run the programs of a step of n tokens, and wait for them."""
         exchange = None if self._shared is None else self._shared.exchange
         _core.vulkan_run(programs, self._cancel, exchange, n)
 
     def _run(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
-        """rows: what the host has looked up, and what entered."""
+        """Run a step and return logits or the residual stream. rows: values that the host computed, and the
+        entering value."""
         n, result = len(batch.tokens), self.graph.result
         body = lowered.recorded("body", n).program
         tail = "candidates" if batch.wants_candidates and lowered.has_candidates else "logits"
@@ -315,8 +317,11 @@ class VulkanStage(DeviceStage):
 
     @property
     def adapters(self) -> AdapterSet:
-        """Those that sequences may have. Set between two steps, of the whole model's stage; where there is no
-        memory for them those before stay, and OutOfMemoryError is raised."""
+        """Return the adapters that sequences may have.
+
+        Set them only between two steps, and only on a stage with the whole model. If memory is short, the
+        previous adapters stay and OutOfMemoryError is raised.
+        """
         return self._adapters
 
     @adapters.setter
@@ -326,12 +331,12 @@ class VulkanStage(DeviceStage):
             try:
                 self._use(adapters)
             except BaseException as error:
-                error.__traceback__ = None  # whose frames have what was uploaded
+                error.__traceback__ = None  # its frames hold the uploaded matrices
                 self._use(before)
                 raise
 
     def _use(self, adapters: AdapterSet) -> None:
-        """Frees what adapters had, and uploads these. Raises OutOfMemoryError."""
+        """Free the memory of the previous adapters, and upload these. Raises OutOfMemoryError."""
         for key in [key for key in self._lowered if key[1]]:
             self._lowered.pop(key).free()
         self._on_device, self._adapters = None, adapters
@@ -339,22 +344,22 @@ class VulkanStage(DeviceStage):
             self._on_device = DeviceAdapters(self._device, self.weights, adapters, self.max_batch)
             self._program(frozenset(), with_adapters=True)
 
-    # ---- copies of pages and states ----
+    # ---- copies of KV blocks and states ----
 
     def _page_parts(self) -> list[BufferRange]:
-        """Keys, values and scales of all layers, each once."""
+        """Return the keys, values and scales of all layers, each range once."""
         caches = {id(cache): cache for cache in self.cache.values()}.values()
         parts = [(cache.keys, cache.values, cache.key_scales, cache.value_scales) for cache in caches]
         return [part for layer in parts for part in dict.fromkeys(layer)]
 
     def _read(self, piece: BufferRange, i: int, n: int) -> bytes:
-        """The i-th of n parts of a piece."""
+        """Return the i-th of n parts of a piece."""
         size = piece.size // n
         with self.opened.in_use:
             return piece.part(i * size, size).read()
 
     def _write(self, pieces: Iterable[BufferRange], i: int, n: int, data: bytes) -> int:
-        """Puts back the i-th of n parts of pieces; returns how much of the data that is."""
+        """Write the i-th of n parts of each piece, and return the number of bytes written."""
         rows, at = np.frombuffer(data, np.uint8), 0
         for piece in pieces:
             size = piece.size // n
@@ -364,20 +369,20 @@ class VulkanStage(DeviceStage):
         return at
 
     def read_page(self, page: int) -> bytes:
-        """As CacheMemory."""
+        """Read a KV block, as CacheMemory.read_page."""
         return b"".join(self._read(part, page, self.n_pages) for part in self._page_parts())
 
     def write_page(self, page: int, data: bytes) -> None:
-        """As CacheMemory."""
+        """Write a KV block, as CacheMemory.write_page."""
         self._write(self._page_parts(), page, self.n_pages, data)
 
     def read_state(self, slot: int) -> bytes:
-        """As CacheMemory."""
+        """Read a state, as CacheMemory.read_state."""
         own = [self._read(part, slot, self.n_states) for part in self._states.values()]
         return b"".join([*own, *(backend.read_state(slot) for backend in self._ngrams.values())])
 
     def write_state(self, slot: int, data: bytes) -> None:
-        """As CacheMemory."""
+        """Write a state, as CacheMemory.write_state."""
         at = self._write(self._states.values(), slot, self.n_states, data)
         for backend in self._ngrams.values():
             backend.write_state(slot, data[at : at + backend.state_nbytes])
@@ -386,25 +391,25 @@ class VulkanStage(DeviceStage):
     # ---- the end of a step, and of all ----
 
     def counts(self) -> np.ndarray:
-        """As Stage.counts: no neurons are counted."""
+        """Return zeros, as Stage.counts: no neurons are counted."""
         return np.zeros((self.n_layer, len(COUNTS)), np.int64)
 
     def seconds(self) -> np.ndarray:
-        """As Stage.seconds: nothing is measured by layer."""
+        """Return zeros, as Stage.seconds: layers are not timed."""
         return np.zeros((self.n_layer, len(PARTS)))
 
     def expert_counts(self) -> CacheStats:
-        """As Stage.expert_counts: of the layers with an expert cache."""
+        """Return the counts of the layers with an expert cache, as Stage.expert_counts."""
         return CacheStats() if self._experts is None else self._experts.stats
 
     def cancel(self) -> None:
-        """Ends the step in flight after what was submitted, at most two layers of a prompt."""
+        """End the step in flight after the submitted work, at most two layers of a prompt."""
         self._cancel.requested = True
         if self._worker is not None:
             self._worker.cancel("it was cancelled")
 
     def close(self) -> None:
-        """Frees the memory of the device; safe to call twice."""
+        """Free the memory of the device. Safe to call twice."""
         if not self._closed:
             pipelines.keep(self.info, self._device)
             self.opened.stages.remove(self)
@@ -444,7 +449,10 @@ class VulkanStage(DeviceStage):
         return self._lowered[key]
 
     def _most_states(self, n_states: int) -> int:
-        """At most n_states: as many as the device binds of the largest."""
+        """Return n_states, or fewer if the device cannot bind that many of the largest state.
+
+        Raises UnsupportedModelError if it cannot bind two.
+        """
         largest = max((state_bytes(op) for op in self.graph.recurrent), default=1)
         if self._device.max_range // largest < 2:
             raise UnsupportedModelError(
@@ -453,7 +461,10 @@ class VulkanStage(DeviceStage):
         return min(n_states, int(self._device.max_range) // largest)
 
     def _new_cache(self, op: Attention) -> CacheOfLayer:
-        """Keys, values, and of q8_0 their scales as float32."""
+        """Allocate keys, values and, for q8_0, their float32 scales.
+
+        Raises UnsupportedModelError if the device cannot bind them at a time.
+        """
         check_cache(op, self.kv_type)
         sizes = cache_sizes(op, self.kv_type, self.n_pages)
         if max(sizes) > self._device.max_range:

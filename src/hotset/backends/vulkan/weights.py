@@ -1,6 +1,6 @@
 """Matrices in a Vulkan device's memory, in the order in which its kernels read them.
 
-The layout: csrc/device_tiles.h. The weights are those of the file, bit for bit.
+csrc/device_tiles.h defines the layout. The weights are bitwise identical to the file's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hotset.formats.quants import GGMLType, dequantize, row_bytes
 from hotset.formats.source import WeightSource
 
 TILE = 32  # rows
-_MOST_THREADS = 4  # of an upload: memory and buses are no quicker with more
+_MOST_THREADS = 4  # of an upload: more do not make memory and buses faster
 _T = GGMLType
 FLOATS = (_T.F32, _T.F16, _T.BF16)
 _PLANES = 100  # added to a type: neuron-major codes, scales by 32 neurons (formats/planes.py)
@@ -30,8 +30,8 @@ COMPUTED = CAPABILITIES.tensor_types
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Rows [first, first + n_rows) of a matrix, or of each of its experts; more: None where there is
-    nothing."""
+    """Rows [first, first + n_rows) of a matrix, or of each of its experts. more: bytes other than codes; None
+    if the type has only codes."""
 
     codes: BufferRange
     more: BufferRange | None
@@ -41,7 +41,7 @@ class MatrixPart:
 
 @dataclass(frozen=True)
 class VulkanMatrix:
-    """A matrix, in parts where one binding is not allowed to hold it all. type: GGML's, or that of planes."""
+    """A matrix, in several parts if one binding cannot hold it. type: the GGML type, or a type of planes."""
 
     type: int
     n_rows: int
@@ -50,9 +50,9 @@ class VulkanMatrix:
 
 
 class VulkanWeights:
-    """Loads tensors to a device when they are first asked for, each part once.
+    """Tensors on a device, each part loaded once at its first request.
 
-    beside: of the same model there; what it has is not loaded again.
+    beside: weights of the same model on the device; tensors that it holds are not loaded again.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class VulkanWeights:
         self._n_threads = min(usable_cores(), _MOST_THREADS)
 
     def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> VulkanMatrix:
-        """Rows of a matrix. Raises UnsupportedModelError for a type that no kernel decodes."""
+        """Return rows of a matrix. Raises UnsupportedModelError if no kernel decodes its type."""
         key = name, first, n_rows
         if key not in self.matrices:
             type_ = self._type_of(name)
@@ -79,7 +79,8 @@ class VulkanWeights:
         return self.matrices[key]
 
     def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> VulkanMatrix:
-        """Some rows of a matrix, in this order: always the same of a matrix and its first row."""
+        """Return some rows of a matrix, in this order. A matrix and a first row must always have the same
+        rows."""
         key = name, "chosen", int(rows[0])
         if key not in self.matrices:
             type_ = self._type_of(name)
@@ -88,7 +89,7 @@ class VulkanWeights:
         return self.matrices[key]
 
     def planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None = None) -> VulkanMatrix:
-        """A matrix with a row per neuron that is stored as planes, or some of its rows, with all scales."""
+        """Return a neuron-major matrix that is stored as planes, or some of its rows, with all scales."""
         if (name,) not in self.matrices:
             codes = self._source.data(name).view(np.uint8).reshape(1, -1, self._source.tensors[name].shape[0])
             own = self._source.data(scales).view(np.uint8)
@@ -103,13 +104,13 @@ class VulkanWeights:
             of_codes, of_scales = map(self.arena.piece, sizes)
             part = MatrixPart(of_codes, of_scales, 0, n_rows)
             self._write(part, PLANES[n_cols // codes.shape[2]], n_cols, [codes], rows)
-            # 32 scales of a tile and a block stand side by side as they are.
+            # The file already stores the 32 scales of a tile and a block contiguously.
             write_all([(of_scales, 0, own)])
             self.matrices[name,] = VulkanMatrix(type_ + _PLANES, n_rows, n_cols, (part,))
         return self.matrices[name,]
 
     def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> VulkanMatrix:
-        """Rows of a matrix that is in no file of the model."""
+        """Return rows of a matrix that is not in the model's files."""
         if key not in self.matrices:
             data = matrix.data.reshape(1, matrix.shape[0], -1)
             rows = np.arange(first, first + n_rows)
@@ -119,7 +120,7 @@ class VulkanWeights:
     def experts(
         self, names: Sequence[str], n_expert: int, n_cols: int, first: int, n_rows: int
     ) -> VulkanMatrix:
-        """Rows of each expert's matrix, from one tensor of all or one for each."""
+        """Return rows of each expert's matrix, from one tensor with all experts or one tensor per expert."""
         key = *names, first, n_rows
         if key not in self.matrices:
             type_ = self._type_of(names[0])
@@ -129,7 +130,7 @@ class VulkanWeights:
         return self.matrices[key]
 
     def vector(self, name: str) -> BufferRange:
-        """All numbers of a tensor, as float32."""
+        """Return all numbers of a tensor, as float32."""
         if name not in self.vectors:
             info = self._source.tensors[name]
             values = dequantize(self._source.data(name), info.type, info.shape).reshape(-1)
@@ -137,13 +138,13 @@ class VulkanWeights:
         return self.vectors[name]
 
     def made(self, key: object, make: Callable[[], np.ndarray]) -> BufferRange:
-        """Float32 numbers that are not of a file as they are, made when they are first asked for."""
+        """Return float32 numbers that no file has in this form, made at the first request."""
         if key not in self._made:
             self._made[key] = self._numbers(make())
         return self._made[key]
 
     def numbers_of(self, vector: BufferRange, key: object, chosen: np.ndarray) -> BufferRange:
-        """Some numbers of a vector, in this order."""
+        """Return some numbers of a vector, in this order."""
         return self.made(key, lambda: np.frombuffer(vector.read(), np.float32)[chosen])
 
     def _numbers(self, values: np.ndarray) -> BufferRange:
@@ -163,8 +164,10 @@ class VulkanWeights:
     def _upload(
         self, data: Sequence[np.ndarray], type_: GGMLType, n_cols: int, rows: np.ndarray
     ) -> VulkanMatrix:
-        """Some rows of the matrices of `data`, uint8 [n, rows, bytes of a row]; several arrays have experts
-        one after the other."""
+        """Upload some rows of the matrices in `data`, arrays of uint8 [n, rows, bytes of a row].
+
+        Several arrays hold the experts one after the other.
+        """
         matrix = self.empty(type_, sum(map(len, data)), len(rows), n_cols)
         for part in matrix.parts:
             self._write(part, type_, n_cols, data, rows[part.first : part.first + part.n_rows])
@@ -173,7 +176,7 @@ class VulkanWeights:
     def _write(
         self, part: MatrixPart, type_: int, n_cols: int, data: Sequence[np.ndarray], rows: np.ndarray
     ) -> None:
-        """type_: csrc/types.h's, of which planes have no more than codes."""
+        """Upload rows to a part. type_: as in csrc/types.h; types of planes have only codes."""
         of_codes, of_more = _core.vulkan_tile_bytes(type_, n_cols)
         codes, more, n_before = part.codes, part.more if of_more else None, 0
         for matrices in data:
@@ -185,8 +188,11 @@ class VulkanWeights:
             n_before += len(matrices) * -(-len(rows) // TILE)
 
     def empty(self, type_: GGMLType, n_expert: int, n_rows: int, n_cols: int) -> VulkanMatrix:
-        """Room for n_rows rows of each of so many experts; 1: of a matrix."""
-        # The larger array of a tile of 32 rows, as far as bindings reach.
+        """Allocate room for n_rows rows of each of n_expert experts; 1 for a plain matrix.
+
+        Raises UnsupportedModelError if the device cannot bind a tile of all experts.
+        """
+        # A part holds as many tiles of 32 rows as one binding reaches in the larger array.
         code_bytes, more_bytes = tile_bytes(type_, n_cols)
         largest = max(code_bytes, more_bytes) * n_expert
         n_tiles = -(-n_rows // TILE)
@@ -208,8 +214,10 @@ Placed = tuple[BufferRange, int, np.ndarray]  # a range, an offset in it, and it
 
 
 def placed(matrix: VulkanMatrix, expert: int, rows: np.ndarray) -> Iterator[Placed]:
-    """What the rows of a matrix, or of one of its experts, are on the device, a part at a time. rows: uint8
-    [n, bytes of a row], as in the file."""
+    """Yield the device bytes for rows of a matrix or of one of its experts, one part at a time.
+
+    rows: uint8 [n, bytes of a row], as in the file.
+    """
     code_bytes, more_bytes = tile_bytes(GGMLType(matrix.type), matrix.n_cols)
     for part in matrix.parts:
         chosen = np.arange(part.first, part.first + part.n_rows, dtype=np.int32)
@@ -221,11 +229,11 @@ def placed(matrix: VulkanMatrix, expert: int, rows: np.ndarray) -> Iterator[Plac
 
 
 def write_all(found: Iterable[Placed]) -> None:
-    """Copies to the device, while no program runs that reads there."""
+    """Copy bytes to the device. No program that reads them may be running."""
     for piece, offset, data in found:
         piece.buffer.write(piece.offset + offset, data)
 
 
 def tile_bytes(type_: GGMLType, n_cols: int) -> tuple[int, int]:
-    """Bytes of 32 rows of a type: of the codes, and of the rest."""
+    """Return the bytes of 32 rows of a type: of the codes, and of the rest."""
     return _core.vulkan_tile_bytes(int(type_), n_cols)

@@ -1,4 +1,4 @@
-"""The classes of Hugging Face checkpoints: a module for each family, in it a row for each class."""
+"""The classes of Hugging Face checkpoints: a module for each family, with a row for each class."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ _FAMILIES = (
 )
 
 CLASSES: dict[str, HFClass] = {name: row for family in _FAMILIES for name, row in family.CLASSES.items()}
-"""What config.json calls a class."""
+"""Name of a class in config.json → its row."""

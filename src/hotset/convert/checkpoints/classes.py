@@ -1,4 +1,4 @@
-"""What a row says of a class of Hugging Face checkpoints."""
+"""The contents of a row for a class of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hotset.convert.hf_values import integer
 from hotset.model.architectures import ARCHITECTURES
 from hotset.model.operations import RopeKind, Scoring
 
-# What some classes call an entry of config.json → what it is called here.
+# Some classes' name of an entry of config.json → its name here.
 SYNONYMS = {
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
@@ -48,17 +48,18 @@ def multi_query_heads(raw: dict[str, Any], n_head: int) -> int:
 
 @dataclass(frozen=True)
 class HFExperts:
-    """Entries of config.json about experts: the width of one, how many there are and how many a token has,
-    whether weights are normalised (None: the row of ARCHITECTURES says it), the
-    width of what all tokens share or of how many experts it is, how many layers at the beginning have none,
-    of how many groups experts are and how many a token has, and whether the scoring is softmax (None: that of
-    the row).
+    """Entries of config.json about experts.
 
-    scoring: of the class; None: that of the row. methods: values of topk_method, the first where config.json
-    has none, and whether they heed groups; None: it is not looked at.
-    first_dense: mlp_layer_types names the layers without experts; without it n_dense says how many, or it is
-    the first.
-    says_ff, says_shared_ff: the file has a key for the width, and for that of what all tokens share.
+    ff: the width of one. n, n_used: their number, and the number per token. normalised: whether weights are
+    normalised; None: the row of ARCHITECTURES decides. ff_shared, n_shared: the width of the shared expert,
+    or its width in experts. n_dense: the number of first layers without experts. groups: the number of groups
+    of experts, and the number per token. softmax: whether the scoring is softmax; None: the row decides.
+
+    scoring: of the class; None: the row decides. methods: values of topk_method → whether they use groups;
+    the first is the default. None: the entry is not read.
+    first_dense: mlp_layer_types names the layers without experts. Without it n_dense gives their number, or
+    the first layer has none.
+    says_ff, says_shared_ff: whether the file has a key for the width, and one for the shared expert's width.
     """
 
     ff: str = "moe_intermediate_size"
@@ -79,33 +80,33 @@ class HFExperts:
 
 @dataclass(frozen=True)
 class HFClass:
-    """What config.json's `architectures` entry means, beyond what the row of ARCHITECTURES says.
+    """The meaning of an `architectures` entry of config.json, in addition to the row of ARCHITECTURES.
 
-    architecture: that row. layers: what precedes the number of a layer. tensors, layer_tensors: names outside
-    and inside the layers that differ from the tables of names.py. A target of several names has equal parts;
-    one that ends with a period is the whole name; a number behind # is the part of it.
-    ff, activation, epsilon: names of entries of config.json; without ff a model has no FFNs, without
-    activation it has the row's. ff_of_width: the width of the FFN, from the model's, if config.json does not
-    say it. tied: whether the output is the embedding, if config.json does not say it.
-    defaults: entries that config.json may leave out, with the values of transformers' configuration class.
-    The sizes that every model has (layers, heads, vocabulary, width of the model and of the FFN) have none
-    here: transformers' are those of one published model.
-    required: entries that change what a model computes in a way that no key describes, and the only value
-    that is supported. own_names: entry → its name in the class; the plain name does not count.
+    architecture: that row. layers: the text before the number of a layer. tensors, layer_tensors: names
+    outside and inside the layers that differ from the tables of names.py. A target of several names has equal
+    parts; one that ends with a period is the whole name; a number after # is the part of it.
+    ff, activation, epsilon: names of entries of config.json. Without ff a model has no FFNs, without
+    activation it has the row's. ff_of_width: gives the FFN's width from the model's, if config.json lacks it.
+    tied: whether the output is the embedding, if config.json does not state it.
+    defaults: entries that config.json may omit, with the values of transformers' configuration class.
+    The sizes that every model has (layers, heads, vocabulary, width of the model and of the FFN) have no
+    default here: transformers' values belong to one published model.
+    required: entries that change the computation in a way that no key describes, and their only supported
+    value. own_names: entry → its name in the class; the plain name does not count.
     numbers, integers, flags: keys of the file → entries: a positive number (null leaves the key out), an
-    integer from 1 on, or a truth value. means: activation → the one that is meant, or the one for all.
-    windows: entries that say which layers have a sliding window; the class ignores the others.
-    writes_pattern: the file says which layers have one even if the row does: llama.cpp needs the key.
-    named_windows: no layer has one if config.json has no layer_types, whatever the row says of files.
-    sections: config.json may have mrope_section. sees: a part of the checkpoint sees, and is left out; the
-    text model is in text_config. kv_heads: gives the number of heads of keys and values.
-    norms_less_one: norms are stored less one, all but whole_norms. rotates: the pairs of channels that the
-    checkpoint's rows of q and k are meant for. partial: partial_rotary_factor is read.
-    grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up, and ffn_up_shexp, has
-    the rows of the gate, then the rows of up. stored_by_input: ends of the names of matrices that are stored
-    a row per input. experts: None for a dense model.
-    rope: reads the rotation. parts: the rest of the family. variant: the class of a
-    config.json that shares its name with other models.
+    integer from 1 on, or a truth value. means: activation → the actual one, or a single one for all.
+    windows: entries that name the layers with a sliding window; the class ignores the others.
+    writes_pattern: write the layers with a window even if the row implies them: llama.cpp needs the key.
+    named_windows: without layer_types in config.json no layer has a window, whatever the row says of files.
+    sections: config.json may have mrope_section. sees: the model has a vision part, which is left out; the
+    text model is in text_config. kv_heads: returns the number of heads of keys and values.
+    norms_less_one: norms are stored minus one, all except whole_norms. rotates: the pairs of channels that
+    the checkpoint's rows of q and k are for. partial: partial_rotary_factor is read.
+    grouped_qkv: rows of the fused q, k and v are grouped by KV head. fused_gate: ffn_up, and ffn_up_shexp,
+    has the rows of the gate, then the rows of up. stored_by_input: ends of the names of matrices that are
+    stored a row per input. experts: None for a dense model.
+    rope: reads the rotation. parts: the rest of the family. variant: returns the class for a config.json
+    whose class name several models share.
     """
 
     architecture: str
@@ -144,7 +145,7 @@ class HFClass:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it has hidden states in place of logits."""
+        """Return whether the model has hidden states in place of logits."""
         return not ARCHITECTURES[self.architecture].causal
 
     def outer_target(self, stem: str) -> str | None:
@@ -156,7 +157,7 @@ class HFClass:
         return self.layer_tensors.get(stem, LAYER_TENSORS.get(stem))
 
     def text_name(self, name: str) -> str:
-        """The name of a tensor in the text model of a checkpoint that has other parts too."""
+        """Return a tensor's name in the text model of a checkpoint with other parts."""
         return TEXT_MODEL.sub("", name) if self.sees else name
 
     def turns_rows(self, architecture: str) -> bool:
@@ -164,6 +165,6 @@ class HFClass:
         return ARCHITECTURES[architecture].rope == "norm" and self.rotates == "neox"
 
     def full_name(self, name: str) -> str:
-        """With the first part of each name, which OPT's .bin files, and some adapters, leave out."""
+        """Return a name with its first part, which OPT's .bin files and some adapters leave out."""
         prefix = self.layers.partition(".")[0] + "."
         return name if name.startswith((prefix, "lm_head.")) else prefix + name

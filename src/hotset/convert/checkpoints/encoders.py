@@ -14,7 +14,7 @@ from hotset.convert.hf_values import integer, number
 
 
 class PaddedPositions(FamilyPart):
-    """RoBERTa, whose first learned positions, up to pad_token_id, are of no token."""
+    """RoBERTa, whose first learned positions, up to pad_token_id, belong to no token."""
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -24,7 +24,7 @@ class PaddedPositions(FamilyPart):
 
 
 class NomicExperts(FamilyPart):
-    """The matrices of all experts, one under the other and as by input."""
+    """The matrices of all experts, one below the other and stored by input."""
 
     def learn(self, tensors: Mapping[str, np.ndarray]) -> None:
         self.tensors = tensors
@@ -42,7 +42,7 @@ class NomicExperts(FamilyPart):
 
 
 def _nomic(hf_class: HFClass, raw: dict[str, Any]) -> HFClass:
-    """Return the class of transformers, or one of the authors' own code."""
+    """Return the class of transformers, or the class of the authors' own code."""
     if "activation_function" not in raw:
         return hf_class
     return _NOMIC_MOE if raw.get("moe_every_n_layers") else _PUBLISHED_NOMIC

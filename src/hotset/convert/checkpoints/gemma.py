@@ -128,7 +128,7 @@ CLASSES: dict[str, HFClass] = {
         },
         windows=("sliding_window", "layer_types"),
     ),
-    "Gemma3ForCausalLM": HFClass(  # the text models; those that see are another class, and refused
+    "Gemma3ForCausalLM": HFClass(  # the text models; models with vision have another class, which is rejected
         "gemma3",
         **_GEMMA,
         defaults=_GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6},

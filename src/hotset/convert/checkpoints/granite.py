@@ -15,9 +15,9 @@ from hotset.errors import FormatError, UnsupportedModelError
 
 
 class LayerBases(HFRope):
-    """Granite SWA, whose layer_rope_theta may hold the base of each rotation: the same for all, or 0: none.
+    """Granite SWA, whose layer_rope_theta may hold the base of each layer's rotation.
 
-    layer_bases: that entry; empty without it.
+    hotset supports one base for all, or 0 for layers without a rotation. layer_bases: the entry, or empty.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -35,7 +35,7 @@ class LayerBases(HFRope):
             )
 
     def resolved(self, rope: dict[str, Any], kind: Any) -> Any:
-        if any(self.layer_bases):  # they win over rope_theta
+        if any(self.layer_bases):  # they override rope_theta
             rope["rope_theta"] = max(self.layer_bases)
         return kind
 

@@ -12,7 +12,7 @@ from hotset.errors import FormatError
 
 
 class ScaledBase(HFRope):
-    """A scaling whose alpha is in the base, for the longest context, whatever the context is."""
+    """A scaling whose alpha is included in the base, for the longest context, whatever the context is."""
 
     def resolved(self, rope: dict[str, Any], kind: Any) -> Any:
         if kind != "dynamic" or not rope.get("alpha"):

@@ -29,7 +29,7 @@ class UnitOutput(FamilyPart):
 
 
 class XieluPart(FamilyPart):
-    """The activation of Apertus: numbers of a layer that are keys of the file."""
+    """The activation of Apertus: numbers per layer that become keys of the file."""
 
     constants: ClassVar = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
 
@@ -75,8 +75,8 @@ class FactoredQueries(FamilyPart):
     adapts = False
 
     def keys(self) -> dict[str, Any]:
-        """Complete layer_types. Raise UnsupportedModelError unless there is a window, and the layers with it,
-        and no other, have the one base of the rotation."""
+        """Complete layer_types. Raises UnsupportedModelError unless there is a window, and exactly the layers
+        with it have the one base of the rotation."""
         raw, n_layer, period = self.facts.raw, self.facts.n_layer, self.facts.row.window_period
         base = HFRope(self.facts).keys()["rope.freq_base"]
         if raw.get("sliding_window") is None:
@@ -104,7 +104,7 @@ class FactoredQueries(FamilyPart):
 
 
 class BeyondContext(HFRope):
-    """InternLM2's: a dynamic scaling begins where the context ends."""
+    """The scaling of InternLM2: it is dynamic and begins after the end of the context."""
 
     def resolved(self, rope: dict[str, Any], kind: Any) -> Any:
         return "default" if kind == "dynamic" else kind
@@ -125,7 +125,7 @@ class DepthScales(FamilyPart):
 
 
 class ScatteredGroups(FamilyPart):
-    """PLaMo: a key is of each so-many-th head of queries, and not of as many side by side."""
+    """PLaMo: a key serves query heads at equal distances, and not neighbouring ones."""
 
     adapts = False
 
@@ -144,7 +144,7 @@ def _shared_heads(raw: dict[str, Any], n_head: int) -> int:
 
 
 def _baichuan(hf_class: HFClass, raw: dict[str, Any]) -> HFClass:
-    """Return the class of 7B or of 13B, which says its context only by model_max_length."""
+    """Return the class of 7B or of 13B, whose context is only in model_max_length."""
     return _BAICHUAN_13B if raw.get("max_position_embeddings") is None else hf_class
 
 

@@ -22,7 +22,7 @@ class Layouts(FamilyPart):
     """SmallThinker: sliding_window_layout and rope_layout name the layers with a window or a rotation."""
 
     def keys(self) -> dict[str, Any]:
-        """Return the windows, which the layers with a rotation must have, or all layers rotate."""
+        """Return the windows; exactly the layers with a rotation must have one, or all layers rotate."""
         raw, n_layer, found = self.facts.raw, self.facts.n_layer, {}
         for entry, default in (("sliding_window_layout", 0), ("rope_layout", 1)):
             layout = raw.get(entry, [default] * n_layer)
@@ -41,7 +41,7 @@ class Layouts(FamilyPart):
 
 
 class TransposedExperts(FamilyPart):
-    """gpt-oss: matrices of all experts are stored by input, gate and up column by column, or in MXFP4."""
+    """gpt-oss: matrices of all experts, stored by input, gate and up in alternate columns, or in MXFP4."""
 
     @staticmethod
     def dequantises(quantised: Any) -> bool:

@@ -1,6 +1,6 @@
 """Names of tensors in checkpoints → GGUF's, and defaults that several families share.
 
-A name means the same in all families but few: a class lists the others in HFClass.layer_tensors.
+A name has the same meaning in nearly all families: a class lists exceptions in HFClass.layer_tensors.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# What precedes the names of the text model's tensors in models that see.
+# The text before the names of the text model's tensors in models that see.
 TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
-    """Return name in a checkpoint → target, of a table of target → names."""
+    """Return name in a checkpoint → target, for a table of target → names."""
     return {name: target for target, names in table.items() for name in names.split()}
 
 
@@ -218,7 +218,7 @@ LAYER_TENSORS = _by_name(_OF_LAYERS) | {
     **{f"ple.{name}_proj": f"ple_{name}" for name in ("key", "value")},
     **{f"ple.{name}": f"ple_{name}" for name in ("norm_key", "norm_query", "norm_conv", "conv1d")},
     **{f"attention.{name}": f"time_mix_{name}" for name in ("receptance", "key", "value", "gate", "output")},
-    # A number behind # is a row of the tensor: a weight of the previous token.
+    # A number after # is a row of the tensor: a weight of the previous token.
     **{f"attention.time_maa_{x}": f"time_mix_lerp_fused#{i}" for i, x in enumerate("wkvrg")},
     **{f"attn.x_{x}": f"time_mix_lerp_fused#{i}" for i, x in enumerate("rwkvag")},
     **{f"attn.{x}_lora.lora.0": f"time_mix_{x}1" for x in "wavg"},

@@ -21,7 +21,7 @@ from hotset.model.keys import MAX_CONV_KERNEL, MAX_NGRAM, MAX_NGRAM_HEADS, MAX_S
 
 
 class ExpertsByInput(FamilyPart):
-    """Qwen3-VL: matrices of all experts may be stored by input, which those that are not square show."""
+    """Qwen3-VL: matrices of all experts may be stored by input; the shapes of non-square ones show it."""
 
     by_input = False
 
@@ -39,9 +39,9 @@ class ExpertsByInput(FamilyPart):
 
 
 class HFNgrams:
-    """Embeddings of n-grams: the layer that adds them, the length of the longest, heads of all lengths, the
-    width of one's embedding, tensors that their rows are split into, the kernel of their convolution, the
-    token that ends a text."""
+    """Embeddings of n-grams. Fields hold the layer that adds them, the longest length, heads of all lengths,
+    and the width of one head's embedding. Others hold the number of tensors with its rows, the kernel of the
+    convolution, and the token that ends a text."""
 
     def __init__(self, config: dict[str, Any], layers: Any, n_layer: int) -> None:
         if not isinstance(layers, list) or len(layers) != 1:
@@ -59,7 +59,7 @@ class HFNgrams:
         self.n_parts = integer(config, "split_ngram_parts", high=1 << 16)
         self.kernel = integer(config, "ple_conv_kernel_size", high=MAX_CONV_KERNEL)
         eos = config.get("eos_token_id")
-        # llama.cpp's converter takes the last of several.
+        # llama.cpp's converter uses the last of several.
         first = eos[0] if isinstance(eos, list) and eos else eos
         self.eos = integer({"eos_token_id": first}, "eos_token_id", high=1 << 24, low=0)
         self.image = None
@@ -67,7 +67,7 @@ class HFNgrams:
             self.image = integer(config, "image_token_id", high=1 << 24, low=0)
 
     def keys(self) -> dict[str, Any]:
-        """Keys of the GGUF file, but for the constants."""
+        """Return the keys of the GGUF file, except the constants."""
         return {
             "ple.layers": [self.layer],
             "ple.ngram_size": self.n,
@@ -199,7 +199,7 @@ _QWEN4 = HFClass(
     | _DELTA_EXPERTS
     | {"num_experts_per_tok": 10, "hc_count": 4, "hc_lowrank": 320, "ngram_size": 3, "heads_per_ngram": 8}
     | {"ple_conv_kernel_size": 4, "split_ngram_parts": 512, "output_gate_type": "silu"},
-    # llama.cpp computes these, whatever a file says.
+    # llama.cpp always computes these values, even if a file has others.
     required={"output_gate_type": "sigmoid", "norm_topk_prob": True, "indexer_kv_heads": 1},
     sections=True,
     sees=True,

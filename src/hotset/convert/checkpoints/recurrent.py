@@ -31,13 +31,13 @@ _PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"
 
 
 class ShortConvPart(FamilyPart):
-    """LFM2's short convolutions, which layer_types puts in place of attention."""
+    """LFM2's short convolutions, which replace attention in the layers that layer_types names."""
 
     adapts = False
 
     @staticmethod
     def prepared(config: dict[str, Any]) -> dict[str, Any]:
-        """Read tie_embedding, as the first checkpoints call it."""
+        """Read tie_embedding, the name of the entry in early checkpoints."""
         tied = {"tie_word_embeddings": config["tie_embedding"]} if "tie_embedding" in config else {}
         return config | tied
 
@@ -57,7 +57,7 @@ class ShortConvPart(FamilyPart):
 
 
 class DenseShortConv(ShortConvPart):
-    """LFM2 without experts, whose FFNs may have two thirds of the neurons that config.json says."""
+    """LFM2 without experts, whose FFNs may have two thirds of the neurons that config.json states."""
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -86,7 +86,7 @@ class DenseShortConv(ShortConvPart):
 class OnePartLayers(StateSpace):
     """Nemotron-H, each of whose layers is a state space, attention, an FFN or experts.
 
-    n_latent: the width of what experts read and yield, if it is not the model's; 0: it is.
+    n_latent: the width of the experts' inputs and outputs; 0 if it equals the model's.
     """
 
     entries = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
@@ -95,7 +95,7 @@ class OnePartLayers(StateSpace):
 
     @staticmethod
     def prepared(config: dict[str, Any]) -> dict[str, Any]:
-        """Set num_hidden_layers, and layers_block_type in the form that keys reads."""
+        """Set num_hidden_layers, and layers_block_type in the form that `keys` reads."""
         parts = _parts_of(config)
         return config | {"layers_block_type": parts, "num_hidden_layers": len(parts)}
 
@@ -130,7 +130,7 @@ def _parts_of(config: dict[str, Any]) -> list[str]:
 
 
 def _nemotron_h(hf_class: HFClass, raw: dict[str, Any]) -> HFClass:
-    """Return the class of Nemotron-H, of which models without experts are another architecture."""
+    """Return the class of Nemotron-H; models without experts have another architecture."""
     parts = _parts_of(raw)
     if "moe" not in parts:
         return replace(hf_class, architecture="nemotron_h", numbers={}, experts=None)
@@ -158,7 +158,7 @@ _MAMBA: dict[str, Any] = {
     "tied": True,
     "defaults": {
         "layer_norm_epsilon": 1e-5,
-        "max_position_embeddings": 1 << 20,  # there is no limit
+        "max_position_embeddings": 1 << 20,  # the model has no limit
         "expand": 2,
         "state_size": 16,
         "conv_kernel": 4,
@@ -277,7 +277,7 @@ CLASSES: dict[str, HFClass] = {
         epsilon="layer_norm_epsilon",
         defaults={
             "layer_norm_epsilon": 1e-5,
-            "max_position_embeddings": 1 << 20,  # there is no limit
+            "max_position_embeddings": 1 << 20,  # the model has no limit
             "num_heads": 128,
             "head_dim": 64,
             "n_groups": 8,

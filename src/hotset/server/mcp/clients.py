@@ -1,6 +1,6 @@
 """The MCP servers of one hotset server, in an event loop of their own.
 
-What they send is read in a thread beside the one that answers clients: a flood of messages delays no token.
+A separate thread reads their messages, so that a flood of messages delays no token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class McpClients:
-    """All methods but `start` and `close`, which wait for the thread, are for the server's event loop."""
+    """The clients of all servers. `start` and `close` wait for the thread; other methods are for the loop."""
 
     def __init__(self, servers: Sequence[McpServer], limits: Limits | None = None) -> None:
         limits = limits or Limits()
@@ -31,14 +31,14 @@ class McpClients:
         self._close_seconds = 4 * limits.stop_seconds
 
     def start(self) -> None:
-        """Begins to connect, and does not wait for it."""
+        """Begin to connect, and do not wait for it."""
         for name in ("mcp", "client", "httpx2"):  # the SDK logs what servers send
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         self._thread.start()
         self._began.wait()
 
     def close(self) -> None:
-        """Ends all servers; safe to call twice."""
+        """End all servers. A second call does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(self._close_seconds)
@@ -48,7 +48,7 @@ class McpClients:
         return [one.status for one in self._connections.values()]
 
     def find(self, name: str) -> tuple[str, McpTool] | None:
-        """The server of a tool, and the tool; None where there is none of that name."""
+        """Return the server of a tool, and the tool; None if no tool has this name."""
         found = (
             (status.name, tool) for status in self.statuses for tool in status.tools if tool.name == name
         )
@@ -58,7 +58,7 @@ class McpClients:
         return server in self._connections
 
     async def call(self, server: str, tool: McpTool, arguments: dict[str, Any]) -> ToolResult:
-        """As Connection.call. The call is cancelled where this is."""
+        """Return the result of Connection.call. Cancelling this cancels the call."""
         return await self._there(self._connections[server].call(tool, arguments))
 
     async def restart(self, server: str) -> None:

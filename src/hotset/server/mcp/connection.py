@@ -1,4 +1,4 @@
-"""One MCP server: connected, asked for its tools, called."""
+"""The connection to one MCP server: it lists and calls the server's tools."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hotset.server.mcp.limits import Limits, McpServerError
 from hotset.server.mcp.transports import HttpTransport, StdioTransport
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_./-]{1,80}")
-_PAGES = 64  # of a list of tools
-_SETTLE_SECONDS = 0.5  # between a server's word that its tools are others and the look at them
+_PAGES = 64  # most pages of a list of tools
+_SETTLE_SECONDS = 0.5  # from a server's notice that its tools changed until hotset lists them
 
 State = Literal["starting", "ready", "failed"]
 _log = logging.getLogger("hotset.server")
@@ -34,8 +34,8 @@ _log = logging.getLogger("hotset.server")
 
 @dataclass(frozen=True)
 class McpTool:
-    """A tool. name: as a model calls it. own_name: as its server does. parameters: a JSON schema. digest: of
-    what a reader consents to: its server's program or address, and all that is said of it."""
+    """A tool. name: the model's name for it. own_name: its server's name for it. parameters: a JSON schema.
+    digest: of the facts that a user consents to: the server's program or address, and the description."""
 
     name: str
     own_name: str
@@ -46,7 +46,7 @@ class McpTool:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What is known of a server. problem: why it does not work, or what of it is left out; "": nothing."""
+    """The state of a server. problem: why it failed, or which tools are left out; "": no problem."""
 
     name: str
     state: State = "starting"
@@ -56,7 +56,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call brought, as text. is_error: the tool says that it failed."""
+    """The result of a call as text. is_error: whether the tool reports a failure."""
 
     text: str
     is_error: bool
@@ -71,19 +71,19 @@ class Connection:
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # it is ready, or has failed
-        self._changed = asyncio.Event()  # its tools are others
+        self._changed = asyncio.Event()  # the server reports other tools
         self._n_calls = 0
         self._logged = ""  # the last problem
 
     def start(self) -> None:
-        """Connects, unless it is connected or connecting."""
+        """Connect, unless it is connected or connecting."""
         if self._task is None or self._task.done():
             self.status = replace(self.status, state="starting", problem="")
             self._settled.clear()
             self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Ends the connection, and the server's process."""
+        """End the connection, and the server's process."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -93,7 +93,7 @@ class Connection:
         self.start()
 
     async def call(self, tool: McpTool, arguments: dict[str, Any]) -> ToolResult:
-        """Raises McpServerError where the server fails, and QueueFullError where it has too many calls."""
+        """Call a tool. Raises McpServerError if the server fails, QueueFullError if it has too many calls."""
         if self._n_calls >= self._limits.calls:
             raise QueueFullError(self._n_calls, 1)
         self._n_calls += 1
@@ -107,13 +107,13 @@ class Connection:
             self._n_calls -= 1
 
     async def _called(self, client: Client, tool: McpTool, arguments: dict[str, Any]) -> ToolResult:
-        # Not Client.call_tool: it checks a result against the schema that the server gives for it, whose
-        # regular expressions can keep Python, all threads of it, busy for years.
+        # Client.call_tool would check the result against the server's own schema. Regular expressions in
+        # that schema can keep all threads of Python busy for years.
         params = mcp_types.CallToolRequestParams(name=tool.own_name, arguments=arguments)
         request, seconds = mcp_types.CallToolRequest(params=params), self._limits.call_seconds
         began = time.monotonic()
         try:
-            async with asyncio.timeout(seconds):  # the SDK's begins when the request is written
+            async with asyncio.timeout(seconds):  # the SDK's timeout begins only when the request is written
                 result = await client.session.send_request(request, mcp_types.CallToolResult, seconds)
         except TimeoutError:
             raise McpServerError(f"did not answer {tool.own_name} within {seconds:g} s") from None
@@ -128,7 +128,7 @@ class Connection:
         return ToolResult(self._bounded(_text_of(result)), is_error=bool(result.is_error))
 
     async def _is_ending(self, client: Client) -> bool:
-        """Whether the connection broke, and not the server says so of another one. `status` then says why."""
+        """Return whether the connection broke, and wait until `status` has the reason."""
         for _ in range(20):
             if self._client is not client:
                 if self._task is not None:
@@ -146,7 +146,7 @@ class Connection:
     # ---- the connection ----
 
     async def _run(self) -> None:
-        """Connects, and stays until the connection ends."""
+        """Connect, and stay until the connection ends."""
         kind = StdioTransport if self._server.url is None else HttpTransport
         transport = kind(self._server, self._limits)
         problem = ""
@@ -187,7 +187,7 @@ class Connection:
                 ended.cancel()
 
     async def _stay(self, client: Client, ended: asyncio.Future[Any]) -> None:
-        """Until the connection ends; looks at the tools again where the server says that they are others."""
+        """Stay until the connection ends, and list the tools again if the server reports a change."""
         while not ended.done():
             changed = asyncio.ensure_future(self._changed.wait())
             try:
@@ -218,7 +218,7 @@ class Connection:
         self.status = ServerStatus(self._server.name, "ready", f"{more}{left_out}".removesuffix("; "), tools)
 
     def _taken(self, found: Iterable[mcp_types.Tool]) -> tuple[tuple[McpTool, ...], str]:
-        """The tools that a model can be given, and what is said of the others."""
+        """Return the tools that a model can use, and a note on the others."""
         limits, taken, n_bytes = self._limits, dict[str, McpTool](), 0
         left_out: list[str] = []
         for tool in found:
@@ -249,7 +249,7 @@ class Connection:
 
 
 def _dumped(schema: Mapping[str, Any]) -> str:
-    """JSON; empty for what is none: parsers let NaN pass."""
+    """Return a schema as JSON; "" if it has numbers that JSON does not have, such as NaN."""
     try:
         return json.dumps(schema, allow_nan=False)
     except ValueError:
@@ -257,7 +257,7 @@ def _dumped(schema: Mapping[str, Any]) -> str:
 
 
 def _nesting(value: Any) -> int:
-    """Levels of lists and objects in what was JSON of so many that Python could read it."""
+    """Return the levels of lists and objects in a value from JSON."""
     levels, level = 0, [value]
     while level:
         inner = [one for one in level if isinstance(one, dict | list)]
@@ -267,7 +267,7 @@ def _nesting(value: Any) -> int:
 
 
 def _text_of(result: mcp_types.CallToolResult) -> str:
-    """A result as a model reads it; of what is no text it is said what it is."""
+    """Return a result as text for a model. Other content is replaced by its type."""
     parts = []
     for block in result.content:
         match block:
@@ -287,7 +287,7 @@ def _text_of(result: mcp_types.CallToolResult) -> str:
 
 
 def _said(error: BaseException, seconds: float) -> str:
-    """What went wrong, as it goes on behind the server's name. seconds: that it had."""
+    """Return an error as words that follow the server's name. seconds: the limit that timed out."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, McpServerError):

@@ -1,11 +1,11 @@
-"""The MCP servers whose tools the page offers: the file of `--mcp`, in the form that other clients have, too.
+"""The file of `--mcp`: MCP servers whose tools the page offers, in the format of other MCP clients.
 
     {"mcpServers": {
       "files": {"command": "npx", "args": ["-y", "@modelcontextprotocol/server-filesystem", "/srv/texts"]},
       "search": {"url": "https://mcp.example/mcp", "headers": {"Authorization": "Bearer ${SEARCH_KEY}"}}
     }}
 
-`${NAME}`, `${NAME:-default}` and `${env:NAME}` in its texts are variables of the environment.
+`${NAME}`, `${NAME:-default}` and `${env:NAME}` in texts are replaced by environment variables.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _NOT_OF_A_NAME = re.compile(r"[^a-zA-Z0-9_-]")
 
 @dataclass(frozen=True, kw_only=True)
 class McpServer:
-    """One server: a command of this machine that speaks MCP over standard input and output, or an address
-    that does over (streamable) HTTP. unused: fields that the file has of it, for other clients."""
+    """One server: a command that speaks MCP over standard input and output, or an address that speaks it over
+    (streamable) HTTP. unused: fields of the file that only other clients use."""
 
     name: str
     command: str | None = None
-    args: tuple[str, ...] = field(default=(), repr=False)  # which may have secrets, as the others below
+    args: tuple[str, ...] = field(default=(), repr=False)  # may have secrets, like the fields below
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
     url: str | None = field(default=None, repr=False)
@@ -50,18 +50,18 @@ class McpServer:
 
     @property
     def prefix(self) -> str:
-        """What the names of its tools begin with, as a model reads them."""
+        """Return the beginning of the names by which a model calls its tools."""
         return f"{_NOT_OF_A_NAME.sub('_', self.name)}__"
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Which program or address it is."""
+        """Return the fields that identify the program or address."""
         return self.name, self.command, self.args, self.cwd, self.url
 
 
 def read_servers(path: Path) -> tuple[McpServer, ...]:
-    """The servers of a file, less those that it calls disabled. Raises InvalidRequestError, which quotes no
-    value of a text."""
+    """Return the servers of a file, without disabled ones. Raises InvalidRequestError, which quotes no text's
+    value."""
     try:
         given = json.loads(read_small_text(path, _MAX_BYTES))
     except (ValueError, RecursionError) as error:
@@ -85,7 +85,7 @@ def read_servers(path: Path) -> tuple[McpServer, ...]:
 
 
 def _check_prefixes(path: Path, servers: tuple[McpServer, ...]) -> None:
-    """Raises InvalidRequestError where a tool of one server could have the name of another server's."""
+    """Raise InvalidRequestError if tools of two servers could have the same name."""
     ordered = sorted(servers, key=lambda one: one.prefix.lower())
     for one, other in pairwise(ordered):
         if other.prefix.lower().startswith(one.prefix.lower()):
@@ -153,7 +153,7 @@ def _texts(name: str, what: str, given: Any) -> dict[str, str]:
 
 
 def _text(name: str, what: str, given: Any, *, empty: bool = False) -> str:
-    """A text with its variables replaced."""
+    """Return a text with its variables replaced. Raises InvalidRequestError."""
     if not isinstance(given, str):
         raise InvalidRequestError(f"{name}: {what} is text, not a {type(given).__name__}")
 

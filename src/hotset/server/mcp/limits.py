@@ -1,4 +1,4 @@
-"""How much an MCP server may send, and how long it may take: it is an untrusted program."""
+"""Limits on the data and the time of an MCP server, which is an untrusted program."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hotset.server.key_limits import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """start_seconds: to connect and to list its tools (npx may fetch the server first). call_seconds: of a
-    call. write_seconds: until it has read a message. stop_seconds: between the end of its input and SIGTERM,
-    and from there to SIGKILL.
+    """Limits of one server. start_seconds: to connect and to list its tools (npx may fetch the server first).
+    call_seconds: of a call. write_seconds: until it has read a message. stop_seconds: between the end of its
+    input and SIGTERM, and between SIGTERM and SIGKILL.
 
     message_bytes, message_nesting: of one message. minute_bytes: of all messages in a minute.
-    tools: that are taken of it; listing_bytes: of their descriptions and schemas; schema_bytes,
-    schema_nesting: of one schema. description_chars: of a tool. result_chars: of a result. calls: at once.
+    tools: most tools; listing_bytes: of their descriptions and schemas; schema_bytes, schema_nesting: of one
+    schema. description_chars: of a tool. result_chars: of a result. calls: at once.
     """
 
     start_seconds: float = 60.0
@@ -39,12 +39,12 @@ class Limits:
 
 
 class McpServerError(HotsetError):
-    """What an MCP server did wrong; the message goes on behind its name."""
+    """A fault of an MCP server; the message follows its name."""
 
 
 def check_message(data: bytes, limits: Limits) -> None:
-    """Raises McpServerError for a message that would take long to parse, during which no other thread of
-    Python runs; its bytes are bounded already."""
+    """Raise McpServerError for a message that would take long to parse, while no other thread of Python runs.
+    The caller limits its bytes."""
     try:
         check_json(data, limits.message_nesting)
     except RequestError:
@@ -54,7 +54,7 @@ def check_message(data: bytes, limits: Limits) -> None:
 
 
 def meter_of(limits: Limits) -> Callable[[int], None]:
-    """Counts bytes of one connection. It raises McpServerError where they are too many for the time."""
+    """Return a counter of one connection's bytes. It raises McpServerError if the rate is too high."""
     bucket = Bucket(limits.minute_bytes)
 
     def count(n: int) -> None:

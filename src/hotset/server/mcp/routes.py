@@ -1,7 +1,7 @@
-"""What the page asks of MCP servers: which tools there are, and that one is called.
+"""Routes of the page for MCP servers: list their tools, restart a server, call a tool.
 
-A tool may do what its server may, so only those who may manage models call one; which programs run says the
-operator's file alone. That a person allows each call is for the page to see to.
+A tool may do whatever its server may, so only clients that may manage models can call one. The operator's
+file is the only source of the programs that run. The page asks the user before each call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def opened(servers: Sequence[McpServer]) -> McpClients | None:
-    """The clients of MCP servers, which begin to connect; None where no MCP servers were named."""
+    """Return the clients of MCP servers, which begin to connect; None without servers."""
     if not servers:
         return None
     from hotset.server.mcp.clients import McpClients  # the SDK is an extra, and takes a second
@@ -42,7 +42,7 @@ def opened(servers: Sequence[McpServer]) -> McpClients | None:
 
 
 def check_caller(http: Request) -> None:
-    """Raises RequestError (403) for who may not call tools: as of models that are managed."""
+    """Raise RequestError (403) if a client may not call tools; the rule is that for managing models."""
     check_allowed(http, "tools are called", "call tools")
 
 

@@ -1,8 +1,8 @@
-"""How messages travel to an MCP server and back: the SDK's transports, within limits.
+"""Transports of messages to an MCP server and back: the SDK's, within limits.
 
-A server's process is the leader of a group of its own, which is ended as a whole. Where hotset itself is
-killed (`kill -9`), a shell that waits for the end of a pipe ends the group; on Windows a server then finds
-the end of its input, and nothing more is done.
+A server's process leads a group of its own, which is ended as a whole. If hotset itself is killed
+(`kill -9`), a shell that waits for the end of a pipe ends the group. On Windows nothing ends it: a server
+only finds the end of its input.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hotset.escaping import clause
 from hotset.server.mcp.file import McpServer
 from hotset.server.mcp.limits import Limits, McpServerError, check_message, meter_of
 
-_KEPT_STDERR = 4096  # bytes, of which the last line says why a server ended
+_KEPT_STDERR = 4096  # bytes; the last line tells why a server ended
 _LOOK_SECONDS = 0.01
-_HEAD_BYTES = 1024  # that an empty reply, or line, counts as
+_HEAD_BYTES = 1024  # added to the size of each reply or line, so that empty ones count
 _EVENT_END = re.compile(rb"\n\r?\n|\r\r")
-_MOST_OPEN = 64  # requests of a server that are not answered yet
+_MOST_OPEN = 64  # unanswered requests of a server
 _GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 2; kill -s KILL -- "-$0"'
 
 _OWN_GROUP: dict[str, Any] = {"start_new_session": True}
@@ -44,7 +44,7 @@ if sys.platform == "win32":
 
 
 class StdioTransport:
-    """A server as a process. ended: it has; `fault` then says why."""
+    """A server as a process. ended: set when it has ended; `fault` is then the reason."""
 
     def __init__(self, server: McpServer, limits: Limits) -> None:
         self.fault: str | None = None
@@ -108,14 +108,14 @@ class StdioTransport:
             while True:
                 line = await self._process.stdout.readuntil(b"\n")
                 self._count(len(line) + _HEAD_BYTES)
-                await asyncio.sleep(0)  # of lines that are there already none is waited for
+                await asyncio.sleep(0)  # lets other tasks run: reading a buffered line does not wait
                 if not line.lstrip().startswith(b"{"):
-                    continue  # a line that it should have written on stderr
+                    continue  # a line that belongs on stderr
                 check_message(line, self._limits)
                 try:
                     message = jsonrpc_message_adapter.validate_json(line, by_name=False)
                 except ValueError:
-                    continue  # another one
+                    continue  # not a message of JSON-RPC
                 self._n_open += isinstance(message, JSONRPCRequest)
                 if self._n_open > _MOST_OPEN:
                     raise McpServerError(f"sent more than {_MOST_OPEN} requests at once and was ended")
@@ -128,11 +128,11 @@ class StdioTransport:
         except McpServerError as error:
             fault = str(error)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            return  # it is being ended
+            return  # the transport is being ended
         self._end(fault or f"ended{self._last_words()}")
 
     def _end(self, fault: str) -> None:
-        """Says why it ended, unless that was said, or it is being ended."""
+        """Record why it ended, unless a reason is known or it is being stopped."""
         if self._is_stopping or self.ended.is_set():
             return
         self.fault = fault
@@ -141,7 +141,7 @@ class StdioTransport:
         self.ended.set()
 
     def _last_words(self) -> str:
-        """Why it ended, as far as it said so."""
+        """Return the exit code and the last line of stderr, for a message."""
         lines = [line for line in self._stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         code = self._process.returncode
         return f" (exit code {code})" + (f": {clause(lines[-1])}" if lines else "")
@@ -167,7 +167,7 @@ class StdioTransport:
             while piece := await self._process.stderr.read(_KEPT_STDERR):
                 self._count(len(piece))
                 self._stderr = (self._stderr + piece)[-_KEPT_STDERR:]
-                await asyncio.sleep(0)  # as of lines
+                await asyncio.sleep(0)  # lets other tasks run
         except McpServerError as error:
             self._end(str(error))
 
@@ -192,7 +192,7 @@ class StdioTransport:
                 self._guard.stdin.close()
 
     async def _exits_within(self, seconds: float) -> bool:
-        """Whether it does. (`Process.wait` waits for all that hold its pipes, too.)"""
+        """Return whether it exits. (`Process.wait` would also wait for others that hold its pipes.)"""
         for _ in range(max(1, round(seconds / _LOOK_SECONDS))):
             if self._process.returncode is not None:
                 return True
@@ -200,7 +200,7 @@ class StdioTransport:
         return False
 
     def _kill(self) -> None:
-        """Ends the process, and those that it started and are still of its group."""
+        """Kill the process, and those that it started and that are still in its group."""
         if sys.platform != "win32":
             _signal_group(self._process.pid, signal.SIGKILL)
             return
@@ -217,7 +217,7 @@ def _signal_group(leader: int, which: int) -> None:
 
 
 def _guard(leader: int) -> subprocess.Popen[bytes] | None:
-    """Ends a group of processes when this process has ended, however it did."""
+    """Start a shell that ends a group of processes when this process has ended for any reason."""
     if sys.platform == "win32":
         return None
     return subprocess.Popen(
@@ -233,7 +233,7 @@ def _guard(leader: int) -> subprocess.Popen[bytes] | None:
 
 
 class HttpTransport:
-    """A server at an address. ended: it sent what is not taken; `fault` then says what."""
+    """A server at an address. ended: set after a reply that is not accepted; `fault` is then the reason."""
 
     def __init__(self, server: McpServer, limits: Limits) -> None:
         self.fault: str | None = None
@@ -275,8 +275,8 @@ class HttpTransport:
         response.stream = _Body(response.stream, self._bounded(response.stream, has_events))
 
     async def _bounded(self, stream: httpx2.AsyncByteStream, has_events: bool) -> AsyncIterator[bytes]:
-        """What a reply brings: a message, or events, each a message, with a blank line behind each. A message
-        is passed on when it is complete and was checked."""
+        """Yield the pieces of a reply: one message, or events that each end with a blank line. Each message
+        is checked when it is complete, and passed on afterwards."""
         most, size, tail = self._limits.message_bytes, 0, b""
         held: list[bytes] = []
         async for piece in stream:
@@ -314,7 +314,7 @@ class HttpTransport:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Keeps what is wrong with the server: the SDK tells less of an error within a stream."""
+        """Keep the server's fault: the SDK gives fewer details of an error within a stream."""
         try:
             yield
         except McpServerError as error:

@@ -85,8 +85,8 @@ class TextTool(Body):
 AnyTool = Annotated[Tool | TextTool | OtherTool, ByType("function")]
 
 
-# What a message is for the document. The parser says more exactly what is wrong with one
-# (generation.py, text/messages.py), and a template may want more of it than is here.
+# The OpenAPI document's schema of a message. The parser (text/messages.py) is more exact about errors, and a
+# chat template may need more fields.
 _TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -153,7 +153,7 @@ class ChatBody(SamplingFields):
 
     @cached_property
     def n_top(self) -> int | None:
-        """The number of logprobs next to each token, or None."""
+        """Return the number of logprobs next to each token, or None."""
         return logprobs_of(self.given("logprobs"), self.given("top_logprobs"))
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
@@ -183,12 +183,12 @@ class ChatBody(SamplingFields):
 
     @property
     def custom_names(self) -> frozenset[str]:
-        """The names of the tools that take any text."""
+        """Return the names of the tools that take any text."""
         return frozenset(one.custom.name for one in self.tools or () if isinstance(one, TextTool))
 
     @property
     def is_legacy(self) -> bool:
-        """Whether the client knows functions and no tools."""
+        """Return whether the client uses functions instead of tools."""
         return not self.tools and bool(self.functions)
 
 
@@ -287,7 +287,7 @@ class _Reply:
         )
 
     def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return calls, or pieces of them, as the client knows them."""
+        """Return calls, or pieces of them, in the form that the client uses."""
         return {"function_call": calls[0]["function"]} if self._body.is_legacy else {"tool_calls": calls}
 
     def _reason(self, reason: str) -> str:

@@ -1,6 +1,6 @@
-"""Calls of tools with a type of their own while the model writes them.
+"""Calls of tools that have a type of their own, while the model writes them.
 
-`ClientCall` makes the events of /v1/responses, and `CustomCalls` the deltas of a chat.
+`ClientCall` makes the events of /v1/responses, and `CustomCalls` makes the deltas of a chat.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NEXT = re.compile(r"\s*,")
 _STRING = re.compile(r'\s*,?\s*"')
 _END_OF_LIST = re.compile(r"\s*\]")
 _WORD = re.compile(r'[^\s,}\]\["{]+(?=[\s,}\]])')  # a number, true, false or null
-# Characters of a string, up to its end or to an escape that is not complete.
+# Characters of a string, up to its end or to an incomplete escape.
 _CHARACTERS = re.compile(r'(?:[^"\\]|\\(?:u(?:[0-9a-fA-F]{4}|(?![0-9a-fA-F]{0,3}\Z))|[^u]))*', re.DOTALL)
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _CONTROLS = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
 
 
 class StringPiece(NamedTuple):
-    """A piece of a string in an object. element: of a list; None for a string that is a value itself."""
+    """A piece of a string in an object. element: its index in a list; None for a value of the object."""
 
     key: str
     element: int | None
@@ -39,19 +39,19 @@ class StringPiece(NamedTuple):
 
 
 class JsonStrings:
-    """The strings of a JSON object while it is written: values, and elements of lists.
+    """A reader of the strings of a JSON object while it is written: values, and elements of lists.
 
     After a nested object or list, and after anything that is not JSON, no more strings are found.
     """
 
     def __init__(self) -> None:
-        self._text, self._at = "", 0  # what is not read begins there
+        self._text, self._at = "", 0  # unread text begins at `_at`
         self._next = self._begin
         self._key, self._index = "", -1
-        self._high = ""  # the first half of a character whose second half is still to come
+        self._high = ""  # the first half of a surrogate pair whose second half has not arrived
 
     def push(self, text: str) -> Iterator[StringPiece]:
-        """Take in more of the object and yield the pieces of strings that are in it."""
+        """Add more of the object, and yield the pieces of strings in it."""
         self._text, self._at = self._text[self._at :] + text, 0
         while (found := self._next()) is not None:
             yield from found
@@ -107,7 +107,7 @@ class JsonStrings:
 
 
 def _decoded(text: str) -> str:
-    """Return the characters of a part of a JSON string. An escape that JSON does not have stays."""
+    """Return the characters of a part of a JSON string. An escape that JSON does not have is unchanged."""
 
     def character(match: re.Match[str]) -> str:
         code = match[1]
@@ -117,21 +117,21 @@ def _decoded(text: str) -> str:
 
 
 class ClientCall:
-    """One call while the model writes its arguments. form: of the tool; name: of the function.
+    """One call while the model writes its arguments. form: the tool's. name: of the function.
 
     An item begins when it is certain that the arguments fit its type, and a function call otherwise.
     """
 
     def __init__(self, form: CallForm, id: str, name: str) -> None:
         self.form, self.id, self.name = form, id, name
-        self.value: Any = None  # of the item's field, once the item has begun
+        self.value: Any = None  # of the item's field, once the item has begun; None before
         self.arguments = ""  # so far
         self._strings = JsonStrings()
-        self._given: dict[str, str] = {}  # strings before the item
-        self._is_over = False  # the string that comes piece by piece has ended
+        self._given: dict[str, str] = {}  # strings that arrived before the item
+        self._is_over = False  # whether the string that is sent piece by piece has ended
 
     def push(self, text: str) -> Iterator[Step]:
-        """Take in more of the arguments."""
+        """Add more of the arguments, and yield the events for it."""
         self.arguments += text
         for piece in self._strings.push(text):
             if self.form is FORMS["shell"]:
@@ -146,7 +146,7 @@ class ClientCall:
                 self._is_over = piece.ends
 
     def end(self) -> Iterator[Step]:
-        """Complete the call: its arguments are whole, or the answer has ended."""
+        """Yield the last events: the arguments are complete, or the answer has ended."""
         found = self.form.value(self.arguments)
         if self.value is None and found is not None:
             yield from self._whole(found)
@@ -163,7 +163,7 @@ class ClientCall:
             self.value = found
 
     def _whole(self, value: Any) -> Iterator[Step]:
-        """Write a call whose arguments are complete."""
+        """Yield the events of a call whose arguments are complete."""
         if self.form is CUSTOM:
             yield from self._input(value)
         elif self.form is FORMS["shell"]:
@@ -195,7 +195,7 @@ class ClientCall:
             commands.append("")
             yield self._of_command("added", command="")
         elif piece.element != len(commands) - 1 or self._is_over:
-            return  # of a second list of commands
+            return  # the arguments have a second list of commands
         commands[-1] += piece.text
         if piece.text:
             yield self._of_command("delta", delta=piece.text)
@@ -214,7 +214,7 @@ class ClientCall:
             return
         if self.value is None:
             if begun.get("type") not in ("create_file", "update_file") or "path" not in begun:
-                self._is_over = True  # the whole arguments decide
+                self._is_over = True  # wait for the whole arguments
                 return
             yield from self._begin({"type": begun["type"], "path": begun["path"], "diff": ""})
         yield from self._diff(piece.text)
@@ -227,7 +227,7 @@ class ClientCall:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text of a call of a custom tool that is whole, or was cut, as its stream has it."""
+    """Return the text of a custom tool's call, complete or cut off, as its stream has it."""
     call = ClientCall(CUSTOM, "", "")
     return _input_in(chain(call.push(arguments), call.end()))
 
@@ -237,14 +237,14 @@ class CustomInput(ToolCallArguments):
 
 
 class CustomCalls:
-    """The calls of custom tools among the deltas of a chat. names: of these tools."""
+    """A filter of a chat's deltas that turns calls of custom tools into text. names: of these tools."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._calls: dict[int, tuple[int, ClientCall]] = {}  # by the answer: the one that is open
+        self._calls: dict[int, tuple[int, ClientCall]] = {}  # the open call of each answer
 
     def push(self, delta: Delta) -> Iterator[Delta]:
-        """Yield the delta; the arguments of a custom tool as a piece of its text."""
+        """Yield the delta; arguments of a custom tool become a piece of its text."""
         known = self._calls.get(delta.index)
         if known is not None and isinstance(delta, ToolCallArguments):
             text = _input_in(known[1].push(delta.text))

@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts that are continued as they stand."""
+"""POST /v1/completions: continuation of prompts, which are used unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hotset.text.tokenizer import StreamDecoder, Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
 
-_DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it here
+_DEFAULT_TOKENS = 16  # per answer, OpenAI's default for this route
 
 
 @having(
@@ -45,7 +45,7 @@ class CompletionBody(SamplingFields):
 
     @cached_property
     def n_top(self) -> int | None:
-        """The number of logprobs next to each token, or None."""
+        """Return the number of logprobs next to each token, or None."""
         wanted = self.given("logprobs")
         return logprobs_of(self.given("n_probs") if wanted is None else wanted, None)
 
@@ -66,7 +66,7 @@ class CompletionBody(SamplingFields):
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
         """Return the request. Raises InvalidRequestError."""
-        # Evaluation harnesses want the scores of the prompt and no answer.
+        # Evaluation harnesses need only the scores of the prompt.
         only_echo = bool(self.echo) and self.all_settings("sampling").get("max_tokens") == 0
         defaults, over = {"max_tokens": _DEFAULT_TOKENS, **defaults}, {"max_tokens": 1} if only_echo else {}
         return AnswerRequest(
@@ -93,7 +93,7 @@ async def completions(body: CompletionBody, http: Request) -> Response:
 
 @dataclass
 class _Text:
-    """A piece of a choice: its text, and where its tokens' logprobs go."""
+    """A piece of a choice: its text, and tokens with their logprobs."""
 
     text: str
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -106,7 +106,7 @@ class _Reply:
     def __init__(self, model: str, tokenizer: Tokenizer, body: CompletionBody) -> None:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._model, self._tokenizer, self._body = model, tokenizer, body
-        # By choice: characters and tokens of prompt and answer so far, and what counts characters of tokens.
+        # By choice: characters and tokens so far, of prompt and answer, and the decoder that counts them.
         self._offsets: dict[int, int] = {}
         self._positions: dict[int, int] = {}
         self._decoders: dict[int, StreamDecoder] = {}
@@ -156,8 +156,8 @@ class _Reply:
         return shapes.CompletionReply.written(id=self.id, created=answer.created, model=self._model, **more)
 
     def _prompt(self, answer: Answer, index: int) -> list[_Text]:
-        """The echo, which an answer begins with where it is wanted: the text, and with it some of the tokens
-        at a time."""
+        """Return the echo that begins an answer, if requested. The first piece has the whole text; each piece
+        has some of the tokens."""
         if not self._body.echo:
             return []
         prompt = answer.prompt_of(index)
@@ -179,7 +179,7 @@ class _Reply:
         )
 
     def _logprobs(self, answer: Answer, index: int, piece: _Text) -> dict[str, Any]:
-        """Lists of one entry per token; the first token of a prompt has no score."""
+        """Return lists with one entry per token; the first token of a prompt has no score."""
         if index not in self._offsets:
             self._offsets[index] = 0 if self._body.echo else len(self._prompt_text(answer, index))
             self._positions[index] = 0 if self._body.echo else len(answer.prompt_of(index).tokens)
@@ -198,8 +198,10 @@ class _Reply:
         )
 
     def _is_in_text(self, answer: Answer, index: int, token: int) -> bool:
-        """Whether the text spells the token at this position. Of special tokens it spells those of a prompt,
-        except the BOS and EOS that were added to it, and none of an answer."""
+        """Return whether the text spells the token at this position.
+
+        The text spells a prompt's special tokens, except an added BOS or EOS, and none of an answer's.
+        """
         if not self._tokenizer.is_special(token):
             return True
         request, tokens, at = answer.request, answer.prompt_of(index).tokens, self._positions[index]
@@ -213,12 +215,12 @@ class _Reply:
         return not (at == len(tokens) - 1 and self._tokenizer.add_eos)
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the one that is there."""
+        """Return the likeliest tokens and the actual one, with their logprobs."""
         top = dict(one.top[: self._body.n_top or 0]) | {one.token: one.logprob}
         return {self._spelled(token): logprob_of(logprob) for token, logprob in top.items()}
 
     def _spelled(self, token: int) -> str:
-        """A token as a text, and as OpenAI writes it where it is none: tokens that differ look different."""
+        """Return a token as text, or its bytes as OpenAI writes them: different tokens look different."""
         piece = self._tokenizer.token_bytes(token)
         try:
             return piece.decode("utf-8")

@@ -1,6 +1,6 @@
 """POST /v1/embeddings: texts as vectors of length 1.
 
-dimensions: the first values of each vector alone, of length 1 again.
+dimensions: keep only the first values of each vector, and scale it to length 1 again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotset.server.streams import embedded, serving
 router = APIRouter(route_class=BodyRoute)
 
 MAX_TEXTS = 2048
-"""Inputs of a request, as OpenAI has it."""
+"""Inputs of a request; OpenAI's limit."""
 
 
 @having(*FREE)
@@ -36,7 +36,7 @@ class EmbeddingsBody(Body):
     dimensions: Annotated[Integer, Field(ge=1)] | None = None
 
     def texts(self) -> list[str | list[int]]:
-        """Raises RequestError where there is none."""
+        """Return the inputs, at least one. Raises RequestError if there are none, or too many."""
         given: list[Any] = [self.input] if isinstance(self.input, str) else self.input
         if given and isinstance(given[0], int):
             given = [given]

@@ -24,7 +24,7 @@ async def model(name: str, http: Request) -> dict[str, Any]:
     entries = {one["id"]: one for one in await _entries(http)}
     if name not in entries:
         _, name, _ = await file_of(http, name)
-    if name not in entries:  # deleted in this moment
+    if name not in entries:  # it has just been deleted
         raise RequestError("the model is not served any more", 404, param="model", code="model_not_found")
     return entries[name]
 
@@ -34,7 +34,7 @@ async def _entries(http: Request) -> list[dict[str, Any]]:
 
 
 def entry(model: ListedModel) -> dict[str, Any]:
-    """A model in OpenAI's form; `status` as llama-server has it."""
+    """Return a model's entry in OpenAI's form; `status` is llama-server's."""
     facts = model.facts
     return {
         "id": model.name,
@@ -56,7 +56,7 @@ def entry(model: ListedModel) -> dict[str, Any]:
 
 
 def _adapted(model: ListedModel) -> list[dict[str, Any]]:
-    """A model with each of its adapters; `root` and `parent` as vLLM has them."""
+    """Return an entry for each adapter of a model; `root` and `parent` are vLLM's."""
     return [
         entry(model) | {"id": f"{model.name}:{adapter}", "root": adapter, "parent": model.name}
         for adapter in model.adapters

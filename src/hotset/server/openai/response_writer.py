@@ -1,4 +1,4 @@
-"""The response of /v1/responses as an answer grows: its items, and the events that a client gets."""
+"""A writer of the response of /v1/responses: its items, and the events that a client gets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ToolNames:
 
 NO_NAMES = ToolNames()
 
-_ITEMS: dict[str, tuple[type[Shape], str]] = {  # with the prefixes of their ids
+_ITEMS: dict[str, tuple[type[Shape], str]] = {  # by type: the shape, and the prefix of ids
     "message": (shapes.OutputMessage, "msg"),
     "reasoning": (shapes.OutputReasoning, "rs"),
     "function_call": (shapes.OutputCall, "fc"),
@@ -58,9 +58,9 @@ _ITEMS: dict[str, tuple[type[Shape], str]] = {  # with the prefixes of their ids
 
 
 class ResponseWriter:
-    """The response, and its events.
+    """A writer of the response and of its events.
 
-    head: fields that do not come of the answer. n_top: alternatives to each token, None for no logprobs.
+    head: fields that do not depend on the answer. n_top: alternatives to each token; None for no logprobs.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ResponseWriter:
     ) -> None:
         self._tokenizer, self._n_top, self._names = tokenizer, n_top, names
         self._call: ClientCall | None = None  # of a tool with a type of its own, while it is written
-        self._n_events = self._n_sent = 0  # made, and passed on
+        self._n_events = self._n_sent = 0  # events made, and events sent
         self._in_progress: TextEvents | None = None
         self._items: list[dict[str, Any]] = []
         self.response = shapes.ResponseReply.written(
@@ -87,7 +87,7 @@ class ResponseWriter:
         )
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The stream of an answer."""
+        """Yield the stream of an answer, an event at a time."""
         async for one in self._events(answer):
             yield await event_beside(one, one["type"])
             self._n_sent += 1
@@ -106,9 +106,9 @@ class ResponseWriter:
             yield one
 
     def sign_of_life(self) -> bytes:
-        """Return an event for a client that has waited, such as Codex, whose timer ignores comments.
+        """Return an event for a client that waits, such as Codex, whose timer ignores comments.
 
-        Between events that are already numbered it is a comment.
+        While numbered events are waiting to be sent, it is a comment.
         """
         if not self._n_events or self._n_sent < self._n_events:
             return KEEP_ALIVE
@@ -121,7 +121,7 @@ class ResponseWriter:
         return self._in_progress(self._n_events - 1)
 
     def whole(self, answer: Answer, choice: FinishedAnswer) -> dict[str, Any]:
-        """The response of a finished answer."""
+        """Return the response of a finished answer."""
         self.start(answer.created)
         for delta in choice.deltas():
             self.push(delta)
@@ -129,7 +129,7 @@ class ResponseWriter:
         return self.response
 
     def start(self, created: int) -> list[Event]:
-        """created: seconds since 1970."""
+        """Return the first events. created: seconds since 1970."""
         self.response["created_at"] = created
         return [
             self._event("response.created", response=self._now()),
@@ -215,7 +215,7 @@ class ResponseWriter:
         return self._event("response.failed", response=self.response)
 
     def _open(self, kind: str, part: dict[str, Any] | None = None, **fields: Any) -> list[Event]:
-        """Begins an item, unless the last one goes on: those with a part do. part: its content, yet empty."""
+        """Begin an item, unless the new part continues the last item. part: its content, still empty."""
         if part is not None and self._items and self._items[-1]["type"] == kind:
             return []
         events = self._close("completed")
@@ -232,7 +232,7 @@ class ResponseWriter:
         return events
 
     def _close(self, status: str) -> list[Event]:
-        """Ends the last item, if there is one."""
+        """End the last item, if there is one."""
         if not self._items:
             return []
         item = self._items[-1]

@@ -1,7 +1,7 @@
-"""POST /v1/responses, without a memory: every request brings its whole conversation.
+"""POST /v1/responses, without stored responses: every request has its whole conversation.
 
-A translation: input items become the messages of a chat, and the deltas of an answer become output items and
-their events.
+Input items become the messages of a chat, and the deltas of an answer become output items and their
+events.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from hotset.server.turns import ROLES, Turn, add, tool_call
 
 router = APIRouter(route_class=BodyRoute)
 
-# ---- what a client sends ----
+# ---- requests ----
 
 
 class TextPart(Body):
@@ -240,7 +240,7 @@ class ResponsesBody(AnswerFields):
 
     @property
     def logprobs(self) -> int | None:
-        """As in SamplingParams."""
+        """Return the number of logprobs for SamplingParams, or None."""
         wanted = "message.output_text.logprobs" in (self.include or ())
         return logprobs_of(wanted, self.given("top_logprobs"))
 
@@ -249,7 +249,7 @@ class ResponsesBody(AnswerFields):
 
 
 def answer_request(body: ResponsesBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
-    """Return the request that a body means. Raises InvalidRequestError."""
+    """Return the request that a body describes. Raises InvalidRequestError."""
     use = chosen(body.tool_choice, _tools(body.tools or ()))
     return AnswerRequest(
         messages=conversation(body.instructions, body.input),
@@ -264,10 +264,10 @@ def answer_request(body: ResponsesBody, defaults: Mapping[str, Any] = NO_DEFAULT
 
 
 def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn]:
-    """Return the turns of a conversation. Raises RequestError if there is none.
+    """Return the turns of a conversation. Raises RequestError if it is empty.
 
-    The assistant's text, reasoning and calls, one item after the other, are one turn; messages of others are
-    turns of their own.
+    Adjacent text, reasoning and calls of the assistant form one turn. Every other message is a turn of its
+    own.
     """
     if not instructions and not items:
         raise RequestError("input is empty; give a text, or items", param="input")
@@ -321,7 +321,7 @@ def _joined(content: str | list[Any]) -> str:
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """What the model calls a function."""
+    """Return the name by which the model calls a function."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -335,7 +335,10 @@ def _functions(tools: Sequence[Any]) -> Iterator[tuple[str | None, dict[str, Any
 
 
 def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Raises InvalidRequestError for too many, and for a full name that is too long or has two meanings."""
+    """Return the functions for the model. Raises InvalidRequestError for too many, or for a bad full name.
+
+    A full name is bad if it is too long, or if two functions have it.
+    """
     found: list[dict[str, Any]] = []
     owners: dict[str, str | None] = {}
     for namespace, function in _functions(tools):
@@ -429,7 +432,7 @@ def _repeated_choice(choice: ToolChoice) -> dict[str, Any]:
 
 
 def _text_settings(body: ResponsesBody) -> dict[str, Any]:
-    """Return the form and the verbosity of an answer as a reply repeats them."""
+    """Return the form and the verbosity of an answer for the reply."""
     given = body.given("text")
     form: ResponseFormat | None = given and given.format
     found: dict[str, Any] = {"type": "text"}
@@ -454,10 +457,10 @@ def _summary(body: ResponsesBody) -> str | None:
 
 
 def _words(given: Any) -> dict[str, str]:
-    """Return metadata as a reply repeats it."""
+    """Return the request's metadata for the reply."""
     return {name: _word(one) or "" for name, one in given.items()} if isinstance(given, dict) else {}
 
 
 def _word(value: Any) -> str | None:
-    """Return a word of a request as a reply repeats it; None for a value that is not one."""
+    """Return a request's text or number as text for the reply; None for other values."""
     return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None

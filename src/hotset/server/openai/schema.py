@@ -12,7 +12,7 @@ from hotset.server.rows import Body, Flag, Row, having, integer
 from hotset.server.shapes import AnswerDetails, OpenAIUsage, PromptDetails
 
 Logprobs = bool | Annotated[int, Field(ge=0, le=20)]
-"""True for the chosen tokens' logprobs, or the number of likely tokens that have some, too."""
+"""True for the logprobs of chosen tokens only, or the number of likely tokens that have them, too."""
 
 
 class StreamOptions(Body):
@@ -41,7 +41,7 @@ class SamplingFields(AnswerFields):
 def logprobs_of(wanted: bool | int | None, top: int | None) -> int | None:
     """Return how many logprobs of likely tokens a reply has for each token, or None.
 
-    wanted: true for those of the chosen tokens, or the number. top: the number, if it is a field of its own.
+    wanted: True for the chosen tokens' logprobs, or the number. top: the number, if it is a separate field.
     """
     if wanted is None or wanted is False:
         return top or None

@@ -1,13 +1,13 @@
 """Tool calls as models write them, taken out of the text as it arrives.
 
-Which form a model uses follows from its chat template, with whose renderings it was trained: forms.py has the
-table, docs/guides/serve.md the same in words. Marks may be special tokens, which a decoder leaves out:
-`Form.marks` are those that must be passed on as text.
+The form of a model follows from its chat template, whose renderings trained it. forms.py has the table;
+docs/guides/serve.md describes it. Marks may be special tokens, which a decoder leaves out: it must pass on
+`Form.marks` as text.
 
-A parser takes pieces of any size and gives parts; how the answer was split changes nothing. Nothing is an
-error, and no text is lost: what looks like a call and is none is passed on as text. A call that breaks off
-keeps its arguments as far as they go, so that they are no JSON, and what follows is text. White space between
-text and calls belongs to the form and is left out.
+A parser takes pieces of any size and returns parts. How the answer was split changes nothing. Nothing is an
+error, and no text is lost: text that only looks like a call is passed on. A call that breaks off keeps its
+partial arguments, which are not valid JSON, and later text is text. White space between text and calls
+belongs to the form and is left out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def parser_of(
     tools: Schemas | Collection[str] | None = None,
     make_id: Callable[[], str] | None = None,
 ) -> ToolCallParser:
-    """A parser for one answer.
+    """Return a parser for one answer.
 
     tools: JSON schemas of the arguments of the functions that may be called, or only their names; None: any
-    function. make_id: gives the id of each call; default: a random one.
+    function. make_id: returns the id of each call; default: a random one.
     """
     return ToolCallParser(form, tools, make_id or form.make_id)

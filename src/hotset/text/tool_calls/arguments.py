@@ -1,7 +1,7 @@
-"""How forms write the arguments of a call whose name has been read: JSON, tags, or pairs.
+"""How forms write the arguments of a call, after its name: JSON, tags, or pairs.
 
-Each reader passes JSON on as the arguments. It returns whether they are complete; if not, they end where the
-model broke off, so that they are no JSON and no client runs half a call.
+Each reader passes the arguments on as JSON. It returns whether they are complete. Partial ones end where the
+model broke off, so they are not valid JSON and no client runs half a call.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hotset.text.tool_calls.values import TYPES, as_json, properties_of, quoted,
 
 @dataclass(frozen=True)
 class Json:
-    """`{"city": "Rome"}`, passed on as the model writes it.
+    """A form like `{"city": "Rome"}`, passed on as the model writes it.
 
-    Without an object a call has no arguments.
+    A call without an object has no arguments.
     """
 
     @property
@@ -38,11 +38,11 @@ class Json:
 
 @dataclass(frozen=True)
 class Tags:
-    """`<parameter=city>Rome</parameter>`: what a value means is said by the schema of the function.
+    """A form like `<parameter=city>Rome</parameter>`. The function's schema gives the type of a value.
 
-    key, key_end: around the name of a parameter. before: what stands before its value; attributes may come
-    first, of which `string="true"` and `string="false"` say whether the value is text; says_type: they are
-    written. lines: line ends on both sides of the value belong to the form.
+    key, key_end: around the name of a parameter. before: the mark before its value. Attributes may come
+    first: `string="true"` and `string="false"` tell whether the value is text. says_type: a grammar writes
+    them. lines: line ends on both sides of the value belong to the form.
     """
 
     key: str
@@ -89,7 +89,7 @@ class Tags:
         ends: tuple[str, ...] = (self.value_end,)
         if self.lines and (yield from parser.at("\n")):
             ends = (f"\n{self.value_end}", self.value_end)
-        if types == {"string"}:  # passed on as it is written
+        if types == {"string"}:  # passed on unchanged
             parser.arguments('"')
             end = yield from parser.until(ends, lambda text: parser.arguments(quoted(text)[1:-1]))
             parser.arguments('"' if end else "")
@@ -104,8 +104,8 @@ class Tags:
 
 @dataclass(frozen=True)
 class Pairs:
-    """`city="Rome", days=2)` and `city:<escape>Rome<escape>,days:2}`: literals behind names, up to
-    a bracket."""
+    """A form like `city="Rome", days=2)` or `city:<escape>Rome<escape>,days:2}`: literals after names, up
+    to a bracket."""
 
     between: str
     end: str
@@ -140,7 +140,7 @@ class Pairs:
 
 
 def _unquoted(text: str, quotes: tuple[str, ...]) -> str:
-    """A string whose own quotes are not escaped, as LFM2.5's template writes them."""
+    """Strip quotes from a string with unescaped quotes inside, as LFM2.5's template writes them."""
     for quote in quotes:
         if len(text) >= 2 * len(quote) and text.startswith(quote) and text.endswith(quote):
             return text[len(quote) : -len(quote)]
@@ -148,7 +148,7 @@ def _unquoted(text: str, quotes: tuple[str, ...]) -> str:
 
 
 def _broken(parser: ToolCallParser, opening: str) -> bool:
-    """What was taken since `hold` is no argument but text."""
+    """Make the text since `hold` text again, because it is not an argument. Return False."""
     parser.arguments("{" if opening == "{" else "")
     parser.reject()
     return False

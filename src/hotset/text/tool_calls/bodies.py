@@ -1,7 +1,7 @@
-"""The ways in which forms write calls. Each body reads what follows one of its opening marks.
+"""The ways in which forms write calls. Each body reads the text after one of its opening marks.
 
-A body returns whether there is a call. Where there is none it leaves what it has taken to `reject`, which
-makes it text. A call that has begun stays one: what does not keep to the form behind it is text again.
+A body returns whether there is a call. If not, its caller makes the text taken so far text again
+(`reject`). A call that has begun remains one; later text that breaks the form is passed on as text.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hotset.text.tool_calls.values import sendable
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 Calls = Sequence[tuple[str, Any]]
-"""Names and arguments; arguments that are no mapping are what a model wrote instead of one."""
+"""Names and arguments. Arguments that are not a mapping are a text that a model wrote instead."""
 _CALL_KEYS = (*_NAME_KEYS, *_ARGUMENTS_KEYS, "id", "tool_call_id", "type")
-_MAX_BRACES = 4  # that open one object: Qwen2.5-Coder's template asks for {{"name": ...}}
+_MAX_BRACES = 4  # before one object: Qwen2.5-Coder's template shows {{"name": ...}}
 
 
 @dataclass(frozen=True)
 class Objects:
-    """`<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>`: objects, or a list.
+    """A form like `<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>`.
 
-    Surplus braces around an object or its arguments, and missing ones at its end, change nothing.
-    opening: the marks, of which the first is written where a call is required. end: "" for none. is_checked:
-    only an object with arguments and a known name is a call, since nothing marks it as one. as_list,
-    name_key, arguments_key: as a call is written where it is required.
+    It holds objects or a list. Surplus braces before an object or its arguments, and missing ones after it,
+    are ignored. opening: the marks; a required call begins with the first. end: "" without one.
+    is_checked: only an object with arguments and a known name is a call, since no mark shows it. as_list,
+    name_key, arguments_key: how a required call is written.
     """
 
     opening: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Objects:
         return True
 
     def _object(self, parser: ToolCallParser) -> Steps[bool]:
-        """One call; False where the object is none."""
+        """Read one call. Return False if the object is not one."""
         call = _Call(parser, self.is_checked)
         stops = (",", self.end) if self.end else (",",)
         yield from _braces(parser, _MAX_BRACES)
@@ -104,7 +104,7 @@ class Objects:
 
 
 def _braces(parser: ToolCallParser, most: int) -> Steps[None]:
-    """Take the braces that open an object, at most so many, with the white space between them."""
+    """Take the braces that open an object, at most `most`, with the white space between them."""
     for _ in range(most):
         yield from parser.space()
         if not (yield from parser.at("{")):
@@ -112,7 +112,7 @@ def _braces(parser: ToolCallParser, most: int) -> Steps[None]:
 
 
 class _Call:
-    """What is known of a call while its object is read: it starts with its name and its first arguments."""
+    """The known parts of a call while its object is read. It starts with its name and first arguments."""
 
     def __init__(self, parser: ToolCallParser, is_checked: bool) -> None:
         self._parser, self._is_checked = parser, is_checked
@@ -123,7 +123,7 @@ class _Call:
         self._key = ""
 
     def value_of(self, key: str, is_nested: bool) -> Sink:
-        """Where the value of a key goes to."""
+        """Return the sink for the value of a key."""
         self._key, self._value = key, []
         if key in _ARGUMENTS_KEYS and not self._has_arguments:
             self._has_arguments = True
@@ -171,7 +171,7 @@ class _Call:
 
 
 def _string(text: str) -> str | None:
-    """What a JSON string says; None for what is none."""
+    """Return the value of a JSON string; None for other text."""
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -184,13 +184,13 @@ Head = Callable[[ToolCallParser], Steps[tuple[str, str | None] | None]]
 
 @dataclass(frozen=True)
 class Named:
-    """`<tool_call><function=get_weather><parameter=city>Rome</parameter></function></tool_call>`, or alike.
+    """A form like `<tool_call><function=get_weather><parameter=city>Rome</parameter></function></tool_call>`.
 
-    call: what a call begins with; "" for nothing. Its name follows, then after_name, the arguments, and end.
-    section: the marks around calls, of which the first is written where a call is required. many: whether one
-    section may hold several. gap: a line end may be written between the marks. between: characters that may
-    stand between calls. head: reads name and id where they are not just a name and after_name. is_checked:
-    only a known name is a call.
+    call: the mark that begins a call; "" for none. Its name follows, then after_name, the arguments, and end.
+    section: the opening marks of a list of calls; a required call has the first. many: whether one section
+    may hold several. gap: whether a line end may be between the marks. between: characters allowed between
+    calls. head: reads name and id if they are more than a name and after_name. is_checked: only a known name
+    is a call.
     """
 
     call: str
@@ -211,7 +211,7 @@ class Named:
         return (*self.section, self.call) if self.call else self.section
 
     def written(self, calls: Calls, *, is_bare: bool) -> str:
-        """Of a form whose arguments are JSON, or whose calls are Python."""
+        """Return calls as text, for a form with JSON arguments or Python calls."""
         if isinstance(self.arguments, Json):
             between = "\n" * self.gap
             texts = [
@@ -249,7 +249,7 @@ class Named:
         return n > 0
 
     def _call(self, parser: ToolCallParser) -> Steps[bool | None]:
-        """Whether a call keeps to the form to its end; None where there is none."""
+        """Read a call. Return whether it keeps to the form until it ends; None without a call."""
         found = yield from (self.head or self._name)(parser)
         if found is None or (self.is_checked and not parser.knows(found[0])):
             return None
@@ -275,14 +275,14 @@ class Named:
 
 
 def kimi_head(parser: ToolCallParser) -> Steps[tuple[str, str | None] | None]:
-    """`functions.get_weather:0<|tool_call_argument_begin|>`: all of it is the id."""
+    """Read `functions.get_weather:0<|tool_call_argument_begin|>`, all of which is the id."""
     id = yield from parser.head("<|tool_call_argument_begin|>")
     found = re.fullmatch(r"(?:functions\.)?([A-Za-z0-9_.\-]{1,128}?)(?::\d+)?", (id or "").strip())
     return (found[1], found[0]) if found else None
 
 
 def mistral_head(parser: ToolCallParser) -> Steps[tuple[str, str | None] | None]:
-    """`get_weather[CALL_ID]a1b2c3d4e[ARGS]`, where id and mark may be missing."""
+    """Read `get_weather[CALL_ID]a1b2c3d4e[ARGS]`, in which id and marks may be missing."""
     name = yield from parser.name()
     yield from parser.space()
     id = None
@@ -299,14 +299,14 @@ _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"
 
 
 def read_harmony(parser: ToolCallParser) -> Steps[None]:
-    """Messages of channels: analysis is reasoning, what has a recipient is a call, all else is text."""
+    """Read messages of channels: analysis is reasoning, one with a recipient is a call, others are text."""
     while True:
         parser.hold()
         yield from parser.space()
         is_call, sink = False, parser.text
         if (yield from parser.peek(*_HARMONY_HEADS)):
             head = yield from parser.head("<|message|>")
-            if head is None:  # no message
+            if head is None:  # not a message
                 parser.take(1)
                 parser.reject()
             else:
@@ -326,5 +326,5 @@ def read_harmony(parser: ToolCallParser) -> Steps[None]:
             return
         if is_call and parser.n_taken == n:
             parser.arguments("{}")
-        if mark not in _HARMONY_HEADS:  # which begin the next
+        if mark not in _HARMONY_HEADS:  # a head begins the next message
             parser.take(len(mark))

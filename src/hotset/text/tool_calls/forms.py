@@ -14,11 +14,11 @@ from hotset.text.tool_calls.parser import ToolCallParser
 from hotset.text.tool_calls.reader import Steps
 
 _FENCE, _LINE = "```", "\n{"  # before calls without a mark
-_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # of what may be one token
+_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # texts that may be one token
 
 
 def marks_in(*texts: str) -> tuple[str, ...]:
-    """The parts of marks that may be special tokens, each once."""
+    """Return the parts of marks that may be special tokens, each once."""
     return tuple(dict.fromkeys(mark for text in texts for mark in _MARK.findall(text)))
 
 
@@ -27,7 +27,7 @@ def _random_id() -> str:
 
 
 def _mistral_id() -> str:
-    """Mistral's templates accept only nine letters and digits."""
+    """Return an id for Mistral's templates, which accept only nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -35,12 +35,12 @@ def _mistral_id() -> str:
 class Form:
     """A form of tool calls.
 
-    found_by: a model uses the form where its chat template has all strings of one of these groups. objects,
-    named: how calls are written; with both, objects are what begins with a bracket. is_loose: calls of known
-    functions may also come without a mark, at the beginning of the answer or of a line, or in a fenced block.
-    After a call with a mark these are text: models repeat the call for the reader.
-    writes_bare: a call that is required has no mark. ends_reasoning: what begins a call even where the model
-    has not closed its reasoning. make_id: an id for a call that the model does not number itself.
+    found_by: a model uses the form if its chat template has all strings of one of these groups. objects,
+    named: how calls are written; with both, objects are the calls that begin with a brace. is_loose: calls of
+    known functions may also have no mark, at the beginning of the answer or of a line, or in a fenced block.
+    After a call with a mark these are text, because models repeat the call for the reader.
+    writes_bare: a required call has no mark. ends_reasoning: marks that begin a call even if the model has
+    not closed its reasoning. make_id: returns an id for a call that the model does not number itself.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Form:
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Marks that calls begin with."""
+        """Return the marks that calls begin with."""
         bodies = [body for body in (self.named, self.objects) if body]
         return tuple(dict.fromkeys(mark for body in bodies for mark in body.opening))
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All strings of the form that may be special tokens, which a decoder leaves out."""
+        """Return all strings of the form that may be special tokens, which a decoder leaves out."""
         texts = [*self.opening]
         if self.objects:
             texts.append(self.objects.end)
@@ -72,7 +72,7 @@ class Form:
         return marks_in(*texts)
 
     def written(self, calls: Calls) -> str:
-        """Calls as text, of the forms of which there are templates that leave this to the messages."""
+        """Return calls as text. Only some forms need it: those whose templates may not write calls."""
         named = self.named
         if named and (isinstance(named.arguments, Json) or named.arguments is _PYTHON):
             return named.written(calls, is_bare=self.writes_bare)
@@ -108,13 +108,13 @@ class Form:
         return (yield from body.read(parser, mark))
 
     def _unmarked(self, parser: ToolCallParser) -> Steps[bool]:
-        """Objects, or Python in brackets."""
+        """Read objects, or Python in brackets."""
         yield from parser.space("[")
         body = UNMARKED_OBJECTS if (yield from parser.peek("{")) else UNMARKED_PYTHON
         return (yield from body.read(parser, ""))
 
     def _fenced(self, parser: ToolCallParser) -> Steps[bool]:
-        """A block of Markdown with objects, or with Python where it is said to be calls."""
+        """Read a block of Markdown with objects, or with Python if the block is marked as calls."""
         language = yield from parser.name()
         yield from parser.space("[")
         if (yield from parser.peek("{")):
@@ -133,7 +133,7 @@ def _decide(parser: ToolCallParser, found: bool) -> None:
 
 @dataclass(frozen=True)
 class Harmony(Form):
-    """gpt-oss's messages, of which calls are some."""
+    """The form of gpt-oss: messages, some of which are calls."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ FENCED_PYTHON = Named("", _PYTHON, after_name="(", between=",;[]", section_end="
 
 
 def _invokes(section: str, prefix: str = "") -> Named:
-    """`<invoke name="get_weather"><parameter name="city">Rome</parameter></invoke>`."""
+    """Return a form like `<invoke name="get_weather"><parameter name="city">Rome</parameter></invoke>`."""
     return Named(
         f'<{prefix}invoke name="',
         Tags(f'<{prefix}parameter name="', '"', f"</{prefix}parameter>", before=">", says_type=bool(prefix)),
@@ -182,7 +182,7 @@ _DSML = "｜DSML｜"
 
 HARMONY = Harmony("harmony", (("<|channel|>", "<|message|>"),))
 HERMES = Form("hermes", (("<tool_call>",),), objects=_OBJECT, is_loose=True)
-# The first that fits counts: a template may speak of another form's marks.
+# The first match counts: a template may mention another form's marks.
 FORMS: tuple[Form, ...] = (
     HARMONY,
     Form(

@@ -1,7 +1,7 @@
 """Arguments that a model sets to null although their schema does not allow it.
 
 Small models write `"timeout": null` for an optional argument that they do not need. Clients that check the
-schema refuse such a call; without the argument it means the same.
+schema reject such a call. Without the argument it means the same and is accepted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from hotset.text.tool_calls.reader import MAX_HEAD, SPACE
 from hotset.text.tool_calls.values import properties_of, resolved, types_of
 
-# Keywords by which an argument may be required, or needed by others.
+# Keywords that may require an argument, or make others depend on it.
 _CONDITIONS = frozenset(
     {
         "allOf",
@@ -35,7 +35,7 @@ _NULL = "null"
 
 
 def without_null(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of arguments that are optional and cannot be null, as a function's schema says."""
+    """Return the names of arguments that a function's schema makes optional and never null."""
     if isinstance(schema.get("$ref"), str):
         schema = resolved(schema["$ref"], schema) or {}
     if not isinstance(schema, Mapping) or _CONDITIONS & schema.keys():
@@ -46,13 +46,13 @@ def without_null(schema: Mapping[str, Any]) -> frozenset[str]:
         for name, one in properties_of(schema).items()
         if isinstance(one, Mapping)
         and name not in required
-        and True not in (one.get("required"), one.get("nullable"))  # of older drafts, and of OpenAPI
+        and True not in (one.get("required"), one.get("nullable"))  # keywords of older drafts and of OpenAPI
         and "null" not in types_of(one, schema)
     )
 
 
 class NullFilter:
-    """Leaves out the members of a JSON object that are null, as the object arrives. names: of these members.
+    """A filter that drops the null members of a JSON object, as the object arrives. names: of these members.
 
     Other texts are passed on unchanged. How a text is split changes nothing.
     """
@@ -61,7 +61,7 @@ class NullFilter:
         self._names = names
         self._buffer, self._at = "", 0  # text, and how many characters of it were taken
         self._read = self._start
-        self._has_members = self._has_comma = False  # passed on; a comma that is to be left out
+        self._has_members = self._has_comma = False  # passed some on; the next comma must be left out
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def push(self, text: str) -> str:
@@ -73,7 +73,7 @@ class NullFilter:
         return "".join(passed)
 
     def rest(self) -> str:
-        """Return the text that was held back, when nothing more arrives."""
+        """Return the text that was held back, after the last piece."""
         return self._take(len(self._buffer))
 
     # Each reader takes some of the buffer and returns the text to pass on; None: it needs more text.
@@ -116,7 +116,7 @@ class NullFilter:
         return passed
 
     def _value(self) -> str:
-        """Read on in a value, up to the comma or the bracket behind it."""
+        """Continue in a value, up to the comma or the bracket after it."""
         at = self._at
         while at < len(self._buffer):
             if self._is_escaped:

@@ -1,4 +1,4 @@
-"""Takes the tool calls out of one answer, in the form that its model uses."""
+"""A parser that takes the tool calls out of one answer, in the form of its model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class AnswerReader(Protocol):
-    """What a parser must know of a form (forms.py)."""
+    """The interface of a form that a parser needs (forms.py)."""
 
     def read(self, parser: ToolCallParser) -> Steps[None]:
-        """Reads a whole answer."""
+        """Read a whole answer."""
 
 
 class ToolCallParser(Reader):
-    """Takes the calls out of one answer. n_calls: how many there are so far.
+    """A parser of the calls in one answer. n_calls: calls so far.
 
-    tools: the functions that may be called; None: any. A set of names stands for schemas that say nothing.
-    make_id: gives the id of each call that the model does not number itself.
+    tools: the functions that may be called; None: any. A set of names means empty schemas.
+    make_id: returns the id of each call that the model does not number itself.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class ToolCallParser(Reader):
         self._steps = form.read(self)
 
     def push(self, text: str) -> list[Part]:
-        """Takes the next piece of the answer, and gives what is certain."""
+        """Take in the next piece of the answer, and return the parts that are certain."""
         self.add(text)
         next(self._steps, None)
         return self._new_parts()
 
     def finish(self) -> list[Part]:
-        """The rest, once nothing more comes."""
+        """Return the remaining parts after the last piece."""
         self.is_final = True
         for _ in self._steps:
             raise AssertionError("a form waits for text after the end")
@@ -64,7 +64,7 @@ class ToolCallParser(Reader):
         parts, self._parts = self._parts, []
         return merged(parts)
 
-    # ---- what a form gives ----
+    # ---- called by forms ----
 
     def reasoning(self, text: str) -> None:
         self._parts.append(ReasoningChunk(text))
@@ -79,11 +79,11 @@ class ToolCallParser(Reader):
             self._blank.append(text[len(shown) :])
 
     def reject(self) -> None:
-        """What was taken since `hold` is no call but text."""
+        """Pass the text taken since `hold` on as text: it is not a call."""
         self.text(self.drop())
 
     def start(self, name: str, id: str | None = None) -> None:
-        """What was taken since `hold` begins a call. White space before it belongs to the form."""
+        """Begin a call with the text taken since `hold`. White space before it belongs to the form."""
         self.drop()
         self._end_call()
         self._is_empty = True
@@ -102,7 +102,7 @@ class ToolCallParser(Reader):
             self._parts.append(CallArguments(self.n_calls - 1, text))
 
     def _end_call(self) -> None:
-        """Arguments that broke off before they began are no JSON either."""
+        """Finish the last call. Arguments that broke off before their beginning must not be valid JSON."""
         if self._is_empty:
             self.arguments("{")
         if self._nulls is not None and (rest := self._nulls.rest()):
@@ -110,9 +110,9 @@ class ToolCallParser(Reader):
         self._nulls = None
 
     def knows(self, name: str) -> bool:
-        """Whether a function of this name may be called."""
+        """Return whether a function of this name may be called."""
         return self.tools is None or name in self.tools
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """The schema of its arguments; an empty one where it is not known."""
+        """Return the schema of a function's arguments; an empty one if it is not known."""
         return (self.tools or {}).get(name) or {}

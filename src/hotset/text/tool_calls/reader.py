@@ -1,9 +1,9 @@
 """A reader of text that arrives in pieces, on which all forms of tool calls are built.
 
-A form is read by generators that yield when they need more text, so that they can be written as if the whole
-answer were there. No decision depends on where the text is split: a reader waits while what has arrived may
-still become one thing or another, but never for more than a mark, or MAX_HEAD characters. The rest is passed
-on to a sink as it arrives. So the time is linear in the text, whatever it is.
+A form is read by generators that yield when they need more text, so they are written as if the whole
+answer were there. No decision depends on where the text is split: a reader waits while the text may
+still become one thing or another, but never for more than a mark, or MAX_HEAD characters. Other text goes
+to a sink as it arrives. So the time is linear in the length of any text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPACE = " \t\r\n"
 MAX_NAME = 128
 """The longest name of a function, as in the API schemas."""
 MAX_HEAD = 512
-"""How many characters may come before the mark that ends the head of a call or a parameter."""
+"""The maximum number of characters before the mark that ends the head of a call or a parameter."""
 
 _NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME + 1}}}")
 
@@ -36,30 +36,30 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 class Reader:
     """The text of an answer as it arrives. is_final: nothing more arrives.
 
-    Of the marks that one call looks for, none may begin another.
+    Among the marks of one call, none may be a prefix of another.
     """
 
     def __init__(self) -> None:
         self.is_final = False
         self._buffer = ""
-        self._at = 0  # up to where the buffer has been taken
+        self._at = 0  # characters of the buffer that have been taken
         self.n_taken = 0
-        self._held: list[str] | None = None  # what has been taken since `hold`
+        self._held: list[str] | None = None  # the text taken since `hold`
 
     def add(self, text: str) -> None:
         self._buffer, self._at = self._buffer[self._at :] + text, 0
 
     @property
     def n_left(self) -> int:
-        """How many characters have arrived and have not been taken."""
+        """Return how many characters have arrived and have not been taken."""
         return len(self._buffer) - self._at
 
     def hold(self) -> None:
-        """From here on, what is taken is kept, until `drop`."""
+        """Keep the text taken from now on, until `drop`."""
         self._held = []
 
     def drop(self) -> str:
-        """Ends `hold`, and returns what was taken since."""
+        """End `hold`, and return the text taken since."""
         held, self._held = self._held or [], None
         return "".join(held)
 
@@ -72,12 +72,12 @@ class Reader:
         return taken
 
     def until(self, marks: tuple[str, ...], sink: Sink) -> Steps[str]:
-        """Passes text to the sink up to a mark, which is left; returns the mark, or "" at the end."""
+        """Pass text to the sink up to a mark, which is not taken. Return the mark, or "" at the end."""
         pattern = _any_of(marks)
         while True:
             found = pattern.search(self._buffer, self._at)
             n_kept = 0 if self.is_final else held_back(self._buffer[self._at :], marks)
-            # What may yet become a mark that begins before it, or there and is longer, comes first.
+            # A mark that may still arrive has priority if it begins earlier, or there and is longer.
             rest = self._buffer[len(self._buffer) - n_kept :]
             if found and not (found.start() >= len(self._buffer) - n_kept and rest not in marks):
                 sink(self.take(found.start() - self._at))
@@ -88,7 +88,7 @@ class Reader:
             yield
 
     def peek(self, *marks: str) -> Steps[str]:
-        """The mark with which the text goes on; "" where it is none of these."""
+        """Return the mark with which the text continues; "" if it continues otherwise."""
         longest = max(map(len, marks), default=0)
         while True:
             for mark in marks:
@@ -100,15 +100,15 @@ class Reader:
             yield
 
     def at(self, *marks: str) -> Steps[str]:
-        """As `peek`, and takes the mark."""
+        """Take the mark with which the text continues, if any, and return it."""
         mark = yield from self.peek(*marks)
         self.take(len(mark))
         return mark
 
     def closed(self, mark: str) -> Steps[bool]:
-        """Takes the mark that ends something, also one that the end of the text has truncated.
+        """Take the mark that ends something, even if the end of the text has truncated it.
 
-        A single character that is left may as well be text.
+        A single character at the end may just as well be text, and is left. Return whether a mark was taken.
         """
         if (yield from self.at(mark)):
             return True
@@ -118,7 +118,7 @@ class Reader:
         return is_truncated
 
     def space(self, more: str = "") -> Steps[None]:
-        """Takes white space, and the further characters."""
+        """Take white space, and the characters in `more`."""
         letters = SPACE + more
         while True:
             at = self._at
@@ -130,7 +130,7 @@ class Reader:
             yield
 
     def name(self) -> Steps[str]:
-        """A name of a function or a parameter; "" where there is none, or it is too long: it is left then."""
+        """Take a name of a function or a parameter; "" without a name, or if it exceeds MAX_NAME."""
         while True:
             found = _NAME.match(self._buffer, self._at)
             n = len(found[0]) if found else 0
@@ -144,7 +144,7 @@ class Reader:
         return bool(_NAME.match(self._buffer, self._at))
 
     def head(self, mark: str) -> Steps[str | None]:
-        """The text up to a mark, which is taken; None where none comes within MAX_HEAD characters."""
+        """Take the text up to a mark and the mark. Return None if none comes within MAX_HEAD characters."""
         while True:
             most = self._at + MAX_HEAD + len(mark)
             end = self._buffer.find(mark, self._at, most)
@@ -157,9 +157,9 @@ class Reader:
             yield
 
     def quoted(self, quote: str, sink: Sink) -> Steps[bool]:
-        """The rest of a string, with the quote that ends it; False where the text ends first.
+        """Pass on the rest of a string and its closing quote. Return False if the text ends first.
 
-        A backslash escapes in strings between quotes of one character.
+        A backslash escapes in strings whose quotes are one character.
         """
         marks = (quote, "\\") if len(quote) == 1 else (quote,)
         while True:
@@ -176,11 +176,11 @@ class Reader:
     def value(
         self, sink: Sink, stops: tuple[str, ...], quotes: tuple[str, ...] = ('"',)
     ) -> Steps[str | None]:
-        """A value of brackets, strings and words, unchecked, as it is written.
+        """Pass on a value of brackets, strings and words, unchecked and unchanged.
 
-        Returns "" where its own bracket has ended it, and what has stopped it otherwise, which is left: a
-        bracket that it has not opened, a stop of one character outside of all brackets, or a longer stop
-        outside of all strings. None: the text ends first.
+        Return "" if its own bracket has ended it, otherwise the mark that has stopped it, which is not taken:
+        a bracket that it has not opened, a stop of one character outside all brackets, or a longer stop
+        outside all strings. Return None if the text ends first.
         """
         depth = 0
         marks = (*quotes, *"{}[]()", *stops)

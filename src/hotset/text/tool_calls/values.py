@@ -1,4 +1,4 @@
-"""Values that are not written as JSON: literals of Python and Gemma, and text by a JSON schema."""
+"""Values that are not written as JSON: literals of Python and Gemma, and text whose type is in a schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-_MAX_SCHEMAS = 256  # that are looked at for the types of one argument
+_MAX_SCHEMAS = 256  # schemas that are examined for the types of one argument
 _KINDS = (
     (str, ["string"]),
     (bool, ["boolean"]),
@@ -32,12 +32,12 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 
 
 def quoted(text: str) -> str:
-    """Text as a JSON string."""
+    """Return text as a JSON string."""
     return json.dumps(sendable(text), ensure_ascii=False)
 
 
 def sendable(text: str) -> str:
-    """Text in which escapes have left no half of a surrogate pair, which UTF-8 cannot encode."""
+    """Replace halves of surrogate pairs, which escapes may leave and UTF-8 cannot encode."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -54,7 +54,7 @@ def _refuse(constant: str) -> None:
 
 
 def as_json(text: str) -> str | None:
-    """A literal of JSON, Python or Gemma as JSON; None for other text."""
+    """Convert a literal of JSON, Python or Gemma to JSON; None for other text."""
     text = text.strip()
     if is_json(text):
         return text
@@ -78,7 +78,7 @@ def as_json(text: str) -> str | None:
 
 
 def _part(found: re.Match[str], is_key: bool) -> str | None:
-    """A token as JSON writes it."""
+    """Return a token as JSON; None for one that JSON lacks."""
     text = found[found.lastgroup or 0]
     if found.lastgroup == "raw":
         return quoted(re.split(r"<escape>|<\|\"\|>", text)[1])
@@ -95,14 +95,14 @@ def _part(found: re.Match[str], is_key: bool) -> str | None:
 
 
 def _escape(found: re.Match[str]) -> str:
-    """Part of a string as Python accepts it: line ends are escaped, and backslashes before other letters."""
+    """Return part of a string with escapes that Python accepts: of line ends, and of other backslashes."""
     if found[1] is None or found[1] in "\r\n\0":
         return f"\\x{ord(found[0][-1]):02x}"
     return found[0] if found[1] in "\\'\"abfnrtvxuUN01234567" else f"\\\\{found[1]}"
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """What a model wrote as text, as JSON of one of the types: a string where it is nothing else."""
+    """Return a model's text as JSON of one of the types; a string if no other type fits."""
     value = None if types == {"string"} else as_json(text)
     if value is None or ("string" in types and not _kinds_of(json.loads(value)) & types):
         return quoted(text)
@@ -110,7 +110,7 @@ def typed(text: str, types: frozenset[str]) -> str:
 
 
 def _kinds_of(value: Any) -> frozenset[str]:
-    """The JSON types of a value. A whole number is of both types of numbers."""
+    """Return the JSON types of a value. A whole number has both types of numbers."""
     for kind, names in _KINDS:
         if isinstance(value, kind):
             return frozenset(names)
@@ -118,15 +118,15 @@ def _kinds_of(value: Any) -> frozenset[str]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows; all of TYPES where it does not say, or is too deep to see.
+    """Return the JSON types that a schema allows; all of TYPES if it does not state them, or is too deep.
 
-    root: what references of the form "#/..." are resolved in.
+    root: the schema in which references of the form "#/..." are resolved.
     """
     return _types_of(schema, root, [_MAX_SCHEMAS]) or TYPES
 
 
 def _types_of(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[str]:
-    """left: how many schemas may still be looked at; references may go round in circles."""
+    """Return the types, or TYPES after `left` schemas, since references may be circular."""
     left[0] -= 1
     if not isinstance(schema, Mapping) or left[0] < 0:
         return TYPES
@@ -149,7 +149,7 @@ def _types_of(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozense
 
 
 def resolved(reference: str, root: Any) -> Any:
-    """What a JSON pointer leads to; None where it leads nowhere."""
+    """Return the value that a JSON pointer leads to; None if it leads nowhere."""
     if not reference.startswith("#"):
         return None
     for key in reference[1:].strip("/").split("/") if reference[1:].strip("/") else ():
@@ -164,7 +164,7 @@ def resolved(reference: str, root: Any) -> Any:
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schemas of named arguments."""
+    """Return the schemas of named arguments."""
     if isinstance(schema.get("$ref"), str):
         schema = resolved(schema["$ref"], schema) or {}
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
