@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <limits>
+#include <numeric>
 
 #include "plan.h"
 #include "ranked.h"
@@ -708,8 +709,8 @@ std::vector<DrawnToken> draw_tokens(const std::vector<DrawJob>& jobs, const Kern
 std::vector<RowLogprobs> row_logprobs(const float* logits, int64_t n_rows, int64_t n, int64_t n_top,
                                       const Kernels& kernels, Runtime* runtime) {
     std::vector<RowLogprobs> found(static_cast<size_t>(n_rows));
-    std::vector<size_t> rows;
-    for (size_t i = 0; i < found.size(); i++) rows.push_back(i);
+    std::vector<size_t> rows(found.size());
+    std::iota(rows.begin(), rows.end(), size_t(0));
     fill(found, rows, runtime,
          [&](size_t i) { return logprobs_of(logits + int64_t(i) * n, n, n_top, kernels); });
     return found;
