@@ -538,9 +538,12 @@ class _Decoder(GraphBuilder):
 
     def _key_bias(self, blk: str, layer: LayerConfig) -> KeyBias | None:
         """Return the bias that all keys of a layer contain; None: there is none, or a norm changes it."""
-        for op in self.graph.ops:
-            if isinstance(op, Linear) and op.out.name == f"{blk}.attn_k" and op.bias is not None:
-                return None if layer.qk_norm else KeyBias(op.bias, op.first_row, layer.rope)
+        if layer.qk_norm or layer.source is not None:
+            return None
+        _, dim, _ = self._head_sizes(layer)
+        for tensor, first in ((f"{blk}.attn_k.bias", 0), (f"{blk}.attn_qkv.bias", self.config.n_head * dim)):
+            if tensor in self.weights.tensors:
+                return KeyBias(tensor, first, layer.rope)
         return None
 
     def _gated_query(self, both: Value, blk: str) -> tuple[Value, Value]:
