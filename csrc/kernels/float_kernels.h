@@ -521,12 +521,39 @@ inline void kv_block_values(const KvLayer& kv, const uint8_t* values, const uint
 
 alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+// Add the scores of the bias to those of R query rows, which begin with `row`, and KV block `index`.
+template <int R>
+inline void add_bias_scores(const BiasScores& bias, int row, int index, float (*scores)[kKvBlockSize]) {
+    const int n = bias.n_pairs;
+    const float *cos = bias.starts + int64_t(index) * 2 * n, *sin = cos + n;
+    alignas(64) float turned[R][kMaxHeadDim], added[R][kKvBlockSize];
+    const float* of_row[R];
+    for (int r = 0; r < R; r++) {
+        const float *a = bias.rows[row + r] + 1, *b = a + n;
+        for_lanes(n, [&](int64_t i, int c) {
+            const V first = V::load_n(a + i, c), second = V::load_n(b + i, c);
+            const V turn = V::load_n(cos + i, c), across = V::load_n(sin + i, c);
+            fma(first, turn, second * across).store_n(turned[r] + i, c);
+            fma(second, turn, V::zero() - first * across).store_n(turned[r] + n + i, c);
+        });
+        of_row[r] = turned[r];
+    }
+    KvLayer slots;
+    slots.head_dim = 2 * n;
+    kv_block_scores<KvType::F32, R, kColumns<R>>(slots, reinterpret_cast<const uint8_t*>(bias.slots), nullptr,
+                                                 of_row, {}, added);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < kKvBlockSize; c += 16)
+            (V::load(scores[r] + c) + (V::load(added[r] + c) + V::set(bias.rows[row + r][0])))
+                .store(scores[r] + c);
+}
+
 // fetches: whether the KV block's values and the keys of the next one (-1: none) still need to be prefetched.
 template <int R>
 inline void attend_kv_block(const KvLayer& kv, int head, int kv_block, int base, bool fetches,
-                            int next_kv_block, float softcap, const float* slopes, const float* const* q,
-                            const int32_t* row_first, const int32_t* row_last, const int32_t* row_at,
-                            AttentionState* state, float* out) {
+                            int next_kv_block, float softcap, const float* slopes, const BiasScores& bias,
+                            int row, const float* const* q, const int32_t* row_first, const int32_t* row_last,
+                            const int32_t* row_at, AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     int lowest = kKvBlockSize, highest = 0;
     for (int r = 0; r < R; r++) {
@@ -546,6 +573,7 @@ inline void attend_kv_block(const KvLayer& kv, int head, int kv_block, int base,
         kv_block_scores<kType, R, C>(kv, kv.k + slab * kv.k_slab_bytes(),
                                      kv.k_scale + slab * (kv.head_dim / 32) * kKvBlockSize, q, values, p);
     });
+    if (bias.rows) add_bias_scores<R>(bias, row, base / kKvBlockSize, p);
     for (int r = 0; r < R; r++) {
         const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kKvBlockSize);
         if (first >= last) {
@@ -600,8 +628,9 @@ inline void attend_kv_block(const KvLayer& kv, int head, int kv_block, int base,
 }
 
 void attention(const KvLayer& kv, int head, const int32_t* kv_blocks, int first, int last, int n_rows,
-               float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
-               const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out, bool more) {
+               float softcap, const float* slopes, const BiasScores& bias, const float* const* q,
+               const int32_t* row_first, const int32_t* row_last, const int32_t* row_at,
+               AttentionState* state, float* out, bool more) {
     const int stride = kv.value_stride();
     for (int r = 0; r < n_rows && !more; r++) {
         state[r] = {-INFINITY, 0.0f};
@@ -612,8 +641,8 @@ void attention(const KvLayer& kv, int head, const int32_t* kv_blocks, int first,
         int r = 0;
         auto rows = [&]<int R>() {
             attend_kv_block<R>(kv, head, kv_blocks[index], index * kKvBlockSize, r == 0, next, softcap,
-                               slopes ? slopes + r : nullptr, q + r, row_first + r, row_last + r, row_at + r,
-                               state + r, out + r * stride);
+                               slopes ? slopes + r : nullptr, bias, r, q + r, row_first + r, row_last + r,
+                               row_at + r, state + r, out + r * stride);
             r += R;
         };
         while (r < n_rows) {

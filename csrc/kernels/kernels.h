@@ -301,15 +301,27 @@ struct AttentionState {
     float sum;
 };
 
+// The scores of the part of a key's bias that the cache does not hold, for one KV head. Position p adds to
+// query row r: rows[r][0] + sum over pairs i of rows[r][1 + i] cos(p f_i) + rows[r][1 + n_pairs + i] sin(p
+// f_i).
+struct BiasScores {
+    int n_pairs = 0;
+    const float* slots = nullptr;   // [2 n_pairs][64]: cosines, then sines, at positions 0 to 63
+    const float* starts = nullptr;  // [KV blocks][2 n_pairs]: the same at the first position of each KV block
+    const float* const* rows = nullptr;  // null: the cache holds whole keys
+};
+
 // Attend `n_rows` query rows of one KV head to positions [first, last) of one sequence. Row r sees positions
 // [row_first[r], row_last[r]). Positions are absolute; entry i of `kv_blocks` holds positions from 64 * i on.
 // Row r's query is q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are
 // overwritten or, with `more`, continued. softcap > 0: a score s becomes softcap * tanh(s / softcap). slopes:
 // per row or null; slope times the distance from the row's own position row_at[r] is subtracted (ALiBi).
+// bias: added to the scores before softcap.
 using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* kv_blocks, int first, int last,
-                                 int n_rows, float softcap, const float* slopes, const float* const* q_rows,
-                                 const int32_t* row_first, const int32_t* row_last, const int32_t* row_at,
-                                 AttentionState* state, float* out, bool more);
+                                 int n_rows, float softcap, const float* slopes, const BiasScores& bias,
+                                 const float* const* q_rows, const int32_t* row_first,
+                                 const int32_t* row_last, const int32_t* row_at, AttentionState* state,
+                                 float* out, bool more);
 
 // SoftCap: threshold * tanh(x / threshold). Scale: threshold * x. Sigmoid: 1 / (1 + exp(-x)). ClampedSilu: m
 // * sigmoid(1.702 m), m = min(x, threshold). ClampedPlusOne: 1 + x, with x clamped to +-threshold.

@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "../facts.h"
+#include "key_bias.h"
 
 namespace hotset {
 namespace {
@@ -34,7 +35,7 @@ struct AttentionFacts {
     bool causal = true;         // if false, a token sees all tokens of its sequence, which are in one step
     int rope = -1;              // index of a RoPE of the plan; -1: already rotated
     Norm q_norm, k_norm;        // per head; empty weight: none
-    std::vector<float> centre;  // [n_head_kv][head_dim], subtracted from keys; empty: nothing is
+    KeyBias bias;               // of the keys, not stored; empty: nothing is left out
     std::vector<float> sinks;   // per query head: a score without a value; empty: none
     std::vector<float> slopes;  // per query head: how fast scores fall with distance (ALiBi); empty: none
 };
@@ -62,6 +63,7 @@ class Attention : public Op {
         stride_ = f_.kv.value_stride();
         k_block_ = f_.kv.k_type == KvType::Q4_0 ? hadamard_width(f_.kv.head_dim) : 0;
         v_block_ = f_.kv.v_type == KvType::Q4_0 ? hadamard_width(f_.kv.head_dim_v) : 0;
+        bias_floats_ = f_.bias.row_floats();
         max_splits_ = ceil_div(plan.max_kv_blocks(), kSplitKvBlocks);
         max_split_units_ = 4 * plan.n_threads() + f_.kv.n_head_kv;
         most_chunk_units_ = ceil_div(int64_t(plan.max_tokens()) * f_.kv.n_head_kv, kMaxChunks);
@@ -102,15 +104,18 @@ class Attention : public Op {
     }
 
     Needs needs() const override {
-        const size_t heads = size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
-                                 (size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim +
-                                  (v_block_ ? size_t(f_.kv.n_head_kv) * f_.kv.head_dim_v : 0)) +
-                             (f_.blocks < 0 ? 0 : f_.kv.head_dim);
+        const size_t heads =
+            size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
+                (size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim + size_t(f_.n_head) * bias_floats_ +
+                 (v_block_ ? size_t(f_.kv.n_head_kv) * f_.kv.head_dim_v : 0)) +
+            (f_.blocks < 0 ? 0 : f_.kv.head_dim);
         const size_t rows = tile_rows();
         const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + sink_floats() +
                               chunk_floats(most_chunk_units_) + rows * stride_;
         return {std::max(heads, splits) + size_t(f_.kv.head_dim) * (rows + 2), 0,
-                (query_floats() + part_rows() * (stride_ + 2)) * sizeof(float)};
+                (query_floats() + part_rows() * (stride_ + 2) +
+                 size_t(plan_.max_tokens()) * f_.n_head * bias_floats_) *
+                    sizeof(float)};
     }
 
   private:
@@ -174,19 +179,23 @@ class Attention : public Op {
         float* k = q + int64_t(rows.count()) * n_q * dim;
         float* v = k + int64_t(rows.count()) * heads_kv.count() * dim;
         const int v_width = heads_kv.count() * f_.kv.head_dim_v;
-        float* scratch = v + (v_block_ ? int64_t(rows.count()) * v_width : 0);  // for one head
+        float* bias_rows = v + (v_block_ ? int64_t(rows.count()) * v_width : 0);
+        float* scratch = bias_rows + int64_t(rows.count()) * n_q * bias_floats_;  // for one head
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
             float* heads = q + int64_t(i) * n_q * dim;
             head_rows(step, t, plan_.buffer(f_.q).row(t) + first_q * dim, n_q, f_.q_norm, scratch, heads);
             for (int64_t d = 0; d < int64_t(n_q) * dim; d++) heads[d] *= f_.scale;
+            for (int h = 0; h < (f_.bias.empty() ? 0 : n_q); h++)
+                f_.bias.row(heads_kv.first + h / group_, heads + h * dim,
+                            bias_rows + (int64_t(i) * n_q + h) * bias_floats_);
             if (k_block_) plan_.kernels().hadamard(int64_t(n_q) * dim, k_block_, heads);
             if (f_.k < 0) continue;
             float* keys = k + int64_t(i) * heads_kv.count() * dim;
             head_rows(step, t, plan_.buffer(f_.k).row(t) + heads_kv.first * dim, heads_kv.count(), f_.k_norm,
                       scratch, keys);
-            for (int64_t d = 0; d < int64_t(f_.centre.empty() ? 0 : heads_kv.count()) * dim; d++)
-                keys[d] -= f_.centre[heads_kv.first * dim + d];
+            if (!f_.bias.empty())
+                f_.bias.subtract(plan_, step, t, heads_kv.first, heads_kv.count(), scratch, keys);
             if (k_block_) plan_.kernels().hadamard(int64_t(heads_kv.count()) * dim, k_block_, keys);
             if (!v_block_) continue;
             float* values = v + int64_t(i) * v_width;
@@ -197,6 +206,8 @@ class Attention : public Op {
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
             std::copy_n(q + int64_t(i) * n_q * dim, n_q * dim, query(t) + first_q * dim);
+            std::copy_n(bias_rows + int64_t(i) * n_q * bias_floats_, n_q * bias_floats_,
+                        bias_row(t, first_q));
             if (f_.k < 0) continue;
             const int kv_block = kv_blocks(step, t)[step.positions[t] / kKvBlockSize],
                       slot = step.positions[t] % kKvBlockSize;
@@ -257,7 +268,8 @@ class Attention : public Op {
 
     // The plan's shared memory holds the queries, normalised, rotated and scaled,
     // [max_tokens][n_head][head_dim]. If splits are apart, it also holds sums [units][max_splits][tile
-    // rows][stride] and states [units][max_splits][tile rows].
+    // rows][stride] and states [units][max_splits][tile rows]. Last are the rows of KeyBias,
+    // [max_tokens][n_head][bias_floats_].
     size_t query_floats() const { return size_t(plan_.max_tokens()) * f_.n_head * f_.kv.head_dim; }
     size_t part_rows() const { return size_t(max_split_units_) * max_splits_ * tile_rows(); }
     float* query(int t) const {
@@ -267,6 +279,10 @@ class Attention : public Op {
     AttentionState* states() const {
         return reinterpret_cast<AttentionState*>(parts() + part_rows() * stride_);
     }
+    float* bias_row(int t, int head) const {
+        return reinterpret_cast<float*>(states() + part_rows()) +
+               (int64_t(t) * f_.n_head + head) * bias_floats_;
+    }
     const int32_t* kv_blocks(const StepTokens& step, int t) const {
         return step.kv_blocks.data() + int64_t(step.sequences[t]) * step.max_kv_blocks;
     }
@@ -274,7 +290,7 @@ class Attention : public Op {
     // Attend all rows of a tile and KV head within one split.
     void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states,
                 float* out) const {
-        const float* q[kMaxGroup];
+        const float *q[kMaxGroup], *bias_rows[kMaxGroup];
         float slopes[kMaxGroup];
         int32_t first[kMaxGroup], last[kMaxGroup], at[kMaxGroup];
         int end = 0, begin = INT32_MAX;
@@ -282,6 +298,7 @@ class Attention : public Op {
             for (int g = 0; g < group_; g++, row++) {
                 const int t = tile.first + i, position = step.positions[t];
                 q[row] = query(t) + int64_t(head * group_ + g) * f_.kv.head_dim;
+                bias_rows[row] = bias_row(t, head * group_ + g);
                 at[row] = position;
                 if (f_.causal) {
                     first[row] = std::max(f_.first_seen, f_.window ? position + 1 - f_.window : 0);
@@ -297,8 +314,9 @@ class Attention : public Op {
             }
         begin = std::max(begin, split * kSplitTokens);
         end = std::min(end, (split + 1) * kSplitTokens);
+        const BiasScores bias = f_.bias.empty() ? BiasScores{} : f_.bias.scores(head, bias_rows);
         plan_.kernels().attention(f_.kv, head, kv_blocks(step, tile.first), begin, end, tile.count * group_,
-                                  f_.softcap, f_.slopes.empty() ? nullptr : slopes, q, first, last, at,
+                                  f_.softcap, f_.slopes.empty() ? nullptr : slopes, bias, q, first, last, at,
                                   states, out, false);
         if (f_.blocks < 0) return;
         std::fill_n(first, tile.count * group_, 0);
@@ -311,8 +329,8 @@ class Attention : public Op {
             const int n_blocks = *std::max_element(last, last + tile.count * group_);
             if (n_blocks)
                 plan_.kernels().attention(f_.block_kv, head, kv_blocks(step, tile.first) + kv_block, 0,
-                                          n_blocks, tile.count * group_, f_.softcap, nullptr, q, first, last,
-                                          at, states, out, true);
+                                          n_blocks, tile.count * group_, f_.softcap, nullptr, {}, q, first,
+                                          last, at, states, out, true);
         }
     }
 
@@ -438,6 +456,7 @@ class Attention : public Op {
     int tile_tokens_;
     int stride_;
     int k_block_, v_block_;  // channels that are transformed together; 0: no transform
+    int bias_floats_;        // of a query's row of KeyBias; 0: no bias
     int max_splits_;
     int max_split_units_;
     int most_chunk_units_;  // most units of one chunk
@@ -517,7 +536,12 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     f.q_norm = facts.norm("q_norm", head_dim);
     f.k_norm = facts.norm("k_norm", head_dim);
     require(!f.q_norm.layer && !f.k_norm.layer, "head norms must be RMS norms");
-    f.centre = facts.floats_or_none("key_centre", int64_t(n_head_kv) * head_dim);
+    const int bias_rope = facts.has("bias_rope") ? facts.rope("bias_rope") : -1;
+    require(bias_rope < 0 || (plan.rope(bias_rope).n_rot <= head_dim && plan.rope(bias_rope).every == 1),
+            "the RoPE of the bias of keys must turn each position");
+    const int64_t n_bias = int64_t(n_head_kv) * head_dim;
+    f.bias = KeyBias(plan, facts.floats_or_none("rotated_bias", n_bias),
+                     facts.floats_or_none("same_bias", n_bias), bias_rope, n_head_kv);
     f.sinks = facts.floats_or_none("sinks", f.n_head);
     f.slopes = facts.floats_or_none("slopes", f.n_head);
     f.kv = cache_of(facts, "", n_head_kv, head_dim, head_dim_v);

@@ -29,7 +29,7 @@ constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
 constexpr std::array<KvType, 2> kLaterCaches[] = {
     {KvType::Q4_0, KvType::Q4_0}, {KvType::Q8_0, KvType::Q4_0}, {KvType::Q4_0, KvType::F16}};
-constexpr uint64_t kLaterHash = 0x31e9044552adf430;
+constexpr uint64_t kLaterHash = 0xe47aa20eaab778e5;
 
 std::mt19937 random_engine;
 int failures = 0;
@@ -670,7 +670,8 @@ void test_states(const Kernels& kernels, int dim_k, int dim_v) {
 }
 
 void test_attention(const Kernels& kernels, std::array<KvType, 2> types, int head_dim, int n_rows, int last,
-                    int window, float softcap, const float* slopes = nullptr, bool around = false) {
+                    int window, float softcap, const float* slopes = nullptr, bool around = false,
+                    int bias_pairs = -1) {
     const int heads = 2, kv_blocks = (last + kKvBlockSize - 1) / kKvBlockSize;
     KvLayer kv = {types[0], types[1], heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
     struct Cache {
@@ -682,6 +683,16 @@ void test_attention(const Kernels& kernels, std::array<KvType, 2> types, int hea
     const std::vector<float> keys = normals(last * heads * head_dim),
                              values = normals(last * heads * head_dim);
     const std::vector<float> q = normals(n_rows * head_dim);
+    const int n_pairs = std::max(bias_pairs, 0), bias_floats = 1 + 2 * n_pairs;
+    std::vector<float> slots, starts, of_rows;
+    std::vector<const float*> bias_rows;
+    if (bias_pairs >= 0) {
+        slots = normals(2 * n_pairs * kKvBlockSize), starts = normals(2 * n_pairs * kv_blocks);
+        of_rows = normals(n_rows * bias_floats);
+        for (int r = 0; r < n_rows; r++) bias_rows.push_back(&of_rows[r * bias_floats]);
+    }
+    const BiasScores bias = {n_pairs, slots.data(), starts.data(),
+                             bias_pairs < 0 ? nullptr : bias_rows.data()};
     std::vector<float> out[2];
     std::vector<float> states[2];
     const Kernels* tables[2] = {&kernels, scalar_kernels()};
@@ -710,7 +721,7 @@ void test_attention(const Kernels& kernels, std::array<KvType, 2> types, int hea
         }
         std::vector<AttentionState> state(n_rows);
         out[side].resize(n_rows * kv.value_stride());
-        tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, softcap, slopes, rows.data(),
+        tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, softcap, slopes, bias, rows.data(),
                                 first.data(), end.data(), at.data(), state.data(), out[side].data(), false);
         for (const AttentionState& s : state) states[side].insert(states[side].end(), {s.max, s.sum});
         std::vector<float> merged(head_dim);
@@ -831,6 +842,10 @@ void test_all(const Kernels& kernels) {
                     test_attention(kernels, types, head_dim, rows, last, rows == 3 ? 20 : 0,
                                    rows == 6 ? 3.0f : 0.0f);
     for (int width : {16, 32, 64, 128, 512}) test_hadamard(kernels, width);
+    for (int pairs : {0, 1, 7, 16, 33})
+        for (int rows : {1, 4, 11})
+            test_attention(kernels, {KvType::Q4_0, KvType::Q4_0}, 64, rows, 200, 0, rows == 4 ? 3.0f : 0.0f,
+                           nullptr, false, pairs);
 }
 
 // Attention for each number of query rows up to a few passes, over KV blocks that windows partly exclude. Not

@@ -75,7 +75,7 @@ from hotset.model.operations import (
     UnitNorm,
     Wkv,
 )
-from hotset.model.rope import cos_sin, key_centre, position_gain, turn
+from hotset.model.rope import bias_at, cos_sin, position_gain, turn
 
 F32 = np.float32
 
@@ -240,7 +240,7 @@ class ReferenceBackend(WithoutDevices):
             case PositionGain():
                 return position_gain(op, batch.positions)
             case Attention():
-                self._store(op, values, [seen[-1] for seen in slots])
+                self._store(op, values, batch, [seen[-1] for seen in slots])
                 return self._attend(op, values[op.q.id], batch, slots)
             case (
                 NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
@@ -412,13 +412,13 @@ class ReferenceBackend(WithoutDevices):
             out += weights[:, rank] * parts[:, rank]
         return out
 
-    def _store(self, op: Attention, found: dict[int, np.ndarray], own: list[np.intp]) -> None:
-        """Store the keys and values of a batch, unless another layer stores them, and its blocks."""
+    def _store(self, op: Attention, found: dict[int, np.ndarray], batch: Batch, own: list[np.intp]) -> None:
+        """Store the keys and values of a batch in its slots `own`, unless another layer stores them."""
         of_keys, of_values = self._formats
         if op.source is None:
             k, v = found[op.k.id].reshape(-1, op.n_head_kv, op.head_dim), found[op.v.id]
-            if of_keys.rotated and op.centred and op.key_bias is not None:
-                k = k - key_centre(op, self._weight(op.key_bias.tensor))
+            if of_keys.rotated and op.key_bias is not None:
+                k = k - bias_at(op, self._weight(op.key_bias.tensor), batch.positions)
             self._keys[op.layer][own] = stored(k, of_keys)
             self._values[op.layer][own] = stored(v.reshape(-1, op.n_head_kv, op.head_dim_v), of_values)
         if op.blocks is not None:
@@ -447,12 +447,19 @@ class ReferenceBackend(WithoutDevices):
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
         for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
             query = q[token].reshape(op.n_head_kv, group, op.head_dim) * np.float32(op.scale)
+            of_bias = None
             if of_keys.rotated:
+                if op.key_bias is not None:
+                    positions = batch.positions[token] - ago
+                    bias = bias_at(op, self._weight(op.key_bias.tensor), positions)
+                    of_bias = query @ bias.transpose(1, 2, 0)
                 query = hadamard(query)
             keys, values = self._seen(op, seen, slots[token])
             past_k = keys.astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
             past_v = values.astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
             scores = query @ past_k
+            if of_bias is not None:
+                scores = scores + of_bias
             if op.softcap:
                 scores = soft_cap(scores, op.softcap)
             if op.slopes is not None:

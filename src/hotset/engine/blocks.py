@@ -34,7 +34,7 @@ from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, CacheMem
 from hotset.engine.kv_cache import NONE_THRESHOLDED, PagePool, n_unthresholded_in_page, root_of
 from hotset.errors import FormatError
 
-VERSION = 2  # of the record and of keys; part of each identity
+VERSION = 3  # of the record and of keys; part of each identity
 _MAGIC = b"hotsetKV"
 _HEAD = struct.Struct("<8s16s32sB7xQ32s")
 _STATES_ALONE = 16  # blocks between two stored states, in models without keys and values

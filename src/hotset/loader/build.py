@@ -50,9 +50,9 @@ from hotset.loader.decide import (
 from hotset.loader.modelfile import replaced_template
 from hotset.memory import free_memory, own_memory
 from hotset.model.config import ModelConfig
-from hotset.model.cost import Cost, kv_formats
+from hotset.model.cost import Cost
 from hotset.model.graph import Graph
-from hotset.model.operations import Attention, ExpertLinear, ExpertSum
+from hotset.model.operations import ExpertLinear, ExpertSum
 from hotset.model.supported import read_config
 from hotset.parameters import shown
 from hotset.placement import detect
@@ -180,7 +180,6 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bo
         if settings.n_ctx is not None and settings.n_ctx > (usual := config.n_ctx_train):
             asked = f"a context of {settings.n_ctx} tokens"
             _warn(f"{asked} is longer than the {usual} that the model was trained for")
-        _warn_of_key_bias(decided)
         unused = thresholds_path(gguf.path)
         if opened.settings.drafter != "self" and thresholds is None and unused.is_file():
             decided.notes.append(f"{unused} has thresholds that are not used; sparsity='threshold' uses them")
@@ -448,16 +447,6 @@ def _thresholds(settings: LoadSettings, gguf: GGUFFile, config: ModelConfig) -> 
 def _say_unplaced(error: HotsetError) -> None:
     """Warn that a GPU that was not requested cannot be used, so the CPU computes."""
     _warn(f"the GPU is not used: {error} (device='cpu': without this line)")
-
-
-def _warn_of_key_bias(decided: Decided) -> None:
-    """Warn if 4 bits store keys with a bias whose mean cannot be subtracted."""
-    attentions = [op for op in decided.graph.ops if isinstance(op, Attention) and op.key_bias is not None]
-    if kv_formats(decided.settings.kv_type)[0].rotated and not all(op.centred for op in attentions):
-        _warn(
-            "the keys of this model contain a bias, which 4 bits may store badly; compare perplexities, or "
-            "use kv_type q8_0/q4_0"
-        )
 
 
 def _warn(sentence: str) -> None:

@@ -374,13 +374,13 @@ class _Decoder(GraphBuilder):
                     v = self.add(UnitNorm(out, v, config.norm_eps, n_head_kv, **self.where))
                 self._stored[i] = k, v
         attn = self.value(f"{blk}.attn", config.n_head * dim_v)
-        key_bias = self._key_bias(blk, layer)
         self.add(
             Attention(
                 attn, q, k, v, config.n_head, n_head_kv, dim, dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
-                layer.source, config.slopes, config.causal, self.first_seen, key_bias=key_bias, **self.where,
+                layer.source, config.slopes, config.causal, self.first_seen,
+                key_bias=self._key_bias(i if layer.source is None else layer.source), **self.where,
             )
         )  # fmt: skip
         if gate is not None:
@@ -536,12 +536,14 @@ class _Decoder(GraphBuilder):
 
     # ---- pieces of attention
 
-    def _key_bias(self, blk: str, layer: LayerConfig) -> KeyBias | None:
-        """Return the bias that all keys of a layer contain; None: there is none, or a norm changes it."""
-        if layer.qk_norm or layer.source is not None:
+    def _key_bias(self, i: int) -> KeyBias | None:
+        """Return the bias of the keys that layer i stores; None: there is none, or a norm changes it."""
+        layer = self.config.layers[i]
+        if layer.qk_norm:
             return None
         _, dim, _ = self._head_sizes(layer)
-        for tensor, first in ((f"{blk}.attn_k.bias", 0), (f"{blk}.attn_qkv.bias", self.config.n_head * dim)):
+        before = self.config.n_head * dim
+        for tensor, first in ((f"blk.{i}.attn_k.bias", 0), (f"blk.{i}.attn_qkv.bias", before)):
             if tensor in self.weights.tensors:
                 return KeyBias(tensor, first, layer.rope)
         return None

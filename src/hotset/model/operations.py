@@ -405,8 +405,8 @@ class Attention(Operation):
     blocks: as wide as k. A token also attends, regardless of the window, to the row of `blocks` at the last
     token of each complete block of block_size tokens from position 0 on. It is both key and value, and also
     stored.
-    key_bias: what all keys contain, or None. If `centred`, a q4_0 cache subtracts its mean from each key
-    (rope.key_centre): this changes all scores of a query by one number, and so no weight of the softmax.
+    key_bias: what all keys contain, or None. A q4_0 cache leaves most of it out (rope.bias_of_keys), and
+    attention adds the product of the query with that part to each score.
     """
 
     out: Value
@@ -430,11 +430,6 @@ class Attention(Operation):
     key_bias: KeyBias | None = None
 
     mixes_tokens: ClassVar[bool] = True
-
-    @property
-    def centred(self) -> bool:
-        """Return whether one vector may be subtracted from all keys."""
-        return self.key_bias is not None and self.sinks is None and not self.softcap and self.blocks is None
 
     @property
     def cache_layer(self) -> int:

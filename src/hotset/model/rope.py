@@ -175,35 +175,60 @@ def _yarn_magnitude(factor: float, multiplier: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
 
+def pair_channels(channels: np.ndarray, rope: Rope) -> tuple[np.ndarray, np.ndarray]:
+    """Return views of the first and of the second channel of each rotated pair, [..., n_rot / 2].
+
+    channels: [..., n_rot].
+    """
+    if rope.kind == "norm":
+        return channels[..., 0::2], channels[..., 1::2]
+    half = rope.n_rot // 2
+    return channels[..., :half], channels[..., half:]
+
+
 def turn(channels: np.ndarray, rope: Rope, cos: np.ndarray, sin: np.ndarray) -> None:
     """Rotate channels [..., n_rot] in place by angles whose cosines and sines are [..., n_rot / 2]."""
-    half = rope.n_rot // 2
-    first, second = (
-        (channels[..., 0::2], channels[..., 1::2])
-        if rope.kind == "norm"
-        else (channels[..., :half], channels[..., half:])
-    )
+    first, second = pair_channels(channels, rope)
     first[...], second[...] = first * cos - second * sin, first * sin + second * cos
 
 
-CENTRED = 4096
-"""Positions over which `key_centre` takes its mean."""
+LARGE_BIAS = 1.0
+"""Least length of a pair of channels of a key's bias that a q4_0 cache leaves out at each position."""
+MEAN_POSITIONS = 4096
+"""Positions over which the mean of the other pairs is taken."""
 
 
-def key_centre(op: Attention, bias: np.ndarray) -> np.ndarray:
-    """Return the mean of the bias of keys at the positions 0 to 4095, float32 [n_head_kv, head_dim].
+def bias_of_keys(op: Attention, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two parts of the bias of keys that a q4_0 cache leaves out, float32 [n_head_kv, head_dim].
 
-    bias: the tensor of op.key_bias. Channels that turn slowly have nearly their bias, fast ones nearly 0.
+    bias: the tensor of op.key_bias. The first part is rotated to each position: pairs of channels of at
+    least LARGE_BIAS. The second is the same for all keys: the mean of the rotated other pairs, and channels
+    that are not rotated.
     """
     assert op.key_bias is not None
     first, rope = op.key_bias.first, op.key_bias.rope
-    centre = bias[first : first + op.k.width].reshape(op.n_head_kv, op.head_dim).astype(np.float64)
-    if rope is not None:
-        mean_cos, mean_sin = (
-            values.mean(axis=0, dtype=np.float64) for values in cos_sin(rope, np.arange(CENTRED))
-        )
-        turn(centre[:, : rope.n_rot], rope, mean_cos, mean_sin)
-    return centre.astype(np.float32)
+    values = bias[first : first + op.k.width].reshape(op.n_head_kv, op.head_dim).astype(np.float32)
+    if rope is None:
+        return np.zeros_like(values), values
+    large = np.zeros_like(values, bool)
+    is_large = np.hypot(*pair_channels(values[:, : rope.n_rot], rope)) >= LARGE_BIAS
+    for channels in pair_channels(large[:, : rope.n_rot], rope):
+        channels[...] = is_large
+    same = np.where(large, 0, values).astype(np.float64)
+    cos, sin = (mean.mean(axis=0, dtype=np.float64) for mean in cos_sin(rope, np.arange(MEAN_POSITIONS)))
+    turn(same[:, : rope.n_rot], rope, cos, sin)
+    return np.where(large, values, np.float32(0)), same.astype(np.float32)
+
+
+def bias_at(op: Attention, bias: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return what a q4_0 cache leaves out of the keys at positions [n]: float32 [n, n_head_kv, head_dim]."""
+    large, same = bias_of_keys(op, bias)
+    out = np.tile(large, (len(positions), 1, 1))
+    if op.key_bias is not None and (rope := op.key_bias.rope) is not None:
+        cos, sin = (values[:, None] for values in cos_sin(rope, positions))
+        turn(out[..., : rope.n_rot], rope, cos, sin)
+    out += same
+    return out
 
 
 def position_gain(op: PositionGain, positions: np.ndarray) -> np.ndarray:

@@ -66,7 +66,7 @@ from hotset.model.operations import (
     one_matrix,
 )
 from hotset.model.read_order import look_ahead
-from hotset.model.rope import key_centre
+from hotset.model.rope import bias_of_keys
 from hotset.offload.streaming import Streamed
 from hotset.offload.weight_store import StoredWeights
 
@@ -982,11 +982,12 @@ class _Emission:
         more = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, **self._cache(main)}
         if main.source is not None:  # another layer has stored them
             more |= {"k": None, "v": None}
-        centre = None
-        if main.centred and main.key_bias is not None and kv_formats(more["kv_type"])[0].rotated:
-            centre = key_centre(main, decoded_vector(self._weights, main.key_bias.tensor)).ravel()
+        if main.key_bias is not None and kv_formats(more["kv_type"])[0].rotated:
+            parts = bias_of_keys(main, decoded_vector(self._weights, main.key_bias.tensor))
+            more |= {"rotated_bias": parts[0].ravel(), "same_bias": parts[1].ravel()}
+            more["bias_rope"] = main.key_bias.rope and rope_facts(main.key_bias.rope)
         slopes = None if main.slopes is None else np.array(main.slopes, np.float32)
-        self._plain(replace(main, q=q, k=k), **more, slopes=slopes, key_centre=centre)
+        self._plain(replace(main, q=q, k=k), **more, slopes=slopes)
 
     # ---- small things
 
