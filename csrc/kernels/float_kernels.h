@@ -521,7 +521,7 @@ inline void kv_block_values(const KvLayer& kv, const uint8_t* values, const uint
 
 alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Add the scores of the bias to those of R query rows, which begin with `row`, and KV block `index`.
+// Add the scores of the bias in KV block `index` to the scores of query rows `row` to `row` + R.
 template <int R>
 inline void add_bias_scores(const BiasScores& bias, int row, int index, float (*scores)[kKvBlockSize]) {
     const int n = bias.n_pairs;

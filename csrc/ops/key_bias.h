@@ -1,7 +1,7 @@
 // The bias that all keys contain: a 4-bit cache stores keys without it, and attention adds its scores again.
 //
 // The bias of position p is b rotated by p, so its score with a query is a sum over pairs of channels of
-// A cos(p f) + B sin(p f), where A and B depend on the query alone. Few pairs are large. In place of the
+// A cos(p f) + B sin(p f), where A and B depend only on the query. Few pairs are large. In place of the
 // others, one mean is subtracted from all keys; its score is one number for each query.
 #pragma once
 

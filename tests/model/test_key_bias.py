@@ -116,7 +116,7 @@ def test_families_with_key_biases_store_keys_in_4_bits(tmp_path: Path, name: str
             if of.endswith("k_proj.bias"):
                 values[::16] *= 100
                 n_biases += 1
-            elif ".q_proj." in of:  # softer attention than that of the recipes, which doubles each error
+            elif ".q_proj." in of:  # the sharp attention of the recipes doubles each error
                 values *= 0.3
     assert n_biases
     save(recipe, torch_model, tmp_path)

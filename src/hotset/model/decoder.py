@@ -537,7 +537,7 @@ class _Decoder(GraphBuilder):
     # ---- pieces of attention
 
     def _key_bias(self, i: int) -> KeyBias | None:
-        """Return the bias of the keys that layer i stores; None: there is none, or a norm changes it."""
+        """Return the bias of the keys that layer i stores, or None if a norm changes it."""
         layer = self.config.layers[i]
         if layer.qk_norm:
             return None

@@ -221,7 +221,7 @@ def bias_of_keys(op: Attention, bias: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def bias_at(op: Attention, bias: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return what a q4_0 cache leaves out of the keys at positions [n]: float32 [n, n_head_kv, head_dim]."""
+    """Return the bias that a q4_0 cache leaves out at positions [n]: float32 [n, n_head_kv, head_dim]."""
     large, same = bias_of_keys(op, bias)
     out = np.tile(large, (len(positions), 1, 1))
     if op.key_bias is not None and (rope := op.key_bias.rope) is not None:
