@@ -38,6 +38,7 @@ from tiny_gguf import write_llama
 
 import hotset as hotset_package
 from hotset.cli.console import print_error
+from hotset.storage import catalogue, store
 
 try:
     from hotset import _core  # noqa: F401
@@ -524,6 +525,25 @@ def test_without_a_model_the_user_chooses_one_at_the_terminal(home: Path, model:
 def hub() -> Iterator[FakeHub]:
     with FakeHub() as fake:
         yield fake
+
+
+@needs_pty
+def test_a_large_default_model_is_fetched_after_a_yes(home: Path, hub: FakeHub, model: Path) -> None:
+    entry = catalogue.default_for(store.usable_memory())
+    hub.repositories[entry.repo] = {f"m-{entry.quant}.gguf": model.read_bytes()}
+    refused = hotset("run", "Hello there", "-n", 2, env=reach(hub.url))
+    assert refused.returncode == 1
+    assert f"'hotset pull {entry.name}' fetches it" in refused.stderr
+    assert store.list_models() == []
+
+    question = rf"Fetch {entry.name} \(.*B, licence apache-2.0\)\? \[y/N\]"
+    for typed in ("n", "y"):
+        run = Terminal("run", "Hello there", "-n", 2, *CHAT, env=reach(hub.url))
+        run.wait_for(question)
+        run.type(f"{typed}\n")
+        assert (run.exit_code() == 0) is (typed == "y"), run.screen
+    assert [one.name for one in store.list_models()] == [entry.name]
+    assert hotset("run", "Hello there", "-n", 2, *CHAT, env=reach(hub.url)).returncode == 0
 
 
 def test_pull_list_show_and_rm(home: Path, hub: FakeHub, model: Path) -> None:

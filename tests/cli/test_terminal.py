@@ -541,7 +541,8 @@ def test_impossible_home_folders_give_one_message(home: Path, monkeypatch: Any) 
 
 
 def test_a_long_prompt_is_not_taken_for_a_path(model: Path, home: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hotset.storage.catalogue.DEFAULT", str(model))
+    (home / "models").mkdir(parents=True)
+    (home / "models" / "smollm2-135m.gguf").symlink_to(model)
     done = inside("run", "a b " * 100, "-n", 2, "-s", 1, "--device", "reference")
     assert done.returncode == 0, done.stderr
 

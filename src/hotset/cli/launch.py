@@ -37,6 +37,7 @@ from hotset.cli.client import (
     running,
 )
 from hotset.cli.console import say, warn
+from hotset.cli.default_model import default_model
 from hotset.cli.launch_tools import TOOLS, ServerAddress, Setup, backup_of, tool_of, with_arguments
 from hotset.cli.progress import ProgressBar
 from hotset.cli.serve import check_installed, model_name
@@ -96,7 +97,7 @@ def launch(
         raise typer.BadParameter("it begins with http:// or https://, and names a host.", param_hint="--url")
     with contextlib.ExitStack() as stack:
         found = _found(url, model)
-        name = model or catalogue.DEFAULT
+        name = model or (default_model() if found is None else "")
         if found is None and show:
             n_ctx = ctx_size or _context(name, _known(name))
             say(f"No server runs: one of {name} would be started on a free port (PORT), with -c {n_ctx}.")

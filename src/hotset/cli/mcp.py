@@ -6,8 +6,9 @@ import asyncio
 import gc
 
 from hotset.cli import options
+from hotset.cli.default_model import default_model
 from hotset.cli.progress import ProgressBar
-from hotset.storage import catalogue, resolve
+from hotset.storage import resolve
 
 
 def mcp(
@@ -24,7 +25,7 @@ def mcp(
 
     gc.freeze()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
-    name = model or catalogue.DEFAULT
+    name = model or default_model()
     with ProgressBar() as bar:
         path = resolve(name, progress=bar)
     asyncio.run(mcp_server.serve(mcp_server.LocalModels(name, path, settings)))

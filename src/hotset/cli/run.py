@@ -24,6 +24,7 @@ from hotset.cli.console import (
     read_text,
     say,
 )
+from hotset.cli.default_model import agrees, ask, default_model
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import AnswerWriter
 from hotset.errors import HotsetError, ModelNotFoundError
@@ -165,7 +166,7 @@ def _of_a_line(text: str) -> str:
 
 def _find(name: str | None, interactive: bool, bar: ProgressBar) -> Path:
     if name is None:
-        name = _choose() if interactive else catalogue.DEFAULT
+        name = _choose() if interactive else default_model()
     with bar:
         return resolve(name, progress=bar)
 
@@ -204,14 +205,14 @@ def _choose() -> str:
         err=True,
     )
     sizes = {name: size for name, size, _, _ in choices}
-    usual = next((name for name, _, _, is_here in choices if is_here), catalogue.DEFAULT)
+    usual = next((name for name, _, _, is_here in choices if is_here), catalogue.default_for(memory).name)
     while True:
-        answer = _ask(f"Which one? [{usual}] ").strip() or usual
+        answer = ask(f"Which one? [{usual}] ").strip() or usual
         if answer.isdecimal() and not 1 <= int(answer) <= len(choices):
             say(f"A number from 1 to {len(choices)}, please.")
             continue
         name = choices[int(answer) - 1][0] if answer.isdecimal() else answer
-        if not _is_fetched(name) or _agrees(f"Fetch {name}{_of_size(sizes.get(name))}? [y/N] "):
+        if not _is_fetched(name) or agrees(f"Fetch {name}{_of_size(sizes.get(name))}? [y/N] "):
             return name
 
 
@@ -239,23 +240,8 @@ def _is_fetched(name: str) -> bool:
     return False
 
 
-def _agrees(question: str) -> bool:
-    return _ask(question).strip().lower() in ("y", "yes")
-
-
 def _of_size(size: int | None) -> str:
     return f" ({human_size(size)})" if size else ""
-
-
-def _ask(question: str) -> str:
-    """Return a line from the terminal; the question goes to stderr. Ctrl-D exits."""
-    sys.stderr.write(question)
-    sys.stderr.flush()
-    line = sys.stdin.readline()
-    if not line:
-        say("")
-        raise typer.Exit
-    return line
 
 
 # -- one answer ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_memory, read_text, say
+from hotset.cli.default_model import default_model
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
 from hotset.escaping import clause
@@ -22,7 +23,7 @@ from hotset.memory import free_memory
 from hotset.server.keys import read_keys
 from hotset.server.mcp.file import McpServer, read_servers
 from hotset.server.settings import ServerSettings
-from hotset.storage import catalogue, find_created, on_this_machine, resolve, store
+from hotset.storage import find_created, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def serve(
     if several and not is_scaled:
         _serve_several(models or [], alias or [], settings, server_settings, server)
     else:
-        model = models[0] if models else catalogue.DEFAULT
+        model = models[0] if models else default_model()
         _serve_one(model, alias or [], settings, server_settings, scale, server)
 
 
@@ -346,8 +347,9 @@ def _serve_several(
     folder = _folder(given)
     named, first = ({}, []) if folder is not None else _named(given)
     if not given and not file.models and not store.list_models():
+        name = default_model()
         with ProgressBar() as bar:
-            resolve(catalogue.DEFAULT, progress=bar)
+            resolve(name, progress=bar)
     found = Catalogue(named, folder=folder, with_store=not given, file=file)
     found.scan()
     found.check()

