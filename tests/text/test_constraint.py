@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -142,6 +143,15 @@ def test_a_mark_that_a_grammar_spells_is_text():
     marks = {tokens.index(piece) for piece in ("<|im_start|>", "<|im_end|>")}
     assert not marks & set(came)
     assert tokens.index("    ") in came
+
+
+def test_a_long_beginning_that_spells_a_mark_is_split_in_linear_time():
+    """The model's own tokens spell the mark, so the text is split by its bytes."""
+    begun = "<|im_start|>" + "a" * 100_000
+    watch = time.thread_time()
+    rule = grammars().constraint("regex", "(?s:.*)", begun=begun)
+    assert time.thread_time() - watch < 10  # the square of the length would take an hour
+    assert rule.can_end
 
 
 def test_a_byte_that_is_no_text_is_never_allowed():
