@@ -355,6 +355,27 @@ def test_parts_of_schemas_that_grammars_lack_are_left_to_the_model(caplog: pytes
     assert starts <= {b"1", b" ", b"\n"}
 
 
+@pytest.mark.parametrize(
+    ("schema", "answer", "wrong"),
+    [
+        ({"type": "object", "properties": [], "required": {}}, "{}", "1"),
+        ({"type": "object", "properties": {"a": None, "b": "text"}, "required": "a"}, '{"a": 1}', "[]"),
+        ({"type": "string", "minLength": 2.0, "maxLength": "9"}, '"abc"', '"a"'),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": True}, "[null]", "[1]"),
+        ({"$ref": "#/$defs/List[a b]", "$defs": {"List[a b]": {"type": "null"}}}, "null", "1"),
+        ({"$ref": "#/$defs/R<a>", "$defs": {"R<a>": {"type": "null"}}}, "null", "1"),
+        ({"$schema": "https://example.org/own", "type": "null"}, "null", "1"),
+    ],
+)
+def test_malformed_keywords_of_schemas_are_left_to_the_model(schema: dict[str, Any], answer: str, wrong: str):
+    """PHP writes empty objects as lists, and TypeScript's generators write references without codes."""
+    tokenizer = grammars().tokenizer
+    text = json.dumps(schema)
+    assert after(grammars().constraint("json_schema", text), tokenizer.encode_inside(answer)).can_end
+    with pytest.raises((InvalidRequestError, AssertionError)):
+        assert after(grammars().constraint("json_schema", text), tokenizer.encode_inside(wrong)).can_end
+
+
 def test_an_answer_ends_where_nothing_can_follow_without_a_token_for_it():
     for sequence in answers("bpe", {"regex": "[a-z]{3}"}, range(4)):
         assert sequence.finish_reason == "stop"
