@@ -189,6 +189,16 @@ def test_ids_and_text_equal_the_librarys(form: str, tmp_path: Path):
         assert tokenizer.decode(found) == library.decode(ids), text
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_ids_of_characters_with_visible_spaces_equal_the_librarys(scheme: str, tmp_path: Path):
+    content = characters(WORDS, ["[x]"], None, STRIP) | {"pre_tokenizer": visible_spaces(scheme, False)}
+    library, tokenizer, keys = both(tmp_path, content)
+    assert keys["tokenizer.ggml.model"] == "llama"
+    for text in [*texts(200, ["[x]", "</s>"]), "[x]the", " the[x] the", "</s> the</s>the", f"{SPACE}the"]:
+        found = tokenizer.encode(text, add_special=False, parse_special=True)
+        assert found == library.encode(text, add_special_tokens=False).ids, text
+
+
 def test_forms_are_known_by_their_keys(tmp_path: Path):
     keys = {}
     for form, content in FORMS.items():

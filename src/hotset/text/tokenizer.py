@@ -63,6 +63,9 @@ IGNORE_MERGES_KEY = "hotset.tokenizer_ignore_merges"
 NFC_KEY = "hotset.tokenizer_nfc"
 """The key that states whether texts of a byte-level BPE file are normalised to NFC. Without it, the
 pre-tokenizer's name decides."""
+METASPACE_KEY = "hotset.tokenizer_metaspace"
+"""The key of a SentencePiece file with the prefix of the library `tokenizers`: a text that begins with a space
+gets none. "first" puts none after special tokens, either; "always" does."""
 UNIGRAM_STEPS_KEY = "hotset.tokenizer_unigram_steps"
 """The key of a converted unigram file: the steps of its tokenizer.json between table of characters and model.
 "collapse" joins several spaces into one, "words" splits at any white space, "pieces" splits before spaces,
@@ -561,6 +564,8 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self.add_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)
         self._removes_spaces = _flag(metadata, "tokenizer.ggml.remove_extra_whitespaces", False)
+        self._single_prefix = METASPACE_KEY in metadata
+        self._prefixes_parts = metadata.get(METASPACE_KEY) != "first"
         whole_text = self._removes_spaces or self._UNIGRAM or _flag(metadata, WHOLE_TEXT_KEY, False)
         if whole_text:
             self._user_defined = SpecialTokens({})
@@ -585,7 +590,7 @@ class SentencePieceTokenizer(Tokenizer):
         if after_special and self._whole is not None:
             library = self._whole
         elif after_special and self.add_space_prefix:
-            text = " " + text
+            text = text if self._single_prefix and text.startswith((" ", _SPACE)) else " " + text
         # The unknown piece that `_sentencepiece_pieces` may append is not a token of the file. (The library
         # tokenizes without the interpreter's lock.)
         return [id for id in library.encode(text) if id < self.n_vocab]
