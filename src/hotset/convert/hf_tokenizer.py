@@ -27,8 +27,10 @@ from hotset.text.pretokenizers import PRE_TOKENIZERS
 from hotset.text.tokenizer import (
     BYTE_OF_LETTER,
     IGNORE_MERGES_KEY,
+    LSTRIP_KEY,
     METASPACE_KEY,
     NFC_KEY,
+    RSTRIP_KEY,
     UNIGRAM_SCORES_KEY,
     UNIGRAM_STEPS_KEY,
     WHOLE_TEXT_KEY,
@@ -136,9 +138,26 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
             keys[f"tokenizer.ggml.{key}_token_id"] = id
     if (template := _chat_template(src, settings)) is not None:
         keys["tokenizer.chat_template"] = template
+    keys |= _stripping(src, settings)
     if settings.get("add_sep_token") is True:
         keys["tokenizer.ggml.add_sep_token"] = True
     return keys
+
+
+def _stripping(src: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys with the ids of the added tokens that take in white space next to them."""
+    added: Any = settings.get("added_tokens_decoder")
+    if (path := src / "tokenizer.json").exists():
+        tokens = read_json(path).get("added_tokens")
+        listed = tokens if isinstance(tokens, list) else []
+        added = {token.get("id"): token for token in listed if isinstance(token, dict)}
+    sides: dict[str, list[int]] = {"lstrip": [], "rstrip": []}
+    for id, token in added.items() if isinstance(added, dict) else ():
+        for side, ids in sides.items():
+            if isinstance(token, dict) and token.get(side) is True and re.fullmatch("[0-9]{1,8}", str(id)):
+                ids.append(int(id))
+    named = zip((LSTRIP_KEY, RSTRIP_KEY), sides.values(), strict=True)
+    return {key: np.array(ids, np.int32) for key, ids in named if ids}
 
 
 def _special_id(
