@@ -414,6 +414,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "cut short": (model_bytes(infos=[info("a", [9], F32, 0)], data=bytes(32)), "is cut short"),
     "no data at all": (model_bytes(infos=[info("a", [8], F32, 0)]), "is cut short"),
 }
+HOSTILE["long element"] = (
+    model_bytes([array_value(ValueType.STRING, 1, string("x" * (1 << 20) + "x"))]), "an element of 'k' has",
+)  # fmt: skip
 for n in HUGE:
     HOSTILE |= {
         f"n_tensors {n}": (model_bytes(n_tensors=n), f"{n} tensors cannot fit"),

@@ -12,6 +12,7 @@ from tiny_server import MESSAGES, client_of, write_model
 
 from hotset import errors
 from hotset.server.errors import invalid_body, problem_of, without_folders
+from hotset.text.chat import ChatTemplate
 
 # Their messages quote the client's request or contain only hotset's own text.
 CLIENTS_OWN = (
@@ -31,6 +32,15 @@ def test_no_error_has_a_path_of_the_server(kind: type[errors.HotsetError]):
     Exception.__init__(error, message)
     told = "'x.gguf' and y.gguf are damaged (z.json); see https://a.b/c"
     assert problem_of(error).message == told
+
+
+def test_a_process_of_templates_that_cannot_start_is_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.executable", "/srv/no/such/python")
+    with pytest.raises(errors.TokenizerError) as raised, ChatTemplate("x") as template:
+        template.render(MESSAGES)
+    problem = problem_of(raised.value)
+    assert (problem.status, problem.retry_after) == (503, 5)
+    assert "(python: " in problem.message
 
 
 def test_a_known_file_may_have_spaces_in_its_folder():

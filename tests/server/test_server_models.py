@@ -22,6 +22,7 @@ from waiting import WATCHDOG, until
 
 import hotset
 from hotset.errors import InvalidRequestError
+from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.loader.build import open_model
 from hotset.server.app import create_app
 from hotset.server.catalogue import Catalogue
@@ -122,6 +123,24 @@ def states(models: Models) -> dict[str, str]:
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(work())  # type: ignore[arg-type]
+
+
+def test_a_damaged_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened: list[Path] = []
+
+    def counted(path: Path) -> GGUFFile:
+        opened.append(path)
+        return open_gguf(path)
+
+    monkeypatch.setattr("hotset.server.catalogue.open_gguf", counted)
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    catalogue = Catalogue({"tiny": path})
+    assert [catalogue.facts(path) for _ in range(3)] == [None] * 3
+    assert len(opened) == 1
+    write_model(path)
+    assert [catalogue.facts(path) is not None for _ in range(3)] == [True] * 3
+    assert len(opened) == 2
 
 
 def test_200_requests_over_three_models_with_room_for_two(folder: Path, facts: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -142,6 +143,15 @@ def test_a_mark_that_a_grammar_spells_is_text():
     marks = {tokens.index(piece) for piece in ("<|im_start|>", "<|im_end|>")}
     assert not marks & set(came)
     assert tokens.index("    ") in came
+
+
+def test_a_long_beginning_that_spells_a_mark_is_split_in_linear_time():
+    """The model's own tokens spell the mark, so the text is split by its bytes."""
+    begun = "<|im_start|>" + "a" * 100_000
+    watch = time.thread_time()
+    rule = grammars().constraint("regex", "(?s:.*)", begun=begun)
+    assert time.thread_time() - watch < 10  # the square of the length would take an hour
+    assert rule.can_end
 
 
 def test_a_byte_that_is_no_text_is_never_allowed():
@@ -343,6 +353,27 @@ def test_parts_of_schemas_that_grammars_lack_are_left_to_the_model(caplog: pytes
         rule.accept(token)
     starts = {grammars().tokenizer.token_bytes(id)[:1] for id in ids_of(rule.mask(), grammars().tokenizer)}
     assert starts <= {b"1", b" ", b"\n"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "wrong"),
+    [
+        ({"type": "object", "properties": [], "required": {}}, "{}", "1"),
+        ({"type": "object", "properties": {"a": None, "b": "text"}, "required": "a"}, '{"a": 1}', "[]"),
+        ({"type": "string", "minLength": 2.0, "maxLength": "9"}, '"abc"', '"a"'),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": True}, "[null]", "[1]"),
+        ({"$ref": "#/$defs/List[a b]", "$defs": {"List[a b]": {"type": "null"}}}, "null", "1"),
+        ({"$ref": "#/$defs/R<a>", "$defs": {"R<a>": {"type": "null"}}}, "null", "1"),
+        ({"$schema": "https://example.org/own", "type": "null"}, "null", "1"),
+    ],
+)
+def test_malformed_keywords_of_schemas_are_left_to_the_model(schema: dict[str, Any], answer: str, wrong: str):
+    """PHP writes empty objects as lists, and TypeScript's generators write references without codes."""
+    tokenizer = grammars().tokenizer
+    text = json.dumps(schema)
+    assert after(grammars().constraint("json_schema", text), tokenizer.encode_inside(answer)).can_end
+    with pytest.raises((InvalidRequestError, AssertionError)):
+        assert after(grammars().constraint("json_schema", text), tokenizer.encode_inside(wrong)).can_end
 
 
 def test_an_answer_ends_where_nothing_can_follow_without_a_token_for_it():

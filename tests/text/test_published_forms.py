@@ -189,6 +189,52 @@ def test_ids_and_text_equal_the_librarys(form: str, tmp_path: Path):
         assert tokenizer.decode(found) == library.decode(ids), text
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_ids_of_characters_with_visible_spaces_equal_the_librarys(scheme: str, tmp_path: Path):
+    content = characters(WORDS, ["[x]"], None, STRIP) | {"pre_tokenizer": visible_spaces(scheme, False)}
+    library, tokenizer, keys = both(tmp_path, content)
+    assert keys["tokenizer.ggml.model"] == "llama"
+    for text in [*texts(200, ["[x]", "</s>"]), "[x]the", " the[x] the", "</s> the</s>the", f"{SPACE}the"]:
+        found = tokenizer.encode(text, add_special=False, parse_special=True)
+        assert found == library.encode(text, add_special_tokens=False).ids, text
+
+
+@pytest.mark.parametrize("sides", [{"lstrip"}, {"rstrip"}, {"lstrip", "rstrip"}])
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("form", ["llama 2", "no nfc"])
+def test_added_tokens_take_in_white_space(sides: set[str], special: bool, form: str, tmp_path: Path):
+    """Such as Phi-3's <|user|>, after which the template has a line feed."""
+    content = json.loads(json.dumps(FORMS[form]))
+    vocabulary = content["model"]["vocab"]
+    vocabulary["[y]"] = len(vocabulary)
+    token = {"id": vocabulary["[y]"], "content": "[y]", "special": special, **PLAIN}
+    content["added_tokens"].append(token | dict.fromkeys(sides, True))
+    library, tokenizer, _ = both(tmp_path, content)
+    for text in [
+        "[y]\nthe [y] the\n\n",
+        " [y]  [y]\t\n",
+        "a \u3000[y]\u00a0b",
+        "[y]",
+        "  ",
+        "the",
+        " [y][y] ",
+    ]:
+        found = tokenizer.encode(text, add_special=False, parse_special=True)
+        assert found == library.encode(text, add_special_tokens=False).ids, text
+
+
+def test_special_tokens_of_phi_3_take_in_white_space_in_files_of_other_converters(tmp_path: Path):
+    content = json.loads(json.dumps(FORMS["llama 2"]))
+    content["model"]["vocab"]["<|user|>"] = id = len(content["model"]["vocab"])
+    content["added_tokens"].append({"id": id, "content": "<|user|>", "special": True, **PLAIN})
+    _, _, keys = both(tmp_path, content)
+    for name, same in ("Phi 3.5 Mini", True), ("Phi-3-mini", True), ("Dolphin 3", False), ("Phi 4", False):
+        tokenizer = load_tokenizer(keys | {"general.name": name})
+        texts = ("<|user|>\nthe", "<|user|>the")
+        one, other = (tokenizer.encode(text, add_special=False, parse_special=True) for text in texts)
+        assert (one == other) == same, name
+
+
 def test_forms_are_known_by_their_keys(tmp_path: Path):
     keys = {}
     for form, content in FORMS.items():

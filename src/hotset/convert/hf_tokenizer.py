@@ -27,7 +27,10 @@ from hotset.text.pretokenizers import PRE_TOKENIZERS
 from hotset.text.tokenizer import (
     BYTE_OF_LETTER,
     IGNORE_MERGES_KEY,
+    LSTRIP_KEY,
+    METASPACE_KEY,
     NFC_KEY,
+    RSTRIP_KEY,
     UNIGRAM_SCORES_KEY,
     UNIGRAM_STEPS_KEY,
     WHOLE_TEXT_KEY,
@@ -135,9 +138,26 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
             keys[f"tokenizer.ggml.{key}_token_id"] = id
     if (template := _chat_template(src, settings)) is not None:
         keys["tokenizer.chat_template"] = template
+    keys |= _stripping(src, settings)
     if settings.get("add_sep_token") is True:
         keys["tokenizer.ggml.add_sep_token"] = True
     return keys
+
+
+def _stripping(src: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys with the ids of the added tokens that take in white space next to them."""
+    added: Any = settings.get("added_tokens_decoder")
+    if (path := src / "tokenizer.json").exists():
+        tokens = read_json(path).get("added_tokens")
+        listed = tokens if isinstance(tokens, list) else []
+        added = {token.get("id"): token for token in listed if isinstance(token, dict)}
+    sides: dict[str, list[int]] = {"lstrip": [], "rstrip": []}
+    for id, token in added.items() if isinstance(added, dict) else ():
+        for side, ids in sides.items():
+            if isinstance(token, dict) and token.get(side) is True and re.fullmatch("[0-9]{1,8}", str(id)):
+                ids.append(int(id))
+    named = zip((LSTRIP_KEY, RSTRIP_KEY), sides.values(), strict=True)
+    return {key: np.array(ids, np.int32) for key, ids in named if ids}
 
 
 def _special_id(
@@ -337,7 +357,8 @@ def _byte_level_bpe(
 ) -> tuple[list[str], list[int], dict[str, Any]]:
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
     steps = _steps(tokenizer.get("normalizer"), "normalizers")
-    of_text = model.get("byte_fallback") and steps in (_SPACES, _PREFIX_AND_SPACES)
+    scheme = None if steps else _prefix_scheme(tokenizer.get("pre_tokenizer"))
+    of_text = model.get("byte_fallback") and (scheme or steps in (_SPACES, _PREFIX_AND_SPACES))
     if model.get("type", "BPE") != "BPE" or (model.get("byte_fallback") and not of_text):
         raise TokenizerError(
             "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
@@ -346,7 +367,7 @@ def _byte_level_bpe(
         if model.get(entry):
             raise TokenizerError(f"{entry} in tokenizer.json is not supported")
     if of_text:
-        return _text_bpe(model, added) if steps == _SPACES else _ranked_bpe(model, added, settings)
+        return _text_bpe(model, added) if steps == _SPACES else _ranked_bpe(model, added, settings, scheme)
     for normalizer in steps:
         if normalizer["type"] != "NFC":
             raise TokenizerError(f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported")
@@ -396,8 +417,18 @@ def _text_rows(model: dict[str, Any], added: list[dict[str, Any]]) -> tuple[list
     return _rows(by_id, shown)
 
 
+def _prefix_scheme(pre_tokenizer: Any) -> str | None:
+    """Return the scheme of a Metaspace that does not split; None for any other pre-tokenizer."""
+    if not isinstance(pre_tokenizer, dict) or pre_tokenizer.get("type") != "Metaspace":
+        return None
+    if pre_tokenizer.get("split") is not False or pre_tokenizer.get("replacement") != _SPACE:
+        return None
+    scheme = pre_tokenizer.get("prepend_scheme")
+    return scheme if scheme in ("first", "always", "never") else None
+
+
 def _ranked_bpe(
-    model: dict[str, Any], added: list[dict[str, Any]], settings: dict[str, Any]
+    model: dict[str, Any], added: list[dict[str, Any]], settings: dict[str, Any], scheme: str | None
 ) -> tuple[list[str], list[int], dict[str, Any]]:
     """Return the same as _of_json, for a SentencePiece BPE model rewritten as merges: Llama 2's.
 
@@ -427,12 +458,14 @@ def _ranked_bpe(
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.scores": [-float(ranks.get(token, 0)) for token in tokens],
-        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.add_space_prefix": scheme != "never",
         "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
         "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
         "tokenizer.ggml.unknown_token_id": vocabulary[model["unk_token"]],
     }
     keys |= dict.fromkeys(("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"), NO_TOKEN)
+    if scheme in ("first", "always"):
+        keys[METASPACE_KEY] = scheme
     return tokens, types, keys
 
 

@@ -61,6 +61,7 @@ POWERINFER_TYPES = {16: GGMLType.I8, 17: GGMLType.I16, 18: GGMLType.I32}
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal, but no published file has them
+MAX_ELEMENT = 1 << 20  # bytes of a string in an array; decoding random bytes takes a second for each 16 MB
 MAX_NAME = 1024  # bytes of a key or tensor name (GGML itself stops at 64 for tensors)
 SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
@@ -206,7 +207,12 @@ class _Cursor:
         try:
             for _ in range(n):
                 start = pos + 8
-                pos = start + unpack(buffer, pos)[0]
+                n_bytes = unpack(buffer, pos)[0]
+                if n_bytes > MAX_ELEMENT:
+                    self.pos = start
+                    self.take(n_bytes, f"elements of {key!r}")
+                    raise self.fail(f"an element of {key!r} has {n_bytes} bytes, more than {MAX_ELEMENT}")
+                pos = start + n_bytes
                 # Lossless: different token bytes that are not UTF-8 must remain different.
                 out.append(buffer[start:pos].decode("utf-8", "surrogateescape"))
         except (struct.error, OverflowError):

@@ -24,7 +24,7 @@ from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.sequence import Event
 from hotset.engine.sequence import Sequence as EngineSequence
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, InvalidRequestError
 from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of
 from hotset.server.json_limits import check_json
@@ -140,6 +140,10 @@ class AnswerRequest:
     adapters: Mapping[int | str, float] | None = None
     client: str | None = None
     n_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.messages is not None and not self.messages:
+            raise InvalidRequestError("the conversation has no part that hotset can read")
 
     @property
     def is_long(self) -> bool:

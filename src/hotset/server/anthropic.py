@@ -96,7 +96,7 @@ class ToolUseBlock(_Part):
     type: Literal["tool_use"]
     id: Text
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str = Field(default={})
     caller: Any = None  # as an answer has them
     toolset_name: Any = None
 
@@ -282,7 +282,8 @@ def _turn(role: str, block: Block, names: dict[str, str]) -> Turn | None:
             return {"role": role, "reasoning_content": block.thinking}
         case ToolUseBlock() if role == "assistant":
             names[block.id] = block.name
-            arguments = json.dumps(block.input, ensure_ascii=False)
+            given = block.input
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             return {"role": role, "tool_calls": [tool_call(block.id, block.name, arguments)]}
         case RedactedThinkingBlock() | UnknownPart():
             return None

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotset.errors import HotsetError, InvalidRequestError
+from hotset.errors import FormatError, HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.server.model_settings import ModelSettings, ModelsFile
@@ -94,6 +94,7 @@ class Catalogue:
         self._named, self._folder, self._with_store = dict(named), folder, with_store
         self.file = file or ModelsFile()
         self._facts: dict[Path, FileFacts] = {}
+        self._damaged: dict[Path, tuple[int, int]] = {}  # sizes and times of files that cannot be read
         self._by_name: dict[str, Offered] = {}
         self.models: tuple[Offered, ...] = ()
         self.aliases: dict[str, str] = {}  # → the model's name
@@ -137,15 +138,20 @@ class Catalogue:
         """Return facts of a file, None if it cannot be read. Reads the disk if the file has changed."""
         try:
             stat, known = path.stat(), self._facts.get(path)
-            if known is not None and (known.size, known.modified) == (stat.st_size, stat.st_mtime_ns):
+            version = stat.st_size, stat.st_mtime_ns
+            if known is not None and (known.size, known.modified) == version:
                 return known
+            if self._damaged.get(path) == version:
+                return None
             gguf = open_gguf(path)
             try:
                 found = self._facts[path] = FileFacts.of(gguf)
             finally:
                 gguf.close()
-        except (OSError, HotsetError):
+        except (OSError, HotsetError) as error:
             self._facts.pop(path, None)
+            if isinstance(error, FormatError) and not isinstance(error.__context__, OSError):
+                self._damaged[path] = version
             return None
         return found
 

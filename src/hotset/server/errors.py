@@ -26,6 +26,7 @@ from hotset.errors import (
 from hotset.parameters import shown
 from hotset.server import shapes
 from hotset.server.replies import JsonReply
+from hotset.text.renderer import ProcessError
 
 # The folders of an absolute path; not inside a URL, nor a slash without a path.
 _FOLDERS = re.compile(r"(?<![\w:/\\.~-])(?:[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+")
@@ -103,6 +104,8 @@ def problem_of(error: BaseException) -> Problem:
             return _too_long(error)
         case InvalidRequestError():
             return Problem(400, str(error), error.param)
+        case ProcessError():
+            return Problem(503, without_folders(str(error)), code="server_error", retry_after=5)
         case TokenizerError():
             return Problem(400, str(error))
         case ModelNotFoundError():

@@ -24,6 +24,7 @@ from hotset.server.rows import (
     MANY,
     Body,
     Flag,
+    Integer,
     Number,
     Row,
     Text,
@@ -44,6 +45,7 @@ MAX_CHOICES = 256
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 Schema = dict[str, Any]
+SchemaOrText = Schema | str
 
 
 def _ollama_limit(value: int) -> int | None:
@@ -72,14 +74,14 @@ def _one_of(texts: list[str]) -> str:
 
 
 _Biases = (
-    Annotated[dict[str, float | Literal[False]], at_most(MAX_BIASES)]
+    Annotated[dict[str, Number | Literal[False]], at_most(MAX_BIASES)]
     | Annotated[list[Annotated[list[Any], Field(min_length=2, max_length=2)]], Field(max_length=MAX_BIASES)]
 )
 _Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 @having(
-    Row("json", "JSON schema that the answer follows.", Schema, ("json_schema",), sets="json_schema"),
+    Row("json", "JSON schema that the answer follows.", SchemaOrText, ("json_schema",), sets="json_schema"),
     Row("json_object", "Whether the answer is a JSON object.", Flag),
     Row("regex", "Regular expression that the whole answer matches.", str),
     Row("grammar", "GBNF or Lark that the answer follows.", str),
@@ -94,7 +96,7 @@ class NamedSchema(Body):
 
     name: Text | None = None
     description: str | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    schema_: Annotated[SchemaOrText | None, Field(alias="schema")] = None
     strict: Flag | None = None
 
 
@@ -149,9 +151,9 @@ SAMPLING = (
     Row("num_predict", "As max_tokens; 0, -1 and -2: as many as fit.", integer(-2), sets="max_tokens",
         read=_ollama_limit),
     _sampling("stop", str | list[str], read=_stops),
-    _sampling("stop_token_ids", list[int]),
+    _sampling("stop_token_ids", list[Integer]),
     _sampling("ignore_eos", Flag),
-    _sampling("json_schema", Schema),
+    _sampling("json_schema", SchemaOrText),
     _sampling("regex", str),
     _sampling("grammar", str),
     Row("guided_choice", "Texts of which the answer is one.", _Choices, sets="regex", read=_one_of),

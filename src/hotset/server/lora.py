@@ -23,7 +23,7 @@ from hotset.server.errors import RequestError, without_folders
 from hotset.server.fields import LoraScale
 from hotset.server.manage import adapter_path, check_manager
 from hotset.server.replies import JsonReply
-from hotset.server.rows import Body
+from hotset.server.rows import Body, Integer, Number
 from hotset.server.service import Service
 from hotset.server.shapes import AdapterReply
 from hotset.server.streams import ClientGoneError, serving, while_connected
@@ -44,13 +44,13 @@ class LoadBody(Body):
 
     lora_path: _Name
     lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")] | None = None
-    scale: float = 0.0
+    scale: Number = 0.0
     model: str | None = None
 
 
 class UnloadBody(Body):
     lora_name: _Name | None = None
-    lora_int_id: int | None = None
+    lora_int_id: Integer | None = None
     model: str | None = None
 
 

@@ -29,7 +29,7 @@ from hotset.server.models import Models
 from hotset.server.openai.models import entry
 from hotset.server.pulls import Pulls
 from hotset.server.replies import JsonReply, dumped, event
-from hotset.server.rows import Body
+from hotset.server.rows import Body, Flag, Integer
 from hotset.server.shapes import JSON_LINES
 from hotset.server.streams import HOLDER, file_of, host_of, limited_holder, listed, while_connected
 from hotset.storage import aliases, created, store
@@ -128,7 +128,7 @@ class ModelBody(Body):
 class LoadModelBody(ModelBody):
     """n_ctx: tokens of the context; by default that of the settings."""
 
-    n_ctx: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
+    n_ctx: Annotated[Integer, Field(ge=1, le=1 << 30)] | None = None
 
 
 class OllamaModelBody(Body):
@@ -144,8 +144,8 @@ class OllamaModelBody(Body):
 
 
 class PullBody(OllamaModelBody):
-    stream: bool | None = None
-    insecure: bool | None = None  # for a registry without TLS, which hotset does not support
+    stream: Flag | None = None
+    insecure: Flag | None = None  # for a registry without TLS, which hotset does not support
 
 
 class CopyBody(Body):
@@ -174,7 +174,7 @@ class CreateBody(OllamaModelBody):
     parameters: dict[str, Parameter | list[Parameter]] | None = None
     messages: list[ExampleMessage] | None = None
     license: str | list[str] | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
     files: Any = None
     adapters: Any = None
     quantize: Any = None

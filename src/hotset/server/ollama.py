@@ -117,8 +117,6 @@ _KEEP_ALIVE = Row("keep_alive", "How long the model stays loaded.", Number | str
 class AnswerBody(AnswerFields):
     """The fields of a request for an answer, as Ollama has them."""
 
-    model: Annotated[str, Field(min_length=1)]
-
     @property
     def streams(self) -> bool:
         return self.given("stream") is not False
@@ -177,7 +175,7 @@ class OllamaGenerateBody(AnswerBody):
 
 @having(_KEEP_ALIVE, Row("options", "they concern the draw of tokens, and the load", use="free"))
 class EmbedBody(Body):
-    model: Annotated[str, Field(min_length=1)]
+    model: Text | None = None
 
 
 class OllamaEmbedBody(EmbedBody):
@@ -186,7 +184,7 @@ class OllamaEmbedBody(EmbedBody):
     input: str | Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
     prompt: str | Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
     truncate: Flag | None = None
-    dimensions: Annotated[int, Field(ge=0)] | None = None
+    dimensions: integer(0) | None = None  # type: ignore[valid-type]
 
     @property
     def texts(self) -> list[str]:
@@ -197,7 +195,7 @@ class OllamaEmbedBody(EmbedBody):
 class OllamaShowBody(Body):
     model: str | None = None
     name: str | None = None  # as older clients have it
-    verbose: bool | None = None
+    verbose: Flag | None = None
 
 
 # ---- from a body to a request ----
@@ -422,7 +420,8 @@ async def _named(http: Request, body: AnswerBody | EmbedBody) -> Service:
 async def _answered(
     http: Request, body: AnswerBody, request: AnswerRequest, service: Service, *, chat: bool
 ) -> Response:
-    writer = LineWriter(body.model, service.model.tokenizer, request.params.logprobs, chat=chat)
+    name = body.model or service.name
+    writer = LineWriter(name, service.model.tokenizer, request.params.logprobs, chat=chat)
     if request.stream:
         return AnswerStream(http, await ask(http, request), writer.lines, lines=True)
     return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
@@ -437,12 +436,14 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
     keep_alive = body.given("keep_alive")
     is_over = keep_alive is not None and duration(keep_alive) == 0
     reason = "load"
-    if is_over and may_manage(http) and await _unloaded(http, body.model):
+    name = body.model or ""
+    if name and is_over and may_manage(http) and await _unloaded(http, name):
         reason = "unload"
     else:
-        await _named(http, body)
+        service = await _named(http, body)
+        name = name or service.name
     shape, said = _shape("", chat=chat)
-    head = {"model": body.model, "created_at": _time(time.time())}
+    head = {"model": name, "created_at": _time(time.time())}
     return JsonReply(shape.written(**head, **said, done=True, done_reason=reason))
 
 
@@ -454,13 +455,13 @@ async def _unloaded(http: Request, name: str) -> bool:
 @router.post("/api/embed", responses={200: {"model": shapes.OllamaEmbedReply}})
 async def embed(body: OllamaEmbedBody, http: Request) -> Response:
     """Texts as vectors of length 1. One that is too long is cut to the context, unless truncate is false."""
-    await _named(http, body)
+    service = await _named(http, body)
     texts, began = body.texts, time.perf_counter_ns()
     cuts, dimensions = body.truncate is not False, body.dimensions or None
 
     def written(vectors: list[list[float]], n_tokens: int) -> dict[str, Any]:
         return shapes.OllamaEmbedReply.written(
-            model=body.model,
+            model=body.model or service.name,
             embeddings=vectors,
             total_duration=time.perf_counter_ns() - began,
             prompt_eval_count=n_tokens,

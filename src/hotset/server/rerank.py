@@ -54,7 +54,7 @@ class RerankBody(DocumentsBody):
 
 
 class CohereRerankBody(DocumentsBody):
-    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_per_doc: Annotated[Integer, Field(ge=1)] | None = None
 
 
 @router.post("/v1/rerank", responses={200: {"model": shapes.RerankReply}})

@@ -12,7 +12,7 @@ from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.chat import Message
 from hotset.server.replies import JsonReply
-from hotset.server.rows import Body
+from hotset.server.rows import Body, Flag
 from hotset.server.shapes import DetokenizeReply
 from hotset.server.streams import in_turn, serving
 from hotset.server.tool_fields import MAX_TOOLS
@@ -32,15 +32,15 @@ class TokenizeBody(Body):
 
     model: str | None = None
     content: str | None = None
-    add_special: bool | None = None
-    parse_special: bool | None = None
-    with_pieces: bool | None = None
+    add_special: Flag | None = None
+    parse_special: Flag | None = None
+    with_pieces: Flag | None = None
     prompt: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    add_special_tokens: Flag | None = None
+    return_token_strs: Flag | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -356,6 +356,7 @@ class _Bytes:
         self.eos_token_id = min(tokenizer.stop_ids, default=None)
         self.tokens = [self._bytes(id) for id in range(tokenizer.n_vocab)]
         self._id = {piece: id for id, piece in enumerate(self.tokens)}
+        self._longest = max(map(len, self.tokens))
 
     def _bytes(self, id: int) -> bytes:
         """Return a token's bytes; only markers begin with the byte FF, by which llguidance knows them."""
@@ -377,12 +378,13 @@ class _Bytes:
     def _longest_first(self, text: bytes) -> list[int]:
         """Split into the longest tokens, from left to right. Stop at bytes that begin no token."""
         ids: list[int] = []
-        while text:
-            found = next(
-                (id for n in range(len(text), 0, -1) if (id := self._id.get(text[:n])) is not None), None
-            )
+        at = 0
+        while at < len(text):
+            longest = min(self._longest, len(text) - at)
+            pieces = (text[at : at + n] for n in range(longest, 0, -1))
+            found = next((id for piece in pieces if (id := self._id.get(piece)) is not None), None)
             if found is None:
                 break
             ids.append(found)
-            text = text[len(self.tokens[found]) :]
+            at += len(self.tokens[found])
         return ids

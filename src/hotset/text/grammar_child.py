@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from hotset.text.gbnf import lark_of
 
@@ -32,6 +33,17 @@ NAME_KEY = "x-hotset-name"
 _TYPES = {"string", "number", "integer", "boolean", "null", "array", "object"}
 _VALUES = {"const", "enum", "default", "example", "examples"}  # keywords that hold values, not schemas
 _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # name -> schema
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+_TYPES_OF_VALUES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(_OF_NAMES, dict),
+    **dict.fromkeys(_COUNTS, int),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (int, float)),
+    **dict.fromkeys(("pattern", "format", "$ref"), str),
+    **dict.fromkeys(("required", "allOf", "anyOf", "oneOf", "prefixItems"), list),
+    "additionalProperties": (dict, bool),
+    "items": (dict, bool, list),
+}  # of keywords
+_NO_URI = re.compile(r"[^\w!#$%&'()*+,./:;=?@~-]", re.ASCII)  # characters that a URI has only as codes
 _JSON_RULE = re.compile(r"%json\s*(?=\{)")
 
 
@@ -83,7 +95,7 @@ def _no_constant(name: str) -> None:
 class Schemas:
     """The JSON schemas inside a grammar: in its `%json` rules, or the grammar itself.
 
-    ignored: the patterns and types that were left out.
+    ignored: the keywords that were left out.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -92,7 +104,7 @@ class Schemas:
         self._patterns: dict[str, bool] = {}
 
     def enforceable(self) -> str:
-        """Return the grammar without the patterns and types that llguidance cannot read."""
+        """Return the grammar without the keywords that llguidance cannot read."""
         return self._replaced(self._without)
 
     def named(self) -> Iterator[tuple[str, str]]:
@@ -138,8 +150,14 @@ class Schemas:
             return schema
         kept: dict[str, Any] = {}
         for key, value in schema.items():
-            if key in _OF_NAMES and isinstance(value, dict):
-                kept[key] = {name: self._without(one) for name, one in value.items()}
+            if key in _COUNTS and isinstance(value, float) and value.is_integer():
+                kept[key] = int(value)
+            elif not _has_its_type(key, value) or (key == "$schema" and "json-schema.org" not in str(value)):
+                self.ignored.append(f"{key} {json.dumps(value)}")
+            elif key in _OF_NAMES and isinstance(value, dict):
+                kept[key] = {name: self._named_schema(name, one) for name, one in value.items()}
+            elif key == "$ref" and isinstance(value, str):
+                kept[key] = _NO_URI.sub(lambda found: quote(found[0]), value)
             elif key == "type" and not _is_type(value):
                 self.ignored.append(f"type {json.dumps(value)}")
             elif key == "pattern" and isinstance(value, str) and not self._is_pattern(value):
@@ -154,11 +172,24 @@ class Schemas:
             kept.pop("additionalProperties", None)  # it would forbid the names that the pattern allowed
         return kept
 
+    def _named_schema(self, name: str, schema: Any) -> Any:
+        if isinstance(schema, dict | bool):
+            return self._without(schema)
+        self.ignored.append(f"{name} {json.dumps(schema)}")
+        return {}
+
     def _is_pattern(self, pattern: str) -> bool:
         if pattern not in self._patterns:
             schema = json.dumps({"type": "string", "pattern": pattern})
             self._patterns[pattern] = "regex" not in (tried(compiled("json_schema", schema), []) or "")
         return self._patterns[pattern]
+
+
+def _has_its_type(key: str, value: Any) -> bool:
+    """Return whether the value of a keyword has a type that JSON Schema allows. Null is absence."""
+    types = _TYPES_OF_VALUES.get(key, object)
+    is_flag = isinstance(value, bool) and types in (int, (int, float))
+    return value is None or (isinstance(value, types) and not is_flag)
 
 
 def _is_type(value: Any) -> bool:

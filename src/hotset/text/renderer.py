@@ -21,6 +21,10 @@ LIMITS = ChildLimits(seconds=1.0, longest=10.0, n_bytes=256 << 20)
 """Limits of compiling a template, and of each rendering. A usual one takes milliseconds."""
 
 
+class ProcessError(TokenizerError):
+    """The process that renders templates cannot be used, whatever the template."""
+
+
 class RefusedError(TokenizerError):
     """Raised if a template rejects its variables, or fails on them within its limits."""
 
@@ -163,7 +167,9 @@ class Renderer:
             raise
 
     def _error(self, error: ChildError) -> TokenizerError:
-        return TokenizerError(_SENTENCES[error.cause].format(detail=error.detail, **asdict(self._kind)))
+        of_template = error.cause in (Cause.TIME, Cause.MEMORY, Cause.DIED)
+        raised = TokenizerError if of_template else ProcessError
+        return raised(_SENTENCES[error.cause].format(detail=error.detail, **asdict(self._kind)))
 
     def _drop(self) -> None:
         self._child = self._compiled_child = None

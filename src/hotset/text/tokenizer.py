@@ -14,6 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,12 @@ IGNORE_MERGES_KEY = "hotset.tokenizer_ignore_merges"
 NFC_KEY = "hotset.tokenizer_nfc"
 """The key that states whether texts of a byte-level BPE file are normalised to NFC. Without it, the
 pre-tokenizer's name decides."""
+LSTRIP_KEY, RSTRIP_KEY = "hotset.tokenizer_lstrip", "hotset.tokenizer_rstrip"
+"""The keys with the ids of added tokens that take in the white space before, or after them."""
+_NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
+METASPACE_KEY = "hotset.tokenizer_metaspace"
+"""The key of a SentencePiece file with the prefix of the library `tokenizers`: a text gets none if it begins
+with a space. "first" puts none after special tokens, either; "always" does."""
 UNIGRAM_STEPS_KEY = "hotset.tokenizer_unigram_steps"
 """The key of a converted unigram file: the steps of its tokenizer.json between table of characters and model.
 "collapse" joins several spaces into one, "words" splits at any white space, "pieces" splits before spaces,
@@ -122,7 +129,13 @@ class Tokenizer:
         # models). Control tokens are only if special tokens are parsed, so that a user cannot write them.
         user_defined = self._ids_of(_USER_DEFINED)
         self._user_defined = SpecialTokens(user_defined)
-        self._special = SpecialTokens(user_defined | self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN))
+        special = user_defined | self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN)
+        self._special = SpecialTokens(special)
+        self._strips_before, self._strips_after = (
+            frozenset(_numbers(metadata, key, "iu").tolist()) for key in (LSTRIP_KEY, RSTRIP_KEY)
+        )
+        if re.search(r"\bphi[ -]?3", str(metadata.get("general.name")).lower()):  # no standard key says so
+            self._strips_after |= {id for text, id in special.items() if text not in _NOT_STRIPPING}
 
     # --- text → ids
 
@@ -157,7 +170,7 @@ class Tokenizer:
         ids: list[int] = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         specials = self._special if parse_special else self._user_defined
         after_special = True
-        for part, special in specials.split(text):
+        for part, special in self._stripped(specials.split(text)):
             if special is None:
                 ids += self._encode_plain(restored(part) if restored else part, after_special)
             else:
@@ -166,6 +179,18 @@ class Tokenizer:
         if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
+
+    def _stripped(self, parts: Iterable[tuple[str, int | None]]) -> Iterator[tuple[str, int | None]]:
+        """Yield the parts of a text without the white space that tokens next to it take in."""
+        before: int | None = None
+        for (part, special), (_, after) in pairwise(chain(parts, [("", None)])):
+            kept = part
+            if special is None:
+                kept = part.lstrip() if before in self._strips_after else part
+                kept = kept.rstrip() if after in self._strips_before else kept
+            if kept:
+                yield kept, special
+            before = special
 
     def encode_prompt(self, text: str, parse_special: bool, *, most: int | None = None) -> list[int]:
         """Return the ids of a text that a model continues, with BOS and EOS as the file requires.
@@ -561,6 +586,8 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self.add_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)
         self._removes_spaces = _flag(metadata, "tokenizer.ggml.remove_extra_whitespaces", False)
+        self._single_prefix = METASPACE_KEY in metadata
+        self._prefixes_parts = metadata.get(METASPACE_KEY) != "first"
         whole_text = self._removes_spaces or self._UNIGRAM or _flag(metadata, WHOLE_TEXT_KEY, False)
         if whole_text:
             self._user_defined = SpecialTokens({})
@@ -585,7 +612,7 @@ class SentencePieceTokenizer(Tokenizer):
         if after_special and self._whole is not None:
             library = self._whole
         elif after_special and self.add_space_prefix:
-            text = " " + text
+            text = text if self._single_prefix and text.startswith((" ", _SPACE)) else " " + text
         # The unknown piece that `_sentencepiece_pieces` may append is not a token of the file. (The library
         # tokenizes without the interpreter's lock.)
         return [id for id in library.encode(text) if id < self.n_vocab]

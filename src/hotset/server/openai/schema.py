@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from hotset.server.answers import Usage
 from hotset.server.fields import AnswerFields
 from hotset.server.rows import Body, Flag, Row, having, integer
 from hotset.server.shapes import AnswerDetails, OpenAIUsage, PromptDetails
 
-Logprobs = bool | Annotated[int, Field(ge=0, le=20)]
+Logprobs = Flag | integer(0, 20)
 """True for the logprobs of chosen tokens only, or the number of likely tokens that have them, too."""
 
 
