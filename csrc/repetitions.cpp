@@ -5,12 +5,12 @@
 namespace hotset {
 namespace {
 
-// The Z algorithm, backwards from the end.
+// Return for each position how many tokens up to it equal the last tokens (the Z algorithm from the end).
 std::vector<int32_t> lengths_of(const std::vector<int64_t>& tokens) {
     const size_t n = tokens.size();
     std::vector<int32_t> found(n, int32_t(n));
     const auto backwards = [&](size_t i) { return tokens[n - 1 - i]; };
-    size_t left = 0, right = 0;  // of the match that reaches furthest
+    size_t left = 0, right = 0;  // bounds of the match that reaches furthest
     for (size_t i = 1; i < n; i++) {
         size_t length = i < right ? std::min(right - i, size_t(found[n - 1 - (i - left)])) : 0;
         while (i + length < n && backwards(length) == backwards(i + length)) length++;
@@ -69,7 +69,7 @@ std::vector<std::pair<int64_t, int64_t>> Repetitions::continued(int64_t at_least
         const int64_t token = tokens_[size_t(i + 1)];
         int32_t& known = longest[size_t(token)];
         if (known == 0) found.push_back({token, 0});
-        known = std::max(known, int32_t(length + 1));  // a length may be 0
+        known = std::max(known, int32_t(length + 1));  // + 1: 0 means not seen yet
     }
     for (auto& [token, length] : found) {
         length = longest[size_t(token)] - 1;

@@ -10,8 +10,8 @@ class Reporter:
     def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
         """Report that `done` of `total` bytes or other units of `label` are done (total 0: unknown).
 
-        The first call is before the work, and counts earlier runs' progress: the remaining time is estimated
-        from the rest.
+        The first call comes before the work, with the progress of earlier runs. The remaining time is
+        estimated from the progress after it.
         """
 
     def planned(self, placement: object) -> None:

@@ -43,8 +43,8 @@ LARGEST_SCALE = 1e6  # of an adapter
 class LoadSettings:
     """How a model is loaded. Checked on creation: InvalidRequestError says which field is wrong, and why.
 
-    n_ctx: tokens of one conversation, prompt and answers. The default is the model's trained context, at most
-    4096, and less (down to 512) if file and cache would not fit in free memory.
+    n_ctx: tokens of one conversation, prompt and answers. Default: the model's trained context, or less if
+    its cache would take much of the free memory (docs/concepts/memory.md).
     n_threads: threads of the CPU; None: the physical cores that this process may use.
     kv_type: type of keys and values: "f16"; "q8_0" in about half the memory; "q4_0" in about a quarter,
     rotated (docs/guides/kv-cache.md); or "q8_0/q4_0", for keys and for values.

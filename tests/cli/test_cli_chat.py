@@ -426,7 +426,11 @@ def test_set_changes_a_parameter_of_later_answers(
         assert talk.chat.last.timings.predicted_tokens == 5
         talk.chat.handle("/set num_predict -1")
         assert talk.chat.params["max_tokens"] is None
-        for typed, told in (("temprature 1", "did you mean temperature"), ("top_k few", "top_k must be")):
+        for typed, told in (
+            ("temprature 1", "did you mean temperature"),
+            ("top_k few", "top_k must be"),
+            ("num_ctx 9", "with -c"),
+        ):
             with pytest.raises(hotset.InvalidRequestError, match=told):
                 talk.chat.handle(f"/set {typed}")
         capsys.readouterr()
@@ -460,4 +464,6 @@ def test_the_chat_continues_after_an_error_in_a_full_context(model: Path, home: 
     assert "a larger -c." in told
     assert "n_ctx" not in told
     assert chat.asked(tmp_path) == [f"q{i}" for i in range(6)]
+    chat.type("/set nothing 1\r")
+    chat.wait_for("is unknown; temperature, top_k")  # the names that /set takes, not --top-k
     chat.leave()

@@ -33,6 +33,7 @@ def test_help_groups_the_commands() -> None:
 def test_the_short_help_has_few_options_and_the_long_help_all(name: str) -> None:
     words = name.split()
     short, long = inside(*words, "-h").stdout, inside(*words, "--help-all").stdout
+    assert not re.search(r"[{}]", long.partition("\n\n")[0]), "the arguments in the usage"
     assert "<bool>" not in long
     options = [p for p in command_of(name).params if p.param_type_name == "option" and not p.hidden]
     listed = {p.name for p in options if re.search(rf"^  .*{re.escape(p.opts[0])}\b", short, re.MULTILINE)}

@@ -156,6 +156,8 @@ def test_changed_settings_are_printed_without_the_key(
         assert "secret-of-mine" not in shown
         assert server.url in shown
         assert not tools._seen.exists()
+    shown = launched("aider", "--url", server.url, "--print", "--", "--message", "two words")
+    assert "--message 'two words'" in " ".join(shown.split()), "a shell can run the printed command"
     launched("opencode", "--url", server.url)
     assert "secret-of-mine" in tools.seen()["env"]["OPENCODE_CONFIG_CONTENT"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ def test_subcommands_say_what_the_disk_did(model: Path) -> None:
     assert entry["disk_bytes_per_token"] >= 0
     assert 0 < entry["cache_hit_rate"] <= 1
     assert "reads at a time" in inside("bench", model, "-p", 0, "-n", 2, "-r", 1, "--ram-budget", 0.5).stderr
+    ran = inside("run", model, "Hi", "-n", 3, "-c", 64, "--temp", 0, "--ram-budget", 0.5, "--stats").stderr
+    assert re.search(r"The context has 64 tokens\..*\[prompt and answer: ", ran, re.DOTALL)
 
 
 def test_disks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ import documents
 import pytest
 from paths import DOCS, ROOT
 
-pytestmark = pytest.mark.slow  # test_documents.py checks links without a build
-
 # Sphinx in a process that can open no connection.
 OFFLINE = """
 import socket, sys
@@ -40,6 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
+@pytest.mark.slow
 def test_every_document_is_a_page(site: Path) -> None:
     for path in documents.documents():
         place = path.relative_to(ROOT)
@@ -50,16 +49,19 @@ def test_every_document_is_a_page(site: Path) -> None:
         assert "highlight-python" in page, path
 
 
+@pytest.mark.slow
 def test_the_root_leads_to_the_home_page(site: Path) -> None:
     [target] = re.findall(r"url=([^\"]+)", (site / "index.html").read_text("utf-8"))
     assert (site / target).is_file()
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     for path in site.rglob("*.html"):
         assert not LOADED.search(path.read_text("utf-8")), path
 
 
+@pytest.mark.slow
 def test_a_broken_link_fails(tmp_path: Path) -> None:
     """What the build relies on: with these settings a missing page and a missing heading are warnings."""
     (tmp_path / "conf.py").write_text('extensions = ["myst_parser"]\nmyst_heading_anchors = 4\n')
@@ -97,9 +99,6 @@ def literals() -> str:
 def test_messages_of_the_troubleshooting_page_exist() -> None:
     messages = re.findall(r"^\| `([^`]+)`", (DOCS / "reference/errors.md").read_text("utf-8"), re.MULTILINE)
     assert len(messages) > 30
-    for message in messages:
-        if any(other in message for other in OF_OTHERS):
-            continue
-        pieces = re.split(r"\.\.\.|owner/name|silu|\bN\b|[?()']", message)
-        longest = max(pieces, key=len).strip().lower()
+    for message in (one for one in messages if not any(other in one for other in OF_OTHERS)):
+        longest = max(re.split(r"\.\.\.|owner/name|silu|\bN\b|[?()']", message), key=len).strip().lower()
         assert longest in literals(), f"no message has {longest!r}: {message}"

@@ -55,8 +55,8 @@ class Chat:
             "help": (self.help, "these commands"),
             "clear": (self.clear, "forget the conversation"),
             "system": (self.set_system, "TEXT: the system message from now on (forgets the conversation)"),
-            "set": (self.set_parameter, "PARAMETER VALUE: of sampling, such as temperature 0.2"),
-            "model": (self.change_model, "NAME: another model goes on with the conversation"),
+            "set": (self.set_parameter, "PARAMETER VALUE: set a sampling parameter, such as temperature 0.2"),
+            "model": (self.change_model, "NAME: continue the conversation with another model"),
             "load": (self.change_model, "NAME: the same"),
             "regen": (self.regenerate, "answer the last question again"),
             "stats": (self.stats, "speed, context used, bytes read per token"),
@@ -74,15 +74,18 @@ class Chat:
         say(f"{name}, context {self.model.n_ctx} tokens", dim=True)
         say(hint, dim=True)
         with Editor(f"/{command}" for command in self.commands) as editor:
+            typed = ""
             while True:
                 try:
-                    self.handle(editor.read())
+                    self.handle(typed := editor.read())
                 except KeyboardInterrupt:
                     say("(Ctrl-D or /exit leaves)", dim=True)
                 except (EOFError, _LeaveError):
                     return
                 except HotsetError as error:
-                    print_error(str(error))
+                    print_error(
+                        str(error), as_options=not typed.startswith("/se")
+                    )  # /set takes names of fields
 
     def handle(self, typed: str) -> None:
         """Obey a command, or answer a message."""
@@ -174,8 +177,8 @@ class Chat:
     def help(self, _rest: str) -> None:
         for name, (_, text) in self.commands.items():
             say(f"  /{name:<8}{text}")
-        say('  A pasted block is one message, and so is what stands between """ and """, over lines.')
-        say("  A line that ends with \\ goes on in the next one.")
+        say('  A pasted block is one message. So are the lines between """ and """.')
+        say("  A message continues after a line that ends with \\.")
         say("  Tab completes commands; the arrow up and Ctrl-R find earlier messages, of earlier chats too.")
 
     def clear(self, _: str) -> None:
@@ -202,7 +205,7 @@ class Chat:
             say("Change one with /set PARAMETER VALUE, such as /set temperature 0.2", dim=True)
             return
         self.params |= parameter(name, value.strip())
-        say(f"({name} is {value.strip()} from now on)", dim=True)
+        say(f"({name} is now {value.strip()})", dim=True)
 
     def change_model(self, rest: str) -> None:
         if not rest:
@@ -232,9 +235,9 @@ class Chat:
             say("Nothing has been answered yet.")
             return
         timings = self.last.timings
-        used = timings.prompt_tokens + timings.predicted_tokens
         say(closing_line(self.model, self.last))
         say(f"Answers: {self.answered}, with {self.generated} tokens")
+        used = timings.prompt_tokens + timings.predicted_tokens
         say(f"{used} of {self.model.n_ctx} tokens of the context are used")
         say(f"{human_size(self.model.gguf.nbytes)} of weights, backend {self.model.backend.name}")
         if self.model.config.leaves_out:
@@ -262,6 +265,8 @@ def parameter(name: str, value: str) -> dict[str, Any]:
     wanted = name.strip("-").replace("-", "_")
     known = {spelled: one for one in PARAMETERS.values() for spelled in one.names}
     if wanted not in known:
+        if wanted in ("num_ctx", "n_ctx", "ctx_size", "c"):
+            raise InvalidRequestError("the context is fixed when a model is loaded; start the chat with -c")
         meant = did_you_mean(wanted, {one: one for one in PARAMETERS}, 0.6)
         raise InvalidRequestError(f"the parameter {shown(name)} is unknown; {meant or ', '.join(PARAMETERS)}")
     field = known[wanted].name

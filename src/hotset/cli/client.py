@@ -97,6 +97,8 @@ def fetched(url: str, path: str, key: str, asked: dict[str, Any] | None = None) 
             why = _refusal(error) if asked is not None else ""
         if error.code == 401:
             raise HotsetError(f"The server at {url} {_wants_key(key)}.") from None
+        if why == f"there is nothing at {path}":  # a server of one model has no /models/unload
+            why = "it keeps its only model loaded; end the server instead, or start it with --keep-alive"
         if why:
             raise HotsetError(f"The server at {url} refuses: {why}") from None
         raise no_model_server(url, f"it answers {error.code}") from None
@@ -105,7 +107,7 @@ def fetched(url: str, path: str, key: str, asked: dict[str, Any] | None = None) 
         if isinstance(reason, OSError) and not isinstance(reason, ssl.SSLError | http.client.HTTPException):
             raise NoModelServerError(
                 f"No server answers at {url} ({clause(reason.strerror or reason)}): start it with 'hotset "
-                "serve', or leave out --url.",
+                f"serve', or {'name another address with' if url == URL else 'leave out'} --url.",
                 is_silent=isinstance(reason, ConnectionRefusedError),
             ) from None
         raise no_model_server(url, clause(reason) or type(reason).__name__) from None

@@ -44,9 +44,9 @@ def say_note(text: str) -> None:
     say(in_options(text), dim=True)
 
 
-def print_error(message: str) -> None:
-    """Print an error message to stderr; settings are replaced by options. Its first letter is unchanged."""
-    message = in_options(message)
+def print_error(message: str, *, as_options: bool = True) -> None:
+    """Print an error message to stderr, by default with options for settings (--top-k for top_k)."""
+    message = in_options(message) if as_options else message
     typer.secho(prefix := "error: ", fg="red", bold=True, err=True, nl=False)
     say(message if message.endswith((".", "!", "?")) else message + ".", column=len(prefix))
 
@@ -68,7 +68,7 @@ def print_memory(model: Model) -> None:
         from hotset.report.disk import ram_lines, ram_table
 
         print_table(*ram_table(model.ram), err=True, tight=True)
-        for line in ram_lines(model.ram):
+        for line in ram_lines(model.ram, model.n_ctx):
             say_note(line)
     if model.placement is None:
         return

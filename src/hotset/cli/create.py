@@ -16,17 +16,17 @@ from hotset.storage import created, resolve
 
 
 def create(
-    name: Annotated[str, typer.Argument(help="What it is called.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new model.", show_default=False)],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="A file or a model that it stands for, without a Modelfile."),
+        typer.Argument(metavar="MODEL", help="A file or model to give this name, without a Modelfile."),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option("--file", "-f", dir_okay=False, help="The Modelfile; default: Modelfile."),
     ] = None,
 ) -> None:
-    """Make a model of another one: a system message, parameters, a template, adapters; no file is copied."""
+    """Make a model from another one, with a system message, parameters, a template or adapters."""
     if model is not None and file is not None:
         raise typer.BadParameter("--file cannot be combined with MODEL.", param_hint="-f")
     file = file or Path("Modelfile")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -268,16 +269,16 @@ _OWN_GROUP: dict[str, Any] = (
 
 
 def shown(setup: Setup, command: list[str]) -> Iterator[str]:
-    """Yield lines that show the settings."""
+    """Yield lines that show the settings, quoted for a POSIX shell."""
     for name, value in setup.env.items():
-        yield f"  {name} is not set" if value is None else f"  {name}={_hidden(value)}"
+        yield f"  {name} is not set" if value is None else f"  {name}={shlex.quote(_hidden(value))}"
     for name, text in setup.scratch.items():
         yield f"  a file {name}, for this run:"
         yield from (f"    {_hidden(line)}" for line in text.splitlines())
     for path, text in setup.edits.items():
         yield f"  changes {path}, until the tool ends:"
         yield from (f"    {_hidden(line)}" for line in _added(path, text))
-    yield f"  {' '.join(command)}"
+    yield f"  {shlex.join(command)}"
 
 
 def _hidden(text: str) -> str:

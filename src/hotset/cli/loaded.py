@@ -33,7 +33,7 @@ def ps(url: _Url = None, json: options.Json = False) -> None:
         ]
         for one in models
     ]
-    print_table(["model", ">size", ">context", "unloaded"], rows)
+    print_table(["model", ">size", ">context", "unloads"], rows)
 
 
 def stop(

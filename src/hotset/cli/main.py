@@ -105,6 +105,10 @@ class _Subcommand(TyperCommand):
     def get_help_option(self, ctx: Any) -> Any:
         return take_no_value(super().get_help_option(ctx))
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)  # newer versions of Typer write MODEL as {MODEL}
+        return [piece.replace("{", "").replace("}", "").replace("......", "...").upper() for piece in pieces]
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         format_usage_and_text(self, ctx, formatter)
         format_options(self, ctx, formatter, everything=bool(ctx.meta.get(_HELP_ALL)))
@@ -305,7 +309,7 @@ app = typer.Typer(
     name="hotset",
     pretty_exceptions_enable=False,
     context_settings=_SETTINGS,
-    help="Runs large language models on a personal computer by computing only the neurons that fire.",
+    help="Run large language models from GGUF files on a PC.",
     epilog="Begin with 'hotset run'. 'hotset COMMAND -h' shows the options of a command, 'hotset --version' "
     "the version.",
 )

@@ -31,12 +31,7 @@ _LONGEST_VALUE = 300  # characters of a key or a name; --json shows all of them
 
 
 def pull(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="A name of the catalogue, with a quantisation or without, or hf:owner/repository[:file]."
-        ),
-    ],
+    name: Annotated[str, typer.Argument(help="A name ('hotset list --all'), or hf:owner/repository[:file].")],
     everything: Annotated[
         bool,
         typer.Option("--all", help="Fetch every file of the repository, not just the model and activation/."),
@@ -75,8 +70,7 @@ def list_command(
 ) -> None:
     """List the models on this machine, or the supported architectures.
 
-    They are those of the store, and of Ollama, LM Studio and the Hugging Face cache, which run in place,
-    created models, and aliases (POST /api/copy).
+    They include models of Ollama, LM Studio and the Hugging Face cache, created models and aliases.
     """
     if architectures:
         _list_architectures(json)
@@ -109,7 +103,7 @@ def list_command(
         for item in items
     ]
     if everything:
-        columns.append("needs")
+        columns.append("notes")
         rows = [[*row, item["needs"] or ""] for row, item in zip(rows, items, strict=True)]
     print_table(columns, rows)
 
@@ -196,7 +190,7 @@ def cp(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A model of this machine: a name, or a file.")
     ],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is called as well.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The second name.")],
 ) -> None:
     """Give a model a second name; its file is not copied."""
     resolve(model, download=False)

@@ -58,7 +58,7 @@ Models = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="Paths, names, or a folder of models; none: all of the store, loaded as requests name them.",
+        help="Paths, names, or a folder; default: every model of the store, loaded when requests name it.",
         autocompletion=_model_names,
     ),
 ]

@@ -169,7 +169,7 @@ class _Memory:
 def _print_memory(memory: _Memory) -> None:
     ram = memory.ram
     print_table(*ram_table(ram), tight=True)
-    for line in ram_lines(ram):
+    for line in ram_lines(ram, memory.n_ctx):
         say_note(line)
 
 

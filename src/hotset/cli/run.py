@@ -312,7 +312,7 @@ def _answer(
             if facts := _disk(model, last.timings):
                 from hotset.report.disk import disk_line
 
-                say(f"[{disk_line(facts)}]", dim=True)
+                say(f"[prompt and answer: {disk_line(facts)}]", dim=True)
     if interrupted:
         raise KeyboardInterrupt
     return "".join(pieces)

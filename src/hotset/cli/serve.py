@@ -224,7 +224,7 @@ def serve(
     models: options.Models = None,
     alias: Annotated[
         list[str] | None,
-        _option("--alias -a", "What the model is called; of several NAME=MODEL; repeatable."),
+        _option("--alias -a", "Name of the model for clients; with several models NAME=MODEL; repeatable."),
     ] = None,
     parallel: options.Parallel = 16,
     contexts: options.Contexts = 4,

@@ -53,13 +53,13 @@ def weigher(flops: Callable[[float], float] | None) -> Callable[[int], float]:
 class PrefillBudget:
     """The prefill token budget of a step in units, which bounds how long other sequences wait for the step.
 
-    mixed: budget of a step that also decodes; pure: of a step that does not. seconds: by how much prompts may
-    lengthen a step, but at least the time of a decode step, or 16 times that in a step without decoding; inf:
-    whole steps. The time of a unit differs by a factor of a thousand between machines and models, so it is
-    measured: a step that took too long shrinks the budget at once, and one that used the whole budget in less
-    time lets it grow. Pure steps grow further while doubling them pays: a prefill step of a sparse model
-    reads the neurons of all its tokens, ten times as many as a decode step, and 16 decode steps do not
-    outweigh that.
+    mixed: budget of a step that also decodes; pure: of a step that does not. seconds: the time that prompts
+    may add to a step; inf: no limit. They may always add the time of a decode step, or of 16 decode steps if
+    the step does not decode. The time of a unit differs by a factor of a thousand between machines and
+    models, so it is measured: a step that took too long shrinks the budget at once, and one that used the
+    whole budget in less time lets it grow. Pure steps grow further while doubling them pays: a prefill step
+    of a sparse model reads the neurons of all its tokens, ten times as many as a decode step, so the time of
+    16 decode steps is too short for it.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -75,8 +75,8 @@ class PrefillBudget:
     def note(self, units: float, n_answers: int, seconds: float, n_rows: int = 0) -> None:
         """Record a step with `units` of prompts and `n_answers` decoding sequences.
 
-        n_rows: rows of logits that it handed out. Time beyond the cost of the units is attributed to them and
-        says nothing about other prompts.
+        n_rows: rows of logits that it handed out. Time beyond the cost of the units is attributed to these
+        rows and does not change the budget.
         """
         if n_rows and units and self._per_unit:
             more = seconds - self.seconds_of(units, n_answers)
@@ -169,7 +169,7 @@ def _give(
     *,
     whole: bool = False,
 ) -> float:
-    """Give tokens to each prompt in order, or (whole) only to prompts that finish; return the units."""
+    """Give tokens to each prompt in order, or (whole) only to prompts that finish. Return the units given."""
     spent = 0.0
     for i in order:
         n = int(max(min((units - spent) / missing[i].weight, missing[i].n - given[i], n_max), 0))

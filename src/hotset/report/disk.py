@@ -47,19 +47,17 @@ def disk_line(facts: dict[str, Any]) -> str:
 def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
     """Return the parts of the memory budget as a table."""
     share = f"{human_size(ram.neurons)} of {human_size(ram.all_rows)}"
-    row = [human_size(ram.context), human_size(ram.weights), share]
-    row += [human_size(ram.ring), human_size(ram.kv)]
-    row += [human_size(ram.workspace), human_size(ram.total), human_size(ram.limit), human_size(ram.least)]
+    rest = (ram.ring, ram.kv, ram.workspace, ram.total, ram.limit, ram.least)
+    row = [human_size(ram.context), human_size(ram.weights), share, *map(human_size, rest)]
     columns = [">program", ">weights that stay", ">rows of neurons", ">ring", ">cache", ">workspace"]
-    columns.append(">together")
-    return [*columns, ">budget", ">least"], [row]
+    return [*columns, ">together", ">budget", ">least"], [row]
 
 
-def ram_lines(ram: RamPlan) -> list[str]:
-    """Return sentences on how the disk is read, and what streaming costs."""
-    how = "io_uring" if ram.disk.ring else "threads"
+def ram_lines(ram: RamPlan, n_ctx: int) -> list[str]:
+    """Return sentences on the context, the reads of the disk, and the cost of streaming."""
+    how = f"{'io_uring' if ram.disk.ring else 'threads'}, {ram.disk.depth} reads at a time"
     rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
-    lines = [f"The disk is read by {how}, {ram.disk.depth} reads at a time: {rates}."]
+    lines = [f"The context has {n_ctx} tokens.", f"The disk is read by {how}: {rates}."]
     if ram.streamed:
         lines.append(
             f"{human_size(ram.streamed)} of weights do not fit in this budget and are read again "

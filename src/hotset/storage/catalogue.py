@@ -189,7 +189,7 @@ _KNOWN: tuple[Entry, ...] = (
         "SmallThinker-4B-A0.6B-Instruct-qat.Q4_0.gguf",
         int(2.41 * _GB),
         relu=True,
-        needs="4 GB of memory; 4B parameters, of which a token has 0.6B: 0.25 GB of experts",
+        needs="4 GB of memory; 4B parameters, 0.6B active per token (0.25 GB of experts)",
     ),
     Entry(
         "smallthinker-21b",
@@ -197,7 +197,7 @@ _KNOWN: tuple[Entry, ...] = (
         None,
         int(12.2 * _GB),
         relu=True,
-        needs="16 GB of memory; 21B parameters, of which a token has 3B: 1 GB of experts",
+        needs="16 GB of memory; 21B parameters, 3B active per token (1 GB of experts)",
     ),
 )
 

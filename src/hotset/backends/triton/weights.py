@@ -101,7 +101,7 @@ class DeviceWeights:
         return [self.some_rows(op, rows, lines=there.get(op.weight)) for op in ops]
 
     def bias(self, name: str | None, first: int = 0, width: int | None = None) -> Tensor | None:
-        """Return `vector` of these arguments, or None if `name` is None."""
+        """Return `vector(name, first, width)`, or None if `name` is None."""
         return None if name is None else self.vector(name, first, width)
 
     def biases(self, ops: Sequence[Linear]) -> Tensor | None:

@@ -44,7 +44,7 @@ WIDTH = 4096  # inputs of the measured matrices
 _SECONDS = 2.0  # for all types of a load
 _EACH = 0.01  # seconds to measure one step, at least three runs
 _FASTER = 0.97  # a candidate must take less than this share of the default's seconds; the rest is noise
-# Rows of a matrix, matrices that a step multiplies with, and token counts of the steps to add up.
+# For each field: rows of a matrix, matrices per step, and the token counts whose step times are added up.
 _MEASURED: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
     "one": (WIDTH, 8, (1,)), "one_large": (4 * WIDTH, 2, (1,)), "few": (WIDTH, 8, (4,)),
     "most_few": (WIDTH, 8, (8, 16, 24)), "few_large": (4 * WIDTH, 2, (4,)),
@@ -85,7 +85,7 @@ def tuned(
 
 def fastest(default: ProductShapes, seconds_of: Measure, has_time: Callable[[], bool]) -> ProductShapes:
     """Return the fastest shapes, measured one field after the other. A field keeps its default unless a
-    candidate is clearly faster. When time runs out, the remaining fields keep theirs."""
+    candidate is clearly faster. When time runs out, the remaining fields keep their defaults."""
     best = default
     for name, candidates in CANDIDATES.items():
         own, least = getattr(default, name), 0.0

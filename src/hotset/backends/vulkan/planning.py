@@ -161,7 +161,7 @@ def cache_facts(device: str) -> tuple[str, ...]:
 
 
 def free_for_model(devices: Sequence[str | Card], vram_budget: float | None, n_bytes: int) -> float:
-    """Return the free bytes of devices with their own memory, plus the host's unless the model fits there."""
+    """Return the free bytes of devices with own memory, plus the free host memory if the model needs both."""
     infos = [find_device(str(name)) for name in devices]
     own = sum(info.free for info in infos if not info.shares_memory)
     if vram_budget is not None and vram_budget != -1:
@@ -173,8 +173,8 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
     """Gather facts, as Planner.placement_facts.
 
     The neurons of a dense model are not split. Neurons and experts are not split on a device that shares the
-    CPU's memory, since both would read it, unless the settings ask for it. Only --device auto takes a model
-    with layers that have no kernels.
+    CPU's memory, since both would read it, unless the settings ask for it. Layers
+    without kernels are allowed only with --device auto.
     """
     graph, tensors, settings = to_place.graph, to_place.weights.tensors, to_place.settings
     names = list(map(str, devices))

@@ -1,4 +1,4 @@
-"""MoE models of makers without a family of their own here."""
+"""MoE models whose makers have no module of their own in this package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Layouts(FamilyPart):
 
 
 class TransposedExperts(FamilyPart):
-    """gpt-oss: matrices of all experts, stored by input, gate and up in alternate columns, or in MXFP4."""
+    """gpt-oss: all experts in one tensor, MXFP4 or input-major with alternate columns of gate and up."""
 
     @staticmethod
     def dequantises(quantised: Any) -> bool:
