@@ -84,7 +84,7 @@ def test_greedy_follows_the_logits(model: hotset.Model):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_chunks_and_a_reused_prefix_change_nothing(path: Path, backend: Any):
-    """Bitwise on the cpu backend; NumPy's sums depend on the shape of the batch."""
+    """Compare bitwise on the cpu backend; NumPy's sums depend on the shape of the batch."""
     if backend == "cpu":
         pytest.importorskip("hotset._core", reason="the native module is not built")
     tolerance = 0.0 if backend == "cpu" else 1e-4
@@ -211,7 +211,7 @@ def test_stop_strings_across_tokens(model: hotset.Model):
     stream = model.stream("hello", **params, stop=[stop, "nothing like it"])
     chunks = [next(stream) for _ in answer.tokens]
     assert chunks[-1].finish_reason == "stop"
-    assert pages_in_use(model) == 0  # freed with the last chunk, before the caller asks for more
+    assert pages_in_use(model) == 0  # freed with the last chunk, before the caller requests more
     assert next(stream, None) is None
     assert "".join(chunk.text for chunk in chunks) == answer.text
     assert [token for chunk in chunks for token in chunk.tokens] == answer.tokens
@@ -531,7 +531,7 @@ def test_load_chooses_a_context(path: Path):
 
 @pytest.mark.parametrize("device", ["reference", "cpu", "simulated"])
 def test_the_context_chooses_the_rotation(tmp_path: Path, device: str) -> None:
-    """Of a file with factors for contexts up to the original one, and others for longer ones."""
+    """Load a file with one set of factors up to the original context, and another for longer contexts."""
     if device == "simulated":
         pytest.importorskip("torch")
     settings: dict[str, Any] = {"device": device}

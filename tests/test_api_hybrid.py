@@ -1,4 +1,4 @@
-"""Models on devices through the API: placement, budget, hotness, index, with the CPU in a GPU's place."""
+"""Models on devices through the API: placement, budget, hotness, index. The CPU simulates the GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    # A machine whose CPU is slow: then a tiny model is worth placing.
+    # Simulate a slow CPU, so that placing a tiny model pays.
     slow = replace(
         machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7, sync=1e-6
     )
@@ -59,7 +59,7 @@ def expected(model: Path) -> Iterator[np.ndarray]:
 
 
 def budget(model: Path, fraction: float) -> float:
-    """GiB between the least that holds every layer's fixed part and the whole model."""
+    """Return a budget in GiB between the smallest possible one (fraction 0) and the whole model (1)."""
     whole = hotset.plan(model, device="simulated", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.budget is not None
@@ -186,8 +186,8 @@ def test_a_plan_says_who_computes_what_is_missing(
         else:
             assert fetching.n_spare >= 2
             assert ("simulated fetches 2 of 2 experts" in said) or not forced
-            assert counts.streamed > 0  # of a prompt, whatever becomes of single tokens
-            # Slots of both kinds are within what was planned for experts, and use it.
+            assert counts.streamed > 0  # at least by the prompt
+            # Slots of both kinds stay within the bytes planned for experts, and use most of them.
             assert memory.planned.experts * 0.8 < memory.measured["experts"] <= memory.planned.experts
         assert counts.on_cpu > 0 or forced != "cpu"
         assert counts.on_cpu == 0 or forced != "fetch"
@@ -213,8 +213,8 @@ def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
     assert experts["read"] == 0
     assert facts["placement"]["devices"][0]["experts"] > 0
     budgeted = ("run", moe_layer, "Hello there", "-n", 6, "--temp", 0, "-c", 128, "--ram-budget", 0.5)
-    experts = json.loads(outside(*budgeted, "--json").stdout)["experts"]  # (this process is larger than that)
-    assert experts["hits"] + experts["read"] > 0  # all that has room may have been read before
+    experts = json.loads(outside(*budgeted, "--json").stdout)["experts"]  # (this process is larger)
+    assert experts["hits"] + experts["read"] > 0  # everything that fits may have been read earlier
     assert experts["on_cpu"] == experts["fetched"] == 0
     assert "experts were in the cache" in outside(*budgeted).stderr
     alone = inside("run", moe_layer, "Hello there", "-n", 2, "--temp", 0, "--device", "cpu")
@@ -343,7 +343,7 @@ def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(mode
         return [note for note in found.notes if note.startswith("hotness")]
 
     left_out = f"; the profile {other} was taken of another model file and is left out"
-    for _ in range(2):  # counted, and counted before
+    for _ in range(2):  # counting now, and using the stored counts
         (note,) = notes()
         assert note.startswith("hotness from a short text")
         assert note.endswith(left_out)
@@ -368,7 +368,7 @@ def test_counts_are_taken_from_where_they_are(model: Path) -> None:
     first, notes = hot()
     assert "as published" in notes
     assert first
-    assert set(first) <= {0, 100}  # the hottest first; from 0 on where the budget takes more
+    assert set(first) <= {0, 100}  # the hottest first; the first neurons if the budget has room for more
     with hotset.load(model, device="cpu", **SMALL) as loaded:
         own = profile.Profile(
             tuple(layer.astype(np.uint64) for layer in counts(200)), 1000, sidecar.fingerprint(loaded.gguf),
@@ -411,7 +411,7 @@ def test_an_index_says_which_neurons_are_on_the_device(model: Path, expected: np
         hotset.plan(model, device="simulated", vram_budget=1.0, gpu_index=path, **SMALL)
 
 
-# -- what is kept, and what is refused -----------------------------------------------------------
+# -- kept plans and refused ones -----------------------------------------------------------------
 
 
 def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a budget the limit is what is free, rounded down: the same plan is found again."""
+    """Round the free memory down to the limit, so that a small change finds the same plan again."""
     solved = []
     solve = planner.solve
     monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
@@ -453,7 +453,7 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home: Path) -> None:
-    """Of another version, or damaged: what was kept is a hint, and the budget is checked again."""
+    """Check plans of another version and damaged ones: a kept plan is only a hint for the solver."""
     settings: dict[str, Any] = {"device": "simulated", "vram_budget": budget(model, 0.5), **SMALL}
     for path in (home / "cache" / "placements").glob("*.npz"):
         path.unlink()
@@ -522,7 +522,7 @@ def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: 
 def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads that a q8_0 cache fits
+    model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads of a size for a q8_0 cache
     monkeypatch.setattr(detect, "wanted_devices", lambda settings: (("simulated",), None))
     with pytest.warns(UserWarning, match="the GPU is not used: a q8_0 cache runs on the CPU only"):
         loaded = hotset.load(model, kv_type="q8_0", **SMALL)
@@ -558,7 +558,7 @@ def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3-long", "granite", "smollm3", "glm4", "phi3-relu"])
 def test_every_architecture_is_planned_and_placed(tmp_path: Path, name: str) -> None:
-    """Wholly on the device, and with layers on the CPU; the context chooses the rotation there too."""
+    """Check the rotation by context with a model wholly on the device, and with layers on the CPU."""
     pytest.importorskip("transformers")
     from tiny_models import RECIPES, build, to_gguf
 

@@ -104,7 +104,7 @@ def test_a_context_longer_than_the_learned_positions_is_refused(tmp_path: Path):
         assert model.n_ctx == 128
 
 
-# ---- what is kept beside the model ----
+# ---- files stored next to the model ----
 
 
 def test_what_is_built_is_built_once_and_closed_with_the_model(plain: Path):
@@ -193,7 +193,7 @@ def test_chunks_have_the_statistics_of_their_token(predicted: hotset.Model):
     assert again is not None
     assert again.active_share == whole.active_share
     assert again.selected_share == whole.selected_share
-    first = chunks[0].answer_stats  # there is nothing but the prompt yet
+    first = chunks[0].answer_stats  # so far only the prompt counts
     assert first is not None
     assert first.n_tokens == 60
 
@@ -215,9 +215,7 @@ def test_a_predictor_is_measured_against_what_fires(predicted: hotset.Model):
         assert layer.precision == pytest.approx((fires & selected).sum() / selected.sum(), abs=5e-3)
     running = predicted.stream(TOKENS, **ANSWER)
     first = next(running)
-    assert (
-        predicted.measure_predictor(TOKENS) == quality
-    )  # beside a running answer, which goes on as it would
+    assert predicted.measure_predictor(TOKENS) == quality  # during a running answer, which does not change
     tokens = first.tokens + [token for chunk in running for token in chunk.tokens]
     assert tokens == predicted.generate(TOKENS, **ANSWER).tokens
 

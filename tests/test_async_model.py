@@ -1,4 +1,4 @@
-"""AsyncModel gives what Model gives, side by side, and ends what nobody waits for."""
+"""AsyncModel gives the same results as Model, concurrently, and cancels abandoned answers."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_it_closes_the_model_with_what_runs(tmp_path: Path):
 
 
 def test_vectors_do_not_wait_in_the_loop(model: hotset.Model):
-    """An answer goes on while vectors are made."""
+    """Check that an answer continues while vectors are computed."""
 
     async def work(many: AsyncModel) -> None:
         answer, vectors = await asyncio.gather(many.generate("a", **SAMPLED), many.embed(["hello"] * 20))

@@ -1,4 +1,4 @@
-"""Multiple-choice questions: their formats, what a hostile file gets, and the sums against whole logits."""
+"""Multiple-choice questions: their formats, hostile files, and sums compared with whole logits."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_file_without_questions_is_refused() -> None:
 
 
 def by_hand(model: hotset.Model, context: list[int], whole: list[int]) -> float:
-    """Σ ln p over what follows the context, of the logits of the whole text in float64."""
+    """Return Σ ln p of the tokens after the context, from the logits of the whole text in float64."""
     logits = model.logits(whole, reuse_prefix=False).astype(np.float64)
     log_p = logits - np.logaddexp.reduce(logits, axis=1)[:, None]
     return float(sum(log_p[i - 1, whole[i]] for i in range(len(context), len(whole))))
@@ -178,7 +178,7 @@ def test_accuracy_is_that_of_sums_made_by_hand(model: hotset.Model) -> None:
     assert (last.task, last.n_questions) == ("piqa", 20)
     assert (last.accuracy, last.accuracy_norm) == (np.mean(right), np.mean(right_norm))
     assert 0 < last.accuracy < 1
-    assert last.accuracy != last.accuracy_norm  # so that neither stands for the other
+    assert last.accuracy != last.accuracy_norm  # so that swapping them would fail
     assert last.accuracy_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(20))
     assert last.accuracy_norm_error == pytest.approx(np.std(right_norm, ddof=1) / math.sqrt(20))
     pool = model.engine.scheduler.pool
@@ -189,7 +189,7 @@ def test_the_sums_themselves(model: hotset.Model) -> None:
     from hotset.engine.log_likelihood import Continuation, log_likelihoods
 
     rng = np.random.default_rng(4)
-    common = rng.integers(0, 256, 70).tolist()  # more than a page, which is computed once
+    common = rng.integers(0, 256, 70).tolist()  # more than a block, which is computed once
     texts = [common + rng.integers(0, 256, n).tolist() for n in (1, 9, 30)] + [[5, 6]]
     firsts = [70, 72, 71, 1]
     with model.thread.exclusive() as engine:
@@ -219,7 +219,7 @@ def test_where_small_values_are_cut_those_of_the_question_are_too(path: Path, tm
 
 
 def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: Path) -> None:
-    """ "th" is one token: after "xt" the choice "h" begins before the question ends."""
+    """Use the token "th": after "xt" the choice "h" begins inside the last token of the question."""
     plain = write_sparse(tmp_path / "plain.gguf", dialect="gguf")
     with hotset.load(plain, device="reference") as model:
         together, apart = model.encode("xth"), model.encode("xtd")
@@ -229,7 +229,7 @@ def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: 
             (result,) = evaluate(model, [Question("piqa", "xt", ("h", "d"), answer, "f", delimiter="")])
             assert result.accuracy == (int(np.argmax(sums)) == answer)
             assert (result.accuracy_error, result.n_done) == (0.0, 1)
-        alone = by_hand(model, apart[:2], apart)  # what "d" would count for, without the token before it
+        alone = by_hand(model, apart[:2], apart)  # the sum of "d" without the token before it
     assert np.argmax([sums[0], alone]) != np.argmax(sums)
 
 
@@ -313,7 +313,7 @@ def test_the_subcommand_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["questions"] == 1
 
 
-# -- examples, what was asked, results ----------------------------------------------------------------
+# -- examples, questions, results --------------------------------------------------------------------
 
 
 def write_piqa(path: Path, goals: str) -> Path:

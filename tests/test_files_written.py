@@ -1,4 +1,4 @@
-"""The door through which files are written, and that every writer goes through it."""
+"""The functions that write files, and a check that every writer uses them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def what_is(path: Path) -> tuple[int, int]:
-    """The kind of a thing and its number on the disk, links not followed."""
+    """Return the file type and the inode number of a path, without following links."""
     found = path.lstat()
     return stat.S_IFMT(found.st_mode), found.st_ino
 
@@ -85,7 +85,7 @@ def test_what_comes_while_a_file_is_written_is_not_replaced(tmp_path: Path) -> N
 
 @pytest.mark.skipif(not Path("/dev/stdout").is_symlink(), reason="/dev/stdout is no link here")
 def test_the_links_of_the_system_are_no_targets(tmp_path: Path) -> None:
-    """As root, a rename would put a file in the place of /dev/stdout, which here leads to a regular file."""
+    """Refuse /dev/stdout, although it leads to a regular file: as root, a rename would replace the link."""
     code = "from hotset.files import check_target; check_target('/dev/stdout')"
     with (tmp_path / "out").open("wb") as out:
         done = subprocess.run(
@@ -142,7 +142,7 @@ def _replace(path: Path) -> None:
     ],
 )
 def test_a_full_disk_is_one_sentence(tmp_path: Path, write: Callable[[Path], None], n_bytes: int) -> None:
-    """The first error is reported, not that of the close, which writes what is left; nothing is replaced."""
+    """Check that the first error is reported, not the later one of the close, and nothing is replaced."""
     place = tmp_path / "a"
     place.write_bytes(b"old")
     with (
@@ -251,7 +251,7 @@ def test_processes_change_a_file_one_after_the_other(tmp_path: Path) -> None:
         assert holder.stdout
         assert holder.stdout.readline() == "has it\n"
         thread.start()
-        thread.join(0.2)  # it would have found nothing by now
+        thread.join(0.2)  # without the lock it would be finished by now
         holder.stdin.close()
         thread.join(WATCHDOG)
     assert holder.returncode == 0
@@ -298,7 +298,7 @@ def test_no_subcommand_replaces_what_is_no_file(tmp_path: Path, arguments: list[
     profile = tmp_path / "m.profile.hotset.gguf"
     if "PROFILE" in arguments:
         assert inside("profile", model, "-f", text, *REFERENCE).returncode == 0
-    if "--profile-of" in arguments:  # it is found beside the model
+    if "--profile-of" in arguments:  # it is found next to the model
         arguments = [a for a in arguments if a not in ("--profile-of", "PROFILE")]
     odd = tmp_path / ("odd.html" if "ODD.html" in arguments else "odd")
     os.mkfifo(odd)
@@ -344,7 +344,7 @@ def test_a_pipe_in_the_place_of_a_sidecar_sends_it_elsewhere(
 
 
 def test_every_writer_goes_through_the_door() -> None:
-    """Nothing else renames, or opens a file to write; downloads have their own, which they continue."""
+    """Check that no other code renames files or opens them to write, except downloads, which resume."""
     writes = re.compile(
         r"os\.(replace|rename|link|truncate)\(|\.write_(text|bytes)\(|\.rename\(|mkstemp|NamedTemporaryFile"
         r"|open\([^)]*[\"'][wxa]b?\+?[\"']|np\.save|torch\.save\((?!state, file\))"
@@ -358,7 +358,7 @@ def test_every_writer_goes_through_the_door() -> None:
         for line in path.read_text("utf-8").splitlines()
         if writes.search(line)
     ]
-    # Files that are open already, a last line that was cut off, a log that is appended to, and click's text.
+    # Exceptions: open files, an incomplete last line, a log, and click's text.
     expected = [
         "formatter.write_text(",
         'path.open("ab", buffering=0)',

@@ -1,4 +1,4 @@
-"""How results look in a console and a notebook, and as tables; the keywords of sampling."""
+"""The display of results in a console, a notebook and as tables; the keywords of sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pandas, of which a DataFrame is its columns here."""
+    """A stand-in for pandas, whose DataFrame keeps only the columns."""
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
 
 

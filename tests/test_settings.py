@@ -1,4 +1,4 @@
-"""LoadSettings: what `load`, `plan` and the subcommands take, and the three functions that act on it."""
+"""LoadSettings: the arguments of `load`, `plan` and the subcommands, and the three functions that use it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_mistake_is_a_sentence_before_any_file_is_opened(fields: dict[str, Any
 
 
 def test_load_and_plan_take_the_fields_as_keywords() -> None:
-    """Nowhere spelled out twice, and there for editors, help() and type checkers all the same."""
+    """Check that the functions show the fields as keywords and describe them, without listing them again."""
     fields = [field.name for field in dataclasses.fields(LoadSettings)]
     for function in (hotset.load, hotset.plan):
         assert list(inspect.signature(function).parameters) == ["model", "settings", *fields]

@@ -423,8 +423,10 @@ def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: P
 
 @pytest.mark.parametrize("n_states", quick_are((13,), [40, 13]))
 def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile, n_states: int) -> None:
-    """Run three requests at once, whose drafts are right for some tokens. Each continues from the state after
-    the last right one. With few slots, drafts are shortened."""
+    """Run three requests at once, whose drafts are right for some tokens.
+
+    Each continues from the state after the last right token. With few slots, drafts are shortened.
+    """
     expected = []
     for i, n in enumerate((3, 60, 120)):
         engine = Engine(backend(gguf), N_CTX)

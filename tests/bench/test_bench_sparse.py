@@ -22,7 +22,7 @@ from hotset.formats.quants import GGMLType
 from hotset.text.tokenizer import load_tokenizer
 
 SHAPE = Shape(d=256, ff=1024, layers=2, heads=4, kv_heads=2)
-FFN_BYTES = SHAPE.layers * SHAPE.ff * SHAPE.d * 18 // 32  # of each matrix, Q4_0
+FFN_BYTES = SHAPE.layers * SHAPE.ff * SHAPE.d * 18 // 32  # bytes of each matrix, Q4_0
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_hot_first_gains_nothing_where_gathering_is_as_quick_as_streaming() -> N
         ]
 
     level = sparse_ffn.predicted_gain(0.1, 8192, cells(40e9), 40e9)
-    assert 0.97 < level <= 1  # chunks that stream hold some that are not wanted
+    assert 0.97 < level <= 1  # streamed chunks contain some unneeded rows
     assert 1.05 < sparse_ffn.predicted_gain(0.1, 8192, cells(20e9), 40e9) < 2
 
 

@@ -1,4 +1,4 @@
-"""The synthetic models of bench/: neurons fire as often as planted, and the planted predictors know which."""
+"""The synthetic models of bench/: neurons fire as often as planted, and the planted predictors find them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def matrix(path: Path, name: str) -> np.ndarray:
 
 
 def taps(path: Path, names: list[str], predicted: bool = False) -> dict[str, np.ndarray]:
-    """Values of the reference engine for random tokens, [N_TOKENS, width] each."""
+    """Return values of the reference engine for random tokens, [N_TOKENS, width] each."""
     with open_gguf(path) as file:
         config = config_from_gguf(file)
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer) if predicted else None
@@ -111,7 +111,7 @@ def test_neurons_fire_as_planted(tmp_path: Path, kind: synthetic.Kind, skew: pla
         frequency = (taps(path, [name])[name] != 0).mean(axis=0) / share
         assert p.mean() == pytest.approx(0.1, rel=0.01)
         assert frequency.mean() == pytest.approx(p.mean(), rel=0.12)
-        # No neuron is further off than chance and the other tokens' attention allow: 5 standard deviations
+        # Chance and the attention of other tokens move a neuron by at most 5 standard deviations
         spread = np.sqrt(p * (1 - p * share) / (N_TOKENS * share)) + 0.02
         assert (np.abs(frequency - p) < 5 * spread).all()
         if skew == "power":
@@ -153,7 +153,7 @@ def test_the_predictor_scores_as_the_gate_does(tmp_path: Path, type: GGMLType, k
     stream[:32] = planted.CONSTANT[:, None]
     scores = fc2 @ np.maximum(fc1 @ stream, 0)
     np.testing.assert_allclose(scores, gate @ stream, atol=1e-9)
-    centred = stream - stream.mean(axis=0)  # a layer norm's mean makes no difference
+    centred = stream - stream.mean(axis=0)  # like a layer norm, whose mean has no effect
     np.testing.assert_allclose(scores, gate @ centred, atol=1e-9)
 
 

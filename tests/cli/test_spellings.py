@@ -69,7 +69,7 @@ def test_devices_are_listed_without_a_model(subcommand: str, words: tuple[str, .
 
 
 def test_every_option_of_a_device_is_one() -> None:
-    """It has one name, one help and the words of the registry in all commands."""
+    """Check that `--device` has one help text, with the words of the registry, in all commands."""
     found = {}
     for subcommand in SUBCOMMANDS:
         for one in command_of(subcommand).params:

@@ -1,4 +1,4 @@
-"""A batch on the nodes of a cluster: every answer once, in order, whatever is killed meanwhile."""
+"""A batch on the nodes of a cluster: every answer once and in order, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def request(i: int) -> dict[str, Any]:
     body: dict[str, Any] = {"prompt": f"number {i}", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     if i == 7:
-        body["nonsense"] = 1  # is refused, and has an answer that says so
+        body["nonsense"] = 1  # this request is refused, and its answer says so
     return {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}
 
 
@@ -110,7 +110,7 @@ def test_a_driver_that_is_killed_goes_on(path: Path, expected: list[str], nodes:
 
     batch_on_ray(requests, answers, str(path), SETTINGS, ("tiny",), nodes.address, 2, Heard())
     kept = sum(min(32, N - 32 * int(Path(name).stem)) for name in there)
-    assert (done or [N])[0] == kept  # what is there is not computed again
+    assert (done or [N])[0] == kept  # kept answers are not computed again
     check(answers, expected)
 
 

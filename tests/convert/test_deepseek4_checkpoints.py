@@ -1,4 +1,4 @@
-"""DeepSeek V4 as published, in FP8 and FP4: the files are those of the same weights in float32."""
+"""DeepSeek V4 as published, in FP8 and FP4: the same weights in float32 give the same files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FP4 = "layers.2.ffn.experts.3.w2"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
-    """(a folder, its tensors in float32)"""
+    """Save a checkpoint; return its folder and its tensors in float32."""
     folder = tmp_path_factory.mktemp("published")
     recipe = EXPERTS["deepseek4-published"]
     save(recipe, build(recipe), folder)
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]
 
 
 def write(checkpoint: tuple[Path, Tensors], folder: Path, tensors: Tensors, block: list[int]) -> Path:
-    """A folder like the checkpoint's with other tensors."""
+    """Write a folder like the checkpoint's, with other tensors."""
     into = folder / "model"
     into.mkdir(exist_ok=True)
     for path in checkpoint[0].glob("*.json"):

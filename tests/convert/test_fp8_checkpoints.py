@@ -1,4 +1,4 @@
-"""Checkpoints in FP8: the files are those of the same weights in float32, byte for byte."""
+"""Checkpoints in FP8 give, byte for byte, the same files as the same weights in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
 def in_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, a scale for each 16 rows and 32 columns, and the values."""
+    """Return codes, a scale for each 16 rows and 32 columns, and the values."""
     shape = matrix.shape
     n_rows, n_columns = -(-shape[0] // 16), -(-shape[1] // 32)
     padded = torch.zeros(n_rows * 16, n_columns * 32)
@@ -73,7 +73,7 @@ def test_codes_are_torchs() -> None:
 @pytest.mark.parametrize(
     ("name", "quantised", "made", "kind"),
     [
-        ("llama", BLOCKS, in_blocks, "weight_scale_inv"),  # rows of q and k change places
+        ("llama", BLOCKS, in_blocks, "weight_scale_inv"),  # the converter permutes rows of q and k
         ("llama", ROWS, of_rows, "weight_scale"),
         ("llama", MODELOPT, of_all, "weight_scale"),
         ("phi3", ROWS, of_rows, "weight_scale"),  # q, k and v lie in one matrix

@@ -1,4 +1,4 @@
-"""config.json as the keys of a GGUF file: switches whose absence no logit of a tiny model need show."""
+"""Keys of a GGUF file made from config.json: switches that may have no effect on a tiny model's logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 @pytest.mark.parametrize(
     ("kind", "entries", "window", "pattern"),
     [
-        ("Qwen2", {"sliding_window": 16}, None, None),  # off unless it says so
+        ("Qwen2", {"sliding_window": 16}, None, None),  # off by default
         ("Qwen2", {"sliding_window": 16, "use_sliding_window": False}, None, None),
         ("Qwen2", {"sliding_window": None, "use_sliding_window": True}, None, None),
         ("Qwen2", {"sliding_window": 16, "use_sliding_window": True}, None, None),  # from layer 28 on
@@ -57,14 +57,14 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
             {
                 "sliding_window": 16,
                 "use_sliding_window": True,
-                "max_window_layers": 4,  # layer_types are newer, and win
+                "max_window_layers": 4,  # the newer layer_types take precedence
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
             16,
             [True, False, True, False],
         ),
         ("Mistral", {"sliding_window": 16}, 16, None),
-        ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, 16, None),  # it never reads it
+        ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, 16, None),  # it is never read
         ("Mistral", {"sliding_window": None}, None, None),
         ("Llama", {"sliding_window": 16, "use_sliding_window": True}, None, None),
     ],
@@ -94,7 +94,7 @@ def test_yarn_without_a_factor_stretches_to_the_context() -> None:
 
 
 def test_the_magnitude_of_yarn_is_that_of_its_scales() -> None:
-    assert "rope.scaling.yarn_attn_factor" not in yarn(mscale=1.0)  # one of the two says nothing
+    assert "rope.scaling.yarn_attn_factor" not in yarn(mscale=1.0)  # it needs the other entry
     found = yarn(mscale=2.0, mscale_all_dim=0.5)["rope.scaling.yarn_attn_factor"]
     assert found == pytest.approx((0.2 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
     assert yarn(attention_factor=1.5, mscale=2.0, mscale_all_dim=0.5)["rope.scaling.yarn_attn_factor"] == 1.5
@@ -107,8 +107,8 @@ def test_the_scale_of_the_scores_is_written_where_it_is_another() -> None:
     gemma = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
     assert "attention.scale" not in keys("Gemma2", **gemma, query_pre_attn_scalar=16)
     assert keys("Gemma2", **gemma, query_pre_attn_scalar=64)["attention.scale"] == 0.125
-    assert keys("Gemma2", **gemma)["attention.scale"] == 0.0625  # 256, where config.json says nothing
-    # Of 46 layers the architecture takes the width over the heads, 64 / 2.
+    assert keys("Gemma2", **gemma)["attention.scale"] == 0.0625  # the default is 256
+    # With 46 layers the architecture uses the width divided by the heads, 64 / 2.
     narrow = gemma | {"num_attention_heads": 2, "num_hidden_layers": 46}
     assert "attention.scale" not in keys("Gemma2", **narrow, query_pre_attn_scalar=32)
     assert keys("Gemma2", **narrow, query_pre_attn_scalar=16)["attention.scale"] == 0.25
@@ -242,7 +242,7 @@ def test_the_base_of_each_layer() -> None:
 
 @pytest.mark.parametrize("kind", ["Olmo3", "Mellum"])
 def test_base_of_unscaled_windows(kind: str) -> None:
-    """The file has a key only if the other layers have another base."""
+    """Write the key only if the other layers have another base."""
     full = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e3}
     types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -297,7 +297,7 @@ FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.5, 2, 2.5], "long_factor": [4
 HALF = {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])  # the first checkpoints had other names for it
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])  # "su" and "yarn": older names
 def test_longrope_is_two_tensors_and_a_magnitude(kind: str) -> None:
     entries = {**HALF, "rope_scaling": {"type": kind, **FACTORS}}
     found = keys("Phi3", **entries)
@@ -379,14 +379,14 @@ def test_lfm2_says_where_a_convolution_stands_and_how_wide_its_ffn_is() -> None:
     assert found["attention.head_count_kv"] == [0, 2, 0, 0]
     assert found["shortconv.l_cache"] == 3
     assert found["rope.freq_base"] == 1e6
-    # Older files name the layers that attend, and the output's tie otherwise.
+    # Older files have other names for the layers with attention and for the tied output.
     assert keys("Lfm2", norm_eps=1e-5, full_attn_idxs=[2])["attention.head_count_kv"] == [0, 0, 2, 0]
     assert keys("Lfm2", norm_eps=1e-5)["attention.head_count_kv"] == [2, 2, 2, 2]
     tied = {"architectures": ["Lfm2ForCausalLM"], **SIZES, **LFM2}
     assert HFConfig(tied).tied
     assert not HFConfig(tied | {"tie_embedding": False}).tied
     for entries, n_ff in (
-        ({}, 256),  # 2 / 3 of 96, in whole 256
+        ({}, 256),  # 2 / 3 of 96, rounded up to a multiple of 256
         ({"block_auto_adjust_ff_dim": False}, 96),
         ({"block_multiple_of": 16}, 64),
         ({"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3}, 96),
@@ -439,12 +439,14 @@ def test_qwen3next_says_where_delta_nets_stand() -> None:
             keys("Qwen3Next", **sizes | entries)
 
 
-# ---- what config.json leaves out is what transformers' classes put there -----------------------------------
+# ---- missing entries of config.json have the defaults of transformers' classes -----------------------------
 
 
 def _recipes() -> dict[str, list[tiny_models.TinyModel]]:
-    """By configuration class of transformers, without making one: of all that transformers computes, and
-    where a switch is on that no recipe has on."""
+    """Return recipes by the name of transformers' configuration class, without an instance of one.
+
+    They cover all models that transformers computes, and switches that no other recipe turns on.
+    """
     recipes = [*tiny_models.RECIPES.values(), *tiny_models.EXPERTS.values()]
     windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     recipes += [tiny_models.TinyModel(k, windows) for k in ("Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe")]
@@ -463,7 +465,7 @@ RECIPES = _recipes()
 
 @cache
 def full_configs(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """The class of the text model, and whole config.jsons of it."""
+    """Return the class name of the text model, and complete contents of config.json for it."""
     found = []
     for recipe in RECIPES[name]:
         config = tiny_models.config_of(recipe, {**tiny_models.SHAPE, **recipe.settings})
@@ -474,20 +476,20 @@ def full_configs(name: str) -> tuple[str, list[dict[str, Any]]]:
     return type(config).__name__, found
 
 
-# transformers' are those of one published model.
+# The defaults of transformers are the sizes of one published model.
 WITHOUT_DEFAULT = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
 WITHOUT_DEFAULT |= {"intermediate_size", "ffn_dim", "n_embd", "n_layer", "n_head"}
 WITHOUT_DEFAULT |= {"d_model", "n_layers", "n_heads"}
 # transformers' class has none either, and its model cannot be built.
 WITHOUT_DEFAULT |= {"DeepseekV2Config num_experts_per_tok", "Lfm2MoeConfig layer_types"}
-# What each layer is, is no default.
+# The kinds of the layers have no default.
 WITHOUT_DEFAULT |= {"NemotronHConfig layers_block_type"}
-# Its versions disagree about which layers have a window.
+# transformers' versions disagree about the layers with a window.
 WITHOUT_DEFAULT |= {"Qwen2MoeConfig layer_types"}
 
 
 def facts(config: dict[str, Any]) -> dict[str, Any] | str:
-    """All that config.json says of the file, or why it is refused."""
+    """Return the facts that the converter derives from config.json, or the message of its error."""
     try:
         found = HFConfig(config)
         tensors = {name: values.tolist() for name, values in found.rope.divisors().items()}
@@ -498,10 +500,10 @@ def facts(config: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def older_spelling(config: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling in place of rope_parameters."""
+    """Return the configuration with rope_theta and rope_scaling in place of rope_parameters."""
     config = deepcopy(config)
     rope, kind = config.pop("rope_parameters", None) or {}, "type"
-    if "full_attention" in rope:  # Gemma 3, which had its entry called as it is today
+    if "full_attention" in rope:  # Gemma 3, whose entry always had this name
         kind = "rope_type"
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
@@ -512,7 +514,7 @@ def older_spelling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def incomplete(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(entry, config) without each entry in turn, and with null in its place; those of rotations too."""
+    """Yield (entry, config) with each entry removed, and with each set to null, inside rope entries too."""
     for entry in config.keys() - {"architectures"}:
         yield entry, {k: v for k, v in config.items() if k != entry}
         if entry not in ("partial_rotary_factor", "rope_local_base_freq"):  # to_dict() loses this null
@@ -535,23 +537,23 @@ NEWER = {"Gemma4TextConfig"}  # classes that never had the older spelling
     ],
 )
 def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -> None:
-    """config.json without an entry gives what it gives with the value that transformers' class puts there."""
+    """Compare config.json without an entry with the same file that has transformers' default there."""
     seen, refused = set(), {}
     name, configs = full_configs(name)
     for full in configs:
         for entry, config in incomplete(older_spelling(full) if spelling else full):
             if f"{name} {entry}" == "Qwen3VLMoeTextConfig tie_word_embeddings":
-                continue  # the whole model's counts
+                continue  # the entry of the whole model decides
             case = (entry, config.get(entry), str(full.get(entry)))
             if entry in full and (case in seen or seen.add(case)):
                 continue  # another recipe has the same value
             try:
                 theirs = getattr(transformers, name).from_dict(deepcopy(config)).to_dict()
             except (KeyError, TypeError, ValueError, StrictDataclassError, ZeroDivisionError):
-                continue  # an entry that it must have, or that cannot be null
+                continue  # a required entry, or one that cannot be null
             expected, found = facts(theirs | {"architectures": full["architectures"]}), facts(config)
             if isinstance(found, str):
-                if not isinstance(expected, str):  # as it is where a default does not fit the other sizes
+                if not isinstance(expected, str):  # for example if a default does not fit the other sizes
                     refused[entry] = found
             else:
                 assert found == expected, entry
@@ -595,7 +597,7 @@ def test_sizes_of_rwkv_that_no_entry_says() -> None:
     sizes = {"architectures": ["RWKV7ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 2}
     found = HFConfig({**sizes, "vocab_size": 100}).keys("rwkv7", 1 << 20)
     ranks = [found[f"rwkv7.attention.{name}_lora_rank"] for name in ("decay", "iclr", "gate")]
-    assert (*ranks, found["rwkv7.feed_forward_length"]) == (96, 96, 256, 8192)  # those of the 1.5B model
+    assert (*ranks, found["rwkv7.feed_forward_length"]) == (96, 96, 256, 8192)  # as in the 1.5B model
     assert (found["rwkv7.wkv.head_size"], found["rwkv7.attention.head_count"]) == (64, 0)
     with pytest.raises(UnsupportedModelError, match="heads of 60 channels"):
         HFConfig({**sizes, "vocab_size": 100, "head_dim": 60})
@@ -630,7 +632,7 @@ def test_entries_of_classes_that_transformers_lacks() -> None:
         with pytest.raises(HotsetError, match=next(iter(entry))):
             keys("MiniCPM", **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16} | entry)
     dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 1e6}
-    assert "rope.scaling.type" not in keys("InternLM2", **dynamic)  # begins where the context ends
+    assert "rope.scaling.type" not in keys("InternLM2", **dynamic)  # it scales only beyond the context
     with pytest.raises(UnsupportedModelError, match="dynamic"):
         keys("Xverse", **dynamic)
     qwen = {"architectures": ["QWenLMHeadModel"], **SIZES, "num_key_value_heads": 4, "seq_length": 64}
@@ -638,7 +640,7 @@ def test_entries_of_classes_that_transformers_lacks() -> None:
     assert (found.n_ctx, found.n_ff) == (64, 48)
     assert found.keys("qwen", 64)["qwen.feed_forward_length"] == 96
     plamo = keys("Plamo", num_key_value_heads=4, n_shared_head=2)
-    assert plamo["attention.head_count_kv"] == 2  # that is what the entry does not say
+    assert plamo["attention.head_count_kv"] == 2  # the entry does not state it
     assert keys("Maincoder", intermediate_size_mlp=128)["feed_forward_length"] == 128
     sees = {"architectures": ["HunYuanVLForConditionalGeneration"], **SIZES}
     rope = {"type": "xdrope", "xdrope_section": [2, 2, 2, 2], "alpha": 1000.0, "factor": 1.0}
@@ -688,7 +690,7 @@ def test_gemma3_has_no_cap_on_scores() -> None:
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_qwen35_has_sections_of_dimensions(kind: str) -> None:
-    """llama.cpp loads no qwen35 file without them, and ends where they are more than a head has."""
+    """Check the sections, without which llama.cpp loads no qwen35 file. It aborts if they exceed a head."""
     key, sizes = (
         "rope.dimension_sections",
         {"linear_num_value_heads": 32, "num_experts": 8, "num_experts_per_tok": 2},
@@ -703,7 +705,7 @@ def test_qwen35_has_sections_of_dimensions(kind: str) -> None:
     assert key not in keys("Qwen3Next", **sizes)
 
 
-# Keys that llama.cpp loads no file without, beside block_count and its like: of its own models' get_key.
+# Keys that llama.cpp requires (get_key in its models), in addition to common ones such as block_count.
 SSM = tuple(f"ssm.{k}" for k in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
 NEEDED_ELSEWHERE = {
     "granite": ("logit_scale",),
@@ -711,7 +713,7 @@ NEEDED_ELSEWHERE = {
     "gpt-oss": ("expert_feed_forward_length", "attention.sliding_window"),
     "glm4moe": ("expert_feed_forward_length", "expert_shared_count"),
     "deepseek2": ("expert_feed_forward_length", "expert_shared_count", "attention.kv_lora_rank"),
-    "afmoe": ("expert_weights_norm",),  # without it experts' weights would be as they are
+    "afmoe": ("expert_weights_norm",),  # without it experts' weights would stay unscaled
     "ernie4_5-moe": ("interleave_moe_layer_step", "expert_feed_forward_length"),
     "hy_v3": ("expert_weights_norm",),
     "lfm2": ("shortconv.l_cache",),
@@ -749,7 +751,7 @@ def test_files_have_the_keys_that_llama_cpp_needs(name: str) -> None:
         needed = ["block_count", "context_length", "embedding_length", "feed_forward_length"]
         needed += ["attention.head_count", *NEEDED_ELSEWHERE.get(config.architecture, ())]
         assert {f"{config.architecture}.{key}" for key in needed} <= found.keys()
-        if config.architecture != "opt":  # which llama.cpp does not have
+        if config.architecture != "opt":  # llama.cpp does not support OPT
             assert any(key.endswith("_epsilon") for key in found)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of encoders as checkpoints have them become keys by which the same ids are found."""
+"""Tokenizers in the checkpoints of encoders become keys that give the same ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = [*NASTY, *CORPUS[:3]]
 
 
 def loaded(folder: Path, n_vocab: int = 400) -> tuple[Tokenizer, dict[str, Any]]:
-    """By way of a file."""
+    """Write the tokenizer of a folder to a GGUF file, and return it loaded with the file's keys."""
     writer = GGUFWriter(folder / "m.gguf", "bert")
     for key, value in tokenizer_keys(folder, {"vocab_size": n_vocab}).items():
         writer.add(key, value)
@@ -35,7 +35,7 @@ def loaded(folder: Path, n_vocab: int = 400) -> tuple[Tokenizer, dict[str, Any]]
 
 
 def xlm_roberta(prepend: str = "always") -> dict[str, Any]:
-    """A tokenizer.json in XLM-RoBERTa's form. prepend: which words get the prefix."""
+    """Return a tokenizer.json in XLM-RoBERTa's form. prepend: the words that get the prefix."""
     library, charsmap = trained_unigram()
     metadata = unigram_metadata()
     scores = metadata["tokenizer.ggml.scores"].tolist()
@@ -101,7 +101,7 @@ def test_word_pieces_of_a_vocabulary_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prepend", ["always", "first", "never"])
 def test_unigrams_of_a_tokenizer_json(tmp_path: Path, prepend: str) -> None:
-    """Left out are texts that the normaliser of the library changes in another way than SentencePiece."""
+    """Compare ids, except for texts that the library's normaliser changes differently from SentencePiece."""
     library, charsmap = trained_unigram()
     content, normalised = xlm_roberta(prepend), CharsMap(charsmap)
     write(tmp_path, content, cls_token="<s>", sep_token="</s>", unk_token="<unk>")

@@ -1,4 +1,4 @@
-"""Some odd files beside models; `tests/fuzz/fuzz_sidecars.py` makes as many as there is time for."""
+"""Some odd files stored next to models; `tests/fuzz/fuzz_sidecars.py` makes as many as time allows."""
 
 from __future__ import annotations
 

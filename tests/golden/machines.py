@@ -68,7 +68,7 @@ COMMANDS = (
 
 
 def write_models(folder: Path) -> None:
-    """A dense model with thresholds, an MoE layer, and a sparse one with predictors and a profile."""
+    """Write a dense model with thresholds, an MoE layer, and a sparse model with predictors and a profile."""
     folder.mkdir(parents=True)
     path = folder / "llama-7b.gguf"
     _write(path, "llama", SHAPES["7b"], GGMLType.Q4_0)

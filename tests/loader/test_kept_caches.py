@@ -1,4 +1,4 @@
-"""The prompt cache on disk of real models: after a restart, or a kill, answers are the same bits."""
+"""The prompt cache on disk of real models: after a restart or a kill, answers have the same bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bits(completion: Completion) -> tuple[list[int], list[Any]]:
 
 
 def conversation(path: Path, folder: Path | None, **how: Any) -> tuple[list[Any], list[int]]:
-    """Two turns, each by a model that was just loaded: their bits, and how many tokens were reused."""
+    """Run two turns, each with a newly loaded model. Return their bits and the numbers of reused tokens."""
     found, reused, tokens = [], [], PROMPT
     for _ in range(2):
         with hotset.load(path, **SMALL | how, cache_dir=folder) as model:
@@ -70,7 +70,7 @@ def conversation(path: Path, folder: Path | None, **how: Any) -> tuple[list[Any]
 def test_a_conversation_over_restarts_is_the_same_bits(
     tmp_path: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # a budget would have to hold the test process
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # leave out the test process
     if "kv_type" in how:
         path = write_sparse(tmp_path / "wide.gguf", n_head=2, n_head_kv=1)
     else:

@@ -1,5 +1,4 @@
-"""Modelfiles: what they say, what is refused, and that a template with messages before it says the same as
-the messages."""
+"""Modelfiles: their meaning, refused ones, and templates with leading messages, which equal the messages."""
 
 from __future__ import annotations
 
@@ -216,7 +215,7 @@ def test_a_damaged_file_hides_no_other_created_model(model: Path) -> None:
 
 
 def test_models_of_an_older_hotset_are_kept(model: Path) -> None:
-    """They were all in one file, which the first change replaces."""
+    """Read the old single file of all names, which the first change replaces."""
     rows = {
         "Mine:small": {
             "base": "x",
@@ -263,7 +262,7 @@ def test_no_more_is_kept_than_can_be_read(model: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def brief(model: Path) -> str:
-    """A created model of that name."""
+    """Create a model with this name."""
     file = model.parent / "Modelfile"
     file.write_text(
         "FROM model.gguf\nSYSTEM Be brief.\nPARAMETER temperature 0\n"

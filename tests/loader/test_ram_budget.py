@@ -1,4 +1,4 @@
-"""A model under a budget of memory, from the name to the answer: what is decided, said and counted."""
+"""A model under a RAM budget, from the name to the answer: decisions, messages and counters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIB = 2**30
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with predictors; what the program takes is no part of its budget."""
+    """Write a file with predictors, and leave the program's own memory out of budgets."""
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "_PROGRAM", 0)
     return write_sparse(tmp_path / "model.gguf")
@@ -55,7 +55,7 @@ def test_the_least_budget_gives_the_same_tokens(model: Path, sparsity: str) -> N
 
 
 def test_steps_are_short_where_weights_have_no_room(model: Path) -> None:
-    """The workspace of long ones would take it."""
+    """Check that a tight budget shortens steps, whose workspace would take the room of the weights."""
     settings: dict[str, Any] = {"n_ctx": 256, "device": "cpu"}
     prompt = [3 + i % 40 for i in range(240)]
     with hotset.load(model, **settings, ram_budget=1) as roomy:
@@ -100,7 +100,7 @@ def test_a_file_larger_than_what_is_free_is_read_by_itself(
         assert loaded.ram is not None
     monkeypatch.setattr("hotset.loader.build.free_memory", lambda: least // 2)
     with hotset.load(model, n_ctx=64, max_batch=4, device="cpu") as loaded:
-        assert loaded.ram is None  # it would not fit: the system does what it can
+        assert loaded.ram is None  # no budget would fit: the file is mapped instead
 
 
 def test_subcommands_say_what_the_disk_did(model: Path) -> None:
@@ -129,7 +129,7 @@ def test_disks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_read_where_the_kernel_gives_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may give one at first, and none later: the memory that a user may lock has a limit."""
+    """Deny the ring, as the kernel may do even after it gave one: a user's locked memory has a limit."""
     file, made = tmp_path / "data", _core.Reader
     file.write_bytes(bytes(2 << 20))
 
@@ -167,8 +167,10 @@ def test_the_server_counts_what_was_read(model: Path) -> None:
 
 @pytest.mark.parametrize("sparsity", ["exact", "predicted"])
 def test_answers_under_faults_are_right_or_a_sentence(model: Path, sparsity: str) -> None:
-    """A failed read ends the answers in whose step it was; those after it are right, and nothing is lost.
-    `tests/fuzz/fuzz_reads.py` writes a longer text."""
+    """Check that a failed read ends only the answers of its step, and that later answers are right.
+
+    `tests/fuzz/fuzz_reads.py` writes a longer text.
+    """
     budget = fuzz_reads.least_budget(model, max_sequences=2, sparsity=sparsity)
     report = fuzz_reads.attack(model, 160, 0.01, 2, seed=7, budget=budget, sparsity=sparsity)
     assert (report.problems, report.stuck, report.n_tokens) == ([], 0, 160)
@@ -176,12 +178,12 @@ def test_answers_under_faults_are_right_or_a_sentence(model: Path, sparsity: str
 
 
 def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> None:
-    """By the one beside the model, or one that is named, which is refused where it is of another model."""
+    """Use the profile next to the model, or a named one, which is refused if it belongs to another model."""
     settings: dict[str, Any] = {"n_ctx": 64, "sparsity": "predicted", "device": "cpu"}
     with open_model(model, LoadSettings(**settings)) as opened:
         n_ff, made = opened.config.n_ff, fingerprint(opened.gguf)
     rng = np.random.default_rng(0)
-    hot = [rng.permutation(n)[: n // 3] for n in n_ff]  # of each layer
+    hot = [rng.permutation(n)[: n // 3] for n in n_ff]  # by layer
     counts = tuple(
         np.bincount(rows, minlength=n).astype(np.uint64) for rows, n in zip(hot, n_ff, strict=True)
     )
@@ -196,7 +198,7 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
         places = [loaded.stored.store.n_slots(group) for group in range(len(n_ff))]
         assert min(places) > 0
         assert max(places) <= min(map(len, hot))
-        assert loaded.stored.counts().misses == 0  # reading ahead is none
+        assert loaded.stored.counts().misses == 0  # read-ahead counts as no miss
         with_profile = tokens_of(loaded)
         n_missed = loaded.stored.counts().misses
     profile_path(model).unlink()
@@ -209,7 +211,10 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
 
 
 def test_an_error_keeps_no_plan(model: Path) -> None:
-    """Nor what that holds: its traceback leads back to the engine, which only the collector would notice."""
+    """Check that an error frees the plan and its contents without the garbage collector.
+
+    The error's traceback refers back to the engine.
+    """
     settings: dict[str, Any] = {"n_ctx": 256, "sparsity": "exact", "device": "cpu"}
     with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as under:
         assert under.stored is not None

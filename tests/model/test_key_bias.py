@@ -24,7 +24,7 @@ WIDTH, HEAD = 64, 32  # of the keys of a token, of a head
 
 
 def bias(seed: int) -> np.ndarray:
-    """A bias as Qwen2.5 has it, float32 [WIDTH]: hundreds in the channels that turn slowest."""
+    """Return a bias like Qwen2.5's, float32 [WIDTH]: hundreds in the channels that rotate slowest."""
     values = np.random.default_rng(seed).normal(size=(2, HEAD))
     values[:, 28:] *= 300
     return values.astype(np.float32).ravel()

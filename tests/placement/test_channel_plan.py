@@ -1,4 +1,4 @@
-"""What leaving out zeros is expected to gain, and that a matrix that would not gain stays as it is."""
+"""The expected gain of skipping zeros. A matrix without a gain stays unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_gain_is_that_of_the_codes_that_are_not_read(tmp_path: Path) -> None:
     matrices = [f"blk.{i}.{name}.weight" for i in range(2) for name in names]
     assert sorted(plan.chosen) == sorted(matrices)
     n_bytes = sum(gguf.tensors[name].nbytes for name in matrices)
-    assert plan.left_out == n_bytes * 16 / 18 / 2  # half of the codes; scales are all read
+    assert plan.left_out == n_bytes * 16 / 18 / 2  # half of the codes, and all scales
     listed = sum(gguf.tensors[name].shape[0] for name in matrices)  # a nanosecond for each input
     assert plan.saved == pytest.approx((plan.left_out - listed) / 1e9)
 
@@ -74,7 +74,7 @@ def test_rows_of_up_are_left_out_only_where_that_pays_for_the_second_pass(tmp_pa
 
 
 def test_rows_of_experts_are_left_out_where_that_pays(tmp_path: Path) -> None:
-    """Bytes are those of the experts that a token has."""
+    """Count only the bytes of the experts that a token uses."""
     file = write_llama(tmp_path / "model.gguf", experts=(4, 2), type_of=lambda name: T.Q4_0)
     gguf = open_gguf(file)
     plan = planned(gguf, with_kept(gguf, [{"gate": 0.8}, {"gate": 0.3}], LayerThresholds(gate=0.3)))
@@ -141,7 +141,7 @@ def test_rates_are_of_matrices_like_the_model_s(tmp_path: Path) -> None:
 
 
 def test_rates_are_of_each_type(tmp_path: Path) -> None:
-    """That of a type without an input-major layout is Q4_0's."""
+    """Use Q4_0's rate for a type without an input-major layout."""
 
     def type_of(name: str) -> GGMLType:
         return T.Q6_K if "attn_v" in name else T.Q5_0 if "ffn_up" in name else T.Q4_K

@@ -1,4 +1,4 @@
-"""Which devices a model runs on: GPUs found without torch, and devices that are named."""
+"""The devices that a model runs on: GPUs found without torch, and named devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotset.settings import LoadSettings
 
 
 class Driver:
-    """A driver's library with so many devices; `fails`: its start does."""
+    """A driver's library with `n_devices` devices. fails: its initialisation fails."""
 
     def __init__(self, n_devices: int, fails: bool = False) -> None:
         self.n_devices, self.fails = n_devices, fails
@@ -123,7 +123,7 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
         ("simulated", "simulated"),
         None,
     )
-    # A GPU with a torch that cannot use it: a line, and an error where it was asked for.
+    # A GPU that this torch cannot use gives a note, or an error if the settings require it.
     monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", list)
     devices, line = wanted_devices(LoadSettings())

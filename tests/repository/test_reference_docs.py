@@ -1,4 +1,4 @@
-"""docs/reference is what docs/reference/generate.py makes of the code: `make reference` writes it anew."""
+"""docs/reference equals the output of docs/reference/generate.py; `make reference` writes it again."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_text_is_escaped_for_markdown(generator: ModuleType) -> None:
 def test_every_metric_of_a_server_is_there(
     made: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # other tests of this process have loaded much
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # earlier tests loaded much into this process
     found: set[str] = set()
 
     async def ask(client: httpx.AsyncClient, _: Service) -> None:

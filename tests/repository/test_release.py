@@ -1,4 +1,4 @@
-"""What a release is made of: one version, the licences of what is bundled, a bill of materials, its check."""
+"""The parts of a release: one version, the licences of bundled code, a bill of materials and its check."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_check_refuses_a_wheel(tmp_path: Path, version: str, names: list[str
 
 
 class OneFile:
-    """A file for Linux whose Python prints its arguments, and a folder of its own for a cache."""
+    """A one-file program for Linux whose Python prints its arguments, and its own cache folder."""
 
     def __init__(self, folder: Path) -> None:
         packing = runpy.run_path(str(ROOT / "packaging" / "onefile.py"))
@@ -115,7 +115,7 @@ class OneFile:
         return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
 
     def run(self, *words: str) -> tuple[int, list[str], str]:
-        """Exit status, lines of the output, and what is said beside it."""
+        """Run the file. Return its exit status, the lines of stdout, and stderr."""
         with self.started(*words) as process:
             out, error = process.communicate(timeout=60)
         return process.returncode, out.splitlines(), error

@@ -1,4 +1,4 @@
-"""The guards of conftest.py: what no seed decides cannot be drawn in a test."""
+"""The guards of conftest.py: a test cannot draw without a seed."""
 
 from __future__ import annotations
 

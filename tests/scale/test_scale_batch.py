@@ -1,4 +1,4 @@
-"""Shards of a batch without a cluster: what is kept, what is missing, and the order at the end.
+"""Shards of a batch without a cluster: kept answers, missing answers, and their final order.
 
 The engine is simulated; Ray's part is tested in tests/cluster/.
 """
@@ -54,7 +54,7 @@ def write(path: Path, n: int = N) -> Path:
     lines = [
         {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(n)
     ]
-    path.write_text("\n".join(json.dumps(line) for line in lines))  # the last line has no end
+    path.write_text("\n".join(json.dumps(line) for line in lines))  # the last line has no line feed
     return path
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_goes_on_with_the_shards_that_are_missing(cluster:
             run(requests, answers)
         assert cluster.asked == left
         assert not answers.exists()
-    (tmp_path / "out.jsonl.parts" / "00000000.jsonl.torn").write_text("{")  # as a kill may leave it
+    (tmp_path / "out.jsonl.parts" / "00000000.jsonl.torn").write_text("{")  # a possible leftover of a kill
     assert run(requests, answers) == (N, 1)
     assert cluster.asked == [0]
     assert len(answers.read_text().splitlines()) == N
@@ -152,7 +152,7 @@ def test_a_custom_id_comes_back_as_it_was(cluster: Cluster, tmp_path: Path):
 
 
 def test_a_worker_answers_what_the_driver_has_checked(monkeypatch: pytest.MonkeyPatch):
-    """The lines of a shard as they travel, in the same order."""
+    """Answer the encoded lines of a shard, and return the answers in the same order."""
 
     async def answered(app: Any, custom_id: str, url: str, body: Any) -> tuple[bytes, int]:
         return json.dumps([custom_id, url, body]).encode() + b"\n", 200

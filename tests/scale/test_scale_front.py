@@ -1,6 +1,6 @@
-"""The front of several replicas, without a cluster: which replica gets what, and what becomes of those lost.
+"""The front of several replicas, without a cluster: the choice of replicas, and lost replicas.
 
-Replicas are servers of this process; what needs Ray stands in tests/cluster/.
+Replicas are servers of this process; tests/cluster/ has the tests that need Ray.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def test_metrics_of_replicas_are_told_apart():
     )
 
 
-# --- what is handed on
+# --- forwarded requests
 
 
 class Replica:
-    """A server behind the front, on a port."""
+    """A server behind the front, with its own port."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.service = Service(
@@ -141,7 +141,7 @@ def two(path: Path) -> Iterator[list[Replica]]:
 
 
 class Place:
-    """As Ray Serve's stream of one request: an address, and then nothing until the replica dies."""
+    """Like Ray Serve's stream of one request: an address, and then nothing until the replica dies."""
 
     def __init__(self, where: str) -> None:
         self._where: str | None = where
@@ -314,7 +314,7 @@ def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_er
                 reply = await asked
                 assert reply.status_code == 200
                 assert len(places.given) == 2
-                # The stream of a chat has begun when it is asked for: its first event has no text.
+                # A chat's stream begins at once: its first event has no text.
                 places.order = [replicas[0].where]
                 stream = asyncio.create_task(
                     client.post(CHAT, json={"messages": MESSAGES, "stream": True} | GREEDY)

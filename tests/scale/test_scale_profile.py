@@ -1,6 +1,6 @@
-"""A profile in shards without a cluster: that of one machine, whatever was there already.
+"""A profile in shards without a cluster equals the profile of one machine, whatever shards existed before.
 
-Who counts is in this process; Ray's part stands in tests/cluster/.
+The counting runs in this process; tests/cluster/ tests Ray's part.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
     rows = np.random.default_rng(1).integers(0, 100, (20, 12), dtype=np.int32)
-    rows[8:16] = rows[:8]  # a shard that equals another one
+    rows[8:16] = rows[:8]  # two equal shards
     return rows
 
 

@@ -1,6 +1,6 @@
-"""A model cut over machines, without machines: where it is cut, batches in pieces, a stage, a lost cache.
+"""A model split over simulated machines: the splits, pieces of batches, a stage, a lost cache.
 
-What needs a cluster stands in tests/cluster/, which `make test-scale` runs.
+tests/cluster/ has the tests that need a cluster; `make test-scale` runs them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_layer=N_LAYER, n_embd=64)
 
 
-# --- where it is cut
+# --- the splits
 
 
 def test_stages_are_hosts_and_their_layers():
@@ -118,7 +118,7 @@ def line_of(addresses: Sequence[Address], key: bytes) -> Line:
 
 
 class Workers:
-    """The stages of a model as their machines have them, in one process: a backend."""
+    """A backend of all stages of a model in one process, each as on its own machine."""
 
     def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
         gguf = open_gguf(path)
@@ -152,7 +152,7 @@ class Workers:
 
 
 class Linked(Workers):
-    """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
+    """Stages linked over sockets as in a cluster, each with its own thread."""
 
     def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
         super().__init__(path, splits, n_pages)
@@ -223,7 +223,7 @@ def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path: Path, gone: int):
     stages = Linked(path, [Split("x", 1)] * 3)
-    step = batch([(tokens(40), 0, [0])])  # of several pieces
+    step = batch([(tokens(40), 0, [0])])  # several pieces
     expected = stages.step(step).logits.copy()
     worker = stages.workers[gone]
     run = worker.run
@@ -287,7 +287,7 @@ def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
             step = batch([(tokens(5), 0, [4])])
             expected = Workers(path, [Split("x", 3)]).step(step).logits
             np.testing.assert_array_equal(line.step(1, [step])[0], expected)
-            for address in addresses:  # no other can connect to a line that is complete
+            for address in addresses:  # a complete line accepts no other connection
                 with pytest.raises(LinkError, match="cannot be reached"):
                     joined(address, key, ENTERS)
     stages.close()
@@ -315,7 +315,7 @@ def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(pat
     stages = Linked(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(5), 0, [4])])
     expected = stages.step(step).logits.copy()
-    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # by someone who can write to the connection
+    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # an attacker who can write to the connection
     with pytest.raises(LOST):
         stages.step(step)
     told = [worker.alive() for worker in stages.workers]
@@ -387,7 +387,7 @@ def test_an_error_arrives_as_it_was():
 
 
 class Losing(FakeBackend):
-    """Forgets all keys and values at some steps, as a machine that died does."""
+    """Stages that lose all keys and values at some steps, as if a machine died."""
 
     lost_at: tuple[int, ...] = ()
     n_steps = 0

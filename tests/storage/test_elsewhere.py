@@ -25,7 +25,7 @@ SMALL = b"GGUF and no more"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home folder of a user."""
+    """Set up an empty home folder of a user, and return it."""
     for name in ("HOTSET_ELSEWHERE", "OLLAMA_MODELS", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "USERPROFILE"):

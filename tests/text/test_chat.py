@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, to the byte, and nothing that a hostile file may do."""
+"""Chat templates render the same bytes as transformers, and a hostile file can do no harm."""
 
 import gc
 import os
@@ -184,7 +184,7 @@ def test_renders_as_transformers_does(name, messages):
 
 
 def test_known_texts():
-    # written out, so that the comparison above does not rest on transformers alone
+    # written out, so that the check does not depend only on transformers
     assert ChatTemplate(CHATML).render([{"role": "user", "content": "Hi"}]) == (
         "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -337,7 +337,7 @@ BOMBS = [
 ]  # fmt: skip
 
 
-# What Python does in one call, out of reach of any check between two steps of the template.
+# Work inside one call of Python, which checks between two steps of the template cannot interrupt.
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 EQUALS = (
     "{% set a = namespace(x=[1]) %}{% set b = namespace(x=[1]) %}{% for i in range(40) %}"
@@ -395,8 +395,8 @@ def child(template: ChatTemplate) -> psutil.Process:
 
 
 def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
-    gc.collect()  # files that other tests left open
-    n_open = getattr(psutil.Process(), "num_fds", lambda: 0)  # Windows does not number files alone
+    gc.collect()  # close files of other tests
+    n_open = getattr(psutil.Process(), "num_fds", lambda: 0)  # Windows counts other handles too
     before, others = n_open(), psutil.Process().children()
     template = ChatTemplate(HELLO)
     process = child(template)
@@ -416,7 +416,7 @@ def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
     with pytest.raises(TokenizerError, match="not valid Jinja"):
         ChatTemplate("{% if %}")
     assert n_open() == before
-    assert set(psutil.Process().children()) <= set(others)  # those of other tests may end meanwhile
+    assert set(psutil.Process().children()) <= set(others)  # children of other tests may end meanwhile
 
 
 @wine.lacks("the computing time of other processes")

@@ -1,4 +1,4 @@
-"""Processes of templates and grammars: their limits, their deaths, and replies of one that was taken over."""
+"""Processes of templates and grammars: their limits, their deaths, and hostile replies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ posix = pytest.mark.skipif(os.name == "nt", reason="a script stands in for Pytho
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of children. hello: a request. expected: of its answer. slow, large: requests that take too much
-    time or memory. use: starts a child as the program does. sentences: for the user."""
+    """A kind of child process.
+
+    hello: a request. expected: the types in its answer. slow, large: requests that take too much time or
+    memory. use: starts a child as the program does. sentences: messages for the user, by cause.
+    """
 
     module: str
     packages: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Answers that follow a grammar: the vocabulary as llguidance has it, masks, ends, and hostile grammars.
+"""Answers that follow a grammar: llguidance's view of the vocabulary, masks, ends, and hostile grammars.
 
-Most run on the fake backend, whose logits are random: no model is harder to keep to a grammar.
+Most tests use the fake backend with random logits: any real model follows a grammar more easily.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_every_text_is_allowed_by_the_tokens_that_it_is_made_of(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forced_text_comes_in_the_tokens_of_the_model(kind: str):
-    """And not in any others that would spell it: the model knows its own best."""
+    """Check that forced text uses the tokenizer's own tokens, which the model knows best."""
     tokenizer = grammars(kind).tokenizer
     text = " over the lazy dog"
     rule = grammars(kind).constraint("regex", re.escape(text).replace("\\ ", " "))
@@ -119,7 +119,7 @@ def test_forced_text_comes_in_the_tokens_of_the_model(kind: str):
 
 
 def test_a_space_of_sentencepiece_is_one_only_where_the_grammar_has_it():
-    """The token "▁the" is " the"; a text does not begin with a space of its own."""
+    """Check that the token "▁the" counts as " the": a text does not begin with an extra space."""
     tokenizer = grammars("sentencepiece").tokenizer
     rule = grammars("sentencepiece").constraint("regex", "the")
     allowed = ids_of(rule.mask(), tokenizer)
@@ -128,7 +128,7 @@ def test_a_space_of_sentencepiece_is_one_only_where_the_grammar_has_it():
 
 
 def test_a_mark_that_a_grammar_spells_is_text():
-    """Its token would end the answer, or mean something else; a user-defined run of spaces is only text."""
+    """Spell marks as text: a mark's token would have its special meaning. A user-defined token is text."""
     tokens = bpe_metadata()["tokenizer.ggml.tokens"]
     types = np.array([1] * (len(tokens) - 4) + [3, 3, 3, 4], np.int32)
     types[len(tokens) - 4] = 4  # <|im_start|> as a file would have <|channel|>
@@ -145,7 +145,7 @@ def test_a_mark_that_a_grammar_spells_is_text():
 
 
 def test_a_byte_that_is_no_text_is_never_allowed():
-    """FF begins a mark in llguidance's tables: the token of that byte must not be taken for one."""
+    """Check the token of byte FF, which begins a mark in llguidance's tables."""
     tokenizer = grammars().tokenizer
     byte = next(i for i in range(tokenizer.n_vocab) if tokenizer.token_bytes(i) == b"\xff")
     assert byte not in ids_of(grammars().constraint("regex", "(?s:.*)").mask(), tokenizer)
@@ -165,7 +165,7 @@ def test_the_vocabulary_is_made_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def prepared(engine: Engine, prompt: list[int], params: SamplingParams, kind: str = "bpe") -> Sequence:
-    """A queued sequence that follows what the parameters ask for."""
+    """Enqueue a sequence whose output follows the form in the parameters."""
     made = grammars(kind)
     assert params.form is not None
     rule = made.constraint(*params.form)
@@ -175,9 +175,9 @@ def prepared(engine: Engine, prompt: list[int], params: SamplingParams, kind: st
 
 
 def answers(kind: str, form: dict[str, Any], seeds: range, **params: Any) -> list[Sequence]:
-    """Finished answers of random logits, four at a time, at a temperature that takes any token."""
+    """Return finished answers of random logits, four at a time, at a temperature that takes any token."""
     made = grammars(kind)
-    backend = FakeBackend(n_vocab=made.tokenizer.n_vocab + 5, n_pages=64)  # (padded, as models are)
+    backend = FakeBackend(n_vocab=made.tokenizer.n_vocab + 5, n_pages=64)  # (padded, as in real models)
     engine = Engine(backend, 512, max_sequences=4)
     prompt = made.tokenizer.encode("Hello")
     found = []
@@ -199,7 +199,7 @@ def text_of(sequence: Sequence, kind: str) -> str:
 @pytest.mark.parametrize("kind", quick_are(("bpe",), KINDS))
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_two_hundred_answers_are_json_of_their_schemas(kind: str, name: str):
-    """Ten schemas, ten draws each, in both kinds of vocabulary; an answer at the limit of tokens says so."""
+    """Draw ten answers for each of ten schemas, in both kinds of vocabulary; some reach the token limit."""
     schema = SCHEMAS[name]
     for sequence in answers(kind, {"json_schema": schema}, range(10), max_tokens=400):
         text = text_of(sequence, kind)
@@ -386,7 +386,7 @@ def test_penalties_and_bias_choose_among_what_is_allowed():
 
 
 def test_the_same_tokens_alone_among_others_and_where_pages_run_out():
-    """A sequence that loses its pages is computed again: its place in the grammar is not."""
+    """Check that a preempted sequence, which is computed again, keeps its place in the grammar."""
     made, form = grammars(), SamplingParams(seed=3, regex="([a-z ]{1,40}\\.\n){20,30}", max_tokens=150)
 
     def run(engine: Engine, n: int) -> list[Sequence]:
@@ -395,7 +395,7 @@ def test_the_same_tokens_alone_among_others_and_where_pages_run_out():
         while engine.has_work:
             steps += 1
             if steps % 17 == 0:
-                engine.backend.cancel()  # a step that is ended is taken again
+                engine.backend.cancel()  # a cancelled step runs again
             engine.step()
         return found
 
@@ -412,7 +412,7 @@ def test_the_same_tokens_alone_among_others_and_where_pages_run_out():
         assert re.match("([a-z ]{1,40}\\.\n)*", text_of(sequence, "bpe"))
 
 
-# --- masks that are found while the model computes
+# --- masks computed while the model computes
 
 
 def test_looking_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch):
@@ -442,7 +442,7 @@ def test_a_mask_that_was_found_ahead_is_the_same_and_holds_until_a_token_is_take
     plain, ahead = (made.constraint("regex", "[a-c]{3}(yes|no)") for _ in range(2))
     while not plain.finished:
         ahead.look_ahead()
-        ahead.look_ahead()  # a step that was cancelled begins again
+        ahead.look_ahead()  # a cancelled step begins again
         assert ahead.mask().bits.tolist() == plain.mask().bits.tolist()
         token = min(ids_of(ahead.mask(), made.tokenizer))
         for rule in (plain, ahead):
@@ -466,7 +466,7 @@ def test_what_goes_wrong_while_a_mask_is_found_is_told_where_it_is_wanted(monkey
 
 
 class Held(GrammarConstraint):
-    """One whose masks another thread finds on request."""
+    """A constraint whose masks another thread computes only after `gate` opens."""
 
     gate = threading.Event()
 
@@ -520,7 +520,7 @@ def test_the_thread_of_masks_ends_with_the_grammars_and_a_fork_has_one_of_its_ow
     expected = ids_of(rule.mask(), made.tokenizer)
     (thread,) = (one for one in threading.enumerate() if one is made._threads[0]._thread)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks with threads
         child = os.fork()
     if not child:
         again = made.constraint("regex", "[a-c]{3}")
@@ -647,7 +647,7 @@ def test_generate_stream_and_chat(model: hotset.Model):
     first, second = model.generate_many(["a", "b"], grammar='root ::= [a-c]{3} "."', seed=3, logprobs=1)
     for one in (first, second):
         assert re.fullmatch(r"[a-c]{3}\.", one.text)
-        # The model's own, which no grammar changed: forced tokens of a random model are rarely likely.
+        # Logprobs are the model's own, unchanged by the grammar: a random model rarely likes forced tokens.
         assert min(each.logprob for each in one.logprobs) < -1
 
 

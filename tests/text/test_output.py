@@ -1,4 +1,4 @@
-"""What models emit, taken apart: calls of functions, reasoning and text, in whatever pieces they come."""
+"""Parsing a model's output into calls, reasoning and text, for any division into pieces."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ EMITTED: list[tuple[str, str, list[Part]]] = [
      [ReasoningChunk("Hm."), Text("Hi.\n")]),
 ]  # fmt: skip
 
-# What does not keep to the form: nothing of it is lost.
+# Malformed output: none of its text is lost.
 BROKEN: list[tuple[str, str, list[Part]]] = [
     ("hermes", "<tool_call> not JSON </tool_call> x", [Text("<tool_call> not JSON </tool_call> x")]),
     ("hermes", '<tool_call>\n{"x": 1}\n</tool_call>', [Text('<tool_call>\n{"x": 1}\n</tool_call>')]),
@@ -238,7 +238,7 @@ def test_a_prompt_may_open_or_close_it():
     )
 
 
-# --- all of it
+# --- all parts together
 
 
 def test_reasoning_then_calls_then_text():

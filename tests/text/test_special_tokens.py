@@ -1,4 +1,4 @@
-"""Special tokens in a text: the same parts as one regular expression of all of them would give."""
+"""Special tokens in a text: the same parts as with one regular expression of all special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of task files and of known formats, beside those of EleutherAI's evaluation harness.
+"""Prompts of task files and of known formats, compared with EleutherAI's evaluation harness.
 
 tests/data/harness_prompts.json: files of random words, task files, and what lm-eval 0.4.13 (ConfigurableTask,
 `build_all_requests(limit=4)` with the seed 1234) made of them for 0, 1 and 5 examples: context, continuations
@@ -82,7 +82,7 @@ def question(text: str, answer: int = 0) -> Question:
 @pytest.mark.parametrize("shots", [Shots(2), Shots(2, one_more=False), Shots(2, sampler="first_n")])
 def test_no_question_is_its_own_example(shots: Shots) -> None:
     file = [question(text) for text in "abc"]
-    for _ in range(2):  # and none of several copies
+    for _ in range(2):  # two copies
         for one in with_examples(file, [one.document for one in file], file.__getitem__, shots, "f"):
             *examples, asked = one.context.split("\n\n")
             assert len(examples) == 2
@@ -114,7 +114,7 @@ def test_a_json_list_and_paths_are_relative_to_the_task_file(folder: Path, tmp_p
     assert prompts([first]) == STORED["prompts"]["missing/0"][:1]
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refused files -------------------------------------------------------------------------------
 
 GOOD = """\
 task: t
@@ -234,7 +234,7 @@ def test_documents_that_are_none(tmp_path: Path, data: str, said: str) -> None:
 
 
 def test_documents_without_common_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each document would get a null for every field of all others."""
+    """Limit the nulls: each document gets a null for every field that only others have."""
     (tmp_path / "t.yaml").write_text(GOOD)
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(DOCUMENT | {f"f{i}": 1}) + "\n" for i in range(9)))
     monkeypatch.setattr(task_file, "_MOST_NULLS", 72)

@@ -1,4 +1,4 @@
-"""Sparsifying a model: the student, the start in closed form, training, resuming, merging, the command."""
+"""Sparsifying a model: the student, its closed-form start, training, resuming, merging, the command."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def training(path: Path, folder: Path, **settings: Any) -> Training:
 def hidden(
     base: TorchGraph, tokens: torch.Tensor, student: Student | None = None, activity: Any = None
 ) -> torch.Tensor:
-    """What the output matrix reads."""
+    """Return the input of the output matrix."""
     compute = None if student is None else student.compute(activity)
     output = base.graph.ops[-1]
     stream = base.streams(tokens, compute)[-1]
@@ -167,7 +167,7 @@ def doubles(*shape: int) -> torch.Tensor:
 
 
 def assert_same_gradients(got: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    """Of the same value, weighted at random."""
+    """Check that the values are equal, and the gradients of a random weighting of them too."""
     torch.testing.assert_close(got, wanted)
     weight = torch.randn_like(wanted)
     for own, plain in zip(
@@ -206,7 +206,7 @@ class TestSparseGLU:
 
     @pytest.mark.parametrize("both", [False, True])
     def test_the_price_is_that_of_the_share(self, both: bool) -> None:
-        """Moving every gate by a little changes the share of active neurons as the gradient says."""
+        """Shift every gate a little: the share of active neurons must change as the gradient predicts."""
         generator = torch.Generator().manual_seed(0)
         gate = torch.randn(1000, 400, generator=generator, requires_grad=True)
         up = torch.randn(1000, 400, generator=generator, requires_grad=True)
@@ -257,7 +257,7 @@ def small_gate(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def small_gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gates where SiLU is nearly linear, as in the middle layers of a real model."""
+    """Write a model with gates where SiLU is nearly linear, as in the middle layers of a real model."""
     return write_llama(tmp_path_factory.mktemp("small") / "gates.gguf", spread=small_gate)
 
 
@@ -269,7 +269,7 @@ def base(small_gates: Path) -> TorchGraph:
 
 @pytest.fixture(scope="module")
 def shifted(tmp_path_factory: pytest.TempPathFactory) -> TorchGraph:
-    """Gates about -1, where SiLU is nearly constant and a neuron nearly linear in its input."""
+    """Write a model with gates near -1, where SiLU is nearly constant and a neuron nearly linear."""
     biases = {f"blk.{i}.ffn_gate.bias": [-1.0] * 96 for i in range(2)}
     path = tmp_path_factory.mktemp("shifted") / "gates.gguf"
     with open_gguf(write_llama(path, spread=small_gate, vectors=biases)) as gguf:
@@ -282,7 +282,7 @@ class TestLinearPath:
     def start(
         self, base: TorchGraph, targets: list[LayerTarget], rank: int = 8
     ) -> tuple[Student, float, float]:
-        """The student, what it misses of the last hidden state on other text, and its active share."""
+        """Return the student, its error of the last hidden state on other text, and its active share."""
         student = Student(base, "relu", rank)
         calibrate(base, student, self.TEXT, targets)
         other = torch.from_numpy(TOKENS[64 * N_CTX : 80 * N_CTX]).long().view(16, N_CTX)
@@ -346,7 +346,7 @@ class TestLinearPath:
         assert all(choice.n_linear == 0 for choice in choose_targets(shifted, self.TEXT, 0.3))
 
     def test_the_layers_that_suffer_more_get_more(self) -> None:
-        """The least sum of what all layers suffer, among all targets within the share: by brute force."""
+        """Find the least sum of all layers' errors, among all targets within the share, by brute force."""
         rng = np.random.default_rng(4)
         shares = np.array([0.05, 0.1, 0.2, 0.3, 0.5])
         options = [
@@ -400,7 +400,7 @@ class TestTraining:
     @pytest.mark.parametrize("labels", [0.0, 0.3])
     @pytest.mark.slow
     def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:
-        """A student with noise in one matrix finds back to the teacher, and the curve shows it."""
+        """Add noise to one matrix of the student: training must recover the teacher, as the curve shows."""
         run = training(silu, tmp_path / "run", lr=1e-2, vector_lr=1e-3, labels=labels, scored=0.7)
         run.prepare()
         noisy = run.student.get("blk.0.attn_output.b")
@@ -415,7 +415,7 @@ class TestTraining:
         assert len(curve[-1]["idle_per_layer"]) == 2
 
     def test_neurons_become_idle(self, silu: Path, tmp_path: Path) -> None:
-        """From the swap alone half of the neurons fire; the price drives them to what was asked."""
+        """Check that half of the neurons fire after the swap, and that the price makes more of them idle."""
         run = training(silu, tmp_path / "run", vector_lr=1e-2, price=2.0, n_tokens=60 * 2 * N_CTX)
         run.widths = kernel_widths(run.base, run.student, run.texts.held_out)
         assert run.evaluate().idle == pytest.approx(0.5, abs=0.05)
@@ -640,7 +640,7 @@ class TestMerging:
 
     @pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "smollm3-biases"])
     def test_what_else_a_layer_has_stays(self, tmp_path: Path, name: str) -> None:
-        """A bias of up, which is scaled with its rows; windows; layers without rotation."""
+        """Check a bias of up, which is scaled with its rows, windows, and layers without rotation."""
         recipe = tiny_models.RECIPES[name]
         path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
         with open_gguf(path) as gguf:
@@ -723,7 +723,7 @@ def converted(checkpoint: Path) -> Path:
 
 
 class Asked:
-    """In a model's place, for what it is given to begin with: an opening of one token."""
+    """A stand-in for a model that encodes each opening as one token."""
 
     tokenizer = SimpleNamespace(encode=lambda text, add_special: [-1])
 
@@ -741,12 +741,12 @@ class TestGenerating:
         assert more[: len(first)] == first
         later = more[len(first) :]
         assert later
-        assert not set(map(tuple, first)) & set(map(tuple, later))  # it goes on, and does not begin again
+        assert not set(map(tuple, first)) & set(map(tuple, later))  # it continues instead of starting again
         assert sum(map(len, more)) >= 2500
         assert read_documents(path) == more
 
     def test_continuations_begin_with_a_piece_of_a_text(self) -> None:
-        """From anywhere in it, of 8 to 48 tokens, as often as the questions leave room for."""
+        """Check pieces of 8 to 48 tokens from any place of a text, in as many cases as questions leave."""
         text, source = list(range(100)), random.Random(1)
         begun = [writing._beginning(Asked(), source, [text], 0.0) for _ in range(3000)]  # type: ignore[arg-type]
         openings = [one for one in begun if one == [-1]]
@@ -875,7 +875,7 @@ class TestCommand:
     def test_the_process_computes_afterwards_as_before(
         self, converted: Path, text: Path, tmp_path: Path
     ) -> None:
-        """Training flushes the smallest numbers to zero: what runs after it would have other bits."""
+        """Restore the flush of denormals, which training sets: later code would have other bits."""
         from typer.testing import CliRunner
 
         from hotset.cli.main import app
@@ -891,7 +891,7 @@ class TestCommand:
 
 class TestProcesses:
     def test_windows_are_shared_out(self, silu: Path, tmp_path: Path) -> None:
-        """What two processes train on in a step is what one does with twice the batch, and nothing twice."""
+        """Check that two processes share, without repeats, the windows of one with twice the batch."""
         one = training(silu, tmp_path, batch=4, scored=0.5)
         two = [training(silu, tmp_path, batch=2, scored=0.5) for _ in range(2)]
         for process, run in enumerate(two):
@@ -909,9 +909,10 @@ class TestProcesses:
 
     @pytest.mark.slow
     def test_two_equal_one_with_twice_the_batch(self, silu: Path, tmp_path: Path) -> None:
-        """Gradients are averaged, and the windows shared out: the curve is that of one process.
+        """Compare the curve of two processes, which share windows and average gradients, with one process.
 
-        No thread of the group outlives it: one that lets go of a tensor while the interpreter ends aborts.
+        No thread of the process group may outlive it: a thread that frees a tensor while the interpreter ends
+        aborts the process.
         """
         script = tmp_path / "two.py"
         script.write_text(

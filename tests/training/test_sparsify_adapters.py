@@ -1,4 +1,4 @@
-"""The adapters in the repository, on the published file that they belong to (docs/guides/make-sparse.md)."""
+"""The adapters of the repository, applied to their published file (docs/guides/make-sparse.md)."""
 
 from __future__ import annotations
 

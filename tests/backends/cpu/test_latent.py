@@ -1,5 +1,4 @@
-"""Attention with keys and values from one latent vector: the native engine, and both forms of files with
-their keys."""
+"""Attention with keys and values from one latent vector: the native engine and both forms of files."""
 
 from __future__ import annotations
 

@@ -329,8 +329,10 @@ def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pyt
 def test_variants_are_compiled_as_triton_will_look_for_them(
     dependent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use Triton's own compiler and cache for a missing device: a launch must find the compiled variant for
-    tensors that are alike."""
+    """Use Triton's own compiler and cache for a missing device.
+
+    A launch must find the compiled variant for tensors that are alike.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

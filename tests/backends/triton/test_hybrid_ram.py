@@ -1,5 +1,7 @@
-"""A device under a RAM budget. The CPU's weights come through a store, the device's weights are not kept in
-memory, and the bits are those without a budget."""
+"""A device under a RAM budget gives the same bits as without one.
+
+The CPU's weights come through a store, and the device's weights are not kept in RAM.
+"""
 
 from __future__ import annotations
 
@@ -287,8 +289,7 @@ def least_of(path: Path, settings: dict[str, Any]) -> int:
     ],
 )
 def test_the_same_answer_with_any_budget_of_memory(model: Path, what: str, sparsity: str) -> None:
-    """Compare whole layers on the CPU, and split layers: with a short prompt, and with one whose cold rows
-    stream."""
+    """Compare whole and split layers, with a short prompt and with one whose cold rows stream."""
     settings = beside(model, what, sparsity=sparsity)
     prompts = [list(range(3, 12)), [3 + i % 40 for i in range(90)]]
 

@@ -1,5 +1,7 @@
 """Autotuning of workgroup shapes for Vulkan devices: measured once, stored, limited in time, and turned off.
-Measurements and the clock are fake, so no device is needed."""
+
+Measurements and the clock are fake, so no device is needed.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,11 @@ def test_noise_changes_nothing(kept: Path) -> None:
 
 
 def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the time limit for all types of a load. Unmeasured fields keep their defaults. A type that was
-    begun is not measured again, but the next one is."""
+    """Check the time limit for all types of a load.
+
+    Unmeasured fields keep their defaults. A type whose measurement began is not measured again, but the next
+    type is.
+    """
     monkeypatch.setattr(autotune, "_SECONDS", 1.05)
     made = Made()
     shapes = made.tuned(kept, Q4, Q6)

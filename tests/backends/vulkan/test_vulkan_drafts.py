@@ -1,5 +1,7 @@
-"""Other uses of a model's cache on a Vulkan device than its own steps: drafting layers and modes, and blocks
-on disk. They change no bit of a text."""
+"""Other users of a model's cache on a Vulkan device: drafting layers and modes, and blocks on disk.
+
+They change no bit of a text.
+"""
 
 from __future__ import annotations
 

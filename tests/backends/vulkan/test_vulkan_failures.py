@@ -1,5 +1,7 @@
 """Faults of a Vulkan driver: failing calls, lost devices, odd kinds of memory, damaged files of its compiler.
-Nothing stays open (the fixture `validated`), and no thread waits for ever."""
+
+Nothing stays open (the fixture `validated`), and no thread waits forever.
+"""
 
 from __future__ import annotations
 

@@ -100,8 +100,10 @@ def test_a_copy_that_fails(name: str) -> None:
 
 
 def test_a_file_that_is_cut_short_meanwhile(tmp_path: Path) -> None:
-    """Check that missing bytes become zeros, in whichever thread reads them. The loader's call of `check` at
-    the end then raises an error."""
+    """Check that missing bytes become zeros, in whichever thread reads them.
+
+    The loader's call of `check` at the end then raises an error.
+    """
     path = write_llama(tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=8192, head_dim=64)
     with open_gguf(path) as gguf:
         info = gguf.tensors["blk.0.ffn_up.weight"]
