@@ -71,7 +71,7 @@ class Row:
 
 
 COLUMNS = [
-    "mode", "launches a layer", "beside", "a token of 32 layers", "MB read a layer", "kB to and from the CPU",
+    "mode", "launches a layer", "others", "a token of 32 layers", "MB read a layer", "kB to and from the CPU",
 ]  # fmt: skip
 
 
