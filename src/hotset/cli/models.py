@@ -75,8 +75,8 @@ def list_command(
 ) -> None:
     """List the models on this machine, or the supported architectures.
 
-    They are those of the store, and of Ollama, LM Studio and the Hugging Face cache, which run in place,
-    created models, and aliases (POST /api/copy).
+    The list has the store's models, models of Ollama, LM Studio and the Hugging Face cache, which run in
+    place, created models, and aliases (POST /api/copy).
     """
     if architectures:
         _list_architectures(json)
