@@ -101,7 +101,7 @@ def changed(question: dict[str, Any], **fields: Any) -> bytes:
         (b'{"goal": ' + b"1" * 5000 + b"}", "is not JSON"),
         (b'"text"', "is not a JSON object"),
         (b" " * LONGEST_LINE + b"{}", "is longer than"),
-        (b"{}", "is no question that is known"),
+        (b"{}", "is not a known question"),
         (changed(HELLASWAG, label=4), "names choice 4 of 4"),
         (changed(HELLASWAG, label=""), "has no label"),
         (changed(HELLASWAG, label=True), "has no label"),
@@ -305,7 +305,7 @@ def test_the_subcommand_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
     data.write_bytes(lines(PIQA)[0] + b"\n{}\n")
     done = inside("eval", path, data)
     assert done.returncode == 1
-    assert "line 2, is no question that is known" in done.stderr
+    assert "line 2, is not a known question" in done.stderr
     labels = tmp_path / "labels.lst"
     labels.write_text("1\n")
     data.write_bytes(lines(PIQA)[0])

@@ -20,7 +20,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for pandas, whose DataFrame keeps only the columns."""
+    """Replace pandas by a module whose DataFrame keeps only the columns."""
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
 
 

@@ -204,8 +204,8 @@ class Cold:
         flags = [new(1, dtype=torch.int32)] * N_LAYER
         vars(self._exchange).update(_requests=flags, _dones=flags)
 
-    def post(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
-        self._exchange.post(layer, h, bits)
+    def submit(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
+        self._exchange.submit(layer, h, bits)
 
     def collect(self, layer: int) -> torch.Tensor:
         return self._exchange.collect(layer)

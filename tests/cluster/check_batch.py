@@ -79,7 +79,7 @@ def test_a_machine_that_dies_in_mid_load(path: Path, expected: list[str], nodes:
     assert found == (N, 1)
     assert killed.is_set()
     check(answers, expected)
-    with pytest.raises(InvalidRequestError, match="is there already"):
+    with pytest.raises(InvalidRequestError, match="exists already"):
         batch_on_ray(requests, answers, str(path), SETTINGS, ("tiny",), nodes.address, 3, Reporter())
 
 
@@ -126,5 +126,5 @@ def test_parquet(path: Path, expected: list[str], nodes: Nodes, tmp_path: Path):
     assert json.loads(table[3]["body"])["choices"][0]["text"] == expected[3]
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1")
-    with pytest.raises(InvalidRequestError, match="is no Parquet file"):
+    with pytest.raises(InvalidRequestError, match="is not a Parquet file"):
         batch_on_ray(broken, tmp_path / "x.jsonl", str(path), SETTINGS, ("t",), nodes.address, 1, Reporter())

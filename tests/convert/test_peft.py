@@ -135,7 +135,7 @@ def test_factors(tmp_path: Path, config: dict[str, Any], factor: float) -> None:
             {},
             tensors_of("model.layers.0.mlp.wide_proj"),
             UnsupportedModelError,
-            "wide_proj, which is no",
+            "wide_proj, but adapters cannot change it",
         ),
         ({}, {f"{HEAD}.lora_A.weight": np.ones(4, np.float32)}, FormatError, "no matrix of floats"),
         ({}, {f"{HEAD}.lora_B.weight": np.ones((100, 4), np.float32)}, FormatError, "no whole heads of 32"),

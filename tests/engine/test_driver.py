@@ -682,7 +682,7 @@ def test_what_rows_of_logits_take_is_told_from_what_tokens_take() -> None:
     share.note(20, 0, 60.0, n_rows=20)  # however slow, a step has room for a few rows
     assert share.mixed / (1 + share.of_row(1)) == pytest.approx(4)
     assert share.pure / (1 + share.of_row(0)) == pytest.approx(64)  # and no request waits for this one
-    share.note(64, 0, 0.032, n_rows=4)  # faster than the estimate of its units alone: the rows cost nothing
+    share.note(64, 0, 0.032, n_rows=4)  # faster than the estimate of only its units: the rows cost nothing
     assert share.of_row(1) == 0
     assert share.seconds_of(64, 0) == pytest.approx(0.032)
 

@@ -69,7 +69,7 @@ def test_chunks_of_a_prompt_do_not_change_the_answer(max_batch: int):
 def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
     max_batch: int, n_pages: int, max_sequences: int
 ):
-    """Check that sequences are preempted and computed again if pages are few, and wait if slots are few."""
+    """Check that sequences are preempted and computed again if blocks are few, and wait if slots are few."""
     options = [
         {"seed": i, "max_tokens": 30 + 25 * i, "repetition_penalty": 1.0 + 0.1 * (i % 2)} for i in range(6)
     ]
@@ -121,7 +121,7 @@ def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
     tight.cancel(old)
     seen = tight.backend.n_tokens_seen
     tight.step()
-    assert tight.backend.n_tokens_seen - seen == 1  # its two full pages were still in the cache
+    assert tight.backend.n_tokens_seen - seen == 1  # its two full blocks were still in the cache
     assert len(new.generated) == n_generated + 1
     drain(tight)
     assert new.tokens == alone[1]
@@ -273,7 +273,7 @@ def test_a_running_sequence_shares_its_pages():
 def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
     n_pages: int, n_running: int, at_once: bool
 ):
-    """Check sequences of one page each: the third needs a page, and the two before it one each to grow."""
+    """Check sequences of one block each: the third needs a block, and the two before it one each to grow."""
     shared = engine(128, n_pages=n_pages)
     for i in range(5):
         shared.enqueue(shared.prepare(prompt(40, seed=i), SamplingParams(seed=i, max_tokens=30)))
@@ -348,7 +348,7 @@ def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over(
     shared.step()
     shared.cancel(leading)
     shared.backend.cancelled = True
-    shared.step()  # its pages are allocated, but empty
+    shared.step()  # its blocks are allocated, but empty
     third = shared.enqueue(shared.prepare(prompt(150), SamplingParams(seed=3, max_tokens=4)))
     drain(shared)
     assert third.n_reused == 2 * PAGE_SIZE

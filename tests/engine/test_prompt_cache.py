@@ -170,11 +170,11 @@ def test_blocks_of_others_are_none(tmp_path: Path):
 
 
 def test_thresholded_tokens_are_other_blocks(tmp_path: Path):
-    """Check thresholds: an answer's pages are computed without small values, a prompt's with them."""
+    """Check thresholds: an answer's blocks are computed without small values, a prompt's with them."""
     with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as first:
         whole = generate(first, prompt(100), max_tokens=200).tokens
     with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as second:
-        assert generate(second, whole).n_reused == PAGE_SIZE  # the page with only prompt tokens
+        assert generate(second, whole).n_reused == PAGE_SIZE  # the block with only prompt tokens
 
 
 def test_what_is_not_to_be_reused_is_not_stored(tmp_path: Path):

@@ -111,7 +111,7 @@ def eight_alone() -> list[Sequence]:
     ],
 )  # fmt: skip
 def test_any_draft_gives_the_same_tokens_and_logprobs(right: float, options: dict[str, Any]) -> None:
-    """Check eight sequences at once, greedy and sampled of each kind; few pages cause preemptions."""
+    """Check eight sequences at once, greedy and sampled of each kind; few blocks cause preemptions."""
     asked, expected = eight(), eight_alone()
     answers = {tuple(e.tokens[: e.n_prompt]): e.generated for e in expected}
     engine, guesser = speculating(answers, right, **options)

@@ -100,7 +100,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def reports(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what the commands report on a machine."""
+    """Return the commands' reports on a machine."""
     facts = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     home = folder / "home"
     write_models(home / "models")

@@ -34,7 +34,7 @@ RECIPES = tiny_models.EXPERTS
 
 
 def texts(eos: int) -> list[np.ndarray]:
-    """Return few different tokens, so that n-grams recur, and many ends, some in a row, one ending a page."""
+    """Return few different tokens, so that n-grams recur, and many ends: some in a row, one ends a block."""
     rng = np.random.default_rng(1)
     found = [rng.choice([eos, 1, 2, 3, 4], n) for n in (150, 90, 37)]
     found[0][[0, 62, 63, 64]] = eos

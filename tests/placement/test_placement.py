@@ -350,7 +350,7 @@ def test_a_layer_has_no_hot_neuron_where_its_launch_costs_more() -> None:
 
 def test_frequencies_of_another_model_are_refused() -> None:
     facts = model([layer(8)])
-    with pytest.raises(InvalidRequestError, match="not those of this model"):
+    with pytest.raises(InvalidRequestError, match="do not match this model"):
         solve(facts, rates(), [Device("cuda:0", 1 << 30, 0)], [np.zeros(9)])
 
 

@@ -79,7 +79,7 @@ def test_answers_are_in_the_order_of_the_requests(cluster: Cluster, tmp_path: Pa
     assert [line["custom_id"] for line in lines] == [f"r{i}" for i in range(N)]
     assert all(line["response"]["body"] == {"of": line["custom_id"]} for line in lines)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
-    with pytest.raises(InvalidRequestError, match="is there already"):
+    with pytest.raises(InvalidRequestError, match="exists already"):
         run(requests, answers)
 
 

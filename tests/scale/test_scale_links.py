@@ -220,7 +220,7 @@ def answered(version: int, magic: bytes = links.MAGIC) -> Callable[[socket.socke
     [
         (ended, "did not answer within 0.2 s"),
         (lambda tcp: None, "did not answer within 0.2 s"),
-        (answered(1, b"HTTP"), "is none: something else listens there"),
+        (answered(1, b"HTTP"), "does not answer as a stage: another program listens there"),
         (answered(9),
          "has version 9 of the frames between stages, and this machine 1; install the same version"),
         (answered(links.VERSION), "does not have the key of this line"),

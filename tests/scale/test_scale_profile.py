@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_goes_on_with_what_is_missing(
 def test_a_machine_with_another_file_is_refused(
     cluster: Cluster, path: Path, tokens: np.ndarray, tmp_path: Path
 ):
-    with pytest.raises(InvalidRequestError, match="is another file than that of the machine that asks"):
+    with pytest.raises(InvalidRequestError, match="differs from the file of the requesting machine"):
         profile.profile_on_ray(
             tmp_path / "p.gguf", tokens, str(path), SETTINGS, "0" * 32, None, lambda *_: None
         )

@@ -539,7 +539,7 @@ def test_the_thread_of_masks_ends_with_the_grammars_and_a_fork_has_one_of_its_ow
 HOSTILE = {
     "not_json": ("json_schema", "{", "EOF|Expecting"),
     "list": ("json_schema", "[1]", "a schema is an object"),
-    "nan": ("json_schema", '{"minimum": NaN}', "NaN is no JSON"),
+    "nan": ("json_schema", '{"minimum": NaN}', "NaN is not JSON"),
     "remote": ("json_schema", '{"$ref": "http://127.0.0.1:9/x.json"}', "does not fetch"),
     "file": ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
     "endless": ("json_schema", '{"$ref": "#"}', "no text that follows it"),

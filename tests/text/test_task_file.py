@@ -154,7 +154,7 @@ def test_the_good_task_is_good(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("[", "is not YAML"),
-        ("- a\n", "is no task file"),
+        ("- a\n", "is not a task file"),
         *((start * 100_000, "line 1, is nested deeper than 64 levels") for start in ("[", "{", "? ", "- ")),
         ("a: " + "1" * 5000, "line 1, has a number of 5000 characters; quote it"),
         ("a: -0x" + "f" * 5000, "has a number of 5003 characters"),

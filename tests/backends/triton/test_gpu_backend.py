@@ -201,7 +201,7 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
     assert cold.n_posts == N_LAYER
 
 
-# ---- sequences, pages, taps --------------------------------------------------------------------------------
+# ---- sequences, blocks, taps -------------------------------------------------------------------------------
 
 
 def test_sequences_of_a_batch_do_not_meet(tmp_path: Path) -> None:
@@ -371,11 +371,11 @@ def test_an_ffn_that_can_go_first_is_posted_before_attention(
         return lambda *given, **options: (events.append(name), call(*given, **options))[1]
 
     kernels.attention = noted("attention", kernels.attention)  # type: ignore[method-assign]
-    cold.post = noted("post", cold.post)  # type: ignore[method-assign]
+    cold.submit = noted("submit", cold.submit)  # type: ignore[method-assign]
     cold.collect = noted("collect", cold.collect)  # type: ignore[method-assign]
     stage = gpu_stage(ready.weights, graph, hot=hot, worker=cold, kernels=kernels)
     run(stage, tokens(5))
-    first = ["post", "attention"] if "falcon" in model else ["attention", "post"]
+    first = ["submit", "attention"] if "falcon" in model else ["attention", "submit"]
     assert events == [*first, "collect"] * N_LAYER
 
 
@@ -426,7 +426,7 @@ def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:
     dense = open_gguf(write_llama(tmp_path / "m.gguf"))
     with pytest.raises(UnsupportedModelError, match=r"layer 0 .* split"):
         split(dense, describe(config_from_gguf(dense), dense.tensors), masks(0.3, 96))
-    with pytest.raises(InvalidRequestError, match="needs a service"):
+    with pytest.raises(InvalidRequestError, match="needs a CPU worker"):
         gpu_stage(ready.weights, graph, n_pages=1, max_batch=8, hot=masks(0.3))
 
 

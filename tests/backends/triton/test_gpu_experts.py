@@ -97,31 +97,31 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
     routed, expected = alone(gguf, 1, h, rng.standard_normal((70, route.x.width)).astype(np.float32))
     ids, weights = torch.from_numpy(routed).split(route.n_used, dim=1)
     for n_threads, n in ((1, 1), (2, 2), (2, 9), (2, 70)):
-        service = offload(gguf, graph, {}, experts=[0, 1], max_batch=n, n_threads=n_threads)
-        with service.step(n):
-            service.post(1, torch.from_numpy(h[:n]), ids[:n].to(torch.int32))
-            parts = service.collect(1).view(n, route.n_used, -1)
+        worker = offload(gguf, graph, {}, experts=[0, 1], max_batch=n, n_threads=n_threads)
+        with worker.step(n):
+            worker.submit(1, torch.from_numpy(h[:n]), ids[:n].to(torch.int32))
+            parts = worker.collect(1).view(n, route.n_used, -1)
         np.testing.assert_array_equal(fallback.sum_experts(parts, weights[:n]).numpy(), expected[:n])
-        np.testing.assert_array_equal(service.route(1), ids[:n])
-        assert service.route(0).shape == (0, route.n_used)
-        service.close()
+        np.testing.assert_array_equal(worker.route(1), ids[:n])
+        assert worker.route(0).shape == (0, route.n_used)
+        worker.close()
 
 
 def test_what_the_device_computes_is_not_asked_of_the_cpu(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    service = offload(gguf, graph, {}, experts=[0], max_batch=4, n_threads=2)
+    worker = offload(gguf, graph, {}, experts=[0], max_batch=4, n_threads=2)
     h = torch.ones(2, graph.ffns[0].x.width)
     for asked in ([[3, -1 - 2, 8], [-1 - 3, -1 - 8, -1]], [[-1, -2, -3], [-4, -5, -6]]):
         ids = torch.tensor(asked, dtype=torch.int32)
-        with service.step(2):
-            service.post(0, h, ids)
-            parts = service.collect(0).view(2, 3, -1)
-        assert service.route(0).tolist() == asked
+        with worker.step(2):
+            worker.submit(0, h, ids)
+            parts = worker.collect(0).view(2, 3, -1)
+        assert worker.route(0).tolist() == asked
         n_rows = graph.ffns[0].n_ff // 9
-        assert service.counts()[:, 0].tolist() == [n_rows * int((ids >= 0).sum())]
+        assert worker.counts()[:, 0].tolist() == [n_rows * int((ids >= 0).sum())]
     assert parts.shape == (2, 3, graph.ffns[0].out.width)
-    service.close()
+    worker.close()
 
 
 CACHED = {name: form for name, form in FORMS.items() if name != "one used"}

@@ -178,7 +178,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
         backend = hybrid(model(tmp_path, biased=True, **SMALL), expert_slots=4, fetching=Fetching(rates, 4))
         logits_of(backend, ids, splits, [2])
         backend.close()
-    spin_kernel.post(torch.zeros(1, 4), None, torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1))
+    spin_kernel.submit(torch.zeros(1, 4), None, torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1))
     spin_kernel.collect(torch.zeros(1), torch.zeros(1, 4), torch.zeros(1, 4))
     assert every_kernel().keys() - launched.keys() == set()
 

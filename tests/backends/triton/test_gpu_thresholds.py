@@ -196,18 +196,18 @@ def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     h, expected = (taps[name] for name in names)
     for n_threads, steps in ((1, [12]), (2, [1, 5, 12]), (2, [*range(1, 13)])):
         layers = {0: np.zeros(ffn.n_ff, np.bool_)}
-        service = offload(weights, graph, layers, max_batch=12, n_threads=n_threads)
+        worker = offload(weights, graph, layers, max_batch=12, n_threads=n_threads)
         first = 0
         for last in steps:
-            with service.step(last - first, THRESHOLDED[first:last].copy()):
-                service.post(0, torch.from_numpy(h[first:last]))
-                answer = service.collect(0).numpy().copy()
+            with worker.step(last - first, THRESHOLDED[first:last].copy()):
+                worker.submit(0, torch.from_numpy(h[first:last]))
+                answer = worker.collect(0).numpy().copy()
             np.testing.assert_array_equal(answer[: last - first], expected[first:last])
             first = last
-        with service.step(12):
-            service.post(0, torch.from_numpy(h))
-            assert (service.collect(0).numpy() != expected)[THRESHOLDED].any()
-        service.close()
+        with worker.step(12):
+            worker.submit(0, torch.from_numpy(h))
+            assert (worker.collect(0).numpy() != expected)[THRESHOLDED].any()
+        worker.close()
 
 
 # ---- which matrices are input-major, and models with a file of thresholds

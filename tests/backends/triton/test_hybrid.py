@@ -334,7 +334,7 @@ def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBack
         # The CPU worker itself is running when its link to the device is missing.
         (("simulated",), [0, 0, 0], {"synchronisation": "memops"}, "memops"),
     ],
-    ids=["stage", "service", "next", "synchronisation"],
+    ids=["stage", "worker", "next", "synchronisation"],
 )
 def test_what_cannot_be_built_leaves_nothing_behind(
     tmp_path: Path,
@@ -367,7 +367,7 @@ def test_each_layer_is_asked_for_and_collected_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, taps: tuple[str, ...]
 ) -> None:
     said: list[tuple[str, int]] = []
-    for name in ("post", "collect"):
+    for name in ("submit", "collect"):
         work = getattr(CpuOffload, name)
 
         def noted(self: CpuOffload, layer: int, *rest: Any, name: str = name, work: Any = work) -> Any:
@@ -379,7 +379,7 @@ def test_each_layer_is_asked_for_and_collected_once(
     for n in (1, 5):
         said.clear()
         within(120, lambda n=n: hybrid.step(batch([(tokens(n), 0, [0])], taps)))
-        assert said == [("post", 0), ("collect", 0), ("post", 1), ("collect", 1)]
+        assert said == [("submit", 0), ("collect", 0), ("submit", 1), ("collect", 1)]
     within(120, hybrid.close)
 
 

@@ -343,7 +343,7 @@ def held_within_its_plan(loaded: hotset.Model) -> None:
 
 def test_a_budget_beside_a_device_that_is_too_small_names_the_smallest(model: Path) -> None:
     settings = beside(model, "neurons")
-    with pytest.raises(OutOfMemoryError, match="beside what is on simulated") as raised:
+    with pytest.raises(OutOfMemoryError, match="without the parts on simulated") as raised:
         hotset.load(model, **settings, ram_budget=1e-5)
     named = float(str(raised.value).split("works within ")[1].split(" ")[0])
     with hotset.load(model, **settings, ram_budget=named) as loaded:
