@@ -72,7 +72,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.allclose(a, b, atol=2e-3 * np.abs(b).max()))
 
 
-def test_without_a_device_the_cpu_computes_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_computes_without_a_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     with hotset.load(model, **SMALL) as loaded:
         assert loaded.backend.name == "cpu"
@@ -116,7 +116,7 @@ def moe_layer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_what_a_budget_leaves_are_slots_for_experts(moe_layer: Path, share: float) -> None:
+def test_rest_of_a_budget_becomes_slots_for_experts(moe_layer: Path, share: float) -> None:
     whole = hotset.plan(moe_layer, device="simulated", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.expert_slots == (24,)
@@ -158,7 +158,7 @@ def test_experts_that_are_left_to_the_cpu(moe_layer: Path, layers: Sequence[int]
 
 
 @pytest.mark.parametrize("forced", ["", "cpu", "fetch"])
-def test_a_plan_says_who_computes_what_is_missing(
+def test_plan_names_who_computes_missing_experts(
     moe_layer: Path, forced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = hotset.plan(moe_layer, device="simulated", vram_budget=1.0, **SMALL)
@@ -197,7 +197,7 @@ def test_a_plan_says_who_computes_what_is_missing(
         np.testing.assert_array_equal(logits, expected)
 
 
-def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
+def test_note_reports_the_experts(moe_layer: Path) -> None:
     from cli_runs import hotset as outside
     from cli_runs import inside
 
@@ -285,7 +285,7 @@ def test_two_devices_follow_one_another(model: Path, expected: np.ndarray) -> No
             assert 0 < memory.used <= memory.planned.total
 
 
-def test_as_many_layers_as_are_asked_for(model: Path, expected: np.ndarray) -> None:
+def test_requested_number_of_layers_is_placed(model: Path, expected: np.ndarray) -> None:
     with hotset.load(model, device="simulated", vram_budget=1.0, n_gpu_layers=2, **SMALL) as loaded:
         assert loaded.placement is not None
         assert [place.device for place in loaded.placement.layers] == [CPU] * 4 + [0, 0]
@@ -305,7 +305,7 @@ def test_a_dense_model_goes_by_layers(tmp_path: Path) -> None:
         assert close(loaded.logits([1, 2, 3]), expected)
 
 
-def test_neurons_stay_together_where_that_is_asked_or_all_are_computed(model: Path) -> None:
+def test_neurons_are_split_only_if_useful(model: Path) -> None:
     gib = budget(model, 0.5)
     settings: dict[str, Any]
     for settings in ({"split": "layers"}, {"sparsity": "dense"}):
@@ -331,7 +331,7 @@ def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.
     assert not profile.profile_path(model).exists()
 
 
-def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(model: Path) -> None:
+def test_profile_of_another_model_is_ignored_with_a_note(model: Path) -> None:
     layers = tuple(layer.astype(np.uint64) for layer in counts(200))
     other = profile.profile_path(model)
     profile.Profile(layers, 1000, "of another file", ("x",)).save(other)
@@ -435,7 +435,7 @@ def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch
     assert len(solved) == 3
 
 
-def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_changes_of_free_memory_keep_the_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round the free memory down to the limit, so that a small change finds the same plan again."""
     solved = []
     solve = planner.solve
@@ -452,7 +452,7 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
     assert len(solved) == 2
 
 
-def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home: Path) -> None:
+def test_stored_plan_that_does_not_fit_is_solved_again(model: Path, home: Path) -> None:
     """Check plans of another version and damaged ones: a kept plan is only a hint for the solver."""
     settings: dict[str, Any] = {"device": "simulated", "vram_budget": budget(model, 0.5), **SMALL}
     for path in (home / "cache" / "placements").glob("*.npz"):
@@ -478,7 +478,7 @@ def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home:
     assert again.predicted == first.predicted
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_settings_give_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         OutOfMemoryError, match=r"cannot be placed in 0.00 GiB on simulated: the smallest budget"
     ):
@@ -510,7 +510,7 @@ def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
         hotset.load(model, device="simulated", vram_budget=budget(model, 0.5), **SMALL)
 
 
-def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_libraries_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: detect.GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch"])
     with pytest.warns(UserWarning, match="torch is not installed: pip install '.\\[gpu\\]'"):
@@ -519,9 +519,7 @@ def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: 
     loaded.close()
 
 
-def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_default_gpu_gives_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads of a size for a q8_0 cache
     monkeypatch.setattr(detect, "wanted_devices", lambda settings: (("simulated",), None))
     with pytest.warns(UserWarning, match="the GPU is not used: a q8_0 cache runs on the CPU only"):
@@ -534,16 +532,14 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
         assert hotset.plan(model, **SMALL) is None
 
 
-def test_a_device_that_was_asked_for_must_take_the_model(tmp_path: Path) -> None:
+def test_requested_device_must_fit_the_model(tmp_path: Path) -> None:
     model = write_sparse(tmp_path / "wide.gguf", n_embd=128)
     for make in (hotset.load, hotset.plan):
         with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only: use f16"):
             make(model, device="simulated", kv_type="q8_0", **SMALL)
 
 
-def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_a_step_names_remedies(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise OutOfMemoryError("cuda:0 ran out of memory while computing 5 tokens")
 

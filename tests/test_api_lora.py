@@ -234,7 +234,7 @@ def test_devices_do_not_compute_adapters() -> None:
             LoadSettings(lora="a", **device)
 
 
-def test_adapters_beside_a_budget_of_memory(folder: Path) -> None:
+def test_adapters_with_a_ram_budget(folder: Path) -> None:
     """Combine adapters with rows that are read when needed: the answers stay the same."""
     given = {"lora": folder / "one.gguf", "device": "cpu", "n_ctx": 256}
     with hotset.load(folder / "tiny.gguf", **given) as model:

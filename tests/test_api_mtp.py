@@ -167,7 +167,7 @@ def logits_of(layer: CpuBackend, tokens: tuple[int, ...], hidden: np.ndarray, n:
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "qwen35"])
-def test_drafts_are_those_of_the_whole_text(
+def test_drafts_equal_the_layer_over_the_whole_text(
     path_of: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that drafts depend only on the tokens, whatever is shared, preempted, cancelled or resumed."""
@@ -259,7 +259,7 @@ def test_pages_on_the_disk_have_the_layers_part(
         assert model.thread.counters().restored_tokens == 0
 
 
-def test_beside_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Check thresholds, which change the layer's input but not the layer."""
     path = path_of("glm4moe")
     with open_gguf(path) as gguf:
@@ -286,7 +286,7 @@ def test_under_a_budget_of_memory(path_of: Callable[[str], Path]) -> None:
         assert own + output < drafting_bytes(opened) < own + output + (33 << 20)
 
 
-def test_what_cannot_draft_says_so(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_models_that_cannot_draft_are_refused(path_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"model\.gguf has no layer for multi-token prediction"):
         hotset.load(write_model(tmp_path / "model.gguf"), speculate="mtp", **SMALL)
     path = path_of("glm4moe")

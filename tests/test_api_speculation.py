@@ -261,7 +261,7 @@ def test_a_model_on_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         hotset.load(path, device="simulated", n_gpu_layers=1, n_ctx=64, n_threads=1, speculate="ngram")
 
 
-def test_what_is_implied() -> None:
+def test_implied_settings() -> None:
     assert LoadSettings().drafter == "off"
     assert LoadSettings(lookup="a.txt").drafter == "ngram"
     assert LoadSettings(draft="a.gguf").drafter == "draft"

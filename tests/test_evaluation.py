@@ -58,7 +58,7 @@ def model(path: Path) -> Iterator[hotset.Model]:
 # -- formats -------------------------------------------------------------------------------------
 
 
-def test_each_format_asks_what_the_harness_asks() -> None:
+def test_each_format_asks_like_the_harness() -> None:
     (swag,) = read_questions(lines(HELLASWAG), "f")
     context = "Removing ice:  A man. He has snow. The man".replace("  ", " ")
     assert swag == Question(
@@ -78,7 +78,7 @@ def test_each_format_asks_what_the_harness_asks() -> None:
     ]
 
 
-def test_labels_may_stand_in_a_file_of_their_own() -> None:
+def test_labels_may_be_in_a_separate_file() -> None:
     bare = {key: value for key, value in PIQA.items() if key != "label"}
     found = read_questions(lines(bare, bare), "f", [b"1\n", b"0\r\n", b""])
     assert [question.answer for question in found] == [1, 0]
@@ -123,7 +123,7 @@ def changed(question: dict[str, Any], **fields: Any) -> bytes:
         (changed(HELLASWAG, ctx="x"), "is a question of hellaswag, and those before it are of piqa"),
     ],
 )
-def test_a_line_that_is_no_question_is_told_by_its_number(line: bytes, said: str) -> None:
+def test_line_without_a_question_is_named_by_its_number(line: bytes, said: str) -> None:
     with pytest.raises(hotset.FormatError, match="some file, line 2,") as told:
         read_questions([*lines(PIQA), line], "some file")
     assert said in str(told.value)
@@ -145,7 +145,7 @@ def by_hand(model: hotset.Model, context: list[int], whole: list[int]) -> float:
     return float(sum(log_p[i - 1, whole[i]] for i in range(len(context), len(whole))))
 
 
-def test_accuracy_is_that_of_sums_made_by_hand(model: hotset.Model) -> None:
+def test_accuracy_equals_independent_sums(model: hotset.Model) -> None:
     rng = np.random.default_rng(3)
     words = ["he", "hear", "cat", "dog", "ran", "the", "a", "under", "stones", "it"]
 
@@ -200,7 +200,7 @@ def test_the_sums_themselves(model: hotset.Model) -> None:
     assert sums == pytest.approx(alone, rel=1e-5)
 
 
-def test_where_small_values_are_cut_those_of_the_question_are_too(path: Path, tmp_path: Path) -> None:
+def test_thresholds_apply_to_the_question_too(path: Path, tmp_path: Path) -> None:
     from hotset.engine.log_likelihood import Continuation, log_likelihoods
     from hotset.model.thresholds import LayerThresholds
     from hotset.sparsity.thresholds import Calibrated, Thresholds
@@ -233,7 +233,7 @@ def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: 
     assert np.argmax([sums[0], alone]) != np.argmax(sums)
 
 
-def test_what_does_not_fit_is_told_by_its_line(model: hotset.Model) -> None:
+def test_mismatch_is_reported_with_its_line(model: hotset.Model) -> None:
     fits = Question("piqa", "x", ("a", "b"), 0, "f, line 1")
     long = Question("piqa", "y" * model.n_ctx, ("a", "b"), 0, "f, line 7")
     with pytest.raises(hotset.ContextLengthError, match=r"f, line 7, has .* or use fewer examples"):
@@ -247,7 +247,7 @@ def test_a_text_that_begins_with_nothing_needs_a_question(tmp_path: Path) -> Non
         next(evaluate(model, [Question("piqa", "t", ("h", "a"), 0, "f, line 3", delimiter="")]))
 
 
-def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:
+def test_numbers_equal_transformers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tiny_models = pytest.importorskip("tiny_models")
     recipe = tiny_models.RECIPES["llama"]
@@ -300,7 +300,7 @@ def test_the_subcommand_in_every_mode(tmp_path: Path) -> None:
     assert "±" in table.stdout
 
 
-def test_the_subcommand_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
+def test_subcommand_names_the_fault(path: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_bytes(lines(PIQA)[0] + b"\n{}\n")
     done = inside("eval", path, data)
@@ -323,7 +323,7 @@ def write_piqa(path: Path, goals: str) -> Path:
     return path
 
 
-def test_what_was_asked_is_written(path: Path, tmp_path: Path) -> None:
+def test_questions_and_answers_are_written(path: Path, tmp_path: Path) -> None:
     data, log = write_piqa(tmp_path / "piqa.jsonl", "abcdefghij"), tmp_path / "log.jsonl"
     options = ["--shots", 2, "--examples", data, "--device", "cpu", "--json", "--log-samples", log]
     done = inside("eval", path, data, *options)
@@ -366,7 +366,7 @@ def test_a_log_is_whole_or_not_there_and_replaces_nothing_that_is_read(path: Pat
     assert not log.exists()
 
 
-def test_the_log_is_no_file_of_the_task(path: Path, tmp_path: Path) -> None:
+def test_log_is_not_a_file_of_the_task(path: Path, tmp_path: Path) -> None:
     data, task = tmp_path / "piqa.jsonl", tmp_path / "task.yaml"
     write_piqa(data, "abc")
     before = data.read_bytes()
@@ -402,7 +402,7 @@ def test_a_task_file(path: Path, tmp_path: Path) -> None:
     assert "is a task file, which says itself" in done.stderr
 
 
-def test_examples_that_are_none(path: Path, tmp_path: Path) -> None:
+def test_invalid_examples(path: Path, tmp_path: Path) -> None:
     data, arc = write_piqa(tmp_path / "piqa.jsonl", "abc"), tmp_path / "arc.jsonl"
     arc.write_bytes(lines(HF_ARC)[0])
     for given, said in (

@@ -77,9 +77,7 @@ def test_statistics_as_a_table_and_as_bars():
     assert "width: 25.0%" in html
 
 
-def test_without_pandas_the_message_says_what_to_install(
-    completion: hotset.Completion, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_pandas_names_the_package(completion: hotset.Completion, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(hotset.HotsetError, match="pip install pandas"):
         completion.to_pandas()

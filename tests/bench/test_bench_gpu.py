@@ -48,7 +48,7 @@ def test_a_unit_is_measured_once_and_kept_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_no_unit_begins_when_the_time_is_up_and_the_next_call_goes_on(tmp_path: Path) -> None:
+def test_no_unit_begins_after_the_limit_and_the_next_call_resumes(tmp_path: Path) -> None:
     late = Ledger(tmp_path, seconds=-1)
     assert late.unit("a", dict) is None
     assert late.closing().startswith("1 units left (a is next)")
@@ -79,7 +79,7 @@ def test_a_command_ends_with_its_children_when_its_time_is_over(tmp_path: Path) 
     assert Ledger(tmp_path, seconds=60, limit=-5).timeout(5) == 1
 
 
-def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_get_the_plans_bytes_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def ran(command: list[str], seconds: float, **options: object) -> subprocess.CompletedProcess[str]:
@@ -155,7 +155,7 @@ def test_ratios_are_of_medians_and_targets_where_half_fits() -> None:
     assert hybrid.speed_rows("7b", 1.0, result)[1][5] == ""  # all fits: only our own GPU path is a target
 
 
-def test_the_first_half_hour_ends_and_goes_on(
+def test_first_half_hour_ends_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check that a hanging stage is ended, a failing stage stops no other, and only these two run again."""
@@ -221,7 +221,7 @@ def test_the_first_half_hour_runs_without_a_device(tmp_path: Path) -> None:
     assert json.loads((out / "steps" / "replays-half.json").read_text())["split"] > 0
 
 
-def test_what_steps_find_becomes_tables(
+def test_results_of_steps_become_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Simulate failures, budgets and ratios. Results of failed units are not kept.
@@ -290,7 +290,7 @@ def test_what_steps_find_becomes_tables(
     assert re.search(r"\| tg +\| 50.0 +\| 50.0 +\| 1.00× +\| 1.0× pass", said)
 
 
-def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_device(
+def test_captured_steps_are_tried_with_shared_layers_and_a_large_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulate a context of 500 MB and a model of some kilobytes: half of the model is too small a budget."""
@@ -311,7 +311,7 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
     assert trial.replays("simulated", str(path), None, [1])["split"] == 0
 
 
-def test_a_stage_on_a_device_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_stage_on_a_missing_device_gives_one_message(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(STAGES), "kernels", "--device", "cuda:7", "--out", str(tmp_path)],
         capture_output=True,

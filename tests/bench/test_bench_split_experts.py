@@ -44,7 +44,7 @@ def test_with_all_its_experts_the_moe_is_the_dense_model(tmp_path: Path) -> None
     assert np.abs(logits["some"] - logits["dense"]).max() > 0.1 * logits["dense"].std()
 
 
-def test_clusters_are_of_one_size_and_find_what_belongs_together() -> None:
+def test_clusters_have_one_size_and_group_related_neurons() -> None:
     rng = np.random.default_rng(0)
     centres = np.eye(4, 8)
     points = np.repeat(centres, 6, axis=0) + 0.1 * rng.standard_normal((24, 8))

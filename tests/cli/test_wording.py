@@ -64,7 +64,7 @@ def test_messages_of_the_library_name_no_options() -> None:
     assert [(name, text) for name, found in messages().items() for text in found if naming.search(text)] == []
 
 
-def test_what_messages_name_in_backticks_has_an_option() -> None:
+def test_names_in_backticks_have_options() -> None:
     names = {name for found in messages().values() for text in found for name in re.findall(r"`(\w+)`", text)}
     assert names
     assert {name for name in names if option_of(name) not in options()} == set()

@@ -83,7 +83,7 @@ def test_a_machine_that_dies_in_mid_load(path: Path, expected: list[str], nodes:
         batch_on_ray(requests, answers, str(path), SETTINGS, ("tiny",), nodes.address, 3, Reporter())
 
 
-def test_a_driver_that_is_killed_goes_on(path: Path, expected: list[str], nodes: Nodes, tmp_path: Path):
+def test_killed_driver_resumes(path: Path, expected: list[str], nodes: Nodes, tmp_path: Path):
     requests, answers = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "hotset.cli.main", "batch", str(requests), "-o", str(answers)]
     command += ["-m", str(path), "-c", "240", "-t", "1", "--ray", nodes.address, "--replicas", "2"]

@@ -265,7 +265,7 @@ def test_a_user_defined_piece_is_one_token_and_not_special(tmp_path: Path) -> No
     assert inside[-1] == theirs.piece_to_id("<tool>")
 
 
-def test_what_tokenizer_config_adds_to_a_sentencepiece_model(tmp_path: Path) -> None:
+def test_tokenizer_config_extends_a_sentencepiece_model(tmp_path: Path) -> None:
     theirs = trained_model(tmp_path / "hf", **USER)
     user, n = theirs.piece_to_id("<start_of_turn>"), theirs.vocab_size()
     added = {
@@ -305,7 +305,7 @@ def test_a_damaged_vocabulary_of_rwkv_is_refused(tmp_path: Path, literal: str) -
 
 
 @pytest.mark.parametrize("id", ["1e999", "-1e999", "NaN", '"x"'])
-def test_ids_that_are_no_numbers_are_refused(tmp_path: Path, merging: dict[str, Any], id: str) -> None:
+def test_ids_other_than_numbers_are_refused(tmp_path: Path, merging: dict[str, Any], id: str) -> None:
     steps = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     added = [{"id": 7, "content": "x", "special": True}]
     text = json.dumps(merging | {"pre_tokenizer": steps, "added_tokens": added})
@@ -541,7 +541,7 @@ def test_pre_tokenizers_that_are_refused(
 @pytest.mark.parametrize(
     ("model", "without", "with_it"), [("gpt-oss", "gpt-4o", "gpt-4o"), ("Llama 3", "dbrx", "llama-bpe")]
 )
-def test_words_that_are_tokens_whatever_the_merges_say(
+def test_words_that_are_tokens_despite_merges(
     tmp_path: Path, merging: dict[str, Any], model: str, without: str, with_it: str
 ) -> None:
     """Accept ignore_merges with a name that does not imply it (gpt-oss) if merges lead to every token."""
@@ -584,7 +584,7 @@ def test_settings_of_byte_level_bpe_that_have_no_key(
         ("<|begin|> <|user|> $A", {"bos_token": None}),  # GLM 4: no key for two
     ],
 )
-def test_special_tokens_around_a_text_are_those_of_the_template(
+def test_special_tokens_around_a_text_equal_the_template(
     checkpoint: Path, template: str, settings: dict[str, Any]
 ) -> None:
     from tokenizers import Tokenizer, processors
@@ -677,7 +677,7 @@ WILL_NOT_LOAD = "would become a file that does not load"
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}}, "yarn_beta_fast"),
     ],
 )
-def test_what_the_loader_refuses_is_not_written(
+def test_file_that_will_not_load_is_not_written(
     checkpoint: Path, entries: dict[str, Any], message: str
 ) -> None:
     edit(checkpoint / "config.json", **entries)
@@ -906,7 +906,7 @@ junk = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["config.json", "tokenizer.json", "tokenizer_config.json"]), st.data())
-def test_any_json_gives_a_file_or_a_sentence(checkpoint: Path, file: str, data: st.DataObject) -> None:
+def test_any_json_gives_a_file_or_one_message(checkpoint: Path, file: str, data: st.DataObject) -> None:
     whole = (checkpoint / file).read_text()
     content = json.loads(whole)
     keys = [*content, *FUZZED_KEYS[file]]
@@ -1141,9 +1141,7 @@ def test_powerinfer_files_that_are_refused(
 
 @pytest.mark.parametrize("dialect", ["gguf", "powerinfer"])
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_a_profile_orders_the_neurons_and_changes_nothing_else(
-    tmp_path: Path, name: str, dialect: str
-) -> None:
+def test_profile_changes_only_the_order_of_neurons(tmp_path: Path, name: str, dialect: str) -> None:
     from hotset.convert.reorder import reorder
     from hotset.sparsity.profile import Profile, profile_path
     from hotset.sparsity.sidecar import fingerprint

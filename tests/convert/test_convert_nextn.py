@@ -72,7 +72,7 @@ def save_with_nextn(name: str, folder: Path, *, own_matrices: bool = False) -> d
 
 
 @pytest.mark.parametrize("name", [*MODELS, "glm4moe, own matrices"])
-def test_the_layer_is_that_of_the_whole_model(run_folder: Path, tmp_path: Path, name: str) -> None:
+def test_layer_equals_the_whole_models(run_folder: Path, tmp_path: Path, name: str) -> None:
     name, _, own_matrices = name.partition(", ")
     settings, _, less_one = MODELS[name]
     own = save_with_nextn(name, tmp_path / "checkpoint", own_matrices=bool(own_matrices))
@@ -125,7 +125,7 @@ def test_layers_that_lack_a_part_or_that_nothing_computes_are_left_out(tmp_path:
         convert_hf(folder, tmp_path / "model.gguf", "f32")
 
 
-def test_the_order_of_a_profile_is_that_of_the_models_own_layers(tmp_path: Path) -> None:
+def test_profile_follows_the_order_of_the_models_layers(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     save_with_nextn("qwen35", folder)
     counts = tuple(np.random.default_rng(i).permutation(160).astype(np.uint64) for i in range(2))

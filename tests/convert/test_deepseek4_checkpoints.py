@@ -50,9 +50,7 @@ def test_powers_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("block", [[128, 128], [16, 32]])
-def test_the_file_is_that_of_the_values(
-    checkpoint: tuple[Path, Tensors], tmp_path: Path, block: list[int]
-) -> None:
+def test_file_equals_the_values(checkpoint: tuple[Path, Tensors], tmp_path: Path, block: list[int]) -> None:
     packed, plain = published_fp8_fp4(checkpoint[1], block)
     kinds = {name: values.dtype for name, values in packed.items()}
     assert kinds[f"{FP8}.weight"] == torch.float8_e4m3fn
@@ -79,7 +77,7 @@ def test_the_file_is_that_of_the_values(
             np.testing.assert_array_equal(values, one.data(name).view(np.float32))
 
 
-def test_what_does_not_fit_is_refused(checkpoint: tuple[Path, Tensors], tmp_path: Path) -> None:
+def test_oversized_input_is_refused(checkpoint: tuple[Path, Tensors], tmp_path: Path) -> None:
     fine = published_fp8_fp4(checkpoint[1], [16, 32])[0]
     codes, scale = fine[f"{FP4}.weight"], fine[f"{FP4}.scale"]
     of_blocks = fine[f"{FP8}.scale"]

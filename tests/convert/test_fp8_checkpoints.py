@@ -81,7 +81,7 @@ def test_codes_are_torchs() -> None:
         ("deepseek2-v3", BLOCKS, in_blocks, "weight_scale_inv"),  # keys and values of a latent vector
     ],
 )
-def test_the_file_is_that_of_the_values(
+def test_file_equals_the_values(
     name: str, quantised: dict[str, Any], made: Any, kind: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -134,9 +134,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("qwen3next", "model.layers.0.mlp.shared_expert_gate.weight"),
     ],
 )
-def test_matrices_that_are_no_matrices_of_the_file_are_refused(
-    tmp_path: Path, name: str, tensor: str
-) -> None:
+def test_matrices_missing_in_the_file_are_refused(tmp_path: Path, name: str, tensor: str) -> None:
     tensors = checkpoint(tmp_path / "hf", name)
     codes, scale, _ = of_all(tensors.pop(tensor))
     scale_name = f"{tensor.removesuffix('.weight')}.weight_scale"

@@ -80,7 +80,7 @@ def yarn(**more: Any) -> dict[str, Any]:
     return keys(rope_parameters={"rope_type": "yarn", "factor": 4.0, **more})
 
 
-def test_yarn_says_what_it_is_truncated_to() -> None:
+def test_yarn_has_its_truncation() -> None:
     assert yarn()["rope.scaling.type"] == "yarn"
     assert yarn(truncate=True) == yarn()
     with pytest.raises(UnsupportedModelError, match="truncate set to false"):
@@ -93,7 +93,7 @@ def test_yarn_without_a_factor_stretches_to_the_context() -> None:
     assert keys(rope_parameters=rope)["rope.scaling.original_context_length"] == 32
 
 
-def test_the_magnitude_of_yarn_is_that_of_its_scales() -> None:
+def test_magnitude_of_yarn_follows_its_scales() -> None:
     assert "rope.scaling.yarn_attn_factor" not in yarn(mscale=1.0)  # it needs the other entry
     found = yarn(mscale=2.0, mscale_all_dim=0.5)["rope.scaling.yarn_attn_factor"]
     assert found == pytest.approx((0.2 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
@@ -103,7 +103,7 @@ def test_the_magnitude_of_yarn_is_that_of_its_scales() -> None:
 # ---- scales, windows, rotations of newer classes ---------------------------------------------------------
 
 
-def test_the_scale_of_the_scores_is_written_where_it_is_another() -> None:
+def test_scale_of_scores_is_written_if_it_differs() -> None:
     gemma = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
     assert "attention.scale" not in keys("Gemma2", **gemma, query_pre_attn_scalar=16)
     assert keys("Gemma2", **gemma, query_pre_attn_scalar=64)["attention.scale"] == 0.125
@@ -216,7 +216,7 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
         ("Llama", {"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
     ],
 )
-def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], message: str) -> None:
+def test_settings_without_a_key_are_refused(kind: str, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         keys(kind, **entries)
 
@@ -259,13 +259,13 @@ def test_base_of_unscaled_windows(kind: str) -> None:
     assert keys("Olmo3", rope_theta=1e6, **types)["rope.freq_base_swa"] == 5e5  # as in transformers 5
 
 
-def test_models_whose_tokens_see_those_behind_them_are_refused() -> None:
+def test_models_with_attention_to_later_tokens_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="is_causal set to 'False'"):
         keys("Qwen2", is_causal=False)
     assert keys("Qwen2", is_causal=True) == keys("Qwen2")
 
 
-def test_a_sparse_lm_is_relu_whatever_it_says() -> None:
+def test_sparse_lm_is_relu_whatever_its_config() -> None:
     for name in ("silu", "relu", "gelu"):
         found = keys("SparseLlama", hidden_act=name, sparsity_gated_mlp=True)
         assert found["hidden_activation"] == "relu"
@@ -273,7 +273,7 @@ def test_a_sparse_lm_is_relu_whatever_it_says() -> None:
         keys("SparseLlama", sparsity_gated_mlp=False)
 
 
-def test_what_is_said_as_it_must_be_is_taken() -> None:
+def test_valid_settings_are_accepted() -> None:
     assert keys("SmolLM3", no_rope_layers=[1, 1, 1, 0, 1]) == keys("SmolLM3", no_rope_layer_interval=4)
     assert keys("Gemma2", use_bidirectional_attention=None) == keys("Gemma2")
     assert keys("SmolLM3")["rope.freq_base"] == 2e6
@@ -354,7 +354,7 @@ ENTRIES = [
     st.dictionaries(st.sampled_from(ENTRIES), junk, max_size=4),
     st.dictionaries(st.sampled_from(["full_attention", "sliding_attention", "rope_type"]), junk, max_size=2),
 )
-def test_any_entries_give_keys_or_a_sentence(
+def test_any_entries_give_keys_or_one_message(
     kind: str, entries: dict[str, Any], ropes: dict[str, Any]
 ) -> None:
     config = {"architectures": [f"{kind}ForCausalLM"], **SIZES, "rope_parameters": ropes, **entries}
@@ -374,7 +374,7 @@ def test_any_entries_give_keys_or_a_sentence(
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5}
 
 
-def test_lfm2_says_where_a_convolution_stands_and_how_wide_its_ffn_is() -> None:
+def test_lfm2_has_convolution_layers_and_an_ffn_width() -> None:
     found = keys("Lfm2", **LFM2)
     assert found["attention.head_count_kv"] == [0, 2, 0, 0]
     assert found["shortconv.l_cache"] == 3
@@ -408,7 +408,7 @@ def test_lfm2_says_where_a_convolution_stands_and_how_wide_its_ffn_is() -> None:
         ({"layer_types": None, "full_attn_idxs": 3}, FormatError),
     ],
 )
-def test_what_lfm2_cannot_be_is_refused(entries: dict[str, Any], error: type[HotsetError]) -> None:
+def test_invalid_lfm2_is_refused(entries: dict[str, Any], error: type[HotsetError]) -> None:
     with pytest.raises(error):
         keys("Lfm2", **LFM2 | entries)
 
@@ -536,7 +536,7 @@ NEWER = {"Gemma4TextConfig"}  # classes that never had the older spelling
         if not (spelling and name in NEWER)
     ],
 )
-def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -> None:
+def test_missing_entries_have_transformers_defaults(name: str, spelling: str) -> None:
     """Compare config.json without an entry with the same file that has transformers' default there."""
     seen, refused = set(), {}
     name, configs = full_configs(name)
@@ -563,7 +563,7 @@ def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -
         assert f"config.json has no {plain}" in message or f"no {entry}, which says where" in message
 
 
-def test_nemotron_h_says_what_each_layer_is() -> None:
+def test_nemotron_h_lists_the_kinds_of_layers() -> None:
     sizes = {"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 16}
     found = keys("NemotronH", **sizes, hybrid_override_pattern="M-*E")
     assert found["block_count"] == 4
@@ -582,7 +582,7 @@ def test_nemotron_h_says_what_each_layer_is() -> None:
         keys("NemotronH", **sizes | {"n_groups": 3}, hybrid_override_pattern="M*-")
 
 
-def test_falcon_h1_refuses_what_the_file_cannot_say() -> None:
+def test_falcon_h1_refuses_settings_without_a_key() -> None:
     sizes = {"mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_state": 16}
     found = keys("FalconH1", **sizes)
     assert (found["attention.head_count_kv"], found["ssm.inner_size"], found["ssm.group_count"]) == (2, 96, 1)

@@ -84,7 +84,7 @@ def test_a_rule_decodes_them(packed: tuple[Path, Any], tmp_path: Path) -> None:
     assert 0 < difference.max() < np.abs(values(plain, up)).max() / 200
 
 
-def test_what_is_damaged_is_refused(packed: tuple[Path, Any], tmp_path: Path) -> None:
+def test_damaged_input_is_refused(packed: tuple[Path, Any], tmp_path: Path) -> None:
     folder = packed[0]
     tensors = safetensors.load_file(folder / "model.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):

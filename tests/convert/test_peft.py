@@ -36,7 +36,7 @@ TOLERANCE = 1e-4  # share of the largest logit, as without adapters (transformer
         ("opt", True),
     ],
 )
-def test_logits_are_those_of_transformers_with_the_adapter(
+def test_logits_equal_transformers_with_the_adapter(
     tmp_path: Path, run_folder: Path, name: str, slora: bool
 ) -> None:
     torch = pytest.importorskip("torch")

@@ -92,7 +92,7 @@ def spelled(token: bytes) -> str:
     [("tiktoken.model", "kimi-k2"), ("qwen.tiktoken", "qwen2"), ("hy.tiktoken", "hunyuan")],
 )
 @pytest.mark.parametrize("kind", ["learnt", "shuffled", "random"])
-def test_tokens_are_those_of_rank_bpe(tmp_path: Path, kind: str, name: str, pre: str) -> None:
+def test_tokens_equal_rank_bpe(tmp_path: Path, kind: str, name: str, pre: str) -> None:
     texts = [text for text in NASTY if len(text) < 1000] + CORPUS[:3]
     for seed in range(1 if kind == "learnt" else 3):
         ranks = write(tmp_path, vocabulary(kind, seed), name)
@@ -109,7 +109,7 @@ def test_tokens_are_those_of_rank_bpe(tmp_path: Path, kind: str, name: str, pre:
 
 
 @pytest.mark.parametrize("kind", ["learnt", "shuffled", "random"])
-def test_merges_are_those_of_llama_cpp(tmp_path: Path, kind: str) -> None:
+def test_merges_equal_llama_cpps(tmp_path: Path, kind: str) -> None:
     """Compare with llama.cpp's converter, which writes merges only for tokens that lower ranks reach.
 
     hotset writes a merge for the other tokens too.
@@ -175,7 +175,7 @@ KIMI_TEXTS = {
         ),
     ],
 )
-def test_special_tokens_are_those_of_the_class(
+def test_special_tokens_equal_the_class(
     tmp_path: Path, name: str, config: dict[str, Any], pre: str, special: list[str], ids: dict[str, int]
 ) -> None:
     """Compare the special tokens with the ones that llama.cpp's converter writes."""
@@ -278,7 +278,7 @@ def named(*texts: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["learnt", "shuffled", "random"])
-def test_tokens_of_tekken_are_those_of_rank_bpe(tmp_path: Path, kind: str) -> None:
+def test_tokens_of_tekken_equal_rank_bpe(tmp_path: Path, kind: str) -> None:
     # mistral-common puts the special tokens first, and never makes one from text.
     tokens = vocabulary(kind)
     bytes_first = [*map(bytes, zip(range(256))), *(token for token in tokens if len(token) > 1)]

@@ -89,7 +89,7 @@ def test_word_pieces_of_a_tokenizer_json(tmp_path: Path, lowercase: bool, strips
         assert keys[f"tokenizer.ggml.{name}_token_id"] == id
 
 
-def test_word_pieces_of_a_vocabulary_alone(tmp_path: Path) -> None:
+def test_word_pieces_without_a_tokenizer_json(tmp_path: Path) -> None:
     library = trained_word_piece(lowercase=False)
     ids = library.get_vocab()
     (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in sorted(ids, key=ids.get)))
@@ -138,7 +138,7 @@ def test_unigrams_of_a_tokenizer_json(tmp_path: Path, prepend: str) -> None:
         (("post_processor",), {"type": "RobertaProcessing", "sep": [], "cls": []}, "post_processor"),
     ],
 )
-def test_what_no_key_describes_is_refused(tmp_path: Path, path: Any, value: Any, message: str) -> None:
+def test_settings_without_keys_are_refused(tmp_path: Path, path: Any, value: Any, message: str) -> None:
     tokenizer = xlm_roberta()
     inside = tokenizer if len(path) == 1 else tokenizer[path[0]]
     inside[path[-1]] = value
@@ -185,7 +185,7 @@ def test_a_query_and_a_document_are_the_librarys_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "separates"), [("roberta", True), ("template", True), ("template", False)])
-def test_a_separator_beside_what_ends_a_text(tmp_path: Path, form: str, separates: bool) -> None:
+def test_separator_next_to_an_end_token(tmp_path: Path, form: str, separates: bool) -> None:
     """<s> query </s></s> document </s>, unless the template has one </s> between."""
     tokenizer_json = xlm_roberta()
     if form == "template":

@@ -68,7 +68,7 @@ def test_the_largest_that_the_configuration_allows_runs(tmp_path: Path, sizes: d
 
 
 @pytest.mark.parametrize("seed", quick_are((1,), [0, 1]))
-def test_odd_models_and_checkpoints_cost_a_sentence(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_models_and_checkpoints_give_one_message(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run some fixed cases; `tests/fuzz/fuzz_models.py` runs as many as time allows."""
     monkeypatch.setenv("HOTSET_HOME", "set by the fuzzer, and put back behind it")
     monkeypatch.setattr(fuzz_models, "SLOW_S", float("inf"))  # no test looks at the time
@@ -95,7 +95,7 @@ def test_odd_facts_are_shown(keys: dict[str, Any], tmp_path: Path) -> None:
         assert (outcome.status, outcome.problem) == (0, ""), outcome.text
 
 
-def test_a_chat_template_that_is_an_array_is_none(tmp_path: Path) -> None:
+def test_array_as_chat_template_is_ignored(tmp_path: Path) -> None:
     path = odd(tmp_path, **{"tokenizer.chat_template": np.array([1.0, 2.0], np.float32)})
     outcome = fuzz_models.subcommand(
         "run", path, "he", "-n", 1, "-c", 16, "-t", 1, "--device", "cpu", "--temp", 0

@@ -48,7 +48,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_model(tmp_path / "model.gguf")
 
 
-def test_what_a_modelfile_says() -> None:
+def test_modelfile_is_parsed() -> None:
     found = Modelfile.parse(WHOLE)
     assert (found.base, found.system) == ("model.gguf", SYSTEM)
     assert found.parameters == {
@@ -73,7 +73,7 @@ def test_what_a_modelfile_says() -> None:
         ("FROM m\n" + "#" * (1 << 20), "characters"),
     ],
 )
-def test_what_is_no_modelfile(text: str, problem: str) -> None:
+def test_invalid_modelfiles(text: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         Modelfile.parse(text)
 
@@ -90,7 +90,7 @@ def test_what_is_no_modelfile(text: str, problem: str) -> None:
         ("ADAPTER /no/lora", "there is no adapter /no/lora"),
     ],
 )
-def test_what_cannot_be_made(model: Path, lines: str, problem: str) -> None:
+def test_impossible_models_are_refused(model: Path, lines: str, problem: str) -> None:
     modelfile = Modelfile.parse(f"FROM {model}\n{lines}")
     with pytest.raises(InvalidRequestError, match=problem):
         made_of(modelfile, model, base=str(model), source="")
@@ -107,7 +107,7 @@ def test_a_system_message_without_a_template_gets_one_by_name_or_vocabulary(tmp_
 
 
 @needs_core
-def test_the_template_says_what_the_messages_would(model: Path) -> None:
+def test_template_equals_the_messages(model: Path) -> None:
     asked: list[dict[str, Any]] = [{"role": "user", "content": "Why?"}]
     own = [{"role": "system", "content": "Other."}]
     with library.load(model, device="cpu", n_threads=1) as plain:

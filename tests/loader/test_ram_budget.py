@@ -79,7 +79,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(model: Path) -> None:
         assert loaded.ram is not None
 
 
-def test_what_a_budget_does_not_go_with(model: Path) -> None:
+def test_budget_excludes_other_settings(model: Path) -> None:
     for wrong in (0, -1, float("nan"), "much"):
         with pytest.raises(InvalidRequestError, match="ram_budget is a number of GiB above 0"):
             LoadSettings(ram_budget=wrong)  # type: ignore[arg-type]
@@ -87,9 +87,7 @@ def test_what_a_budget_does_not_go_with(model: Path) -> None:
         LoadSettings(ram_budget=1, device="reference")
 
 
-def test_a_file_larger_than_what_is_free_is_read_by_itself(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_larger_than_free_memory_gets_a_budget(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = least_of(model, n_ctx=64, max_batch=4)
     monkeypatch.setattr("hotset.loader.build.free_memory", lambda: int(least / 0.9) + 1)
     monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
@@ -103,7 +101,7 @@ def test_a_file_larger_than_what_is_free_is_read_by_itself(
         assert loaded.ram is None  # no budget would fit: the file is mapped instead
 
 
-def test_subcommands_say_what_the_disk_did(model: Path) -> None:
+def test_subcommands_report_disk_reads(model: Path) -> None:
     budget = str(least_of(model, n_ctx=64) / GIB)
     planned = json.loads(inside("plan", model, "-c", 64, "--ram-budget", budget, "--json").stdout)
     assert planned["total"] <= planned["limit"]
@@ -153,7 +151,7 @@ def test_rates_give_gaps_and_ceilings() -> None:
     assert 4e8 < rates.rate(100_000) < 1e9
 
 
-def test_the_server_counts_what_was_read(model: Path) -> None:
+def test_server_counts_disk_reads(model: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
     async def work(client: Any, _: Any) -> None:
@@ -166,7 +164,7 @@ def test_the_server_counts_what_was_read(model: Path) -> None:
 
 
 @pytest.mark.parametrize("sparsity", ["exact", "predicted"])
-def test_answers_under_faults_are_right_or_a_sentence(model: Path, sparsity: str) -> None:
+def test_answers_under_faults_are_right_or_one_message(model: Path, sparsity: str) -> None:
     """Check that a failed read ends only the answers of its step, and that later answers are right.
 
     `tests/fuzz/fuzz_reads.py` writes a longer text.
@@ -177,7 +175,7 @@ def test_answers_under_faults_are_right_or_a_sentence(model: Path, sparsity: str
     assert report.n_failed > 2
 
 
-def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> None:
+def test_profile_decides_the_rows_in_memory(model: Path, tmp_path: Path) -> None:
     """Use the profile next to the model, or a named one, which is refused if it belongs to another model."""
     settings: dict[str, Any] = {"n_ctx": 64, "sparsity": "predicted", "device": "cpu"}
     with open_model(model, LoadSettings(**settings)) as opened:

@@ -69,7 +69,7 @@ def test_keys_without_the_mean_of_their_bias_are_stored_well(tmp_path: Path) -> 
     assert before > 3 * error
 
 
-def test_backend_subtracts_what_the_reference_subtracts(tmp_path: Path) -> None:
+def test_backend_subtracts_the_same_bias_as_the_reference(tmp_path: Path) -> None:
     gguf = model(tmp_path / "m.gguf")
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="q4_0"), tokens(100), [70, 71], [3, 1])

@@ -79,7 +79,7 @@ def test_prompts_stream_where_arithmetic_is_the_longer() -> None:
     assert few < 10 < many
 
 
-def test_expected_times_lie_between_those_of_whole_numbers() -> None:
+def test_expected_times_are_between_integer_cases() -> None:
     low, high = (n_fetched(RATES, np.ones(n), SIZE) for n in (2, 3))
     seconds, fetched = expected_seconds(RATES, 2.5, SIZE)
     assert seconds == pytest.approx((low[1] + high[1]) / 2)

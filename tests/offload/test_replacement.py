@@ -94,7 +94,7 @@ class Plain:
 
 @pytest.mark.parametrize("half_life", [0, 1, 8])
 @pytest.mark.parametrize("slots", [(0,), (1,), (7,), (20,), (64,), (3, 3, 2, 2), (16, 0, 5, 1)])
-def test_the_policy_is_that_of_the_plain_simulation(slots: tuple[int, ...], half_life: int) -> None:
+def test_policy_equals_the_plain_simulation(slots: tuple[int, ...], half_life: int) -> None:
     """Compare the results of every lookup, with and without credit, with repeated ids and dropped entries."""
     n_layers, n_ids = 4, 16
     policy = Replacement(slots, n_layers, n_ids, half_life)
@@ -131,7 +131,7 @@ def test_credits_are_scaled_down_before_they_overflow() -> None:
         assert policy.lookup(0, id).slots.tolist() == lru.lookup(0, id).slots.tolist(), f"step {step}"
 
 
-def test_what_a_step_uses_stays_until_its_end() -> None:
+def test_entries_of_a_step_stay_until_it_ends() -> None:
     policy = Replacement((4,), 2, 8)
     policy.begin_step()
     first = policy.lookup(0, np.array([0, 1, 2], np.int32))
@@ -147,7 +147,7 @@ def test_what_a_step_uses_stays_until_its_end() -> None:
     assert again.evicted.tolist() == [0, 1]
 
 
-def test_a_prompt_does_not_displace_what_decoding_uses() -> None:
+def test_prompt_does_not_evict_entries_of_decoding() -> None:
     policy = Replacement((4,), 1, 64)
     for _ in range(3):
         policy.begin_step()
@@ -161,7 +161,7 @@ def test_a_prompt_does_not_displace_what_decoding_uses() -> None:
     assert policy.lookup(0, np.array([50], np.int32)).evicted.tolist() == [10], "the prompt's goes first"
 
 
-def test_what_is_needed_often_comes_back_to_stay_and_lru_forgets_it() -> None:
+def test_frequent_entry_returns_to_stay_unlike_with_lru() -> None:
     """Check that an evicted frequent entry keeps the credit of its earlier uses."""
     outcomes = {}
     for half_life in (0, 16):
@@ -217,7 +217,7 @@ def test_a_replay_is_the_lookups_one_by_one() -> None:
     assert Replacement((14,), 3, 10).replay(routes, first=10).tolist() == hits.tolist()
 
 
-def test_numbers_that_make_no_cache_are_sentences() -> None:
+def test_invalid_cache_sizes_give_one_message() -> None:
     for slots, n_layers, n_ids, half_life in (
         ((1, 2), 3, 4, 0), ((-1,), 3, 4, 0), ((1,), 0, 4, 0), ((1,), 1 << 16, 1 << 16, 0), ((1,), 3, 4, 3),
         ((2**31 - 1, 1), 2, 4, 0), ((2**40,), 2, 4, 0),
@@ -234,7 +234,7 @@ def test_numbers_that_make_no_cache_are_sentences() -> None:
             policy.drop(layer, id)
 
 
-def test_what_is_expected_stays_until_use_says_otherwise() -> None:
+def test_expected_entries_stay_until_use_differs() -> None:
     """Check that expected entries, counted elsewhere, are not evicted for the first other entry."""
     for shares, stay in (([0.0] * 4, False), ([0.9, 0.8, 0.1, 0.0], True)):
         cache = Replacement((2,), 1, 4, 64)

@@ -48,7 +48,7 @@ def test_pieces_come_as_they_stand(tmp_path: Path, bytes_: np.ndarray, ring: boo
 
 
 @pytest.mark.parametrize("ring", KINDS)
-def test_a_fault_is_a_sentence_and_the_next_read_works(
+def test_fault_gives_one_message_and_the_next_read_works(
     tmp_path: Path, bytes_: np.ndarray, ring: bool
 ) -> None:
     """Check that reads that fail, return fewer bytes or find the end never give wrong bytes."""
@@ -73,9 +73,7 @@ def test_a_fault_is_a_sentence_and_the_next_read_works(
 
 @pytest.mark.parametrize("ring", KINDS)
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_reads_that_give_less_go_on_where_they_stopped(
-    tmp_path: Path, bytes_: np.ndarray, ring: bool, share: float
-) -> None:
+def test_short_reads_are_continued(tmp_path: Path, bytes_: np.ndarray, ring: bool, share: float) -> None:
     """Shorten reads at any byte, as POSIX allows: whole pages, inside a page, at the end of the file."""
     reader, path = _core.Reader(ring, 4), str(tmp_path / "data")
     reader.inject_faults(share, 11, short_only=True)
@@ -106,7 +104,7 @@ def test_a_child_reads_with_threads_of_its_own(tmp_path: Path, bytes_: np.ndarra
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_rows_are_copied_for_who_computes_elsewhere(tmp_path: Path, bytes_: np.ndarray) -> None:
+def test_rows_are_copied_for_devices(tmp_path: Path, bytes_: np.ndarray) -> None:
     """Use a group in which only 20 of 44 rows are ever requested: it has 20 slots."""
     path, runtime = str(tmp_path / "data"), _core.Runtime(1)
     store = _core.RowStore(_core.Reader(False, 4), 0, 64)
@@ -224,7 +222,7 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLT
 
 
 @pytest.mark.parametrize("model", ["llama", "opt"])
-def test_a_down_matrix_by_output_is_no_row_of_neurons(tmp_path: Path, model: str) -> None:
+def test_input_major_down_matrix_has_no_rows_of_neurons(tmp_path: Path, model: str) -> None:
     """Use a square matrix, whose shape does not show the order of its rows."""
     gguf = write(tmp_path, model, GGMLType.Q8_0, dialect="gguf", n_ff=64)
     ready, graph = prepared(gguf, "dense")
@@ -236,7 +234,7 @@ def test_a_down_matrix_by_output_is_no_row_of_neurons(tmp_path: Path, model: str
 
 @pytest.mark.parametrize("ring", KINDS)
 @pytest.mark.parametrize("model", ["llama", "opt"])
-def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -> None:
+def test_predictor_decides_the_read_rows(tmp_path: Path, model: str, ring: bool) -> None:
     gguf = write(tmp_path, model, GGMLType.Q4_0)
     ids, pages = tokens(24), [2, 0]
     ready, graph = prepared(gguf, "predicted", "svd")
@@ -361,7 +359,7 @@ def test_gates_first_counts_as_one_operation_does(tmp_path: Path) -> None:
         np.testing.assert_array_equal(*found)
 
 
-def test_what_a_budget_cannot_do_is_a_sentence(tmp_path: Path) -> None:
+def test_impossible_budget_gives_one_message(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama", GGMLType.Q8_0)
     ready, graph = prepared(gguf, "exact")
     with pytest.raises(OutOfMemoryError, match=r"raise the memory budget by"):
@@ -381,7 +379,7 @@ def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows refuses writers of a file that is read")
-def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
+def test_changed_file_gives_one_message(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama", GGMLType.Q4_0)
     backend, _ = stored(gguf, "exact", 0.1)
     backend.step(batch([(tokens(1), 0, [2])]))

@@ -51,7 +51,7 @@ def test_a_dense_model_gives_the_same_bits_in_any_memory(tmp_path: Path, ring: b
     assert streamed[0] > 2 * streamed[-2] > streamed[-1] == 0
 
 
-def test_what_streams_is_read_once_in_a_step_of_any_length(tmp_path: Path) -> None:
+def test_streamed_weights_are_read_once_per_step(tmp_path: Path) -> None:
     gguf = dense(tmp_path, n_layer=3)
     backend, weights = streaming(gguf, 0.3)
     read = []
@@ -64,7 +64,7 @@ def test_what_streams_is_read_once_in_a_step_of_any_length(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_moe_streams_what_its_router_does_not_name(tmp_path: Path, form: str) -> None:
+def test_moe_streams_experts_that_the_router_omits(tmp_path: Path, form: str) -> None:
     """Stream attention and shared experts, also in a plan with every tap."""
     gguf, ids = write_experts(tmp_path, **FORMS[form]), tokens(20)
     graph = graph_of(gguf)
@@ -100,7 +100,7 @@ def test_a_child_streams_by_itself(tmp_path: Path) -> None:
     np.testing.assert_array_equal(backend.step(step).logits, expected)
 
 
-def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
+def test_changed_file_gives_one_message(tmp_path: Path) -> None:
     gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, PAGES)])
     backend, _ = streaming(gguf, 0.1)
     backend.step(step)
@@ -111,7 +111,7 @@ def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
             backend.step(step)
 
 
-def test_what_is_read_in_two_places_stays(tmp_path: Path) -> None:
+def test_weights_read_twice_stay(tmp_path: Path) -> None:
     """Use a tied embedding in the first and the last operation; vectors are decoded once."""
     for tied in (False, True):
         gguf = dense(tmp_path, tied=tied)

@@ -82,7 +82,7 @@ def test_a_budget_without_a_gpu_is_planned_for_a_stated_card(model: Path) -> Non
 
 
 @pytest.mark.usefixtures("model")
-def test_a_card_beside_a_ram_budget(tmp_path: Path) -> None:
+def test_plan_for_a_card_with_a_ram_budget(tmp_path: Path) -> None:
     """Check that the plan counts the CPU's workspace, although the card is not here."""
     experts = write_llama(tmp_path / "experts.gguf", experts=(4, 2))
     facts = planned(experts, "--gpu", "4090", "--ram-budget", 4)
@@ -114,7 +114,7 @@ def test_a_faster_card_is_planned_to_be_faster(model: Path) -> None:
         (("--gpu", "4090", "--sparsity", "threshold"), 2, "measured on itself"),
     ],
 )
-def test_what_cannot_be_planned(model: Path, options: tuple[object, ...], code: int, said: str) -> None:
+def test_impossible_plans_are_refused(model: Path, options: tuple[object, ...], code: int, said: str) -> None:
     done = inside("plan", model, *options)
     assert done.returncode == code, done.stdout
     assert said in " ".join(done.stderr.replace("│", " ").split())

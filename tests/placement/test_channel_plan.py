@@ -33,7 +33,7 @@ def planned(
     return plan_channels(graph, gguf.tensors, thresholds, rates)
 
 
-def test_a_gain_is_that_of_the_codes_that_are_not_read(tmp_path: Path) -> None:
+def test_gain_follows_the_unread_codes(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
     plan = planned(gguf, with_kept(gguf, [KEPT, KEPT], replace(EVERY, gate=0)))
     names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -53,7 +53,7 @@ def test_a_matrix_that_would_not_gain_stays(tmp_path: Path) -> None:
     assert planned(gguf, with_kept(gguf, kept), input_major=0.01e9).chosen == ()
 
 
-def test_of_up_rows_are_left_out_where_those_are_less(tmp_path: Path) -> None:
+def test_rows_of_up_are_skipped_if_they_are_fewer(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
     plan = planned(gguf, with_kept(gguf, [{**KEPT, "gate": 0.05}, {**KEPT, "gate": 0.9}]))
     of_up = {gain.tensor: gain for gain in plan.gains if "ffn_up" in gain.tensor}
@@ -123,7 +123,7 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda t: t.name)
-def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
+def test_measurement_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
     monkeypatch.setattr(channel_rates, "_SECONDS", 0.001)
     rates = channel_rates._measure(1, Workload(type_, 256, 1 << 16))
     assert rates.rows > 0
@@ -156,7 +156,9 @@ def test_rates_are_of_each_type(tmp_path: Path) -> None:
     assert plan.rates == {T.Q4_K: 1.0, T.Q6_K: 0.1, T.Q4_0: 1.0}
 
 
-def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_builds_copies_that_pay_and_notes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 0.5e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     gguf = write(tmp_path, type=T.Q4_0)

@@ -354,7 +354,7 @@ def test_frequencies_of_another_model_are_refused() -> None:
         solve(facts, rates(), [Device("cuda:0", 1 << 30, 0)], [np.zeros(9)])
 
 
-def test_a_placement_in_any_order_is_told_as_it_is() -> None:
+def test_placement_in_any_order_is_reported_correctly() -> None:
     cold = np.arange(8) < 2
     places = [CPU, CPU, 0, 0, CPU, 1, 0]
     layers = tuple(LayerPlacement(d, cold if i == 2 else None) for i, d in enumerate(places))

@@ -24,7 +24,7 @@ TEXTS = texts(100)
 LEAST_COSINE = 0.9999
 
 
-def test_vectors_equal_those_of_transformers(tmp_path: Path) -> None:
+def test_vectors_equal_transformers(tmp_path: Path) -> None:
     library = transformers.AutoTokenizer.from_pretrained(FOLDER)
     theirs = transformers.AutoModel.from_pretrained(FOLDER).eval()
     assert convert_hf(FOLDER, tmp_path / "minilm.gguf", "f32").use == "embed"

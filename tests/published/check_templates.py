@@ -182,7 +182,7 @@ def test_an_accepted_conversation_is_not_changed(template: ChatTemplate) -> None
 
 
 @each
-def test_the_text_is_that_of_transformers(template: ChatTemplate) -> None:
+def test_text_equals_transformers(template: ChatTemplate) -> None:
     oracle = pytest.importorskip("transformers.utils.chat_template_utils")
     n_compared = 0
     for messages, tools in CONVERSATIONS.values():

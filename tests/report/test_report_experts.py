@@ -115,7 +115,7 @@ def test_counts_of_experts_that_cannot_be_are_refused(
 # ---- hotness and drift ----
 
 
-def test_drift_is_what_sets_of_experts_say() -> None:
+def test_drift_equals_the_change_of_expert_sets() -> None:
     trace = replace(random_trace(100, (2, 8, 3), seed=2), starts=(0, 30, 64))
     found = drift_of(trace)
     ends = [*trace.starts[1:], trace.n_tokens]

@@ -44,7 +44,7 @@ def copied(name: str, folder: Path, run_folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_fires_is_counted_and_drawn(folder: Path, run_folder: Path, name: str) -> None:
+def test_firing_neurons_are_counted_and_drawn(folder: Path, run_folder: Path, name: str) -> None:
     model = copied(name, folder, run_folder)
     done = inside("show", model, "--json")
     assert done.returncode == 0, done.stderr

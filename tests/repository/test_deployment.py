@@ -46,7 +46,7 @@ def instruction(name: str) -> str:
     return re.findall(rf"^{name} (.*)$", text, re.MULTILINE)[-1]
 
 
-def test_options_are_those_of_serve() -> None:
+def test_options_exist_in_serve() -> None:
     subcommands = typer.main.get_command(app)
     serve = subcommands.get_command(typer.Context(subcommands), "serve")  # type: ignore[attr-defined]
     known = {option for param in serve.params for option in param.opts}
@@ -79,7 +79,7 @@ def get(url: str, key: str | None = None) -> int:
 
 
 @pytest.mark.parametrize("room", quick_are(("image",), ["unit", "image"]))
-def test_what_they_start_answers_and_ends(room: str, tmp_path: Path) -> None:
+def test_started_server_answers_and_ends(room: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny.gguf")
     (tmp_path / "api-key").write_text(f"{KEY}\n")
     if room == "unit":
@@ -127,7 +127,7 @@ def health(port: str) -> int:
     ).returncode
 
 
-def test_the_image_runs_as_nobody_in_particular() -> None:
+def test_image_runs_as_unprivileged_user() -> None:
     text = DOCKERFILE.read_text()
     last = text[text.rindex("\nFROM ") :]
     user = re.search(r"^USER (\d+):(\d+)$", last, re.MULTILINE)
@@ -141,7 +141,7 @@ def test_the_image_runs_as_nobody_in_particular() -> None:
     assert all((root / line[1:]).exists() for line in copied if line.startswith("!"))
 
 
-def test_compose_starts_the_image_as_it_wants_to_be_started() -> None:
+def test_compose_starts_the_image_with_valid_options() -> None:
     [service] = yaml.safe_load((PACKAGING / "docker" / "compose.yaml").read_text())["services"].values()
     build = service["build"]
     context = (PACKAGING / "docker" / build["context"]).resolve()

@@ -240,7 +240,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", quick_are(RUN.keys() - {"docs/guides/report.md"}, RUN))
-def test_a_document_says_what_works(
+def test_commands_of_documents_run(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_seed: None, name: str
 ) -> None:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
@@ -265,7 +265,7 @@ def test_a_document_says_what_works(
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_inline_code_names_what_there_is(name: str) -> None:
+def test_inline_code_names_existing_commands(name: str) -> None:
     for place, span in documents.spans(DOCUMENTS[name]):
         program, *words = span.split()
         name, _ = split_command(words)
@@ -324,7 +324,7 @@ def test_the_tables_have_nothing_that_is_not_there() -> None:
         assert any(text in block.text for block in blocks if block.language == "python"), text
 
 
-def test_messages_do_not_install_from_elsewhere() -> None:
+def test_messages_do_not_install_from_pypi() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         assert not re.search(r"pip install '?hotset", path.read_text("utf-8")), path
 

@@ -250,7 +250,7 @@ def late_imports(files: dict[str, Path]) -> list[str]:
     ]
 
 
-def test_imports_stand_at_the_head_of_a_file() -> None:
+def test_imports_are_at_the_top_of_a_file() -> None:
     assert not late_imports(modules())
 
 
@@ -287,12 +287,12 @@ def test_long_functions_are_found(tmp_path: Path) -> None:
     assert sorted(long_functions(tmp_path / "m.py", 2)) == ["m.py: f has 3 lines", "m.py: g has 4 lines"]
 
 
-def test_the_api_is_what_a_model_does() -> None:
+def test_api_module_is_short() -> None:
     """Keep api.py short: loader/ opens, plans and builds a model."""
     assert len((ROOT / "api.py").read_text("utf-8").splitlines()) < 500
 
 
-def test_nobody_asks_what_a_backend_has() -> None:
+def test_no_module_probes_attributes_of_backends() -> None:
     """Forbid getattr and hasattr on backends and stages, whose classes define all their attributes."""
     asked = [
         f"{name}:{node.lineno}"
@@ -318,7 +318,7 @@ def test_no_test_is_imported() -> None:
     assert not importing
 
 
-def test_the_folders_of_tests_are_those_of_the_package() -> None:
+def test_test_folders_mirror_the_package() -> None:
     """Allow other folders only for tests of code outside src/hotset."""
     others = {".", "bench", "repository", "golden", "fuzz"}
     files = list(TESTS.rglob("test_*.py"))

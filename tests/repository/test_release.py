@@ -49,7 +49,7 @@ def test_the_bill_of_materials_has_every_package(bill: dict[str, object]) -> Non
     assert named == refs
 
 
-def test_what_is_bundled_is_in_the_notices(bill: dict[str, object]) -> None:
+def test_notices_list_bundled_code(bill: dict[str, object]) -> None:
     text = (ROOT / "THIRD_PARTY_NOTICES.md").read_text("utf-8")
     rows = re.findall(r"^\| ([^|]+) \| [^|]*`(?:_core|server/page/vendor)`", text, re.MULTILINE)
     bundled = bill["metadata"]["component"]["components"]  # type: ignore[index]
@@ -186,7 +186,7 @@ def test_the_file_for_windows_is_a_program_with_one_folder_behind_it(tmp_path: P
         assert archive.read(f"{folder}/Lib/os.py") == b"Lib/os.py"
 
 
-def test_the_workflow_checks_what_it_releases() -> None:
+def test_workflow_checks_the_released_wheels() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     jobs = workflow["jobs"]
     assert set(jobs["release"]["needs"]) == jobs.keys() - {"release"}
@@ -198,7 +198,7 @@ def test_the_workflow_checks_what_it_releases() -> None:
     assert any("attest-build-provenance" in name for name in uses)
 
 
-def test_the_workflow_checks_one_wheel_of_those_that_a_system_makes(tmp_path: Path) -> None:
+def test_workflow_checks_one_wheel_per_system(tmp_path: Path) -> None:
     [command] = re.findall(r"release_check\.py (.*)", WORKFLOW.read_text())
     (tmp_path / "dist").mkdir()
     for python in ("cp311-cp311", "cp312-abi3"):

@@ -83,7 +83,7 @@ def test_answers_are_in_the_order_of_the_requests(cluster: Cluster, tmp_path: Pa
         run(requests, answers)
 
 
-def test_a_run_that_was_killed_goes_on_with_the_shards_that_are_missing(cluster: Cluster, tmp_path: Path):
+def test_killed_run_resumes_with_the_missing_shards(cluster: Cluster, tmp_path: Path):
     requests, answers = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     cluster.dies_after = 1
     for left in ([0, 1, 2, 3], [0, 1, 2], [0, 1]):
@@ -111,7 +111,7 @@ def test_parts_of_other_requests_and_of_another_process(cluster: Cluster, tmp_pa
         run(requests, answers)
 
 
-def test_lines_that_are_no_requests_have_error_records_in_their_place(cluster: Cluster, tmp_path: Path):
+def test_invalid_lines_get_error_records(cluster: Cluster, tmp_path: Path):
     requests, answers = write(tmp_path / "in.jsonl", 70), tmp_path / "out.jsonl"
     lines = requests.read_bytes().split(b"\n")
     odd = {1: b'{"custom_id": "a"}', 34: b"{", 50: lines[0], 73: lines[0].replace(b'"a"', b"NaN")}
@@ -141,7 +141,7 @@ def test_lines_that_are_no_requests_have_error_records_in_their_place(cluster: C
     assert [one["custom_id"] for one in found if not one.get("error")] == [f"r{i}" for i in range(70)]
 
 
-def test_a_custom_id_comes_back_as_it_was(cluster: Cluster, tmp_path: Path):
+def test_custom_id_is_returned_unchanged(cluster: Cluster, tmp_path: Path):
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     names = ["\ud800", "?", "\u2028", "\x0b"]
     lines = [{"custom_id": name, "url": "/v1/completions", "body": {}} for name in names]
@@ -151,7 +151,7 @@ def test_a_custom_id_comes_back_as_it_was(cluster: Cluster, tmp_path: Path):
     assert [one["custom_id"] for one in found] == names
 
 
-def test_a_worker_answers_what_the_driver_has_checked(monkeypatch: pytest.MonkeyPatch):
+def test_worker_answers_lines_in_order(monkeypatch: pytest.MonkeyPatch):
     """Answer the encoded lines of a shard, and return the answers in the same order."""
 
     async def answered(app: Any, custom_id: str, url: str, body: Any) -> tuple[bytes, int]:
@@ -167,7 +167,7 @@ def test_a_worker_answers_what_the_driver_has_checked(monkeypatch: pytest.Monkey
     ]
 
 
-def test_requests_that_are_none_are_told_of_before_anything_is_asked(cluster: Cluster, tmp_path: Path):
+def test_invalid_requests_are_refused_before_any_is_sent(cluster: Cluster, tmp_path: Path):
     requests = tmp_path / "in.jsonl"
     requests.write_text('{"custom_id": "a"}\n')
     with pytest.raises(InvalidRequestError, match="has no request: line 1 cannot be used"):

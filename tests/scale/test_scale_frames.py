@@ -261,7 +261,7 @@ def test_no_length_is_allocated_before_it_is_within_bounds(
         assert "has type 9" in refused(header(**{field.name: (9, 1, 1)}))
 
 
-def test_a_frame_that_is_no_message_is_refused() -> None:
+def test_frame_without_a_valid_message_is_refused() -> None:
     def framed(**shapes: Any) -> bytes:
         """Return a frame whose arrays have no bytes."""
         head = header(**shapes)
@@ -283,7 +283,7 @@ def test_a_frame_that_is_no_message_is_refused() -> None:
     assert "of kind 1 arrived where frame 0 of kind 2" in refused(framed(**empty), ROWS)
 
 
-def test_what_the_receiver_would_refuse_is_not_sent() -> None:
+def test_invalid_messages_are_not_sent() -> None:
     for name, wrong, said in (
         ("tokens", ints(7).astype(np.int64),
          "tokens of a step must be int32 with 1 dimensions, not int64 with 1"),

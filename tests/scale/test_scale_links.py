@@ -122,7 +122,7 @@ def test_a_stranger_who_is_slow_is_dropped_in_time(key: bytes) -> None:
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\0\0\0\4junk" * 9, b"HSTG\1\0\3" + b"n" * 32]
 )
-def test_a_stranger_who_says_something_else_is_dropped(key: bytes, said: bytes) -> None:
+def test_peer_with_another_protocol_is_dropped(key: bytes, said: bytes) -> None:
     with closing(Inlet(HOST, key, seconds=1e6)) as inlet:
         with socket.create_connection(inlet.address) as stranger:
             stranger.sendall(said)
@@ -145,7 +145,7 @@ def test_a_neighbour_needs_the_key(key: bytes) -> None:
             inlet.accept(0)
 
 
-def test_the_proof_of_one_connection_is_none_of_another(key: bytes) -> None:
+def test_proof_of_one_connection_is_invalid_for_another(key: bytes) -> None:
     said: list[bytes] = []
 
     class Recorded(socket.socket):

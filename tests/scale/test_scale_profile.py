@@ -95,7 +95,7 @@ def test_shards_together_are_the_profile_of_one_machine(
     assert cluster.asked == [0]
 
 
-def test_a_run_that_was_killed_goes_on_with_what_is_missing(
+def test_killed_run_resumes_with_the_missing_requests(
     cluster: Cluster, path: Path, tokens: np.ndarray, expected: Profile, tmp_path: Path
 ):
     cluster.dies_after = 1

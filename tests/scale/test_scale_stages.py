@@ -67,7 +67,7 @@ def test_stages_are_hosts_and_their_layers():
         parse_splits("a:1,b:1", 3)
 
 
-def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_needed():
+def test_planned_stages_fill_the_quickest_machines_first():
     rooms = [
         Room("slow", 100, 1.0),
         Room("quick", 25, 4.0),
@@ -89,7 +89,7 @@ def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_nee
 # --- batches in pieces
 
 
-def test_pieces_are_the_batch_and_few_where_it_is_small():
+def test_pieces_make_up_the_batch_and_are_few_for_small_ones():
     assert [n_pieces(n, 3) for n in (1, 7, 8, 16, 63, 64, 512)] == [1, 1, 2, 3, 3, 6, 6]
     assert {n_pieces(n, 1) for n in (1, 16, 512)} == {1}
     whole = batch([(tokens(1, 7), 5, [2]), (tokens(9, 8), 0, [3]), (tokens(1, 9), 60, [4])])
@@ -207,7 +207,7 @@ def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[in
     whole.close()
 
 
-def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(path: Path):
+def test_cancelled_stage_passes_it_on_and_runs_the_next_step(path: Path):
     stages = Workers(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(20), 0, [0])])
     expected = stages.step(step).logits.copy()
@@ -243,7 +243,7 @@ def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
+def test_pieces_of_a_closed_line_are_not_computed(path: Path):
     stages = Linked(path, [Split("x", 1), Split("y", 2)])
     last = stages.workers[1]
     computed, begun, gate = [], threading.Event(), threading.Event()
@@ -338,7 +338,7 @@ def test_rows_of_another_step_or_piece_are_refused(path: Path):
     stages.close()
 
 
-def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
+def test_batch_out_of_bounds_leaves_the_line_unchanged(path: Path):
     stages = Linked(path, [Split("x", 3)])
     step = batch([(tokens(5), 0, [4])])
     with pytest.raises(
@@ -349,7 +349,7 @@ def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
     stages.close()
 
 
-def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Path):
+def test_stage_that_cannot_open_gives_one_message(path: Path, tmp_path: Path):
     other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
     how: dict[str, Any] = {
         "settings": SETTINGS, "mark": fingerprint(open_gguf(path)), "first_op": 0, "last_op": 1,
@@ -376,7 +376,7 @@ def test_splitting_a_model_over_machines_needs_no_memory_for_it(path: Path, monk
         assert plan_model(asked, mapped=True).n_ctx == decided.config.n_ctx_train
 
 
-def test_an_error_arrives_as_it_was():
+def test_error_arrives_unchanged():
     for error in (StepCancelledError(), ContextLengthError("too long"), OutOfMemoryError("full")):
         found = Failed.of(error).error()
         assert (type(found), str(found)) == (type(error), str(error))
@@ -401,7 +401,7 @@ class Losing(FakeBackend):
 
 
 @pytest.mark.parametrize("lost_at", [(1,), (4,), (6, 7, 20)], ids=str)
-def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
+def test_contents_of_a_lost_cache_are_computed_again(lost_at: tuple[int, ...]):
     def answers(backend: FakeBackend) -> list[list[int]]:
         engine = Engine(backend, 400, max_sequences=3)
         prompt = list(range(1, 90))
@@ -423,7 +423,7 @@ def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
     assert backend.n_steps > max(lost_at)
 
 
-def test_cancelling_a_stage_from_another_thread_ends_what_it_computes(path: Path):
+def test_cancelling_a_stage_from_another_thread_ends_its_step(path: Path):
     stages = Workers(path, [Split("x", 3)])
     worker = stages.workers[0]
     run, begun, gate = worker._stage.run, threading.Event(), threading.Event()

@@ -263,7 +263,7 @@ def test_marks_of_chatml_are_tokens():
 
 
 @pytest.mark.parametrize("messages", [["hi"], [{"content": "no role"}], [None]])
-def test_messages_that_are_none(messages):
+def test_invalid_messages(messages):
     with pytest.raises(TokenizerError, match="Every message"):
         ChatTemplate(CHATML).render(messages)
 
@@ -366,7 +366,7 @@ def test_bombs_fizzle(source, monkeypatch):
     assert len(str(raised.value)) < 600
 
 
-def test_a_long_chat_is_no_bomb():
+def test_long_chat_takes_bounded_time():
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x" * 500} for i in range(2000)]
     text = ChatTemplate(QWEN).render(messages)
     assert len(text) > 1_000_000
@@ -429,7 +429,7 @@ def test_after_a_bomb_the_next_conversation_is_rendered(monkeypatch):
         assert template.render(say("hello")) == "hello"
 
 
-def test_what_a_template_puts_out_is_bounded():
+def test_output_of_a_template_is_bounded():
     many = "puts out more than 16777216 characters"
     with ChatTemplate("{{ 'a' * 17000000 }}") as template, pytest.raises(TokenizerError, match=many):
         template.render(PLAIN)
@@ -448,7 +448,7 @@ def test_texts_arrive_as_they_are(template):
 
 
 @pytest.mark.parametrize("bad", [{(1, 2): 3}, {"x": 10**5000}], ids=["key", "number"])
-def test_variables_that_are_not_json_are_a_sentence(template, bad):
+def test_variables_outside_json_give_one_message(template, bad):
     with pytest.raises(TokenizerError, match="must be plain data"):
         template.render([{"role": "user", "content": "a", "more": bad}])
     nested: list = []

@@ -67,7 +67,7 @@ def after(rule: GrammarConstraint, tokens: list[int]) -> GrammarConstraint:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("before", ["", "Hello w", "äö "])
-def test_the_mask_of_any_text_is_all_tokens_that_go_on_in_utf8(kind: str, before: str):
+def test_mask_of_any_text_has_all_utf8_continuations(kind: str, before: str):
     tokenizer = grammars(kind).tokenizer
     rule = after(grammars(kind).constraint("regex", "(?s:.*)"), tokenizer.encode_inside(before))
     expected = set(tokenizer.stop_ids)
@@ -83,7 +83,7 @@ def test_the_mask_of_any_text_is_all_tokens_that_go_on_in_utf8(kind: str, before
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inside_a_character_only_what_completes_it_may_come(kind: str):
+def test_inside_a_character_only_its_continuation_is_allowed(kind: str):
     tokenizer = grammars(kind).tokenizer
     first = next(i for i in range(tokenizer.n_vocab) if tokenizer.token_bytes(i) == b"\xf0")
     rule = after(grammars(kind).constraint("regex", "(?s:.*)"), [first])
@@ -118,7 +118,7 @@ def test_forced_text_comes_in_the_tokens_of_the_model(kind: str):
     assert came == tokenizer.encode_inside(text)
 
 
-def test_a_space_of_sentencepiece_is_one_only_where_the_grammar_has_it():
+def test_sentencepiece_space_needs_a_space_in_the_grammar():
     """Check that the token "▁the" counts as " the": a text does not begin with an extra space."""
     tokenizer = grammars("sentencepiece").tokenizer
     rule = grammars("sentencepiece").constraint("regex", "the")
@@ -144,7 +144,7 @@ def test_a_mark_that_a_grammar_spells_is_text():
     assert tokens.index("    ") in came
 
 
-def test_a_byte_that_is_no_text_is_never_allowed():
+def test_byte_outside_utf8_is_never_allowed():
     """Check the token of byte FF, which begins a mark in llguidance's tables."""
     tokenizer = grammars().tokenizer
     byte = next(i for i in range(tokenizer.n_vocab) if tokenizer.token_bytes(i) == b"\xff")
@@ -351,7 +351,7 @@ def test_an_answer_ends_where_nothing_can_follow_without_a_token_for_it():
         assert sequence.tokens[-1] not in grammars().tokenizer.stop_ids
 
 
-def test_where_it_may_go_on_the_model_ends_it():
+def test_model_ends_an_answer_that_may_continue():
     stops = grammars().tokenizer.stop_ids
     likely = dict.fromkeys(stops, 6.0)
     found = answers("bpe", {"regex": "[a-z]{2,9}"}, range(20), logit_bias=likely)
@@ -359,13 +359,13 @@ def test_where_it_may_go_on_the_model_ends_it():
     assert all(re.fullmatch("[a-z]{2,9}", text_of(sequence, "bpe")) for sequence in found)
 
 
-def test_ignore_eos_goes_on_as_long_as_the_grammar_does():
+def test_ignore_eos_continues_until_the_grammar_ends():
     for sequence in answers("bpe", {"regex": "[a-z]{1,30}"}, range(4), ignore_eos=True):
         assert sequence.finish_reason == "stop"
         assert len(text_of(sequence, "bpe")) == 30
 
 
-def test_what_bias_forbids_besides_may_leave_nothing():
+def test_bias_and_constraint_together_may_forbid_everything():
     digits = {
         id: -np.inf
         for id in range(grammars().tokenizer.n_vocab)
@@ -378,14 +378,14 @@ def test_what_bias_forbids_besides_may_leave_nothing():
     )
 
 
-def test_penalties_and_bias_choose_among_what_is_allowed():
+def test_penalties_and_bias_apply_to_allowed_tokens():
     made = grammars()
     wanted = made.tokenizer.encode_inside("b")[0]
     for sequence in answers("bpe", {"regex": "[a-c]"}, range(5), logit_bias={wanted: 1000}):
         assert sequence.generated == [wanted]
 
 
-def test_the_same_tokens_alone_among_others_and_where_pages_run_out():
+def test_same_tokens_in_any_batch_and_without_free_blocks():
     """Check that a preempted sequence, which is computed again, keeps its place in the grammar."""
     made, form = grammars(), SamplingParams(seed=3, regex="([a-z ]{1,40}\\.\n){20,30}", max_tokens=150)
 
@@ -450,7 +450,7 @@ def test_a_mask_that_was_found_ahead_is_the_same_and_holds_until_a_token_is_take
         assert (ahead.finished, ahead.can_end) == (plain.finished, plain.can_end)
 
 
-def test_what_goes_wrong_while_a_mask_is_found_is_told_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
+def test_error_of_a_mask_is_raised_when_the_mask_is_needed(monkeypatch: pytest.MonkeyPatch):
     made = grammars()
     engine = Engine(FakeBackend(made.tokenizer.n_vocab), 256)
     sequence = engine.prepare([1], SamplingParams(seed=1), constraint=made.constraint("regex", "[a-c]{30}"))
@@ -574,7 +574,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_cannot_be_used_is_one_sentence(name: str):
+def test_unusable_file_gives_one_message(name: str):
     kind, text, reason = HOSTILE[name]
     with pytest.raises(InvalidRequestError, match=reason) as error:
         grammars().constraint(kind, text)
@@ -600,15 +600,13 @@ BURSTING = {
 
 
 @pytest.mark.parametrize("name", BURSTING)
-def test_what_would_take_the_stack_or_minutes_takes_a_process_of_its_own(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_hostile_files_are_bounded_in_time_and_stack(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constraint, "LIMITS", replace(constraint.LIMITS, seconds=1.0))
     with pytest.raises(InvalidRequestError, match=r"does not compile within|cannot be used"):
         grammars().constraint(*BURSTING[name])
 
 
-def test_a_schema_or_a_grammar_alone():
+def test_schema_excludes_a_grammar():
     with pytest.raises(InvalidRequestError, match="json_object and regex cannot be combined"):
         SamplingParams(json_object=True, regex="a")
     with pytest.raises(InvalidRequestError, match="json_schema must be a JSON schema"):
@@ -619,7 +617,7 @@ def test_a_schema_or_a_grammar_alone():
         SamplingParams(regex=3)
 
 
-def test_without_llguidance_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+def test_missing_llguidance_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constraint, "find_spec", lambda name: None)
     with pytest.raises(HotsetError, match=r"pip install '\.\[serve\]'"):
         Grammars(grammars().tokenizer).constraint("regex", "a")
@@ -651,6 +649,6 @@ def test_generate_stream_and_chat(model: hotset.Model):
         assert min(each.logprob for each in one.logprobs) < -1
 
 
-def test_a_grammar_that_cannot_be_used_is_told_of_at_the_call(model: hotset.Model):
+def test_unusable_grammar_is_an_error_at_the_call(model: hotset.Model):
     with pytest.raises(InvalidRequestError, match="regular expression cannot be used"):
         model.stream("Hello", regex="(")

@@ -111,7 +111,7 @@ def test_unigrams_are_sentencepieces() -> None:
     assert last not in tokenizer.encode("the </s>", add_special=False)
 
 
-def test_unigrams_are_those_of_tokenizers() -> None:
+def test_unigrams_equal_tokenizers() -> None:
     """Compare with Hugging Face's unigram tokenizer, set up as for XLM-RoBERTa.
 
     Its normaliser loses marks after replaced characters. Texts for which it differs from SentencePiece's
@@ -171,7 +171,7 @@ def test_a_damaged_charsmap_does_no_harm(at: int, byte: int) -> None:
         normalise(text)
 
 
-def test_what_is_remembered_of_texts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     _, charsmap = trained_unigram()
     expected = [CharsMap(charsmap)(text) for text in TEXTS]
     monkeypatch.setattr("hotset.text.charsmap._REMEMBERED", 5)

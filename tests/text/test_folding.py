@@ -245,7 +245,7 @@ def test_a_turn_is_a_prefix_of_the_next(name: str) -> None:
         ("first call", Folding(one_call=True)),
     ],
 )
-def test_the_probe_finds_what_a_template_lacks(
+def test_probe_finds_missing_features_of_a_template(
     name: str, folding: Folding, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "hotset.text"), ChatTemplate(TEMPLATES[name]) as template:

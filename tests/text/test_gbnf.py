@@ -172,6 +172,6 @@ def test_a_grammar_of_a_programming_language():
         ("root ::= <x>", "expected a token"),
     ],
 )
-def test_an_error_says_where_and_what(grammar: str, reason: str):
+def test_error_names_place_and_cause(grammar: str, reason: str):
     with pytest.raises(ValueError, match=reason):
         gbnf.lark_of(grammar)

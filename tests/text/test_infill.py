@@ -64,7 +64,7 @@ def test_each_family_has_its_order(marks: tuple[str, ...], keys: dict[str, Any],
     assert spelled(tokenizer, ids) == expected
 
 
-def test_codellama_is_as_its_authors_wrote_it():
+def test_codellama_prompt_equals_its_authors():
     """Encode the prefix with SentencePiece's leading space, and the suffix without."""
     marks = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
     pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "▁b", *marks]
@@ -115,7 +115,7 @@ def test_other_files_come_before_behind_their_names():
     )
 
 
-def test_what_is_nearest_to_the_gap_stays():
+def test_text_next_to_the_gap_stays():
     tokenizer, metadata = bytes_of(*DEEPSEEK)
     long = "".join(map(str, range(10_000)))
 
@@ -138,7 +138,7 @@ def test_what_is_nearest_to_the_gap_stays():
     assert parts("", "", 3) == ("", "", "")
 
 
-def test_what_does_not_fit_is_refused_unless_it_is_trimmed():
+def test_oversized_gap_is_refused_unless_trimmed():
     tokenizer, metadata = bytes_of(*QWEN)
     # (encode_gap refuses texts that are certainly too long; the engine refuses the others.)
     for gap in (Gap(prefix="a" * 5000, suffix=""), Gap(prefix="", suffix="a" * 5000)):

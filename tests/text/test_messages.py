@@ -166,7 +166,7 @@ def test_a_template_that_wants_the_text_gets_it():
     assert '"Köln"' in render(DEEPSEEK, conversation(ARGUMENTS))
 
 
-def test_arguments_that_are_no_object_stay_as_the_model_wrote_them():
+def test_arguments_other_than_objects_stay_unchanged():
     assert '"arguments": "{\\"a\\": tru"}' in render(QWEN, conversation('{"a": tru'))
     assert '"arguments": {}}' in render(QWEN, conversation(""))
 
@@ -196,7 +196,7 @@ def test_a_template_that_fails_for_another_reason_says_that():
         ([{"function": {"name": "f", "arguments": 3}}], "arguments of call 0 of message 0 must be a text"),
     ],
 )
-def test_calls_that_are_none_are_told_of(calls: Any, message: str):
+def test_invalid_calls_are_errors(calls: Any, message: str):
     with pytest.raises(InvalidRequestError, match=message):
         checked_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
 
@@ -239,7 +239,7 @@ def test_calls_that_a_template_leaves_out_are_text_in_its_form():
     assert render(PHI, [system, *messages], [TOOL]).startswith(f"<system>Be brief.<|tool|>{schema}")
 
 
-def test_calls_that_a_template_leaves_out_beside_a_text_replace_it():
+def test_calls_dropped_next_to_a_text_replace_it():
     messages = conversation()
     for content in (None, "Let me see."):
         messages[1]["content"] = content

@@ -116,7 +116,7 @@ BROKEN: list[tuple[str, str, list[Part]]] = [
 
 
 @pytest.mark.parametrize(("form", "emitted", "parts"), EMITTED + BROKEN)
-def test_what_is_emitted_becomes_parts(form: str, emitted: str, parts: list[Part]):
+def test_output_becomes_parts(form: str, emitted: str, parts: list[Part]):
     assert read(form, [emitted]) == parts
     assert read(form, list(emitted)) == parts
     middle = len(emitted) // 2
@@ -163,7 +163,7 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str, words: list[str]
 
 
 @pytest.mark.parametrize(("form", "emitted", "parts"), [one for one in EMITTED if one[0] == "hermes"])
-def test_an_answer_cut_anywhere_is_no_error(form: str, emitted: str, parts: list[Part]):
+def test_truncated_answer_is_no_error(form: str, emitted: str, parts: list[Part]):
     for end in range(len(emitted)):
         cut = read(form, [emitted[:end]])
         starts = [part for part in cut if isinstance(part, CallStart)]
@@ -218,7 +218,7 @@ def think(pieces: Sequence[str], is_open: bool = False) -> list[Part]:
         ("Hm.</think>Hi</think>", True, [ReasoningChunk("Hm."), Text("Hi</think>")]),
     ],
 )
-def test_reasoning_is_what_an_answer_begins_with(emitted: str, is_open: bool, parts: list[Part]):
+def test_reasoning_begins_an_answer(emitted: str, is_open: bool, parts: list[Part]):
     assert think([emitted], is_open) == parts
     assert think(list(emitted), is_open) == parts
 

@@ -271,7 +271,7 @@ def follows(grammars: Grammars, grammar: str, text: str) -> bool:
 
 @pytest.mark.parametrize("special", quick_are((True,), [True, False]))
 @pytest.mark.parametrize(("name", "text", "arguments"), WRITTEN)
-def test_what_a_model_writes_is_allowed(name: str, text: str, arguments: Any, special: bool):
+def test_calls_as_models_write_them_are_allowed(name: str, text: str, arguments: Any, special: bool):
     """Accept calls as models write them, both required calls and optional calls of strict tools."""
     tokenizer, grammars = vocabulary(special)
     form = OutputForm.of(TEMPLATES[name], tokenizer)
@@ -351,7 +351,7 @@ def test_arguments_by_name_need_properties():
         OutputForm.of(TEMPLATES["qwen"], tokenizer).calls_grammar([{"function": either}])
 
 
-def test_what_cannot_be_required_is_told_of():
+def test_impossible_required_call_is_an_error():
     tokenizer, _ = vocabulary(False)
     form = OutputForm.of("<tool_call>", tokenizer)
     with pytest.raises(InvalidRequestError, match="there is no tool 'x' to call"):

@@ -53,7 +53,7 @@ def of_a_format(folder: Path, name: str, n: int) -> list[Question]:
 
 
 @pytest.mark.parametrize("key", STORED["prompts"])
-def test_prompts_are_those_of_the_harness(folder: Path, key: str) -> None:
+def test_prompts_equal_the_harnesss(folder: Path, key: str) -> None:
     name, shots = key.split("/")
     if name in FORMATS:
         questions = of_a_format(folder, name, int(shots))
@@ -202,7 +202,7 @@ def test_the_good_task_is_good(tmp_path: Path) -> None:
         (changed("target: a", "target: '[0, 1]'"), "several right answers are not supported"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_unsupported_features_are_named(tmp_path: Path, text: str, said: str) -> None:
     assert re.search(said, refused(tmp_path, text))
 
 
@@ -226,7 +226,7 @@ def test_a_template_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.
         ('{"q": "x", "c": ["a", 1], "a": 0}', "must give a list of texts"),
     ],
 )
-def test_documents_that_are_none(tmp_path: Path, data: str, said: str) -> None:
+def test_invalid_documents(tmp_path: Path, data: str, said: str) -> None:
     (tmp_path / "t.yaml").write_text(changed('"{{q}}"', "q"))
     (tmp_path / "d.jsonl").write_text(data)
     with pytest.raises(HotsetError, match=said):

@@ -57,7 +57,7 @@ def test_the_end_is_forced_when_the_budget_is_used_up(specials: tuple[str, ...],
     assert opened == f"<think>{said}"
 
 
-def test_an_answer_that_does_not_think_or_ends_by_itself_is_left_alone() -> None:
+def test_answer_within_the_budget_is_unchanged() -> None:
     form = OutputForm.of(QWEN, tokenizer())
     for prompt, text in (
         ("assistant\n", "Rome, and a <think> in the midst of it, which is text."),

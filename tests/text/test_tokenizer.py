@@ -267,7 +267,7 @@ def test_rwkv_takes_the_longest_piece_that_fits():
     assert tokenizer.stop_ids == {257}
 
 
-def test_rwkv_leaves_out_what_it_cannot_spell():
+def test_rwkv_drops_unknown_bytes():
     metadata = rwkv_metadata(tokens=["<s>", "a", "ab"], token_type=[3, 1, 1], eot_token_id=None)
     tokenizer = load_tokenizer({key: value for key, value in metadata.items() if value is not None})
     assert tokenizer.encode("ab?a") == [2, 1]
@@ -483,7 +483,7 @@ def test_a_vocabulary_that_lacks_bytes_says_nothing_of_the_length():
         {"model": "llama", "scores": [0.0] * 1000, "add_space_prefix": np.ones(3)}, {"tokens": [["a"]]},
     ],
 )  # fmt: skip
-def test_damaged_metadata_is_a_sentence(changes):
+def test_damaged_metadata_gives_one_message(changes):
     with pytest.raises(TokenizerError) as error:
         load_tokenizer(bpe_metadata(**changes))
     assert "\n" not in str(error.value)

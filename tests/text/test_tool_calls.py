@@ -140,7 +140,7 @@ def is_json(text: str) -> bool:
 
 
 @pytest.mark.parametrize(("form", "emitted", "text", "calls"), BROKEN)
-def test_what_breaks_off(form: str, emitted: str, text: str, calls: list[tuple[str, str]]):
+def test_truncated_answers(form: str, emitted: str, text: str, calls: list[tuple[str, str]]):
     for pieces in ([emitted], list(emitted)):
         parts = read(form, pieces)
         assert calls_of(parts) == calls
@@ -246,7 +246,7 @@ def test_a_stream_that_is_cut_at_any_letter_is_the_whole(form: str, emitted: str
 COMMON = [*"{}[]()\":,\\ \n;<>|='aé`", "get_weather", "city", '"name"', '"arguments": {', "null", "json\n"]
 
 
-def test_a_long_quote_whose_end_has_not_come_is_no_short_one() -> None:
+def test_unfinished_long_quote_is_not_a_short_one() -> None:
     """Compare pieces with the whole: the quote `<|"|>` contains a `"`, which must not end the string."""
     text = '<|tool_call>call:get_weather{city:<|"|>Rome"}'  # the string has no end
     whole = read("gemma4", [text])
@@ -291,7 +291,7 @@ def heads(form: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", FORM)
-def test_what_a_parser_waits_with_is_bounded(form: str):
+def test_parser_buffers_a_bounded_text(form: str):
     """Bound the buffered text, so that the time for a piece depends only on its own length."""
     for head, text in itertools.product(heads(form), hostile(2000)):
         parser = parser_of(FORM[form], TOOLS, lambda: "id")
@@ -380,7 +380,7 @@ def test_literals(written: str, value: Any):
 @pytest.mark.parametrize(
     "text", ["", "Rome", "1 2", "[1", "a:1", "NaN", "f(x)", "'a", "{1: 2}", "x" * 9, "[" * 9999]
 )
-def test_what_is_no_literal(text: str):
+def test_invalid_literals(text: str):
     assert as_json(text) is None
 
 

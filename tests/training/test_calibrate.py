@@ -68,7 +68,7 @@ def silu(folder: Path) -> GGUFFile:
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
 @pytest.mark.parametrize("dialect", ["gguf", "powerinfer"])
-def test_torch_computes_what_the_reference_does(tmp_path: Path, architecture: str, dialect: Any) -> None:
+def test_torch_equals_the_reference(tmp_path: Path, architecture: str, dialect: Any) -> None:
     more = {"n_head_kv": 1} if architecture == "falcon" else {}
     path = write_relu(tmp_path / "model.gguf", architecture, dialect=dialect, **more)
     with open_gguf(path) as gguf:
@@ -112,7 +112,7 @@ def test_mixtures_too(run_folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"one_by_one": True}, {"down_neuron_major": True}], ids=lambda m: [*m, ""][0]
 )
-def test_experts_that_there_is_no_room_for_are_decoded_once_each(
+def test_experts_without_slots_are_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     decoded: list[int] = []
@@ -170,7 +170,7 @@ def test_gradients_go_through_states_and_latent_vectors(run_folder: Path, name: 
         assert_gradient_of_attention(gguf, 1e-4 if name in ("rwkv6", "deepseek4") else 1e-3)
 
 
-def test_gradients_are_those_of_the_whole_network(tmp_path: Path) -> None:
+def test_gradients_equal_the_whole_networks(tmp_path: Path) -> None:
     """Compare gradients computed layer by layer, from kept streams, with one whole backward pass."""
     with silu(tmp_path) as gguf:
         graph = thresholded_graph(gguf)
@@ -207,7 +207,7 @@ def test_gradients_are_those_of_the_whole_network(tmp_path: Path) -> None:
 # -- losses --------------------------------------------------------------------------------------
 
 
-def test_losses_are_half_the_squares_of_what_is_taken_away() -> None:
+def test_losses_are_half_the_squares_of_removed_values() -> None:
     """Compare losses with a mask for each threshold, for an input and for the two sites of the neurons."""
     rng = np.random.default_rng(3)
     x, g, gate = (torch.from_numpy(rng.standard_normal((9, 14)).astype(np.float32)) for _ in range(3))
@@ -240,7 +240,7 @@ def test_losses_are_half_the_squares_of_what_is_taken_away() -> None:
 
 
 @pytest.mark.parametrize("name", THRESHOLD_NAMES)
-def test_an_estimate_is_near_what_a_cutoff_does(tmp_path: Path, name: str) -> None:
+def test_estimate_is_close_to_the_measured_loss(tmp_path: Path, name: str) -> None:
     """Cut one site of one layer a little, and compare the model's KL with the estimate over drawn tokens."""
     with silu(tmp_path) as gguf:
         graph = thresholded_graph(gguf)
@@ -327,7 +327,7 @@ def test_no_other_choice_saves_more_at_less_loss(seed: int) -> None:
     assert choices.with_share(0.999).saved == pytest.approx(both[:, 1].max())
 
 
-def test_only_what_is_named_is_cut() -> None:
+def test_only_named_sites_have_thresholds() -> None:
     _, losses, sizes = drawn_choices(0)
     for names in (("down_in",), ("gate",), ("attn_in", "ffn_in")):
         choices = ThresholdChoices([layer.only(names) for layer in losses], sizes, [True, True])
@@ -365,7 +365,7 @@ def test_a_kind_that_costs_more_than_it_was_thought_is_cut_less() -> None:
     assert not any(layer.attn_in or layer.attn_out for layer in after.layers)
 
 
-def test_what_rounding_costs_is_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_loss_does_not_change_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure factors of 2, 0.5 and 1, with a constant KL on top, which must not change the factors."""
     _, losses, sizes = drawn_choices(2)
     for one in losses:
@@ -400,7 +400,7 @@ def test_cuts_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon", "opt"])
-def test_bytes_are_those_of_the_matrices(tmp_path: Path, architecture: str) -> None:
+def test_bytes_equal_the_matrices(tmp_path: Path, architecture: str) -> None:
     more = {"n_head_kv": 1} if architecture == "falcon" else {}
     with open_gguf(write_relu(tmp_path / "m.gguf", architecture, dialect="gguf", **more)) as gguf:
         for i, size in enumerate(bytes_of_sites(thresholded_graph(gguf), gguf)):
@@ -443,7 +443,7 @@ def test_the_place_of_a_window_does_not_depend_on_the_rest(path: Path, text: str
         assert places == sorted(places)
 
 
-def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path: Path) -> None:
+def test_calibration_for_a_rise_of_perplexity(path: Path, text: str, tmp_path: Path) -> None:
     out = tmp_path / "out.thresholds.json"
     told = Told()
     found = calibrate_thresholds(
@@ -480,7 +480,7 @@ def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path:
     assert other.divergence.kl == found.measured.kl > 0
 
 
-def test_a_share_that_is_asked_for(path: Path, text: str, tmp_path: Path) -> None:
+def test_calibration_for_a_share(path: Path, text: str, tmp_path: Path) -> None:
     found = calibrate_thresholds(path, text, tmp_path / "out.json", ThresholdSettings(share=0.3, **QUICK))
     assert 0.3 <= found.measured.saved < 0.33
     assert found.problems == ()
@@ -500,7 +500,7 @@ def test_a_uniform_share(path: Path, text: str, tmp_path: Path) -> None:
     assert found.measured.kl > 0
 
 
-def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_resumes(path: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ThresholdSettings(max_increase=0.02, **QUICK)
     whole = calibrate_thresholds(path, text, tmp_path / "whole.json", settings)
     out, work = tmp_path / "out.json", tmp_path / "work"
@@ -571,7 +571,7 @@ def test_a_moe_is_cut(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("neuron_major", [False, True])
-def test_gates_of_experts_cost_what_is_predicted(text: str, tmp_path: Path, neuron_major: bool) -> None:
+def test_gates_of_experts_cost_the_prediction(text: str, tmp_path: Path, neuron_major: bool) -> None:
     model = write_bytes(tmp_path / "m.gguf", experts=(4, 2), down_neuron_major=neuron_major)
     settings = ThresholdSettings(uniform=0.4, only=("gate",), **QUICK)
     found = calibrate_thresholds(model, text, tmp_path / "out.json", settings)
@@ -591,7 +591,7 @@ def test_gates_of_experts_cost_what_is_predicted(text: str, tmp_path: Path, neur
     assert measured.saved == pytest.approx(0.4 * thresholded / (thresholded + sum(others)), rel=0.05)
 
 
-def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> None:
+def test_uncalibratable_models_are_refused(path: Path, text: str, tmp_path: Path) -> None:
     settings = ThresholdSettings(max_increase=0.01, **QUICK)
     with pytest.raises(InvalidRequestError, match="the text is too short: it has"):
         calibrate_thresholds(path, "a b c", tmp_path / "o.json", settings)

@@ -136,7 +136,7 @@ class TestNetwork:
             for i in range(3):
                 torch.testing.assert_close(together[i], base.logits(tokens[i : i + 1]), rtol=1e-4, atol=1e-4)
 
-    def test_what_is_not_of_the_family_is_refused(self, tmp_path: Path) -> None:
+    def test_model_of_another_family_is_refused(self, tmp_path: Path) -> None:
         for architecture in ("falcon", "opt", "llama"):  # the last in PowerInfer's dialect
             dialect = "powerinfer" if architecture == "llama" else "gguf"
             path = write_relu(tmp_path / f"{architecture}.gguf", architecture, dialect=dialect)
@@ -197,7 +197,7 @@ class TestFusedFunctions:
 
 class TestSparseGLU:
     @pytest.mark.parametrize("both", [False, True])
-    def test_value_and_gradient_are_those_of_the_plain_formula(self, both: bool) -> None:
+    def test_value_and_gradient_equal_the_plain_formula(self, both: bool) -> None:
         gate, up = doubles(5, 7), doubles(5, 7)
         scale = doubles(7)
         got = SparseGLU.apply(gate, up, scale, both, 0.0, 1.0)
@@ -205,7 +205,7 @@ class TestSparseGLU:
         assert_same_gradients(got, wanted, [gate, up, scale])
 
     @pytest.mark.parametrize("both", [False, True])
-    def test_the_price_is_that_of_the_share(self, both: bool) -> None:
+    def test_price_follows_the_share(self, both: bool) -> None:
         """Shift every gate a little: the share of active neurons must change as the gradient predicts."""
         generator = torch.Generator().manual_seed(0)
         gate = torch.randn(1000, 400, generator=generator, requires_grad=True)
@@ -399,7 +399,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("labels", [0.0, 0.3])
     @pytest.mark.slow
-    def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:
+    def test_training_recovers_the_teacher(self, silu: Path, tmp_path: Path, labels: float) -> None:
         """Add noise to one matrix of the student: training must recover the teacher, as the curve shows."""
         run = training(silu, tmp_path / "run", lr=1e-2, vector_lr=1e-3, labels=labels, scored=0.7)
         run.prepare()
@@ -432,7 +432,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
     @pytest.mark.slow
-    def test_goes_on_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
+    def test_resumes_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
         class KilledError(Exception):
             pass
 
@@ -554,7 +554,7 @@ class TestMerging:
             merge(gguf, adapters, tmp_path / "out.gguf")
         assert not (tmp_path / "out.gguf").exists()
 
-    def test_what_is_no_adapter_file_is_refused(self, tmp_path: Path) -> None:
+    def test_other_file_than_an_adapter_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="does not exist; train some"):
             TrainedAdapters.open(tmp_path / "missing")
         (tmp_path / "bad").write_bytes(b"\xff" * 100)
@@ -639,7 +639,7 @@ class TestMerging:
             assert np.abs(read.values[name] - value).max() <= np.abs(value).max() / 200
 
     @pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "smollm3-biases"])
-    def test_what_else_a_layer_has_stays(self, tmp_path: Path, name: str) -> None:
+    def test_other_tensors_of_a_layer_stay(self, tmp_path: Path, name: str) -> None:
         """Check a bias of up, which is scaled with its rows, windows, and layers without rotation."""
         recipe = tiny_models.RECIPES[name]
         path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
@@ -729,7 +729,7 @@ class Asked:
 
 
 class TestGenerating:
-    def test_goes_on_where_it_stopped(self, converted: Path, tmp_path: Path) -> None:
+    def test_resumes_where_it_stopped(self, converted: Path, tmp_path: Path) -> None:
         path = tmp_path / "generated.jsonl"
         with hotset.load(converted, n_ctx=256, n_seqs=8) as model:
             texts = [model.tokenizer.encode("the thing in the thin thing " * 40)]
@@ -763,7 +763,7 @@ class TestGenerating:
         assert not circles([*range(80), *range(20)])
         assert circles([*range(20), *([3, 1, 4, 1, 5] * 12)])
 
-    def test_half_of_what_a_model_that_only_circles_writes_is_kept(
+    def test_half_of_repetitive_answers_is_kept(
         self, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("hotset.training.generate.circles", lambda document: True)
@@ -843,7 +843,7 @@ class TestCommand:
             (("--text", "TEXT", "-c", 4096), "too short|at least"),
         ],
     )
-    def test_mistakes_get_a_sentence(
+    def test_mistakes_give_one_message(
         self, converted: Path, text: Path, tmp_path: Path, options: tuple[object, ...], message: str
     ) -> None:
         from typer.testing import CliRunner
@@ -946,7 +946,7 @@ class TestProcesses:
             assert left["kl"] == pytest.approx(right["kl"], rel=2e-2)
 
 
-def test_files_that_are_no_models_end_with_a_sentence(tmp_path: Path) -> None:
+def test_other_files_than_models_give_one_message(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.write()
     with open_gguf(tmp_path / "x.gguf") as gguf, pytest.raises(HotsetError):

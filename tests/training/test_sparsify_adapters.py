@@ -43,7 +43,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_they_are_small_and_say_what_they_are() -> None:
+def test_files_are_small_and_describe_themselves() -> None:
     assert ADAPTERS.stat().st_size < 20_000_000
     adapters = TrainedAdapters.open(ADAPTERS)
     told = json.loads((FOLDER / "smollm2-135m-relu.json").read_text())

@@ -78,7 +78,7 @@ def matrix(path: Path, name: str) -> np.ndarray:
 # ---- the beginning ----
 
 
-def test_the_entropy_of_a_layer_is_that_of_its_coins() -> None:
+def test_entropy_of_a_layer_equals_its_coins() -> None:
     assert training.entropy(np.array([0.5, 0.5])) == pytest.approx(1)
     assert training.entropy(np.array([0.25])) == pytest.approx(2 - 0.75 * np.log2(3))
     assert training.entropy(np.array([0.0, 1.0, 0.5])) == pytest.approx(1 / 3)
@@ -180,12 +180,12 @@ def test_pairs_stay_within_their_bytes(tmp_path: Path, max_bytes: int) -> None:
     assert held_out <= max_bytes * pair_files.HELD_OUT_SHARE
 
 
-def test_a_limit_below_one_sequence_costs_a_sentence(tmp_path: Path) -> None:
+def test_limit_below_one_sequence_gives_one_message(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="not one sequence of 10 tokens fits in the 3,000 bytes"):
         collect(tmp_path, fake_steps, SOURCES, SEQUENCES[4:], SEQUENCES[:4], max_bytes=30_000, settings={})
 
 
-def test_a_killed_collection_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_collection_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_files, "_SHARD_BYTES", 2000)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = {"max_bytes": 1 << 20, "settings": {"a": 1}}
@@ -404,7 +404,7 @@ def test_recall_rises_until_the_perplexity_is_met(tmp_path: Path) -> None:
 # ---- resuming ----
 
 
-def test_a_stopped_training_goes_on_to_the_same_result(tmp_path: Path) -> None:
+def test_stopped_training_resumes_to_the_same_result(tmp_path: Path) -> None:
     path = planted(tmp_path / "model.gguf")
     settings = replace(QUICK, precision=0.9)
     expected = train_predictors(path, [TEXT], tmp_path / "whole", tmp_path / "whole.gguf", settings)
@@ -478,12 +478,12 @@ def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Pa
         ({"schedule": Schedule(epochs=0)}, "epochs, batch and learning rate must be above 0"),
     ],
 )
-def test_odd_settings_cost_a_sentence(change: dict[str, Any], message: str) -> None:
+def test_odd_settings_give_one_message(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         replace(QUICK, **change)
 
 
-def test_mistakes_cost_a_sentence(tmp_path: Path) -> None:
+def test_mistakes_give_one_message(tmp_path: Path) -> None:
     path = planted(tmp_path / "model.gguf")
     with pytest.raises(InvalidRequestError, match="the text is too short"):
         train_predictors(path, ["abc"], tmp_path / "p", None, QUICK)

@@ -1050,7 +1050,7 @@ def test_who_computes_experts_is_chosen(n_tokens: int) -> None:
             assert torch.equal(one, other)
 
 
-def test_triton_computes_on_a_device_and_where_it_is_interpreted() -> None:
+def test_triton_computes_on_a_device_or_in_the_interpreter() -> None:
     ops = Kernels("cpu" if DEVICE is None else "cuda")
     assert ops.name == "triton"
     assert ops.capturable == (DEVICE is not None)

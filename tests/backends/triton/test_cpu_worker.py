@@ -151,7 +151,7 @@ def test_nothing_predicted_is_zero(tmp_path: Path) -> None:
     np.testing.assert_array_equal(ask(cold, 0, inputs(2), packed(hot)), np.zeros((2, N_EMBD)))
 
 
-def test_what_is_wrong_is_said_before_a_step(tmp_path: Path) -> None:
+def test_faults_are_named_before_a_step(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama")
     with pytest.raises(InvalidRequestError, match=r"bool \[736\], not float64 \[736\]"):
         cpu_worker(gguf, "exact", hot=np.zeros(N_FF))
@@ -260,13 +260,13 @@ def test_a_device_that_fails_leaves_the_next_step_clean(cold: CpuOffload) -> Non
         assert_works(cold)
 
 
-def test_what_was_posted_must_be_collected(cold: CpuOffload) -> None:
+def test_submitted_work_must_be_collected(cold: CpuOffload) -> None:
     with pytest.raises(DeviceError, match="layer 0 were submitted and not collected"), cold.step(1):
         cold.submit(0, inputs(1))
     assert_works(cold)
 
 
-def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
+def test_finished_result_must_be_collected(cold: CpuOffload) -> None:
     """Check that a result that was not collected is an error: the next step would collect it."""
     done = cold._exchange.shared.flags(cold._exchange.shared.done)
 

@@ -415,7 +415,7 @@ def test_a_graph_is_cut_between_layers(tmp_path: Path) -> None:
         graph.split(3, 3)
 
 
-def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:
+def test_unsupported_split_layers_are_refused(tmp_path: Path) -> None:
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     stage, _ = split(ready.weights, graph, masks(0.3))
     with pytest.raises(InvalidRequestError, match=r"blk\.0\.ffn_act .* split"):
@@ -465,7 +465,7 @@ def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
     assert whole.nbytes["weights"] - part.nbytes["weights"] == less
 
 
-def test_errors_are_sentences(tmp_path: Path) -> None:
+def test_errors_are_single_messages(tmp_path: Path) -> None:
     import torch
 
     gguf = open_gguf(write_llama(tmp_path / "m.gguf"))

@@ -87,7 +87,7 @@ def moved(op: Any, to: dict[Value, Value]) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, form: str) -> None:
+def test_experts_and_their_sum_have_the_cpus_bits(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **FORMS[form])
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     route = graph.ffns[1].route
@@ -107,7 +107,7 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
         worker.close()
 
 
-def test_what_the_device_computes_is_not_asked_of_the_cpu(tmp_path: Path) -> None:
+def test_experts_of_the_device_are_not_requested_from_the_cpu(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     worker = offload(gguf, graph, {}, experts=[0], max_batch=4, n_threads=2)
@@ -178,7 +178,7 @@ def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_refilled_during_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a copying thread, as on a GPU: an expert is used after its arrival, not during the copy."""
     made, caches = GpuExpertCache.__init__, list[GpuExpertCache]()
 
@@ -199,7 +199,7 @@ def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest
         backend.close()
 
 
-def test_a_prompt_does_not_flush_what_decoding_needs(tmp_path: Path) -> None:
+def test_prompt_does_not_flush_entries_of_decoding(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     weights = DeviceWeights(gguf, torch.device("cpu"))
@@ -265,7 +265,7 @@ def counted(backend: ChainBackend) -> CacheStats:
 
 
 @pytest.mark.parametrize("form", quick_are(("biased",), ["mixed", "biased", "neuron-major"]))
-def test_the_same_bits_whoever_computes_what_is_missing(tmp_path: Path, form: str) -> None:
+def test_same_bits_for_any_processor_of_missing_experts(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **(CACHED[form] | SMALL))
     route = describe(config_from_gguf(gguf), gguf.tensors).ffns[0].route
     assert route is not None
@@ -323,7 +323,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     return late
 
 
-def test_what_is_fetched_is_waited_for(tmp_path: Path, late: LateStream) -> None:
+def test_fetched_experts_are_awaited(tmp_path: Path, late: LateStream) -> None:
     gguf = model(tmp_path, experts=(12, 4), **SMALL)
     ids, splits = tokens(60), [40, 45, 46]
     expected = within(120, lambda: logits_of(hybrid(gguf), ids, splits, [2]))
@@ -335,7 +335,7 @@ def test_what_is_fetched_is_waited_for(tmp_path: Path, late: LateStream) -> None
 
 
 @pytest.mark.parametrize("architecture", ["smallthinker", "llama"])
-def test_an_early_router_has_experts_fetched_beside_attention(
+def test_early_router_fetches_experts_during_attention(
     tmp_path: Path, late: LateStream, architecture: str
 ) -> None:
     gguf, is_early = model(tmp_path, architecture=architecture, **SMALL), architecture == "smallthinker"
@@ -363,7 +363,7 @@ def test_an_early_router_has_experts_fetched_beside_attention(
 
 
 @pytest.mark.parametrize("n_tokens", [1, 20])
-def test_a_fetch_that_fails_ends_its_step_alone(
+def test_failed_fetch_ends_only_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tokens: int
 ) -> None:
     gguf = model(tmp_path, **SMALL)

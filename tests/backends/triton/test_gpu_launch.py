@@ -296,7 +296,7 @@ def test_kernels_are_compiled_at_the_same_time_and_not_launched(monkeypatch: pyt
     assert at_once.launched[1:] == [(None, 7)]
 
 
-def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_variant_of_a_kernel_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the other variants follow, the slowest first."""
     monkeypatch.setattr(launch, "usable_cores", lambda: 3)
     kernels = FakeKernel("one", lambda: None), FakeKernel("other", lambda: None)
@@ -373,7 +373,7 @@ def test_variants_are_compiled_as_triton_will_look_for_them(
         ),
     ],
 )
-def test_a_missing_compiler_is_one_sentence(
+def test_missing_compiler_gives_one_message(
     compiler: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check the message for errors of Triton's own function that calls the compiler."""
@@ -399,7 +399,7 @@ def test_a_missing_compiler_is_one_sentence(
         launch.launch(FakeKernel("kernel", build), (1,), torch.zeros(1), 1, warps=4)
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence() -> None:
+def test_unwritable_cache_gives_one_message() -> None:
     def refused() -> None:
         raise PermissionError(13, "Permission denied", "/nowhere/cache")
 

@@ -84,7 +84,7 @@ def test_the_fastest_is_kept(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("facts", [{"driver": "1.2.4"}, {"name": "another card"}, {"api": "1.4"}])
-def test_another_driver_is_measured_anew(kept: Path, facts: dict[str, Any]) -> None:
+def test_another_driver_is_measured_again(kept: Path, facts: dict[str, Any]) -> None:
     Made().tuned(kept)
     other = replace(CARD, **facts)
     assert autotune.known_shapes(other, kept).of(Q4) == ProductShapes()
@@ -97,7 +97,7 @@ def test_another_driver_is_measured_anew(kept: Path, facts: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "damaged", [7, {}, {"one": [64, 4]}, {"one": "16"}, {"most_few": 1000}, {"one": [16]}], ids=str
 )
-def test_what_is_damaged_is_measured_anew(kept: Path, damaged: Any) -> None:
+def test_damaged_measurement_is_repeated(kept: Path, damaged: Any) -> None:
     Made().tuned(kept)
     found = json.loads(kept.read_text())
     [(key, own)] = found.items()

@@ -112,7 +112,7 @@ def test_a_recurrent_models_text_is_the_cpus(run_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_model_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_model_equals_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare greedy text, and the bits of the perplexity.
 
     A software driver takes minutes: each token uses 135 million weights.

@@ -62,7 +62,7 @@ def test_what_is_there(type_: GGMLType, n_cols: int, n_rows: int, staged: bool) 
             assert not len(wanted)
 
 
-def test_what_has_no_room_is_refused() -> None:
+def test_load_without_room_is_refused() -> None:
     device, matrix = opened(staged=False), given(T.Q4_1, 64, 70)
     codes, more = room(device, matrix)
     for wrong in (

@@ -126,7 +126,7 @@ FITTING: dict[str, Any] = {
         ({"n_threads": 0}, "threads"), ({"n_threads": 1 << 20}, "threads"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_oversized_input_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _core.vulkan_rearranged(**{**FITTING, **changes})
 
