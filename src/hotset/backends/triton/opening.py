@@ -239,9 +239,11 @@ def host_workspace(
                 continue
             total += _exchanged_bytes(graph, options.n_pages, options.max_batch)
             if share := _share(placement, piece, graph):
-                worker = _cpu_offload(weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime)
-                total += worker.buffer_bytes
-                worker.close()
+                offload = _cpu_offload(
+                    weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime
+                )
+                total += offload.buffer_bytes
+                offload.close()
         total += runtime.nbytes
     finally:
         runtime.close()
