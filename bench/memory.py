@@ -121,7 +121,7 @@ class Subject:
 class Run:
     """The results of a program in a group. ts: tokens per second, None without any; at_most: an upper bound.
 
-    streamed_per_token: bytes that each token must read again. roofline: tokens per second that the disk alone
+    streamed_per_token: bytes that each token must read again. roofline: tokens per second that only the disk
     would allow. cores: used by other programs. note: why the result is missing.
     """
 

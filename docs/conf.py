@@ -19,7 +19,7 @@ def pages(folder: str) -> list[str]:
 
 
 def ordered(folder: str, *first: str) -> list[str]:
-    """The pages of a folder, these names first."""
+    """Return the pages of a folder, these names first."""
     return sorted(pages(folder), key=lambda page: [page != f"{folder}/{name}" for name in first])
 
 

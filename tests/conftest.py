@@ -1,10 +1,10 @@
-"""What holds for every test: nothing is drawn without a seed, so a test that passed once passes again.
+"""Rules for every test: nothing is drawn without a seed, so a test that passed once passes again.
 
-A draw that no seed decides raises `UnseededDrawError`: a sampler with a temperature and without a seed, here
-and in the processes that a test starts, and NumPy's, Python's and the system's generators where code of this
-repository asks them. The generators that have one state for the whole process (`random`, `np.random`, torch's
-own) start every test alike, so that it does not matter which tests ran before. Libraries may draw as they
-like: a name of a temporary folder decides nothing.
+A draw without a seed raises `UnseededDrawError`. This covers samplers with a temperature and no seed, here
+and in the processes that a test starts. It also covers the generators of NumPy, Python and the system, if
+code of this repository calls them. The generators with one state for the whole process (`random`,
+`np.random`, torch's own) start every test in the same state, so it does not matter which tests ran before.
+Libraries may draw freely: the name of a temporary folder decides nothing.
 
 `--random-order` runs the tests in another order (`make test-order`).
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 
-# There are as many workers as cores, or more. More threads of NumPy and torch, here and in the processes
-# that tests start, do little but wait for one another: they took a third of the suite's time. NumPy and torch
+# There are at least as many workers as cores. More threads of NumPy and torch, here and in the processes
+# that tests start, mostly wait for one another: they took a third of the suite's time. NumPy and torch
 # read this when they are imported.
 os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
 
@@ -47,20 +47,21 @@ seeded.guard_modules()
 TESTS = f"{HERE}{os.sep}"
 OURS = (TESTS, *(f"{HERE.parent / folder}{os.sep}" for folder in ("src", "bench")))
 
-# Tests start hundreds of processes, and each worker imports all tests: what one has compiled is kept beside
-# its source, whatever the environment says. Otherwise each compiles hotset anew, a third of its start.
+# Tests start hundreds of processes, and each worker imports all tests. So bytecode is always written next to
+# its source, whatever the environment says. Otherwise each process would compile hotset again, a third of its
+# start.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# MKL, which torch multiplies with, adds up in an order that depends on where the arrays lie, and so on
-# chance: torch, where it stands in for a device, then has other bits from one backend to the next.
+# MKL, which torch uses for matrix products, sums in an order that depends on the addresses of the arrays, and
+# so on chance. Torch as a simulated device would then give other bits from one backend to the next.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
-# What other programs have on this machine is none of the tests' models (tests/storage/test_elsewhere.py).
+# Tests must not find the models of other programs on this machine (tests/storage/test_elsewhere.py).
 os.environ["HOTSET_ELSEWHERE"] = "0"
 
-# A job in a shell's background ignores Ctrl-C, one of nohup the end of its terminal, and so does what they
-# start: tests that send these signals would wait.
+# A background job of a shell ignores SIGINT, a job of nohup ignores SIGHUP, and their children inherit this.
+# Tests that send these signals would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if os.name == "posix" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -68,13 +69,13 @@ if os.name == "posix" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 hypothesis.settings.register_profile(
     "hotset", derandomize=True, database=None, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # of a machine that is busy
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a busy machine is slow
 )  # fmt: skip
 hypothesis.settings.load_profile("hotset")
 
 
 def _needs_seed(make: Callable[..., Any], name: str) -> Any:
-    """`make`, which code of this repository must call with a seed. A class stays one: it may be inherited."""
+    """Return a `make` that requires a seed from code of this repository. A class stays a class to inherit."""
 
     def check(seed: Any) -> None:
         if seed is None and sys._getframe(2).f_code.co_filename.startswith(OURS):
@@ -97,11 +98,11 @@ def _needs_seed(make: Callable[..., Any], name: str) -> Any:
 
 
 def _refused(draw: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`draw`, which asks the system for its numbers. Tests have no use for it, the code names files."""
+    """Return a guarded `draw`, the system's generator: tests may not call it; code may name files with it."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_code.co_filename.startswith(TESTS):
-            raise UnseededDrawError(f"{name} in a test: no seed decides what it draws")
+            raise UnseededDrawError(f"{name} in a test draws without a seed")
         return draw(*args, **kwargs)
 
     return checked
@@ -109,7 +110,7 @@ def _refused(draw: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_unseeded_draws() -> Iterator[None]:
-    """For the whole session, since fixtures of a module draw too."""
+    """Guard the generators for the whole session, since fixtures of a module draw too."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("default_rng", "Philox", "PCG64", "PCG64DXSM", "SFC64", "MT19937", "SeedSequence"):
             patch.setattr(np.random, name, _needs_seed(getattr(np.random, name), f"np.random.{name}()"))
@@ -122,7 +123,7 @@ def no_unseeded_draws() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was skipped, as one list: how many tests, why, and the command that helps where there is one."""
+    """List the reasons of skipped tests with their counts. Some reasons name a command that helps."""
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", ()):
         reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
@@ -133,14 +134,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test, modules and eight thousand items, is left out of collections."""
+    """Exclude all objects created before the first test (modules, thousands of items) from collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
-    """The generators of the process begin every test alike, and torch's threads are as many as before it."""
+    """Start each test with the same state of the generators, and restore torch's number of threads."""
     random.seed(0)
     np.random.seed(0)
     torch = sys.modules.get("torch")
@@ -154,7 +155,7 @@ def same_start() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of this run of the tests: pytest-xdist's workers share it. For what `made_once` makes."""
+    """Return a folder that all pytest-xdist workers of this run share, for the files of `made_once`."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once"
     folder.mkdir(exist_ok=True)
@@ -163,16 +164,16 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def any_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a test of what happens without a seed, whose outcome may not depend on what is drawn."""
+    """Allow draws without a seed, for a test whose outcome does not depend on the drawn values."""
     monkeypatch.setattr(seeded, "any_seed", True)
 
 
 @pytest.fixture
 def threads() -> Callable[[int], int]:
-    """Threads that this process started since the test began, those of native code too.
+    """Return a function that waits for a number of threads, native ones too, started since the test began.
 
-    They are distinguished by their numbers: threads of earlier tests may end meanwhile. The thread of a pool
-    is there a little longer than the pool, so the count that is expected is waited for.
+    Threads are distinguished by their ids, since threads of earlier tests may end meanwhile. A thread of a
+    pool lives a little longer than the pool, so the function waits until the count is as expected.
     """
     gc.collect()  # backends that other tests left open
     process = psutil.Process()

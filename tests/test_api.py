@@ -84,7 +84,7 @@ def test_greedy_follows_the_logits(model: hotset.Model):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_chunks_and_a_reused_prefix_change_nothing(path: Path, backend: Any):
-    """Bitwise on the cpu backend; NumPy's sums depend on the shape of the batch."""
+    """Compare bitwise on the cpu backend; NumPy's sums depend on the shape of the batch."""
     if backend == "cpu":
         pytest.importorskip("hotset._core", reason="the native module is not built")
     tolerance = 0.0 if backend == "cpu" else 1e-4
@@ -129,7 +129,7 @@ def test_leaving_a_stream_frees_its_pages(model: hotset.Model):
     assert not model.engine.has_work
 
 
-def test_streams_side_by_side_give_what_they_give_alone(model: hotset.Model):
+def test_concurrent_streams_equal_single_ones(model: hotset.Model):
     prompts = ["one", "two", "three"]
     alone = [model.generate(p, seed=i, max_tokens=25).tokens for i, p in enumerate(prompts)]
     streams = [model.stream(p, seed=i, max_tokens=25) for i, p in enumerate(prompts)]
@@ -140,7 +140,7 @@ def test_streams_side_by_side_give_what_they_give_alone(model: hotset.Model):
     assert tokens == alone
 
 
-def test_many_prompts_at_once_give_what_they_give_alone(model: hotset.Model):
+def test_many_prompts_at_once_equal_single_ones(model: hotset.Model):
     prompts = ["one", "two and more", "three"]
     alone = [model.generate(p, seed=4, max_tokens=25) for p in prompts]
     together = model.generate_many(prompts, seed=4, max_tokens=25)
@@ -211,7 +211,7 @@ def test_stop_strings_across_tokens(model: hotset.Model):
     stream = model.stream("hello", **params, stop=[stop, "nothing like it"])
     chunks = [next(stream) for _ in answer.tokens]
     assert chunks[-1].finish_reason == "stop"
-    assert pages_in_use(model) == 0  # freed with the last chunk, before the caller asks for more
+    assert pages_in_use(model) == 0  # freed with the last chunk, before the caller requests more
     assert next(stream, None) is None
     assert "".join(chunk.text for chunk in chunks) == answer.text
     assert [token for chunk in chunks for token in chunk.tokens] == answer.tokens
@@ -348,7 +348,7 @@ def test_a_template_without_bos_gets_one(tmp_path: Path):
     ],
     ids=str,
 )
-def test_messages_that_are_none(model: hotset.Model, messages: Any, message: str):
+def test_invalid_messages(model: hotset.Model, messages: Any, message: str):
     with pytest.raises(hotset.InvalidRequestError, match=message):
         model.chat(messages)
 
@@ -387,7 +387,7 @@ def test_taps_are_the_values_of_the_graph(model: hotset.Model):
     assert [len(part["blk.1.out"]) for part in model.tap_steps(tokens, ["blk.1.out"])] == [32, 32, 32, 4]
 
 
-def test_taps_leave_running_answers_alone(model: hotset.Model):
+def test_taps_do_not_change_running_answers(model: hotset.Model):
     alone = model.generate("hello", seed=1, max_tokens=20).tokens
     with model.thread.exclusive() as engine:  # the taps come between two steps of the answer
         sequence = engine.enqueue(
@@ -405,7 +405,7 @@ def test_taps_leave_running_answers_alone(model: hotset.Model):
     assert sequence.generated == alone
 
 
-def test_taps_say_what_they_cannot_give(model: hotset.Model):
+def test_taps_refuse_unknown_values(model: hotset.Model):
     with pytest.raises(hotset.InvalidRequestError, match=r"no value named 'blk\.9\.ffn_act'"):
         model.taps([1], ["blk.9.ffn_act"])
     with pytest.raises(hotset.ContextLengthError, match="257 tokens do not fit in the context of 256"):
@@ -462,7 +462,7 @@ def test_parameters_are_checked_at_the_call(model: hotset.Model):
 @pytest.mark.parametrize(
     "prompt", [5, None, 1.5, b"hello", {"a": 1}, {1, 2}, [], [True], [[1]], [2**70]], ids=str
 )
-def test_what_is_no_prompt_is_a_sentence(model: hotset.Model, prompt: Any):
+def test_invalid_prompt_gives_one_message(model: hotset.Model, prompt: Any):
     for use in (model.generate, model.stream, model.logits, lambda prompt: model.taps(prompt, ["blk.0.out"])):
         with pytest.raises(hotset.InvalidRequestError, match=r"one or more token|vocabulary"):
             use(prompt)
@@ -488,7 +488,7 @@ def test_perplexity_checks_its_parameters(model: hotset.Model, options: dict[str
 
 
 @pytest.mark.parametrize("budget", ["8", True, math.nan, math.inf, -2, [1]], ids=str)
-def test_a_memory_budget_that_is_no_number_is_a_sentence(path: Path, budget: Any):
+def test_invalid_memory_budget_gives_one_message(path: Path, budget: Any):
     with pytest.raises(hotset.InvalidRequestError, match="a memory budget is a number of GiB above 0"):
         hotset.load(path, device="simulated", vram_budget=budget)
 
@@ -531,7 +531,7 @@ def test_load_chooses_a_context(path: Path):
 
 @pytest.mark.parametrize("device", ["reference", "cpu", "simulated"])
 def test_the_context_chooses_the_rotation(tmp_path: Path, device: str) -> None:
-    """Of a file with factors for contexts up to the original one, and others for longer ones."""
+    """Load a file with one set of factors up to the original context, and another for longer contexts."""
     if device == "simulated":
         pytest.importorskip("torch")
     settings: dict[str, Any] = {"device": device}

@@ -1,4 +1,4 @@
-"""Models on devices through the API: placement, budget, hotness, index, with the CPU in a GPU's place."""
+"""Models on devices through the API: placement, budget, hotness, index. The CPU simulates the GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    # A machine whose CPU is slow: then a tiny model is worth placing.
+    # Simulate a slow CPU, so that placing a tiny model pays.
     slow = replace(
         machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7, sync=1e-6
     )
@@ -59,7 +59,7 @@ def expected(model: Path) -> Iterator[np.ndarray]:
 
 
 def budget(model: Path, fraction: float) -> float:
-    """GiB between the least that holds every layer's fixed part and the whole model."""
+    """Return a budget in GiB between the smallest possible one (fraction 0) and the whole model (1)."""
     whole = hotset.plan(model, device="simulated", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.budget is not None
@@ -72,7 +72,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.allclose(a, b, atol=2e-3 * np.abs(b).max()))
 
 
-def test_without_a_device_the_cpu_computes_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_computes_without_a_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     with hotset.load(model, **SMALL) as loaded:
         assert loaded.backend.name == "cpu"
@@ -116,7 +116,7 @@ def moe_layer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_what_a_budget_leaves_are_slots_for_experts(moe_layer: Path, share: float) -> None:
+def test_rest_of_a_budget_becomes_slots_for_experts(moe_layer: Path, share: float) -> None:
     whole = hotset.plan(moe_layer, device="simulated", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.expert_slots == (24,)
@@ -158,7 +158,7 @@ def test_experts_that_are_left_to_the_cpu(moe_layer: Path, layers: Sequence[int]
 
 
 @pytest.mark.parametrize("forced", ["", "cpu", "fetch"])
-def test_a_plan_says_who_computes_what_is_missing(
+def test_plan_names_who_computes_missing_experts(
     moe_layer: Path, forced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = hotset.plan(moe_layer, device="simulated", vram_budget=1.0, **SMALL)
@@ -186,8 +186,8 @@ def test_a_plan_says_who_computes_what_is_missing(
         else:
             assert fetching.n_spare >= 2
             assert ("simulated fetches 2 of 2 experts" in said) or not forced
-            assert counts.streamed > 0  # of a prompt, whatever becomes of single tokens
-            # Slots of both kinds are within what was planned for experts, and use it.
+            assert counts.streamed > 0  # at least by the prompt
+            # Slots of both kinds stay within the bytes planned for experts, and use most of them.
             assert memory.planned.experts * 0.8 < memory.measured["experts"] <= memory.planned.experts
         assert counts.on_cpu > 0 or forced != "cpu"
         assert counts.on_cpu == 0 or forced != "fetch"
@@ -197,7 +197,7 @@ def test_a_plan_says_who_computes_what_is_missing(
         np.testing.assert_array_equal(logits, expected)
 
 
-def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
+def test_note_reports_the_experts(moe_layer: Path) -> None:
     from cli_runs import hotset as outside
     from cli_runs import inside
 
@@ -213,8 +213,8 @@ def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
     assert experts["read"] == 0
     assert facts["placement"]["devices"][0]["experts"] > 0
     budgeted = ("run", moe_layer, "Hello there", "-n", 6, "--temp", 0, "-c", 128, "--ram-budget", 0.5)
-    experts = json.loads(outside(*budgeted, "--json").stdout)["experts"]  # (this process is larger than that)
-    assert experts["hits"] + experts["read"] > 0  # all that has room may have been read before
+    experts = json.loads(outside(*budgeted, "--json").stdout)["experts"]  # (this process is larger)
+    assert experts["hits"] + experts["read"] > 0  # everything that fits may have been read earlier
     assert experts["on_cpu"] == experts["fetched"] == 0
     assert "experts were in the cache" in outside(*budgeted).stderr
     alone = inside("run", moe_layer, "Hello there", "-n", 2, "--temp", 0, "--device", "cpu")
@@ -285,7 +285,7 @@ def test_two_devices_follow_one_another(model: Path, expected: np.ndarray) -> No
             assert 0 < memory.used <= memory.planned.total
 
 
-def test_as_many_layers_as_are_asked_for(model: Path, expected: np.ndarray) -> None:
+def test_requested_number_of_layers_is_placed(model: Path, expected: np.ndarray) -> None:
     with hotset.load(model, device="simulated", vram_budget=1.0, n_gpu_layers=2, **SMALL) as loaded:
         assert loaded.placement is not None
         assert [place.device for place in loaded.placement.layers] == [CPU] * 4 + [0, 0]
@@ -305,7 +305,7 @@ def test_a_dense_model_goes_by_layers(tmp_path: Path) -> None:
         assert close(loaded.logits([1, 2, 3]), expected)
 
 
-def test_neurons_stay_together_where_that_is_asked_or_all_are_computed(model: Path) -> None:
+def test_neurons_are_split_only_if_useful(model: Path) -> None:
     gib = budget(model, 0.5)
     settings: dict[str, Any]
     for settings in ({"split": "layers"}, {"sparsity": "dense"}):
@@ -331,7 +331,7 @@ def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.
     assert not profile.profile_path(model).exists()
 
 
-def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(model: Path) -> None:
+def test_profile_of_another_model_is_ignored_with_a_note(model: Path) -> None:
     layers = tuple(layer.astype(np.uint64) for layer in counts(200))
     other = profile.profile_path(model)
     profile.Profile(layers, 1000, "of another file", ("x",)).save(other)
@@ -343,7 +343,7 @@ def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(mode
         return [note for note in found.notes if note.startswith("hotness")]
 
     left_out = f"; the profile {other} was taken of another model file and is left out"
-    for _ in range(2):  # counted, and counted before
+    for _ in range(2):  # counting now, and using the stored counts
         (note,) = notes()
         assert note.startswith("hotness from a short text")
         assert note.endswith(left_out)
@@ -368,7 +368,7 @@ def test_counts_are_taken_from_where_they_are(model: Path) -> None:
     first, notes = hot()
     assert "as published" in notes
     assert first
-    assert set(first) <= {0, 100}  # the hottest first; from 0 on where the budget takes more
+    assert set(first) <= {0, 100}  # the hottest first; the first neurons if the budget has room for more
     with hotset.load(model, device="cpu", **SMALL) as loaded:
         own = profile.Profile(
             tuple(layer.astype(np.uint64) for layer in counts(200)), 1000, sidecar.fingerprint(loaded.gguf),
@@ -411,7 +411,7 @@ def test_an_index_says_which_neurons_are_on_the_device(model: Path, expected: np
         hotset.plan(model, device="simulated", vram_budget=1.0, gpu_index=path, **SMALL)
 
 
-# -- what is kept, and what is refused -----------------------------------------------------------
+# -- kept plans and refused ones -----------------------------------------------------------------
 
 
 def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,8 +435,8 @@ def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch
     assert len(solved) == 3
 
 
-def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a budget the limit is what is free, rounded down: the same plan is found again."""
+def test_small_changes_of_free_memory_keep_the_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round the free memory down to the limit, so that a small change finds the same plan again."""
     solved = []
     solve = planner.solve
     monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
@@ -452,8 +452,8 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
     assert len(solved) == 2
 
 
-def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home: Path) -> None:
-    """Of another version, or damaged: what was kept is a hint, and the budget is checked again."""
+def test_stored_plan_that_does_not_fit_is_solved_again(model: Path, home: Path) -> None:
+    """Check plans of another version and damaged ones: a kept plan is only a hint for the solver."""
     settings: dict[str, Any] = {"device": "simulated", "vram_budget": budget(model, 0.5), **SMALL}
     for path in (home / "cache" / "placements").glob("*.npz"):
         path.unlink()
@@ -478,7 +478,7 @@ def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home:
     assert again.predicted == first.predicted
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_settings_give_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         OutOfMemoryError, match=r"cannot be placed in 0.00 GiB on simulated: the smallest budget"
     ):
@@ -510,7 +510,7 @@ def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
         hotset.load(model, device="simulated", vram_budget=budget(model, 0.5), **SMALL)
 
 
-def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_libraries_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: detect.GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch"])
     with pytest.warns(UserWarning, match="torch is not installed: pip install '.\\[gpu\\]'"):
@@ -519,10 +519,8 @@ def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: 
     loaded.close()
 
 
-def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads that a q8_0 cache fits
+def test_unusable_default_gpu_gives_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads of a size for a q8_0 cache
     monkeypatch.setattr(detect, "wanted_devices", lambda settings: (("simulated",), None))
     with pytest.warns(UserWarning, match="the GPU is not used: a q8_0 cache runs on the CPU only"):
         loaded = hotset.load(model, kv_type="q8_0", **SMALL)
@@ -534,16 +532,14 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
         assert hotset.plan(model, **SMALL) is None
 
 
-def test_a_device_that_was_asked_for_must_take_the_model(tmp_path: Path) -> None:
+def test_requested_device_must_fit_the_model(tmp_path: Path) -> None:
     model = write_sparse(tmp_path / "wide.gguf", n_embd=128)
     for make in (hotset.load, hotset.plan):
         with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only: use f16"):
             make(model, device="simulated", kv_type="q8_0", **SMALL)
 
 
-def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_a_step_names_remedies(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise OutOfMemoryError("cuda:0 ran out of memory while computing 5 tokens")
 
@@ -558,7 +554,7 @@ def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3-long", "granite", "smollm3", "glm4", "phi3-relu"])
 def test_every_architecture_is_planned_and_placed(tmp_path: Path, name: str) -> None:
-    """Wholly on the device, and with layers on the CPU; the context chooses the rotation there too."""
+    """Check the rotation by context with a model wholly on the device, and with layers on the CPU."""
     pytest.importorskip("transformers")
     from tiny_models import RECIPES, build, to_gguf
 

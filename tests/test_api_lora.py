@@ -1,4 +1,4 @@
-"""Adapters (LoRA) through the Python API: loaded, chosen, unloaded, and never mixed up by a cache."""
+"""Adapters (LoRA) through the Python API: loading, choosing and unloading them; caches keep them apart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLING: dict[str, Any] = {"seed": 1, "max_tokens": 12, "logit_bias": PRINTABLE
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, two adapters, and the model with the first."""
+    """Write a model, two adapters, and the model merged with the first."""
     folder = tmp_path_factory.mktemp("lora")
     with open_gguf(write_model(folder / "tiny.gguf")) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -49,7 +49,7 @@ def model(folder: Path) -> Iterator[hotset.Model]:
 def answers(
     model: hotset.Model, choices: Mapping[str, AdapterScales | None], prompt: str = PROMPT
 ) -> dict[str, list[int]]:
-    """The tokens of an answer with each choice, side by side."""
+    """Return the tokens of concurrent answers, one for each choice of adapters."""
     params = SamplingParams(**SAMPLING)
     made = {
         name: model.prepare(model.encode(prompt), params, adapters=scales) for name, scales in choices.items()
@@ -62,7 +62,7 @@ def answers(
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_model_with_an_adapter_is_the_merged_one(folder: Path, backend: str) -> None:
-    """Greedy answers of random models: logits that far apart are not changed by rounding."""
+    """Compare greedy answers of random models, whose logits differ by more than rounding errors."""
     given = {"device": backend, "max_batch": 256}
     with hotset.load(folder / "merged.gguf", **given) as merged:
         expected = merged.generate(PROMPT, temperature=0, max_tokens=12).tokens
@@ -75,7 +75,7 @@ def test_a_model_with_an_adapter_is_the_merged_one(folder: Path, backend: str) -
 
 
 def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
-    """Each is what it is alone, whatever the prefix cache holds of the others."""
+    """Check that each answer equals the answer to a single request, whatever the prefix cache holds."""
     alone = {}
     for name, lora in {
         "none": None, "one": ["one.gguf"], "half": ["one.gguf:0.5"], "both": ["one.gguf", "two.gguf:-0.25"],
@@ -95,7 +95,7 @@ def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
         reused = model.engine.counters().reused_tokens
         assert answers(model, dict(reversed(choices.items()))) == alone
         assert model.engine.counters().reused_tokens == reused + 4 * 2 * PAGE_SIZE
-        # By default they have what the adapters' scales say.
+        # By default an answer uses the scales set for the adapters.
         model.adapters.set_scales({"one": 0.5})
         assert answers(model, {"half": None})["half"] == alone["half"]
         model.adapters.set_scales({})
@@ -126,7 +126,7 @@ def test_memory_is_reserved_before_an_adapter_is_read(
     assert done == [n, n, "read", 0]
     with pytest.raises(InvalidRequestError, match="is called 'one' already"):
         model.adapters.load(str(folder / "two.gguf"), name="one")
-    assert len(done) == 4  # nothing makes room for what is refused
+    assert len(done) == 4  # a refused adapter reserves no memory
 
 
 def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: hotset.Model) -> None:
@@ -144,7 +144,7 @@ def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: h
     assert again.id == 1  # numbers are not used twice
     assert sum(changes) == again.adapter.nbytes
     assert answers(model, {"a": None})["a"] == expected
-    # An answer that begins afterwards fails by itself, and not what runs beside it.
+    # An answer that begins after the unload fails, but another running answer does not.
     late = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), adapters=scales)
     beside = model.prepare(model.encode("other"), SamplingParams(**SAMPLING), adapters=NO_ADAPTERS)
     model.adapters.unload("one")
@@ -234,8 +234,8 @@ def test_devices_do_not_compute_adapters() -> None:
             LoadSettings(lora="a", **device)
 
 
-def test_adapters_beside_a_budget_of_memory(folder: Path) -> None:
-    """What is read from disk as needed, and adapters: the same answers."""
+def test_adapters_with_a_ram_budget(folder: Path) -> None:
+    """Combine adapters with rows that are read when needed: the answers stay the same."""
     given = {"lora": folder / "one.gguf", "device": "cpu", "n_ctx": 256}
     with hotset.load(folder / "tiny.gguf", **given) as model:
         expected = answers(model, {"a": None})

@@ -41,18 +41,18 @@ pytest.importorskip("hotset._core", reason="the native module is not built")
 pytest.importorskip("transformers")
 nextn_models = pytest.importorskip("nextn_models")
 
-__all__ = ["steady"]  # the fixture
+__all__ = ["steady"]  # the fixture, for pytest
 
 N_CTX, N_PAGES = 256, 5
 SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": N_CTX, "n_threads": 2, "n_seqs": 4}
 SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
-PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # of different lengths, over several pages
+PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # several blocks each
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0.7, "logprobs": 0},
     {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1},
 ]
-SELDOM = ("qwen3next", "qwen35moe")  # as qwen35, or as both it and glm4moe
+SELDOM = ("qwen3next", "qwen35moe")  # similar to qwen35, or to it and glm4moe
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ())
     for name in (*nextn_models.MODELS, nextn_models.NEMOTRON)
@@ -73,7 +73,7 @@ def path_of(run_folder: Path) -> Callable[[str], Path]:
 
 
 def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
-    """One alone, and then all of the prompts side by side."""
+    """Return the answer to one prompt, and then the answers to all prompts at once."""
     alone = model.generate(PROMPTS[3], seed=1, max_tokens=24, **kind)
     return [alone, *model.generate_many(PROMPTS, seed=5, max_tokens=24, **kind)]
 
@@ -93,7 +93,7 @@ def test_drafts_change_nothing(path_of: Callable[[str], Path], name: str) -> Non
 
 
 def test_drafts_change_no_answer_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """The layer drafts without them; recurrent states and pages are those of each answer's own adapters."""
+    """Check adapters: the layer drafts without them, but states and blocks include each answer's adapters."""
     path = path_of("qwen35")
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -110,7 +110,7 @@ def test_drafts_change_no_answer_with_adapters(path_of: Callable[[str], Path], t
 
 
 class Recorded:
-    """The logits of which a drafter drew, by the tokens that there were; its sequences are greedy."""
+    """The logits that a drafter drew from, by the tokens before them; sequences are greedy."""
 
     def __init__(self, model: hotset.Model, monkeypatch: pytest.MonkeyPatch) -> None:
         speculator = model.engine.speculator
@@ -134,7 +134,7 @@ class Recorded:
         return drafts
 
     def check(self) -> None:
-        """They are those of the layer over the whole text, read at once, in a cache of its own."""
+        """Compare them with the layer's logits over the whole text, read in one step in a new cache."""
         model, options = self._model, {"n_pages": N_PAGES, "n_threads": 1}
         layer = cpu_backend(model.weights, describe_nextn(model.config, model.weights.tensors), **options)
         whole = cpu_backend(model.weights, model.graph, **options)
@@ -156,7 +156,7 @@ def one_row(tokens: Many[int], start: int, tap: str) -> Batch:
 
 
 def logits_of(layer: CpuBackend, tokens: tuple[int, ...], hidden: np.ndarray, n: int) -> np.ndarray:
-    """Of n tokens that a layer drafts greedily. hidden: the model's states at the tokens."""
+    """Return the logits of n tokens that a layer drafts greedily. hidden: the model's states at `tokens`."""
     found: list[np.ndarray] = []
     part, start, rows = list(tokens[1:]), 1, hidden[: len(tokens) - 1]
     while len(found) < n:
@@ -167,10 +167,10 @@ def logits_of(layer: CpuBackend, tokens: tuple[int, ...], hidden: np.ndarray, n:
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "qwen35"])
-def test_drafts_are_those_of_the_whole_text(
+def test_drafts_equal_the_layer_over_the_whole_text(
     path_of: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is shared, preempted, cancelled or taken again, they are a function of the tokens."""
+    """Check that drafts depend only on the tokens, whatever is shared, preempted, cancelled or resumed."""
     shared, die = SOURCE[:140], random.Random(3)
     with hotset.load(path_of(name), speculate="mtp", **SMALL | {"n_seqs": 2, "max_batch": 48}) as model:
         recorded, kind = Recorded(model, monkeypatch), {"temperature": 0, "max_tokens": 24}
@@ -194,7 +194,7 @@ def test_drafts_are_those_of_the_whole_text(
 def test_pages_of_tokens_that_were_not_drafted_are_whole(
     path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others go on from them."""
+    """Check the layer's blocks of tokens without drafts: another sequence continues from them."""
     with hotset.load(path_of("glm4moe"), speculate="mtp", **SMALL) as model:
         assert model.engine.speculator is not None
         ids = model.tokenizer.encode(SOURCE[:30])
@@ -215,7 +215,7 @@ def test_pages_of_tokens_that_were_not_drafted_are_whole(
 
 
 def lose(engine: Engine, die: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on steps are cancelled, and interrupted before and between their tokens."""
+    """Make steps fail at random from now on: cancelled, or interrupted before or between their tokens."""
     step, append = engine.backend.step, engine._append_token
     assert engine.speculator is not None
     assert engine.speculator.reader is not None
@@ -254,13 +254,13 @@ def test_pages_on_the_disk_have_the_layers_part(
         assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
         assert model.thread.counters().restored_tokens >= PAGE_SIZE
         recorded.check()
-    with hotset.load(path, **settings | {"speculate": "off"}) as model:  # its pages are others
+    with hotset.load(path, **settings | {"speculate": "off"}) as model:  # its blocks differ
         assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
         assert model.thread.counters().restored_tokens == 0
 
 
-def test_beside_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """They change the hidden states that the layer reads, and nothing of the layer."""
+def test_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Check thresholds, which change the layer's input but not the layer."""
     path = path_of("glm4moe")
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -286,7 +286,7 @@ def test_under_a_budget_of_memory(path_of: Callable[[str], Path]) -> None:
         assert own + output < drafting_bytes(opened) < own + output + (33 << 20)
 
 
-def test_what_cannot_draft_says_so(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_models_that_cannot_draft_are_refused(path_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"model\.gguf has no layer for multi-token prediction"):
         hotset.load(write_model(tmp_path / "model.gguf"), speculate="mtp", **SMALL)
     path = path_of("glm4moe")

@@ -68,7 +68,7 @@ def test_exact_is_dense_to_the_bit_and_a_prediction_is_not(plain: Path):
     assert (logits["predicted"] != logits["dense"]).any()
 
 
-def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
+def test_every_predictor_can_be_requested(published: Path, backend: Any):
     for predictor in ("mlp", "mlp:q8_0", "svd:16"):
         with hotset.load(published, device=backend, predictor=predictor) as model:
             assert model.sparsity.mode == "predicted"
@@ -91,7 +91,7 @@ def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
     ],
     ids=str,
 )
-def test_what_a_model_cannot_do_is_a_sentence(plain: Path, options: dict[str, Any], message: str):
+def test_unsupported_uses_of_a_model_give_one_message(plain: Path, options: dict[str, Any], message: str):
     with pytest.raises(hotset.InvalidRequestError, match=message):
         hotset.load(plain, device="reference", **options)
 
@@ -104,10 +104,10 @@ def test_a_context_longer_than_the_learned_positions_is_refused(tmp_path: Path):
         assert model.n_ctx == 128
 
 
-# ---- what is kept beside the model ----
+# ---- files stored next to the model ----
 
 
-def test_what_is_built_is_built_once_and_closed_with_the_model(plain: Path):
+def test_sidecars_are_built_once_and_closed_with_the_model(plain: Path):
     down = plain.with_name("plain.down.hotset.gguf")
     with hotset.load(plain, device="reference") as model:
         assert any("built in" in note and str(down) in note for note in model.notes)
@@ -120,7 +120,7 @@ def test_what_is_built_is_built_once_and_closed_with_the_model(plain: Path):
     assert down.stat().st_mtime_ns == written
 
 
-def test_a_failing_load_closes_what_it_opened(plain: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failing_load_closes_opened_files(plain: Path, monkeypatch: pytest.MonkeyPatch):
     closed = []
 
     def close(overlay: Overlay) -> None:
@@ -162,7 +162,7 @@ def test_dense_models_have_no_statistics(tmp_path: Path):
         assert [chunk.stats for chunk in model.stream("hello", **ANSWER)] == [None] * 9
 
 
-def test_statistics_of_an_answer_are_what_its_taps_say(plain: Path, backend: Any):
+def test_statistics_of_an_answer_equal_its_taps(plain: Path, backend: Any):
     with hotset.load(plain, device=backend) as model:
         answer = model.generate(TOKENS, **ANSWER)
         stats = answer.stats
@@ -193,12 +193,12 @@ def test_chunks_have_the_statistics_of_their_token(predicted: hotset.Model):
     assert again is not None
     assert again.active_share == whole.active_share
     assert again.selected_share == whole.selected_share
-    first = chunks[0].answer_stats  # there is nothing but the prompt yet
+    first = chunks[0].answer_stats  # so far only the prompt counts
     assert first is not None
     assert first.n_tokens == 60
 
 
-def test_a_predictor_is_measured_against_what_fires(predicted: hotset.Model):
+def test_predictor_is_measured_against_firing_neurons(predicted: hotset.Model):
     quality = predicted.measure_predictor(TOKENS)
     assert [layer.layer for layer in quality] == list(range(N_LAYER))
     names = [
@@ -215,14 +215,12 @@ def test_a_predictor_is_measured_against_what_fires(predicted: hotset.Model):
         assert layer.precision == pytest.approx((fires & selected).sum() / selected.sum(), abs=5e-3)
     running = predicted.stream(TOKENS, **ANSWER)
     first = next(running)
-    assert (
-        predicted.measure_predictor(TOKENS) == quality
-    )  # beside a running answer, which goes on as it would
+    assert predicted.measure_predictor(TOKENS) == quality  # during a running answer, which does not change
     tokens = first.tokens + [token for chunk in running for token in chunk.tokens]
     assert tokens == predicted.generate(TOKENS, **ANSWER).tokens
 
 
-def test_without_a_predictor_there_is_none_to_measure(plain: Path):
+def test_measuring_needs_a_predictor(plain: Path):
     with (
         hotset.load(plain, device="reference") as model,
         pytest.raises(

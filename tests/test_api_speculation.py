@@ -22,11 +22,11 @@ from hotset.settings import MOST_DRAFTED, LoadSettings
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
-__all__ = ["steady"]  # the fixture
+__all__ = ["steady"]  # the fixture, for pytest
 
 SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": 256, "n_threads": 2, "n_seqs": 4}
 SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
-PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # of different lengths, over several pages
+PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # several blocks each
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0.7, "logprobs": 0},
@@ -35,7 +35,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
-    """One by one, and then all of the prompts side by side."""
+    """Return the answers to some prompts one by one, and then to all prompts at once."""
     found = [model.generate(text, seed=i, max_tokens=30, **kind) for i, text in enumerate(PROMPTS[:2])]
     return found + model.generate_many(PROMPTS, seed=5, max_tokens=30, **kind)
 
@@ -47,7 +47,7 @@ def essence(found: list[Completion]) -> list[Any]:
 @pytest.mark.parametrize("make", [dense, sparse, experts])
 @pytest.mark.parametrize("settings", [{}, {"draft_max": 3}])
 def test_ngram_drafts_change_nothing(tmp_path: Path, make: Any, settings: dict[str, Any]) -> None:
-    """Random models repeat little: the text to look up has what some of them will say."""
+    """Put parts of the answers into the lookup text, since random models repeat little."""
     path = make(tmp_path)
     with hotset.load(path, **SMALL, **settings) as plain:
         expected = [answers(plain, kind) for kind in KINDS]
@@ -62,7 +62,7 @@ def test_ngram_drafts_change_nothing(tmp_path: Path, make: Any, settings: dict[s
 
 @pytest.mark.parametrize("n_layer", [1, 2])
 def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
-    """The model itself, whose tokens are right, drawn ones too; and one that is seldom right."""
+    """Draft with the model itself, whose tokens are right even when drawn, and with a model seldom right."""
     path = write_model(tmp_path / "model.gguf")
     draft = write_model(tmp_path / "draft.gguf", n_layer=n_layer)
     with hotset.load(path, **SMALL) as plain, hotset.load(path, draft=draft, **SMALL) as drafting:
@@ -94,7 +94,7 @@ def test_a_draft_model_need_not_fit_the_type_of_the_cache(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("make", [dense, sparse, experts])
 def test_a_model_that_drafts_for_itself_changes_nothing(tmp_path: Path, make: Any) -> None:
-    """By thresholds beside the file, by its predictors, with fewer experts; the text is exact."""
+    """Draft with stored thresholds, with the file's predictors or with fewer experts: texts stay exact."""
     path = make(tmp_path)
     mode = "exact" if make is sparse else "dense"
     if make is dense:
@@ -123,7 +123,7 @@ def test_drafts_have_the_type_of_the_models_cache(tmp_path: Path) -> None:
 
 
 def test_a_model_drafts_for_itself_in_the_mode_that_is_named(tmp_path: Path) -> None:
-    """The predictor is the drafts' alone: the text is exact."""
+    """Check that only drafts use the predictor: the text is exact."""
     path = sparse(tmp_path)
     settings = {**SMALL, "speculate": "self", "predictor": "svd:16:f16"}
     with hotset.load(path, sparsity="exact", **SMALL) as plain, hotset.load(path, **settings) as drafting:
@@ -147,7 +147,7 @@ def test_a_model_that_cannot_draft_for_itself_says_so(tmp_path: Path) -> None:
 def test_a_draft_model_has_the_same_vocabulary(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
     longer = write_model(tmp_path / "longer.gguf", more_tokens=["<pad1>", "<pad2>"])
-    for one, other in ((path, longer), (longer, path)):  # what pads a vocabulary is never drafted
+    for one, other in ((path, longer), (longer, path)):  # padding of a vocabulary is never drafted
         with hotset.load(one, **SMALL) as plain, hotset.load(one, draft=other, **SMALL) as drafting:
             for kind in KINDS[:2]:
                 assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
@@ -257,11 +257,11 @@ def test_a_model_on_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     pytest.importorskip("torch")
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     path = write_model(tmp_path / "model.gguf")
-    with pytest.raises(InvalidRequestError, match="exact on the CPU alone"):
+    with pytest.raises(InvalidRequestError, match="exact only on the CPU"):
         hotset.load(path, device="simulated", n_gpu_layers=1, n_ctx=64, n_threads=1, speculate="ngram")
 
 
-def test_what_is_implied() -> None:
+def test_implied_settings() -> None:
     assert LoadSettings().drafter == "off"
     assert LoadSettings(lookup="a.txt").drafter == "ngram"
     assert LoadSettings(draft="a.gguf").drafter == "draft"

@@ -1,4 +1,4 @@
-"""AsyncModel gives what Model gives, side by side, and ends what nobody waits for."""
+"""AsyncModel gives the same results as Model, concurrently, and cancels abandoned answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(model: hotset.Model, work: Callable[[AsyncModel], Awaitable[None]]) -> N
     asyncio.run(all_of_it())
 
 
-def test_each_method_gives_what_the_model_gives(model: hotset.Model):
+def test_each_method_equals_the_models(model: hotset.Model):
     prompts = ["hello", "a", [104, 105]]
     expected = [model.generate(prompt, **SAMPLED) for prompt in prompts]
     chunks = list(model.stream("hello", stop=["\x01\x02"], **SAMPLED))
@@ -73,7 +73,7 @@ def test_it_loads_a_model_as_load_does(tmp_path: Path):
     asyncio.run(work())
 
 
-def test_scores_are_those_of_the_model(model: hotset.Model):
+def test_scores_equal_the_models(model: hotset.Model):
     async def work(many: AsyncModel) -> None:
         assert await many.encode("hello") == model.encode("hello")
         assert await many.encode_chat(MESSAGES) == model.encode_chat(MESSAGES)
@@ -87,7 +87,7 @@ def test_scores_are_those_of_the_model(model: hotset.Model):
     run(model, work)
 
 
-def test_calls_of_functions_are_those_of_the_model(tmp_path: Path):
+def test_calls_equal_the_models(tmp_path: Path):
     path = write_model(tmp_path / "calls.gguf", **{"tokenizer.chat_template": HERMES})
 
     async def work() -> None:
@@ -116,7 +116,7 @@ def test_a_stop_string_ends_an_answer(model: hotset.Model):
     until(lambda: not model.engine.has_work, "what a stop string ended goes on")
 
 
-def test_what_nobody_waits_for_is_cancelled(model: hotset.Model):
+def test_abandoned_work_is_cancelled(model: hotset.Model):
     endless = {"temperature": 0, "ignore_eos": True}
 
     async def work(many: AsyncModel) -> None:
@@ -137,7 +137,7 @@ def test_what_nobody_waits_for_is_cancelled(model: hotset.Model):
     until(lambda: not model.engine.has_work, "what was cancelled goes on")
 
 
-def test_errors_are_those_of_the_model(model: hotset.Model):
+def test_errors_equal_the_models(model: hotset.Model):
     async def work(many: AsyncModel) -> None:
         with pytest.raises(hotset.InvalidRequestError, match="unknown parameter 'tempature'"):
             await many.generate("a", tempature=1)  # type: ignore[call-arg]
@@ -149,7 +149,7 @@ def test_errors_are_those_of_the_model(model: hotset.Model):
     run(model, work)
 
 
-def test_it_closes_the_model_with_what_runs(tmp_path: Path):
+def test_it_closes_the_model_with_running_answers(tmp_path: Path):
     async def work() -> None:
         path = write_model(tmp_path / "tiny.gguf")
         async with await AsyncModel.load(path, device="cpu", n_threads=1) as many:
@@ -164,7 +164,7 @@ def test_it_closes_the_model_with_what_runs(tmp_path: Path):
 
 
 def test_vectors_do_not_wait_in_the_loop(model: hotset.Model):
-    """An answer goes on while vectors are made."""
+    """Check that an answer continues while vectors are computed."""
 
     async def work(many: AsyncModel) -> None:
         answer, vectors = await asyncio.gather(many.generate("a", **SAMPLED), many.embed(["hello"] * 20))

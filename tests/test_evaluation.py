@@ -1,4 +1,4 @@
-"""Multiple-choice questions: their formats, what a hostile file gets, and the sums against whole logits."""
+"""Multiple-choice questions: their formats, hostile files, and sums compared with whole logits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def model(path: Path) -> Iterator[hotset.Model]:
 # -- formats -------------------------------------------------------------------------------------
 
 
-def test_each_format_asks_what_the_harness_asks() -> None:
+def test_each_format_asks_like_the_harness() -> None:
     (swag,) = read_questions(lines(HELLASWAG), "f")
     context = "Removing ice:  A man. He has snow. The man".replace("  ", " ")
     assert swag == Question(
@@ -78,7 +78,7 @@ def test_each_format_asks_what_the_harness_asks() -> None:
     ]
 
 
-def test_labels_may_stand_in_a_file_of_their_own() -> None:
+def test_labels_may_be_in_a_separate_file() -> None:
     bare = {key: value for key, value in PIQA.items() if key != "label"}
     found = read_questions(lines(bare, bare), "f", [b"1\n", b"0\r\n", b""])
     assert [question.answer for question in found] == [1, 0]
@@ -101,7 +101,7 @@ def changed(question: dict[str, Any], **fields: Any) -> bytes:
         (b'{"goal": ' + b"1" * 5000 + b"}", "is not JSON"),
         (b'"text"', "is not a JSON object"),
         (b" " * LONGEST_LINE + b"{}", "is longer than"),
-        (b"{}", "is no question that is known"),
+        (b"{}", "is not a known question"),
         (changed(HELLASWAG, label=4), "names choice 4 of 4"),
         (changed(HELLASWAG, label=""), "has no label"),
         (changed(HELLASWAG, label=True), "has no label"),
@@ -123,7 +123,7 @@ def changed(question: dict[str, Any], **fields: Any) -> bytes:
         (changed(HELLASWAG, ctx="x"), "is a question of hellaswag, and those before it are of piqa"),
     ],
 )
-def test_a_line_that_is_no_question_is_told_by_its_number(line: bytes, said: str) -> None:
+def test_line_without_a_question_is_named_by_its_number(line: bytes, said: str) -> None:
     with pytest.raises(hotset.FormatError, match="some file, line 2,") as told:
         read_questions([*lines(PIQA), line], "some file")
     assert said in str(told.value)
@@ -139,13 +139,13 @@ def test_a_file_without_questions_is_refused() -> None:
 
 
 def by_hand(model: hotset.Model, context: list[int], whole: list[int]) -> float:
-    """Σ ln p over what follows the context, of the logits of the whole text in float64."""
+    """Return Σ ln p of the tokens after the context, from the logits of the whole text in float64."""
     logits = model.logits(whole, reuse_prefix=False).astype(np.float64)
     log_p = logits - np.logaddexp.reduce(logits, axis=1)[:, None]
     return float(sum(log_p[i - 1, whole[i]] for i in range(len(context), len(whole))))
 
 
-def test_accuracy_is_that_of_sums_made_by_hand(model: hotset.Model) -> None:
+def test_accuracy_equals_independent_sums(model: hotset.Model) -> None:
     rng = np.random.default_rng(3)
     words = ["he", "hear", "cat", "dog", "ran", "the", "a", "under", "stones", "it"]
 
@@ -178,7 +178,7 @@ def test_accuracy_is_that_of_sums_made_by_hand(model: hotset.Model) -> None:
     assert (last.task, last.n_questions) == ("piqa", 20)
     assert (last.accuracy, last.accuracy_norm) == (np.mean(right), np.mean(right_norm))
     assert 0 < last.accuracy < 1
-    assert last.accuracy != last.accuracy_norm  # so that neither stands for the other
+    assert last.accuracy != last.accuracy_norm  # so that swapping them would fail
     assert last.accuracy_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(20))
     assert last.accuracy_norm_error == pytest.approx(np.std(right_norm, ddof=1) / math.sqrt(20))
     pool = model.engine.scheduler.pool
@@ -189,7 +189,7 @@ def test_the_sums_themselves(model: hotset.Model) -> None:
     from hotset.engine.log_likelihood import Continuation, log_likelihoods
 
     rng = np.random.default_rng(4)
-    common = rng.integers(0, 256, 70).tolist()  # more than a page, which is computed once
+    common = rng.integers(0, 256, 70).tolist()  # more than a block, which is computed once
     texts = [common + rng.integers(0, 256, n).tolist() for n in (1, 9, 30)] + [[5, 6]]
     firsts = [70, 72, 71, 1]
     with model.thread.exclusive() as engine:
@@ -200,7 +200,7 @@ def test_the_sums_themselves(model: hotset.Model) -> None:
     assert sums == pytest.approx(alone, rel=1e-5)
 
 
-def test_where_small_values_are_cut_those_of_the_question_are_too(path: Path, tmp_path: Path) -> None:
+def test_thresholds_apply_to_the_question_too(path: Path, tmp_path: Path) -> None:
     from hotset.engine.log_likelihood import Continuation, log_likelihoods
     from hotset.model.thresholds import LayerThresholds
     from hotset.sparsity.thresholds import Calibrated, Thresholds
@@ -219,7 +219,7 @@ def test_where_small_values_are_cut_those_of_the_question_are_too(path: Path, tm
 
 
 def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: Path) -> None:
-    """ "th" is one token: after "xt" the choice "h" begins before the question ends."""
+    """Use the token "th": after "xt" the choice "h" begins inside the last token of the question."""
     plain = write_sparse(tmp_path / "plain.gguf", dialect="gguf")
     with hotset.load(plain, device="reference") as model:
         together, apart = model.encode("xth"), model.encode("xtd")
@@ -229,11 +229,11 @@ def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: 
             (result,) = evaluate(model, [Question("piqa", "xt", ("h", "d"), answer, "f", delimiter="")])
             assert result.accuracy == (int(np.argmax(sums)) == answer)
             assert (result.accuracy_error, result.n_done) == (0.0, 1)
-        alone = by_hand(model, apart[:2], apart)  # what "d" would count for, without the token before it
+        alone = by_hand(model, apart[:2], apart)  # the sum of "d" without the token before it
     assert np.argmax([sums[0], alone]) != np.argmax(sums)
 
 
-def test_what_does_not_fit_is_told_by_its_line(model: hotset.Model) -> None:
+def test_mismatch_is_reported_with_its_line(model: hotset.Model) -> None:
     fits = Question("piqa", "x", ("a", "b"), 0, "f, line 1")
     long = Question("piqa", "y" * model.n_ctx, ("a", "b"), 0, "f, line 7")
     with pytest.raises(hotset.ContextLengthError, match=r"f, line 7, has .* or use fewer examples"):
@@ -247,7 +247,7 @@ def test_a_text_that_begins_with_nothing_needs_a_question(tmp_path: Path) -> Non
         next(evaluate(model, [Question("piqa", "t", ("h", "a"), 0, "f, line 3", delimiter="")]))
 
 
-def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:
+def test_numbers_equal_transformers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tiny_models = pytest.importorskip("tiny_models")
     recipe = tiny_models.RECIPES["llama"]
@@ -300,12 +300,12 @@ def test_the_subcommand_in_every_mode(tmp_path: Path) -> None:
     assert "±" in table.stdout
 
 
-def test_the_subcommand_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
+def test_subcommand_names_the_fault(path: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_bytes(lines(PIQA)[0] + b"\n{}\n")
     done = inside("eval", path, data)
     assert done.returncode == 1
-    assert "line 2, is no question that is known" in done.stderr
+    assert "line 2, is not a known question" in done.stderr
     labels = tmp_path / "labels.lst"
     labels.write_text("1\n")
     data.write_bytes(lines(PIQA)[0])
@@ -313,7 +313,7 @@ def test_the_subcommand_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["questions"] == 1
 
 
-# -- examples, what was asked, results ----------------------------------------------------------------
+# -- examples, questions, results --------------------------------------------------------------------
 
 
 def write_piqa(path: Path, goals: str) -> Path:
@@ -323,7 +323,7 @@ def write_piqa(path: Path, goals: str) -> Path:
     return path
 
 
-def test_what_was_asked_is_written(path: Path, tmp_path: Path) -> None:
+def test_questions_and_answers_are_written(path: Path, tmp_path: Path) -> None:
     data, log = write_piqa(tmp_path / "piqa.jsonl", "abcdefghij"), tmp_path / "log.jsonl"
     options = ["--shots", 2, "--examples", data, "--device", "cpu", "--json", "--log-samples", log]
     done = inside("eval", path, data, *options)
@@ -366,7 +366,7 @@ def test_a_log_is_whole_or_not_there_and_replaces_nothing_that_is_read(path: Pat
     assert not log.exists()
 
 
-def test_the_log_is_no_file_of_the_task(path: Path, tmp_path: Path) -> None:
+def test_log_is_not_a_file_of_the_task(path: Path, tmp_path: Path) -> None:
     data, task = tmp_path / "piqa.jsonl", tmp_path / "task.yaml"
     write_piqa(data, "abc")
     before = data.read_bytes()
@@ -402,7 +402,7 @@ def test_a_task_file(path: Path, tmp_path: Path) -> None:
     assert "is a task file, which says itself" in done.stderr
 
 
-def test_examples_that_are_none(path: Path, tmp_path: Path) -> None:
+def test_invalid_examples(path: Path, tmp_path: Path) -> None:
     data, arc = write_piqa(tmp_path / "piqa.jsonl", "abc"), tmp_path / "arc.jsonl"
     arc.write_bytes(lines(HF_ARC)[0])
     for given, said in (

@@ -33,7 +33,7 @@ def test_a_small_file_is_read_whole_and_a_larger_one_refused(tmp_path: Path) -> 
         read_small_file(tmp_path / "a\0b")
 
 
-def test_what_is_read_piece_by_piece_is_bounded_too() -> None:
+def test_streamed_reads_are_bounded_too() -> None:
     class Dripping(io.RawIOBase):
         """An endless stream that gives three bytes at a time."""
 
@@ -73,7 +73,7 @@ def test_text_has_plain_newlines_and_is_utf8(tmp_path: Path) -> None:
 
 
 @posix
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_file_is_refused_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the name of a socket has at most 107 bytes
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -130,7 +130,7 @@ def test_activation_counts_in_a_pipe_are_refused(tmp_path: Path) -> None:
         read_torch(tmp_path / "activation_0.pt")
 
 
-def test_a_missing_config_is_told_as_before(tmp_path: Path) -> None:
+def test_missing_config_gives_the_same_message(tmp_path: Path) -> None:
     from hotset.convert.hf_config import read_json
 
     with pytest.raises(ModelNotFoundError, match="name the folder of a checkpoint"):

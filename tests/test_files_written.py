@@ -1,4 +1,4 @@
-"""The door through which files are written, and that every writer goes through it."""
+"""The functions that write files, and a check that every writer uses them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def what_is(path: Path) -> tuple[int, int]:
-    """The kind of a thing and its number on the disk, links not followed."""
+    """Return the file type and the inode number of a path, without following links."""
     found = path.lstat()
     return stat.S_IFMT(found.st_mode), found.st_ino
 
@@ -62,7 +62,7 @@ def what_is(path: Path) -> tuple[int, int]:
     lambda path: appending(path).__enter__(),
     lambda path: write_torch(path, np.zeros(2, np.float32)),
 ])  # fmt: skip
-def test_what_is_no_file_is_not_replaced(odd: Path, write) -> None:
+def test_special_file_is_not_replaced(odd: Path, write) -> None:
     before, kind = sorted(odd.parent.iterdir()), what_is(odd)
     with pytest.raises(InvalidRequestError, match=r"odd is a .*; choose a file to write"):
         write(odd)
@@ -71,7 +71,7 @@ def test_what_is_no_file_is_not_replaced(odd: Path, write) -> None:
 
 
 @needs_pipes
-def test_what_comes_while_a_file_is_written_is_not_replaced(tmp_path: Path) -> None:
+def test_special_file_made_during_a_write_is_not_replaced(tmp_path: Path) -> None:
     def write() -> None:
         with replacing(tmp_path / "out") as file:
             file.write(b"new")
@@ -84,8 +84,8 @@ def test_what_comes_while_a_file_is_written_is_not_replaced(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/stdout").is_symlink(), reason="/dev/stdout is no link here")
-def test_the_links_of_the_system_are_no_targets(tmp_path: Path) -> None:
-    """As root, a rename would put a file in the place of /dev/stdout, which here leads to a regular file."""
+def test_links_of_the_system_are_not_replaced(tmp_path: Path) -> None:
+    """Refuse /dev/stdout, although it leads to a regular file: as root, a rename would replace the link."""
     code = "from hotset.files import check_target; check_target('/dev/stdout')"
     with (tmp_path / "out").open("wb") as out:
         done = subprocess.run(
@@ -96,7 +96,7 @@ def test_the_links_of_the_system_are_no_targets(tmp_path: Path) -> None:
         check_target("/dev/null")
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_file_is_complete_or_unchanged(tmp_path: Path) -> None:
     place = tmp_path / "a"
     place.write_bytes(b"old")
 
@@ -141,8 +141,8 @@ def _replace(path: Path) -> None:
         lambda path: write_torch(path, np.zeros(30_000, np.float32)),
     ],
 )
-def test_a_full_disk_is_one_sentence(tmp_path: Path, write: Callable[[Path], None], n_bytes: int) -> None:
-    """The first error is reported, not that of the close, which writes what is left; nothing is replaced."""
+def test_full_disk_gives_one_message(tmp_path: Path, write: Callable[[Path], None], n_bytes: int) -> None:
+    """Check that the first error is reported, not the later one of the close, and nothing is replaced."""
     place = tmp_path / "a"
     place.write_bytes(b"old")
     with (
@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, write: Callable[[Path], Non
 
 
 @pytest.mark.parametrize("writing", [appending, replacing])
-def test_an_error_of_the_block_is_not_hidden_by_that_of_the_close(tmp_path: Path, writing: Any) -> None:
+def test_error_of_the_block_is_not_hidden_by_an_error_of_close(tmp_path: Path, writing: Any) -> None:
     def fail() -> None:
         with writing(tmp_path / "a") as file:
             file.write(b"0" * 100)
@@ -169,7 +169,7 @@ def test_an_error_of_the_block_is_not_hidden_by_that_of_the_close(tmp_path: Path
 
 
 @needs_links
-def test_a_link_is_replaced_and_not_what_it_names(tmp_path: Path) -> None:
+def test_link_is_replaced_not_its_target(tmp_path: Path) -> None:
     place = tmp_path / "a"
     place.write_bytes(b"old")
     (tmp_path / "link").symlink_to(place)
@@ -210,7 +210,7 @@ def test_a_name_as_long_as_the_system_allows_has_room_for_its_temporary_one(tmp_
 
 
 @needs_links
-def test_folders_and_models_are_told_from_targets(tmp_path: Path) -> None:
+def test_folders_and_models_are_distinguished_from_targets(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "..", Path("/")):
         with pytest.raises(InvalidRequestError, match="is a folder"):
             check_target(path)
@@ -251,7 +251,7 @@ def test_processes_change_a_file_one_after_the_other(tmp_path: Path) -> None:
         assert holder.stdout
         assert holder.stdout.readline() == "has it\n"
         thread.start()
-        thread.join(0.2)  # it would have found nothing by now
+        thread.join(0.2)  # without the lock it would be finished by now
         holder.stdin.close()
         thread.join(WATCHDOG)
     assert holder.returncode == 0
@@ -289,7 +289,7 @@ def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
     ids=lambda arguments: "-".join(a.strip("-") for a in arguments if a not in ("MODEL", "TEXT")),
 )
 @needs_pipes
-def test_no_subcommand_replaces_what_is_no_file(tmp_path: Path, arguments: list[str]) -> None:
+def test_no_subcommand_replaces_special_files(tmp_path: Path, arguments: list[str]) -> None:
     if arguments[0] == "train-predictor":
         pytest.importorskip("torch")
     model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
@@ -298,7 +298,7 @@ def test_no_subcommand_replaces_what_is_no_file(tmp_path: Path, arguments: list[
     profile = tmp_path / "m.profile.hotset.gguf"
     if "PROFILE" in arguments:
         assert inside("profile", model, "-f", text, *REFERENCE).returncode == 0
-    if "--profile-of" in arguments:  # it is found beside the model
+    if "--profile-of" in arguments:  # it is found next to the model
         arguments = [a for a in arguments if a not in ("--profile-of", "PROFILE")]
     odd = tmp_path / ("odd.html" if "ODD.html" in arguments else "odd")
     os.mkfifo(odd)
@@ -327,7 +327,7 @@ def test_no_subcommand_replaces_the_model_that_it_reads(tmp_path: Path, subcomma
 
 
 @needs_pipes
-def test_a_pipe_in_the_place_of_a_sidecar_sends_it_elsewhere(
+def test_pipe_in_place_of_a_sidecar_moves_it_to_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
@@ -344,7 +344,7 @@ def test_a_pipe_in_the_place_of_a_sidecar_sends_it_elsewhere(
 
 
 def test_every_writer_goes_through_the_door() -> None:
-    """Nothing else renames, or opens a file to write; downloads have their own, which they continue."""
+    """Check that no other code renames files or opens them to write, except downloads, which resume."""
     writes = re.compile(
         r"os\.(replace|rename|link|truncate)\(|\.write_(text|bytes)\(|\.rename\(|mkstemp|NamedTemporaryFile"
         r"|open\([^)]*[\"'][wxa]b?\+?[\"']|np\.save|torch\.save\((?!state, file\))"
@@ -358,7 +358,7 @@ def test_every_writer_goes_through_the_door() -> None:
         for line in path.read_text("utf-8").splitlines()
         if writes.search(line)
     ]
-    # Files that are open already, a last line that was cut off, a log that is appended to, and click's text.
+    # Exceptions: open files, an incomplete last line, a log, and click's text.
     expected = [
         "formatter.write_text(",
         'path.open("ab", buffering=0)',

@@ -1,4 +1,4 @@
-"""How results look in a console and a notebook, and as tables; the keywords of sampling."""
+"""The display of results in a console, a notebook and as tables; the keywords of sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pandas, of which a DataFrame is its columns here."""
+    """Replace pandas by a module whose DataFrame keeps only the columns."""
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
 
 
@@ -77,9 +77,7 @@ def test_statistics_as_a_table_and_as_bars():
     assert "width: 25.0%" in html
 
 
-def test_without_pandas_the_message_says_what_to_install(
-    completion: hotset.Completion, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_pandas_names_the_package(completion: hotset.Completion, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(hotset.HotsetError, match="pip install pandas"):
         completion.to_pandas()

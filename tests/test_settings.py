@@ -1,4 +1,4 @@
-"""LoadSettings: what `load`, `plan` and the subcommands take, and the three functions that act on it."""
+"""LoadSettings: the arguments of `load`, `plan` and the subcommands, and the three functions that use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
 
-def test_what_is_given_becomes_plain() -> None:
+def test_values_become_plain() -> None:
     settings = LoadSettings(
         n_ctx=np.int64(64), device=["cuda:0", "cuda:1"], vram_budget=np.float32(2), profile="p"
     )  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_what_is_given_becomes_plain() -> None:
     ],
     ids=str,
 )
-def test_a_mistake_is_a_sentence_before_any_file_is_opened(fields: dict[str, Any], message: str) -> None:
+def test_mistake_gives_one_message_before_any_file_is_opened(fields: dict[str, Any], message: str) -> None:
     for use in (
         LoadSettings, lambda **f: hotset.load("missing", **f), lambda **f: hotset.plan("missing", **f),
     ):  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_mistake_is_a_sentence_before_any_file_is_opened(fields: dict[str, Any
 
 
 def test_load_and_plan_take_the_fields_as_keywords() -> None:
-    """Nowhere spelled out twice, and there for editors, help() and type checkers all the same."""
+    """Check that the functions show the fields as keywords and describe them, without listing them again."""
     fields = [field.name for field in dataclasses.fields(LoadSettings)]
     for function in (hotset.load, hotset.plan):
         assert list(inspect.signature(function).parameters) == ["model", "settings", *fields]
@@ -103,7 +103,7 @@ def test_load_and_plan_take_the_fields_as_keywords() -> None:
         hotset.load("missing", n_context=1)  # type: ignore[call-overload]
 
 
-def test_keywords_take_the_place_of_what_settings_say(path: Path) -> None:
+def test_keywords_override_settings(path: Path) -> None:
     settings = LoadSettings(n_ctx=32, device="reference", kv_type="f32")
     with hotset.load(path, settings) as model:
         assert (model.n_ctx, model.kv_type, model.backend.name) == (32, "f32", "reference")

@@ -71,7 +71,7 @@ class Row:
 
 
 COLUMNS = [
-    "mode", "launches a layer", "beside", "a token of 32 layers", "MB read a layer", "kB to and from the CPU",
+    "mode", "launches a layer", "others", "a token of 32 layers", "MB read a layer", "kB to and from the CPU",
 ]  # fmt: skip
 
 
@@ -204,8 +204,8 @@ class Cold:
         flags = [new(1, dtype=torch.int32)] * N_LAYER
         vars(self._exchange).update(_requests=flags, _dones=flags)
 
-    def post(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
-        self._exchange.post(layer, h, bits)
+    def submit(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
+        self._exchange.submit(layer, h, bits)
 
     def collect(self, layer: int) -> torch.Tensor:
         return self._exchange.collect(layer)

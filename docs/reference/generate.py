@@ -1,7 +1,7 @@
 """Write docs/reference, docs/man and the generated parts of docs/guides/tools: `make reference`.
 
 The command line and its man pages come from the declarations of the parameters, the Python API from
-signatures and docstrings, HTTP from the server's OpenAPI document, metrics from what the server registers,
+signatures and docstrings, HTTP from the server's OpenAPI document, metrics from the server's registry,
 file formats from the tables of their modules. tests/repository/test_reference_docs.py compares the files with
 what this makes, so they cannot drift.
 """
@@ -88,7 +88,7 @@ FILES_HEAD = f"""# File formats reference
 Tensor types of GGUF files, and the versions of the files that hotset writes. [GGUF](gguf.md) describes
 which files hotset reads, [sidecar formats](../contributing/internals/sidecar-formats.md) how versions work.
 """
-# The order of a reader's needs; what is not named here follows.
+# The order of a reader's needs; the other names follow.
 FIRST = (
     "load",
     "LoadSettings",
@@ -142,7 +142,7 @@ class Option(NamedTuple):
 
 
 class Subcommand(NamedTuple):
-    """What a subcommand takes. arguments: name, whether it is required, whether it is a list, its help."""
+    """A subcommand. arguments: name, whether it is required, whether it is a list, its help."""
 
     name: str
     text: str
@@ -295,7 +295,7 @@ def man_page(found: Subcommand) -> str:
 
 
 def roff(text: str) -> str:
-    """Text whose signs are no requests of roff, and whose hyphens can be searched and copied."""
+    """Return a text that roff prints unchanged, with hyphens that can be searched and copied."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"(?m)^(?=[.'])", r"\\&", escaped)
 
@@ -330,7 +330,7 @@ def entry(name: str, value: Any) -> str:
     if fields:
         lines += fence("\n".join(fields))
     doc = vars(value).get("__doc__") or ""
-    if not doc.startswith(f"{value.__name__}("):  # the text that dataclass makes where there is none
+    if not doc.startswith(f"{value.__name__}("):  # the default text of dataclass
         lines += [prose(inspect.cleandoc(doc)), ""]
     for kind, member_name, member in members(value):
         if kind == "property":
@@ -346,7 +346,7 @@ def entry(name: str, value: Any) -> str:
 
 
 def constructor_lines(name: str, value: type) -> Iterator[str]:
-    """The fields of a dataclass, one a line; nothing for other classes, which users do not construct."""
+    """Return the fields of a dataclass, one per line; nothing for classes that users do not construct."""
     if not dataclasses.is_dataclass(value):
         return
     yield f"{name}("
@@ -417,7 +417,7 @@ def annotation(kind: Any) -> str:
 
 
 def service() -> Service:
-    """One without a model, which is never started."""
+    """Return a service without a model, which is never started."""
     return Service(lambda: None, ServerSettings(), name="MODEL")  # type: ignore[arg-type, return-value]
 
 
@@ -472,7 +472,7 @@ SERVER = "http://127.0.0.1:8080"
 
 
 def http_pages() -> dict[str, str]:
-    """A page for each route with a stored request, by the name of its file."""
+    """Return a page for each route with a stored request, by the name of its file."""
     found: dict[str, str] = {}
     routes = create_app(host()).openapi()["paths"]
     for file in sorted(GOLDEN.glob("server-*.json")):
@@ -560,7 +560,7 @@ def schema_section(name: str, schema: dict[str, Any]) -> str:
 
 
 def shape(schema: dict[str, Any]) -> str:
-    """A JSON schema in one line of Markdown, null left out: every field that is not required may be null."""
+    """Return a JSON schema in one line of Markdown, without null: every optional field may be null."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
@@ -580,7 +580,7 @@ def shape(schema: dict[str, Any]) -> str:
 
 
 def metrics_reference() -> str:
-    registered = service().metrics.registry.collect()  # those of the process differ from system to system
+    registered = service().metrics.registry.collect()  # metrics of the process differ from system to system
     always = [(m.name, m.type, m.documentation, labels_of(m)) for m in registered if m.name[:8] != "process_"]
     tables = {
         "At all times": always,
@@ -663,7 +663,7 @@ def escaped(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """A docstring as Markdown: lines `name: what it is` become a list, indented lines a block."""
+    """Return a docstring as Markdown: lines `name: meaning` become a list, indented lines a block."""
     return "\n\n".join(paragraph(part) for part in re.split(r"\n\s*\n", text) if part.strip())
 
 
@@ -700,7 +700,7 @@ with `--device auto` that part stays on the CPU. \\* on a device: only if one de
 
 
 def backend_matrix() -> str:
-    """The CPU and each device backend, by their capabilities."""
+    """Return a table of the CPU and each device backend, by their capabilities."""
     backends = all_capabilities()
     words_of = [f"`--device {'`, `'.join(words)}`" for words in (("cpu",), *DEVICE_BACKENDS.values())]
     everything = set(Primitive.__args__)
@@ -743,7 +743,7 @@ def backend_matrix() -> str:
 
 
 def between(text: str, what: str, table: str) -> str:
-    """A page with another table between its marks."""
+    """Return a page with another table between its marks."""
     begin, end = f"<!-- {what}: generated by `make reference` -->", "<!-- end -->"
     before, _, rest = text.partition(begin)
     return f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"

@@ -46,7 +46,7 @@ SUITE = {
 NOT_UNDER_QEMU = [
     "tests/offload/test_store.py::test_a_child_reads_with_threads_of_its_own",
     "tests/offload/test_store.py::test_memory_is_given_before_it_is_needed",
-    "tests/formats/test_mapped.py::test_what_is_cached_is_mapped_and_the_rest_not_read",
+    "tests/formats/test_mapped.py::test_cached_pages_are_mapped_and_others_not_read",
 ]
 
 

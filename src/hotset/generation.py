@@ -265,7 +265,7 @@ class Generation:
         """Yield the answer in pieces; set `completion` with the last one. Raises a step's error."""
         while self.completion is None:
             chunk = self.take(self.thread.next_event(self.sequence))
-            if self.completion is not None:  # by a stop string: free its pages before the next request
+            if self.completion is not None:  # by a stop string: free its blocks before the next request
                 self.thread.cancel([self.sequence])
             yield chunk
 

@@ -34,7 +34,7 @@ Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
 Split = Literal["auto", "layers", "neurons"]
 ModelPath = str | os.PathLike[str]  # a file, or the name of a model
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]  # an adapter, or (adapter, scale)
-_MAX_SEQUENCES = 4096  # each has a row of the page table
+_MAX_SEQUENCES = 4096  # each has a row of the block table
 MOST_DRAFTED = SAVED_TOKENS - 1  # tokens of a draft
 LARGEST_SCALE = 1e6  # of an adapter
 

@@ -221,7 +221,7 @@ def test_a_model_without_adapters_is_the_same(model: GGUFFile) -> None:
 
 
 @pytest.mark.parametrize("made", [cpu, None], ids=["cpu", "reference"])
-def test_products_are_those_of_the_merged_model(tmp_path: Path, made: Any) -> None:
+def test_products_equal_the_merged_models(tmp_path: Path, made: Any) -> None:
     """Compare each product, with two adapters, with x times the merged matrix, within both roundings."""
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", n_embd=96, n_ff=160))
     graph = describe(config_from_gguf(gguf), gguf.tensors)

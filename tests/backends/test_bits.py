@@ -142,7 +142,7 @@ def known_bits() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [*OF_RECIPES, *DENSE_CASES, *RELU_CASES, *ENCODERS])
-def test_bits_are_those_that_were_written_down(name: str, tmp_path: Path, run_folder: Path) -> None:
+def test_bits_equal_the_stored_hashes(name: str, tmp_path: Path, run_folder: Path) -> None:
     file = None
     if name in RECIPES | ENCODERS:  # a copy: hotset may write files next to a model
         file = Path(shutil.copy(tiny_models.shared_gguf((RECIPES | ENCODERS)[name], run_folder), tmp_path))

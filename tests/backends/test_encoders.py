@@ -92,7 +92,7 @@ def encoder(run_folder: Path) -> Iterator[hotset.Model]:
         yield model
 
 
-def test_a_text_is_computed_in_one_step_whatever_max_batch_says(encoder: hotset.Model) -> None:
+def test_text_is_computed_in_one_step_despite_max_batch(encoder: hotset.Model) -> None:
     expected = states_of_transformers("bert")
     steps = encoder.engine.counters().steps
     vectors = encoder.embed(texts(), pooling="mean")
@@ -103,7 +103,7 @@ def test_a_text_is_computed_in_one_step_whatever_max_batch_says(encoder: hotset.
         assert np.abs(vector - mean / np.linalg.norm(mean)).max() < 1e-3  # keys and values are F16
 
 
-def test_no_bit_of_a_vector_depends_on_the_texts_beside_it(encoder: hotset.Model) -> None:
+def test_no_bit_of_a_vector_depends_on_other_texts(encoder: hotset.Model) -> None:
     together = encoder.embed([*texts(), *texts()[::-1]])
     assert np.array_equal(together[:4], together[4:][::-1])
     for text, vector in zip(texts(), together, strict=False):
@@ -123,7 +123,7 @@ def test_taps_are_of_one_step(encoder: hotset.Model) -> None:
     assert np.abs(tapped["result"] - expected).max() < 5e-3 * np.abs(expected).max()
 
 
-def test_what_generates_is_refused(encoder: hotset.Model) -> None:
+def test_generating_requests_are_refused(encoder: hotset.Model) -> None:
     message = "this is an embedding model, .* use hotset embed or /v1/embeddings"
     for ask in (
         lambda: encoder.generate("hello"),
@@ -136,7 +136,7 @@ def test_what_generates_is_refused(encoder: hotset.Model) -> None:
             ask()
 
 
-def test_what_learns_from_logits_is_refused(encoder: hotset.Model, tmp_path: Path) -> None:
+def test_training_on_logits_is_refused(encoder: hotset.Model, tmp_path: Path) -> None:
     from hotset.training.student import _unsupported
     from hotset.training.thresholds import calibrate_thresholds
 
@@ -146,7 +146,7 @@ def test_what_learns_from_logits_is_refused(encoder: hotset.Model, tmp_path: Pat
     assert _unsupported(encoder.graph) == "is an embedding model"
 
 
-def test_an_encoder_with_zeros_computes_those_neurons_that_fire(run_folder: Path) -> None:
+def test_encoder_with_zeros_computes_only_firing_neurons(run_folder: Path) -> None:
     path, found = tiny_models.shared_gguf("bert-relu", run_folder), []
     for sparsity in ("dense", "exact"):
         with hotset.load(path, device="cpu", n_threads=2, sparsity=sparsity) as model:

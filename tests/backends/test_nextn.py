@@ -82,7 +82,7 @@ def reference_of(gguf: GGUFFile) -> ReferenceBackend:
     return ReferenceBackend(gguf, describe_nextn(config_from_gguf(gguf), gguf.tensors), n_pages=PAGES)
 
 
-def test_logits_are_those_of_a_layer_of_transformers(nextn: Nextn) -> None:
+def test_logits_equal_a_layer_of_transformers(nextn: Nextn) -> None:
     """Compare a layer after the model's own hidden states: whole, in chunks, with a neighbour, by threads."""
     config = config_from_gguf(nextn.gguf)
     tokens = np.random.default_rng(2).integers(0, tiny_models.VOCABULARY, N_TOKENS + 1).astype(np.int32)
@@ -114,7 +114,7 @@ def test_logits_are_those_of_a_layer_of_transformers(nextn: Nextn) -> None:
         np.testing.assert_array_equal(found[0], other)
 
 
-def test_what_is_at_the_first_position_is_seen_by_none(tmp_path: Path) -> None:
+def test_first_position_is_not_attended(tmp_path: Path) -> None:
     found = nextn_models.made(tmp_path, "glm4moe", own_matrices=False)
     draw = np.random.default_rng(2)
     tokens = draw.integers(0, tiny_models.VOCABULARY, 3).astype(np.int32)

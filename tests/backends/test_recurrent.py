@@ -216,7 +216,7 @@ def test_batches_that_would_spoil_a_state_are_refused(gguf: GGUFFile, what: str)
 # ---- an engine
 
 
-def test_a_prefix_goes_on_from_the_state_behind_it(gguf: GGUFFile) -> None:
+def test_prefix_continues_from_its_state(gguf: GGUFFile) -> None:
     shared, engine = prompt(140), Engine(backend(gguf), N_CTX)
     first, _ = ask(engine, shared, temperature=0, max_tokens=60)
     drain(engine)
@@ -281,7 +281,7 @@ def test_preempted_sequences_come_back_to_their_state(gguf: GGUFFile) -> None:
 
 
 @pytest.mark.parametrize("fails", quick_are((True,), [False, True]))
-def test_cancelled_and_failed_steps_leave_states_to_go_on_from(gguf: GGUFFile, fails: bool) -> None:
+def test_cancelled_and_failed_steps_leave_usable_states(gguf: GGUFFile, fails: bool) -> None:
     unsteady = Unsteady(backend(gguf, n_pages=9, n_states=12, max_batch=70), seed=3)
     unsteady.fails = fails
     engine = Engine(unsteady, N_CTX)  # type: ignore[arg-type]
@@ -397,7 +397,7 @@ def test_a_model_without_attention_has_a_context_for_nothing(run_folder: Path) -
         np.testing.assert_array_equal(model.logits(ids), expected)
 
 
-def test_too_few_slots_are_a_sentence(gguf: GGUFFile) -> None:
+def test_too_few_slots_give_one_message(gguf: GGUFFile) -> None:
     with pytest.raises(OutOfMemoryError, match="too small"):
         Engine(backend(gguf, n_states=3), N_CTX)
 
@@ -423,8 +423,10 @@ def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: P
 
 @pytest.mark.parametrize("n_states", quick_are((13,), [40, 13]))
 def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile, n_states: int) -> None:
-    """Run three requests at once, whose drafts are right for some tokens. Each continues from the state after
-    the last right one. With few slots, drafts are shortened."""
+    """Run three requests at once, whose drafts are right for some tokens.
+
+    Each continues from the state after the last right token. With few slots, drafts are shortened.
+    """
     expected = []
     for i, n in enumerate((3, 60, 120)):
         engine = Engine(backend(gguf), N_CTX)

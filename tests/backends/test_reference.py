@@ -155,7 +155,7 @@ def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], me
         backend(llama).step(batch(3, **replaced))
 
 
-def test_a_route_is_what_its_description_says() -> None:
+def test_route_follows_its_description() -> None:
     x = np.array([[1, 3, 2, 3], [0, 0, 0, 0], [-1, np.nan, -2, -3]], F32)
     chosen = {
         "softmax": [[1, 3], [0, 1], [0, 2]],  # the lower of equal ones, and NaN last
@@ -341,7 +341,7 @@ def test_a_matrix_in_planes_is_the_matrix(tmp_path: Path, type_: GGMLType) -> No
     np.testing.assert_allclose(step_of(tmp_path, tensors, build, width=n_ff), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_mask_keeps_what_is_not_below_the_threshold(tmp_path: Path) -> None:
+def test_mask_keeps_values_at_or_above_the_threshold(tmp_path: Path) -> None:
     x = np.array([[1, 2, 3, 4], [5, 6, 7, 8]] * 48, F32)
     scores = np.array([[0.5, np.nan, 0.4], [-np.inf, np.inf, 0.5]] * 48, F32)
     tensors = {"x": (x, GGMLType.F32, None), "scores": (scores, GGMLType.F32, None)}

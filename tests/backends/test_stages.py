@@ -124,7 +124,7 @@ def test_a_chain_goes_from_tokens_to_logits(tmp_path: Path) -> None:
     ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "exact")
     first, second, third = chain(ready.weights, graph, [1, 2]).stages
     for stages in ([first, third], [first, second], [second, third], [], [first, second, third, third]):
-        with pytest.raises(InvalidRequestError, match=r"does not go on where|a chain needs stages"):
+        with pytest.raises(InvalidRequestError, match=r"does not continue where|a chain needs stages"):
             ChainBackend("parts", stages, [HOST] * len(stages), n_pages=8, max_batch=48)
 
 

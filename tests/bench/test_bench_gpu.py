@@ -48,7 +48,7 @@ def test_a_unit_is_measured_once_and_kept_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_no_unit_begins_when_the_time_is_up_and_the_next_call_goes_on(tmp_path: Path) -> None:
+def test_no_unit_begins_after_the_limit_and_the_next_call_resumes(tmp_path: Path) -> None:
     late = Ledger(tmp_path, seconds=-1)
     assert late.unit("a", dict) is None
     assert late.closing().startswith("1 units left (a is next)")
@@ -68,7 +68,7 @@ def test_a_command_ends_with_its_children_when_its_time_is_over(tmp_path: Path) 
     child = f"import time, pathlib; pathlib.Path({str(started)!r}).write_text(''); time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
     began = time.monotonic()
-    with pytest.raises(subprocess.TimeoutExpired):  # the child holds the pipe open: it has ended, too
+    with pytest.raises(subprocess.TimeoutExpired):  # the child, which held the pipe open, has ended too
         run_within([sys.executable, "-S", "-c", code], 1.0, stdout=subprocess.PIPE)
     assert time.monotonic() - began < 30
     done = run_within([sys.executable, "-S", "-c", "print(1)"], 60.0, stdout=subprocess.PIPE, text=True)
@@ -79,7 +79,7 @@ def test_a_command_ends_with_its_children_when_its_time_is_over(tmp_path: Path) 
     assert Ledger(tmp_path, seconds=60, limit=-5).timeout(5) == 1
 
 
-def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_get_the_plans_bytes_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def ran(command: list[str], seconds: float, **options: object) -> subprocess.CompletedProcess[str]:
@@ -155,10 +155,10 @@ def test_ratios_are_of_medians_and_targets_where_half_fits() -> None:
     assert hybrid.speed_rows("7b", 1.0, result)[1][5] == ""  # all fits: only our own GPU path is a target
 
 
-def test_the_first_half_hour_ends_and_goes_on(
+def test_first_half_hour_ends_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stage that hangs is ended, one that fails stops no other, and only these run again."""
+    """Check that a hanging stage is ended, a failing stage stops no other, and only these two run again."""
     fake = tmp_path / "stages.py"
     fake.write_text(
         "import pathlib, sys, time\n"
@@ -187,7 +187,7 @@ def test_the_first_half_hour_ends_and_goes_on(
     assert begun[:-2] in (
         [*names],
         [name for name in names if name != "hangs"],
-    )  # it may be ended before that
+    )  # the stage may end it earlier
     assert capsys.readouterr().out.rstrip().endswith("Complete.")
     assert first.run(tmp_path, [], -1, steps=(*order, first.Step("late", ("late",), 60))) == 1
 
@@ -201,8 +201,10 @@ def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
 
 @pytest.mark.slow
 def test_the_first_half_hour_runs_without_a_device(tmp_path: Path) -> None:
-    """The command as it is given on a machine with a GPU, on the simulated device: every stage ends well, and
-    leaves what it measured."""
+    """Run the command for a machine with a GPU on the simulated device.
+
+    Every stage must succeed and keep its measurements.
+    """
     command = [sys.executable, str(STAGES), "first", "--device", "simulated", "--small", "--seconds", "1e6"]
     out, environment = tmp_path / "out", os.environ | {"HOTSET_BENCH_PATIENCE": "100"}
     done = subprocess.run(
@@ -219,11 +221,13 @@ def test_the_first_half_hour_runs_without_a_device(tmp_path: Path) -> None:
     assert json.loads((out / "steps" / "replays-half.json").read_text())["split"] > 0
 
 
-def test_what_steps_find_becomes_tables(
+def test_results_of_steps_become_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Host-device synchronisation fails, captured steps share no layer, a blocking prompt has other
-    logits; budgets; ratios. What failed is not kept."""
+    """Simulate failures, budgets and ratios. Results of failed units are not kept.
+
+    Host-device synchronisation fails, captured steps share no layer, and a blocking prompt has other logits.
+    """
     n_split = 0
 
     def ran(ledger: Ledger, argv: list[str], **options: object) -> subprocess.CompletedProcess[str] | str:
@@ -286,10 +290,10 @@ def test_what_steps_find_becomes_tables(
     assert re.search(r"\| tg +\| 50.0 +\| 50.0 +\| 1.00× +\| 1.0× pass", said)
 
 
-def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_device(
+def test_captured_steps_are_tried_with_shared_layers_and_a_large_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context of 500 MB beside a model of some kilobytes: half of the model is no budget."""
+    """Simulate a context of 500 MB and a model of some kilobytes: half of the model is too small a budget."""
     measured = measuring.measure
     monkeypatch.setattr(
         planning, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
@@ -307,7 +311,7 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
     assert trial.replays("simulated", str(path), None, [1])["split"] == 0
 
 
-def test_a_stage_on_a_device_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_stage_on_a_missing_device_gives_one_message(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(STAGES), "kernels", "--device", "cuda:7", "--out", str(tmp_path)],
         capture_output=True,
@@ -327,6 +331,6 @@ def test_the_table_of_launches_is_the_programs() -> None:
     found = launches.table(rows)
     assert len(found) == 8
     (predicted,) = [row for row in rows if row.mode == "predicted"]
-    assert predicted.layer == table.LAYER_KERNELS + table.FFN_KERNELS  # what the planner reckons with
+    assert predicted.layer == table.LAYER_KERNELS + table.FFN_KERNELS  # the planner uses these numbers
     for row in found:
         assert written[row[0]] == row

@@ -1,4 +1,4 @@
-"""The arithmetic of bench/memory.py, and a run of it on a small model where memory groups may be made."""
+"""The arithmetic of bench/memory.py, and a run on a small model if the system allows memory groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verdicts(is_moe: bool, *runs: memory.Run) -> dict[str, tuple[str, str]]:
     return {row[1]: (row[2], row[3]) for row in memory.verdicts(bench, [subject(is_moe)])}  # type: ignore[arg-type]
 
 
-def test_what_was_promised_is_held_against_what_was_seen() -> None:
+def test_planned_values_are_compared_with_measured_ones() -> None:
     disk = {"bytes_per_token": 1e6, "roofline": 4.0}
     runs = (
         run_of("hotset, bundled", 3.0, **disk),
@@ -38,7 +38,7 @@ def test_what_was_promised_is_held_against_what_was_seen() -> None:
     )
     sparse = verdicts(False, *runs)
     assert sparse["10× hotset, mapped, at 50%"] == ("12.0×", "pass")
-    assert sparse["70% of the roofline"] == ("50%", "FAIL")  # the least of all runs
+    assert sparse["70% of the roofline"] == ("50%", "FAIL")  # the minimum of all runs
     assert sparse["97% of mapped, all in memory"] == ("98.0%", "pass")
     assert sparse["peak below the budget"] == ("90.0%", "pass")
     assert "2× llama.cpp, mapped, at 50%" not in sparse
@@ -47,7 +47,7 @@ def test_what_was_promised_is_held_against_what_was_seen() -> None:
     assert none_of_ours == {"2× llama.cpp, mapped, at 50%": ("0.0×", "FAIL")}
 
 
-def test_rows_say_what_is_not_to_be_trusted() -> None:
+def test_rows_mark_untrusted_results() -> None:
     assert run_of("x", None).speed == "-"
     assert run_of("x", 1.234).speed == "1.23"
     assert run_of("x", 1.234, cores=0.5).speed == "1.23*"
@@ -56,8 +56,8 @@ def test_rows_say_what_is_not_to_be_trusted() -> None:
 
 
 @pytest.mark.skipif(not os.access(memory._V1 / "memory.limit_in_bytes", os.W_OK), reason="no memory groups")
-def test_a_group_holds_what_runs_in_it(tmp_path: Path) -> None:
-    """A program that says what llama-bench says, one that says nothing, and one that takes too long."""
+def test_memory_group_limits_its_processes(tmp_path: Path) -> None:
+    """Run programs that print like llama-bench, print nothing, or take too long."""
     arguments = argparse.Namespace(minutes=1, scratch=tmp_path, timeout=10)
     bench = memory.Bench(arguments)
     model = tmp_path / "m.gguf"

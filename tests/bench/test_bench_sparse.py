@@ -22,7 +22,7 @@ from hotset.formats.quants import GGMLType
 from hotset.text.tokenizer import load_tokenizer
 
 SHAPE = Shape(d=256, ff=1024, layers=2, heads=4, kv_heads=2)
-FFN_BYTES = SHAPE.layers * SHAPE.ff * SHAPE.d * 18 // 32  # of each matrix, Q4_0
+FFN_BYTES = SHAPE.layers * SHAPE.ff * SHAPE.d * 18 // 32  # bytes of each matrix, Q4_0
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_anatomy_tells_what_streams_from_what_is_gathered(model: Path) -> None:
+def test_anatomy_separates_streamed_and_gathered_bytes(model: Path) -> None:
     made_of = {}
     for mode in ("dense", "exact", "predicted"):
         with hotset.load(model, n_ctx=64, sparsity=mode, n_threads=1) as loaded:
@@ -56,7 +56,7 @@ def test_at_best_adds_the_time_of_both_kinds_of_bytes() -> None:
     assert made_of.at_best(streaming=40e9, gathering=25e9) == pytest.approx(1 / (0.05 + 0.02))
 
 
-def test_a_prompt_has_the_length_that_was_asked_for(model: Path) -> None:
+def test_prompt_has_the_requested_length(model: Path) -> None:
     text = compare_sparse.text_of(model, 100)
     with open_gguf(model) as file:
         assert 100 <= len(load_tokenizer(file.metadata).encode(text, add_special=True)) < 108
@@ -79,7 +79,7 @@ def test_powerinfer_timings_are_read(tmp_path: Path) -> None:
         peer.bench(Job(tmp_path / "model", 64, 20))
 
 
-def test_divergence_is_that_of_the_distributions() -> None:
+def test_divergence_equals_the_distributions() -> None:
     logits = np.log(np.array([[0.5, 0.25, 0.25]]))
     other = np.log(np.array([[0.25, 0.25, 0.5]])) + 3.0  # a constant makes no difference
     assert predictors.divergence(logits, logits + 1) == pytest.approx(0, abs=1e-12)
@@ -117,7 +117,7 @@ def test_hot_first_gains_nothing_where_gathering_is_as_quick_as_streaming() -> N
         ]
 
     level = sparse_ffn.predicted_gain(0.1, 8192, cells(40e9), 40e9)
-    assert 0.97 < level <= 1  # chunks that stream hold some that are not wanted
+    assert 0.97 < level <= 1  # streamed chunks contain some unneeded rows
     assert 1.05 < sparse_ffn.predicted_gain(0.1, 8192, cells(20e9), 40e9) < 2
 
 

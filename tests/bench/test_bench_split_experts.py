@@ -1,4 +1,4 @@
-"""bench/split_experts.py: an MoE layer made of a dense model is that model where a token has all experts."""
+"""bench/split_experts.py: an MoE layer made of a dense model equals it if each token uses all experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_with_all_its_experts_the_moe_is_the_dense_model(tmp_path: Path) -> None
     assert np.abs(logits["some"] - logits["dense"]).max() > 0.1 * logits["dense"].std()
 
 
-def test_clusters_are_of_one_size_and_find_what_belongs_together() -> None:
+def test_clusters_have_one_size_and_group_related_neurons() -> None:
     rng = np.random.default_rng(0)
     centres = np.eye(4, 8)
     points = np.repeat(centres, 6, axis=0) + 0.1 * rng.standard_normal((24, 8))
@@ -58,7 +58,7 @@ def test_clusters_are_of_one_size_and_find_what_belongs_together() -> None:
 
 
 def test_the_router_names_the_experts_that_contribute_most() -> None:
-    """Contributions that a linear layer can predict: most are named, where chance would name a quarter."""
+    """Check contributions that a linear layer can predict: it finds most of them, chance a quarter."""
     rng = np.random.default_rng(1)
     inputs = rng.standard_normal((2048, 16)).astype(np.float32)
     contributions = np.exp(inputs @ rng.standard_normal((16, 8)).astype(np.float32))

@@ -1,4 +1,4 @@
-"""The synthetic models of bench/: neurons fire as often as planted, and the planted predictors know which."""
+"""The synthetic models of bench/: neurons fire as often as planted, and the planted predictors find them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def matrix(path: Path, name: str) -> np.ndarray:
 
 
 def taps(path: Path, names: list[str], predicted: bool = False) -> dict[str, np.ndarray]:
-    """Values of the reference engine for random tokens, [N_TOKENS, width] each."""
+    """Return values of the reference engine for random tokens, [N_TOKENS, width] each."""
     with open_gguf(path) as file:
         config = config_from_gguf(file)
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer) if predicted else None
@@ -49,7 +49,7 @@ def make(path: Path, type: GGMLType = GGMLType.F32, **options: object) -> list[n
 
 
 @pytest.mark.parametrize("density", [0.02, 0.1, 0.4, 0.8])
-def test_probabilities_have_the_mean_that_was_asked_for(density: float) -> None:
+def test_probabilities_have_the_requested_mean(density: float) -> None:
     for skew in ("power", "uniform"):
         p = planted.firing_probabilities(14336, density, skew)
         assert p.mean() == pytest.approx(density, rel=1e-3)
@@ -91,7 +91,7 @@ def test_both_files_hold_the_same_weights(tmp_path: Path, kind: synthetic.Kind) 
             np.testing.assert_array_equal(a.data(name), b.data(name))
 
 
-def test_experts_are_as_idle_as_asked(tmp_path: Path) -> None:
+def test_experts_have_the_requested_share_of_idle_neurons(tmp_path: Path) -> None:
     path, idle = tmp_path / "experts.gguf", 0.6
     shape = Shape(d=256, ff=96, layers=2, heads=4, kv_heads=2, experts=4, used=2)
     write_idle_experts(path, shape, GGMLType.Q8_0, idle=idle, n_vocab=400, n_ctx=N_TOKENS)
@@ -111,7 +111,7 @@ def test_neurons_fire_as_planted(tmp_path: Path, kind: synthetic.Kind, skew: pla
         frequency = (taps(path, [name])[name] != 0).mean(axis=0) / share
         assert p.mean() == pytest.approx(0.1, rel=0.01)
         assert frequency.mean() == pytest.approx(p.mean(), rel=0.12)
-        # No neuron is further off than chance and the other tokens' attention allow: 5 standard deviations
+        # Chance and the attention of other tokens move a neuron by at most 5 standard deviations
         spread = np.sqrt(p * (1 - p * share) / (N_TOKENS * share)) + 0.02
         assert (np.abs(frequency - p) < 5 * spread).all()
         if skew == "power":
@@ -153,7 +153,7 @@ def test_the_predictor_scores_as_the_gate_does(tmp_path: Path, type: GGMLType, k
     stream[:32] = planted.CONSTANT[:, None]
     scores = fc2 @ np.maximum(fc1 @ stream, 0)
     np.testing.assert_allclose(scores, gate @ stream, atol=1e-9)
-    centred = stream - stream.mean(axis=0)  # a layer norm's mean makes no difference
+    centred = stream - stream.mean(axis=0)  # like a layer norm, whose mean has no effect
     np.testing.assert_allclose(scores, gate @ centred, atol=1e-9)
 
 
@@ -167,7 +167,7 @@ def test_a_margin_selects_more(tmp_path: Path) -> None:
         assert least < (fc2 @ np.maximum(fc1 @ stream, 0) >= 0).mean() < most
 
 
-def test_hot_neurons_come_first_where_asked(tmp_path: Path) -> None:
+def test_hot_neurons_come_first_on_request(tmp_path: Path) -> None:
     p = make(tmp_path / "a.gguf", hot_first=True)[0]
     assert (np.diff(p) <= 0).all()
     assert not (np.diff(make(tmp_path / "b.gguf")[0]) <= 0).all()

@@ -1,7 +1,7 @@
-"""Guards that hold in the process of the tests and in those that a test starts.
+"""Guards that hold in the process of the tests and in the processes that a test starts.
 
-Nothing is imported for their sake, since tests look at what a subcommand imports: a module is guarded when it
-has been.
+The guards import nothing themselves, since some tests check the imports of a subcommand. A module is guarded
+once something else has imported it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 
 class UnseededDrawError(AssertionError):
-    """A test would have drawn what no seed decides, and so could pass today and fail tomorrow."""
+    """A draw without a seed: the test could pass today and fail tomorrow."""
 
 
-any_seed = False  # while a test asks what happens without a seed
+any_seed = False  # True while a test checks the behaviour without a seed
 
 
 def guard_sampler(module: ModuleType) -> None:
-    """A sampler refuses parameters that have a temperature and no seed."""
+    """Make samplers refuse parameters that have a temperature and no seed."""
     make = module.Sampler.__init__
 
     def checked(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ def guard_sampler(module: ModuleType) -> None:
 
 
 def seed_torch(module: ModuleType) -> None:
-    """Torch's own generator starts from the system's noise."""
+    """Seed torch's own generator, which would start from the system's noise."""
     module.manual_seed(0)
 
 

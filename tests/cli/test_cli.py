@@ -914,7 +914,7 @@ def test_convert_writes_a_file_that_runs(tmp_path: Path) -> None:
 # -- starting ------------------------------------------------------------------------------------
 
 
-def test_run_imports_only_what_it_needs(model: Path) -> None:
+def test_run_imports_only_needed_modules(model: Path) -> None:
     code = (
         "import sys; from hotset.cli.main import app\n"
         f"try: app(['run', {str(model)!r}, 'Hello', '-n', '2', '--backend', 'reference'])\n"

@@ -43,7 +43,7 @@ def test_the_short_help_has_few_options_and_the_long_help_all(name: str) -> None
 
 
 def test_a_short_option_has_one_meaning() -> None:
-    """It stands for options of one name in all commands that show it."""
+    """Check that a short option abbreviates the same long option in all commands that show it."""
     meanings: dict[str, set[str]] = {}
     for name in SUBCOMMANDS:
         for one in command_of(name).params:

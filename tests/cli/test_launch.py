@@ -142,7 +142,7 @@ def test_each_tool_gets_the_servers_address(tools: Tools, server: Serving) -> No
 
 
 @needs_core
-def test_the_exit_code_is_that_of_the_tool(tools: Tools, server: Serving) -> None:
+def test_exit_code_equals_the_tools(tools: Tools, server: Serving) -> None:
     launched("aider", "--url", server.url, "--", "fail", code=7)
 
 

@@ -95,7 +95,7 @@ def test_tools_return_the_results_of_the_library(model: Path, mode: str):
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Any]:
-    """A server in this process, whose model no call loads."""
+    """Yield a server in this process. Tests with this fixture never load its model."""
     models = mcp_server.LocalModels(str(model), model, LoadSettings(device="reference"))
     yield mcp_server.server_of(models)
     asyncio.run(models.close())

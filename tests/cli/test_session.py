@@ -98,7 +98,7 @@ def test_a_file_that_is_not_a_session_is_not_replaced(
 def test_a_session_on_another_backend_is_refused(model: Path, home: Path, tmp_path: Path) -> None:
     done = inside("run", model, "hello", "--device", "reference", "--session", tmp_path / "x")
     assert done.returncode == 1
-    assert "--session needs a model that this machine's CPU computes alone" in done.stderr.replace("\n", " ")
+    assert "--session needs the whole model on this machine's CPU" in done.stderr.replace("\n", " ")
 
 
 def test_with_another_cache_type_a_sessions_messages_are_kept(

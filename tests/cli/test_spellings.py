@@ -68,8 +68,8 @@ def test_devices_are_listed_without_a_model(subcommand: str, words: tuple[str, .
     assert {"cpu", "simulated"} <= {*listed}
 
 
-def test_every_option_of_a_device_is_one() -> None:
-    """It has one name, one help and the words of the registry in all commands."""
+def test_device_option_is_the_same_in_all_commands() -> None:
+    """Check that `--device` has one help text, with the words of the registry, in all commands."""
     found = {}
     for subcommand in SUBCOMMANDS:
         for one in command_of(subcommand).params:

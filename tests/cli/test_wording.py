@@ -21,7 +21,11 @@ from hotset.errors import HotsetError
 from hotset.settings import LoadSettings
 
 SOURCES = Path(hotset.__file__).parent
-OWN_WORDS = {"cli", "server", "report"}  # what the command line prints itself, and the options of a server
+OWN_WORDS = {
+    "cli",
+    "server",
+    "report",
+}  # they speak to users of the command line, or describe a server's options
 OWN_FILES = {"report.py", "sampling_parameters.py"}  # tables for doctor; names of options
 WITHOUT_OPTION = {"max_batch", "cpu_experts", "progress"}  # of LoadSettings
 COMMANDS = re.compile(r"(['`])(hotset|ray) .*?\1")  # another program's line, or one of hotset's
@@ -34,7 +38,7 @@ def options() -> frozenset[str]:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """The sentences in the code of a module: no docstrings, and for values in f-strings a 0."""
+    """Yield the strings in the code of a module, without docstrings, and with 0 for values in f-strings."""
     tree = ast.parse(path.read_text("utf-8"))
     skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -46,7 +50,7 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def messages() -> dict[str, list[str]]:
-    """Of the library, by module."""
+    """Return the messages of the library by module."""
     found = {}
     for path in sorted(SOURCES.rglob("*.py")):
         name = path.relative_to(SOURCES).as_posix()
@@ -60,7 +64,7 @@ def test_messages_of_the_library_name_no_options() -> None:
     assert [(name, text) for name, found in messages().items() for text in found if naming.search(text)] == []
 
 
-def test_what_messages_name_in_backticks_has_an_option() -> None:
+def test_names_in_backticks_have_options() -> None:
     names = {name for found in messages().values() for text in found for name in re.findall(r"`(\w+)`", text)}
     assert names
     assert {name for name in names if option_of(name) not in options()} == set()

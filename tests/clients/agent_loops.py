@@ -20,7 +20,7 @@ called: list[tuple[str, int]] = []
 
 
 def get_weather(city: str, days: int) -> str:
-    """The weather of a city."""
+    """The weather of a city."""  # noqa: D401 - clients send it as the tool's description
     called.append((city, days))
     return f"{city}, {days} days: 21.5 degrees, hail"
 

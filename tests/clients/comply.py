@@ -1,8 +1,8 @@
-"""llm-comply: its points of OpenAI's chat, Anthropic's messages and responses, less those that need vision.
+"""llm-comply's checks of OpenAI's chat, Anthropic's messages and responses, except the ones for vision.
 
     python comply.py PATH_OF_LLM_COMPLY
 
-BASE_URL, MODEL and API_KEY are in the environment. A point is tried up to three times: answers are sampled,
+BASE_URL, MODEL and API_KEY are in the environment. A check runs up to three times: answers are sampled,
 and some answers of such a small model do not finish.
 """
 
@@ -20,7 +20,7 @@ COMMAND += ["-H", "anthropic-version:2023-06-01", "--timeout", "300", "--json"]
 
 
 def results(form: str, points: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the results of some points; an empty list means all."""
+    """Return the results of some checks; an empty list means all."""
     only = ["-f", ",".join(points)] if points else []
     ran = subprocess.run([*COMMAND, "--format", form, *only], capture_output=True, text=True)
     return {one["id"]: one for one in json.loads(ran.stdout)["results"]}

@@ -18,7 +18,7 @@ ENDPOINT = {
     "base_url": os.environ["BASE_URL"],
     "model": os.environ["MODEL"],
     "api_key": os.environ["API_KEY"],
-    "stream_usage": True,  # which the client leaves out for a server that is not OpenAI's
+    "stream_usage": True,  # by default the client turns it off for other servers than OpenAI's
 }
 
 
@@ -46,7 +46,7 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        # Without the penalty so small a model says the same again until its tokens are spent.
+        # Without the penalty such a small model repeats itself up to the limit of tokens.
         return ENDPOINT | {"temperature": 0, "max_tokens": 300, "frequency_penalty": 1.5}
 
     @property
@@ -55,7 +55,7 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def has_structured_output(self) -> bool:
-        return True  # by response_format
+        return True  # with response_format
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
@@ -73,4 +73,4 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def model_override_value(self) -> str:
-        return os.environ["MODEL"]  # the one that is there
+        return os.environ["MODEL"]  # the only model of the server

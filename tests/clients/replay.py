@@ -56,7 +56,7 @@ def prompt_of(body: dict[str, Any]) -> str:
 
 
 def shared(prompt: str, earlier: list[str]) -> float:
-    """Return the share of a prompt that begins an earlier one, too."""
+    """Return the share of a prompt that is also the beginning of an earlier one."""
     lengths = (sum(1 for _ in takewhile(bool, map(eq, prompt, one))) for one in earlier)
     return max(lengths, default=0) / len(prompt)
 

@@ -34,7 +34,7 @@ from scripted_serve import CALLS  # noqa: E402
 
 @dataclass(frozen=True)
 class Server:
-    """url: where it listens. model: what its model is called."""
+    """A running server. url: its address. model: the name of its model."""
 
     url: str
     model: str
@@ -47,7 +47,7 @@ class Server:
 
 @contextmanager
 def served(*command: str | Path, name: str) -> Iterator[Server]:
-    """A server that has loaded its model, by a command that takes the options of `hotset serve`."""
+    """Start a server by a command with the options of `hotset serve`, and yield it with its model loaded."""
     log = WORK / f"serve-{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -140,7 +140,7 @@ SCRIPTED: dict[str, Callable[[Server], list[str]]] = {"agents": agents}
 
 
 def main(names: list[str]) -> int:
-    """0 where every client was content."""
+    """Run the clients; return 0 if all of them passed."""
     known = [*TINY, *SMOLLM2, *SCRIPTED]
     unknown = set(names) - set(known)
     if unknown:
@@ -161,7 +161,7 @@ def main(names: list[str]) -> int:
 
 
 def content(name: str, command: Callable[[Server], list[str]], server: Server) -> bool:
-    """Runs a client and says how it went."""
+    """Run a client, and print the outcome."""
     log = WORK / f"{name}-{server.model}.log"
     began = time.monotonic()
     with log.open("w") as out:

@@ -1,6 +1,6 @@
-"""Requests that schemathesis makes name the model that is there, or hardly one would get as far as an answer.
+"""Puts the server's model into the requests of schemathesis: otherwise hardly any would get an answer.
 
-Answers are short: it is shapes that are looked at, in thousands of requests.
+Answers are short, since schemathesis checks only their structure, in thousands of requests.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ TEMPLATE = (
 
 
 def write(form: str, folder: Path) -> Path:
-    """A model whose template has the marks of the form."""
+    """Write a model whose template has the marks of the form."""
     # A template without marks that knows no tools has Hermes' form; the one here knows them.
     marks = {**dict(TEMPLATES), "hermes": "<tool_call>"}[form]
     keys = {"tokenizer.chat_template": f"{TEMPLATE}{{# {marks} #}}", "llama.context_length": 8192}

@@ -1,4 +1,4 @@
-"""A batch on the nodes of a cluster: every answer once, in order, whatever is killed meanwhile."""
+"""A batch on the nodes of a cluster: every answer once and in order, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def request(i: int) -> dict[str, Any]:
     body: dict[str, Any] = {"prompt": f"number {i}", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     if i == 7:
-        body["nonsense"] = 1  # is refused, and has an answer that says so
+        body["nonsense"] = 1  # this request is refused, and its answer says so
     return {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}
 
 
@@ -79,11 +79,11 @@ def test_a_machine_that_dies_in_mid_load(path: Path, expected: list[str], nodes:
     assert found == (N, 1)
     assert killed.is_set()
     check(answers, expected)
-    with pytest.raises(InvalidRequestError, match="is there already"):
+    with pytest.raises(InvalidRequestError, match="exists already"):
         batch_on_ray(requests, answers, str(path), SETTINGS, ("tiny",), nodes.address, 3, Reporter())
 
 
-def test_a_driver_that_is_killed_goes_on(path: Path, expected: list[str], nodes: Nodes, tmp_path: Path):
+def test_killed_driver_resumes(path: Path, expected: list[str], nodes: Nodes, tmp_path: Path):
     requests, answers = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "hotset.cli.main", "batch", str(requests), "-o", str(answers)]
     command += ["-m", str(path), "-c", "240", "-t", "1", "--ray", nodes.address, "--replicas", "2"]
@@ -110,7 +110,7 @@ def test_a_driver_that_is_killed_goes_on(path: Path, expected: list[str], nodes:
 
     batch_on_ray(requests, answers, str(path), SETTINGS, ("tiny",), nodes.address, 2, Heard())
     kept = sum(min(32, N - 32 * int(Path(name).stem)) for name in there)
-    assert (done or [N])[0] == kept  # what is there is not computed again
+    assert (done or [N])[0] == kept  # kept answers are not computed again
     check(answers, expected)
 
 
@@ -126,5 +126,5 @@ def test_parquet(path: Path, expected: list[str], nodes: Nodes, tmp_path: Path):
     assert json.loads(table[3]["body"])["choices"][0]["text"] == expected[3]
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1")
-    with pytest.raises(InvalidRequestError, match="is no Parquet file"):
+    with pytest.raises(InvalidRequestError, match="is not a Parquet file"):
         batch_on_ray(broken, tmp_path / "x.jsonl", str(path), SETTINGS, ("t",), nodes.address, 1, Reporter())

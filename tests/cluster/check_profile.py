@@ -1,4 +1,4 @@
-"""A profile on the nodes of a cluster: that of one machine, and a node that dies meanwhile."""
+"""A profile on the nodes of a cluster equals the profile of one machine, even if a node dies meanwhile."""
 
 from __future__ import annotations
 

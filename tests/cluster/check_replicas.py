@@ -1,4 +1,4 @@
-"""Replicas on the nodes of a cluster: one text, prefixes that are found again, and a machine that dies."""
+"""Replicas on the nodes of a cluster: equal texts, reused prefixes, and a machine that dies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conftest import Nodes
 
 import hotset
 
-LONGEST = 240  # tokens of a context; one is a byte
+LONGEST = 240  # tokens of a context; a token is a byte
 PROMPTS = [f"{i} is a prompt of its own, " * (1 + i % 3) for i in range(16)]
 BODY = {"model": "tiny", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
@@ -40,7 +40,7 @@ def expected(path: Path) -> list[str]:
 
 @contextmanager
 def serving(path: Path, nodes: Nodes, *options: str) -> Iterator[str]:
-    """The address of `hotset serve --replicas`, once it answers."""
+    """Run `hotset serve`, and yield its address once it answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -71,7 +71,7 @@ def serving(path: Path, nodes: Nodes, *options: str) -> Iterator[str]:
 
 
 async def asked(client: httpx.AsyncClient, prompt: str, stream: bool) -> str:
-    """The text, or what the error says."""
+    """Return the text of a completion, or the code of the error."""
     reply = await client.post("/v1/completions", json=BODY | {"prompt": prompt, "stream": stream})
     if not stream:
         found = reply.json()
@@ -90,7 +90,7 @@ async def all_asked(url: str, times: int = 1) -> list[str]:
 
 
 def counts(url: str, name: str) -> dict[str, float]:
-    """A counter, by replica."""
+    """Return the values of a counter by replica."""
     found: dict[str, float] = {}
     pattern = re.compile(name + r'\{(?:.*,)?replica="(\w+)"\} (\S+)')
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
@@ -110,8 +110,8 @@ def test_the_text_of_one_machine(path: Path, expected: list[str], nodes: Nodes, 
 
 
 def test_a_machine_that_dies_in_mid_load(path: Path, expected: list[str], nodes: Nodes):
-    """Every request is answered, with an error or without; and soon all is as it was."""
-    with serving(path, nodes, "--replicas", "3") as url:  # one on each node: that which dies has one
+    """Answer every request, possibly with an error, and then replace the lost replica."""
+    with serving(path, nodes, "--replicas", "3") as url:  # one on each node, so the dying node has one
         assert asyncio.run(all_asked(url)) == expected
         before = set(counts(url, "hotset_ready"))
         assert len(before) == 3
@@ -141,7 +141,7 @@ def test_a_machine_that_dies_in_mid_load(path: Path, expected: list[str], nodes:
 
 
 def conversations(url: str, n_turns: int = 3) -> int:
-    """Cached tokens of 8 conversations of which each goes on after all have had their turn."""
+    """Return the number of cached tokens of 8 conversations, which take turns."""
 
     async def work() -> int:
         cached = 0

@@ -1,4 +1,4 @@
-"""A model cut over the nodes of a cluster: the text of one machine, and a machine that dies."""
+"""A model split over the nodes of a cluster: the same text as on one machine, and a machine that dies."""
 
 from __future__ import annotations
 
@@ -94,19 +94,19 @@ def test_stages_that_do_not_find_one_another(path: Path, nodes: Nodes, monkeypat
 def test_a_machine_that_dies_in_mid_load_costs_time_and_no_answer(
     path: Path, expected: list[str], nodes: Nodes
 ):
-    for _ in range(10):  # it may die between two steps, when no sequence is under way
+    for _ in range(10):  # it may die between two steps, when no sequence is running
         if lose_a_machine(path, expected, nodes):
             return
     pytest.fail("the machine died between two steps ten times")
 
 
 def lose_a_machine(path: Path, expected: list[str], nodes: Nodes) -> int:
-    """Sequences that were under way when it died. All have the expected text."""
+    """Return the sequences that ran when it died. All must get the expected text."""
     with load_staged(str(path), SETTINGS, "a:1,b:1,c:1", nodes.address) as model:
         rounds: list[list[str]] = []
         is_killed = threading.Event()
 
-        def ask() -> None:  # again and again: steps are quicker than a machine dies
+        def ask() -> None:  # repeatedly, since steps are quicker than the death of a machine
             while True:
                 was_killed = is_killed.is_set()
                 rounds.append([one.text for one in model.generate_many(PROMPTS, **PARAMS)])

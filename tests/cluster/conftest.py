@@ -1,6 +1,6 @@
 """A cluster of three Ray nodes on this machine, which the checks of this folder share: a, b and c.
 
-Run by `make test-scale`: it takes minutes, and what it starts is too much for the suite.
+`make test-scale` runs them. They take minutes and start too many processes for the suite.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-# Processes of the cluster import what the driver does.
+# Processes of the cluster import the same modules as the driver.
 _TESTS = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(_TESTS), str(_TESTS / "support"), os.environ.get("PYTHONPATH", "")]

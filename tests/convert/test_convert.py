@@ -1,4 +1,4 @@
-"""The converter: shards, types, tokenizers, and what it refuses. (test_architectures compares the logits.)"""
+"""The converter: shards, types, tokenizers and refused input; test_architectures compares the logits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def values(gguf: GGUFFile, name: str) -> np.ndarray:
 
 
 def edit(path: Path, **entries: Any) -> None:
-    """Replaces entries of a JSON file; None removes one."""
+    """Replace entries of a JSON file; None removes one."""
     content = json.loads(path.read_text()) | entries
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -188,7 +188,7 @@ def spaced_texts(n: int, seed: int) -> list[str]:
 
 
 def trained_model(folder: Path, **options: Any) -> Any:
-    """A SentencePiece model with these options, saved as folder/tokenizer.model."""
+    """Train a SentencePiece model with these options, and save it as folder/tokenizer.model."""
     import sentencepiece
 
     folder.mkdir(exist_ok=True)
@@ -229,7 +229,7 @@ SENTENCEPIECE_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SENTENCEPIECE_OPTIONS)
 def test_a_sentencepiece_model_keeps_its_options(tmp_path: Path, name: str) -> None:
-    """A tokenizer.model alone gives the ids of its own library, whatever it was trained with."""
+    """Compare ids with SentencePiece's for tokenizer.model files trained with various options."""
     theirs = trained_model(tmp_path / "hf", **SENTENCEPIECE_OPTIONS[name])
     ours = load_tokenizer(tokenizer_keys(tmp_path / "hf", {"vocab_size": 500}))
     for text in spaced_texts(1200, 6):
@@ -247,14 +247,14 @@ def test_a_user_defined_piece_is_one_token_and_not_special(tmp_path: Path) -> No
     user = theirs.piece_to_id("<start_of_turn>")
     assert ours.encode("the<start_of_turn>cat", add_special=False).count(user) == 1
     assert ours.is_user_defined(user)
-    for parse in (False, True):  # with control tokens in the text, too
+    for parse in (False, True):  # also with control tokens in the text
         ids = ours.encode("the <start_of_turn>cat  sat", add_special=False, parse_special=parse)
         assert ids == theirs.encode("the <start_of_turn>cat  sat")
         assert ours.decode(ids) == "the <start_of_turn>cat  sat"
     ids = ours.encode("<s>the<tool>cat</s>", parse_special=True, add_special=False)
     assert ids == [1, *theirs.encode("the<tool>cat"), 2]
     assert ours.decode(ids, skip_special=True) == "the<tool>cat"
-    # What ends an answer by its text is a control token: text from a user never becomes it.
+    # A token whose text ends an answer becomes a control token, so a user's text never becomes it.
     ends = trained_model(tmp_path / "hf", user_defined_symbols=["<end_of_turn>"])
     stopping, end = load_tokenizer(tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})), "<end_of_turn>"
     assert ends.piece_to_id(end) in ends.encode(f"cat{end}")
@@ -265,7 +265,7 @@ def test_a_user_defined_piece_is_one_token_and_not_special(tmp_path: Path) -> No
     assert inside[-1] == theirs.piece_to_id("<tool>")
 
 
-def test_what_tokenizer_config_adds_to_a_sentencepiece_model(tmp_path: Path) -> None:
+def test_tokenizer_config_extends_a_sentencepiece_model(tmp_path: Path) -> None:
     theirs = trained_model(tmp_path / "hf", **USER)
     user, n = theirs.piece_to_id("<start_of_turn>"), theirs.vocab_size()
     added = {
@@ -305,7 +305,7 @@ def test_a_damaged_vocabulary_of_rwkv_is_refused(tmp_path: Path, literal: str) -
 
 
 @pytest.mark.parametrize("id", ["1e999", "-1e999", "NaN", '"x"'])
-def test_ids_that_are_no_numbers_are_refused(tmp_path: Path, merging: dict[str, Any], id: str) -> None:
+def test_ids_other_than_numbers_are_refused(tmp_path: Path, merging: dict[str, Any], id: str) -> None:
     steps = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     added = [{"id": 7, "content": "x", "special": True}]
     text = json.dumps(merging | {"pre_tokenizer": steps, "added_tokens": added})
@@ -394,7 +394,7 @@ DEEPSEEK_LETTERS = (  # escapes: normalisation would make other letters of these
     "-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎ"
     "ↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
 )
-DEEPSEEK3 = (  # line feeds in it are line feeds
+DEEPSEEK3 = (  # it contains real line feeds
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
@@ -456,7 +456,7 @@ ALPHABETS = [
 
 
 def random_texts(n: int, seed: int) -> list[str]:
-    """Of runs of characters of one kind, which a cut lies between or within."""
+    """Return texts of runs of characters of one kind, so that cuts fall between or within runs."""
     rng = random.Random(seed)
     runs = lambda: "".join(rng.choices(rng.choice(ALPHABETS), k=rng.randint(1, 6)))  # noqa: E731
     return ["".join(runs() for _ in range(rng.randint(1, 12))) for _ in range(n)]
@@ -464,7 +464,7 @@ def random_texts(n: int, seed: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def merging() -> dict[str, Any]:
-    """A tokenizer.json whose merges know no word: wherever a text is cut, the tokens show it."""
+    """Return a tokenizer.json whose merges ignore words, so that the tokens show every division of a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -490,14 +490,14 @@ def test_published_pre_tokenizers_are_converted(tmp_path: Path, merging: dict[st
 
     steps, name = PUBLISHED[model]
     merging = merging | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
-    merging["normalizer"] = {"type": "Sequence", "normalizers": []}  # as DeepSeek's
+    merging["normalizer"] = {"type": "Sequence", "normalizers": []}  # as in DeepSeek's file
     keys = keys_of(merging, tmp_path)
     assert keys["tokenizer.ggml.pre"] == name
     ours, theirs = load_tokenizer(keys), Tokenizer.from_str(json.dumps(merging))
     texts = random_texts(1500, 2)
     expected = [encoded.ids for encoded in theirs.encode_batch(texts, add_special_tokens=False)]
     assert [ours.encode(text, add_special=False) for text in texts] == expected
-    for other in set(NAMES.values()) - {name, "llama-bpe" if name == "dbrx" else ""}:  # no other would do
+    for other in set(NAMES.values()) - {name, "llama-bpe" if name == "dbrx" else ""}:  # others differ
         keys["tokenizer.ggml.pre"] = other
         other_way = load_tokenizer(keys)
         assert any(other_way.encode(t, add_special=False) != e for t, e in zip(texts, expected, strict=True))
@@ -524,7 +524,7 @@ def test_falcon_7b_is_known(tmp_path: Path, merging: dict[str, Any]) -> None:
         ([split(CL100K)], "no step 'ByteLevel'"),
         ([split(CL100K), LAST | {"add_prefix_space": True}], "unknown step 'ByteLevel'"),
         ([LAST, split(CL100K)], "unknown step 'Split'"),  # of letters for bytes
-        ([split(r"\p{N}{1,3}", "Removed"), LAST], "unknown step 'Split'"),  # what is no digit is gone
+        ([split(r"\p{N}{1,3}", "Removed"), LAST], "unknown step 'Split'"),  # removes all other characters
         ([split(CL100K, "MergedWithNext"), LAST], "unknown step 'Split'"),
         ([CONTIGUOUS | {"behavior": "Isolated"}, BYTES], "unknown step 'Punctuation'"),
         ([split(CL100K), BYTES], "is not known"),
@@ -541,10 +541,10 @@ def test_pre_tokenizers_that_are_refused(
 @pytest.mark.parametrize(
     ("model", "without", "with_it"), [("gpt-oss", "gpt-4o", "gpt-4o"), ("Llama 3", "dbrx", "llama-bpe")]
 )
-def test_words_that_are_tokens_whatever_the_merges_say(
+def test_words_that_are_tokens_despite_merges(
     tmp_path: Path, merging: dict[str, Any], model: str, without: str, with_it: str
 ) -> None:
-    """gpt-oss ignores merges, the name does not: it serves a vocabulary whose merges lead to every word."""
+    """Accept ignore_merges with a name that does not imply it (gpt-oss) if merges lead to every token."""
     from tokenizers import Tokenizer
 
     tokenizer = merging | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": PUBLISHED[model][0]}}
@@ -555,7 +555,7 @@ def test_words_that_are_tokens_whatever_the_merges_say(
     ours, theirs = load_tokenizer(keys), Tokenizer.from_str(json.dumps(ignoring))
     for text in random_texts(300, 3):
         assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False).ids
-    unled = {**ignoring["model"]["vocab"], "qzqz": 3000}  # a token that no merge leads to
+    unled = {**ignoring["model"]["vocab"], "qzqz": 3000}  # a token that no merge reaches
     ignoring["model"] = ignoring["model"] | {"vocab": unled}
     if without == with_it:
         with pytest.raises(TokenizerError, match="is known with another ignore_merges only"):
@@ -584,7 +584,7 @@ def test_settings_of_byte_level_bpe_that_have_no_key(
         ("<|begin|> <|user|> $A", {"bos_token": None}),  # GLM 4: no key for two
     ],
 )
-def test_special_tokens_around_a_text_are_those_of_the_template(
+def test_special_tokens_around_a_text_equal_the_template(
     checkpoint: Path, template: str, settings: dict[str, Any]
 ) -> None:
     from tokenizers import Tokenizer, processors
@@ -603,7 +603,7 @@ def test_special_tokens_around_a_text_are_those_of_the_template(
         assert ours.encode("the inn") == [*plain, 301]
     else:
         assert ours.encode("the inn") == theirs.encode("the inn").ids
-    assert {ours.eos_id, ours.eot_id} >= {301}  # what the configuration says ends an answer, still does
+    assert {ours.eos_id, ours.eot_id} >= {301}  # end tokens of the configuration are kept
     assert 301 in ours.stop_ids
 
 
@@ -654,7 +654,7 @@ def test_configurations_that_are_refused(
 
 
 def header_edited(path: Path, edit: Any) -> None:
-    """Changes the header of a safetensors file."""
+    """Change the header of a safetensors file."""
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
@@ -677,7 +677,7 @@ WILL_NOT_LOAD = "would become a file that does not load"
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}}, "yarn_beta_fast"),
     ],
 )
-def test_what_the_loader_refuses_is_not_written(
+def test_file_that_will_not_load_is_not_written(
     checkpoint: Path, entries: dict[str, Any], message: str
 ) -> None:
     edit(checkpoint / "config.json", **entries)
@@ -706,7 +706,7 @@ def test_a_missing_tensor_is_noticed_before_anything_is_written(
 def test_tokens_are_made_for_an_embedding_that_is_there(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocab_size of strangers would pad the tokenizer to gigabytes."""
+    """Check the embedding before the tokens: a hostile vocab_size would pad the tokenizer to gigabytes."""
     monkeypatch.setattr(hf, "tokenizer_keys", lambda *_: pytest.fail("tokens have been made"))
     edit(checkpoint / "config.json", vocab_size=1 << 24)
     with pytest.raises(FormatError, match=r"of the checkpoint is \[320, .* \[16777216, "):
@@ -906,7 +906,7 @@ junk = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["config.json", "tokenizer.json", "tokenizer_config.json"]), st.data())
-def test_any_json_gives_a_file_or_a_sentence(checkpoint: Path, file: str, data: st.DataObject) -> None:
+def test_any_json_gives_a_file_or_one_message(checkpoint: Path, file: str, data: st.DataObject) -> None:
     whole = (checkpoint / file).read_text()
     content = json.loads(whole)
     keys = [*content, *FUZZED_KEYS[file]]
@@ -940,7 +940,7 @@ def test_every_class_has_a_row() -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_torch_files(checkpoint: Path, dtype: str, zipped: bool) -> None:
-    """pytorch_model*.bin in two shards give the file that safetensors give."""
+    """Check that pytorch_model*.bin in two shards give the same file as safetensors."""
     from safetensors.torch import load_file, save_file
 
     state = {k: v.to(getattr(torch, dtype)) for k, v in load_file(checkpoint / "model.safetensors").items()}
@@ -961,7 +961,7 @@ def test_torch_files(checkpoint: Path, dtype: str, zipped: bool) -> None:
 
 
 def test_gpt2_files_without_tokenizer_json(checkpoint: Path) -> None:
-    """vocab.json and merges.txt, as OPT ships them."""
+    """Read vocab.json and merges.txt, as OPT ships them."""
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     expected = load_tokenizer(converted(checkpoint).metadata)
     vocabulary = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
@@ -990,7 +990,7 @@ SPARSE = {
 
 
 def save_predictors(folder: Path, d: int, n_ff: int, threshold: float | None = 0.1) -> list[dict[str, Any]]:
-    """Random ones of ranks 32, 48 and 64, as torch saves them."""
+    """Save random predictors of ranks 32, 48 and 64 with torch, and return them."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(7)
     states = []
@@ -1007,10 +1007,10 @@ def save_predictors(folder: Path, d: int, n_ff: int, threshold: float | None = 0
 def masked_logits(
     model: Any, states: list[dict[str, Any]], threshold: float, tokens: np.ndarray
 ) -> np.ndarray:
-    """transformers' own modules, in which a neuron whose score is below the threshold is zero.
+    """Run transformers' own modules, with neurons set to zero whose score is below the threshold.
 
-    The predictor reads the residual stream: after attention (where it enters the FFN's norm), falcon's as it
-    enters the layer.
+    The predictor reads the residual stream after attention (the input of the FFN's norm), but for Falcon the
+    input of the layer.
     """
     hooks, seen = [], {}
     layers = getattr(model, "transformer", getattr(model, "model", None))
@@ -1038,7 +1038,7 @@ def masked_logits(
 
 
 def reference_logits(gguf: GGUFFile, tokens: np.ndarray) -> np.ndarray:
-    """By the predictor in the file, where there is one."""
+    """Return the logits of the reference backend, with the predictor of the file if it has one."""
     from hotset.backends.base import Batch
     from hotset.backends.reference import ReferenceBackend
     from hotset.model.predictor import Predictor
@@ -1080,7 +1080,7 @@ def test_powerinfer_files_equal_the_masked_model(tmp_path: Path, name: str) -> N
 
 
 def test_types_of_a_powerinfer_file(tmp_path: Path) -> None:
-    """Converting to a quantised type is converting to F32 and quantising."""
+    """Compare converting to a quantised type with converting to F32 and then quantising."""
     from hotset.formats.requantize import quantize
 
     recipe, model = sparse_model("llama")
@@ -1141,9 +1141,7 @@ def test_powerinfer_files_that_are_refused(
 
 @pytest.mark.parametrize("dialect", ["gguf", "powerinfer"])
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_a_profile_orders_the_neurons_and_changes_nothing_else(
-    tmp_path: Path, name: str, dialect: str
-) -> None:
+def test_profile_changes_only_the_order_of_neurons(tmp_path: Path, name: str, dialect: str) -> None:
     from hotset.convert.reorder import reorder
     from hotset.sparsity.profile import Profile, profile_path
     from hotset.sparsity.sidecar import fingerprint
@@ -1213,7 +1211,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 340 MB of zeros, a hole in the file."""
+    """Write a checkpoint of 340 MB of zeros, stored as a hole in the file."""
     folder = tmp_path_factory.mktemp("big")
     d, n_ff, n_vocab = 1024, 32768, 65536
     config = {
@@ -1242,7 +1240,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_memory_does_not_grow_with_the_checkpoint(big: Path, tmp_path: Path) -> None:
-    """Mapped pages count."""
+    """Measure the peak resident memory, which includes mapped pages."""
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(big), str(tmp_path / "out.gguf")],
         capture_output=True, text=True, check=True,

@@ -1,7 +1,8 @@
-"""Layers for multi-token prediction (MTP) in a checkpoint become those of the file.
+"""Layers for multi-token prediction (MTP) in a checkpoint become MTP layers of the file.
 
-Their logits are compared in tests/backends/test_nextn.py. Here the last layer of a model is made one, in the
-checkpoint under the names of its publisher, and its tensors are those of the same layer of the whole model.
+tests/backends/test_nextn.py compares their logits. Here the last layer of a model becomes an MTP layer,
+stored in the checkpoint under the names of its publisher. Its tensors must equal the same layer of the whole
+model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ tiny_models = pytest.importorskip("tiny_models")
 
 D = tiny_models.SHAPE["hidden_size"]
 LAYERS = ["linear_attention", "full_attention", "full_attention"]
-# Recipe → settings, names of the tensors around the layer, and whether norms of the checkpoint are less one.
+# Recipe → settings, names of the tensors around the layer, and whether the stored norms are lower by one.
 BEHIND = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "shared_head.norm"}
 MODULE = {
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
@@ -50,7 +51,7 @@ def around(*, own_matrices: bool) -> dict[str, torch.Tensor]:
 
 
 def save_with_nextn(name: str, folder: Path, *, own_matrices: bool = False) -> dict[str, torch.Tensor]:
-    """The checkpoint whose last layer is one for multi-token prediction; the tensors around it."""
+    """Save a checkpoint whose last layer is an MTP layer, and return the tensors around that layer."""
     from safetensors.torch import load_file, save_file
 
     settings, names, _ = MODELS[name]
@@ -71,7 +72,7 @@ def save_with_nextn(name: str, folder: Path, *, own_matrices: bool = False) -> d
 
 
 @pytest.mark.parametrize("name", [*MODELS, "glm4moe, own matrices"])
-def test_the_layer_is_that_of_the_whole_model(run_folder: Path, tmp_path: Path, name: str) -> None:
+def test_layer_equals_the_whole_models(run_folder: Path, tmp_path: Path, name: str) -> None:
     name, _, own_matrices = name.partition(", ")
     settings, _, less_one = MODELS[name]
     own = save_with_nextn(name, tmp_path / "checkpoint", own_matrices=bool(own_matrices))
@@ -112,9 +113,7 @@ def test_layers_that_lack_a_part_or_that_nothing_computes_are_left_out(tmp_path:
     second = {
         n.replace("layers.0.", "layers.1."): t.clone() for n, t in whole.items() if "mtp.layers.0." in n
     }
-    save_file(
-        whole | second, folder / "model.safetensors"
-    )  # which of the two the rest belongs to, is unclear
+    save_file(whole | second, folder / "model.safetensors")  # the other tensors could belong to either layer
     convert_hf(folder, tmp_path / "model.gguf", "f32")
     with open_gguf(tmp_path / "model.gguf") as found:
         assert "qwen35.nextn_predict_layers" not in found.metadata
@@ -126,7 +125,7 @@ def test_layers_that_lack_a_part_or_that_nothing_computes_are_left_out(tmp_path:
         convert_hf(folder, tmp_path / "model.gguf", "f32")
 
 
-def test_the_order_of_a_profile_is_that_of_the_models_own_layers(tmp_path: Path) -> None:
+def test_profile_follows_the_order_of_the_models_layers(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     save_with_nextn("qwen35", folder)
     counts = tuple(np.random.default_rng(i).permutation(160).astype(np.uint64) for i in range(2))

@@ -1,4 +1,4 @@
-"""DeepSeek V4 as published, in FP8 and FP4: the files are those of the same weights in float32."""
+"""DeepSeek V4 as published, in FP8 and FP4: the same weights in float32 give the same files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FP4 = "layers.2.ffn.experts.3.w2"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
-    """(a folder, its tensors in float32)"""
+    """Save a checkpoint; return its folder and its tensors in float32."""
     folder = tmp_path_factory.mktemp("published")
     recipe = EXPERTS["deepseek4-published"]
     save(recipe, build(recipe), folder)
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]
 
 
 def write(checkpoint: tuple[Path, Tensors], folder: Path, tensors: Tensors, block: list[int]) -> Path:
-    """A folder like the checkpoint's with other tensors."""
+    """Write a folder like the checkpoint's, with other tensors."""
     into = folder / "model"
     into.mkdir(exist_ok=True)
     for path in checkpoint[0].glob("*.json"):
@@ -50,9 +50,7 @@ def test_powers_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("block", [[128, 128], [16, 32]])
-def test_the_file_is_that_of_the_values(
-    checkpoint: tuple[Path, Tensors], tmp_path: Path, block: list[int]
-) -> None:
+def test_file_equals_the_values(checkpoint: tuple[Path, Tensors], tmp_path: Path, block: list[int]) -> None:
     packed, plain = published_fp8_fp4(checkpoint[1], block)
     kinds = {name: values.dtype for name, values in packed.items()}
     assert kinds[f"{FP8}.weight"] == torch.float8_e4m3fn
@@ -79,7 +77,7 @@ def test_the_file_is_that_of_the_values(
             np.testing.assert_array_equal(values, one.data(name).view(np.float32))
 
 
-def test_what_does_not_fit_is_refused(checkpoint: tuple[Path, Tensors], tmp_path: Path) -> None:
+def test_oversized_input_is_refused(checkpoint: tuple[Path, Tensors], tmp_path: Path) -> None:
     fine = published_fp8_fp4(checkpoint[1], [16, 32])[0]
     codes, scale = fine[f"{FP4}.weight"], fine[f"{FP4}.scale"]
     of_blocks = fine[f"{FP8}.scale"]

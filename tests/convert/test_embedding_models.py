@@ -1,4 +1,4 @@
-"""Checkpoints of embedding models and rerankers: what transformers makes of a text, and what is refused."""
+"""Checkpoints of embedding models and rerankers give the vectors of transformers, or are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(folder: Path, files: dict[str, Any]) -> None:
 
 
 def checkpoint(folder: Path, name: str, files: dict[str, Any], **settings: Any) -> Any:
-    """The model of a recipe in a folder, without its output: what makes vectors of texts."""
+    """Save a recipe's model in a folder without its output layer, as embedding models are, and return it."""
     recipe = (tiny_models.RECIPES | tiny_models.ENCODERS)[name]
     whole = tiny_models.build(recipe, **settings)
     tiny_models.save(recipe, whole, folder)
@@ -116,7 +116,7 @@ def test_a_module_lies_inside_the_checkpoint(tmp_path: Path, path: str) -> None:
 
 
 def dense(folder: Path, n_in: int, n_out: int, *, bias: bool, **config: Any) -> dict[str, np.ndarray]:
-    """A module of kind Dense, drawn anew."""
+    """Write a random module of kind Dense and return its tensors."""
     from safetensors.numpy import save_file
 
     folder.mkdir()
@@ -186,7 +186,7 @@ def test_scores_of_encoders_are_transformers_logits(tmp_path: Path, name: str) -
 
 
 def test_an_encoder_ranks_documents(tmp_path: Path) -> None:
-    """[CLS] query [SEP] document [SEP], all of type 0, in any company."""
+    """Score [CLS] query [SEP] document [SEP], all of type 0, alone and in batches."""
     from tiny_tokenizers import trained_word_piece
 
     recipe, folder = tiny_models.ENCODERS["bert-scores"], tmp_path / "hf"
@@ -211,7 +211,7 @@ def test_an_encoder_ranks_documents(tmp_path: Path) -> None:
 
 
 def reranker(folder: Path, tied: bool) -> Any:
-    """A Qwen3 with the tokens of a Qwen3 Reranker's answers, ids 270 and 280."""
+    """Save and return a Qwen3 with the tokens of a Qwen3 Reranker's answers, ids 270 and 280."""
     recipe = tiny_models.RECIPES["qwen3"]
     theirs = tiny_models.build(recipe, tie_word_embeddings=tied, max_position_embeddings=512)
     tiny_models.save(recipe, theirs, folder)
@@ -238,7 +238,7 @@ def test_scores_are_probabilities_of_yes(tmp_path: Path, tied: bool) -> None:
         assert sorted(one.index for one in ranked) == [0, 1, 2]
         for one in ranked:
             head, middle, tail = template.replace("{document}", "{query}").split("{query}")
-            text = f"{head}{QUERY}{middle}{one.document}{tail}"  # in which no special token is spelled
+            text = f"{head}{QUERY}{middle}{one.document}{tail}"  # whose content may not spell special tokens
             ids = model.tokenizer.encode(text, add_special=False)
             with torch.no_grad():
                 logits = theirs(torch.tensor([ids])).logits[0, -1]

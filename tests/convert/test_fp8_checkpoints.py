@@ -1,4 +1,4 @@
-"""Checkpoints in FP8: the files are those of the same weights in float32, byte for byte."""
+"""Checkpoints in FP8 give, byte for byte, the same files as the same weights in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
 def in_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, a scale for each 16 rows and 32 columns, and the values."""
+    """Return codes, a scale for each 16 rows and 32 columns, and the values."""
     shape = matrix.shape
     n_rows, n_columns = -(-shape[0] // 16), -(-shape[1] // 32)
     padded = torch.zeros(n_rows * 16, n_columns * 32)
@@ -73,7 +73,7 @@ def test_codes_are_torchs() -> None:
 @pytest.mark.parametrize(
     ("name", "quantised", "made", "kind"),
     [
-        ("llama", BLOCKS, in_blocks, "weight_scale_inv"),  # rows of q and k change places
+        ("llama", BLOCKS, in_blocks, "weight_scale_inv"),  # the converter permutes rows of q and k
         ("llama", ROWS, of_rows, "weight_scale"),
         ("llama", MODELOPT, of_all, "weight_scale"),
         ("phi3", ROWS, of_rows, "weight_scale"),  # q, k and v lie in one matrix
@@ -81,7 +81,7 @@ def test_codes_are_torchs() -> None:
         ("deepseek2-v3", BLOCKS, in_blocks, "weight_scale_inv"),  # keys and values of a latent vector
     ],
 )
-def test_the_file_is_that_of_the_values(
+def test_file_equals_the_values(
     name: str, quantised: dict[str, Any], made: Any, kind: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -134,9 +134,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("qwen3next", "model.layers.0.mlp.shared_expert_gate.weight"),
     ],
 )
-def test_matrices_that_are_no_matrices_of_the_file_are_refused(
-    tmp_path: Path, name: str, tensor: str
-) -> None:
+def test_matrices_missing_in_the_file_are_refused(tmp_path: Path, name: str, tensor: str) -> None:
     tensors = checkpoint(tmp_path / "hf", name)
     codes, scale, _ = of_all(tensors.pop(tensor))
     scale_name = f"{tensor.removesuffix('.weight')}.weight_scale"

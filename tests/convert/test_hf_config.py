@@ -1,4 +1,4 @@
-"""config.json as the keys of a GGUF file: switches whose absence no logit of a tiny model need show."""
+"""Keys of a GGUF file made from config.json: switches that may have no effect on a tiny model's logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 @pytest.mark.parametrize(
     ("kind", "entries", "window", "pattern"),
     [
-        ("Qwen2", {"sliding_window": 16}, None, None),  # off unless it says so
+        ("Qwen2", {"sliding_window": 16}, None, None),  # off by default
         ("Qwen2", {"sliding_window": 16, "use_sliding_window": False}, None, None),
         ("Qwen2", {"sliding_window": None, "use_sliding_window": True}, None, None),
         ("Qwen2", {"sliding_window": 16, "use_sliding_window": True}, None, None),  # from layer 28 on
@@ -57,14 +57,14 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
             {
                 "sliding_window": 16,
                 "use_sliding_window": True,
-                "max_window_layers": 4,  # layer_types are newer, and win
+                "max_window_layers": 4,  # the newer layer_types take precedence
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
             16,
             [True, False, True, False],
         ),
         ("Mistral", {"sliding_window": 16}, 16, None),
-        ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, 16, None),  # it never reads it
+        ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, 16, None),  # it is never read
         ("Mistral", {"sliding_window": None}, None, None),
         ("Llama", {"sliding_window": 16, "use_sliding_window": True}, None, None),
     ],
@@ -80,7 +80,7 @@ def yarn(**more: Any) -> dict[str, Any]:
     return keys(rope_parameters={"rope_type": "yarn", "factor": 4.0, **more})
 
 
-def test_yarn_says_what_it_is_truncated_to() -> None:
+def test_yarn_has_its_truncation() -> None:
     assert yarn()["rope.scaling.type"] == "yarn"
     assert yarn(truncate=True) == yarn()
     with pytest.raises(UnsupportedModelError, match="truncate set to false"):
@@ -93,8 +93,8 @@ def test_yarn_without_a_factor_stretches_to_the_context() -> None:
     assert keys(rope_parameters=rope)["rope.scaling.original_context_length"] == 32
 
 
-def test_the_magnitude_of_yarn_is_that_of_its_scales() -> None:
-    assert "rope.scaling.yarn_attn_factor" not in yarn(mscale=1.0)  # one of the two says nothing
+def test_magnitude_of_yarn_follows_its_scales() -> None:
+    assert "rope.scaling.yarn_attn_factor" not in yarn(mscale=1.0)  # it needs the other entry
     found = yarn(mscale=2.0, mscale_all_dim=0.5)["rope.scaling.yarn_attn_factor"]
     assert found == pytest.approx((0.2 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
     assert yarn(attention_factor=1.5, mscale=2.0, mscale_all_dim=0.5)["rope.scaling.yarn_attn_factor"] == 1.5
@@ -103,12 +103,12 @@ def test_the_magnitude_of_yarn_is_that_of_its_scales() -> None:
 # ---- scales, windows, rotations of newer classes ---------------------------------------------------------
 
 
-def test_the_scale_of_the_scores_is_written_where_it_is_another() -> None:
+def test_scale_of_scores_is_written_if_it_differs() -> None:
     gemma = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
     assert "attention.scale" not in keys("Gemma2", **gemma, query_pre_attn_scalar=16)
     assert keys("Gemma2", **gemma, query_pre_attn_scalar=64)["attention.scale"] == 0.125
-    assert keys("Gemma2", **gemma)["attention.scale"] == 0.0625  # 256, where config.json says nothing
-    # Of 46 layers the architecture takes the width over the heads, 64 / 2.
+    assert keys("Gemma2", **gemma)["attention.scale"] == 0.0625  # the default is 256
+    # With 46 layers the architecture uses the width divided by the heads, 64 / 2.
     narrow = gemma | {"num_attention_heads": 2, "num_hidden_layers": 46}
     assert "attention.scale" not in keys("Gemma2", **narrow, query_pre_attn_scalar=32)
     assert keys("Gemma2", **narrow, query_pre_attn_scalar=16)["attention.scale"] == 0.25
@@ -216,7 +216,7 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
         ("Llama", {"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
     ],
 )
-def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], message: str) -> None:
+def test_settings_without_a_key_are_refused(kind: str, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         keys(kind, **entries)
 
@@ -242,7 +242,7 @@ def test_the_base_of_each_layer() -> None:
 
 @pytest.mark.parametrize("kind", ["Olmo3", "Mellum"])
 def test_base_of_unscaled_windows(kind: str) -> None:
-    """The file has a key only if the other layers have another base."""
+    """Write the key only if the other layers have another base."""
     full = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e3}
     types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -259,13 +259,13 @@ def test_base_of_unscaled_windows(kind: str) -> None:
     assert keys("Olmo3", rope_theta=1e6, **types)["rope.freq_base_swa"] == 5e5  # as in transformers 5
 
 
-def test_models_whose_tokens_see_those_behind_them_are_refused() -> None:
+def test_models_with_attention_to_later_tokens_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="is_causal set to 'False'"):
         keys("Qwen2", is_causal=False)
     assert keys("Qwen2", is_causal=True) == keys("Qwen2")
 
 
-def test_a_sparse_lm_is_relu_whatever_it_says() -> None:
+def test_sparse_lm_is_relu_whatever_its_config() -> None:
     for name in ("silu", "relu", "gelu"):
         found = keys("SparseLlama", hidden_act=name, sparsity_gated_mlp=True)
         assert found["hidden_activation"] == "relu"
@@ -273,7 +273,7 @@ def test_a_sparse_lm_is_relu_whatever_it_says() -> None:
         keys("SparseLlama", sparsity_gated_mlp=False)
 
 
-def test_what_is_said_as_it_must_be_is_taken() -> None:
+def test_valid_settings_are_accepted() -> None:
     assert keys("SmolLM3", no_rope_layers=[1, 1, 1, 0, 1]) == keys("SmolLM3", no_rope_layer_interval=4)
     assert keys("Gemma2", use_bidirectional_attention=None) == keys("Gemma2")
     assert keys("SmolLM3")["rope.freq_base"] == 2e6
@@ -297,7 +297,7 @@ FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.5, 2, 2.5], "long_factor": [4
 HALF = {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])  # the first checkpoints had other names for it
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])  # "su" and "yarn": older names
 def test_longrope_is_two_tensors_and_a_magnitude(kind: str) -> None:
     entries = {**HALF, "rope_scaling": {"type": kind, **FACTORS}}
     found = keys("Phi3", **entries)
@@ -354,7 +354,7 @@ ENTRIES = [
     st.dictionaries(st.sampled_from(ENTRIES), junk, max_size=4),
     st.dictionaries(st.sampled_from(["full_attention", "sliding_attention", "rope_type"]), junk, max_size=2),
 )
-def test_any_entries_give_keys_or_a_sentence(
+def test_any_entries_give_keys_or_one_message(
     kind: str, entries: dict[str, Any], ropes: dict[str, Any]
 ) -> None:
     config = {"architectures": [f"{kind}ForCausalLM"], **SIZES, "rope_parameters": ropes, **entries}
@@ -374,19 +374,19 @@ def test_any_entries_give_keys_or_a_sentence(
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5}
 
 
-def test_lfm2_says_where_a_convolution_stands_and_how_wide_its_ffn_is() -> None:
+def test_lfm2_has_convolution_layers_and_an_ffn_width() -> None:
     found = keys("Lfm2", **LFM2)
     assert found["attention.head_count_kv"] == [0, 2, 0, 0]
     assert found["shortconv.l_cache"] == 3
     assert found["rope.freq_base"] == 1e6
-    # Older files name the layers that attend, and the output's tie otherwise.
+    # Older files have other names for the layers with attention and for the tied output.
     assert keys("Lfm2", norm_eps=1e-5, full_attn_idxs=[2])["attention.head_count_kv"] == [0, 0, 2, 0]
     assert keys("Lfm2", norm_eps=1e-5)["attention.head_count_kv"] == [2, 2, 2, 2]
     tied = {"architectures": ["Lfm2ForCausalLM"], **SIZES, **LFM2}
     assert HFConfig(tied).tied
     assert not HFConfig(tied | {"tie_embedding": False}).tied
     for entries, n_ff in (
-        ({}, 256),  # 2 / 3 of 96, in whole 256
+        ({}, 256),  # 2 / 3 of 96, rounded up to a multiple of 256
         ({"block_auto_adjust_ff_dim": False}, 96),
         ({"block_multiple_of": 16}, 64),
         ({"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3}, 96),
@@ -408,7 +408,7 @@ def test_lfm2_says_where_a_convolution_stands_and_how_wide_its_ffn_is() -> None:
         ({"layer_types": None, "full_attn_idxs": 3}, FormatError),
     ],
 )
-def test_what_lfm2_cannot_be_is_refused(entries: dict[str, Any], error: type[HotsetError]) -> None:
+def test_invalid_lfm2_is_refused(entries: dict[str, Any], error: type[HotsetError]) -> None:
     with pytest.raises(error):
         keys("Lfm2", **LFM2 | entries)
 
@@ -439,12 +439,14 @@ def test_qwen3next_says_where_delta_nets_stand() -> None:
             keys("Qwen3Next", **sizes | entries)
 
 
-# ---- what config.json leaves out is what transformers' classes put there -----------------------------------
+# ---- missing entries of config.json have the defaults of transformers' classes -----------------------------
 
 
 def _recipes() -> dict[str, list[tiny_models.TinyModel]]:
-    """By configuration class of transformers, without making one: of all that transformers computes, and
-    where a switch is on that no recipe has on."""
+    """Return recipes by the name of transformers' configuration class, without an instance of one.
+
+    They cover all models that transformers computes, and switches that no other recipe turns on.
+    """
     recipes = [*tiny_models.RECIPES.values(), *tiny_models.EXPERTS.values()]
     windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     recipes += [tiny_models.TinyModel(k, windows) for k in ("Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe")]
@@ -463,7 +465,7 @@ RECIPES = _recipes()
 
 @cache
 def full_configs(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """The class of the text model, and whole config.jsons of it."""
+    """Return the class name of the text model, and complete contents of config.json for it."""
     found = []
     for recipe in RECIPES[name]:
         config = tiny_models.config_of(recipe, {**tiny_models.SHAPE, **recipe.settings})
@@ -474,20 +476,20 @@ def full_configs(name: str) -> tuple[str, list[dict[str, Any]]]:
     return type(config).__name__, found
 
 
-# transformers' are those of one published model.
+# The defaults of transformers are the sizes of one published model.
 WITHOUT_DEFAULT = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
 WITHOUT_DEFAULT |= {"intermediate_size", "ffn_dim", "n_embd", "n_layer", "n_head"}
 WITHOUT_DEFAULT |= {"d_model", "n_layers", "n_heads"}
 # transformers' class has none either, and its model cannot be built.
 WITHOUT_DEFAULT |= {"DeepseekV2Config num_experts_per_tok", "Lfm2MoeConfig layer_types"}
-# What each layer is, is no default.
+# The kinds of the layers have no default.
 WITHOUT_DEFAULT |= {"NemotronHConfig layers_block_type"}
-# Its versions disagree about which layers have a window.
+# transformers' versions disagree about the layers with a window.
 WITHOUT_DEFAULT |= {"Qwen2MoeConfig layer_types"}
 
 
 def facts(config: dict[str, Any]) -> dict[str, Any] | str:
-    """All that config.json says of the file, or why it is refused."""
+    """Return the facts that the converter derives from config.json, or the message of its error."""
     try:
         found = HFConfig(config)
         tensors = {name: values.tolist() for name, values in found.rope.divisors().items()}
@@ -498,10 +500,10 @@ def facts(config: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def older_spelling(config: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling in place of rope_parameters."""
+    """Return the configuration with rope_theta and rope_scaling in place of rope_parameters."""
     config = deepcopy(config)
     rope, kind = config.pop("rope_parameters", None) or {}, "type"
-    if "full_attention" in rope:  # Gemma 3, which had its entry called as it is today
+    if "full_attention" in rope:  # Gemma 3, whose entry always had this name
         kind = "rope_type"
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
@@ -512,7 +514,7 @@ def older_spelling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def incomplete(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(entry, config) without each entry in turn, and with null in its place; those of rotations too."""
+    """Yield (entry, config) with each entry removed, and with each set to null, inside rope entries too."""
     for entry in config.keys() - {"architectures"}:
         yield entry, {k: v for k, v in config.items() if k != entry}
         if entry not in ("partial_rotary_factor", "rope_local_base_freq"):  # to_dict() loses this null
@@ -534,24 +536,24 @@ NEWER = {"Gemma4TextConfig"}  # classes that never had the older spelling
         if not (spelling and name in NEWER)
     ],
 )
-def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -> None:
-    """config.json without an entry gives what it gives with the value that transformers' class puts there."""
+def test_missing_entries_have_transformers_defaults(name: str, spelling: str) -> None:
+    """Compare config.json without an entry with the same file that has transformers' default there."""
     seen, refused = set(), {}
     name, configs = full_configs(name)
     for full in configs:
         for entry, config in incomplete(older_spelling(full) if spelling else full):
             if f"{name} {entry}" == "Qwen3VLMoeTextConfig tie_word_embeddings":
-                continue  # the whole model's counts
+                continue  # the entry of the whole model decides
             case = (entry, config.get(entry), str(full.get(entry)))
             if entry in full and (case in seen or seen.add(case)):
                 continue  # another recipe has the same value
             try:
                 theirs = getattr(transformers, name).from_dict(deepcopy(config)).to_dict()
             except (KeyError, TypeError, ValueError, StrictDataclassError, ZeroDivisionError):
-                continue  # an entry that it must have, or that cannot be null
+                continue  # a required entry, or one that cannot be null
             expected, found = facts(theirs | {"architectures": full["architectures"]}), facts(config)
             if isinstance(found, str):
-                if not isinstance(expected, str):  # as it is where a default does not fit the other sizes
+                if not isinstance(expected, str):  # for example if a default does not fit the other sizes
                     refused[entry] = found
             else:
                 assert found == expected, entry
@@ -561,7 +563,7 @@ def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -
         assert f"config.json has no {plain}" in message or f"no {entry}, which says where" in message
 
 
-def test_nemotron_h_says_what_each_layer_is() -> None:
+def test_nemotron_h_lists_the_kinds_of_layers() -> None:
     sizes = {"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 16}
     found = keys("NemotronH", **sizes, hybrid_override_pattern="M-*E")
     assert found["block_count"] == 4
@@ -580,7 +582,7 @@ def test_nemotron_h_says_what_each_layer_is() -> None:
         keys("NemotronH", **sizes | {"n_groups": 3}, hybrid_override_pattern="M*-")
 
 
-def test_falcon_h1_refuses_what_the_file_cannot_say() -> None:
+def test_falcon_h1_refuses_settings_without_a_key() -> None:
     sizes = {"mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_state": 16}
     found = keys("FalconH1", **sizes)
     assert (found["attention.head_count_kv"], found["ssm.inner_size"], found["ssm.group_count"]) == (2, 96, 1)
@@ -595,7 +597,7 @@ def test_sizes_of_rwkv_that_no_entry_says() -> None:
     sizes = {"architectures": ["RWKV7ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 2}
     found = HFConfig({**sizes, "vocab_size": 100}).keys("rwkv7", 1 << 20)
     ranks = [found[f"rwkv7.attention.{name}_lora_rank"] for name in ("decay", "iclr", "gate")]
-    assert (*ranks, found["rwkv7.feed_forward_length"]) == (96, 96, 256, 8192)  # those of the 1.5B model
+    assert (*ranks, found["rwkv7.feed_forward_length"]) == (96, 96, 256, 8192)  # as in the 1.5B model
     assert (found["rwkv7.wkv.head_size"], found["rwkv7.attention.head_count"]) == (64, 0)
     with pytest.raises(UnsupportedModelError, match="heads of 60 channels"):
         HFConfig({**sizes, "vocab_size": 100, "head_dim": 60})
@@ -630,7 +632,7 @@ def test_entries_of_classes_that_transformers_lacks() -> None:
         with pytest.raises(HotsetError, match=next(iter(entry))):
             keys("MiniCPM", **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16} | entry)
     dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 1e6}
-    assert "rope.scaling.type" not in keys("InternLM2", **dynamic)  # begins where the context ends
+    assert "rope.scaling.type" not in keys("InternLM2", **dynamic)  # it scales only beyond the context
     with pytest.raises(UnsupportedModelError, match="dynamic"):
         keys("Xverse", **dynamic)
     qwen = {"architectures": ["QWenLMHeadModel"], **SIZES, "num_key_value_heads": 4, "seq_length": 64}
@@ -638,7 +640,7 @@ def test_entries_of_classes_that_transformers_lacks() -> None:
     assert (found.n_ctx, found.n_ff) == (64, 48)
     assert found.keys("qwen", 64)["qwen.feed_forward_length"] == 96
     plamo = keys("Plamo", num_key_value_heads=4, n_shared_head=2)
-    assert plamo["attention.head_count_kv"] == 2  # that is what the entry does not say
+    assert plamo["attention.head_count_kv"] == 2  # the entry does not state it
     assert keys("Maincoder", intermediate_size_mlp=128)["feed_forward_length"] == 128
     sees = {"architectures": ["HunYuanVLForConditionalGeneration"], **SIZES}
     rope = {"type": "xdrope", "xdrope_section": [2, 2, 2, 2], "alpha": 1000.0, "factor": 1.0}
@@ -688,7 +690,7 @@ def test_gemma3_has_no_cap_on_scores() -> None:
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_qwen35_has_sections_of_dimensions(kind: str) -> None:
-    """llama.cpp loads no qwen35 file without them, and ends where they are more than a head has."""
+    """Check the sections, without which llama.cpp loads no qwen35 file. It aborts if they exceed a head."""
     key, sizes = (
         "rope.dimension_sections",
         {"linear_num_value_heads": 32, "num_experts": 8, "num_experts_per_tok": 2},
@@ -703,7 +705,7 @@ def test_qwen35_has_sections_of_dimensions(kind: str) -> None:
     assert key not in keys("Qwen3Next", **sizes)
 
 
-# Keys that llama.cpp loads no file without, beside block_count and its like: of its own models' get_key.
+# Keys that llama.cpp requires (get_key in its models), in addition to common ones such as block_count.
 SSM = tuple(f"ssm.{k}" for k in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
 NEEDED_ELSEWHERE = {
     "granite": ("logit_scale",),
@@ -711,7 +713,7 @@ NEEDED_ELSEWHERE = {
     "gpt-oss": ("expert_feed_forward_length", "attention.sliding_window"),
     "glm4moe": ("expert_feed_forward_length", "expert_shared_count"),
     "deepseek2": ("expert_feed_forward_length", "expert_shared_count", "attention.kv_lora_rank"),
-    "afmoe": ("expert_weights_norm",),  # without it experts' weights would be as they are
+    "afmoe": ("expert_weights_norm",),  # without it experts' weights would stay unscaled
     "ernie4_5-moe": ("interleave_moe_layer_step", "expert_feed_forward_length"),
     "hy_v3": ("expert_weights_norm",),
     "lfm2": ("shortconv.l_cache",),
@@ -749,7 +751,7 @@ def test_files_have_the_keys_that_llama_cpp_needs(name: str) -> None:
         needed = ["block_count", "context_length", "embedding_length", "feed_forward_length"]
         needed += ["attention.head_count", *NEEDED_ELSEWHERE.get(config.architecture, ())]
         assert {f"{config.architecture}.{key}" for key in needed} <= found.keys()
-        if config.architecture != "opt":  # which llama.cpp does not have
+        if config.architecture != "opt":  # llama.cpp does not support OPT
             assert any(key.endswith("_epsilon") for key in found)
 
 

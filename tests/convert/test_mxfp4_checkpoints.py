@@ -24,7 +24,7 @@ RECIPE = tiny_models.EXPERTS["gpt-oss"]
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """(checkpoint, transformers' model of it)"""
+    """Save a checkpoint; return its folder and transformers' model of it."""
     folder = tmp_path_factory.mktemp("packed")
     model = tiny_models.build(RECIPE)
     tiny_models.save_packed(RECIPE, model, folder)
@@ -58,7 +58,7 @@ def test_every_value_is_transformers(packed: tuple[Path, Any], tmp_path: Path) -
 
 @pytest.mark.parametrize("plan", ["prefill", "mixed"])
 def test_logits_match_transformers(packed: tuple[Path, Any], tmp_path: Path, plan: str) -> None:
-    """By the reference, which decodes; and by the CPU's engine of a file with the same values in F32."""
+    """Compare the reference backend, which decodes MXFP4, and the CPU backend on the same values in F32."""
     folder, model = packed
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, tiny_models.VOCABULARY, n) for n in LENGTHS]
@@ -84,7 +84,7 @@ def test_a_rule_decodes_them(packed: tuple[Path, Any], tmp_path: Path) -> None:
     assert 0 < difference.max() < np.abs(values(plain, up)).max() / 200
 
 
-def test_what_is_damaged_is_refused(packed: tuple[Path, Any], tmp_path: Path) -> None:
+def test_damaged_input_is_refused(packed: tuple[Path, Any], tmp_path: Path) -> None:
     folder = packed[0]
     tensors = safetensors.load_file(folder / "model.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -115,7 +115,7 @@ def test_what_is_damaged_is_refused(packed: tuple[Path, Any], tmp_path: Path) ->
     for entry in ({"quant_method": "gptq"}, {}, "mxfp4", None):
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
         safetensors.save_file(tensors, tmp_path / "model.safetensors")
-        if entry is None:  # as if it were not there
+        if entry is None:  # like a missing entry
             convert_hf(tmp_path, tmp_path / "m.gguf", "f32")
             continue
         with pytest.raises(UnsupportedModelError, match="is quantised"):

@@ -1,4 +1,4 @@
-"""Folders of PEFT's: the model with one is what PEFT's formula makes of transformers' model."""
+"""PEFT's folders: a model with such an adapter equals transformers' model merged by PEFT's formula."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hotset.model.decoder import describe
 from hotset.model.low_rank import adaptable
 
 HEAD = "model.layers.0.self_attn.q_proj"
-TOLERANCE = 1e-4  # of the largest logit, as of a model without adapters (transformers_oracle.py)
+TOLERANCE = 1e-4  # share of the largest logit, as without adapters (transformers_oracle.py)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ TOLERANCE = 1e-4  # of the largest logit, as of a model without adapters (transf
         ("opt", True),
     ],
 )
-def test_logits_are_those_of_transformers_with_the_adapter(
+def test_logits_equal_transformers_with_the_adapter(
     tmp_path: Path, run_folder: Path, name: str, slora: bool
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -96,7 +96,7 @@ def tensors_of(module: str = HEAD) -> dict[str, np.ndarray]:
         ({"alpha_pattern": {"q_proj": 4, "self_attn.q_proj": 2}}, 1.0),  # the first that matches counts
         ({"alpha_pattern": {"self_attn.q_proj": 2, "q_proj": 4}}, 0.5),
         ({"alpha_pattern": {"proj": 2, "f_attn.q_proj": 2}}, 2.0),  # whole names only
-        ({"lora_alpha": 6, "r": 9}, 1.5),  # the rank is that of the matrices (rank_pattern)
+        ({"lora_alpha": 6, "r": 9}, 1.5),  # the matrices decide the rank (rank_pattern)
     ],
 )
 def test_factors(tmp_path: Path, config: dict[str, Any], factor: float) -> None:
@@ -135,7 +135,7 @@ def test_factors(tmp_path: Path, config: dict[str, Any], factor: float) -> None:
             {},
             tensors_of("model.layers.0.mlp.wide_proj"),
             UnsupportedModelError,
-            "wide_proj, which is no",
+            "wide_proj, but adapters cannot change it",
         ),
         ({}, {f"{HEAD}.lora_A.weight": np.ones(4, np.float32)}, FormatError, "no matrix of floats"),
         ({}, {f"{HEAD}.lora_B.weight": np.ones((100, 4), np.float32)}, FormatError, "no whole heads of 32"),

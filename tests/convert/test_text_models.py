@@ -12,7 +12,7 @@ from tiny_models import RECIPES, build, save
 from hotset.convert.hf import convert_hf
 
 
-def test_the_text_model_of_gemma_3n_as_it_is_published(tmp_path: Path) -> None:
+def test_published_text_model_of_gemma_3n(tmp_path: Path) -> None:
     """A part of a model that sees and hears: settings in text_config, names below model.language_model."""
     folder = tmp_path / "model"
     folder.mkdir()

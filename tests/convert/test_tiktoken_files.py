@@ -35,7 +35,7 @@ LETTERS = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
 
 
 def rank_bpe(data: bytes, ranks: dict[bytes, int], below: int = 1 << 30) -> list[bytes]:
-    """By definition: the first of the neighbours whose union has the lowest rank merge, again and again."""
+    """Merge by definition: repeatedly merge the first pair of neighbours whose union has the lowest rank."""
     parts = [bytes([byte]) for byte in data]
     while True:
         unions = [ranks.get(left + right, below) for left, right in pairwise(parts)]
@@ -46,7 +46,7 @@ def rank_bpe(data: bytes, ranks: dict[bytes, int], below: int = 1 << 30) -> list
 
 
 def tiktoken_ids(text: str, pre: str, ranks: dict[bytes, int]) -> list[int]:
-    """As tiktoken encodes: a word that is a token whole, any other by its ranks."""
+    """Encode like tiktoken: a word that is a token stays whole, other words are merged by rank."""
     (pattern,) = PRE_TOKENIZERS[pre].patterns
     split = Split(Regex(pattern), "isolated")
     words = [word.encode() for word, _ in split.pre_tokenize_str(text)]
@@ -54,10 +54,10 @@ def tiktoken_ids(text: str, pre: str, ranks: dict[bytes, int]) -> list[int]:
 
 
 def vocabulary(kind: str, seed: int = 0) -> list[bytes]:
-    """All bytes and more tokens, in the order of ranks.
+    """Return all bytes and more tokens, in the order of ranks.
 
-    kind: "learnt" by BPE, "shuffled", the same in any order, or "random", parts of texts, of which merging
-    yields some.
+    kind: "learnt" (by BPE), "shuffled" (the same tokens in random order) or "random" (parts of texts; merging
+    reaches only some of them).
     """
     rng = random.Random(f"{kind} {seed}")
     if kind == "random":
@@ -92,7 +92,7 @@ def spelled(token: bytes) -> str:
     [("tiktoken.model", "kimi-k2"), ("qwen.tiktoken", "qwen2"), ("hy.tiktoken", "hunyuan")],
 )
 @pytest.mark.parametrize("kind", ["learnt", "shuffled", "random"])
-def test_tokens_are_those_of_rank_bpe(tmp_path: Path, kind: str, name: str, pre: str) -> None:
+def test_tokens_equal_rank_bpe(tmp_path: Path, kind: str, name: str, pre: str) -> None:
     texts = [text for text in NASTY if len(text) < 1000] + CORPUS[:3]
     for seed in range(1 if kind == "learnt" else 3):
         ranks = write(tmp_path, vocabulary(kind, seed), name)
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_rank_bpe(tmp_path: Path, kind: str, name: str, pre:
         drawn = ["".join(rng.choices("abcd the", k=rng.randint(1, 40))) for _ in range(200)]
         pieces = [token.decode() for token in ranks if len(token) > 1 and token.isascii()]
         for text in [*texts, *drawn, *pieces]:
-            whole = unicodedata.normalize("NFC", text) if pre != "kimi-k2" else text  # as their classes do
+            whole = unicodedata.normalize("NFC", text) if pre != "kimi-k2" else text  # the others use NFC
             assert ours.encode(text) == tiktoken_ids(whole, pre, ranks), text
         reached = all(rank_bpe(token, ranks) == [token] for token in ranks)
         assert keys.get("hotset.tokenizer_ignore_merges", False) is not reached
@@ -109,8 +109,11 @@ def test_tokens_are_those_of_rank_bpe(tmp_path: Path, kind: str, name: str, pre:
 
 
 @pytest.mark.parametrize("kind", ["learnt", "shuffled", "random"])
-def test_merges_are_those_of_llama_cpp(tmp_path: Path, kind: str) -> None:
-    """Its converter has a merge for a token that lower ranks lead to. Others have one here."""
+def test_merges_equal_llama_cpps(tmp_path: Path, kind: str) -> None:
+    """Compare with llama.cpp's converter, which writes merges only for tokens that lower ranks reach.
+
+    hotset writes a merge for the other tokens too.
+    """
     ranks = write(tmp_path, vocabulary(kind))
     merges = tokenizer_keys(tmp_path, {"vocab_size": N_VOCAB})["tokenizer.ggml.merges"]
     found = [rank_bpe(token, ranks, rank) for token, rank in ranks.items() if len(token) > 1]
@@ -172,10 +175,10 @@ KIMI_TEXTS = {
         ),
     ],
 )
-def test_special_tokens_are_those_of_the_class(
+def test_special_tokens_equal_the_class(
     tmp_path: Path, name: str, config: dict[str, Any], pre: str, special: list[str], ids: dict[str, int]
 ) -> None:
-    """As llama.cpp's converter writes them."""
+    """Compare the special tokens with the ones that llama.cpp's converter writes."""
     tokens = vocabulary("learnt")[:356]
     settings: dict[str, Any] = {}
     if name == "tiktoken.model":
@@ -275,8 +278,8 @@ def named(*texts: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["learnt", "shuffled", "random"])
-def test_tokens_of_tekken_are_those_of_rank_bpe(tmp_path: Path, kind: str) -> None:
-    # As mistral-common numbers them: the special tokens come first, and texts never become one.
+def test_tokens_of_tekken_equal_rank_bpe(tmp_path: Path, kind: str) -> None:
+    # mistral-common puts the special tokens first, and never makes one from text.
     tokens = vocabulary(kind)
     bytes_first = [*map(bytes, zip(range(256))), *(token for token in tokens if len(token) > 1)]
     tekken(tmp_path, bytes_first)
@@ -312,7 +315,7 @@ def test_special_tokens_of_tekken_are_named_by_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": "v13"}, "is not a tokenizer of Mistral"),  # newer files must name their special tokens
+        ({"version": "v13"}, "is not a tokenizer of Mistral"),  # v13 must list special tokens
         ({"default_vocab_size": "many"}, "is not a tokenizer of Mistral"),
         ({"default_vocab_size": 5000}, "has 5000 tokens, the model only 1200"),
         ({"default_vocab_size": 10**12}, "the model only 1200"),
@@ -345,7 +348,7 @@ def test_checkpoints_are_converted(tmp_path: Path, recipe: str, name: str, end: 
     folder, row = tmp_path / "hf", (tiny_models.RECIPES | tiny_models.EXPERTS)[recipe]
     tiny_models.save(row, tiny_models.build(row, vocab_size=N_VOCAB), folder)
     config = json.loads((folder / "config.json").read_text())
-    ids = ("bos_token_id", "eos_token_id")  # which Qwen's has not
+    ids = ("bos_token_id", "eos_token_id")  # Qwen's files lack these tokens
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in ids}))
     (folder / "tokenizer.json").unlink()
     tokens = vocabulary("learnt")

@@ -1,4 +1,4 @@
-"""Tokenizers of encoders as checkpoints have them become keys by which the same ids are found."""
+"""Tokenizers in the checkpoints of encoders become keys that give the same ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = [*NASTY, *CORPUS[:3]]
 
 
 def loaded(folder: Path, n_vocab: int = 400) -> tuple[Tokenizer, dict[str, Any]]:
-    """By way of a file."""
+    """Write the tokenizer of a folder to a GGUF file, and return it loaded with the file's keys."""
     writer = GGUFWriter(folder / "m.gguf", "bert")
     for key, value in tokenizer_keys(folder, {"vocab_size": n_vocab}).items():
         writer.add(key, value)
@@ -35,7 +35,7 @@ def loaded(folder: Path, n_vocab: int = 400) -> tuple[Tokenizer, dict[str, Any]]
 
 
 def xlm_roberta(prepend: str = "always") -> dict[str, Any]:
-    """A tokenizer.json in XLM-RoBERTa's form. prepend: which words get the prefix."""
+    """Return a tokenizer.json in XLM-RoBERTa's form. prepend: the words that get the prefix."""
     library, charsmap = trained_unigram()
     metadata = unigram_metadata()
     scores = metadata["tokenizer.ggml.scores"].tolist()
@@ -89,7 +89,7 @@ def test_word_pieces_of_a_tokenizer_json(tmp_path: Path, lowercase: bool, strips
         assert keys[f"tokenizer.ggml.{name}_token_id"] == id
 
 
-def test_word_pieces_of_a_vocabulary_alone(tmp_path: Path) -> None:
+def test_word_pieces_without_a_tokenizer_json(tmp_path: Path) -> None:
     library = trained_word_piece(lowercase=False)
     ids = library.get_vocab()
     (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in sorted(ids, key=ids.get)))
@@ -101,7 +101,7 @@ def test_word_pieces_of_a_vocabulary_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prepend", ["always", "first", "never"])
 def test_unigrams_of_a_tokenizer_json(tmp_path: Path, prepend: str) -> None:
-    """Left out are texts that the normaliser of the library changes in another way than SentencePiece."""
+    """Compare ids, except for texts that the library's normaliser changes differently from SentencePiece."""
     library, charsmap = trained_unigram()
     content, normalised = xlm_roberta(prepend), CharsMap(charsmap)
     write(tmp_path, content, cls_token="<s>", sep_token="</s>", unk_token="<unk>")
@@ -138,7 +138,7 @@ def test_unigrams_of_a_tokenizer_json(tmp_path: Path, prepend: str) -> None:
         (("post_processor",), {"type": "RobertaProcessing", "sep": [], "cls": []}, "post_processor"),
     ],
 )
-def test_what_no_key_describes_is_refused(tmp_path: Path, path: Any, value: Any, message: str) -> None:
+def test_settings_without_keys_are_refused(tmp_path: Path, path: Any, value: Any, message: str) -> None:
     tokenizer = xlm_roberta()
     inside = tokenizer if len(path) == 1 else tokenizer[path[0]]
     inside[path[-1]] = value
@@ -185,7 +185,7 @@ def test_a_query_and_a_document_are_the_librarys_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "separates"), [("roberta", True), ("template", True), ("template", False)])
-def test_a_separator_beside_what_ends_a_text(tmp_path: Path, form: str, separates: bool) -> None:
+def test_separator_next_to_an_end_token(tmp_path: Path, form: str, separates: bool) -> None:
     """<s> query </s></s> document </s>, unless the template has one </s> between."""
     tokenizer_json = xlm_roberta()
     if form == "template":

@@ -119,7 +119,7 @@ def test_an_event_for_each_token_and_the_end_with_the_last(thread: EngineThread)
     assert sequence.events.empty()
 
 
-def test_the_end_can_be_waited_for_alone(thread: EngineThread) -> None:
+def test_caller_can_wait_only_for_the_end(thread: EngineThread) -> None:
     sequence = ask(thread, prompt(20), seed=1, max_tokens=30)
     thread.wait_for_end(sequence)
     assert sequence.events is not None
@@ -128,7 +128,7 @@ def test_the_end_can_be_waited_for_alone(thread: EngineThread) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "fail"])
-def test_whoever_waits_for_the_end_learns_of_any(gated: tuple[Gated, EngineThread], how: str) -> None:
+def test_waiter_learns_of_any_end(gated: tuple[Gated, EngineThread], how: str) -> None:
     backend, thread = gated
     sequence = ask(thread, prompt(20), seed=1, max_tokens=30)
     assert backend.is_inside.wait(WATCHDOG)
@@ -187,7 +187,7 @@ def test_consumers_in_many_threads_get_their_own(thread: EngineThread) -> None:
 
 
 @pytest.mark.parametrize("can_cancel", [True, False])
-def test_cancelling_ends_one_and_disturbs_nobody(can_cancel: bool) -> None:
+def test_cancelling_ends_one_answer_and_disturbs_no_other(can_cancel: bool) -> None:
     backend = Gated(can_cancel)
     thread = EngineThread(Engine(backend, 512))
     kept, dropped = (ask(thread, prompt(30, i), seed=i, max_tokens=20) for i in range(2))
@@ -282,7 +282,7 @@ def test_more_than_may_wait_are_refused(gated: tuple[Gated, EngineThread]) -> No
     thread.close()
 
 
-def test_counters_say_what_was_done_while_a_step_runs() -> None:
+def test_counters_are_current_during_a_step() -> None:
     backend = Gated(n_pages=10)
     thread = EngineThread(Engine(backend, 512, 2))
     thread.max_waiting = 1
@@ -317,7 +317,7 @@ def test_counters_say_what_was_done_while_a_step_runs() -> None:
     thread.close()
 
 
-def test_how_long_to_wait_is_learned_from_those_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_is_learned_from_finished_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Clocked(n_pages=200)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 1024, 4)
@@ -336,7 +336,7 @@ def test_how_long_to_wait_is_learned_from_those_that_ended(monkeypatch: pytest.M
     assert engine.seconds_to_wait() == pytest.approx(seconds / 2)
 
 
-def test_a_failed_step_reaches_everybody_in_it_and_the_engine_goes_on() -> None:
+def test_failed_step_reaches_its_requests_and_the_engine_continues() -> None:
     backend = Gated()
     thread = EngineThread(Engine(backend, 512, 2))
     failing = [ask(thread, prompt(5, i), seed=i, max_tokens=9) for i in range(2)]
@@ -352,7 +352,7 @@ def test_a_failed_step_reaches_everybody_in_it_and_the_engine_goes_on() -> None:
     thread.close()
 
 
-def test_a_fault_of_the_engine_ends_what_runs_and_not_the_thread(
+def test_engine_fault_ends_running_requests_but_not_the_thread(
     thread: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> None:
@@ -491,9 +491,7 @@ def test_the_thread_ends_when_nothing_is_left_and_comes_again(
         assert not running[0].is_alive()
 
 
-def test_a_thread_that_cannot_be_started_is_a_sentence(
-    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_thread_start_gives_one_message(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -507,7 +505,7 @@ def test_a_thread_that_cannot_be_started_is_a_sentence(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None:
+def test_forked_process_starts_with_its_own_state(gated: tuple[Gated, EngineThread]) -> None:
     backend, thread = gated
     sequence = ask(thread, prompt(5), seed=1, max_tokens=6)
     backend.permits.release()
@@ -670,7 +668,7 @@ def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytes
     assert running.generated == expected(prompt(10), seed=1, max_tokens=400)
 
 
-def test_what_rows_of_logits_take_is_told_from_what_tokens_take() -> None:
+def test_time_of_logits_is_separated_from_time_of_tokens() -> None:
     share = PrefillBudget(0.1)
     share.note(10, 0, 0.03, n_rows=10)  # without other measurements, all time counts for the units
     assert share.of_row(1) == 0
@@ -682,12 +680,12 @@ def test_what_rows_of_logits_take_is_told_from_what_tokens_take() -> None:
     share.note(20, 0, 60.0, n_rows=20)  # however slow, a step has room for a few rows
     assert share.mixed / (1 + share.of_row(1)) == pytest.approx(4)
     assert share.pure / (1 + share.of_row(0)) == pytest.approx(64)  # and no request waits for this one
-    share.note(64, 0, 0.032, n_rows=4)  # faster than the estimate of its units alone: the rows cost nothing
+    share.note(64, 0, 0.032, n_rows=4)  # faster than the estimate of only its units: the rows cost nothing
     assert share.of_row(1) == 0
     assert share.seconds_of(64, 0) == pytest.approx(0.032)
 
 
-def test_a_prompt_alone_takes_steps_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_without_answers_takes_longer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check steps of 50 ms, or 16 times as long as a decode step, so that fixed costs are small."""
     backend = Clocked(n_pages=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
@@ -707,7 +705,7 @@ def test_a_prompt_alone_takes_steps_that_are_worth_it(monkeypatch: pytest.Monkey
     assert whole.backend.batches == [100, 100, 50, 1]
 
 
-def test_the_share_of_a_prompt_follows_what_steps_take() -> None:
+def test_share_of_a_prompt_follows_measured_times() -> None:
     share = PrefillBudget(0.1)
     assert (share.mixed, share.pure) == (16, 64)
     for n in (32, 64, 128, 256, 512):  # a fast machine: it doubles

@@ -85,7 +85,7 @@ def test_no_page_of_a_text_is_kept_for_others(model: Any) -> None:
         assert (loaded.embed(texts) == vectors).all()  # other requests' prefixes are not used
 
 
-def test_what_cannot_be_embedded_is_a_sentence(model: Any) -> None:
+def test_unembeddable_text_gives_one_message(model: Any) -> None:
     path, texts, _ = model
     with load(path) as loaded:
         with pytest.raises(ContextLengthError, match="193 tokens do not fit in the context of 192"):
@@ -102,7 +102,7 @@ def test_what_cannot_be_embedded_is_a_sentence(model: Any) -> None:
         loaded.embed(texts)
 
 
-def test_a_failure_reaches_whoever_asked(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_reaches_the_caller(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, texts, _ = model
     with load(path) as loaded:
         before = loaded.embed(texts)
@@ -125,7 +125,7 @@ def test_the_file_says_how_it_pools(number: int | None, pooling: str) -> None:
 
 
 @pytest.mark.parametrize("number", [5, -1, "mean", [1]])
-def test_a_pooling_that_is_not_known_is_a_sentence(number: Any) -> None:
+def test_unknown_pooling_gives_one_message(number: Any) -> None:
     metadata = {"general.architecture": "llama", "llama.pooling_type": number}
     with pytest.raises(
         UnsupportedModelError, match="choose a pooling: one of none, mean, cls, last and rank"

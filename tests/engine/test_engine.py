@@ -40,7 +40,7 @@ def generate(engine: Engine, tokens: list[int], stop_ids: tuple[int, ...] = (), 
     return sequence
 
 
-def test_greedy_tokens_are_those_of_the_model():
+def test_greedy_tokens_equal_the_models():
     sequence = generate(engine(), [1, 2, 3], temperature=0, max_tokens=150)
     expected = [1, 2, 3]
     for _ in range(150):
@@ -66,10 +66,8 @@ def test_chunks_of_a_prompt_do_not_change_the_answer(max_batch: int):
         [3, 40, 512],
     ),
 )
-def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
-    max_batch: int, n_pages: int, max_sequences: int
-):
-    """Check that sequences are preempted and computed again if pages are few, and wait if slots are few."""
+def test_same_seed_gives_the_same_tokens_in_any_batch(max_batch: int, n_pages: int, max_sequences: int):
+    """Check that sequences are preempted and computed again if blocks are few, and wait if slots are few."""
     options = [
         {"seed": i, "max_tokens": 30 + 25 * i, "repetition_penalty": 1.0 + 0.1 * (i % 2)} for i in range(6)
     ]
@@ -87,7 +85,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
     assert batched.scheduler.pool.n_available == n_pages
 
 
-def test_a_preempted_sequence_is_computed_again_and_goes_on():
+def test_preempted_sequence_is_computed_again_and_continues():
     alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
     tight = engine(256, n_pages=4)
     sequences = [
@@ -107,7 +105,7 @@ def test_a_preempted_sequence_is_computed_again_and_goes_on():
     assert [sequence.tokens for sequence in sequences] == alone
 
 
-def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
+def test_preempted_sequence_reuses_its_remaining_blocks():
     alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
     tight = engine(256, n_pages=5)
     old, new = (
@@ -121,13 +119,13 @@ def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
     tight.cancel(old)
     seen = tight.backend.n_tokens_seen
     tight.step()
-    assert tight.backend.n_tokens_seen - seen == 1  # its two full pages were still in the cache
+    assert tight.backend.n_tokens_seen - seen == 1  # its two full blocks were still in the cache
     assert len(new.generated) == n_generated + 1
     drain(tight)
     assert new.tokens == alone[1]
 
 
-def test_a_preempted_sequence_goes_on_before_those_that_wait():
+def test_preempted_sequence_precedes_waiting_ones():
     tight = engine(256, max_sequences=2, n_pages=4)
     old, new, third = (
         tight.enqueue(tight.prepare(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)))
@@ -273,7 +271,7 @@ def test_a_running_sequence_shares_its_pages():
 def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
     n_pages: int, n_running: int, at_once: bool
 ):
-    """Check sequences of one page each: the third needs a page, and the two before it one each to grow."""
+    """Check sequences of one block each: the third needs a block, and the two before it one each to grow."""
     shared = engine(128, n_pages=n_pages)
     for i in range(5):
         shared.enqueue(shared.prepare(prompt(40, seed=i), SamplingParams(seed=i, max_tokens=30)))
@@ -284,7 +282,7 @@ def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
     drain(shared)
 
 
-def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page():
+def test_first_waiting_sequence_blocks_later_ones_without_blocks():
     shared = engine(256, n_pages=5)
     long = prompt(200)
     first = shared.enqueue(shared.prepare(long, SamplingParams(seed=1, max_tokens=40)))
@@ -321,7 +319,7 @@ def test_several_answers_of_one_prompt_compute_it_once(n: int, max_batch: int, r
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 4])
-def test_who_follows_another_goes_on_when_that_one_leaves(n_steps: int):
+def test_follower_continues_when_the_first_client_leaves(n_steps: int):
     tokens = prompt(300)
     shared = engine(max_batch=50)
     leading, second, third = (
@@ -348,7 +346,7 @@ def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over(
     shared.step()
     shared.cancel(leading)
     shared.backend.cancelled = True
-    shared.step()  # its pages are allocated, but empty
+    shared.step()  # its blocks are allocated, but empty
     third = shared.enqueue(shared.prepare(prompt(150), SamplingParams(seed=3, max_tokens=4)))
     drain(shared)
     assert third.n_reused == 2 * PAGE_SIZE
@@ -356,7 +354,7 @@ def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over(
     assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
 
 
-def test_clients_have_their_turns_and_within_one_whoever_came_first():
+def test_clients_take_turns_and_requests_of_one_keep_their_order():
     shared = engine(max_sequences=1)
     order = [
         shared.enqueue(
@@ -398,7 +396,7 @@ def test_a_sequence_whose_time_is_over_ends(waits: bool, monkeypatch: pytest.Mon
         shared.enqueue(shared.prepare(prompt(7), SamplingParams(seed=1), owner=Owner.of(None, -1)))
 
 
-def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
+def test_reused_tokens_do_not_count_as_speed(monkeypatch: pytest.MonkeyPatch):
     """Check that the speed of a prompt counts only its computed tokens; every step takes a second here."""
     now = [100.0]
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: now[0])
@@ -419,7 +417,7 @@ def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2, 5])
-def test_cancelling_frees_pages_and_disturbs_nobody(n_steps: int):
+def test_cancelling_frees_blocks_and_disturbs_no_other(n_steps: int):
     alone = generate(engine(), prompt(70), seed=1, max_tokens=40)
     shared = engine(max_batch=64)
     kept = shared.enqueue(shared.prepare(prompt(70), SamplingParams(seed=1, max_tokens=40)))
@@ -490,7 +488,7 @@ def test_a_cache_smaller_than_a_context_is_an_error():
         engine(n_ctx=257, n_pages=4)
 
 
-def test_the_engine_goes_on_after_a_step_failed():
+def test_engine_continues_after_a_failed_step():
     shared = engine(max_batch=16)
     first = shared.enqueue(shared.prepare(prompt(10), SamplingParams(seed=1, max_tokens=10)))
     waiting = shared.enqueue(shared.prepare(prompt(40, seed=1), SamplingParams(seed=2, max_tokens=10)))
@@ -506,7 +504,7 @@ def test_the_engine_goes_on_after_a_step_failed():
     assert generate(shared, prompt(10), seed=1, max_tokens=10).tokens == expected
 
 
-def test_an_error_of_one_sequence_leaves_the_others_alone():
+def test_error_of_one_sequence_does_not_affect_others():
     shared = engine()
 
     def fail(position: int, rows: np.ndarray) -> None:
@@ -590,7 +588,7 @@ def test_scoring_bounds_the_logits_of_one_step(monkeypatch: pytest.MonkeyPatch):
 # ---- statistics ----
 
 
-def test_statistics_are_not_asked_for_unless_they_are_wanted():
+def test_statistics_are_requested_only_if_wanted():
     plain = engine()
     sequence = generate(plain, prompt(20), seed=1, max_tokens=5)
     assert plain.backend.n_stats_asked == 0
@@ -662,7 +660,7 @@ def test_perplexity_is_llama_perplexitys(n_ctx: int, max_batch: int, bos_id: int
     assert scoring.scheduler.pool.n_available == scoring.scheduler.pool.n_pages
 
 
-def test_perplexity_refuses_what_it_cannot_measure():
+def test_perplexity_refuses_unmeasurable_input():
     scoring = engine(n_ctx=128)
     with pytest.raises(InvalidRequestError, match="at least 128 tokens, but the text has 127"):
         next(perplexity_chunks(scoring, prompt(127), n_ctx=64))

@@ -1,4 +1,4 @@
-"""A thousand requests that start, leave, fail and run out of pages at any time without affecting others."""
+"""A thousand requests that start, leave, fail and run out of blocks at any time without affecting others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASES = [np.random.default_rng(i).integers(0, 97, 300).tolist() for i in range(4
 
 
 def drawn_prompt(draw: random.Random) -> tuple[int, ...]:
-    """Return a part of one of a few texts, often whole pages of it, and often with its own end."""
+    """Return a part of one of a few texts, often whole blocks of it, and often with its own end."""
     n = draw.choice([draw.randint(1, 300), PAGE_SIZE * draw.randint(1, 4), 200])
     own = [draw.randrange(97) for _ in range(draw.choice([0, 1, 30]))]
     return (*draw.choice(BASES)[:n], *own)
@@ -39,7 +39,7 @@ def expected(tokens: tuple[int, ...], seed: int, n: int) -> list[int]:
 
 
 def check_pages(engine: Engine) -> None:
-    """Check that running sequences hold every page as often as it counts, and that each has a slot."""
+    """Check that running sequences hold every block as often as it counts, and that each has a slot."""
     pool = engine.scheduler.pool
     held = Counter(page for sequence in engine.scheduler.running for page in sequence.pages)
     assert [held[page] for page in range(pool.n_pages)] == pool.references

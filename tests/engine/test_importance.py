@@ -21,7 +21,7 @@ from hotset.formats.imatrix import ImportanceMatrix
 IDS = np.random.default_rng(0).integers(0, 300, (3, 24)).astype(np.int32)
 
 
-def test_sums_are_those_of_transformers(tmp_path: Path) -> None:
+def test_sums_equal_transformers(tmp_path: Path) -> None:
     model = build(RECIPES["llama"])
     path = to_gguf(RECIPES["llama"], model, tmp_path)
     sums: dict[str, np.ndarray] = {}

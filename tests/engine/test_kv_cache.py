@@ -1,4 +1,4 @@
-"""The page pool: reference counts, shared prefixes, eviction."""
+"""The pool of KV blocks: reference counts, shared prefixes, eviction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 def fill(pool: PagePool, tokens: list[int]) -> list[int]:
-    """Allocate and register the full pages of `tokens`, like a sequence that computes all of them."""
+    """Allocate and register the full blocks of `tokens`, like a sequence that computes all of them."""
     pages, chain = [], ROOT
     for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
         page = pool.allocate()
@@ -90,7 +90,7 @@ def test_a_prefix_computed_twice_is_found_once():
     pool.release(first)
     pool.release(second)
     assert pool.n_available == 8
-    # The duplicate pages cannot be found by any prefix, so they are allocated first.
+    # The duplicate blocks cannot be found by any prefix, so they are allocated first.
     assert {pool.allocate() for _ in range(6)}.isdisjoint(first)
 
 

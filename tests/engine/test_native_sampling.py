@@ -128,7 +128,7 @@ def tokens_of(sampler: Any, rows: list[np.ndarray]) -> list[int | str]:
     ("n_vocab", "n_cases"), [(1, 10), (2, 15), (63, 30), (300, 30), (5000, 20), (40_001, 5)]
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_tokens_of_a_seed_are_those_of_the_definition(n_vocab: int, n_cases: int, seed: int) -> None:
+def test_tokens_of_a_seed_equal_the_definition(n_vocab: int, n_cases: int, seed: int) -> None:
     rng = np.random.default_rng([seed, n_vocab])
     for _ in range(n_cases):
         params = SamplingParams(seed=int(rng.integers(2**63)), **some_options(rng, n_vocab))
@@ -205,7 +205,7 @@ def test_sequences_draw_the_same_tokens_together_and_alone() -> None:
 @pytest.mark.parametrize("n_vocab", [1, 7, 64, 1000, 8191, 8193, 50_000])
 @pytest.mark.parametrize("seed", quick_are(range(8), range(80)))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_logprobs_are_those_of_the_definition(n_vocab: int, seed: int) -> None:
+def test_logprobs_equal_the_definition(n_vocab: int, seed: int) -> None:
     rng = np.random.default_rng([seed, n_vocab])
     rows = np.array(
         [row for row in (some_logits(rng, n_vocab) for _ in range(5)) if math.isfinite(row.max())]

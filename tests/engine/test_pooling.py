@@ -83,7 +83,7 @@ def test_vectors_of_tokens_are_the_states_behind_the_last_norm(tmp_path: Path) -
             np.testing.assert_allclose(each, states_of(model, text), atol=1e-5)
 
 
-def test_scores_are_those_of_a_classifier(tmp_path: Path) -> None:
+def test_scores_equal_a_classifiers(tmp_path: Path) -> None:
     head = {name: torch.tensor(values) for name, values in CLASSIFIER.items()}
     with hotset.load(model_of(tmp_path, CLASSIFIER), n_threads=1) as model:
         states = torch.tensor(np.stack([states_of(model, text)[-1] for text in TEXTS]))
@@ -104,7 +104,7 @@ def head_of(
         return Head(file, file.metadata, D, causal=causal)
 
 
-def test_a_head_is_that_of_its_architecture(tmp_path: Path) -> None:
+def test_header_has_the_architecture(tmp_path: Path) -> None:
     path, state = tmp_path / "model.gguf", normal(D) * 5
     output = {"cls.output.weight": CLASSIFIER["cls.output.weight"]}
     raw = output["cls.output.weight"] @ state
@@ -141,7 +141,7 @@ def test_a_head_is_that_of_its_architecture(tmp_path: Path) -> None:
         ("cls.output.bias", normal(3)),
     ],
 )
-def test_tensors_that_do_not_fit_are_a_sentence(tmp_path: Path, name: str, values: np.ndarray) -> None:
+def test_tensors_of_a_wrong_shape_give_one_message(tmp_path: Path, name: str, values: np.ndarray) -> None:
     vectors = DENSE | CLASSIFIER | {name: values}
     with hotset.load(model_of(tmp_path, vectors), n_threads=1) as model:
         assert model.generate("hello", max_tokens=1, temperature=0).tokens  # does not read them
@@ -193,7 +193,7 @@ def test_a_template_has_the_query_and_the_document(tmp_path: Path) -> None:
             assert found[i] == model.embed([ids], pooling="rank")[0, 0]
 
 
-def test_a_template_without_a_place_is_a_sentence(tmp_path: Path) -> None:
+def test_template_without_a_place_gives_one_message(tmp_path: Path) -> None:
     path = model_of(tmp_path, CLASSIFIER, **{"tokenizer.chat_template.rerank": "{query}"})
     with hotset.load(path, n_threads=1) as model, pytest.raises(TokenizerError, match=r"lacks \{query\} or"):
         model.rerank("a", ["b"])

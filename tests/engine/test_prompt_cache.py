@@ -68,7 +68,7 @@ def test_an_answer_after_a_restart_is_the_same_and_computes_less(tmp_path: Path,
 
 
 @pytest.mark.parametrize("n_states", [0, 12])
-def test_a_prompt_that_changes_early_reuses_what_comes_before(tmp_path: Path, n_states: int):
+def test_prompt_with_an_early_change_reuses_the_part_before(tmp_path: Path, n_states: int):
     changed = [*prompt(300)[:200], *prompt(150, seed=4)]
     with engine(None, n_states=n_states) as plain:
         expected = generate(plain, changed).tokens
@@ -144,7 +144,7 @@ def test_a_damaged_state_is_a_miss(tmp_path: Path):
         assert counts(second).blocks_damaged >= 1
 
 
-def test_blocks_of_others_are_none(tmp_path: Path):
+def test_blocks_of_other_models_are_not_found(tmp_path: Path):
     """Check blocks of another model, also under this one's name, and of this model under a wrong name."""
     with engine(tmp_path, OTHER) as first:
         generate(first, prompt(300))
@@ -170,14 +170,14 @@ def test_blocks_of_others_are_none(tmp_path: Path):
 
 
 def test_thresholded_tokens_are_other_blocks(tmp_path: Path):
-    """Check thresholds: an answer's pages are computed without small values, a prompt's with them."""
+    """Check thresholds: an answer's blocks are computed without small values, a prompt's with them."""
     with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as first:
         whole = generate(first, prompt(100), max_tokens=200).tokens
     with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as second:
-        assert generate(second, whole).n_reused == PAGE_SIZE  # the page with only prompt tokens
+        assert generate(second, whole).n_reused == PAGE_SIZE  # the block with only prompt tokens
 
 
-def test_what_is_not_to_be_reused_is_not_stored(tmp_path: Path):
+def test_prefix_not_to_be_reused_is_not_stored(tmp_path: Path):
     with engine(tmp_path) as made:
         made.enqueue(made.prepare(prompt(300), SamplingParams(seed=1, max_tokens=3), reuse_prefix=False))
         made.enqueue(made.prepare_score(prompt(200), lambda *_: None))
@@ -193,7 +193,7 @@ def size_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("n_states", [0, 12])
-def test_the_directory_keeps_its_limit_and_what_was_used_last(tmp_path: Path, n_states: int):
+def test_directory_keeps_its_limit_and_the_latest_blocks(tmp_path: Path, n_states: int):
     limit = 24 * BLOCK + (8 * 4300 if n_states else 0)
     with engine(tmp_path, limit=limit, n_states=n_states) as made:
         for seed in range(12):
@@ -358,7 +358,7 @@ def test_no_step_waits_for_a_disk_that_writes(tmp_path: Path, monkeypatch: pytes
     assert len(stored(tmp_path)) == 4
 
 
-def test_what_runs_goes_on_while_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_running_answers_continue_while_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with engine(tmp_path) as made:
         expected = generate(made, prompt(300)).tokens
     may_read, load = threading.Event(), PromptCache._load
@@ -445,7 +445,7 @@ def test_a_forked_process_has_threads_of_its_own(tmp_path: Path):
         assert (found.tokens, found.n_reused) == (expected, 4 * PAGE_SIZE)
 
 
-def test_files_are_for_their_owner_alone(tmp_path: Path):
+def test_only_the_owner_can_read_files(tmp_path: Path):
     """Check the permissions, because blocks contain users' texts."""
     if os.name != "posix":
         pytest.skip("permissions are POSIX's")

@@ -120,7 +120,7 @@ def test_draws_follow_the_plain_distribution(options: dict[str, Any]):
 
 @pytest.mark.parametrize("options", PARAMS, ids=str)
 @pytest.mark.parametrize("seed", quick_are((0,), range(3)))
-def test_candidates_are_those_of_the_plain_distribution(options: dict[str, Any], seed: int):
+def test_candidates_equal_the_plain_distribution(options: dict[str, Any], seed: int):
     """Check that exactly the allowed tokens can be drawn, with exact probabilities (to float64 rounding)."""
     params = SamplingParams(seed=0, **options)
     logits = some_logits(seed)
@@ -266,7 +266,7 @@ def test_the_largest_logits_decide_where_they_are_said_to(options: dict[str, Any
     assert n_taken in ((10,) if options in LOWERING else (0, 10))
 
 
-def test_what_all_logits_are_needed_for():
+def test_requests_that_need_all_logits():
     none = [
         {"top_k": 0}, {"top_k": 0, "min_p": 0.5}, {"top_k": 129}, {"top_k": N_VOCAB}, {"mirostat": 1},
         {"top_n_sigma": 1.0}, {"dry_multiplier": 0.5}, {"logprobs": 0}, {"logit_bias": {1: 0.5}},
@@ -340,9 +340,7 @@ class Allowed:
 
 @pytest.mark.parametrize("n_allowed", quick_are((3, 300), [1, 3, 17, 300, N_VOCAB - 8]))
 @pytest.mark.parametrize("options", [*PARAMS, *MORE], ids=str)
-def test_what_a_constraint_allows_is_drawn_as_if_all_else_were_forbidden(
-    n_allowed: int, options: dict[str, Any]
-):
+def test_constrained_draw_ignores_forbidden_tokens(n_allowed: int, options: dict[str, Any]):
     """Check few and many allowed tokens, which are handled differently, and masks of other lengths."""
     rng = np.random.default_rng(n_allowed)
     ids = sorted(rng.choice(N_VOCAB - 8, n_allowed, replace=False).tolist())
@@ -362,7 +360,7 @@ def test_what_a_constraint_allows_is_drawn_as_if_all_else_were_forbidden(
         assert {*drawn} <= {*ids}
 
 
-def test_a_constraint_that_allows_nothing_is_told_of():
+def test_constraint_without_allowed_tokens_is_an_error():
     for options in ({}, {"temperature": 0}, {"top_k": 0}):
         sampler = Sampler(SamplingParams(seed=0, **options), N_VOCAB, constraint=Allowed([], N_VOCAB))
         with pytest.raises(InvalidRequestError, match="the answer cannot continue"):
@@ -376,7 +374,7 @@ def test_logits_are_left_as_they_are():
     assert (logits == some_logits()).all()
 
 
-def test_one_number_is_drawn_per_token_whatever_the_logits():
+def test_one_number_is_drawn_per_token_for_any_logits():
     params = SamplingParams(seed=5)
     alone, mixed = Sampler(params, N_VOCAB), Sampler(params, N_VOCAB)
     for i in range(5):
@@ -580,7 +578,7 @@ def test_extreme_parameters_have_finite_arithmetic(options: dict[str, Any], more
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_huge_penalty_and_a_huge_bias_mean_what_they_say():
+def test_huge_penalty_and_bias_take_effect():
     logits = np.array([3.0, 1.0, -1.0, 0.5], np.float32)
 
     def best(history: list[int], **options: Any) -> int:
@@ -679,7 +677,7 @@ def test_text_is_held_back_only_while_it_could_become_a_stop_string():
     assert matcher.flush() == ""
 
 
-def test_what_was_held_back_comes_out_at_the_end():
+def test_held_text_is_returned_at_the_end():
     matcher = StopMatcher(["STOP"])
     assert matcher.push("a STO") == "a "
     assert matcher.flush() == "STO"

@@ -192,7 +192,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("seed", quick_are((0,), range(2)))
-def test_tokens_are_those_of_the_definitions(options: dict[str, Any], seed: int):
+def test_tokens_equal_the_definitions(options: dict[str, Any], seed: int):
     """Compare token by token, with the state of mirostat and DRY. Recurring logits make texts repeat."""
     params = SamplingParams(seed=seed, **options)
     rng = np.random.default_rng(seed)
@@ -210,7 +210,7 @@ def test_tokens_are_those_of_the_definitions(options: dict[str, Any], seed: int)
     assert found == plain_tokens(params, prompt, breakers, rows, draws)
 
 
-def test_each_changes_what_is_drawn():
+def test_each_parameter_changes_the_tokens():
     """Check that every case draws other tokens, so that the comparison above is meaningful."""
     drawn = set()
     for options in ({}, *CASES):
@@ -228,7 +228,7 @@ def test_each_changes_what_is_drawn():
 
 @pytest.mark.parametrize("last_n", [-1, 1, 2, 7, 50])
 @pytest.mark.parametrize("n_prompt", [0, 1, 30])
-def test_repetitions_found_one_by_one_are_those_of_the_whole(last_n: int, n_prompt: int):
+def test_repetitions_found_one_by_one_equal_the_whole(last_n: int, n_prompt: int):
     """Check DRY for any number of prompt tokens, and with a moving window."""
     params = SamplingParams(
         seed=1, dry_multiplier=1, dry_base=2, dry_allowed_length=0, dry_penalty_last_n=last_n

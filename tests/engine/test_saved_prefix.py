@@ -27,7 +27,7 @@ def files_of(engine: Engine) -> SessionFiles:
 
 
 @pytest.mark.parametrize("n_states", [0, 12])
-def test_a_session_goes_on_where_it_ended(tmp_path: Path, n_states: int):
+def test_session_continues_where_it_ended(tmp_path: Path, n_states: int):
     path = tmp_path / "session"
     with engine(None, n_states=n_states) as first:
         files = files_of(first)
@@ -54,7 +54,7 @@ def test_a_session_goes_on_where_it_ended(tmp_path: Path, n_states: int):
 
 @pytest.mark.parametrize("n_states", [0, 12])
 @pytest.mark.parametrize("at", range(5))
-def test_a_damaged_block_ends_what_is_found(tmp_path: Path, n_states: int, at: int):
+def test_damaged_block_ends_the_found_prefix(tmp_path: Path, n_states: int, at: int):
     path = tmp_path / "session"
     with engine(None, n_states=n_states) as first:
         files = files_of(first)
@@ -79,7 +79,7 @@ def test_a_damaged_block_ends_what_is_found(tmp_path: Path, n_states: int, at: i
             second.scheduler.pool.clear()
 
 
-def test_a_damaged_beginning_is_no_session(tmp_path: Path):
+def test_damaged_beginning_is_not_a_session(tmp_path: Path):
     path = tmp_path / "session"
     with engine(None) as made:
         files = files_of(made)
@@ -114,7 +114,7 @@ GOOD |= {"first_thresholded": 0, "n_prompt": 0}
         {key: value for key, value in GOOD.items() if key != "tokens"},
     ],
 )  # fmt: skip
-def test_a_hostile_beginning_is_no_session(tmp_path: Path, beginning: Any):
+def test_hostile_beginning_is_not_a_session(tmp_path: Path, beginning: Any):
     path = tmp_path / "session"
     for text in (json.dumps(beginning).encode(), b"{", b"[" * 100_000, bytes(range(256))):
         path.write_bytes(encoded(MODEL.digest, Kind.session, bytes(32), text))
@@ -125,7 +125,7 @@ def test_a_hostile_beginning_is_no_session(tmp_path: Path, beginning: Any):
         assert files_of(made).read(path).prefix.n_pages == 0
 
 
-def test_a_session_of_another_model_keeps_what_was_said(tmp_path: Path):
+def test_session_of_another_model_keeps_the_messages(tmp_path: Path):
     path = tmp_path / "session"
     with engine(None) as made:
         files = files_of(made)
@@ -142,7 +142,7 @@ def test_a_session_of_another_model_keeps_what_was_said(tmp_path: Path):
         assert other.restore(found) == 0
 
 
-def test_without_what_was_said_the_beginning_is_short(tmp_path: Path):
+def test_beginning_without_history_is_short(tmp_path: Path):
     """Check that files with a slow first record, or of another model, are refused quickly."""
     path = tmp_path / "session"
     with engine(None) as made:
@@ -170,7 +170,7 @@ def test_a_session_larger_than_the_cache_is_found_in_part(tmp_path: Path):
         assert files.restore(files.read(path)) == 4 * PAGE_SIZE
 
 
-def test_a_session_takes_the_place_of_files_alone(tmp_path: Path):
+def test_session_replaces_only_regular_files(tmp_path: Path):
     with engine(None) as made, pytest.raises(InvalidRequestError, match="is a folder"):
         files_of(made).save(tmp_path, NO_PREFIX)
 

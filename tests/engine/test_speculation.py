@@ -111,7 +111,7 @@ def eight_alone() -> list[Sequence]:
     ],
 )  # fmt: skip
 def test_any_draft_gives_the_same_tokens_and_logprobs(right: float, options: dict[str, Any]) -> None:
-    """Check eight sequences at once, greedy and sampled of each kind; few pages cause preemptions."""
+    """Check eight sequences at once, greedy and sampled of each kind; few blocks cause preemptions."""
     asked, expected = eight(), eight_alone()
     answers = {tuple(e.tokens[: e.n_prompt]): e.generated for e in expected}
     engine, guesser = speculating(answers, right, **options)
@@ -158,7 +158,7 @@ def test_sequences_that_were_never_drafted_for_are_forgotten_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_ends_an_answer_ends_it_inside_a_draft_too(seed: int) -> None:
+def test_end_of_an_answer_works_inside_a_draft(seed: int) -> None:
     plain = alone(prompt(9, seed), seed=seed, max_tokens=60)
     stop = plain.generated[random.Random(seed).randrange(60)]
     expected = alone(prompt(9, seed), (stop,), seed=seed, max_tokens=60)
@@ -324,7 +324,7 @@ def test_no_draft_takes_a_page_that_another_would_lose_its_own_for() -> None:
         assert engine.counters().preemptions == 0
 
 
-def test_a_failed_step_ends_what_was_in_it() -> None:
+def test_failed_step_ends_its_sequences() -> None:
     engine, _ = speculating({tuple(prompt(8)): [1] * 200}, 1.0)
     sequence = engine.enqueue(engine.prepare(prompt(8), SamplingParams(seed=2)))
     engine.backend.fail_at_step = 3
@@ -388,7 +388,7 @@ def test_lookup_finds_the_longest_match(seed: int, has_text: bool) -> None:
     assert n_found > 30
 
 
-def test_what_repeats_itself_goes_on() -> None:
+def test_repetitive_text_continues() -> None:
     drafter = LookupDrafter()
     [draft] = drafter.draft([(sequence_of([9, 1, 2, 3, 1, 2, 3, 1, 2]), 8)])
     assert draft.tokens == [3, 1, 2, 3, 1, 2, 3, 1]

@@ -38,9 +38,7 @@ def bundled(gguf: GGUFFile, name: str = "bundled.gguf") -> GGUFFile:
     ),
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
-def test_the_bits_are_those_of_the_original(
-    tmp_path: Path, model: str, type_: GGMLType, dialect: str
-) -> None:
+def test_bits_equal_the_original(tmp_path: Path, model: str, type_: GGMLType, dialect: str) -> None:
     """Check models in RAM and under a budget. Nothing is bundled without a gate or with down by output."""
     gguf = write(tmp_path, model, type_, dialect=dialect)
     if dialect == "gguf" and model != "llama":
@@ -131,7 +129,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", HOSTILE)
-def test_keys_that_contradict_the_tensors_are_a_sentence(tmp_path: Path, message: str) -> None:
+def test_keys_that_contradict_the_tensors_give_one_message(tmp_path: Path, message: str) -> None:
     gguf = bundled(write(tmp_path, "llama", T.Q4_0))
     key, value = HOSTILE[message]
     out = tmp_path / "hostile.gguf"

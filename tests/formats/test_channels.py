@@ -100,7 +100,7 @@ def values_of(data: np.ndarray, type_: GGMLType) -> np.ndarray:
 
 
 @pytest.mark.parametrize("type_", [*PLAIN, *K_QUANTS], ids=lambda t: t.name)
-def test_values_are_those_of_the_file(tmp_path: Path, type_: GGMLType) -> None:
+def test_values_equal_the_file(tmp_path: Path, type_: GGMLType) -> None:
     gguf = written(tmp_path, matrix(type_), type_)
     copy = input_major(tmp_path, gguf).data("m_c.blocks").view(np.uint8).reshape(-1)
     expected = dequantize(gguf.data("m.weight"), type_, (n_in(type_), N_OUT)).reshape(N_OUT, -1).T

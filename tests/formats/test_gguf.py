@@ -80,7 +80,7 @@ def save(folder: Path, data: bytes, name: str = "model.gguf") -> Path:
 # ---- reading --------------------------------------------------------------------------------------------
 
 
-def test_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
+def test_reads_files_of_the_gguf_package(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(3)
@@ -121,7 +121,7 @@ def test_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
         assert np.array_equal(file.data("packed.weight"), packed.reshape(-1))
 
 
-def test_the_gguf_package_reads_what_we_write(tmp_path: Path) -> None:
+def test_gguf_package_reads_our_files(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = GGUFWriter(path, "llama", alignment=128)
     writer.add("llama.block_count", 2)
@@ -439,7 +439,7 @@ for n in HUGE:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_file_gets_a_sentence(tmp_path: Path, name: str) -> None:
+def test_hostile_file_gives_one_message(tmp_path: Path, name: str) -> None:
     data, message = HOSTILE[name]
     path = save(tmp_path, data)
     with pytest.raises(FormatError, match=message) as caught:
@@ -473,9 +473,7 @@ def test_things_that_are_not_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs devices with names")
-def test_what_is_opened_is_looked_at_and_not_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opened_file_is_checked_not_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the opened file, whose name may have been another file's just before."""
     file = save(tmp_path, b"GGUF").stat()
     monkeypatch.setattr(Path, "stat", lambda self, **options: file)
@@ -495,7 +493,7 @@ def test_a_file_without_architecture_still_opens(tmp_path: Path) -> None:
         _ = file.architecture
 
 
-def test_mutated_files_open_or_get_a_sentence(tmp_path: Path) -> None:
+def test_mutated_files_open_or_give_one_message(tmp_path: Path) -> None:
     """Check a few thousand deterministic mutations; `tests/fuzz/fuzz_gguf.py` runs as many as time allows."""
     rng = np.random.default_rng(2026)
     models = seed_models(tmp_path)
@@ -571,9 +569,7 @@ def test_tensors_that_cannot_be_stored(
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("stop"), KeyboardInterrupt(), None])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, problem: BaseException | None
-) -> None:
+def test_failed_write_leaves_only_the_old_file(tmp_path: Path, problem: BaseException | None) -> None:
     path = save(tmp_path, b"old")
 
     def produce() -> np.ndarray:
@@ -595,7 +591,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         GGUFWriter(tmp_path / "absent" / "model.gguf", "llama").write()
 
 
-def test_tensors_are_asked_for_one_at_a_time_and_in_order(tmp_path: Path) -> None:
+def test_tensors_are_requested_one_at_a_time_in_order(tmp_path: Path) -> None:
     asked: list[int] = []
 
     def produce(i: int) -> np.ndarray:

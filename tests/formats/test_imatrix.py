@@ -37,7 +37,7 @@ def dat(*entries: tuple[str, int, np.ndarray], end: bytes = b"") -> bytes:
     return out + end
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     example().save(tmp_path / "i.gguf")
     found = ImportanceMatrix.open(tmp_path / "i.gguf")
     assert (found.datasets, found.n_chunks, found.chunk_size) == (("text.txt",), 2, 8)
@@ -114,7 +114,7 @@ def test_damaged_files_of_the_old_form(tmp_path: Path, bytes: bytes) -> None:
         ImportanceMatrix.open(tmp_path / "i.dat")
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     path = tmp_path / "i"
     path.write_bytes(dat())
     with pytest.raises(FormatError, match="no sums"):
@@ -134,7 +134,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ImportanceMatrix.open(path)
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_special_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="not a regular file but a folder"):
         ImportanceMatrix.open(tmp_path)
     if hasattr(os, "mkfifo"):
@@ -152,7 +152,7 @@ def test_numbers_that_could_not_be_added_are_refused(tmp_path: Path, sums: float
 
 
 @pytest.mark.parametrize("n_chunks", [2**64 - 1, -5])
-def test_a_count_of_chunks_that_is_none_does_not_end_a_merger(tmp_path: Path, n_chunks: int) -> None:
+def test_invalid_chunk_count_does_not_stop_a_merge(tmp_path: Path, n_chunks: int) -> None:
     ImportanceMatrix(example().inputs, (), n_chunks, 8).save(tmp_path / "i.gguf")
     merged = ImportanceMatrix.open(tmp_path / "i.gguf").merged(example())
     merged.save(tmp_path / "merged.gguf")

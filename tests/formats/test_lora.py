@@ -45,7 +45,7 @@ def read(path: Path) -> LoraAdapter:
 
 
 @pytest.mark.parametrize("type", [GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0])
-def test_an_adapter_is_read_as_it_was_written(tmp_path: Path, type: GGMLType) -> None:
+def test_adapter_round_trip(tmp_path: Path, type: GGMLType) -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 64), (128, 32)))
     pair = LowRankPair(FloatMatrix.of(a), FloatMatrix.of(b), 1.0)
@@ -61,7 +61,7 @@ def test_an_adapter_is_read_as_it_was_written(tmp_path: Path, type: GGMLType) ->
     assert plain.pairs[Q].factor == 1.0
 
 
-def test_a_digest_is_of_what_is_added(tmp_path: Path, pairs: dict[str, LowRankPair]) -> None:
+def test_digest_depends_on_the_added_parts(tmp_path: Path, pairs: dict[str, LowRankPair]) -> None:
     digests = [
         read(write_adapter(tmp_path / f"{i}.gguf", given, alpha=alpha)).digest
         for i, (given, alpha) in enumerate([(pairs, 8), (pairs, 8), (pairs, 4), ({Q: pairs[Q]}, 8)])
@@ -139,7 +139,7 @@ NAN = np.where(np.arange(4 * 64).reshape(4, 64) == 7, np.nan, 1).astype(np.float
         ),
     ],
 )
-def test_what_is_no_adapter_is_refused(
+def test_invalid_adapter_is_refused(
     tmp_path: Path, keys: dict[str, Any], tensors: dict[str, Any], error: type[HotsetError], message: str
 ) -> None:
     given = {name: values for name, values in (ONES | tensors).items() if values is not None}

@@ -242,7 +242,7 @@ with open(sys.argv[1], "rb") as file:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what its cache has and maps it")
-def test_what_is_cached_is_mapped_and_the_rest_not_read(tmp_path: Path) -> None:
+def test_cached_pages_are_mapped_and_others_not_read(tmp_path: Path) -> None:
     """Check that locked pages stay in the page cache, and that a hole that was never read is not in it."""
     path = tmp_path / "file"
     path.write_bytes(bytes(N_CACHED * PAGE))

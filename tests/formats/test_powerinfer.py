@@ -263,7 +263,7 @@ def test_opt_refuses_positions_that_it_has_not_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "falcon-7b", "opt"])
-def test_every_tensor_is_asked_for_with_its_shape(tmp_path: Path, model: str) -> None:
+def test_every_tensor_is_requested_with_its_shape(tmp_path: Path, model: str) -> None:
     with open_gguf(write(tmp_path, model)) as gguf:
         config = config_from_gguf(gguf)
         predictor = Predictor("mlp", (0.0, 0.0))
@@ -317,7 +317,7 @@ def test_activation_counts_are_in_the_order_of_layer_numbers(tmp_path: Path) -> 
         read_activations(folder)
 
 
-def test_torch_reads_what_is_written(tmp_path: Path) -> None:
+def test_torch_reads_written_files(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     for values in (np.arange(5), np.ones((2, 3), np.float32), np.zeros(0), np.array([True, False])):
         write_torch(tmp_path / "x.pt", values)
@@ -328,7 +328,7 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_torch_writes_is_read(tmp_path: Path, zipped: bool) -> None:
+def test_files_of_torch_are_read(tmp_path: Path, zipped: bool) -> None:
     torch = pytest.importorskip("torch")
     base = torch.arange(24).reshape(4, 6)
     tensors = {
@@ -447,7 +447,7 @@ def shared_storage() -> bytes:
     ],
     ids=["hash", "repr", "arguments", "deep", "wide", "unhashable", "long", "shared"],
 )
-def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: int, message: str) -> None:
+def test_pickle_bombs_give_one_message(tmp_path: Path, pickle: bytes, n_bytes: int, message: str) -> None:
     """Check in a separate process, because these files once took forever, 20 GB, or the whole stack."""
     path = zipped_pickle(tmp_path / "x.pt", pickle, n_bytes)
     program = (
@@ -517,7 +517,7 @@ def test_a_tensor_file_is_a_regular_file(tmp_path: Path) -> None:
             read(tmp_path / "x.pt")
 
 
-def test_every_truncation_of_a_tensor_file_is_a_sentence(tmp_path: Path) -> None:
+def test_every_truncated_tensor_file_gives_one_message(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     path = tmp_path / "x.pt"
     for zipped in (True, False):
@@ -531,7 +531,7 @@ def test_every_truncation_of_a_tensor_file_is_a_sentence(tmp_path: Path) -> None
         read_torch(tmp_path / "none.pt")
 
 
-def test_mutated_tensor_files_are_read_or_cost_a_sentence(tmp_path: Path) -> None:
+def test_mutated_tensor_files_are_read_or_give_one_message(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     path, rng = tmp_path / "x.pt", np.random.default_rng(8)
     for zipped in (True, False):

@@ -58,7 +58,7 @@ def decoded(file: GGUFFile, name: str) -> np.ndarray:
 
 @round_to_nearest
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 3e3, 1e-38])
-def test_native_bytes_are_those_of_the_reference(type: GGMLType, scale: float) -> None:
+def test_native_bytes_equal_the_reference(type: GGMLType, scale: float) -> None:
     values = weights(67, 5 * 256) * np.float32(scale)
     values[:9] = np.round(values[:9] * 2) / 2  # ties
     values[9:20] *= np.random.default_rng(1).random((11, 1280)) < 0.03  # blocks of zeros of both signs
@@ -69,7 +69,7 @@ def test_native_bytes_are_those_of_the_reference(type: GGMLType, scale: float) -
     values=arrays(np.float32, (3, 256), elements=st.floats(-6e4, 6e4, width=32)),
     type=st.sampled_from(sorted(ENCODABLE)),
 )
-def test_native_bytes_are_those_of_the_reference_for_any_values(values: np.ndarray, type: GGMLType) -> None:
+def test_native_bytes_equal_the_reference_for_any_values(values: np.ndarray, type: GGMLType) -> None:
     assert np.array_equal(encode(values, type), quants.quantize(values, type))
 
 
@@ -90,7 +90,7 @@ def weighted(values: np.ndarray, type: GGMLType, importance: Importance, n_threa
 
 
 @fitted
-def test_importance_is_of_each_matrix_whatever_threads_and_instruction_set(
+def test_importance_does_not_depend_on_threads_and_instruction_set(
     type: GGMLType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Return rows of three matrices, from the second row of the first one on."""
@@ -307,7 +307,7 @@ def test_mixes_give_half_of_the_layers_more_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["llama", "bamboo", "falcon", "opt"])
-def test_powerinfer_files_get_what_its_quantiser_writes(tmp_path: Path, arch: str) -> None:
+def test_powerinfer_files_equal_its_quantisers(tmp_path: Path, arch: str) -> None:
     path = write_relu(tmp_path / "f16.powerinfer.gguf", arch, n_embd=256, type_of=lambda name: T.F16)
     q4_0, q8_0 = planned(path, "q4_0"), planned(path, "q8_0")
     assert q4_0["blk.0.ffn_down_t.weight"] == q4_0["blk.1.fc2.weight"] == ("Q4_0", "")
@@ -375,7 +375,7 @@ def test_the_model_that_is_read_is_not_written(f16: Path, tmp_path: Path) -> Non
     assert f16.read_bytes() == before
 
 
-def test_what_is_quantised_is_not_quantised_again(f16: Path, tmp_path: Path) -> None:
+def test_quantised_tensors_are_not_quantised_again(f16: Path, tmp_path: Path) -> None:
     q8_0 = tmp_path / "q8_0.gguf"
     requantize.quantize(f16, q8_0, "q8_0")
     with pytest.raises(InvalidRequestError, match=r"16 matrices .* allow_requantize=True"):
@@ -544,7 +544,7 @@ def test_dry_run_tells_sizes_and_writes_nothing(f16: Path, tmp_path: Path) -> No
     assert abs((tmp_path / "out.gguf").stat().st_size - expected) < 2000  # the header and padding
 
 
-def test_command_tells_what_powerinfer_cannot_read(tmp_path: Path) -> None:
+def test_command_warns_of_types_that_powerinfer_misreads(tmp_path: Path) -> None:
     path = write_relu(tmp_path / "f16.powerinfer.gguf", type_of=lambda name: T.F16)
     assert "ffn_down_t" not in run(path, "--dry-run")[2]
     assert (
@@ -560,7 +560,7 @@ def test_command_mistakes(f16: Path) -> None:
     assert "is one of the files that are read" in err.replace("\n", " ")
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_full_disk_is_reported_before_writing(
     f16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil

@@ -68,7 +68,7 @@ def test_decoder_crosses_its_chunks(type: GGMLType) -> None:
 
 
 @pytest.mark.parametrize("name", ["IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"])
-def test_codebooks_are_those_of_the_gguf_package(name: str) -> None:
+def test_codebooks_equal_the_gguf_packages(name: str) -> None:
     theirs = getattr(gguf.quants, name)
     theirs.init_grid()
     expected = theirs.grid[0, 0]
@@ -168,7 +168,7 @@ def test_bfloat16_rounds_to_even_and_keeps_nan() -> None:
     assert encoded.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7FC0, 0xFF80, 0x7F80]
 
 
-def test_q8_0_rounds_halves_away_from_zero_and_nothing_else() -> None:
+def test_q8_0_rounds_only_halves_away_from_zero() -> None:
     values = np.zeros(32, np.float32)
     values[:4] = 127.0, 0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0))  # d = 1
     assert quantize(values, GGMLType.Q8_0)[2:6].view(np.int8).tolist() == [127, 1, -1, 0]
@@ -217,7 +217,7 @@ def test_values_without_a_finite_scale_are_refused(type: GGMLType, value: float)
         quantize(values, type)
 
 
-def test_mistakes_get_a_sentence() -> None:
+def test_mistakes_give_one_message() -> None:
     with pytest.raises(FormatError, match="row of 33 values cannot be Q4_0"):
         row_bytes(GGMLType.Q4_0, 33)
     with pytest.raises(FormatError, match="99"):

@@ -58,7 +58,7 @@ def seed_models(folder: Path) -> list[Model]:
 
 
 def mutate(model: Model, rng: np.random.Generator) -> Model:
-    """One file of the model with one to four changes."""
+    """Change one file of the model in one to four places."""
     name = list(model)[rng.integers(len(model))]
     data = bytearray(model[name])
     for _ in range(rng.integers(1, 5)):
@@ -84,7 +84,7 @@ def mutate(model: Model, rng: np.random.Generator) -> Model:
 
 
 def exercise(model: Model, folder: Path) -> bool:
-    """Opens the model and reads all that can be read. True if it opened; raises only what is a bug."""
+    """Open the model and read all its data. Return whether it opened; any exception raised is a bug."""
     for name, data in model.items():
         (folder / name).write_bytes(data)
     try:

@@ -1,14 +1,13 @@
-"""Fuzzes what is done with a model: small files with odd keys, tensors and settings, through whole
-subcommands.
+"""Runs whole subcommands on small models with odd keys, tensors and settings.
 
 usage: python tests/fuzz/fuzz_models.py [--seconds 60] [--seed 0] [--keep FOLDER]
 
 A GGUF file that is sound as a file, but whose keys and tensors are odd, goes through `hotset show`, `run` and
 `quantize`; a checkpoint whose config.json, tokenizer.json or tensors are odd through `hotset convert`, and
-what that writes must load. Half of the cases change a tiny random model of some architecture, the others
-models that are written here. Each may work, or fail with one error message. What does anything else (another
-exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is printed; the exit status is
-1. fuzz_gguf.py has damaged files.
+the resulting file must load. Half of the cases change a tiny random model of some architecture, the others
+change models that are written here. Each may work, or fail with one error message. A case that does anything
+else (another exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is printed, and
+the exit status is 1. fuzz_gguf.py damages files.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ SENTENCEPIECE: dict[str, Any] = {
 
 
 def seed_models(folder: Path) -> list[Path]:
-    """Small sound models that between them have what the loaders distinguish."""
+    """Write small valid models that together cover all cases of the loaders."""
     sizes: dict[str, Any] = {"n_vocab": 259, "n_ff": 64}
     relu = BPE | {"llama.hidden_activation": "relu"}
     q8 = lambda name: GGMLType.Q8_0 if "ffn" in name else GGMLType.F16  # noqa: E731
@@ -103,8 +102,8 @@ def seed_models(folder: Path) -> list[Path]:
 
 
 def of_some_architecture(folder: Path, rng: np.random.Generator) -> Path:
-    """A folder with a tiny random checkpoint and what it converts to, model.gguf; made when first drawn."""
-    import tiny_models  # with torch and transformers, which other fuzzers do without
+    """Return a folder with a tiny random checkpoint and its conversion, model.gguf; made when first drawn."""
+    import tiny_models  # needs torch and transformers, which other fuzzers do not need
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -121,7 +120,7 @@ def of_some_architecture(folder: Path, rng: np.random.Generator) -> Path:
 
 
 def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:  # noqa: C901 - a case for each fault
-    """Writes the model with one or two changes; what they are."""
+    """Write the model with one or two changes, and return their description."""
 
     def pick(options: Any) -> Any:
         return options[int(rng.integers(len(options)))]
@@ -203,7 +202,7 @@ def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:  # noqa
         elif isinstance(value, float) and abs(value) > 1e38:
             writer.add(key, value, ValueType.FLOAT64)
         else:
-            with contextlib.suppress(InvalidRequestError):  # two changes of one list: numbers and a text
+            with contextlib.suppress(InvalidRequestError):  # a list of numbers and a text
                 writer.add(key, value, kind)
     for name, (kind, shape, data) in tensors.items():
         writer.add_tensor(name, data, kind, shape)
@@ -245,7 +244,7 @@ PACKED: dict[str, Any] = CONFIG | {
 
 
 def checkpoint_shapes(packed: bool) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint: F32, but blocks and scales of MXFP4."""
+    """Return the shapes of a checkpoint's tensors: F32, or blocks and scales of MXFP4."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (259, 32), "lm_head.weight": (259, 32), "model.norm.weight": (32,),
     }  # fmt: skip
@@ -268,7 +267,7 @@ def checkpoint_shapes(packed: bool) -> dict[str, tuple[int, ...]]:
 
 
 def write_checkpoint(folder: Path, packed: bool) -> None:
-    """A sound one: config.json, tokenizer.json, model.safetensors."""
+    """Write a valid checkpoint: config.json, tokenizer.json, tokenizer_config.json, model.safetensors."""
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(3)
     vocabulary = {piece: i for i, piece in enumerate(BPE["tokenizer.ggml.tokens"][:257])}
@@ -298,7 +297,7 @@ def write_checkpoint(folder: Path, packed: bool) -> None:
 
 
 def change_within(value: Any, rng: np.random.Generator) -> str:
-    """Changes one entry somewhere below an object of JSON; what it is."""
+    """Change one entry somewhere below an object of JSON, and return a description."""
     while isinstance(value, dict | list) and value:
         keys = list(value) if isinstance(value, dict) else range(len(value))
         key: Any = keys[int(rng.integers(len(keys)))]
@@ -310,7 +309,7 @@ def change_within(value: Any, rng: np.random.Generator) -> str:
 
 
 def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
-    """Changes a sound checkpoint in one or two places; what they are."""
+    """Change a valid checkpoint in one or two places, and return a description."""
 
     def pick(options: Any) -> Any:
         return options[int(rng.integers(len(options)))]
@@ -359,8 +358,7 @@ def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a subcommand ended: its exit status, what it wrote for a person, and what is wrong with that, or
-    ""."""
+    """The result of a subcommand: its exit status, its output and the problem found in it, or ""."""
 
     status: int
     text: str
@@ -368,7 +366,7 @@ class Outcome:
 
 
 def subcommand(*arguments: object) -> Outcome:
-    """A subcommand of the command line, in this process."""
+    """Run a subcommand in this process."""
     from typer.testing import CliRunner
 
     from hotset.cli.main import app
@@ -389,7 +387,7 @@ def subcommand(*arguments: object) -> Outcome:
 
 
 def exercise_model(path: Path, rng: np.random.Generator) -> str:
-    """Shows, runs and quantises the file; what went wrong, or ""."""
+    """Show, run and quantise the file. Return the problem, or ""."""
     more = [[], [], ["--sparsity", "dense"], ["--predictor", "svd:4"], ["--predictor", "mlp:q8_0"]]
     how = more[int(rng.integers(len(more)))]
     ran = subcommand("run", path, "he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--device", "cpu", *how)
@@ -407,7 +405,7 @@ def exercise_model(path: Path, rng: np.random.Generator) -> str:
 
 
 def exercise_checkpoint(folder: Path, _: np.random.Generator) -> str:
-    """Converts it; what is written must load."""
+    """Convert the checkpoint and load the resulting file. Return the problem, or ""."""
     out = folder.with_name("converted.gguf")
     out.unlink(missing_ok=True)
     done = subcommand("convert", folder, out, "--type", "q8_0")
@@ -423,9 +421,10 @@ def exercise_checkpoint(folder: Path, _: np.random.Generator) -> str:
 def attack(
     seed: int, more: Callable[[int], bool], on_problem: Callable[[int, Path, str], None]
 ) -> tuple[int, int]:
-    """Cases while more(number of the case); how many there were, and how many went wrong.
+    """Run cases while more(number of the case). Return the numbers of all cases and of failed cases.
 
-    on_problem: called with the number of the case, the folder with it, and what was changed and went wrong.
+    on_problem: called with the number of a failed case, its folder, and a text with the change and the
+    problem.
     """
     rng = np.random.default_rng(seed)
     n_cases = n_failed = 0
@@ -450,7 +449,7 @@ def attack(
                     source = case / "hf"
                     write_checkpoint(source, packed=not rng.integers(3))
                 change = mutate_checkpoint(source, rng)
-                # A warning of NumPy is a number of config.json that is unchecked.
+                # A warning of NumPy shows an unchecked number of config.json.
                 warnings.simplefilter("error", RuntimeWarning)
                 problem = exercise_checkpoint(source, rng)
             if problem:
@@ -466,7 +465,7 @@ def work_through(
     name: str,
     description: str | None,
 ) -> int:
-    """The command line of a fuzzer whose cases are folders; its exit status."""
+    """Run the command line of a fuzzer whose cases are folders, and return its exit status."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -474,7 +473,7 @@ def work_through(
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for cases that fail (default: a new temporary one)")
     args = parser.parse_args()
-    os.environ["HOTSET_DEBUG"] = "1"  # the traceback goes into what is printed
+    os.environ["HOTSET_DEBUG"] = "1"  # print tracebacks
     end = time.monotonic() + args.seconds
 
     def keep(number: int, case: Path, what: str) -> None:

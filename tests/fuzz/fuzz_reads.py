@@ -1,13 +1,13 @@
-"""A long text under faults in its reads: every answer is right or ends with its message, and nothing leaks.
+"""A long text under read faults: every answer is right or ends with a message, and nothing leaks.
 
 usage: python tests/fuzz/fuzz_reads.py [MODEL.gguf] [--tokens 2000] [--share 0.01] [--streams 4] [--budget G]
 
-Texts are written by the model with its file mapped; then under a budget of memory (the smallest that works,
-if none is given), several at a time, while a share of the reads fails, gives less or finds the end of the
-file. An answer that ends with a message is asked for again from where it was. Every token that comes must be
-that of the mapped file. At the end the engine must have its pages back and the process its threads, open
-files and memory, and without faults each text must come in one piece. Without MODEL a tiny one is made. The
-exit status is 1 if anything is wrong.
+The model first writes the expected texts with its file mapped. Then it writes them under a RAM budget (by
+default the smallest that works), several at a time, while a share of the reads fails, returns fewer bytes or
+finds the end of the file. An answer that ends with a message is requested again from its last token. Every
+token must equal the token of the mapped file. At the end all blocks are free, and the process has no more
+threads, open files and memory than before. Without faults each text must then come in one piece. Without
+MODEL the script makes a tiny one. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from hotset.settings import LoadSettings
 
 N_CTX = 256
 PROMPT = 8  # tokens
-# What ends an answer; where there is a device the half of the step that is the CPU's may have failed.
+# The errors that end an answer: DeviceError if the CPU's part of a step with a device fails.
 ENDS = (ReadError, DeviceError)
-TRIES = 500  # without a token: then the share of faults leaves no step whole
-# Bytes: what a process takes more of than this it has lost. A sanitizer keeps what was freed, up to 256 MiB.
+TRIES = 500  # without a new token: then no step succeeds with this share of faults
+# Bytes that the process may grow; more is a leak. A sanitizer keeps up to 256 MiB of freed memory.
 LEAK = (512 if "HOTSET_SANITIZED" in os.environ else 16) << 20
 
 
 @dataclass
 class Report:
-    """n_tokens: that came, all of them right; n_failed: answers that ended with a message. problems: all
-    that was wrong. stuck: texts that could not be ended, since every step had a fault."""
+    """The results of an attack.
+
+    n_tokens: received tokens, all of them right. n_failed: answers that ended with a message. problems: one
+    sentence for each. stuck: texts that could not be finished, since every step had a fault.
+    """
 
     n_tokens: int
     n_failed: int
@@ -56,13 +59,13 @@ class Report:
 
 
 def held() -> tuple[int, int, int]:
-    """Threads, open files and bytes of this process."""
+    """Return the numbers of threads, open files and resident bytes of this process."""
     process = psutil.Process()
     return process.num_threads(), process.num_fds(), process.memory_info().rss
 
 
 def write(model: hotset.Model, prompt: list[int], expected: list[int], report: Report, lock: Any) -> None:
-    """One text, however often it ends."""
+    """Write one text and request the rest again after each fault."""
     text, tries = list(prompt), 0
     while len(text) < len(prompt) + len(expected) and tries < TRIES:
         at = len(text) - len(prompt)
@@ -92,7 +95,7 @@ def write(model: hotset.Model, prompt: list[int], expected: list[int], report: R
 def attack(
     path: Path, n_tokens: int, share: float, streams: int, seed: int, budget: float, **settings: Any
 ) -> Report:
-    """Texts of n_tokens in all, `streams` at a time. budget: in GiB. settings: what else `load` takes."""
+    """Write texts of n_tokens in total, `streams` at a time. budget: in GiB. settings: more for `load`."""
     settings = {"n_ctx": N_CTX, "max_sequences": streams, "device": "cpu", **settings}
     rng, report, lock = np.random.default_rng(seed), Report(0, 0, []), threading.Lock()
     each = min(N_CTX - PROMPT, -(-n_tokens // streams))
@@ -121,9 +124,9 @@ def attack(
         for thread in threads:
             thread.join()
         under.stored.reader.inject_faults(0.0, 0)
-        with contextlib.suppress(*ENDS):  # of what was read ahead before
+        with contextlib.suppress(*ENDS):  # faults of earlier read-ahead
             under.generate(prompts[0], max_tokens=1, temperature=0)
-        for _ in range(100):  # a thread that was joined is there a moment longer
+        for _ in range(100):  # the system counts a joined thread for a moment longer
             after = held()
             if after[0] <= before[0]:
                 break
@@ -140,7 +143,7 @@ def attack(
 
 
 def least_budget(path: Path, **settings: Any) -> float:
-    """In GiB: the smallest that works."""
+    """Return the smallest budget that works, in GiB."""
     settings = {"n_ctx": N_CTX, "device": "cpu", **settings}
     with open_model(path, LoadSettings(**settings, ram_budget=1e3)) as opened:
         decided = plan_model(opened)
@@ -166,7 +169,7 @@ def main() -> int:
             from byte_models import write_sparse
 
             path = write_sparse(Path(scratch) / "model.gguf")
-            ram.own_memory, ram._PROGRAM = lambda: 0, 0  # what the program may take would hold all of it
+            ram.own_memory, ram._PROGRAM = lambda: 0, 0  # the allowance would hold the whole model
         budget = args.budget or least_budget(path, max_sequences=args.streams)
         report = attack(path, args.tokens, args.share, args.streams, args.seed, budget)
     for problem in report.problems:

@@ -1,13 +1,13 @@
-"""Clients that ask, leave, drip, flood and send garbage, all at once, against a `hotset serve` of its own.
+"""Clients that ask, leave, drip, flood and send garbage, all at once, to their own `hotset serve`.
 
 usage: python tests/fuzz/fuzz_server.py [--seconds 60] [--disconnects 0] [--seed 0] [--clients 12]
 
-The server is a process with a tiny model, four places and a short queue, and one of its steps in some hundred
-fails. Every answer that comes whole must be the one that the model gives alone, and what goes wrong must be
-what was asked for: never a status that a client did not earn. Afterwards no page, answer, thread or handle is
-left, memory is where it was after the first storm (of a quarter of the time), the next answer is right, and
-SIGTERM lets a stream that runs come to its end. The storm lasts so many seconds, and until so many clients
-have left in the middle. The exit status is 1 if anything was wrong.
+The server is a process with a tiny model, four slots and a short queue. One of its steps in 400 fails. Every
+complete answer must equal the model's answer to a single request, and a client gets an error status only for
+its own fault, a full server or a failed step. Afterwards no block, answer, thread or handle is left, memory
+is as after the first storm (a quarter of the time), and the next answer is right. SIGTERM lets a
+running stream finish. The storm lasts --seconds, and until --disconnects clients have left in the middle. The
+exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ CHAT = "/v1/chat/completions"
 N_CTX, PLACES, QUEUE = 1024, 4, 8
 FAILS_ONE_IN = 400  # steps
 MAX_BODY = 4 << 20
-GROWTH = 24 << 20  # bytes that the allocator may keep of a storm that is larger than the first
+GROWTH = 24 << 20  # bytes that the allocator may keep after a storm larger than the first
 
 
 @dataclass(frozen=True)
 class Question:
-    """A body, and the answers that the model gives to it alone."""
+    """A request body, and the model's answers to it as the only request."""
 
     body: dict[str, Any]
     texts: tuple[str, ...]
@@ -74,7 +74,7 @@ def questions(path: Path, draw: random.Random) -> list[Question]:
 
 @dataclass
 class Storm:
-    """Clients in threads, until all of them have done enough. problems: what must not have been."""
+    """Clients in threads, until all of them have done enough. problems: unexpected results."""
 
     port: int
     questions: list[Question]
@@ -98,7 +98,7 @@ class Storm:
         for thread in threads:
             thread.join()
 
-    # ---- what a client does
+    # ---- actions of a client
 
     def ask(self, draw: random.Random) -> None:
         self._ask(draw.choice(self.questions))
@@ -125,7 +125,7 @@ class Storm:
         self._check("streams", right, f"{status} {text[-300:]}")
 
     def leave(self, draw: random.Random) -> None:
-        """Somewhere between the first byte of a request and the last of its answer."""
+        """Disconnect at any time between the first byte of a request and the last byte of its answer."""
         content = "".join(draw.choices("abc ", k=draw.choice([2, 100, 600])))
         body = {
             "model": "tiny", "messages": [{"role": "user", "content": content}], "ignore_eos": True,
@@ -147,7 +147,7 @@ class Storm:
         self.counts["disconnects"] += 1
 
     def drip(self, draw: random.Random) -> None:
-        """Reads, or writes, a few bytes at a time, and leaves in the end."""
+        """Read or write a few bytes at a time, and leave in the end."""
         question = draw.choice(self.questions)
         sent = self.bytes_of(question.body | {"stream": True, "logprobs": True, "top_logprobs": 20})
         with self.connection() as connection:
@@ -165,7 +165,7 @@ class Storm:
         self.counts["slow clients"] += 1
 
     def mangle(self, draw: random.Random) -> None:
-        """A request that is none, or none that may be answered."""
+        """Send garbage or a request that the server must refuse."""
         body = json.dumps(draw.choice(self.questions).body)
         kind = draw.choice(
             ["bytes", "bits", "large", "chunks", "deep", "parameter", "path", "method", "host"]
@@ -201,7 +201,7 @@ class Storm:
             self.refused(kind, (403,), "POST", CHAT, body, {"Host": "evil.example"})
 
     def flood(self, draw: random.Random) -> None:
-        """More at once than there is room for: some are refused, and the others answered."""
+        """Send more requests at once than fit: the server refuses some and answers the others."""
         asked = [draw.choice(self.questions) for _ in range(PLACES + QUEUE)]
         threads = [threading.Thread(target=self._ask, args=(question,)) for question in asked]
         for thread in threads:
@@ -227,7 +227,7 @@ class Storm:
     ) -> tuple[int, dict[str, str], str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(connection):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was refused before its end
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was refused early
                 connection.request(method, path, body, headers or {})
             reply = connection.getresponse()
             return reply.status, dict(reply.getheaders()), reply.read().decode()
@@ -236,11 +236,11 @@ class Storm:
         self, kind: str, statuses: tuple[int, ...], method: str, path: str, body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Whether the status is one of these; of a failed step (500) the reason too."""
+        """Check that the status is one of these, and that a failed step (500) gives its reason."""
         try:
             status, _, text = self.request(method, path, body, headers)
         except (ConnectionError, http.client.BadStatusLine):
-            if 413 not in statuses:  # its answer may be lost where the rest of a body was never read
+            if 413 not in statuses:  # the answer may be lost if the server did not read the whole body
                 raise
             status, text = 413, ""
         right = status in statuses and (status != 500 or "RuntimeError" in text)
@@ -268,7 +268,7 @@ class Storm:
 
 @contextlib.contextmanager
 def server(path: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`hotset serve`, started by this file so that its steps can fail. Gives the process and the port."""
+    """Start `hotset serve` by this file, so that its steps can fail. Yield the process and the port."""
     options = [
         "--port", "0", "-a", "tiny", "-t", "2", "-c", str(N_CTX), "-np", str(PLACES), "--max-queue",
         str(QUEUE),
@@ -290,7 +290,7 @@ def server(path: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], int]]
 
 
 def serve(seed: int, arguments: list[str]) -> None:
-    """`hotset` with these arguments, whose steps fail now and then until SIGUSR1 ends that."""
+    """Run `hotset` with these arguments, and let some steps fail until SIGUSR1 arrives."""
     from hotset.backends.cpu.backend import CpuBackend
     from hotset.cli.main import main
 
@@ -308,7 +308,7 @@ def serve(seed: int, arguments: list[str]) -> None:
 
 
 def settled(storm: Storm, process: psutil.Process) -> dict[str, float]:
-    """What the server holds once nothing runs any more."""
+    """Wait until nothing runs, and return the resources that the server holds."""
     end = time.monotonic() + 60
     busy = (
         "hotset_answers_open", "hotset_sequences_running", "hotset_sequences_waiting",
@@ -332,7 +332,7 @@ def settled(storm: Storm, process: psutil.Process) -> dict[str, float]:
 
 
 def last_stream(storm: Storm, process: subprocess.Popen[str]) -> None:
-    """A stream to the end of the context, in whose midst the server gets a signal to end."""
+    """Stream to the end of the context, and send SIGTERM to the server in the middle."""
     body = {
         "model": "tiny", "messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "temperature": 0,
         "stream": True,

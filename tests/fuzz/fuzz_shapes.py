@@ -2,14 +2,14 @@
 
 usage: python tests/fuzz/fuzz_shapes.py [--seconds 60] [--seed 0] [--case N] [--verbose]
 
-Shapes are random (architecture, heads, KV heads, head sizes, widths, layers, neurons, experts, tensor types),
-so are the cache's type, the mode, the predictor, thresholds, threads, pages, sequences and how they are cut
-into steps. Models with recurrent layers, latent vectors for keys and whatever else architectures differ in
-come from tests/support/tiny_models.py, where transformers is installed. Of each case every operation of some
-steps is compared with the reference (derived_bounds.Oracle), and the logits, bitwise, with those of another
-number of threads, instruction set and cut, under a random budget of memory, and of a bundled file. A case is
-its seed and number: what fails is printed so, and `--seed S --case N` runs it again. The exit status is 1 if
-one fails.
+Shapes are random: architecture, heads, KV heads, head sizes, widths, layers, neurons, experts, tensor types.
+So are the cache's type, the mode, the predictor, thresholds, threads, blocks, sequences and the division into
+steps. If transformers is installed, tests/support/tiny_models.py adds models with recurrent layers, latent
+vectors for keys and other peculiarities of architectures. Each case compares every operation of some steps
+with the reference (derived_bounds.Oracle). It also compares the logits bitwise with a second run that has
+another number of threads, instruction set and division, a random RAM budget or a bundled file. A seed and a
+number identify a case: failures are printed with both, and `--seed S --case N` runs one again. The exit
+status is 1 if a case fails.
 """
 
 import argparse
@@ -52,12 +52,12 @@ from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 ENCODED = sorted(t for t in DECODABLE if not t.name.startswith("IQ"))
-ORACLE_ROWS = 3_000  # tokens times heads times layers that the oracle looks at: it is slow
+ORACLE_ROWS = 3_000  # tokens times heads times layers that the oracle, which is slow, checks
 MOST_HEADS = 96
 MOST_WIDTH = 1024  # of all heads together
 
 
-RECIPES = [  # of tiny_models: recurrent layers, latent vectors, and other things that no writer here draws
+RECIPES = [  # of tiny_models: recurrent layers, latent vectors and other parts that no writer here draws
     *(
         "lfm2",
         "lfm2-untied",
@@ -82,17 +82,17 @@ RECIPES = [  # of tiny_models: recurrent layers, latent vectors, and other thing
 
 @dataclass
 class Case:
-    """What was drawn: a file, how to run it, and what. thresholds: of values that are cut of some tokens."""
+    """A random case: a file, how to run it, and the tokens."""
 
     path: Path
     mode: str
     predictor: str | None
     kv_type: Any
-    sequences: list[np.ndarray]  # tokens of each
+    sequences: list[np.ndarray]  # the tokens of each sequence
     max_batch: int
     facts: str  # for a person
     layer_thresholds: LayerThresholds | None = None
-    thresholded: list[np.ndarray] | None = None  # of each sequence: which tokens
+    thresholded: list[np.ndarray] | None = None  # of each sequence: the tokens that thresholds apply to
 
 
 def one_of(rng: np.random.Generator, *items: Any) -> Any:
@@ -100,7 +100,7 @@ def one_of(rng: np.random.Generator, *items: Any) -> Any:
 
 
 def random_types(rng: np.random.Generator, columns: dict[str, int], default: int, types: Any) -> Any:
-    """type_of for a writer: a type whose blocks fit the columns of each matrix, of few types or of many."""
+    """Return a type_of for a writer: from one to six types, whose blocks fit the columns of each matrix."""
     some = [types[i] for i in rng.permutation(len(types))[: rng.integers(1, 6)]] + [GGMLType.F32]
     chosen: dict[str, GGMLType] = {}
 
@@ -116,7 +116,10 @@ def random_types(rng: np.random.Generator, columns: dict[str, int], default: int
 
 @dataclass
 class Drawn:
-    """A file, the modes and predictors that it allows, what divides the sizes of heads, and what it is."""
+    """A random model file with the modes and predictors that it allows.
+
+    head_step: a divisor of the head sizes. facts: a description for people.
+    """
 
     path: Path
     modes: list[str]
@@ -128,7 +131,7 @@ class Drawn:
 
 
 def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Drawn:
-    """Of llama's family, dense or MoE."""
+    """Draw a model of llama's family, dense or MoE."""
     unit = int(one_of(rng, 2, 16, 32, 32, 32, 256, 256))
     head_dim = int(one_of(rng, 2, 6, 8, 16, 24, 32, 32, 64, 64, 96, 128, 256))
     n_vocab, n_layer = int(rng.integers(2, 200)), int(rng.integers(1, 4))
@@ -173,7 +176,7 @@ def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Draw
 
 
 def random_experts(rng: np.random.Generator, keys: dict[str, Any], relu: bool, unit: int) -> dict[str, Any]:
-    """What write_llama takes of experts; keys are added to."""
+    """Return the arguments of write_llama for experts, and add their metadata to `keys`."""
     n_expert = int(one_of(rng, 2, 3, 5, 8, 8, 12, 40))
     used = int(rng.integers(1, min(n_expert, 9) + 1))
     more: dict[str, Any] = {"experts": (n_expert, used), "biased": bool(rng.random() < 0.3)}
@@ -192,7 +195,7 @@ def random_experts(rng: np.random.Generator, keys: dict[str, Any], relu: bool, u
 
 
 def draw_relu(rng: np.random.Generator, path: Path) -> Drawn:
-    """Of PowerInfer's architectures, with predictors or without."""
+    """Draw a model of PowerInfer's architectures, with or without predictors."""
     unit = int(one_of(rng, 2, 16, 32, 32, 32, 256, 256))
     head_dim = int(one_of(rng, 2, 6, 8, 16, 24, 32, 32, 64, 64, 96, 128, 256))
     n_vocab, n_layer = int(rng.integers(2, 200)), int(rng.integers(1, 4))
@@ -203,14 +206,14 @@ def draw_relu(rng: np.random.Generator, path: Path) -> Drawn:
     n_head = int(one_of(rng, 1, 2, 4, 6, 8, 12, 16, 40, 56, 72))
     head_dim = min(head_dim, max(2, MOST_WIDTH // n_head // 2 * 2))
     step = np.lcm(unit, n_head * 2)
-    if step > MOST_WIDTH:  # then no type with blocks fits
+    if step > MOST_WIDTH:  # no type with blocks fits
         step = n_head * 2
     n_embd = int(step * max(1, round(n_head * head_dim / step)))
     head_dim = n_embd // n_head
     divisors = [d for d in range(1, n_head + 1) if n_head % d == 0]
     n_head_kv = n_head if architecture == "opt" else int(one_of(rng, *divisors))
     ranks = tuple(int(x) for x in rng.integers(1, 96, n_layer) * (1 if rng.random() < 0.3 else 32))
-    # fc2's columns are the rank of its layer: any type but float may not fit
+    # fc2's columns are the rank of its layer, so blocks may not fit
     columns = {"ffn_down": n_ff, "fc2": 32 if all(rank % 32 == 0 for rank in ranks) else 1}
     write_relu(
         path, architecture, dialect=dialect, two_norms=bool(rng.integers(2)), ranks=ranks,
@@ -231,7 +234,7 @@ def draw_relu(rng: np.random.Generator, path: Path) -> Drawn:
 
 
 def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
-    """A checkpoint of transformers, converted: recurrent layers and latent vectors of random sizes."""
+    """Draw a checkpoint of transformers and convert it: recurrent layers, latent vectors, random sizes."""
     import tiny_models
 
     name = str(one_of(rng, *RECIPES))
@@ -268,13 +271,13 @@ def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
 
 
 def random_thresholds(rng: np.random.Generator, names: Collection[ThresholdName]) -> LayerThresholds:
-    """Some of the values that can be cut, little or much."""
+    """Draw thresholds, low or high, for some of the sites."""
     some = {name: float(one_of(rng, 0.0, 0.05, 0.3, 1.0)) for name in names}
     return LayerThresholds(**some)  # type: ignore[arg-type]
 
 
 def draw(rng: np.random.Generator, folder: Path) -> Case:
-    """A random case; its file is written to `folder`."""
+    """Draw a random case, and write its file to `folder`."""
     path = folder / "model.gguf"
     kinds = ["llama", "llama", "relu", "relu", "relu", "experts", "experts"]
     kind = one_of(rng, *kinds, *["recipe"] * (importlib.util.find_spec("transformers") is not None))
@@ -298,7 +301,7 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
     )  # fmt: skip
     sequences = [rng.integers(0, drawn.n_vocab, n).astype(np.int32) for n in lengths]
     max_batch = max(1, int(one_of(rng, 1, 9, 64, 512, sum(lengths), sum(lengths))))
-    if max_batch < 9:  # as many steps as there is patience for
+    if max_batch < 9:  # `patience` limits the number of steps
         sequences = [s[:12] for s in sequences[:3]]
     elif max_batch < 64:
         sequences = [s[:60] for s in sequences[:6]]
@@ -319,7 +322,7 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
 
 
 def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batch: int, patience: int) -> Any:
-    """The case's tokens cut at random: batches, and which (sequence, position) each logits row belongs to."""
+    """Yield random batches of the case's tokens, each with the (sequence, position) of each logits row."""
     done, n_steps = [0] * len(case.sequences), np.zeros(len(case.sequences), int)
     width = max(len(p) for p in pages)
     for _ in range(100_000):
@@ -357,7 +360,7 @@ def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batc
 
 
 def prepared(gguf: GGUFFile, case: Case) -> tuple[Overlay, Graph]:
-    """What a backend takes to run a case."""
+    """Return the weights and the graph with which a backend runs a case."""
     config = config_from_gguf(gguf)
     choice = choose(config, gguf.tensors, case.mode, case.predictor)
     if case.layer_thresholds is not None:
@@ -372,7 +375,7 @@ def prepared(gguf: GGUFFile, case: Case) -> tuple[Overlay, Graph]:
 def stored(
     rng: np.random.Generator, weights: Overlay, graph: Graph, sparse: bool, step: int
 ) -> StoredWeights:
-    """The same under a budget: what must be there, and a part of what has a use."""
+    """Return the weights under a random budget: the necessary rows and a share of the useful ones."""
 
     def within(n_bytes: int) -> StoredWeights:
         ring = bool(rng.integers(2)) and _core.ring_allowed()
@@ -387,7 +390,7 @@ def stored(
 
 
 def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None) -> None:
-    """Raises AssertionError (or whatever else went wrong) if the case fails."""
+    """Run a case. Raise AssertionError, or the error of the code, if it fails."""
     rng = np.random.default_rng([seed, number])
     case = draw(rng, folder)
     say(case.facts)
@@ -403,7 +406,7 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
         common |= {"max_batch": case.max_batch}
 
         def run(source: Any, graph: Graph, tapped: bool, **options: Any) -> dict[tuple[int, int], np.ndarray]:
-            """Logits by sequence and position."""
+            """Return the logits by sequence and position."""
             free = iter(rng.permutation(n_pages).tolist())
             pages = [list(itertools.islice(free, -(-len(s) // PAGE_SIZE))) for s in case.sequences]
             given = {
@@ -465,7 +468,7 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
         ]
         if (
             case.predictor is None and case.layer_thresholds is None
-        ):  # what is built beside a file is of that one
+        ):  # a predictor or thresholds belong to the original file, not to the bundle
             others.append(bundled)
         for at in rng.permutation(len(others))[:2]:
             others[at]()

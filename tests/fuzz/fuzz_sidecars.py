@@ -1,11 +1,11 @@
-"""Fuzzes the files that lie beside models, and bundles: damaged ones, and sound ones that say odd things.
+"""Fuzzes the files stored next to models, and bundles: damaged ones, and valid ones with odd contents.
 
 usage: python tests/fuzz/fuzz_sidecars.py [--seconds 60] [--seed 0] [--keep FOLDER]
 
-Traces are opened and replayed, profiles summed up and merged, a model runs by thresholds, one goes on with a
-session, a bundled one runs mapped and under a budget of memory, and Modelfiles are read. Each may work, or
-fail with one error message. What does anything else (another exception, more than 10 s) is kept in a folder
-whose name is printed; the exit status is 1.
+The script opens and replays traces, sums up and merges profiles, runs a model with thresholds, resumes a
+session, runs a bundled model mapped and under a RAM budget, and reads Modelfiles. Each may work, or fail with
+one error message. A case that does anything else (another exception, more than 10 s) is kept in a folder
+whose name is printed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MESSAGE assistant H2O.
 
 
 def write_traces(folder: Path) -> None:
-    """Of experts and of neurons."""
+    """Write a trace of experts and one of neurons."""
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((40, 3, 8))
     facts: dict[str, Any] = {"starts": (0, 9), "model": "m", "name": "n", "data": "d"}
@@ -81,7 +81,7 @@ def write_traces(folder: Path) -> None:
 
 
 def write_seeds(folder: Path) -> None:
-    """Sound files of each kind, and the models that some of them are of."""
+    """Write valid files of each kind, and the models that some of them belong to."""
     write_traces(folder)
     counts = tuple(np.arange(12, dtype=np.uint64) + i for i in range(2))
     Profile(counts, 30, "m", ("t",), {1: np.arange(4, dtype=np.uint64)}).save(folder / "profile.gguf")
@@ -103,7 +103,7 @@ def write_seeds(folder: Path) -> None:
 
 
 def exercise_trace(path: Path) -> None:
-    """Opens it, replays it, and writes it again."""
+    """Open a trace, replay it, and write it again."""
     trace = open_trace(path)
     assert trace.token_cycle >= 0
     found = replay(trace, (0.1, 0.6), sizes=[0, 1000, 1 << 30])
@@ -113,7 +113,7 @@ def exercise_trace(path: Path) -> None:
 
 
 def exercise_profile(path: Path) -> None:
-    """Opens it, says what a person would see, adds it to itself."""
+    """Open a profile, make the summary that a user sees, and merge the profile with itself."""
     profile = Profile.open(path)
     json.dumps([layer.as_dict() for layer in profile.summary()])
     for i in range(len(profile.counts)):
@@ -123,13 +123,13 @@ def exercise_profile(path: Path) -> None:
 
 
 def exercise_thresholds(path: Path) -> None:
-    """Runs the model by them."""
+    """Run the model with thresholds."""
     model = path.with_name("cut.gguf")
     run("run", model, *RUN, "--sparsity", "threshold", "--thresholds", path)
 
 
 def answer(path: Path, session: Path | None, *, keep: bool = False) -> list[int]:
-    """What a model answers to PROMPT, its cache being that of a session. keep: writes the session."""
+    """Return a model's answer to PROMPT with the cache of a session. keep: also write the session."""
     with hotset.load(path, n_ctx=256, n_threads=1, device="cpu") as model, redirect_stderr(io.StringIO()):
         kept = None if session is None else Session(model, session)
         found = model.generate(PROMPT, max_tokens=2, temperature=0).tokens
@@ -139,26 +139,26 @@ def answer(path: Path, session: Path | None, *, keep: bool = False) -> list[int]
 
 
 def exercise_session(path: Path) -> None:
-    """The answer is that without a session: what is damaged is not found."""
+    """Check that a damaged session changes no answer: damaged blocks are not found."""
     model = path.with_name("cut.gguf")
     assert answer(model, path) == answer(model, None)
 
 
 def exercise_modelfile(path: Path) -> None:
-    """Reads it; what is written of it says the same."""
+    """Read a Modelfile, and check that writing and reading it again gives the same."""
     read = Modelfile.parse(path.read_text(errors="replace"))
     assert not read.can_be_written or Modelfile.parse(read.text) == read
 
 
 def exercise_bundle(path: Path) -> None:
-    """Runs the model with the file mapped, and under a budget; shows it."""
+    """Run the bundle mapped and under a budget, and show it."""
     run("run", path, *RUN)
     run("run", path, *RUN, "--ram-budget", (own_memory() + ROOM) / 2**30)
     run("show", path, "--tensors")
 
 
 def run(*arguments: object) -> None:
-    """A subcommand. Raises HotsetError where it failed with a message."""
+    """Run a subcommand. Raise HotsetError if it failed with a message."""
     done = fuzz_models.subcommand(*arguments)
     assert not done.problem, f"{arguments[0]}: {done.problem}"
     if done.status:
@@ -173,7 +173,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 
 def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:
-    """Writes a file with bytes that are damaged, or with an odd key, tensor or entry; what it is."""
+    """Write a file with damaged bytes or an odd key, tensor or entry, and return a description."""
     if source.suffix == ".json" and rng.integers(3):
         value = json.loads(source.read_text())
         said = "; ".join(fuzz_models.change_within(value, rng) for _ in range(rng.integers(1, 3)))
@@ -186,7 +186,7 @@ def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:
 
 
 def exercise(path: Path, of: str) -> str:
-    """What went wrong, or ""."""
+    """Use a file as its kind is used. Return the problem, or ""."""
     started = time.monotonic()
     try:
         KINDS[of](path)
@@ -202,9 +202,10 @@ def exercise(path: Path, of: str) -> str:
 def attack(
     seed: int, more: Callable[[int], bool], on_problem: Callable[[int, Path, str], None]
 ) -> tuple[int, int]:
-    """Cases while more(number of the case); how many there were, and how many went wrong.
+    """Run cases while more(number of the case). Return the numbers of all cases and of failed cases.
 
-    on_problem: called with the number of the case, its folder, and what was changed and went wrong.
+    on_problem: called with the number of a failed case, its folder, and a text with the change and the
+    problem.
     """
     rng = np.random.default_rng(seed)
     n_cases = n_failed = 0
@@ -215,7 +216,7 @@ def attack(
         write_seeds(seeds)
         warnings.simplefilter("ignore", RuntimeWarning)
         for of, sound in KINDS.items():
-            sound(seeds / of)  # else nothing would be learned from those that are not
+            sound(seeds / of)  # the unchanged file must pass, or a failure of a changed one shows nothing
         while more(n_cases):
             case.mkdir()
             of = list(KINDS)[int(rng.integers(len(KINDS)))]

@@ -1,4 +1,4 @@
-"""Some models of random shapes; `tests/fuzz/fuzz_shapes.py` runs as many as there is time for."""
+"""Some models of random shapes; `tests/fuzz/fuzz_shapes.py` runs as many as time allows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_models_of_random_shapes(tmp_path: Path, seed: int, number: int) -> None
 
 @pytest.mark.parametrize("type_", [GGMLType.F32, GGMLType.Q4_K], ids=lambda t: t.name)
 def test_a_wrong_result_of_any_operation_is_found(tmp_path: Path, type_: GGMLType) -> None:
-    """The oracle's bounds are so close that one part in ten thousand is noticed, wherever it is."""
+    """Check that the oracle notices an error of one part in ten thousand in any value."""
     path = write_llama(
         tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=256, head_dim=64, type_of=lambda name: type_
     )
@@ -39,7 +39,7 @@ def test_a_wrong_result_of_any_operation_is_found(tmp_path: Path, type_: GGMLTyp
     Oracle(gguf, graph, n_pages=1, kv_type="f16").check(step, found)
     for name, values in found.taps.items():
         wrong = values.copy()
-        # A part of the largest number: errors of small ones may hide in the sums that they come from.
+        # Relative to the largest number: errors of small numbers may be within the bounds of their sums.
         at = np.unravel_index(np.argmax(np.abs(wrong)), wrong.shape)
         wrong[at] *= np.float32(1.0001)
         spoilt = replace(found, taps={**found.taps, name: wrong})

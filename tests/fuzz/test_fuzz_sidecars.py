@@ -1,4 +1,4 @@
-"""Some odd files beside models; `tests/fuzz/fuzz_sidecars.py` makes as many as there is time for."""
+"""Some odd files stored next to models; `tests/fuzz/fuzz_sidecars.py` makes as many as time allows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from fuzz import fuzz_models, fuzz_sidecars
 
 
-def test_odd_files_beside_models_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_files_next_to_models_give_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HOME", "set by the fuzzer, and put back behind it")
     for each in (fuzz_models, fuzz_sidecars):
         monkeypatch.setattr(each, "SLOW_S", float("inf"))  # no test looks at the time

@@ -68,7 +68,7 @@ COMMANDS = (
 
 
 def write_models(folder: Path) -> None:
-    """A dense model with thresholds, an MoE layer, and a sparse one with predictors and a profile."""
+    """Write a dense model with thresholds, an MoE layer, and a sparse model with predictors and a profile."""
     folder.mkdir(parents=True)
     path = folder / "llama-7b.gguf"
     _write(path, "llama", SHAPES["7b"], GGMLType.Q4_0)
@@ -100,7 +100,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def reports(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what the commands report on a machine."""
+    """Return the commands' reports on a machine."""
     facts = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     home = folder / "home"
     write_models(home / "models")

@@ -65,8 +65,8 @@ NAMED_SCHEMA = {"name": "answer", "schema": SCHEMA}
 class Case:
     """A request. path: None: the route's.
 
-    writes: what the model writes instead of its own text. ranks: the model is a reranker. load, settings: of
-    the server.
+    writes: the text that the model writes instead of its own. ranks: the model is a reranker. load, settings:
+    of the server.
     """
 
     body: Any = None

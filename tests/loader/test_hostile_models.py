@@ -1,4 +1,4 @@
-"""Whole models with one thing wrong, through the whole way of loading: one message, and nothing is left."""
+"""Models with one error, loaded completely: each gives one message and leaves no resources behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RELU = {"llama.hidden_activation": "relu"}
 
 
 def rewritten(path: Path, out: Path, name: str, type_: GGMLType, shape: tuple[int, ...]) -> Path:
-    """The file with one tensor as zeros of another type and shape."""
+    """Copy the file with one tensor replaced by zeros of another type and shape."""
     with open_gguf(path) as gguf:
         writer = GGUFWriter(out, gguf.architecture, dialect=gguf.dialect)
         copy_metadata(gguf, writer)
@@ -68,8 +68,8 @@ def test_the_largest_that_the_configuration_allows_runs(tmp_path: Path, sizes: d
 
 
 @pytest.mark.parametrize("seed", quick_are((1,), [0, 1]))
-def test_odd_models_and_checkpoints_cost_a_sentence(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some deterministic ones; `tests/fuzz/fuzz_models.py` runs as many as there is time for."""
+def test_odd_models_and_checkpoints_give_one_message(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run some fixed cases; `tests/fuzz/fuzz_models.py` runs as many as time allows."""
     monkeypatch.setenv("HOTSET_HOME", "set by the fuzzer, and put back behind it")
     monkeypatch.setattr(fuzz_models, "SLOW_S", float("inf"))  # no test looks at the time
     problems: list[str] = []
@@ -95,7 +95,7 @@ def test_odd_facts_are_shown(keys: dict[str, Any], tmp_path: Path) -> None:
         assert (outcome.status, outcome.problem) == (0, ""), outcome.text
 
 
-def test_a_chat_template_that_is_an_array_is_none(tmp_path: Path) -> None:
+def test_array_as_chat_template_is_ignored(tmp_path: Path) -> None:
     path = odd(tmp_path, **{"tokenizer.chat_template": np.array([1.0, 2.0], np.float32)})
     outcome = fuzz_models.subcommand(
         "run", path, "he", "-n", 1, "-c", 16, "-t", 1, "--device", "cpu", "--temp", 0
@@ -104,7 +104,7 @@ def test_a_chat_template_that_is_an_array_is_none(tmp_path: Path) -> None:
 
 
 def test_planes_take_only_whole_groups_of_outputs(tmp_path: Path) -> None:
-    """A width that the kernels of planes do not take: the down matrix stays as the file has it."""
+    """Use a width that the kernels of planes do not support: the down matrix keeps the layout of the file."""
     type_of = lambda name: T.Q8_0 if "ffn_down" in name else T.F32  # noqa: E731
     path = write_llama(
         tmp_path / "m.gguf", n_embd=48, n_ff=64, n_head=3, n_head_kv=1, type_of=type_of, keys=RELU

@@ -1,4 +1,4 @@
-"""The prompt cache on disk of real models: after a restart, or a kill, answers are the same bits."""
+"""The prompt cache on disk of real models: after a restart or a kill, answers have the same bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bits(completion: Completion) -> tuple[list[int], list[Any]]:
 
 
 def conversation(path: Path, folder: Path | None, **how: Any) -> tuple[list[Any], list[int]]:
-    """Two turns, each by a model that was just loaded: their bits, and how many tokens were reused."""
+    """Run two turns, each with a newly loaded model. Return their bits and the numbers of reused tokens."""
     found, reused, tokens = [], [], PROMPT
     for _ in range(2):
         with hotset.load(path, **SMALL | how, cache_dir=folder) as model:
@@ -70,7 +70,7 @@ def conversation(path: Path, folder: Path | None, **how: Any) -> tuple[list[Any]
 def test_a_conversation_over_restarts_is_the_same_bits(
     tmp_path: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # a budget would have to hold the test process
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # leave out the test process
     if "kv_type" in how:
         path = write_sparse(tmp_path / "wide.gguf", n_head=2, n_head_kv=1)
     else:
@@ -132,7 +132,7 @@ def digest(path: Path, **how: Any) -> bytes:
     return found
 
 
-def test_an_identity_is_that_of_what_is_computed(path: Path, tmp_path: Path) -> None:
+def test_identity_depends_on_the_computation(path: Path, tmp_path: Path) -> None:
     own = digest(path)
     assert own == digest(path, n_threads=2, n_ctx=256, max_batch=64)  # the bits do not depend on these
     copied = tmp_path / "elsewhere.gguf"
@@ -185,7 +185,7 @@ def test_exact_and_predicted_are_not_mixed_up(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_computed_by_one_processor_is_refused(
+def test_model_on_several_processors_is_refused(
     path: Path, tmp_path: Path, how: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=said):
@@ -209,7 +209,7 @@ def test_sizes_of_the_directory(given: Any, gib: float) -> None:
 
 
 @pytest.mark.parametrize("given", [0, -1, "", "G", "20X", "1e9", None, True, "0G", float("nan")])
-def test_sizes_that_are_none(given: Any) -> None:
+def test_invalid_sizes(given: Any) -> None:
     with pytest.raises(InvalidRequestError, match="cache_disk is GiB above 0"):
         LoadSettings(cache_disk=given)
 

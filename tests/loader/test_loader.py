@@ -1,4 +1,4 @@
-"""What loader/decide.py decides, from facts alone."""
+"""The decisions of loader/decide.py, which depend only on facts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Modelfiles: what they say, what is refused, and that a template with messages before it says the same as
-the messages."""
+"""Modelfiles: their meaning, refused ones, and templates with leading messages, which equal the messages."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_model(tmp_path / "model.gguf")
 
 
-def test_what_a_modelfile_says() -> None:
+def test_modelfile_is_parsed() -> None:
     found = Modelfile.parse(WHOLE)
     assert (found.base, found.system) == ("model.gguf", SYSTEM)
     assert found.parameters == {
@@ -74,7 +73,7 @@ def test_what_a_modelfile_says() -> None:
         ("FROM m\n" + "#" * (1 << 20), "characters"),
     ],
 )
-def test_what_is_no_modelfile(text: str, problem: str) -> None:
+def test_invalid_modelfiles(text: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         Modelfile.parse(text)
 
@@ -91,7 +90,7 @@ def test_what_is_no_modelfile(text: str, problem: str) -> None:
         ("ADAPTER /no/lora", "there is no adapter /no/lora"),
     ],
 )
-def test_what_cannot_be_made(model: Path, lines: str, problem: str) -> None:
+def test_impossible_models_are_refused(model: Path, lines: str, problem: str) -> None:
     modelfile = Modelfile.parse(f"FROM {model}\n{lines}")
     with pytest.raises(InvalidRequestError, match=problem):
         made_of(modelfile, model, base=str(model), source="")
@@ -108,7 +107,7 @@ def test_a_system_message_without_a_template_gets_one_by_name_or_vocabulary(tmp_
 
 
 @needs_core
-def test_the_template_says_what_the_messages_would(model: Path) -> None:
+def test_template_equals_the_messages(model: Path) -> None:
     asked: list[dict[str, Any]] = [{"role": "user", "content": "Why?"}]
     own = [{"role": "system", "content": "Other."}]
     with library.load(model, device="cpu", n_threads=1) as plain:
@@ -216,7 +215,7 @@ def test_a_damaged_file_hides_no_other_created_model(model: Path) -> None:
 
 
 def test_models_of_an_older_hotset_are_kept(model: Path) -> None:
-    """They were all in one file, which the first change replaces."""
+    """Read the old single file of all names, which the first change replaces."""
     rows = {
         "Mine:small": {
             "base": "x",
@@ -263,7 +262,7 @@ def test_no_more_is_kept_than_can_be_read(model: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def brief(model: Path) -> str:
-    """A created model of that name."""
+    """Create a model with this name."""
     file = model.parent / "Modelfile"
     file.write_text(
         "FROM model.gguf\nSYSTEM Be brief.\nPARAMETER temperature 0\n"

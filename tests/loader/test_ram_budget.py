@@ -1,4 +1,4 @@
-"""A model under a budget of memory, from the name to the answer: what is decided, said and counted."""
+"""A model under a RAM budget, from the name to the answer: decisions, messages and counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GIB = 2**30
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with predictors; what the program takes is no part of its budget."""
+    """Write a file with predictors, and leave the program's own memory out of budgets."""
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "_PROGRAM", 0)
     return write_sparse(tmp_path / "model.gguf")
@@ -56,7 +56,7 @@ def test_the_least_budget_gives_the_same_tokens(model: Path, sparsity: str) -> N
 
 
 def test_steps_are_short_where_weights_have_no_room(model: Path) -> None:
-    """The workspace of long ones would take it."""
+    """Check that a tight budget shortens steps, whose workspace would take the room of the weights."""
     settings: dict[str, Any] = {"n_ctx": 256, "device": "cpu"}
     prompt = [3 + i % 40 for i in range(240)]
     with hotset.load(model, **settings, ram_budget=1) as roomy:
@@ -80,7 +80,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(model: Path) -> None:
         assert loaded.ram is not None
 
 
-def test_what_a_budget_does_not_go_with(model: Path) -> None:
+def test_budget_excludes_other_settings(model: Path) -> None:
     for wrong in (0, -1, float("nan"), "much"):
         with pytest.raises(InvalidRequestError, match="ram_budget is a number of GiB above 0"):
             LoadSettings(ram_budget=wrong)  # type: ignore[arg-type]
@@ -88,9 +88,7 @@ def test_what_a_budget_does_not_go_with(model: Path) -> None:
         LoadSettings(ram_budget=1, device="reference")
 
 
-def test_a_file_larger_than_what_is_free_is_read_by_itself(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_larger_than_free_memory_gets_a_budget(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = least_of(model, n_ctx=64, max_batch=4)
     monkeypatch.setattr("hotset.loader.build.free_memory", lambda: int(least / 0.9) + 1)
     monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
@@ -101,10 +99,10 @@ def test_a_file_larger_than_what_is_free_is_read_by_itself(
         assert loaded.ram is not None
     monkeypatch.setattr("hotset.loader.build.free_memory", lambda: least // 2)
     with hotset.load(model, n_ctx=64, max_batch=4, device="cpu") as loaded:
-        assert loaded.ram is None  # it would not fit: the system does what it can
+        assert loaded.ram is None  # no budget would fit: the file is mapped instead
 
 
-def test_subcommands_say_what_the_disk_did(model: Path) -> None:
+def test_subcommands_report_disk_reads(model: Path) -> None:
     budget = str(least_of(model, n_ctx=64) / GIB)
     planned = json.loads(inside("plan", model, "-c", 64, "--ram-budget", budget, "--json").stdout)
     assert planned["total"] <= planned["limit"]
@@ -132,7 +130,7 @@ def test_disks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_read_where_the_kernel_gives_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may give one at first, and none later: the memory that a user may lock has a limit."""
+    """Deny the ring, as the kernel may do even after it gave one: a user's locked memory has a limit."""
     file, made = tmp_path / "data", _core.Reader
     file.write_bytes(bytes(2 << 20))
 
@@ -156,7 +154,7 @@ def test_rates_give_gaps_and_ceilings() -> None:
     assert 4e8 < rates.rate(100_000) < 1e9
 
 
-def test_the_server_counts_what_was_read(model: Path) -> None:
+def test_server_counts_disk_reads(model: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
     async def work(client: Any, _: Any) -> None:
@@ -169,22 +167,24 @@ def test_the_server_counts_what_was_read(model: Path) -> None:
 
 
 @pytest.mark.parametrize("sparsity", ["exact", "predicted"])
-def test_answers_under_faults_are_right_or_a_sentence(model: Path, sparsity: str) -> None:
-    """A failed read ends the answers in whose step it was; those after it are right, and nothing is lost.
-    `tests/fuzz/fuzz_reads.py` writes a longer text."""
+def test_answers_under_faults_are_right_or_one_message(model: Path, sparsity: str) -> None:
+    """Check that a failed read ends only the answers of its step, and that later answers are right.
+
+    `tests/fuzz/fuzz_reads.py` writes a longer text.
+    """
     budget = fuzz_reads.least_budget(model, max_sequences=2, sparsity=sparsity)
     report = fuzz_reads.attack(model, 160, 0.01, 2, seed=7, budget=budget, sparsity=sparsity)
     assert (report.problems, report.stuck, report.n_tokens) == ([], 0, 160)
     assert report.n_failed > 2
 
 
-def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> None:
-    """By the one beside the model, or one that is named, which is refused where it is of another model."""
+def test_profile_decides_the_rows_in_memory(model: Path, tmp_path: Path) -> None:
+    """Use the profile next to the model, or a named one, which is refused if it belongs to another model."""
     settings: dict[str, Any] = {"n_ctx": 64, "sparsity": "predicted", "device": "cpu"}
     with open_model(model, LoadSettings(**settings)) as opened:
         n_ff, made = opened.config.n_ff, fingerprint(opened.gguf)
     rng = np.random.default_rng(0)
-    hot = [rng.permutation(n)[: n // 3] for n in n_ff]  # of each layer
+    hot = [rng.permutation(n)[: n // 3] for n in n_ff]  # by layer
     counts = tuple(
         np.bincount(rows, minlength=n).astype(np.uint64) for rows, n in zip(hot, n_ff, strict=True)
     )
@@ -199,7 +199,7 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
         places = [loaded.stored.store.n_slots(group) for group in range(len(n_ff))]
         assert min(places) > 0
         assert max(places) <= min(map(len, hot))
-        assert loaded.stored.counts().misses == 0  # reading ahead is none
+        assert loaded.stored.counts().misses == 0  # read-ahead counts as no miss
         with_profile = tokens_of(loaded)
         n_missed = loaded.stored.counts().misses
     profile_path(model).unlink()
@@ -212,7 +212,10 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
 
 
 def test_an_error_keeps_no_plan(model: Path) -> None:
-    """Nor what that holds: its traceback leads back to the engine, which only the collector would notice."""
+    """Check that an error frees the plan and its contents without the garbage collector.
+
+    The error's traceback refers back to the engine.
+    """
     settings: dict[str, Any] = {"n_ctx": 256, "sparsity": "exact", "device": "cpu"}
     with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as under:
         assert under.stored is not None

@@ -51,7 +51,7 @@ ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read whatever
 # ---- the graph
 
 
-def test_without_cutoffs_the_graph_is_that_of_dense(tmp_path: Path) -> None:
+def test_graph_without_thresholds_equals_dense(tmp_path: Path) -> None:
     gguf = write(tmp_path)
     assert graph_of(gguf, LayerThresholds())[1] == graph_of(gguf, LayerThresholds(), "dense")[1]
     assert not graph_of(gguf, LayerThresholds())[1].has_thresholds
@@ -59,7 +59,7 @@ def test_without_cutoffs_the_graph_is_that_of_dense(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "falcon"])
 @pytest.mark.parametrize("case", [name for name in CASES if name != "nothing"])
-def test_what_is_cut(tmp_path: Path, architecture: str, case: str) -> None:
+def test_thresholded_values(tmp_path: Path, architecture: str, case: str) -> None:
     """Check that a value's entries below the threshold become zero, and the others are unchanged."""
     options = {"n_head_kv": 1} if architecture == "falcon" else {}
     gguf = write(tmp_path, architecture, **options)
@@ -77,7 +77,7 @@ def test_what_is_cut(tmp_path: Path, architecture: str, case: str) -> None:
         np.testing.assert_array_equal(out, np.where(thresholded[:, None] & small, 0, x))
 
 
-def test_of_experts_gates_alone_are_cut(tmp_path: Path) -> None:
+def test_only_gates_of_experts_have_thresholds(tmp_path: Path) -> None:
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", experts=(4, 2)))
     for layer_thresholds in (LayerThresholds(ffn_in=1), LayerThresholds(down_in=1)):
         with pytest.raises(UnsupportedModelError, match="experts support thresholds of activated gates only"):
@@ -213,7 +213,7 @@ def test_tokens_that_are_not_cut_are_dense(tmp_path: Path, type_: GGMLType) -> N
     )  # without per-token flags
 
 
-def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
+def test_rows_of_zeroed_values_are_not_read(tmp_path: Path) -> None:
     gguf = write(tmp_path)
     found, ids = cpu(gguf, LayerThresholds(gate=0.3)), tokens(9)
     run(found, ids[:8], np.ones(8, np.bool_))
@@ -225,7 +225,7 @@ def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["gate", "down_in", "every"])
-def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> None:
+def test_all_rows_are_read_if_skipping_does_not_pay(tmp_path: Path, case: str) -> None:
     """Check that thresholds in the pass of gate and up change neither bits nor counts of neurons."""
     gguf = write(tmp_path, type=T.Q4_0)
     layer_thresholds, ids, thresholded = CASES[case], tokens(24), np.arange(24) % 5 > 1
@@ -262,7 +262,7 @@ def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType)
 
 
 @pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1, T.Q6_K], ids=lambda t: t.name)
-def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -> None:
+def test_channels_of_zeroed_inputs_are_not_read(tmp_path: Path, type_: GGMLType) -> None:
     gguf = write(tmp_path, type=type_, **({"n_embd": 256, "n_ff": 512} if type_ == T.Q6_K else {}))
     for case, layer_thresholds in CASES.items():
         layer_thresholds = LayerThresholds(
@@ -336,9 +336,7 @@ def test_which_tokens_the_engine_cuts(tmp_path: Path, thresholded: ThresholdedTo
 
 
 @pytest.mark.parametrize("thresholded", ["answers", "all"])
-def test_a_prefix_is_reused_only_where_it_was_computed_so(
-    tmp_path: Path, thresholded: ThresholdedTokens
-) -> None:
+def test_prefix_is_reused_only_with_the_same_settings(tmp_path: Path, thresholded: ThresholdedTokens) -> None:
     """Check that an answer in the next prompt is computed again, unless prompts have thresholds too."""
     backend, prompt = watched(write(tmp_path)), tokens(50)
     traits = ModelTraits(thresholded=thresholded)
@@ -364,7 +362,7 @@ def test_without_cuts_an_answer_is_reused(tmp_path: Path) -> None:
     assert sequence.n_reused == 128
 
 
-def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+def test_preempted_sequence_gives_the_same_tokens(tmp_path: Path) -> None:
     gguf, prompts = write(tmp_path), [tokens(60), tokens(61)[::-1], tokens(70)]
     alone = [answer(Engine(watched(gguf), 256, traits=ANSWERS), prompt, 80) for prompt in prompts]
     engine = Engine(watched(gguf, n_pages=6), 256, traits=ANSWERS)
@@ -378,7 +376,7 @@ def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path)
     assert [sequence.generated for sequence in running] == alone
 
 
-def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path) -> None:
+def test_scored_text_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path), tokens(30)
     engine = Engine(watched(gguf), 256, traits=ANSWERS)
     for as_answer in (False, True):
@@ -391,7 +389,7 @@ def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine that reads channels as fast as rows, without storing the measurement."""
+    """Simulate a machine that reads channels as fast as rows, without storing the measurement."""
     monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
@@ -400,7 +398,7 @@ def load(path: Path, **options: Any) -> hotset.Model:
     return hotset.load(path, device="cpu", n_threads=1, n_ctx=256, **options)
 
 
-def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) -> None:
+def test_file_next_to_a_model_is_named_and_used_on_request(tmp_path: Path) -> None:
     gguf = write(tmp_path)
     with pytest.raises(hotset.HotsetError, match="hotset sparse calibrate"):
         load(gguf.path, sparsity="threshold")
@@ -417,7 +415,7 @@ def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) ->
         assert model.engine.thresholded == "all"
 
 
-def test_what_is_built_is_said_and_found_again(tmp_path: Path) -> None:
+def test_built_files_are_noted_and_found_again(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
     thresholds_of(gguf).save(thresholds_path(gguf.path))
     for how in ("built in", "opened"):

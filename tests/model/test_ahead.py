@@ -67,7 +67,7 @@ def test_a_router_before_attention_begins_the_reads(tmp_path: Path) -> None:
         backend.close()
 
 
-def test_what_all_tokens_share_is_computed_while_experts_are_read(tmp_path: Path) -> None:
+def test_shared_work_runs_while_experts_are_read(tmp_path: Path) -> None:
     gguf = tiny("qwen2moe", tmp_path)
     graph, ids = graph_of(gguf), tokens(20)
     attention, begin, experts = places(graph)
@@ -98,7 +98,7 @@ def test_a_predictor_before_attention_begins_the_reads(
         backend.close()
 
 
-def test_what_needs_attention_stays_behind_it(tmp_path: Path) -> None:
+def test_work_that_needs_attention_stays_after_it(tmp_path: Path) -> None:
     """Check that predictors that depend on attention start their reads in place: nothing is gained."""
     _, graph = prepared(write(tmp_path, "llama", GGMLType.Q4_0), "predicted", "svd")
     _, begin, neurons = places(graph)

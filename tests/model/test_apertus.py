@@ -33,7 +33,7 @@ def test_torch_computes_it_and_a_device_refuses_it(apertus: GGUFFile) -> None:
     assert_only_torch_computes(apertus, "xIELU is computed on the CPU; use device='cpu'")
 
 
-def test_it_is_that_of_transformers() -> None:
+def test_it_equals_transformers() -> None:
     from transformers.activations import XIELUActivation
 
     theirs = XIELUActivation(0.7, 1.4, beta=0.6, eps=-1e-3, dtype=torch.float32)

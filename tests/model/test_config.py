@@ -290,7 +290,7 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
          "257 query heads for each KV head, but at most 256"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_unrunnable_models_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_gguf(file(**keys))
 
@@ -433,7 +433,7 @@ def test_an_architecture_without_experts_has_none() -> None:
         config_from_gguf(file("gemma2", expert_count=8))
 
 
-def test_experts_are_what_keys_and_architecture_say() -> None:
+def test_expert_facts_follow_keys_and_architecture() -> None:
     used = {"expert_count": 8, "expert_used_count": 2}
     config = config_from_gguf(file(**used))
     assert config.layers[0].experts == Experts(8, 2, "softmax", True)
@@ -518,7 +518,7 @@ KEYS = [
     st.sampled_from(["gguf", "powerinfer"]),
     st.dictionaries(st.sampled_from(KEYS), junk, max_size=4),
 )
-def test_any_keys_give_a_sentence(architecture: str, dialect: str, keys: dict[str, Any]) -> None:
+def test_any_keys_give_one_message(architecture: str, dialect: str, keys: dict[str, Any]) -> None:
     gguf = file(architecture, **keys)
     gguf.dialect = dialect
 
@@ -613,7 +613,7 @@ def test_olmo_has_norms_without_weights_and_clamps_nothing() -> None:
 FALCON = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
 
 
-def test_what_an_architecture_says_reaches_the_config() -> None:
+def test_facts_of_an_architecture_reach_the_config() -> None:
     falcon = config_from_gguf(file("falcon", **FALCON))
     assert falcon.norm == "layer"
     assert all((layer.parallel, layer.gated) == (True, False) for layer in falcon.layers)
@@ -660,7 +660,7 @@ def test_gain_of_queries(name: str, key: str, entries: dict[str, Any]) -> None:
         config_from_gguf(file(name, **entries, **scale, **{key: 0}))
 
 
-def test_what_newer_architectures_say_reaches_the_layers() -> None:
+def test_facts_of_newer_architectures_reach_the_layers() -> None:
     window = {"attention__sliding_window": 16, "block_count": 7}
     gemma = config_from_gguf(file("gemma3", **window, rope__freq_base=1e6, rope__scaling__factor=8.0))
     assert [layer.window for layer in gemma.layers] == [16] * 5 + [0, 16]
@@ -707,7 +707,7 @@ def test_scales_and_caps_reach_the_config() -> None:
     assert none == config_from_gguf(file("granite"))
 
 
-def test_relu_models_are_those_whose_activation_gives_zeros() -> None:
+def test_relu_models_have_an_activation_with_zeros() -> None:
     for act in ("relu", "relu2", "drelu", "fatrelu:0.1"):
         assert config_from_gguf(file(), activation=act).has_zeros
     for act in ("silu", "gelu", "gelu_tanh"):
@@ -754,7 +754,7 @@ def test_a_predictor_that_does_not_fit_is_refused(
         describe(config, complete(**named), Predictor(kind, (0.0, 0.0)))
 
 
-def test_where_predictors_stand_in_the_graph() -> None:
+def test_position_of_predictors_in_the_graph() -> None:
     """Check that mlp reads the residual stream, so it can run before the FFN's norm; svd reads the norm."""
     config = config_from_gguf(file(), activation="relu")
     shapes = {"fc1": (64, 8), "fc2": (8, 96), "svd_a": (64, 4), "svd_b": (4, 96)}

@@ -163,7 +163,7 @@ def test_pages_with_blocks_can_be_copied(gguf: GGUFFile) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_quantised_files_keep_what_is_small_and_the_tables(tmp_path: Path, gguf: GGUFFile) -> None:
+def test_quantised_files_keep_small_tensors_and_tables(tmp_path: Path, gguf: GGUFFile) -> None:
     quantize(gguf.paths[0], tmp_path / "q8.gguf", "q8_0")
     with open_gguf(tmp_path / "q8.gguf") as small:
         kept = ("hc_", "compressor_", "ffn_gate_inp.")
@@ -230,7 +230,7 @@ def test_a_budget_of_memory_changes_no_bit(gguf: GGUFFile, monkeypatch: pytest.M
         np.testing.assert_array_equal(under.logits(ids), expected)
 
 
-def test_changing_one_token_changes_the_blocks_behind_it_alone(gguf: GGUFFile) -> None:
+def test_changing_one_token_changes_only_later_blocks(gguf: GGUFFile) -> None:
     """Check that a block's key exists from its last token on, and that no earlier token attends to it."""
     graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(80)
     other = ids.copy()

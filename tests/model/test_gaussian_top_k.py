@@ -1,6 +1,6 @@
 """FFNs whose neurons fire if their gate is far above the token's others: first all gates, then the rest.
 
-The tested llama has it only in its first layer. Tests of the operation alone: test_numerics.py,
+The tested llama has it only in its first layer. Tests of only the operation: test_numerics.py,
 interpreted_gpu_kernels.py, csrc/tests/kernel_test.cpp.
 """
 

@@ -115,7 +115,7 @@ def test_layers_without_an_own_kind_are_refused(run_folder: Path, tmp_path: Path
         config_from_gguf(gguf)
 
 
-def test_multipliers_are_those_of_the_shares(run_folder: Path) -> None:
+def test_multipliers_follow_the_shares(run_folder: Path) -> None:
     with open_gguf(tiny_models.shared_gguf("gemma3n", run_folder)) as gguf:
         found = [layer.activation.top_k for layer in config_from_gguf(gguf).layers]
         assert found[0] == pytest.approx(1.6448536)

@@ -34,7 +34,7 @@ RECIPES = tiny_models.EXPERTS
 
 
 def texts(eos: int) -> list[np.ndarray]:
-    """Return few different tokens, so that n-grams recur, and many ends, some in a row, one ending a page."""
+    """Return few different tokens, so that n-grams recur, and many ends: some in a row, one ends a block."""
     rng = np.random.default_rng(1)
     found = [rng.choice([eos, 1, 2, 3, 4], n) for n in (150, 90, 37)]
     found[0][[0, 62, 63, 64]] = eos
@@ -42,7 +42,7 @@ def texts(eos: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ngrams_begin_anew_behind_the_end_of_a_text(name: str, run_folder: Path) -> None:
+def test_ngrams_restart_after_the_end_of_a_text(name: str, run_folder: Path) -> None:
     sequences, model = texts(NAMES[name]), tiny_models.build(RECIPES[name])
     with torch.no_grad():
         expected = [model(torch.tensor(s)[None]).logits[0].numpy() for s in sequences]
@@ -59,7 +59,7 @@ def test_ngrams_begin_anew_behind_the_end_of_a_text(name: str, run_folder: Path)
         assert relative_error(ours, np.concatenate([expected[0][:80], expected[1][:80]])) < TOLERANCE
 
 
-def test_rows_are_those_of_transformers(run_folder: Path) -> None:
+def test_rows_equal_transformers(run_folder: Path) -> None:
     """Check also n-grams with more tokens than a text."""
     model = tiny_models.build(RECIPES["qwen4exp"])
     theirs, sequence = model.model.layers[1].ple.ple_embedding, texts(301)[0]

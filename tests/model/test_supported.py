@@ -35,7 +35,7 @@ def copied(source: GGUFFile, path: Path, name: str, tensors: dict[str, str], **k
     return path
 
 
-def test_every_architecture_is_listed_with_what_it_was_compared_with() -> None:
+def test_every_architecture_is_listed_with_its_reference() -> None:
     rows = json.loads(inside("list", "--architectures", "--json").stdout)
     assert [row["name"] for row in rows] == sorted(ARCHITECTURES)
     assert all(row.keys() == {"name", "kind", "sparsity", "compared_with"} for row in rows)
@@ -55,7 +55,7 @@ def test_every_architecture_has_a_recipe(run_folder: Path) -> None:
     assert found | other_names == ARCHITECTURES.keys()
 
 
-def test_an_unknown_architecture_is_told_by_what_is_new(run_folder: Path, tmp_path: Path) -> None:
+def test_unknown_architecture_names_new_tensors_and_keys(run_folder: Path, tmp_path: Path) -> None:
     renamed = {"blk.1.post_ffw_norm.weight": "blk.1.other_norm.weight"}
     with open_gguf(tiny_models.shared_gguf("olmo2", run_folder)) as source:
         path = copied(source, tmp_path / "m.gguf", "olmo9", renamed, new_thing=3)

@@ -1,7 +1,7 @@
-"""A pytest plugin: notes which test ran each line, and of each test how long it took and whether it passed.
+"""A pytest plugin: notes which test ran each line, and the duration and outcome of each test.
 
-A context of the coverage file is `tests/.../test_x.py::Class::test_y`, without parameters, and that file
-for what fixtures ran: those of a module run before one test and serve all.
+A context of the coverage file is `tests/.../test_x.py::Class::test_y`, without parameters. Lines run by
+fixtures have the test file as their context, since a fixture of a module runs before one test and serves all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which faults can be put into a file: small ones, as a hand makes them. `RULES` says what is left alone."""
+"""The faults that can be put into a file: small ones, like human mistakes. `RULES` lists the exceptions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-RULES = """Left alone, since no test should notice:
+RULES = """These stay unchanged, since no test should notice a fault in them:
 - docstrings, annotations, `if TYPE_CHECKING`, `cast`, decorators, `__repr__`, `__str__`, `__all__`;
-- the wording of messages: what `raise`, `warnings.warn`, `print` and the like are given, f-strings, help
-  texts of options (whether an error is raised is not left alone);
-- how a plot looks (the functions `draw`, `_figure` and `_style`, keywords of style), and the figures of the
-  machine that stands in for a GPU's;
-- what changes only how fast a result comes: the names of `SPEED`, and prefetches of the native operations."""
+- the wording of messages: arguments of `raise`, `warnings.warn`, `print` and the like, f-strings, help texts
+  of options (but a `raise` can be dropped);
+- the look of a plot (the functions `draw`, `_figure` and `_style`, keywords of style), and the rates of the
+  simulated GPU;
+- anything that affects only speed: the names in `SPEED`, and prefetches of the native operations."""
 
-# Names of constants that change how fast a result comes and nothing of it.
+# Names of constants that affect only speed.
 SPEED = {
     "_TILE_BYTES", "_CHUNK", "_CHUNK_BYTES", "_BUFFER", "_ROWS_AT_ONCE", "_SPIN", "_POLL", "_PATIENCE",
     "num_warps", "num_stages", "n_warps", "n_stages", "chunksize", "buffer_size",
@@ -34,7 +34,7 @@ SAYING = {
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` at offset `at` of the file becomes `new`; `line` is where it stands, from 1."""
+    """A fault: `old` at offset `at` of the file becomes `new`. line: its line number, from 1."""
 
     file: str
     at: int
@@ -101,14 +101,14 @@ class _Finder(ast.NodeVisitor):
         return self.text[begin:end]
 
     def between(self, left: ast.AST, right: ast.AST, old: str, new: str, kind: str) -> None:
-        """Replaces an operator, which stands somewhere between two operands, perhaps with brackets."""
+        """Replace an operator between two operands, which may have brackets around them."""
         begin, end = self.span(left)[1], self.span(right)[0]
         pattern = rf"\b{old}\b" if old[0].isalpha() else re.escape(old)
         match = re.search(pattern.replace(" ", r"\s+"), self.text[begin:end])
         if match and "#" not in self.text[begin:end]:
             self.add(begin + match.start(), begin + match.end(), new, kind)
 
-    # -- what is left alone
+    # -- unchanged code
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         if node.name in ("__repr__", "__str__", "draw", "_figure", "_style"):
@@ -342,7 +342,7 @@ _KEPT = re.compile(r"\s+(return|continue|break|using|case|const|auto)\b")
 
 
 def _native(text: str, name: str) -> Iterator[Fault]:
-    """Faults by pattern, line by line: the operations are written plainly enough for it."""
+    """Yield faults by pattern, line by line: the code of the operations is plain enough for it."""
     at = 0
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         code = re.sub(r"//.*|\"[^\"]*\"", lambda m: " " * len(m[0]), line.rstrip("\n"))
@@ -351,7 +351,7 @@ def _native(text: str, name: str) -> Iterator[Fault]:
             not plain
             or plain.startswith(("#", "template", "using", "namespace", "static_assert", "throw"))
             or "refetch" in code
-            or "rows[count + j]" in code  # behind a list of rows: what is fetched ahead
+            or "rows[count + j]" in code  # a prefetch in a list of rows
             or any(word in code for word in SPEED)
         )
         if not skip:
@@ -368,7 +368,7 @@ def _native(text: str, name: str) -> Iterator[Fault]:
                 yield Fault(name, begin, condition, f"!({condition})", number, "negated condition")
                 yield Fault(name, begin, condition, "false", number, "condition never holds")
                 yield Fault(name, begin, condition, "true", number, "condition always holds")
-            # A statement of one line: a call, or an assignment to what was declared before.
+            # A statement of one line: a call, or an assignment to a name declared earlier.
             if _STATEMENT.match(code) and not _KEPT.match(code):
                 begin = at + len(code) - len(code.lstrip())
                 yield Fault(name, begin, line.strip(), ";", number, "dropped statement")

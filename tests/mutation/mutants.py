@@ -1,15 +1,15 @@
-"""Puts small faults into hotset, one at a time, and says which of them no test notices.
+"""Puts small faults into hotset, one at a time, and prints the ones that no test notices.
 
     python tests/mutation/mutants.py -n 200 --seed 1 'src/hotset/sparsity/*.py' 'csrc/ops/*.cpp'
 
-Works in a copy of the repository under the folder for temporary files (`--scratch`), with a virtual
-environment that sees the packages of this one and the copy's hotset; the repository itself is never
-touched. Which tests run a line is noted once per version of the tests and kept beside the copy, as are the
-outcomes, so a run that was ended goes on where it was. Then each mutant: the tests that run its line, the
-quick ones first, until one fails or time is up (which is noticing too). A native mutant is compiled (its
-own file alone) and meets the tests that step the CPU backend.
+Works in a copy of the repository under the folder for temporary files (`--scratch`). The copy has a virtual
+environment with the packages of this one and the copy's hotset; the repository itself is never touched. The
+script notes once per version of the tests which tests run each line. It keeps these notes and the outcomes
+next to the copy, so an interrupted run resumes there. For each mutant it runs the tests of its line, the
+quick ones first, until one fails or time is up (a timeout also counts as noticed). For a native mutant it
+compiles only the changed file and runs the tests that step the CPU backend.
 
-Prints the survivors with their diffs, and how many there were. `--list` prints again what is known.
+Prints the survivors with their diffs, and their number. `--list` prints the known outcomes again.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from faults import Fault
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = ("src/hotset/*.py", "csrc/ops/*.cpp")
 QUICK = 20.0  # seconds of tests in the first attempt; most faults fall there
-# Run by tests in processes of their own, or in an interpreter that coverage does not see.
+# Tests run these in their own processes, or in an interpreter that coverage does not see.
 UNSEEN = {
     "src/hotset/backends/triton/triton_kernels.py": ("tests/backends/triton/test_gpu_triton.py",),
     "src/hotset/backends/triton/spin_kernel.py": ("tests/backends/triton/test_cold_spin.py",),
 }
-# Of these some lines are run by processes alone: a line that no test here runs is tried with all of these.
+# Some lines of these files run only in child processes. A line without a test is tried with all of these
+# tests.
 SPAWNED = {
     "src/hotset/cli/main.py": ("tests/cli/test_terminal.py", "tests/cli/test_cli.py"),
     "src/hotset/text/jinja_child.py": ("tests/text/test_chat.py",),
@@ -61,14 +62,17 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Covered:
-    """lines: file → line → contexts that ran it. seconds: of each test. failed: those that fail as it is."""
+    """The tests that ran each line.
+
+    lines: file → line → contexts that ran it. seconds: by test. failed: tests that fail without a fault.
+    """
 
     lines: dict[str, dict[int, set[str]]]
     seconds: dict[str, float]
     failed: set[str]
 
     def tests(self, fault: Fault) -> list[str]:
-        """Those that run the line, the quickest first; of a line that only fixtures ran, whole files."""
+        """Return the tests that run the line, the quickest first; whole files if only fixtures ran it."""
         if fault.file in UNSEEN:
             return list(UNSEEN[fault.file])
         if fault.file.startswith("csrc/"):
@@ -78,7 +82,7 @@ class Covered:
             )
         else:
             around = _function_of(fault.file, fault.line)
-            # At import a line runs for the first importer: what it decides is used by all of the file.
+            # A line at import runs only for the first importer, but all tests of the file use its result.
             found = self._of(fault.file, [fault.line]) if around else set()
             found = found or self._of(fault.file, around or self.lines.get(fault.file, {}))
         found = {context for context in found if "::" in context} or {
@@ -90,7 +94,7 @@ class Covered:
         return sorted(wanted, key=lambda test: (self.seconds.get(test, 1.0), test))
 
     def files_about(self, tests: list[str], n: int = 2) -> set[str]:
-        """The files of tests of which the largest share is among these."""
+        """Return the test files whose tests are among these with the largest share."""
         found = Counter(test.split("::")[0] for test in tests)
         of_all = Counter(test.split("::")[0] for test in self.seconds)
         ranked = sorted(found, key=lambda file: (-found[file] / max(of_all[file], found[file]), file))
@@ -102,7 +106,7 @@ class Covered:
 
 
 def _lines_of(file: str, start: str) -> range:
-    """The lines of a function, by its first and by the next that is indented as it is."""
+    """Return the lines of a function's body, up to the next line with the indentation of its first line."""
     lines = (ROOT / file).read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.strip().startswith(start))
     indent = len(lines[first]) - len(lines[first].lstrip())
@@ -115,7 +119,7 @@ def _lines_of(file: str, start: str) -> range:
 
 
 def _function_of(file: str, line: int) -> range | None:
-    """The lines of the body of the innermost function that has this one; None at the level of the module."""
+    """Return the body's lines of the innermost function around a line; None at module level."""
     found = None
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -127,17 +131,17 @@ def _function_of(file: str, line: int) -> range | None:
 
 
 class Scratch:
-    """A copy of the repository that a fault may be put into."""
+    """A copy of the repository to put faults into."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.kept = path / "kept"  # what outlives a copy: contexts, outcomes
+        self.kept = path / "kept"  # contexts and outcomes, which outlive a copy
         self.tree = path / "tree"
         self.python = path / "venv" / "bin" / "python"
         self.kept.mkdir(parents=True, exist_ok=True)
 
     def copy(self) -> None:
-        """The files of the repository that git knows or would, and the native module."""
+        """Copy the files that git tracks or would track, and build the native module."""
         listed = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
         )
@@ -152,10 +156,10 @@ class Scratch:
             source, target = ROOT / name, self.tree / name
             if not target.exists() or target.read_bytes() != source.read_bytes():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)  # with its time: what is built from it stays
+                shutil.copy2(source, target)  # keep its time, so that build outputs stay valid
         if not self.python.exists():
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.path / "venv"], check=True)
-        # A folder that a .pth names is not searched for .pth files: the editable install stays out.
+        # Python reads no .pth files in folders that a .pth names, so the editable install stays out.
         site = Path(
             sysconfig.get_path(
                 "purelib", vars={"base": str(self.path / "venv"), "platbase": str(self.path / "venv")}
@@ -166,7 +170,7 @@ class Scratch:
         self.build(quiet=True)
 
     def build(self, quiet: bool = False) -> bool:
-        """Compiles what changed and puts the module beside the Python files; False if it does not compile."""
+        """Compile the changes and put the module next to the Python files. Return False if that fails."""
         build = self.tree / "build" / "mutants"
         tools = Path(sys.executable).parent
         env = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
@@ -194,12 +198,12 @@ class Scratch:
         path = self.tree / name
         path.write_text(text)
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-            compiled.unlink()  # it knows times in seconds, and sizes, and a fault may change neither
+            compiled.unlink()  # it is validated by seconds and size, and a fault may change neither
 
     def pytest(
         self, arguments: list[str], timeout: float | None, env: dict[str, str] | None = None
     ) -> int | None:
-        """The exit status of a run of tests in the copy; None when time was up."""
+        """Run tests in the copy. Return the exit status, or None after a timeout."""
         command = [str(self.python), *arguments]
         settings = {**os.environ, "HOTSET_HOME": str(self.path / "home"), **(env or {})}
         with subprocess.Popen(
@@ -210,14 +214,14 @@ class Scratch:
                 return process.wait(timeout)
             except subprocess.TimeoutExpired:
                 return None
-            finally:  # a session of its own: with all that the tests started
+            finally:  # the session includes all processes that the tests started
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
     # -- which test runs which line ------------------------------------------------------------------
 
     def cover(self) -> Covered:
-        """Runs each file of tests with coverage, once per version of it and of the sources that it runs."""
+        """Run each test file with coverage, once per version of the file and of the sources that it runs."""
         folder = self.kept / "contexts"
         folder.mkdir(exist_ok=True)
         lines: dict[str, dict[int, set[str]]] = {}
@@ -252,7 +256,7 @@ class Scratch:
         return Covered(lines, seconds, failed)
 
     def _version(self, name: str, data: Path) -> str:
-        """Of a file of tests and the sources that it was seen to run. (Lines of others may move.)"""
+        """Return a hash of a test file and of the sources that it runs; other sources may change."""
         digest = hashlib.sha256((self.tree / name).read_bytes())
         for source in sorted(_measured(data)):
             path = self.tree / source
@@ -262,7 +266,7 @@ class Scratch:
     # -- one mutant ----------------------------------------------------------------------------------
 
     def outcome(self, fault: Fault, covered: Covered, whole: float) -> str:
-        """One of "killed", "timed out", "not compiled", "not run" (no test runs the line) or "alive"."""
+        """Return "killed", "timed out", "not compiled", "not run" (no test runs the line) or "alive"."""
         tests = covered.tests(fault)
         if not tests:
             return "not run"
@@ -272,8 +276,8 @@ class Scratch:
         try:
             if native and not self.build():
                 return "not compiled"
-            # First the files that are about this line (most of their tests run it), since imports cost more
-            # than tests; then what is quick of the others; then the others.
+            # First the files about this line (most of their tests run it), since imports cost more than
+            # tests; then the quick tests of other files; then the rest.
             near = covered.files_about(tests)
             first = _within(QUICK, [test for test in tests if test.split("::")[0] in near], covered)
             quick = _within(QUICK, [test for test in tests if test not in first], covered)
@@ -296,7 +300,7 @@ class Scratch:
 
 
 def _measured(data: Path) -> dict[str, dict[int, list[str]]]:
-    """Source → line → contexts of a coverage file; nothing where it is missing."""
+    """Return source → line → contexts of a coverage file, or {} if the file is missing."""
     if not data.exists():
         return {}
     found = coverage.CoverageData(str(data))
@@ -309,7 +313,7 @@ def _measured(data: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def _within(seconds: float, tests: list[str], covered: Covered) -> list[str]:
-    """As many of the tests, which come quickest first, as take so long, and one at least."""
+    """Return the first tests that together take at most `seconds`, but at least one."""
     spent = np.cumsum([covered.seconds.get(test, 5.0) for test in tests])
     return tests[: max(int((spent <= seconds).sum()), 1)]
 
@@ -321,7 +325,7 @@ def _nanobind() -> str:
 
 
 def key(fault: Fault, text: str) -> str:
-    """Of a fault in a version of a file: it was tried if this was."""
+    """Return a key of a fault in a version of a file, to remember that it was tried."""
     of = (fault.file, hashlib.sha256(text.encode()).hexdigest(), fault.at, fault.old, fault.new)
     return hashlib.sha256(repr(of).encode()).hexdigest()[:16]
 
@@ -334,7 +338,7 @@ def diff(fault: Fault) -> str:
 
 
 def draw(patterns: Iterable[str], n: int, seed: int) -> list[Fault]:
-    """n faults of the files, each as likely as another; the first of a seed are the same whatever n is."""
+    """Draw n faults of the files with equal probability; a seed's first faults do not depend on n."""
     names = [
         str(path.relative_to(ROOT))
         for folder, suffix in (("src/hotset", "*.py"), ("csrc/ops", "*.cpp"))

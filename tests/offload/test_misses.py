@@ -1,4 +1,4 @@
-"""Who computes the experts that a device's cache lacks, by measured rates alone."""
+"""The choice of who computes the experts missing in a device's cache. It depends only on measured rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 2_600_000  # bytes of an expert
 
 
 def simulated(rates: MissRates, cpu: float, link: float) -> float:
-    """Two works that slow one another, in small steps of time."""
+    """Simulate two tasks that slow each other, in small steps of time."""
     seconds, step = 0.0, (cpu + link) / 20_000
     while cpu > 0 or link > 0:
         both = cpu > 0 and link > 0
@@ -61,9 +61,9 @@ def test_few_tokens_share_by_the_reading_rates() -> None:
     assert fetched_of(replace(RATES, link=0.0), 8, SIZE) == [0] * 9
     slow = replace(RATES, link=1e9, link_beside=1e9)
     assert fetched_of(slow, 8, SIZE) == [0] * 9
-    quick = replace(RATES, link=800e9, link_beside=700e9)  # as where both share a memory
+    quick = replace(RATES, link=800e9, link_beside=700e9)  # as with shared memory
     assert min(k / n for n, k in enumerate(fetched_of(quick, 8, SIZE)) if n) > 0.8
-    # With a head start the link takes more.
+    # With a head start the link gets more experts.
     assert sum(fetched_of(RATES, 8, SIZE, ahead=SIZE / RATES.link)) > sum(shares)
 
 
@@ -79,7 +79,7 @@ def test_prompts_stream_where_arithmetic_is_the_longer() -> None:
     assert few < 10 < many
 
 
-def test_expected_times_lie_between_those_of_whole_numbers() -> None:
+def test_expected_times_are_between_integer_cases() -> None:
     low, high = (n_fetched(RATES, np.ones(n), SIZE) for n in (2, 3))
     seconds, fetched = expected_seconds(RATES, 2.5, SIZE)
     assert seconds == pytest.approx((low[1] + high[1]) / 2)

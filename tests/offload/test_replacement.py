@@ -1,4 +1,4 @@
-"""The replacement policy against a plain simulation of it, and the rules that every cache relies on."""
+"""The replacement policy equals a plain simulation of it, and keeps the rules that every cache relies on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotset.offload.replacement import Replacement, arrange
 
 
 class Plain:
-    """The same policy, written as its documentation reads: every choice looks at every slot."""
+    """The same policy, written like its documentation: every choice looks at every slot."""
 
     def __init__(self, slots: tuple[int, ...], n_layers: int, n_ids: int, half_life: int) -> None:
         self.n_layers, self.n_ids, self.half_life = n_layers, n_ids, half_life
@@ -94,8 +94,8 @@ class Plain:
 
 @pytest.mark.parametrize("half_life", [0, 1, 8])
 @pytest.mark.parametrize("slots", [(0,), (1,), (7,), (20,), (64,), (3, 3, 2, 2), (16, 0, 5, 1)])
-def test_the_policy_is_that_of_the_plain_simulation(slots: tuple[int, ...], half_life: int) -> None:
-    """Every place of every lookup: with and without credit, ids that repeat, slots that are given back."""
+def test_policy_equals_the_plain_simulation(slots: tuple[int, ...], half_life: int) -> None:
+    """Compare the results of every lookup, with and without credit, with repeated ids and dropped entries."""
     n_layers, n_ids = 4, 16
     policy = Replacement(slots, n_layers, n_ids, half_life)
     plain = Plain(slots, n_layers, n_ids, half_life)
@@ -121,7 +121,7 @@ def test_the_policy_is_that_of_the_plain_simulation(slots: tuple[int, ...], half
 
 
 def test_credits_are_scaled_down_before_they_overflow() -> None:
-    """With a half-life of one step a use outweighs all before it, which is LRU, however large 2^step gets."""
+    """Compare with LRU: with a half-life of one step a use outweighs all before it, however large 2^step."""
     policy, lru = Replacement((5,), 1, 12, half_life=1), Replacement((5,), 1, 12, half_life=0)
     rng = np.random.default_rng(7)
     for step in range(3000):
@@ -131,7 +131,7 @@ def test_credits_are_scaled_down_before_they_overflow() -> None:
         assert policy.lookup(0, id).slots.tolist() == lru.lookup(0, id).slots.tolist(), f"step {step}"
 
 
-def test_what_a_step_uses_stays_until_its_end() -> None:
+def test_entries_of_a_step_stay_until_it_ends() -> None:
     policy = Replacement((4,), 2, 8)
     policy.begin_step()
     first = policy.lookup(0, np.array([0, 1, 2], np.int32))
@@ -147,7 +147,7 @@ def test_what_a_step_uses_stays_until_its_end() -> None:
     assert again.evicted.tolist() == [0, 1]
 
 
-def test_a_prompt_does_not_displace_what_decoding_uses() -> None:
+def test_prompt_does_not_evict_entries_of_decoding() -> None:
     policy = Replacement((4,), 1, 64)
     for _ in range(3):
         policy.begin_step()
@@ -161,8 +161,8 @@ def test_a_prompt_does_not_displace_what_decoding_uses() -> None:
     assert policy.lookup(0, np.array([50], np.int32)).evicted.tolist() == [10], "the prompt's goes first"
 
 
-def test_what_is_needed_often_comes_back_to_stay_and_lru_forgets_it() -> None:
-    """A frequent entry that had to go is credited for what it did before."""
+def test_frequent_entry_returns_to_stay_unlike_with_lru() -> None:
+    """Check that an evicted frequent entry keeps the credit of its earlier uses."""
     outcomes = {}
     for half_life in (0, 16):
         policy = Replacement((2,), 1, 100, half_life)
@@ -194,8 +194,10 @@ def test_slots_are_shared_above_one_and_a_half_cycles(n_slots: int, expected: tu
 
 
 def test_below_a_cycle_a_shared_lru_hits_nothing() -> None:
-    """The cliff: 8 layers of 2 experts, and the same two every time. What the current token has used stays,
-    though, so that the policy itself keeps the first layers."""
+    """Show the cliff of LRU: 8 layers of 2 experts, and every token uses the same two.
+
+    The policy itself keeps the entries of the current token, so the first layers still hit.
+    """
     routes = np.tile(np.array([0, 1], np.int32), (50, 8, 1))
     assert Replacement((14,), 8, 4, half_life=0).replay(routes, by_layer=True).sum() == 0
     assert Replacement((16,), 8, 4, half_life=0).replay(routes, by_layer=True).tolist() == [98] * 8
@@ -215,7 +217,7 @@ def test_a_replay_is_the_lookups_one_by_one() -> None:
     assert Replacement((14,), 3, 10).replay(routes, first=10).tolist() == hits.tolist()
 
 
-def test_numbers_that_make_no_cache_are_sentences() -> None:
+def test_invalid_cache_sizes_give_one_message() -> None:
     for slots, n_layers, n_ids, half_life in (
         ((1, 2), 3, 4, 0), ((-1,), 3, 4, 0), ((1,), 0, 4, 0), ((1,), 1 << 16, 1 << 16, 0), ((1,), 3, 4, 3),
         ((2**31 - 1, 1), 2, 4, 0), ((2**40,), 2, 4, 0),
@@ -232,17 +234,17 @@ def test_numbers_that_make_no_cache_are_sentences() -> None:
             policy.drop(layer, id)
 
 
-def test_what_is_expected_stays_until_use_says_otherwise() -> None:
-    """Entries that were counted elsewhere are not evicted for the first that comes."""
+def test_expected_entries_stay_until_use_differs() -> None:
+    """Check that expected entries, counted elsewhere, are not evicted for the first other entry."""
     for shares, stay in (([0.0] * 4, False), ([0.9, 0.8, 0.1, 0.0], True)):
         cache = Replacement((2,), 1, 4, 64)
         cache.expect(0, np.array(shares, np.float32))
         cache.begin_step()
-        cache.lookup(0, np.array([0, 1], np.int32), credit=False)  # read beforehand
+        cache.lookup(0, np.array([0, 1], np.int32), credit=False)  # as if read ahead
         cache.begin_step()
         cache.lookup(0, np.array([2, 3], np.int32))
         assert ([cache.find(0, id) >= 0 for id in range(4)] == [True, True, False, False]) == stay
-    for _ in range(30):  # beside which what was expected has faded
+    for _ in range(30):  # until the expectation has faded
         cache.begin_step()
         cache.lookup(0, np.array([3], np.int32))
     assert cache.find(0, 3) >= 0

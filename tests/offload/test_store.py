@@ -1,4 +1,4 @@
-"""Reads past the page cache, and rows that are kept while they are needed (csrc/store/)."""
+"""Reads that bypass the page cache, and stored rows (csrc/store/)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = [False, pytest.param(True, marks=pytest.mark.skipif(not _core.ring_allow
 
 @pytest.fixture
 def bytes_(tmp_path: Path) -> np.ndarray:
-    """Of a file of 3 MB and a bit, in `tmp_path`/data."""
+    """Write a random file of a little more than 3 MB to `tmp_path`/data, and return its bytes."""
     made = np.random.default_rng(0).integers(0, 256, (3 << 20) + 1234, np.uint8)
     (tmp_path / "data").write_bytes(made.tobytes())
     return made
@@ -48,10 +48,10 @@ def test_pieces_come_as_they_stand(tmp_path: Path, bytes_: np.ndarray, ring: boo
 
 
 @pytest.mark.parametrize("ring", KINDS)
-def test_a_fault_is_a_sentence_and_the_next_read_works(
+def test_fault_gives_one_message_and_the_next_read_works(
     tmp_path: Path, bytes_: np.ndarray, ring: bool
 ) -> None:
-    """Of reads that fail, give less, or find an end: none gives wrong bytes."""
+    """Check that reads that fail, return fewer bytes or find the end never give wrong bytes."""
     reader, path = _core.Reader(ring, 4), str(tmp_path / "data")
     reader.inject_faults(0.05, 3)
     right, messages = 0, []
@@ -73,10 +73,8 @@ def test_a_fault_is_a_sentence_and_the_next_read_works(
 
 @pytest.mark.parametrize("ring", KINDS)
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_reads_that_give_less_go_on_where_they_stopped(
-    tmp_path: Path, bytes_: np.ndarray, ring: bool, share: float
-) -> None:
-    """Which POSIX allows, at any byte: of whole pages, inside one, and at the end of the file."""
+def test_short_reads_are_continued(tmp_path: Path, bytes_: np.ndarray, ring: bool, share: float) -> None:
+    """Shorten reads at any byte, as POSIX allows: whole pages, inside a page, at the end of the file."""
     reader, path = _core.Reader(ring, 4), str(tmp_path / "data")
     reader.inject_faults(share, 11, short_only=True)
     for first, size in ((0, len(bytes_)), (4321, 100_000), (5000, 10), (len(bytes_) - 1300, 1300)):
@@ -106,11 +104,11 @@ def test_a_child_reads_with_threads_of_its_own(tmp_path: Path, bytes_: np.ndarra
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_rows_are_copied_for_who_computes_elsewhere(tmp_path: Path, bytes_: np.ndarray) -> None:
-    """Of a group of which 20 of 44 rows are ever asked for: slots are for these alone."""
+def test_rows_are_copied_for_devices(tmp_path: Path, bytes_: np.ndarray) -> None:
+    """Use a group in which only 20 of 44 rows are ever requested: it has 20 slots."""
     path, runtime = str(tmp_path / "data"), _core.Runtime(1)
     store = _core.RowStore(_core.Reader(False, 4), 0, 64)
-    parts = [(path, 1000, 300, 300), (path, 20_000, 70_000, 70_000)]  # the second too large to be copied
+    parts = [(path, 1000, 300, 300), (path, 20_000, 70_000, 70_000)]  # the second too large to copy
     group = store.group(44, parts, 4, 20, 20)
     assert store.most_bytes == 20 * _core.RowStore.slot_bytes_of([300, 70_000])
     store.allocate(store.most_bytes)
@@ -128,17 +126,17 @@ def test_rows_are_copied_for_who_computes_elsewhere(tmp_path: Path, bytes_: np.n
     there = store.peek(group, 5, 1, runtime)
     assert there is not None
     assert np.array_equal(there, bytes_[20_000 + 70_000 * 5 :][:70_000])
-    assert store.counts()[0] == 2 + 9 + 7  # looking is no request
+    assert store.counts()[0] == 2 + 9 + 7  # a peek counts as no request
     for wrong in ([0, 0], [5, 3], [44], list(range(21))):
         with pytest.raises(ValueError, match=r"rows must rise|than one fetch may have"):
             store.copy(group, np.array(wrong, np.int32))
     runtime.close()
 
 
-# ---- a model whose rows come when they are needed
+# ---- a model whose rows are read when they are needed
 
 
-# Counted is what no file stands behind: pages of files, libraries' too, may go at any moment.
+# Only anonymous memory counts: the system may drop pages of files and libraries at any moment.
 TOUCHED = r"""
 import re, sys, time
 from pathlib import Path
@@ -167,10 +165,10 @@ del store  # which ends the thread wherever it is
 
 
 def test_memory_is_given_before_it_is_needed(tmp_path: Path) -> None:
-    """Where the system can: rows that come meanwhile stay what they are.
+    """Allocate memory ahead, if the system can, while rows arrive: the rows must stay unchanged.
 
-    In a process of its own: in this one malloc may have a block of that size which another test gave back,
-    and whose memory is there already.
+    This runs in a new process. Here malloc may reuse a block of an earlier test whose memory is already
+    allocated.
     """
     n_rows, row = 8192, 16 << 10
     np.random.default_rng(2).integers(0, 256, (8, row), np.uint8).tofile(tmp_path / "rows")
@@ -199,7 +197,7 @@ TYPES = [GGMLType.F32, GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
 def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLType, dialect: str) -> None:
-    """In dense, exact and predicted mode, a prompt at once and token by token."""
+    """Compare the modes dense and exact, with the prompt in one step and token by token."""
     gguf = write(tmp_path, model, type_, dialect=dialect)
     ids, pages = tokens(24), [2, 0]
     ready, graph = prepared(gguf, "dense")
@@ -213,19 +211,19 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLT
             backend, weights = stored(gguf, mode, share)
             for splits in ([], ONE_BY_ONE):
                 np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
-            if mode == "exact":  # of what was there and what had to be read together
+            if mode == "exact":  # over resident and newly read rows together
                 for name in ("selected", "active", "gate_rows"):
                     mine, theirs = (getattr(one.stats(), name) for one in (backend, whole))
                     np.testing.assert_array_equal(mine, theirs)
             counts = weights.counts()
-            assert (counts.misses > 0) == (counts.bytes_read > 0) == (share < 1)  # else all is read at first
-            assert counts.hits > 0 or share == 0  # else for the hottest rows alone, where weights stream
+            assert (counts.misses > 0) == (counts.bytes_read > 0) == (share < 1)  # a whole one is read first
+            assert counts.hits > 0 or share == 0  # with share 0, weights stream and few rows stay
             backend.close()
 
 
 @pytest.mark.parametrize("model", ["llama", "opt"])
-def test_a_down_matrix_by_output_is_no_row_of_neurons(tmp_path: Path, model: str) -> None:
-    """Though it is as wide as it is high."""
+def test_input_major_down_matrix_has_no_rows_of_neurons(tmp_path: Path, model: str) -> None:
+    """Use a square matrix, whose shape does not show the order of its rows."""
     gguf = write(tmp_path, model, GGMLType.Q8_0, dialect="gguf", n_ff=64)
     ready, graph = prepared(gguf, "dense")
     whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
@@ -236,7 +234,7 @@ def test_a_down_matrix_by_output_is_no_row_of_neurons(tmp_path: Path, model: str
 
 @pytest.mark.parametrize("ring", KINDS)
 @pytest.mark.parametrize("model", ["llama", "opt"])
-def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -> None:
+def test_predictor_decides_the_read_rows(tmp_path: Path, model: str, ring: bool) -> None:
     gguf = write(tmp_path, model, GGMLType.Q4_0)
     ids, pages = tokens(24), [2, 0]
     ready, graph = prepared(gguf, "predicted", "svd")
@@ -280,7 +278,7 @@ def test_experts_come_as_the_router_names_them(tmp_path: Path, form: str) -> Non
 def test_a_step_that_needs_more_than_usual_borrows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Slots of other layers, whose rows are read anew: a prompt, then tokens, twice over."""
+    """Borrow slots of other layers, whose rows are then read again: a prompt, then tokens, twice."""
     monkeypatch.setattr(stored_module, "_USUAL_SHARE", 0.0)
     monkeypatch.setattr(stored_module, "_USUAL_LEAST", 40)
     gguf = write(tmp_path, "llama", GGMLType.Q8_0, ranks=(32, 64, 32))
@@ -305,12 +303,12 @@ def test_a_step_that_needs_more_than_usual_borrows(
         before = weights.store.counts()[1]
         backend.step(step)
         missed.append(weights.store.counts()[1] - before)
-    assert mode == "exact" or missed[4] > missed[2]  # what the prompt was lent has gone
+    assert mode == "exact" or missed[4] > missed[2]  # the prompt evicted the rows in the borrowed slots
     backend.close()
 
 
 def test_an_embedding_is_read_by_the_row(tmp_path: Path) -> None:
-    """Where not all has room; it is no hit and no miss of what may stay."""
+    """Read rows of the embedding if it does not fit; they count neither as hits nor as misses."""
     gguf = write(tmp_path, "llama", GGMLType.Q4_0)
     ready, graph = prepared(gguf, "exact")
     [embedding] = embeddings_of(graph, ready.weights.tensors, 8)
@@ -361,7 +359,7 @@ def test_gates_first_counts_as_one_operation_does(tmp_path: Path) -> None:
         np.testing.assert_array_equal(*found)
 
 
-def test_what_a_budget_cannot_do_is_a_sentence(tmp_path: Path) -> None:
+def test_impossible_budget_gives_one_message(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama", GGMLType.Q8_0)
     ready, graph = prepared(gguf, "exact")
     with pytest.raises(OutOfMemoryError, match=r"raise the memory budget by"):
@@ -373,7 +371,7 @@ def test_what_a_budget_cannot_do_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
-    """Every step gives the right bits or a message, whatever its reads do."""
+    """Check that a step with failing reads gives the right bits or a message."""
     gguf = write(tmp_path, "llama", GGMLType.Q4_0)
     ids = tokens(60)
     expected = logits_of(cpu(gguf, "exact"), ids, [], PAGES)
@@ -381,7 +379,7 @@ def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows refuses writers of a file that is read")
-def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
+def test_changed_file_gives_one_message(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama", GGMLType.Q4_0)
     backend, _ = stored(gguf, "exact", 0.1)
     backend.step(batch([(tokens(1), 0, [2])]))

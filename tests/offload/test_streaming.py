@@ -1,4 +1,4 @@
-"""Weights that have no room: what of them stays, and the same bits whatever streams (csrc/store/stream.h)."""
+"""Weights that do not fit: which ones stay, and equal bits whichever ones stream (csrc/store/stream.h)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from hotset.offload.weight_store import Use, share_out, sizes_of
 
 
 def dense(tmp_path: Path, **options: Any) -> GGUFFile:
-    """Without zeros: all of it is needed, always."""
+    """Write a model without zeros, so that every step needs all weights."""
     path = tmp_path / "dense.gguf"
     return open_gguf(write_llama(path, n_embd=256, n_ff=288, head_dim=64, type_of=mixed_types, **options))
 
 
 @pytest.mark.parametrize("ring", [False, _core.ring_allowed()])
 def test_a_dense_model_gives_the_same_bits_in_any_memory(tmp_path: Path, ring: bool) -> None:
-    """However much of it streams, a prompt at once and token by token, twice: a step begins where the one
-    before it ended."""
+    """Stream any share of the weights, for a prompt in one step and token by token.
+
+    The ring continues from one step to the next.
+    """
     gguf, ids = dense(tmp_path, n_layer=3), tokens(20)
     expected = logits_of(cpu(gguf, n_pages=8), ids, [], PAGES)
     streamed = []
@@ -49,7 +51,7 @@ def test_a_dense_model_gives_the_same_bits_in_any_memory(tmp_path: Path, ring: b
     assert streamed[0] > 2 * streamed[-2] > streamed[-1] == 0
 
 
-def test_what_streams_is_read_once_in_a_step_of_any_length(tmp_path: Path) -> None:
+def test_streamed_weights_are_read_once_per_step(tmp_path: Path) -> None:
     gguf = dense(tmp_path, n_layer=3)
     backend, weights = streaming(gguf, 0.3)
     read = []
@@ -57,13 +59,13 @@ def test_what_streams_is_read_once_in_a_step_of_any_length(tmp_path: Path) -> No
         backend.step(step)
         read.append(weights.counts().bytes_streamed)
     each = set(np.diff(read).tolist())
-    assert len(each) == 1  # of a token as of sixty
+    assert len(each) == 1  # the same for one token and for sixty
     assert weights.shares.streamed <= each.pop() < weights.shares.streamed + 30 * 8192
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_moe_streams_what_its_router_does_not_name(tmp_path: Path, form: str) -> None:
-    """Attention and shared experts stream, and a plan with every tap does too."""
+def test_moe_streams_experts_that_the_router_omits(tmp_path: Path, form: str) -> None:
+    """Stream attention and shared experts, also in a plan with every tap."""
     gguf, ids = write_experts(tmp_path, **FORMS[form]), tokens(20)
     graph = graph_of(gguf)
     whole = cpu_backend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
@@ -87,7 +89,7 @@ def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
 
 
 def test_a_child_streams_by_itself(tmp_path: Path) -> None:
-    """Though its parent's reads were on their way."""
+    """Fork while the parent's reads are running."""
     gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, PAGES)])
     backend, _ = streaming(gguf, 0.1)
     expected = backend.step(step).logits.copy()
@@ -98,7 +100,7 @@ def test_a_child_streams_by_itself(tmp_path: Path) -> None:
     np.testing.assert_array_equal(backend.step(step).logits, expected)
 
 
-def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
+def test_changed_file_gives_one_message(tmp_path: Path) -> None:
     gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, PAGES)])
     backend, _ = streaming(gguf, 0.1)
     backend.step(step)
@@ -109,8 +111,8 @@ def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
             backend.step(step)
 
 
-def test_what_is_read_in_two_places_stays(tmp_path: Path) -> None:
-    """A tied embedding serves the first operation and the last; vectors are decoded once."""
+def test_weights_read_twice_stay(tmp_path: Path) -> None:
+    """Use a tied embedding in the first and the last operation; vectors are decoded once."""
     for tied in (False, True):
         gguf = dense(tmp_path, tied=tied)
         names = {name for piece in pieces_of(graph_of(gguf), gguf.tensors, ()) for name in piece.names}
@@ -139,7 +141,7 @@ def test_the_largest_stay_and_the_others_stream_everywhere() -> None:
 
 
 def test_rows_have_little_where_weights_stream(tmp_path: Path) -> None:
-    """And all that is left where they do not."""
+    """Check the shares of rows: small if weights stream, otherwise all the remaining bytes."""
     gguf = write_experts(tmp_path, **next(iter(FORMS.values())))
     sizes = sizes_of(graph_of(gguf), gguf.tensors, Use(sparse=False))
     for n_bytes in range(sizes.least_of_all, sizes.resident + sizes.most + 1, 997):
@@ -148,11 +150,11 @@ def test_rows_have_little_where_weights_stream(tmp_path: Path) -> None:
         assert shares.resident + shares.streaming.ring + shares.rows <= n_bytes
         assert shares.streamed == 0 or shares.rows < sizes.least + sizes.most / 8
         again = share_out(sizes, shares.resident + shares.streaming.ring + shares.rows)
-        assert again == shares  # what a plan says is what is built
+        assert again == shares  # building uses the planned total
 
 
 def test_a_process_that_closes_nothing_ends_in_silence(tmp_path: Path) -> None:
-    """What streams is held by arrays that native code holds: at the end nothing is reported as a leak."""
+    """Check that nothing is reported as a leak: native code holds the arrays that hold streamed weights."""
     dense(tmp_path, n_layer=2).close()
     program = f"""
 import hotset

@@ -1,10 +1,10 @@
 """`make test-peers`: files go both ways between hotset and llama.cpp, and both compute the same.
 
-Of every recipe of tests/support/tiny_models.py llama.cpp, with the file that hotset makes of the checkpoint,
-has hotset's logits and chooses its tokens, and llama.cpp's converter makes the same tensors and keys.
-llama.cpp was written for published models: some recipes are changed so that they are like those (ADJUSTED),
-and what it refuses or computes otherwise is in REFUSED and OTHERWISE, with the reason. A name that need not
-be there fails.
+The checks use every recipe of tests/support/tiny_models.py. llama.cpp must compute hotset's logits and choose
+its tokens from the file that hotset makes of the checkpoint. llama.cpp's converter must make the same tensors
+and keys. llama.cpp was written for published models, so ADJUSTED changes some recipes to resemble them.
+REFUSED and OTHERWISE list, with the reason, the recipes that it refuses or computes differently. A needless
+name in these lists fails.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hotset.formats.quants import GGMLType, dequantize
 HERE = Path(__file__).resolve().parent
 LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", "llama.cpp"))  # its source, for the converter
 N_TOKENS = 60
-TOLERANCE = 1e-2  # of the largest logit: its GELU is a table in F16; without it all are below 2e-5
+TOLERANCE = 1e-2  # of the largest logit: its GELU is a table in F16. Other models are below 2e-5
 
-ONE_EPSILON = {"rms_norm_eps": 1e-6}  # it has one for all norms; the latent vectors' is 1e-6 in transformers
+ONE_EPSILON = {"rms_norm_eps": 1e-6}  # it uses one for all norms; transformers uses 1e-6 for latent vectors
 INDEXED = ONE_EPSILON | {"index_head_dim": 128, "index_n_heads": 64}
-NO_EPSILON = {"rms_norm_eps": 1e-12}  # it reads none for qwen2vl
-NO_WINDOW = {"sliding_window": None}  # it reads none for these
+NO_EPSILON = {"rms_norm_eps": 1e-12}  # it reads no epsilon for qwen2vl
+NO_WINDOW = {"sliding_window": None}  # it reads no window for these
 ADJUSTED: dict[str, dict[str, Any]] = {
     "plm": ONE_EPSILON,
     "mistral4": ONE_EPSILON,
@@ -47,43 +47,43 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "deepseek32-tied": INDEXED,
     "glm-dsa": INDEXED,
     "glm-dsa-groups": INDEXED,
-    "deepseek4": {  # blocks of other sizes and heads of indexers that it does not know
+    "deepseek4": {  # it knows only the published block sizes and indexer heads
         "index_head_dim": 128,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     },
     "deepseek4-published": {"index_head_dim": 128},
     "kimi-linear": ONE_EPSILON,
     "kimi-linear-lists": ONE_EPSILON | {"norm_topk_prob": True},
-    "qwen4exp": ONE_EPSILON | {"ple_embed_dim": 96},  # the model's width
+    "qwen4exp": ONE_EPSILON | {"ple_embed_dim": 96},  # must equal the model's width
     "qwen4exp-pairs": ONE_EPSILON | {"ple_embed_dim": 96},
     "qwen4exp-without-ngrams": ONE_EPSILON,
     "qwen4exp-sees": ONE_EPSILON | {"ngram_size": 5, "ple_embed_dim": 64},
     "deepseek2-v3": ONE_EPSILON,
     "deepseek2-kimi": ONE_EPSILON | {"q_lora_rank": 28},
-    "deepseek2-lite": ONE_EPSILON | {"num_hidden_layers": 27},  # by which it knows those without q_lora_rank
+    "deepseek2-lite": ONE_EPSILON | {"num_hidden_layers": 27},  # so it expects no q_lora_rank
     "qwen2vl": NO_EPSILON,
     "qwen2vl-tied": NO_EPSILON,
     "qwen25vl": NO_EPSILON,
     "rwkv7": {"hidden_size": 128, "head_dim": 64, "norm_eps": 1e-5},  # a head's epsilon is fixed
-    "baichuan": {"num_hidden_layers": 32},  # it knows the 7B and the 13B by their layers
+    "baichuan": {"num_hidden_layers": 32},  # it identifies the 7B and the 13B by the number of layers
     "baichuan-alibi": {"num_hidden_layers": 40},
-    "olmoe": {"num_key_value_heads": 6},  # as many heads of keys as of queries
+    "olmoe": {"num_key_value_heads": 6},  # must equal the number of query heads
     "mistral-window": NO_WINDOW,
     "qwen2-window": NO_WINDOW,
     "mixtral-window": NO_WINDOW,
     "phi3-window": NO_WINDOW,
     "starcoder2-window": NO_WINDOW,
     "mistral3-plain": NO_WINDOW,
-    "exaone4": {"num_hidden_layers": 64, "sliding_window": 4096},  # which alone have windows
+    "exaone4": {"num_hidden_layers": 64, "sliding_window": 4096},  # only models with 64 layers have windows
     "smallthinker-windows": {"sliding_window_size": 4096},
-    "afmoe-pattern": {"layer_types": ["sliding_attention"] * 3},  # it rotates by a pattern of its own
+    "afmoe-pattern": {"layer_types": ["sliding_attention"] * 3},  # it has a fixed pattern for the rotation
     "lfm2moe": {"routed_scaling_factor": 1.0},  # it reads none
-    # It rounds where YaRN's ramp begins and ends, as the authors' code does not.
+    # It rounds the ends of YaRN's ramp, unlike the authors' code.
     "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "gemma2-caps": {"query_pre_attn_scalar": 32},  # the width of a head
     "gemma3-scaled": {"query_pre_attn_scalar": 16},
     "bitnet": {"hidden_act": "silu"},
-    "granite-swa-unrotated": {  # its converter takes rope_theta, and no key says which activation
+    "granite-swa-unrotated": {  # its converter requires rope_theta, and has no key for the activation
         "layer_rope_theta": [10000.0, 10000.0, 0, 0], "hidden_act": "silu",
     },
     "granitemoe-swa-shared": {"layer_rope_theta": [0] + [10000.0] * 4},
@@ -91,7 +91,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "gemma3n": {  # sizes of the published models, which it does not read
         "hidden_size_per_layer_input": 256, "altup_num_inputs": 4, "laurel_rank": 64, "num_hidden_layers": 22,
         "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12,
-        "intermediate_size": 8192,  # for the deviation it divides by one less
+        "intermediate_size": 8192,  # its variance divides by n - 1
     },
 }  # fmt: skip
 SIGMOID = {"scoring_func": "sigmoid"}
@@ -107,18 +107,18 @@ OTHERWISE = {
         "nemotron-h-relu gpt2-untied"
     ),
     "it caps scores and logits where no key says so": "gemma2-uncapped",
-    "it takes the long factors by the context it is given, not by what is in it": "phi3-short",
+    "it takes the long factors by the size of the context, not by the tokens in it": "phi3-short",
     "it reads YaRN's betas for no llama": "llama-yarn-betas",
     "the epsilon of heads is fixed for 64 channels": "rwkv7-heads",
     "it takes one epsilon for all norms": "mamba-falcon-epsilon",
     "it knows the 13B by its 40 layers": "baichuan-alibi-heads",
-    "it knows windows in 64 layers alone": "exaone4-pattern",
+    "it knows windows only in models of 64 layers": "exaone4-pattern",
     "it computes RMS in place of layer norms": "refact refact-heads refact-odd-heads",
     "it normalises the weights of experts whatever the file says": "qwen3moe-raw-weights mellum-full",
     "it rotates layers with a window by the base of the others": "olmo3-yarn mellum",
     "it gives each second layer a window, and rounds the ends of YaRN's ramp": "gpt-oss-pattern",
 }
-REFUSED = {  # by what it says
+REFUSED = {  # by llama.cpp's message
     "wrong number of tensors": (  # biases, norms and outputs that no published model has
         "smollm3-biases qwen3-tied gemma-narrow gemma-biases olmo2-heads command-r-biases command-r-plus "
         "hunyuan-dense-tied jais2-heads olmo-biases qwen3vl-tied internlm2-biases bitnet-biases bitnet-silu "
@@ -140,7 +140,7 @@ REFUSED = {  # by what it says
 }
 
 
-# Of its converter, where it takes a checkpoint.
+# Differences of llama.cpp's converter, for checkpoints that it accepts.
 OTHER_TENSORS = (
     "jais2-heads",
     "olmo2-tied",
@@ -153,7 +153,7 @@ OTHER_VALUES = {
     ),
     "it turns biases of no published model": "olmo-biases",
     "it knows one head of keys": "starcoder-heads",
-    "it takes experts by input alone, as they are published": "qwen3vlmoe-tied",
+    "it takes experts only by input, as they are published": "qwen3vlmoe-tied",
     "it turns queries and keys, and says that nothing rotates them": "granitehybrid granitehybrid-rope",
 }
 NOT_CONVERTED = {
@@ -182,11 +182,11 @@ OTHER_KEYS = {
     "expert_shared_feed_forward_length": "it takes ERNIE's from the heads of keys",
     "attention.compress_ratios": "it knows Qwen4-Exp's layers as published, not as transformers writes them",
     "full_attention_interval": "it takes 4 where config.json has none",
-    "rope.dimension_sections": "without mrope_section it takes those of the published Qwen 3.5",
+    "rope.dimension_sections": "without mrope_section it takes the sections of the published Qwen 3.5",
     "ple.eos_token_id": "of several it takes the last, transformers the first",
     "rope.scaling.finetuned": "it says that no Granite with state spaces rotates",
 }
-UNREAD_KEYS = {  # of its converter alone: defaults, and what nothing reads
+UNREAD_KEYS = {  # keys that only its converter writes: defaults, and keys that nothing reads
     "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.scaling.type",
     "rope.scaling.factor", "rope.scaling.original_context_length", "attention.sliding_window_pattern",
     "attention.sliding_window", "leading_dense_block_count", "nextn_predict_layers",
@@ -201,8 +201,10 @@ def reason(table: dict[str, str], name: str) -> str | None:
 
 
 def with_keys_and_values(tensors: tiny_models.Tensors) -> tiny_models.Tensors:
-    """Of layers that take those of others: Gemma 3n's checkpoints have them, llama.cpp asks for them, and
-    nothing reads them."""
+    """Add key and value tensors to the layers that share the keys and values of earlier layers.
+
+    Gemma 3n's checkpoints have them and llama.cpp requires them, but nothing reads them.
+    """
     own = {name: tensor for name, tensor in tensors.items() if ".layers.0.self_attn." in name}
     lacking = [n.rpartition("q_proj")[0] for n in tensors if n.endswith(".self_attn.q_proj.weight")]
     return {
@@ -213,7 +215,7 @@ def with_keys_and_values(tensors: tiny_models.Tensors) -> tiny_models.Tensors:
 
 
 def use_experts_alone(model: torch.nn.Module) -> None:
-    """In every layer: it knows no dense ones of BailingMoE."""
+    """Give every layer experts: llama.cpp knows no dense layers of BailingMoE."""
     for layer in model.model.layers:
         layer.mlp = tiny_models.DeepseekExperts(model.config.hidden_size, normalised=True)
 
@@ -275,7 +277,7 @@ def test_llama_cpp_computes_the_same(name: str, checkpoint: Path, tmp_path: Path
     assert error < TOLERANCE
     best = np.sort(ours)[:, -2:]
     clear = best[:, 1] - best[:, 0] > 2 * error * np.abs(theirs).max()
-    assert clear.mean() > 0.8 or name.startswith("gemma")  # whose logits are capped, and nearly alike
+    assert clear.mean() > 0.8 or name.startswith("gemma")  # Gemma caps its logits, so they are close
     np.testing.assert_array_equal(ours.argmax(1)[clear], theirs.argmax(1)[clear])
 
 
@@ -335,7 +337,7 @@ def test_their_converter_writes_the_same(
 def test_their_converter_writes_published_fp8_and_fp4(
     tmp_path: Path, converter: subprocess.Popen[str]
 ) -> None:
-    """DeepSeek V4's experts in the same bytes; it makes Q8_0 of what was FP8."""
+    """Check that DeepSeek V4's experts have the same bytes; its converter turns FP8 into Q8_0."""
     name, folder = "deepseek4-published", tmp_path / "checkpoint"
     packed = replace(recipe_of(name), written_as=RECIPES[name].written_as | tiny_models.FP8_FP4)
     tiny_models.save(packed, tiny_models.build(packed), folder)
@@ -366,11 +368,11 @@ def test_their_converter_writes_published_fp8_and_fp4(
 
 
 def rows(gguf: GGUFFile, name: str) -> tuple[int, ...]:
-    """The shape of a tensor; a vector may be a matrix of one row."""
+    """Return the shape of a tensor without sizes of 1, since a vector may be a matrix of one row."""
     return tuple(n for n in gguf.tensors[name].shape if n != 1)
 
 
 def keys(gguf: GGUFFile) -> dict[str, Any]:
-    """Those of the model, without the architecture's name."""
+    """Return the keys of the model without the architecture's prefix."""
     prefix = f"{gguf.architecture}."
     return {k.removeprefix(prefix): v for k, v in gguf.metadata.items() if k.startswith(prefix)}

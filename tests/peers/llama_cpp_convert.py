@@ -1,7 +1,8 @@
-"""llama.cpp's converter on checkpoints: `llama_cpp_convert.py LLAMA_CPP`, a line [FOLDER, OUT.gguf] for each.
+"""Runs llama.cpp's converter: `llama_cpp_convert.py LLAMA_CPP` reads a line [FOLDER, OUT.gguf] for each file.
 
-Answers each with a line, what went wrong or an empty text. Files are F32. It knows vocabularies by a hash of
-what they make of a text, and those of the tests are none of them: the files get none.
+The script answers each with a line: the error, or an empty text. Files are F32. The converter identifies a
+vocabulary by a hash of its tokens for one text. It does not know the test vocabularies, so the files get
+none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 def main(llama_cpp: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the converter may say what it likes
+    os.dup2(2, 1)  # the converter prints freely, to stderr
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
     converter = importlib.import_module("convert_hf_to_gguf")
     class_of = converter.get_model_class

@@ -1,8 +1,8 @@
 """Logits of llama.cpp by llama-cpp-python's bindings: `llama_cpp_logits.py MODEL TOKENS.npy LOGITS.npy`.
 
-A program of its own, since llama.cpp ends its process where a file surprises it. Weights as the file has
-them, keys and values in F32, no flash attention. The prompt is one batch but for its last tokens, which come
-one by one.
+This is a separate program, since llama.cpp ends its process on some invalid files. Weights keep the types of
+the file; keys and values are F32, without flash attention. The prompt is one batch, except for its last
+tokens, which are decoded one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ N_DECODED = 8
 
 
 def logits(model_path: str, tokens: np.ndarray) -> np.ndarray:
-    """Of each token [n_tokens, n_vocab]."""
+    """Return the logits of each token, [n_tokens, n_vocab]."""
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(model_path.encode(), llama.llama_model_default_params())
     if not model:

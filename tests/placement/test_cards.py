@@ -23,7 +23,7 @@ pytest.importorskip("hotset._core", reason="the native module is not built")
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """On a machine without a GPU, whose processor is known."""
+    """Write a model, and simulate a machine without a GPU and with known CPU rates."""
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("hotset.placement.detect.detect_gpu", lambda: None)
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_a_plan_for_a_named_card_needs_no_gpu(model: Path) -> None:
     assert device["limit"] == 8 * 2**30
     assert any("RTX 4090 (24 GiB, 1008 GB/s" in note for note in facts["notes"])
     whole = planned(model, "--gpu", "4090")["devices"][0]["limit"]
-    assert 23 * 2**30 < whole < 24 * 2**30  # without a budget: what it has
+    assert 23 * 2**30 < whole < 24 * 2**30  # without a budget: the card's memory
 
 
 def test_a_budget_without_a_gpu_is_planned_for_a_stated_card(model: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_budget_without_a_gpu_is_planned_for_a_stated_card(model: Path) -> Non
 
 
 @pytest.mark.usefixtures("model")
-def test_a_card_beside_a_ram_budget(tmp_path: Path) -> None:
-    """What the CPU computes for a card that is not here has a workspace too."""
+def test_plan_for_a_card_with_a_ram_budget(tmp_path: Path) -> None:
+    """Check that the plan counts the CPU's workspace, although the card is not here."""
     experts = write_llama(tmp_path / "experts.gguf", experts=(4, 2))
     facts = planned(experts, "--gpu", "4090", "--ram-budget", 4)
     assert facts["ram"]["total"] <= facts["ram"]["limit"]
@@ -114,7 +114,7 @@ def test_a_faster_card_is_planned_to_be_faster(model: Path) -> None:
         (("--gpu", "4090", "--sparsity", "threshold"), 2, "measured on itself"),
     ],
 )
-def test_what_cannot_be_planned(model: Path, options: tuple[object, ...], code: int, said: str) -> None:
+def test_impossible_plans_are_refused(model: Path, options: tuple[object, ...], code: int, said: str) -> None:
     done = inside("plan", model, *options)
     assert done.returncode == code, done.stdout
     assert said in " ".join(done.stderr.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""What leaving out zeros is expected to gain, and that a matrix that would not gain stays as it is."""
+"""The expected gain of skipping zeros. A matrix without a gain stays unchanged."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def planned(
     return plan_channels(graph, gguf.tensors, thresholds, rates)
 
 
-def test_a_gain_is_that_of_the_codes_that_are_not_read(tmp_path: Path) -> None:
+def test_gain_follows_the_unread_codes(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
     plan = planned(gguf, with_kept(gguf, [KEPT, KEPT], replace(EVERY, gate=0)))
     names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     matrices = [f"blk.{i}.{name}.weight" for i in range(2) for name in names]
     assert sorted(plan.chosen) == sorted(matrices)
     n_bytes = sum(gguf.tensors[name].nbytes for name in matrices)
-    assert plan.left_out == n_bytes * 16 / 18 / 2  # half of the codes; scales are all read
+    assert plan.left_out == n_bytes * 16 / 18 / 2  # half of the codes, and all scales
     listed = sum(gguf.tensors[name].shape[0] for name in matrices)  # a nanosecond for each input
     assert plan.saved == pytest.approx((plan.left_out - listed) / 1e9)
 
@@ -53,7 +53,7 @@ def test_a_matrix_that_would_not_gain_stays(tmp_path: Path) -> None:
     assert planned(gguf, with_kept(gguf, kept), input_major=0.01e9).chosen == ()
 
 
-def test_of_up_rows_are_left_out_where_those_are_less(tmp_path: Path) -> None:
+def test_rows_of_up_are_skipped_if_they_are_fewer(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
     plan = planned(gguf, with_kept(gguf, [{**KEPT, "gate": 0.05}, {**KEPT, "gate": 0.9}]))
     of_up = {gain.tensor: gain for gain in plan.gains if "ffn_up" in gain.tensor}
@@ -74,7 +74,7 @@ def test_rows_of_up_are_left_out_only_where_that_pays_for_the_second_pass(tmp_pa
 
 
 def test_rows_of_experts_are_left_out_where_that_pays(tmp_path: Path) -> None:
-    """Bytes are those of the experts that a token has."""
+    """Count only the bytes of the experts that a token uses."""
     file = write_llama(tmp_path / "model.gguf", experts=(4, 2), type_of=lambda name: T.Q4_0)
     gguf = open_gguf(file)
     plan = planned(gguf, with_kept(gguf, [{"gate": 0.8}, {"gate": 0.3}], LayerThresholds(gate=0.3)))
@@ -123,7 +123,7 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda t: t.name)
-def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
+def test_measurement_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
     monkeypatch.setattr(channel_rates, "_SECONDS", 0.001)
     rates = channel_rates._measure(1, Workload(type_, 256, 1 << 16))
     assert rates.rows > 0
@@ -141,7 +141,7 @@ def test_rates_are_of_matrices_like_the_model_s(tmp_path: Path) -> None:
 
 
 def test_rates_are_of_each_type(tmp_path: Path) -> None:
-    """That of a type without an input-major layout is Q4_0's."""
+    """Use Q4_0's rate for a type without an input-major layout."""
 
     def type_of(name: str) -> GGMLType:
         return T.Q6_K if "attn_v" in name else T.Q5_0 if "ffn_up" in name else T.Q4_K
@@ -156,7 +156,9 @@ def test_rates_are_of_each_type(tmp_path: Path) -> None:
     assert plan.rates == {T.Q4_K: 1.0, T.Q6_K: 0.1, T.Q4_0: 1.0}
 
 
-def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_builds_copies_that_pay_and_notes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 0.5e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     gguf = write(tmp_path, type=T.Q4_0)

@@ -1,4 +1,4 @@
-"""Which devices a model runs on: GPUs found without torch, and devices that are named."""
+"""The devices that a model runs on: GPUs found without torch, and named devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotset.settings import LoadSettings
 
 
 class Driver:
-    """A driver's library with so many devices; `fails`: its start does."""
+    """A driver's library with `n_devices` devices. fails: its initialisation fails."""
 
     def __init__(self, n_devices: int, fails: bool = False) -> None:
         self.n_devices, self.fails = n_devices, fails
@@ -56,7 +56,7 @@ def test_a_gpu_is_found_by_files_before_any_library_is_opened(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("file", "vendor"), [("dev/dxg", "NVIDIA"), ("dev/kfd", "AMD")])
-def test_a_driver_is_asked_where_files_leave_it_open(tmp_path: Path, file: str, vendor: str) -> None:
+def test_driver_is_queried_if_files_do_not_tell(tmp_path: Path, file: str, vendor: str) -> None:
     add(tmp_path, file)
     found = detect_gpu(tmp_path, Driver(1), {})
     assert found is not None
@@ -101,7 +101,7 @@ def test_a_gpus_memory_grows_in_small_pages_unless_a_user_says_otherwise(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requested_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     assert wanted_devices(LoadSettings()) == ((), None)
     devices, line = wanted_devices(LoadSettings(n_gpu_layers=99))
@@ -123,7 +123,7 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
         ("simulated", "simulated"),
         None,
     )
-    # A GPU with a torch that cannot use it: a line, and an error where it was asked for.
+    # A GPU that this torch cannot use gives a note, or an error if the settings require it.
     monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", list)
     devices, line = wanted_devices(LoadSettings())
@@ -144,6 +144,6 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
         ({"n_gpu_layers": 1, "gpu_index": Path("x")}, "cannot be combined"),
     ],
 )
-def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_of_a_device_are_refused(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         LoadSettings(**wish)

@@ -1,4 +1,4 @@
-"""Placement: the least predicted time under a budget, against brute force and against simpler ideas."""
+"""Placement: the least predicted time under a budget, compared with brute force and simpler methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hotset.report.placement import placement_table
 
 
 def room_for(facts: ModelFacts, n_neurons: int, context: int = 10_000) -> int:
-    """Bytes for the fixed parts of all layers and so many of the first layer's neurons."""
+    """Return the bytes for the fixed parts of all layers and for `n_neurons` of the first layer's neurons."""
     fixed = sum(one.fixed_bytes + one.kv_bytes for one in facts.layers)
     neurons = n_neurons * facts.layers[0].neuron_bytes
     return fixed + neurons + facts.output_bytes + facts.workspace_bytes + facts.stream_bytes + context
@@ -31,7 +31,7 @@ def room_for(facts: ModelFacts, n_neurons: int, context: int = 10_000) -> int:
 
 
 def bytes_of(facts: ModelFacts, layers: Sequence[LayerPlacement], device: int) -> int:
-    """Counted anew, from the meaning of the facts alone."""
+    """Count the bytes independently, only from the meaning of the facts."""
     total, streams = facts.workspace_bytes, False
     for one, place in zip(facts.layers, layers, strict=True):
         if place.device != device:
@@ -56,9 +56,9 @@ def every_layer(one: LayerFacts, devices: Sequence[int]) -> Iterator[LayerPlacem
 def brute_force(
     facts: ModelFacts, machine: Rates, devices: Sequence[Device], frequencies: Sequence[np.ndarray]
 ) -> float:
-    """The least predicted time over every choice of a device for each layer and of a set of its neurons.
+    """Return the least predicted time over all choices of a device and of hot neurons for each layer.
 
-    Choices with no more hot neurons than save their own launch are left out (communication constraint).
+    A choice whose hot neurons save less than their own launch is left out (communication constraint).
     """
     best = np.inf
     options = []
@@ -126,7 +126,10 @@ def test_two_devices_are_as_good_as_any_cut_of_the_layers(seed: int) -> None:
 @pytest.mark.parametrize("shared", [0, 150_000])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_budget_is_used_up_and_never_exceeded(seed: int, shared: int) -> None:
-    """Where a GPU makes each layer faster it is full but for a neuron or two; scales count once a layer."""
+    """Check that a GPU that speeds up each layer is full except for a neuron or two.
+
+    Scales count once per layer.
+    """
     rng = np.random.default_rng(200 + seed)
     facts = model([layer(500, shared=shared, scale=int(rng.integers(1, 4))) for _ in range(4)])
     frequencies = [rng.uniform(0.2, 0.4, 500) for _ in facts.layers]
@@ -148,7 +151,7 @@ def test_a_budget_is_used_up_and_never_exceeded(seed: int, shared: int) -> None:
 
 
 def test_whole_numbers_that_the_solver_just_misses_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HiGHS calls a number whole within 1e-6: 0.9999999 of a neuron is that neuron."""
+    """Check that 0.9999999 of a neuron counts as the neuron: HiGHS accepts integers within 1e-6."""
     from scipy import optimize
 
     facts = replace(model([layer(100) for _ in range(1)]), stream_bytes=0)
@@ -174,7 +177,7 @@ def test_whole_numbers_that_the_solver_just_misses_are_whole(monkeypatch: pytest
         np.testing.assert_array_equal(one.hot, other.hot)
 
 
-# -- against simpler ideas -----------------------------------------------------------------------
+# -- against simpler methods ---------------------------------------------------------------------
 
 
 def spread(
@@ -184,8 +187,10 @@ def spread(
     rng: np.random.Generator,
     frequencies: Sequence[np.ndarray],
 ) -> float:
-    """Seconds with as many hot neurons in all as `found`: picked at random, or the hottest of each layer but
-    the same number in every layer."""
+    """Predict the seconds with as many hot neurons in total as `found`, spread evenly over the layers.
+
+    choose: "random", or otherwise the hottest neurons of each layer.
+    """
     n_hot = sum(
         one.n_ff if place.hot is None else int(place.hot.sum())
         for one, place in zip(facts.layers, found.layers, strict=True)
@@ -216,7 +221,7 @@ def test_hotness_beats_random_and_uniform_choices_on_a_skewed_profile(fraction: 
 
 
 def test_layers_beyond_the_tenth_get_their_own_neurons() -> None:
-    """As text, layer 10 sorts before layer 2: the hot neurons of each layer stand in another place."""
+    """Check the order of layers (as text, 10 sorts before 2): each layer has other hot neurons."""
     n_ff = 40
     facts = model([layer(n_ff) for _ in range(13)])
     frequencies = [np.full(n_ff, 0.001) for _ in facts.layers]
@@ -234,7 +239,7 @@ def test_layers_beyond_the_tenth_get_their_own_neurons() -> None:
 
 
 def large(n_layer: int, d: int, n_ff: int, kv_width: int) -> ModelFacts:
-    """4.5 bits a weight, with predictors of rank 1024 and a cache of 4096 tokens."""
+    """Return a model with 4.5 bits per weight, predictors of rank 1024 and a cache of 4096 tokens."""
     row = d * 9 // 16
     fixed = (2 * d * d + 2 * d * kv_width + 1024 * (d + n_ff)) * 9 // 16
     one = LayerFacts(n_ff, n_ff, fixed, 3 * row + 16, 0, 4096 * kv_width * 4, 2048 * kv_width * 4, 0, 3 * row)
@@ -270,7 +275,7 @@ def test_bytes_of_a_175b_model_do_not_overflow() -> None:
     assert budget.total == facts.whole_bytes
 
 
-# -- what is asked for ---------------------------------------------------------------------------
+# -- requested placements ------------------------------------------------------------------------
 
 
 def test_a_model_that_fits_is_on_one_device_and_a_dense_one_goes_by_layers() -> None:
@@ -304,8 +309,8 @@ def test_a_budget_that_is_left_is_explained_where_the_choice_was_free() -> None:
         return " ".join(solve(facts, slow, [Device("cuda:0", limit, 10_000)], frequencies, **asked).notes)
 
     assert "of cuda:0's budget is used: more on it would be slower" in notes(part)
-    assert "budget" not in notes(room)  # all of the model is there
-    assert "budget" not in notes(part, n_gpu_layers=1)  # as was asked
+    assert "budget" not in notes(room)  # the whole model is on the device
+    assert "budget" not in notes(part, n_gpu_layers=1)  # the number of layers was requested
 
 
 def test_layers_stay_whole_where_neurons_are_not_to_be_split() -> None:
@@ -345,11 +350,11 @@ def test_a_layer_has_no_hot_neuron_where_its_launch_costs_more() -> None:
 
 def test_frequencies_of_another_model_are_refused() -> None:
     facts = model([layer(8)])
-    with pytest.raises(InvalidRequestError, match="not those of this model"):
+    with pytest.raises(InvalidRequestError, match="do not match this model"):
         solve(facts, rates(), [Device("cuda:0", 1 << 30, 0)], [np.zeros(9)])
 
 
-def test_a_placement_in_any_order_is_told_as_it_is() -> None:
+def test_placement_in_any_order_is_reported_correctly() -> None:
     cold = np.arange(8) < 2
     places = [CPU, CPU, 0, 0, CPU, 1, 0]
     layers = tuple(LayerPlacement(d, cold if i == 2 else None) for i, d in enumerate(places))
@@ -358,6 +363,6 @@ def test_a_placement_in_any_order_is_told_as_it_is() -> None:
     assert placement.n_cpu_layers == 3
     _, rows = placement_table(placement)
     assert rows[0][1] == "0 to 1, 4 whole, cold neurons of 1, output"
-    # One device has all layers, but the output is not there: the CPU computes too.
+    # One device has all layers but not the output, so the CPU computes too.
     assert not Placement(("cuda:0",), (LayerPlacement(0),) * 2, CPU).is_whole
     assert Placement(("cuda:0",), (LayerPlacement(0),) * 2, 0).is_whole

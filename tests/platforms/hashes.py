@@ -1,10 +1,10 @@
-"""Compares logits with the hashes that were written down on another platform.
+"""Compares logits with hashes stored on another platform.
 
     python tests/platforms/hashes.py
-    python tests/platforms/hashes.py Q4_0       # those whose name has one of the words
+    python tests/platforms/hashes.py Q4_0       # only names with one of the words
 
-Needs hotset and NumPy alone. Prints how many are the same, and each that is not, and exits with 1 if there is
-one.
+Needs only hotset and NumPy. Prints the number of equal hashes and the name of each different one. Exits with
+1 if any differs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The program as its users start it: an answer, a server with requests, a pull that is killed and goes on.
+"""Runs the program as users do: an answer, a server with requests, a killed pull that resumes.
 
     python tests/platforms/program.py MODEL PROMPT ANSWER [emulated]
 
-ANSWER is what another platform answered in 16 tokens. Needs hotset with its server; exits with 1 at the first
-thing that is wrong. An emulated processor may need longer for a JSON schema than the server lets it compute.
+ANSWER is the answer of another platform, 16 tokens. Needs hotset with its server; exits with 1 at the first
+error. An emulated processor may need longer for a JSON schema than the server allows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_run(model: str, prompt: str, answer: str) -> None:
 
 @contextmanager
 def serving(model: str) -> Iterator[str]:
-    """The address of a server that is ready."""
+    """Start a server, and yield its address when it is ready."""
     command = [*HOTSET, "serve", model, "--port", "0", "--alias", "checked"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, encoding="utf-8", stdin=subprocess.DEVNULL
@@ -130,7 +130,7 @@ def _reply(request: str | urllib.request.Request) -> bytes:
 
 
 def check_killed_pull(home: Path) -> None:
-    """A pull from a server on this machine is killed when half has come; the next one fetches the rest."""
+    """Kill a pull from a local server after half of the file; the next pull must fetch the rest."""
     data = b"GGUF" + random.Random(0).randbytes(3 << 20)
     name = "model-Q4_0.gguf"
     halted, killed = threading.Event(), threading.Event()
@@ -167,7 +167,7 @@ def check_killed_pull(home: Path) -> None:
 
 
 def _wait_for_part(home: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until some of the file is on the disk."""
+    """Wait until part of the file is on the disk."""
     while process.poll() is None:
         if any(path.is_file() and path.stat().st_size >= 1 << 20 for path in home.rglob("*")):
             return

@@ -1,10 +1,10 @@
-"""`make test-published`: conversations through the chat templates that llama.cpp's source carries.
+"""`make test-published`: conversations rendered by the chat templates in llama.cpp's source.
 
     python tests/published/check_templates.py FOLDER
 
-prints a table. It says of each template and conversation whether the template accepts it (`.`), leaves a text
-out (`-`) or refuses it (`x`): first the unchanged conversation, then the one that hotset rewrites. For
-conversations that a template accepts, the oracle is transformers.
+prints a table. It shows for each template and conversation whether the template accepts it (`.`), drops a
+text (`-`) or refuses it (`x`): first the unchanged conversation, then hotset's rewritten one. For
+conversations that a template accepts, transformers is the oracle.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def paths(folder: Path) -> list[Path]:
 
 
 def with_objects(messages: Sequence[Message]) -> list[Message]:
-    """The messages with arguments of calls as objects."""
+    """Return the messages with the arguments of calls as objects."""
     found = json.loads(json.dumps(messages))
     for message in found:
         for call in message.get("tool_calls", ()):
@@ -117,7 +117,7 @@ def of_hotset(template: ChatTemplate, messages: Sequence[Message], tools: Any) -
 
 
 def texts_of(messages: Sequence[Message], tools: Any) -> Iterator[str]:
-    """The texts that a model must see of a conversation."""
+    """Yield the texts of a conversation that a prompt must contain."""
     for message in checked_messages(messages):
         yield message["content"]
         for call in message.get("tool_calls", ()):
@@ -132,7 +132,7 @@ def mark(text: str | None, messages: Sequence[Message], tools: Any) -> str:
 
 
 def table(folder: Path) -> tuple[list[str], int, int]:
-    """Return the lines, and how many requests are refused without hotset's rewriting and with it."""
+    """Return the lines, and the numbers of requests refused without and with hotset's rewriting."""
     names = ", ".join(f"{i} {name}" for i, name in enumerate(CONVERSATIONS, 1))
     lines = [names, f"{'':52}{'of itself':15}hotset"]
     n_before = n_after = 0
@@ -182,7 +182,7 @@ def test_an_accepted_conversation_is_not_changed(template: ChatTemplate) -> None
 
 
 @each
-def test_the_text_is_that_of_transformers(template: ChatTemplate) -> None:
+def test_text_equals_transformers(template: ChatTemplate) -> None:
     oracle = pytest.importorskip("transformers.utils.chat_template_utils")
     n_compared = 0
     for messages, tools in CONVERSATIONS.values():

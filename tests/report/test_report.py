@@ -1,4 +1,4 @@
-"""Reports: their numbers against NumPy on the whole run, their page as a browser would read it."""
+"""Reports: numbers compared with NumPy on the whole run, and the page parsed as a browser does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def profile_of(*counts: Any, n_tokens: int = 100) -> Profile:
 
 
 def observed(*layers: np.ndarray, splits: tuple[int, ...] = (), **how: Any) -> Observer:
-    """One sequence in which neurons fire as given (bool [n_tokens, n_ff]), in steps that end at `cuts`."""
+    """Observe one sequence in steps that end at `splits`. layers: firing neurons, bool [n_tokens, n_ff]."""
     observer = Observer([fires.shape[1] for fires in layers], **how)
     observer.start()
     for start, end in zip((0, *splits), (*splits, len(layers[0])), strict=True):
@@ -70,7 +70,7 @@ def test_neurons_that_are_alike_give_the_diagonal_and_none_gives_no_curve():
 
 
 @pytest.mark.parametrize("splits", [(), (1, 50), (130, 131)])
-def test_overlap_is_that_of_active_sets(splits: tuple[int, ...]):
+def test_overlap_equals_the_active_sets(splits: tuple[int, ...]):
     rng = np.random.default_rng(0)
     fires = rng.random((200, 60)) < rng.uniform(0.01, 0.9, 60)
     fires[1::2] = fires[::2]  # every second token repeats the one before
@@ -109,7 +109,7 @@ def test_correlation_is_phi_and_brings_groups_together():
     fires = groups[:, [0, 1, 0, 1, 0, 1]] ^ (rng.random((500, 6)) < 0.05)
     fires = np.concatenate([fires, np.zeros((500, 1), bool), np.ones((500, 1), bool)], axis=1)
     layer = observed(fires, splits=(100,)).result().layers[0]
-    assert sorted(layer.sampled) == list(range(6))  # those that never or always fire have no correlation
+    assert sorted(layer.sampled) == list(range(6))  # neurons that never or always fire have no correlation
     expected = np.corrcoef(fires[:, layer.sampled].T)
     assert np.allclose(layer.correlation, expected)
     assert len(set(layer.sampled[:3] % 2)) == 1
@@ -117,7 +117,7 @@ def test_correlation_is_phi_and_brings_groups_together():
     assert layer.coactivation == pytest.approx(np.abs(expected[np.triu_indices(6, 1)]).mean())
 
 
-def test_sampled_neurons_are_those_that_vary():
+def test_sampled_neurons_vary():
     fires = np.zeros((40, 1000), bool)
     fires[:, :500] = True
     fires[::2, 500:600] = True
@@ -159,7 +159,7 @@ def test_the_page_needs_nothing_but_itself():
         assert (ids[title], ids[description]) == ("title", "desc")
     for plot in plots:
         assert plot.alt in unescape(text)
-    # A table beside each, with a row for each layer and the columns that the plot says.
+    # Each plot has a table with a row for each layer and the columns that the plot names.
     assert len(page.tables) == 4
     for table, plot in zip(page.tables, plots, strict=True):
         assert len(table) == 1 + n_layer
@@ -167,7 +167,7 @@ def test_the_page_needs_nothing_but_itself():
         assert [row[0] for row in table[1:]] == [str(i) for i in range(n_layer)]
     active = [one.summary.active_share for one in curves]
     assert [row[1] for row in page.tables[1][1:]] == [percent(share) for share in active]
-    # Light and dark: no colour of a figure is left as it was drawn, and both sets define every name.
+    # Light and dark: every colour of a figure becomes a variable, and both sets define every variable.
     assert "prefers-color-scheme: dark" in text
     style = text[text.index("<style>") : text.index("</style>")]
     body = text[text.index("<body>") :]
@@ -178,7 +178,7 @@ def test_the_page_needs_nothing_but_itself():
     assert len(text) < 1_000_000
 
 
-def test_legends_name_the_model_and_those_it_is_compared_with():
+def test_legends_name_the_model_and_its_peers():
     counts = np.array([8, 0, 4, 2, 2, 0, 0, 0])
     curves = curves_of(profile_of(counts, counts))
     left, right = plots_of(curves, None)[0].draw().axes
@@ -193,7 +193,7 @@ def test_legends_name_the_model_and_those_it_is_compared_with():
     assert {text.get_text() for text in right.texts} == set(PUBLISHED)
 
 
-def test_a_profile_alone_makes_a_page_and_layers_that_never_fire_are_no_fault():
+def test_profile_makes_a_report_even_with_idle_layers():
     curves = curves_of(profile_of(np.zeros(30), np.arange(30), np.zeros(30)))
     plots = plots_of(curves, None)
     text = html_page(PageHeading("m", [], []), plots)
@@ -206,7 +206,7 @@ def test_a_profile_alone_makes_a_page_and_layers_that_never_fire_are_no_fault():
     assert page.tables[2][1][1] == "-"
 
 
-def test_images_are_what_they_are_called():
+def test_images_have_the_format_of_their_names():
     layers = random_layers(3)
     profile = profile_of(*(fires.sum(axis=0) for fires in layers), n_tokens=40)
     plots = plots_of(curves_of(profile), observed(*layers).result())
@@ -263,7 +263,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def firing(path: Path, n_tokens: int, n_ctx: int) -> list[list[np.ndarray]]:
-    """Per layer, per sequence: which neurons fire, bool [n_ctx, n_ff]."""
+    """Return the firing neurons by layer and sequence, each bool [n_ctx, n_ff]."""
     with hotset.load(path, sparsity="exact", device="reference") as model:
         ids = model.tokenizer.encode(TEXT)[:n_tokens]
         names = [f"blk.{i}.ffn_act" for i in range(N_LAYER)]
@@ -271,7 +271,7 @@ def firing(path: Path, n_tokens: int, n_ctx: int) -> list[list[np.ndarray]]:
     return [[part[name] != 0 for part in taps] for name in names]
 
 
-def test_the_json_of_a_text_is_what_numpy_computes(plain: Path, text: Path):
+def test_json_of_a_text_equals_numpy(plain: Path, text: Path):
     done = inside("report", plain, "-f", text, "-c", 64, "-n", 130, *REFERENCE, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -325,7 +325,7 @@ def test_report_of_a_profile_and_a_text(
     assert {path.name for path in tmp_path.glob("r*.*")} == {"r.html"} | {
         f"r-{name}.{kind}" for name in names for kind in ("png", "svg")
     }
-    # The curve is the profile's, the overlap the text's.
+    # The curve comes from the profile, the overlap from the text.
     result = json.loads(inside("report", plain, "-f", text, "-n", 128, *REFERENCE, "--json").stdout)
     assert result["n_tokens"] > result["run"]["n_tokens"] == 128
     assert result["counted"].endswith("plain.profile.hotset.gguf")
@@ -334,7 +334,7 @@ def test_report_of_a_profile_and_a_text(
         assert {key: layer[key] for key in expected} == expected
 
 
-def test_what_cannot_be_drawn_is_a_sentence(plain: Path, text: Path, tmp_path: Path):
+def test_undrawable_data_gives_one_message(plain: Path, text: Path, tmp_path: Path):
     dense = write_dense(tmp_path / "dense.gguf")
     other = write_sparse(tmp_path / "other.gguf", dialect="gguf", seed=4)
     assert inside("profile", other, "-f", text, "-n", 64, *REFERENCE).returncode == 0
@@ -375,7 +375,7 @@ def test_without_matplotlib_the_numbers_remain(
     assert len(result["layers"]) == N_LAYER
 
 
-def test_matplotlib_is_loaded_to_draw_and_for_nothing_else():
+def test_matplotlib_is_loaded_only_to_draw():
     code = (
         "import sys, hotset.cli.report, hotset.report.plots, hotset.report.page, hotset.cli.perplexity\n"
         "sys.exit(any(name in sys.modules for name in ('matplotlib', 'jinja2', 'torch')))"

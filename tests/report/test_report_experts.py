@@ -1,4 +1,4 @@
-"""Experts counted, and what a report shows of them: hotness and its drift over a text."""
+"""Counted experts, and their section of a report: hotness and its drift over a text."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_counts_of_experts_that_cannot_be_are_refused(
 # ---- hotness and drift ----
 
 
-def test_drift_is_what_sets_of_experts_say() -> None:
+def test_drift_equals_the_change_of_expert_sets() -> None:
     trace = replace(random_trace(100, (2, 8, 3), seed=2), starts=(0, 30, 64))
     found = drift_of(trace)
     ends = [*trace.starts[1:], trace.n_tokens]
@@ -137,7 +137,7 @@ def test_drift_is_what_sets_of_experts_say() -> None:
 
 
 def test_experts_that_change_are_seen_to_drift() -> None:
-    """The first half of the text has experts 0 and 1, the second 2 and 3."""
+    """Use experts 0 and 1 in the first half of the text, 2 and 3 in the second."""
     early, late = np.tile([0, 1], (64, 3, 1)), np.tile([2, 3], (64, 3, 1))
     found = drift_of(traced(np.concatenate([early, late]), 8))
     np.testing.assert_array_equal(found.hot_then, np.tile([1, 1, 0, 0], (3, 1)))
@@ -192,7 +192,7 @@ def test_profile_and_report_of_a_mixture(
     names = {place.name for place in tmp_path.glob("m.report-*.svg")}
     assert names >= {"m.report-experts.svg", "m.report-drift.svg"}
     assert ("m.report-power-law.svg" in names) == bool(keys)
-    done = inside("report", model, "--json")  # from the profile alone
+    done = inside("report", model, "--json")  # only from the profile
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["drift"] is None
     assert json.loads(done.stdout)["experts"] == alone["experts"]

@@ -44,7 +44,7 @@ def copied(name: str, folder: Path, run_folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_fires_is_counted_and_drawn(folder: Path, run_folder: Path, name: str) -> None:
+def test_firing_neurons_are_counted_and_drawn(folder: Path, run_folder: Path, name: str) -> None:
     model = copied(name, folder, run_folder)
     done = inside("show", model, "--json")
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_what_fires_is_counted_and_drawn(folder: Path, run_folder: Path, name: s
         taps = [loaded.taps(row.tolist(), names) for row in ids]
     for i, tap in zip(own, names, strict=True):
         fires = sum(int(np.count_nonzero(part[tap])) for part in taps)
-        assert int(counted.counts[i].sum()) == pytest.approx(fires, rel=1e-3)  # what underflows may differ
+        assert int(counted.counts[i].sum()) == pytest.approx(fires, rel=1e-3)  # underflow may differ
     done = inside("report", model, "-f", "text.txt", "-c", 64, "--json", "-o", "r.html", "--images", "svg")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -97,7 +97,7 @@ def test_a_profile_knows_layers_without_an_ffn(folder: Path, run_folder: Path) -
             for info in file.tensors.values():
                 writer.add_tensor(info.name, file.data(info.name), info.type, info.shape)
             writer.write()
-            if value == 4:  # the last layer has none: of how many there are, nothing else tells
+            if value == 4:  # only the last layer's FFN shows how many layers have one
                 assert len(Profile.open(folder / "odd.gguf").counts) == 4
                 continue
             with pytest.raises(FormatError, match="is not an activation profile"):

@@ -1,4 +1,4 @@
-"""The service of systemd and the image of docker start existing commands with existing options."""
+"""The systemd service and the Docker image start existing commands with existing options."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def settings_of_unit() -> dict[str, list[str]]:
 
 
 def instruction(name: str) -> str:
-    """The last one of that name in the Dockerfile, its lines joined."""
+    """Return the last instruction with this name in the Dockerfile, its lines joined."""
     text = re.sub(r"\\\n\s*", "", DOCKERFILE.read_text())
     return re.findall(rf"^{name} (.*)$", text, re.MULTILINE)[-1]
 
 
-def test_options_are_those_of_serve() -> None:
+def test_options_exist_in_serve() -> None:
     subcommands = typer.main.get_command(app)
     serve = subcommands.get_command(typer.Context(subcommands), "serve")  # type: ignore[attr-defined]
     known = {option for param in serve.params for option in param.opts}
@@ -63,7 +63,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     done = subprocess.run(["systemd-analyze", "verify", there], capture_output=True, text=True, check=False)
     about = [line for line in done.stderr.splitlines() if "hotset" in line]
     assert (done.returncode, about) == (0, [])
-    options = ("security", "--offline=yes", "--threshold=20")  # of 100, the most exposed
+    options = ("security", "--offline=yes", "--threshold=20")  # an exposure of 20 of 100
     done = subprocess.run(["systemd-analyze", *options, there], capture_output=True, text=True, check=False)
     if "unrecognized option" not in done.stderr:
         assert done.returncode == 0, done.stdout[-300:]
@@ -79,7 +79,7 @@ def get(url: str, key: str | None = None) -> int:
 
 
 @pytest.mark.parametrize("room", quick_are(("image",), ["unit", "image"]))
-def test_what_they_start_answers_and_ends(room: str, tmp_path: Path) -> None:
+def test_started_server_answers_and_ends(room: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny.gguf")
     (tmp_path / "api-key").write_text(f"{KEY}\n")
     if room == "unit":
@@ -117,7 +117,7 @@ def test_what_they_start_answers_and_ends(room: str, tmp_path: Path) -> None:
 
 
 def health(port: str) -> int:
-    """The exit status of the image's check, which asks port 8080."""
+    """Return the exit status of the image's health check, run against `port` instead of 8080."""
     words = json.loads(instruction("HEALTHCHECK").partition("CMD ")[2])
     assert words[0] == "python"
     code = words[2].replace("127.0.0.1:8080", f"127.0.0.1:{port}")
@@ -127,7 +127,7 @@ def health(port: str) -> int:
     ).returncode
 
 
-def test_the_image_runs_as_nobody_in_particular() -> None:
+def test_image_runs_as_unprivileged_user() -> None:
     text = DOCKERFILE.read_text()
     last = text[text.rindex("\nFROM ") :]
     user = re.search(r"^USER (\d+):(\d+)$", last, re.MULTILINE)
@@ -141,7 +141,7 @@ def test_the_image_runs_as_nobody_in_particular() -> None:
     assert all((root / line[1:]).exists() for line in copied if line.startswith("!"))
 
 
-def test_compose_starts_the_image_as_it_wants_to_be_started() -> None:
+def test_compose_starts_the_image_with_valid_options() -> None:
     [service] = yaml.safe_load((PACKAGING / "docker" / "compose.yaml").read_text())["services"].values()
     build = service["build"]
     context = (PACKAGING / "docker" / build["context"]).resolve()

@@ -1,4 +1,4 @@
-"""The documentation site is built as `make site` builds it: without a network, and a warning is an error."""
+"""The documentation site builds like `make site`: without a network, and with warnings as errors."""
 
 from __future__ import annotations
 
@@ -55,15 +55,14 @@ def test_the_root_leads_to_the_home_page(site: Path) -> None:
     assert (site / target).is_file()
 
 
-@pytest.mark.slow
-def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+def test_pages_load_no_external_files(site: Path) -> None:
     for path in site.rglob("*.html"):
         assert not LOADED.search(path.read_text("utf-8")), path
 
 
 @pytest.mark.slow
 def test_a_broken_link_fails(tmp_path: Path) -> None:
-    """What the build relies on: with these settings a missing page and a missing heading are warnings."""
+    """Check that a missing page and a missing heading give warnings, on which the build relies."""
     (tmp_path / "conf.py").write_text('extensions = ["myst_parser"]\nmyst_heading_anchors = 4\n')
     (tmp_path / "index.md").write_text("# A\n\n[b](nothing.md) [c](#no-heading)\n")
     words = ["-W", "--keep-going", "-q", "-b", "html", str(tmp_path), str(tmp_path / "html")]
@@ -83,7 +82,7 @@ OF_OTHERS = ("ensurepip", "requires a different Python", "CMAKE_CXX_COMPILER")
 
 @cache
 def literals() -> str:
-    """Every text of the sources, fields of f-strings as `...`, in lower case."""
+    """Return all strings of the sources in lower case, with `...` for the fields of f-strings."""
     texts = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):

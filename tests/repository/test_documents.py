@@ -1,8 +1,8 @@
-"""Commands and programs of every Markdown file run as they are written, on tiny models.
+"""Commands and programs of every Markdown file run unchanged, on tiny models.
 
 The blocks of a document (`sh` and `python`) run in order in one folder, which has the files that they name
-and a store of models (scratch.py). A new document, block or command is covered without a change here; what is
-not known, or fails, fails the test. What is not run as it is written is in three tables: ADDED, NOT_RUN and
+and a store of models (scratch.py). A new document, block or command is covered without a change here. An
+unknown or failing command fails the test. Three tables list the exceptions: ADDED, NOT_RUN and
 PYTHON_NOT_RUN.
 """
 
@@ -42,7 +42,7 @@ pytestmark = needs_core
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in documents.documents()}
 
 ADDED = (
-    # Sizes: options at the end of a command, where the last value counts. A seed: no test runs without one.
+    # Options at the end of a command, where the last value counts: small sizes, and a seed for each test.
     (r"hotset run", "--seed 1"),
     (r"hotset run (?!.*--json-schema)", "-n 4"),
     (r"hotset serve", "--max-tokens 64"),
@@ -52,10 +52,10 @@ ADDED = (
     (r"hotset sparse calibrate", "-c 32 --tokens 64 --measured 128"),
     (r"hotset sparse train", QUICK_TRAINING),
     (r"hotset sparse make", QUICK_SPARSIFYING),
-    # A machine of the tests has no GPU: PyTorch on the CPU takes its place, with memory that is surely free.
+    # Test machines have no GPU: PyTorch on the CPU simulates one with a small memory budget.
     (r"hotset run .*--vram-budget", "--device simulated --vram-budget 1"),
 )
-NOT_RUN = {  # and why; options and arguments are checked all the same
+NOT_RUN = {  # and the reason; options and arguments are still checked
     r"make ": "minutes to hours",
     r"pip ": "the network",
     r"(uvx|uv|pipx) ": "the network; what they run is checked",
@@ -74,7 +74,7 @@ NOT_RUN = {  # and why; options and arguments are checked all the same
     r"ray ": "another program: tests/cluster",
     r"llm ": "another program: tests/clients",
 }
-PYTHON_NOT_RUN = {  # and why; imports are run all the same
+PYTHON_NOT_RUN = {  # and the reason; imports still run
     "class SoftCap(Operation)": "a class of another module",
     'device="cuda"': "a GPU",
 }
@@ -92,7 +92,7 @@ class Shell:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
-        self._serve = ["serve", "smollm2-135m"]  # which server curl asks: the last that was begun
+        self._serve = ["serve", "smollm2-135m"]  # curl asks the last started server
 
     def run(self, command: Command) -> None:
         program, text = command.words[0], " ".join(command.words)
@@ -125,7 +125,7 @@ class Shell:
         self._ask(lambda client: client.post(url, content=body, headers=kind))
 
     def _ask(self, request: Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]) -> None:
-        """Of the server that the last `hotset serve` began."""
+        """Send a request to the server that the last `hotset serve` started."""
         services: list[Service] = []
         with self._monkeypatch.context() as patch:
             patch.setattr("hotset.server.listen.listen", lambda service, told: services.append(service))
@@ -142,13 +142,13 @@ class Shell:
 
 @cache
 def own_options() -> frozenset[str]:
-    """Those of `hotset` itself."""
+    """Return the options of `hotset` itself."""
     params = typer.main.get_command(cli.app).params
     return frozenset({"-h", "--help", "--help-all", *(option for param in params for option in param.opts)})
 
 
 def check_options(words: list[str]) -> None:
-    """That a subcommand knows these options, and has the arguments that it needs."""
+    """Check that a subcommand knows these options and gets all required arguments."""
     name, words = split_command(words)
     if name in own_options():
         return
@@ -168,7 +168,7 @@ def check_targets(words: list[str]) -> None:
 
 
 def check_packages(words: list[str]) -> None:
-    """That what is installed is this folder: hotset is not on PyPI."""
+    """Check that a command installs this folder: hotset is not on PyPI."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in words:
         assert not word.startswith("hotset"), "hotset is not on PyPI: pip install '.[EXTRA]'"
@@ -177,7 +177,7 @@ def check_packages(words: list[str]) -> None:
 
 
 def check_tool(words: list[str]) -> None:
-    """Of uvx, uv and pipx: that what is installed is this folder, and what it is asked to run."""
+    """Check that a command of uvx, uv or pipx installs this folder and runs valid words of hotset."""
     tool = words[: words.index("hotset")] if "hotset" in words[1:] else words
     assert any(word.startswith(".") for word in tool), "hotset is not on PyPI: --from . or --spec ."
     check_packages([word for word in tool if word.startswith(("hotset", "."))])
@@ -217,7 +217,7 @@ def run_python(block: Block) -> None:
 
 @contextmanager
 def given() -> Iterator[dict[str, Any]]:
-    """What fragments of programs take for granted: a ReLU model, a text, and what follows from them."""
+    """Yield the names that fragments of programs assume: a ReLU model, a text and values made of them."""
     text = Path("text.txt").read_text()[: N_CTX - 500]
     with hotset.load("relu.gguf", n_threads=1) as model:
         tokens = np.array(model.encode(text), np.int32)
@@ -240,7 +240,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", quick_are(RUN.keys() - {"docs/guides/report.md"}, RUN))
-def test_a_document_says_what_works(
+def test_commands_of_documents_run(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_seed: None, name: str
 ) -> None:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
@@ -265,7 +265,7 @@ def test_a_document_says_what_works(
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_inline_code_names_what_there_is(name: str) -> None:
+def test_inline_code_names_existing_commands(name: str) -> None:
     for place, span in documents.spans(DOCUMENTS[name]):
         program, *words = span.split()
         name, _ = split_command(words)
@@ -292,7 +292,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_source_files_that_are_named_exist(name: str) -> None:
-    """By the end of their path; but for documents of the past, files to be written and those of others."""
+    """Find files by the end of their path, except in old documents, and except new and foreign files."""
     if name.startswith(("docs/contributing/decisions/", "CHANGELOG")):
         return
     for place, span in documents.spans(DOCUMENTS[name]):
@@ -324,7 +324,7 @@ def test_the_tables_have_nothing_that_is_not_there() -> None:
         assert any(text in block.text for block in blocks if block.language == "python"), text
 
 
-def test_messages_do_not_install_from_elsewhere() -> None:
+def test_messages_do_not_install_from_pypi() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         assert not re.search(r"pip install '?hotset", path.read_text("utf-8")), path
 

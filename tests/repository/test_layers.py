@@ -1,8 +1,7 @@
-"""What imports what: only downward in LAYERS, and never in a cycle. docs/contributing/architecture.md
-shows the table.
+"""Imports go only downward in LAYERS, and never in a cycle.
 
-Imports inside functions and those for type checkers count as the others do: they hide a circle, they do not
-undo it.
+docs/contributing/architecture.md shows the table. Imports inside functions and for type checkers count too:
+they hide a cycle, but do not remove it.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ LAYERS = (
     ("comparison",), ("api",), ("async_model",),
     ("evaluation", "training", "server"), ("scale",), ("cli",),
 )  # fmt: skip
-# Modules of a device backend that are above placement: backends/registry.py imports them by their names, and
-# nothing else but such modules of the same backend.
+# Modules of a device backend that are above placement: backends/registry.py imports them by name, and only
+# such modules of the same backend may import them too.
 PARTS_OF_PLUGINS = {"detection", "planning", "opening", "measuring", "autotune", "report"}
-# A part of the package itself, not of a module of it: there whatever imports what.
+# Parts of the package itself, which exist before any module is imported.
 OF_THE_PACKAGE = {"_core", "__version__"}
 
 
 def modules() -> dict[str, Path]:
-    """Name below `hotset` → file; a package's own name is that of its __init__.py, "" of hotset itself."""
+    """Return name below `hotset` → file. A package's name means its __init__.py, "" hotset's __init__.py."""
     found = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -54,12 +53,12 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """All nodes: of a file they are found once."""
+    """Return all nodes of a tree, cached for each tree."""
     return tuple(ast.walk(tree))
 
 
 def imports_of(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """The modules of hotset that a source imports anywhere."""
+    """Yield the modules of hotset that a source imports anywhere."""
     for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -84,7 +83,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Strongly connected modules (Tarjan): several, or one that imports itself."""
+    """Return strongly connected modules (Tarjan): several, or one that imports itself."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -110,7 +109,7 @@ def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
     return found
 
 
-# Who uses the native module. Others use these, or name its types for a type checker.
+# Modules that use the native module. Others use these, or only its types for a type checker.
 OWNERS_OF_THE_CORE = {
     "backends.base", "backends.cpu", "backends.embedding", "backends.triton.cpu_offload", "backends.vulkan",
     "offload", "formats.encode", "formats.mapped", "engine.sampler", "placement.disk", "cli.doctor",
@@ -118,7 +117,7 @@ OWNERS_OF_THE_CORE = {
 
 
 def uses_of_the_core(tree: ast.Module) -> bool:
-    """Whether a module imports the native module for more than types."""
+    """Return whether a module imports the native module for more than types."""
     of_types = {
         inner
         for node in walk(tree)
@@ -163,13 +162,13 @@ def test_imports_run_downward() -> None:
 
 
 def is_part_of_plugin(name: str) -> bool:
-    """Return whether a module is a part of device backends that knows of placement."""
+    """Return whether a module of a device backend may import placement."""
     folder, _, part = name.removeprefix("backends.").partition(".")
     return folder in (*DEVICE_BACKENDS, "device") and part in PARTS_OF_PLUGINS
 
 
 def test_device_backends_are_plugins() -> None:
-    """Nothing imports a device backend by name; its kernels know nothing of placement."""
+    """Check that no module imports a device backend by name, and that kernels do not import placement."""
     found = [
         f"{name} imports {other}"
         for name, others in graph().items()
@@ -188,13 +187,14 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not circles({name: others for name, others in graph().items() if name})
 
 
-# Libraries that are large, or that not everyone has installed. Only these are imported inside functions ...
+# Large or optional libraries. Only these are imported inside functions ...
 SLOW = {
     "torch", "triton", "ray", "matplotlib", "scipy", "pyarrow", "safetensors", "rich", "fastapi", "starlette",
     "uvicorn", "pydantic", "prompt_toolkit", "jinja2", "tokenizers", "sentencepiece", "llguidance",
     "huggingface_hub", "certifi", "filelock", "psutil", "mcp", "opentelemetry",
 }  # fmt: skip
-# ... and modules of hotset, in those that every start loads: what one start does not need must not delay it.
+# ... and modules of hotset, in modules that every start loads: a start must not wait for modules it does not
+# need.
 LOADED_BY_EVERY_START = {
     "api", "cli.answer", "cli.console", "cli.main", "cli.models", "cli.options", "cli.progress", "cli.run",
     "cli.spellings",
@@ -210,7 +210,7 @@ def imports_at_head(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def inner_imports(tree: ast.Module) -> set[ast.Import | ast.ImportFrom]:
-    """Those inside functions, less those that try whether there is something."""
+    """Return the imports inside functions, except in `try` blocks, which test for optional packages."""
     found, tried = set(), set()
     for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -226,7 +226,7 @@ def libraries_of(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def late_imports(files: dict[str, Path]) -> list[str]:
-    """Imports inside functions that the rule above does not allow."""
+    """Return the imports inside functions that the rule above does not allow."""
     trees = {name: tree_of(path) for name, path in files.items()}
     names = set(files)
     heads = {
@@ -250,7 +250,7 @@ def late_imports(files: dict[str, Path]) -> list[str]:
     ]
 
 
-def test_imports_stand_at_the_head_of_a_file() -> None:
+def test_imports_are_at_the_top_of_a_file() -> None:
     assert not late_imports(modules())
 
 
@@ -266,7 +266,7 @@ def test_late_imports_are_found(tmp_path: Path) -> None:
 
 
 def test_no_function_is_longer_than_80_lines() -> None:
-    """From its name to its last line: what is longer does several things, or takes too many."""
+    """Count from the `def` to the last line: a longer function does several things or has many arguments."""
     assert not [found for path in modules().values() for found in long_functions(path, 80)]
 
 
@@ -287,13 +287,13 @@ def test_long_functions_are_found(tmp_path: Path) -> None:
     assert sorted(long_functions(tmp_path / "m.py", 2)) == ["m.py: f has 3 lines", "m.py: g has 4 lines"]
 
 
-def test_the_api_is_what_a_model_does() -> None:
-    """How one is opened, decided on and built stands in loader/."""
+def test_api_module_is_short() -> None:
+    """Keep api.py short: loader/ opens, plans and builds a model."""
     assert len((ROOT / "api.py").read_text("utf-8").splitlines()) < 500
 
 
-def test_nobody_asks_what_a_backend_has() -> None:
-    """Backend and Stage say all that is asked of them: what they lack must not pass in silence."""
+def test_no_module_probes_attributes_of_backends() -> None:
+    """Forbid getattr and hasattr on backends and stages, whose classes define all their attributes."""
     asked = [
         f"{name}:{node.lineno}"
         for name, path in modules().items()
@@ -307,19 +307,19 @@ def test_nobody_asks_what_a_backend_has() -> None:
 
 
 def test_no_test_is_imported() -> None:
-    """What several files of tests use is in tests/support."""
+    """Check that no file imports a test module; shared code is in tests/support."""
     importing = [
         f"{path.name}: {name}"
         for folder in (TESTS, BENCH)
         for path in folder.rglob("*.py")
         for name in re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text("utf-8"), re.M)
-        if name != path.stem  # a program of its own process
+        if name != path.stem  # a program started in a new process
     ]
     assert not importing
 
 
-def test_the_folders_of_tests_are_those_of_the_package() -> None:
-    """Beside them: tests of what is not in src/hotset."""
+def test_test_folders_mirror_the_package() -> None:
+    """Allow other folders only for tests of code outside src/hotset."""
     others = {".", "bench", "repository", "golden", "fuzz"}
     files = list(TESTS.rglob("test_*.py"))
     folders = {path.parent.relative_to(TESTS) for path in files}

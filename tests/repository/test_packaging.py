@@ -1,4 +1,4 @@
-"""What the package asks for is what it imports."""
+"""The package's dependencies are its imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paths import ROOT
 
 
 def imported_packages() -> set[str]:
-    """Top-level names that src/hotset imports from elsewhere, wherever in a file."""
+    """Return the top-level names that src/hotset imports from other packages, anywhere in a file."""
     names: set[str] = set()
     for path in (ROOT / "src" / "hotset").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -26,7 +26,7 @@ def imported_packages() -> set[str]:
 
 
 def test_dependencies_are_the_imports() -> None:
-    """What is imported is a dependency, or one of an extra (which the module that needs it asks for)."""
+    """Check that each import is a dependency, or a dependency of an extra that its module requires."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: needs for name, needs in project["optional-dependencies"].items() if name != "dev"}
     requirements = [*project["dependencies"], *(need for needs in extras.values() for need in needs)]
@@ -47,7 +47,7 @@ def test_doctor_shows_the_dependencies() -> None:
 
 
 def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    """Those that are no code too: the server's page, the table of devices; built without the native core."""
+    """Check data files too (the server's page, the table of devices), in a wheel without the native core."""
     build = (
         "import sys; from scikit_build_core.build import build_wheel; "
         "build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
@@ -65,7 +65,7 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
 
 
 def test_child_processes_import_nothing_of_the_current_folder() -> None:
-    """`-m` and `-c` put it first in the search path, unless Python gets -P or -I."""
+    """Require -P or -I: otherwise `-m` and `-c` put the current folder first in the search path."""
     sources = [path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py")]
     started = [one for text in sources for one in re.findall(r"\[sys\.executable[^,\]]*,\s*([^,\]]*)", text)]
     assert len(started) >= 4

@@ -16,7 +16,7 @@ import hotset
 from hotset import _core
 from hotset.backends.registry import DEVICE_BACKENDS
 
-# Removes the finder of an editable installation, which would import the package that is not a copy.
+# Removes the finder of an editable installation, which would import the original package, not the copy.
 PLUGIN = """
 import sys
 sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in type(one).__module__]
@@ -28,7 +28,7 @@ COMMON = (
     "loader/test_loader.py",
     "backends/test_stages.py",
 )
-# Deleted backend → tests of the other one.
+# Deleted backend → tests of the other backend.
 OTHERS = {
     "triton": "backends/vulkan/test_vulkan_placement.py",
     "vulkan": "backends/triton/test_gpu_planning.py",
@@ -36,7 +36,7 @@ OTHERS = {
 
 
 def copy_without(backend: str, folder: Path) -> Path:
-    """Copy the package without a device backend; returns the folder of the copy."""
+    """Copy the package without a device backend, and return the folder of the copy."""
     package = Path(hotset.__file__).parent
     without = package / "backends" / backend
     shutil.copytree(
@@ -45,7 +45,7 @@ def copy_without(backend: str, folder: Path) -> Path:
             name for name in names if name == "__pycache__" or Path(path) / name == without
         ],
     )  # fmt: skip
-    shutil.copy(_core.__file__, folder / "hotset")  # an editable installation has it elsewhere
+    shutil.copy(_core.__file__, folder / "hotset")  # it is elsewhere in an editable installation
     registry = folder / "hotset" / "backends" / "registry.py"
     text, n = re.subn(rf'^    "{backend}": .*\n', "", registry.read_text("utf-8"), flags=re.MULTILINE)
     assert n == 1

@@ -1,4 +1,4 @@
-"""docs/reference is what docs/reference/generate.py makes of the code: `make reference` writes it anew."""
+"""docs/reference equals the output of docs/reference/generate.py; `make reference` writes it again."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def made(generator: ModuleType) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reference_is_that_of_the_code(made: dict[str, str], name: str) -> None:
+def test_reference_equals_the_code(made: dict[str, str], name: str) -> None:
     assert (FOLDER / name).read_text("utf-8") == made[name], "run `make reference` and commit the result"
 
 
-def test_the_pages_of_routes_are_those_of_the_code(made: dict[str, str]) -> None:
+def test_pages_of_routes_equal_the_code(made: dict[str, str]) -> None:
     there = {f"http/{path.name}": path.read_text("utf-8") for path in (FOLDER / "http").iterdir()}
     assert there == {name: text for name, text in made.items() if name.startswith("http/")}
     assert len(there) > 40
@@ -90,7 +90,7 @@ def test_text_is_escaped_for_markdown(generator: ModuleType) -> None:
 def test_every_metric_of_a_server_is_there(
     made: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # other tests of this process have loaded much
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # earlier tests loaded much into this process
     found: set[str] = set()
 
     async def ask(client: httpx.AsyncClient, _: Service) -> None:
@@ -118,7 +118,7 @@ def test_there_is_a_man_page_for_every_subcommand() -> None:
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not here")
 @pytest.mark.parametrize("page", sorted((DOCS / "man").glob("*.1")), ids=lambda path: path.stem)
-def test_a_man_page_has_what_help_has(page: Path) -> None:
+def test_man_page_equals_the_help(page: Path) -> None:
     done = subprocess.run(
         ["groff", "-man", "-Tascii", "-ww", page], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""What a release is made of: one version, the licences of what is bundled, a bill of materials, its check."""
+"""The parts of a release: one version, the licences of bundled code, a bill of materials and its check."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_bill_of_materials_has_every_package(bill: dict[str, object]) -> Non
     assert named == refs
 
 
-def test_what_is_bundled_is_in_the_notices(bill: dict[str, object]) -> None:
+def test_notices_list_bundled_code(bill: dict[str, object]) -> None:
     text = (ROOT / "THIRD_PARTY_NOTICES.md").read_text("utf-8")
     rows = re.findall(r"^\| ([^|]+) \| [^|]*`(?:_core|server/page/vendor)`", text, re.MULTILINE)
     bundled = bill["metadata"]["component"]["components"]  # type: ignore[index]
@@ -94,7 +94,7 @@ def test_the_check_refuses_a_wheel(tmp_path: Path, version: str, names: list[str
 
 
 class OneFile:
-    """A file for Linux whose Python prints its arguments, and a folder of its own for a cache."""
+    """A one-file program for Linux whose Python prints its arguments, and its own cache folder."""
 
     def __init__(self, folder: Path) -> None:
         packing = runpy.run_path(str(ROOT / "packaging" / "onefile.py"))
@@ -115,7 +115,7 @@ class OneFile:
         return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
 
     def run(self, *words: str) -> tuple[int, list[str], str]:
-        """Exit status, lines of the output, and what is said beside it."""
+        """Run the file. Return its exit status, the lines of stdout, and stderr."""
         with self.started(*words) as process:
             out, error = process.communicate(timeout=60)
         return process.returncode, out.splitlines(), error
@@ -186,7 +186,7 @@ def test_the_file_for_windows_is_a_program_with_one_folder_behind_it(tmp_path: P
         assert archive.read(f"{folder}/Lib/os.py") == b"Lib/os.py"
 
 
-def test_the_workflow_checks_what_it_releases() -> None:
+def test_workflow_checks_the_released_wheels() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     jobs = workflow["jobs"]
     assert set(jobs["release"]["needs"]) == jobs.keys() - {"release"}
@@ -198,7 +198,7 @@ def test_the_workflow_checks_what_it_releases() -> None:
     assert any("attest-build-provenance" in name for name in uses)
 
 
-def test_the_workflow_checks_one_wheel_of_those_that_a_system_makes(tmp_path: Path) -> None:
+def test_workflow_checks_one_wheel_per_system(tmp_path: Path) -> None:
     [command] = re.findall(r"release_check\.py (.*)", WORKFLOW.read_text())
     (tmp_path / "dist").mkdir()
     for python in ("cp311-cp311", "cp312-abi3"):

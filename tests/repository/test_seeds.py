@@ -1,4 +1,4 @@
-"""The guards of conftest.py: what no seed decides cannot be drawn in a test."""
+"""The guards of conftest.py: a test cannot draw without a seed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_generator_needs_a_seed(draw: object) -> None:
         draw()  # type: ignore[operator]
 
 
-def test_with_a_seed_the_generators_are_what_they_were() -> None:
+def test_seeded_generators_work_unchanged() -> None:
     assert np.random.default_rng(3).integers(1 << 60) == np.random.default_rng(3).integers(1 << 60)
     philox = np.random.Philox
     assert np.random.Generator(philox(1)).random() == np.random.Generator(philox(seed=1)).random()

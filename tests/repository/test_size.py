@@ -2,7 +2,7 @@
 
 `size.toml` has one table per number: `limit`, and for each commit that raised it a line in `raised` with
 the amount and the feature. A commit may lower `limit` freely, and then drop the raises that it covers. Lines
-of code are counted without blank lines, comments and docstrings; words are those of hand-written docs.
+of code are counted without blank lines, comments and docstrings; words only in hand-written docs.
 
 `python tests/repository/test_size.py` prints the numbers of this checkout and their limits.
 """

@@ -1,4 +1,4 @@
-"""Shards of a batch without a cluster: what is kept, what is missing, and the order at the end.
+"""Shards of a batch without a cluster: kept answers, missing answers, and their final order.
 
 The engine is simulated; Ray's part is tested in tests/cluster/.
 """
@@ -54,7 +54,7 @@ def write(path: Path, n: int = N) -> Path:
     lines = [
         {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(n)
     ]
-    path.write_text("\n".join(json.dumps(line) for line in lines))  # the last line has no end
+    path.write_text("\n".join(json.dumps(line) for line in lines))  # the last line has no line feed
     return path
 
 
@@ -79,11 +79,11 @@ def test_answers_are_in_the_order_of_the_requests(cluster: Cluster, tmp_path: Pa
     assert [line["custom_id"] for line in lines] == [f"r{i}" for i in range(N)]
     assert all(line["response"]["body"] == {"of": line["custom_id"]} for line in lines)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
-    with pytest.raises(InvalidRequestError, match="is there already"):
+    with pytest.raises(InvalidRequestError, match="exists already"):
         run(requests, answers)
 
 
-def test_a_run_that_was_killed_goes_on_with_the_shards_that_are_missing(cluster: Cluster, tmp_path: Path):
+def test_killed_run_resumes_with_the_missing_shards(cluster: Cluster, tmp_path: Path):
     requests, answers = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     cluster.dies_after = 1
     for left in ([0, 1, 2, 3], [0, 1, 2], [0, 1]):
@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_goes_on_with_the_shards_that_are_missing(cluster:
             run(requests, answers)
         assert cluster.asked == left
         assert not answers.exists()
-    (tmp_path / "out.jsonl.parts" / "00000000.jsonl.torn").write_text("{")  # as a kill may leave it
+    (tmp_path / "out.jsonl.parts" / "00000000.jsonl.torn").write_text("{")  # a possible leftover of a kill
     assert run(requests, answers) == (N, 1)
     assert cluster.asked == [0]
     assert len(answers.read_text().splitlines()) == N
@@ -111,7 +111,7 @@ def test_parts_of_other_requests_and_of_another_process(cluster: Cluster, tmp_pa
         run(requests, answers)
 
 
-def test_lines_that_are_no_requests_have_error_records_in_their_place(cluster: Cluster, tmp_path: Path):
+def test_invalid_lines_get_error_records(cluster: Cluster, tmp_path: Path):
     requests, answers = write(tmp_path / "in.jsonl", 70), tmp_path / "out.jsonl"
     lines = requests.read_bytes().split(b"\n")
     odd = {1: b'{"custom_id": "a"}', 34: b"{", 50: lines[0], 73: lines[0].replace(b'"a"', b"NaN")}
@@ -141,7 +141,7 @@ def test_lines_that_are_no_requests_have_error_records_in_their_place(cluster: C
     assert [one["custom_id"] for one in found if not one.get("error")] == [f"r{i}" for i in range(70)]
 
 
-def test_a_custom_id_comes_back_as_it_was(cluster: Cluster, tmp_path: Path):
+def test_custom_id_is_returned_unchanged(cluster: Cluster, tmp_path: Path):
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     names = ["\ud800", "?", "\u2028", "\x0b"]
     lines = [{"custom_id": name, "url": "/v1/completions", "body": {}} for name in names]
@@ -151,8 +151,8 @@ def test_a_custom_id_comes_back_as_it_was(cluster: Cluster, tmp_path: Path):
     assert [one["custom_id"] for one in found] == names
 
 
-def test_a_worker_answers_what_the_driver_has_checked(monkeypatch: pytest.MonkeyPatch):
-    """The lines of a shard as they travel, in the same order."""
+def test_worker_answers_lines_in_order(monkeypatch: pytest.MonkeyPatch):
+    """Answer the encoded lines of a shard, and return the answers in the same order."""
 
     async def answered(app: Any, custom_id: str, url: str, body: Any) -> tuple[bytes, int]:
         return json.dumps([custom_id, url, body]).encode() + b"\n", 200
@@ -167,7 +167,7 @@ def test_a_worker_answers_what_the_driver_has_checked(monkeypatch: pytest.Monkey
     ]
 
 
-def test_requests_that_are_none_are_told_of_before_anything_is_asked(cluster: Cluster, tmp_path: Path):
+def test_invalid_requests_are_refused_before_any_is_sent(cluster: Cluster, tmp_path: Path):
     requests = tmp_path / "in.jsonl"
     requests.write_text('{"custom_id": "a"}\n')
     with pytest.raises(InvalidRequestError, match="has no request: line 1 cannot be used"):

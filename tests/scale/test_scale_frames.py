@@ -1,4 +1,4 @@
-"""Frames between stages: every field is carried, and what is damaged, replayed or too long is refused."""
+"""Frames between stages carry every field. Damaged, replayed and overlong frames are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MESSAGES = [
 
 
 def wire(messages: Sequence[Message], bounds: Bounds = LARGE, key: bytes = FORWARD) -> list[bytes]:
-    """The bytes of each message, as one connection sends them."""
+    """Return the bytes of each message, as one connection sends them."""
     ours, theirs = socket.socketpair()
     with closing(Channel(ours, key, BACK)) as channel, theirs:
         found = []
@@ -88,7 +88,7 @@ def kind_of(message: Message) -> FrameKind:
 
 @contextmanager
 def fed(data: bytes, key: bytes = FORWARD) -> Iterator[Channel]:
-    """A connection on which these bytes arrive, and then its end."""
+    """Open a connection that receives these bytes and then the end of the stream."""
     ours, theirs = socket.socketpair()
     with closing(Channel(ours, BACK, key)) as channel:
         with theirs:
@@ -97,7 +97,7 @@ def fed(data: bytes, key: bytes = FORWARD) -> Iterator[Channel]:
 
 
 def refused(data: bytes, bounds: Bounds = PIECES, after: int = 0, key: bytes = FORWARD) -> str:
-    """Why the message is refused that follows so many good ones."""
+    """Return the error of the message that follows `after` valid ones."""
     with fed(data, key) as channel:
         for _ in range(after):
             channel.receive(bounds)
@@ -107,14 +107,16 @@ def refused(data: bytes, bounds: Bounds = PIECES, after: int = 0, key: bytes = F
 
 
 def header(number: int = 0, kind: int = 1, magic: bytes = b"HSTG", version: int = 1, **shapes: Any) -> bytes:
-    """The header of a frame with its tag, as a hostile stage that has the key would send it. shapes: field →
-    type, rows and columns."""
+    """Return a frame's header with its tag, as a hostile stage with the key would send it.
+
+    shapes: field → type, rows and columns.
+    """
     given = [value for field in FIELDS for value in shapes.get(field.name, (0, 0, 0))]
     found = frames._HEADER.pack(magic, version, kind, number, 0, *given)
     return found + frames.hmac.digest(FORWARD, found, "sha256")
 
 
-# --- what is carried
+# --- carried fields
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=range(len(MESSAGES)))
@@ -150,8 +152,10 @@ def same(found: Any, expected: Any) -> None:
 
 
 def test_every_field_of_a_batch_is_carried() -> None:
-    """A new field of Batch must be added to FIELDS, and VERSION raised. Stages have no adapters, and hand out
-    all logits."""
+    """Check that FIELDS has every field of Batch. A new field also requires a new VERSION.
+
+    Stages have no adapters, and return all logits.
+    """
     carried = {field.name for field in fields(Batch)} - {"adapter_scales", "wants_candidates"}
     assert all(getattr(FULL, name) is not None for name in carried)
     assert carried <= {field.name for field in FIELDS}
@@ -196,7 +200,7 @@ def test_an_error_arrives_with_its_type() -> None:
     assert len(str(error)) == 4096
 
 
-# --- what is refused
+# --- refused frames
 
 
 def test_every_byte_is_authenticated() -> None:
@@ -257,9 +261,9 @@ def test_no_length_is_allocated_before_it_is_within_bounds(
         assert "has type 9" in refused(header(**{field.name: (9, 1, 1)}))
 
 
-def test_a_frame_that_is_no_message_is_refused() -> None:
+def test_frame_without_a_valid_message_is_refused() -> None:
     def framed(**shapes: Any) -> bytes:
-        """With arrays of no bytes."""
+        """Return a frame whose arrays have no bytes."""
         head = header(**shapes)
         return head + frames.hmac.digest(FORWARD, head[:HEADER_BYTES], "sha256")
 
@@ -279,7 +283,7 @@ def test_a_frame_that_is_no_message_is_refused() -> None:
     assert "of kind 1 arrived where frame 0 of kind 2" in refused(framed(**empty), ROWS)
 
 
-def test_what_the_receiver_would_refuse_is_not_sent() -> None:
+def test_invalid_messages_are_not_sent() -> None:
     for name, wrong, said in (
         ("tokens", ints(7).astype(np.int64),
          "tokens of a step must be int32 with 1 dimensions, not int64 with 1"),
@@ -299,7 +303,7 @@ def test_what_the_receiver_would_refuse_is_not_sent() -> None:
 
 
 class Hostile:
-    """Creates a file where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -317,7 +321,7 @@ def test_a_hostile_pickle_is_numbers_or_text(tmp_path: Path) -> None:
     shapes = [(0, 0, 0)] * len(FIELDS)
     with fed(wire([Message(1, batch, None)])[0]) as channel:
         assert channel.receive(LARGE).batch is not None
-    # In every field, by a stage that has the key and sends what it likes.
+    # A hostile stage with the key sends the pickle in every field.
     for i, field in enumerate(FIELDS):
         n = len(raw) // np.dtype(field.dtype).itemsize
         shape = (n, 1) if field.columns is None else (1, n)

@@ -1,6 +1,6 @@
-"""The front of several replicas, without a cluster: which replica gets what, and what becomes of those lost.
+"""The front of several replicas, without a cluster: the choice of replicas, and lost replicas.
 
-Replicas are servers of this process; what needs Ray stands in tests/cluster/.
+Replicas are servers of this process; tests/cluster/ has the tests that need Ray.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def chat(*turns: str, system: str = "") -> bytes:
     return json.dumps({"messages": messages}).encode()
 
 
-def test_keys_of_a_conversation_begin_with_those_of_its_turns_before():
+def test_keys_of_a_conversation_begin_with_its_earlier_turns_keys():
     first, second = prefix_keys(chat("a" * 300)), prefix_keys(chat("a" * 300, "b" * 200, "c" * 90))
     assert len(first) >= 4
     assert second[: len(first)] == first
@@ -89,7 +89,7 @@ def test_a_replica_that_has_far_more_to_do_is_passed_over():
     assert table.order(keys, {"a": 0, "b": 0})[0] == "b"
 
 
-def test_metrics_of_replicas_are_told_apart():
+def test_metrics_of_replicas_have_labels():
     text = (
         '# HELP a What.\n# TYPE a counter\na_total{x="1"} 2.0\na_total 3.0\n'
         "# HELP b B.\n# TYPE b gauge\nb 1\n"
@@ -101,11 +101,11 @@ def test_metrics_of_replicas_are_told_apart():
     )
 
 
-# --- what is handed on
+# --- forwarded requests
 
 
 class Replica:
-    """A server behind the front, on a port."""
+    """A server behind the front, with its own port."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.service = Service(
@@ -141,7 +141,7 @@ def two(path: Path) -> Iterator[list[Replica]]:
 
 
 class Place:
-    """As Ray Serve's stream of one request: an address, and then nothing until the replica dies."""
+    """Like Ray Serve's stream of one request: an address, and then nothing until the replica dies."""
 
     def __init__(self, where: str) -> None:
         self._where: str | None = where
@@ -216,7 +216,7 @@ def replicas(path: Path) -> Iterator[list[Replica]]:
         yield found
 
 
-def test_what_a_client_gets_is_what_the_replica_says(replicas: list[Replica]):
+def test_client_gets_the_replicas_reply(replicas: list[Replica]):
     async def work() -> None:
         async with fronted([one.where for one in replicas]) as (client, places, _):
             body = {"messages": [{"role": "user", "content": "hello " * 25}]} | GREEDY
@@ -243,7 +243,7 @@ def test_what_a_client_gets_is_what_the_replica_says(replicas: list[Replica]):
     asyncio.run(work())
 
 
-def test_bodies_are_read_beside_the_loop(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch):
+def test_bodies_are_read_outside_the_loop(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch):
     threads: list[threading.Thread] = []
 
     def noted(body: bytes) -> list[str]:
@@ -262,7 +262,7 @@ def test_bodies_are_read_beside_the_loop(replicas: list[Replica], monkeypatch: p
     assert len(threads) == 1
 
 
-def test_keys_are_asked_for_by_the_front_and_a_replica_lets_only_the_front_in(replicas: list[Replica]):
+def test_front_checks_keys_and_replicas_accept_only_the_front(replicas: list[Replica]):
     async def work() -> None:
         async with fronted([replicas[0].where], api_keys=("k",)) as (client, places, _):
             assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 401
@@ -279,7 +279,7 @@ def test_keys_are_asked_for_by_the_front_and_a_replica_lets_only_the_front_in(re
     asyncio.run(work())
 
 
-def test_a_request_that_got_nothing_is_tried_again_elsewhere(replicas: list[Replica]):
+def test_request_without_a_reply_is_sent_to_another_replica(replicas: list[Replica]):
     async def work() -> None:
         with bound_socket("127.0.0.1", 0) as unheard:
             nobody = f"http://127.0.0.1:{unheard.getsockname()[1]}"
@@ -314,7 +314,7 @@ def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_er
                 reply = await asked
                 assert reply.status_code == 200
                 assert len(places.given) == 2
-                # The stream of a chat has begun when it is asked for: its first event has no text.
+                # A chat's stream begins at once: its first event has no text.
                 places.order = [replicas[0].where]
                 stream = asyncio.create_task(
                     client.post(CHAT, json={"messages": MESSAGES, "stream": True} | GREEDY)
@@ -332,7 +332,7 @@ def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_er
     asyncio.run(work())
 
 
-def test_what_a_replica_refuses_is_not_asked_again(path: Path):
+def test_refusal_of_a_replica_is_final(path: Path):
     replica = Replica(path, max_seconds=0.0)
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""Connections between stages: strangers delay no neighbour, and a start that cannot complete ends."""
+"""Connections between stages: strangers do not delay a neighbour, and an impossible start ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_both_ways(near: Channel, far: Channel) -> None:
 
 
 def ended(tcp: socket.socket) -> bool:
-    """Waits until the other side has closed the connection, and says nothing before."""
+    """Wait until the other side closes the connection. Return False if it sends a byte first."""
     tcp.settimeout(WATCHDOG)
     try:
         return tcp.recv(1) == b""
@@ -72,7 +72,7 @@ def test_each_connection_and_direction_has_keys_of_its_own(
         for _ in range(2):
             with joined(inlet.address, key, ENTERS), inlet.accept(WATCHDOG)[1]:
                 pass
-    # Of either connection its two sides, in any order, have the same two keys.
+    # The two sides of each connection have the same two keys, in opposite directions.
     assert len(used) == 4
     assert len({one for pair in used for one in pair}) == 4
     assert {pair[::-1] for pair in used} == set(used)
@@ -82,7 +82,7 @@ def test_each_connection_and_direction_has_keys_of_its_own(
 
 
 def test_silent_connections_do_not_delay_the_neighbour(key: bytes) -> None:
-    """They are never dropped for what they do not say: only for one that connects later."""
+    """Check that silence never drops a connection: only a later connection drops the oldest."""
     with ExitStack() as undone:
         inlet = undone.enter_context(closing(Inlet(HOST, key, seconds=1e6)))
         silent = [undone.enter_context(socket.create_connection(inlet.address)) for _ in range(50)]
@@ -90,7 +90,7 @@ def test_silent_connections_do_not_delay_the_neighbour(key: bytes) -> None:
         _, far = inlet.accept(WATCHDOG)
         undone.enter_context(far)
         check_both_ways(near, far)
-        # The oldest were dropped; as many are pending as may, one of them having made room.
+        # The oldest were dropped. MOST_PENDING were pending when the neighbour connected.
         for tcp in silent[: 51 - MOST_PENDING]:
             assert ended(tcp)
         for tcp in silent[51 - MOST_PENDING :]:
@@ -122,7 +122,7 @@ def test_a_stranger_who_is_slow_is_dropped_in_time(key: bytes) -> None:
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\0\0\0\4junk" * 9, b"HSTG\1\0\3" + b"n" * 32]
 )
-def test_a_stranger_who_says_something_else_is_dropped(key: bytes, said: bytes) -> None:
+def test_peer_with_another_protocol_is_dropped(key: bytes, said: bytes) -> None:
     with closing(Inlet(HOST, key, seconds=1e6)) as inlet:
         with socket.create_connection(inlet.address) as stranger:
             stranger.sendall(said)
@@ -135,7 +135,7 @@ def test_a_neighbour_needs_the_key(key: bytes) -> None:
     with closing(Inlet(HOST, key, seconds=1e6)) as inlet:
         with pytest.raises(LinkError, match=rf"the stage at {HOST}:\d+ does not have the key of this line"):
             joined(inlet.address, new_key(), ENTERS)
-        with socket.create_connection(inlet.address) as stranger:  # who does not mind that
+        with socket.create_connection(inlet.address) as stranger:  # which ignores the reply
             hello = links._HELLO.pack(links.MAGIC, links.VERSION, ENTERS, b"n" * 32)
             stranger.sendall(hello)
             number = links._ANSWER.unpack(stranger.recv(links._ANSWER.size, socket.MSG_WAITALL))[2]
@@ -145,7 +145,7 @@ def test_a_neighbour_needs_the_key(key: bytes) -> None:
             inlet.accept(0)
 
 
-def test_the_proof_of_one_connection_is_none_of_another(key: bytes) -> None:
+def test_proof_of_one_connection_is_invalid_for_another(key: bytes) -> None:
     said: list[bytes] = []
 
     class Recorded(socket.socket):
@@ -187,12 +187,12 @@ def test_a_neighbour_that_was_dropped_for_others_tries_again(
         assert n == 3
 
 
-# --- what is no stage
+# --- peers that are not stages
 
 
 @contextmanager
 def listening(answer: Callable[[socket.socket], object]) -> Iterator[links.Address]:
-    """The address of something else, which does this with each connection, one after the other."""
+    """Run another server, which calls `answer` with one connection after the other; yield its address."""
     with socket.create_server((HOST, 0)) as server:
 
         def serve() -> None:
@@ -220,7 +220,7 @@ def answered(version: int, magic: bytes = links.MAGIC) -> Callable[[socket.socke
     [
         (ended, "did not answer within 0.2 s"),
         (lambda tcp: None, "did not answer within 0.2 s"),
-        (answered(1, b"HTTP"), "is none: something else listens there"),
+        (answered(1, b"HTTP"), "does not answer as a stage: another program listens there"),
         (answered(9),
          "has version 9 of the frames between stages, and this machine 1; install the same version"),
         (answered(links.VERSION), "does not have the key of this line"),

@@ -1,6 +1,6 @@
-"""A profile in shards without a cluster: that of one machine, whatever was there already.
+"""A profile in shards without a cluster equals the profile of one machine, whatever shards existed before.
 
-Who counts is in this process; Ray's part stands in tests/cluster/.
+The counting runs in this process; tests/cluster/ tests Ray's part.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
     rows = np.random.default_rng(1).integers(0, 100, (20, 12), dtype=np.int32)
-    rows[8:16] = rows[:8]  # a shard that equals another one
+    rows[8:16] = rows[:8]  # two equal shards
     return rows
 
 
@@ -95,7 +95,7 @@ def test_shards_together_are_the_profile_of_one_machine(
     assert cluster.asked == [0]
 
 
-def test_a_run_that_was_killed_goes_on_with_what_is_missing(
+def test_killed_run_resumes_with_the_missing_requests(
     cluster: Cluster, path: Path, tokens: np.ndarray, expected: Profile, tmp_path: Path
 ):
     cluster.dies_after = 1
@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_goes_on_with_what_is_missing(
 def test_a_machine_with_another_file_is_refused(
     cluster: Cluster, path: Path, tokens: np.ndarray, tmp_path: Path
 ):
-    with pytest.raises(InvalidRequestError, match="is another file than that of the machine that asks"):
+    with pytest.raises(InvalidRequestError, match="differs from the file of the requesting machine"):
         profile.profile_on_ray(
             tmp_path / "p.gguf", tokens, str(path), SETTINGS, "0" * 32, None, lambda *_: None
         )

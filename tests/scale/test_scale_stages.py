@@ -1,6 +1,6 @@
-"""A model cut over machines, without machines: where it is cut, batches in pieces, a stage, a lost cache.
+"""A model split over simulated machines: the splits, pieces of batches, a stage, a lost cache.
 
-What needs a cluster stands in tests/cluster/, which `make test-scale` runs.
+tests/cluster/ has the tests that need a cluster; `make test-scale` runs them.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_layer=N_LAYER, n_embd=64)
 
 
-# --- where it is cut
+# --- the splits
 
 
 def test_stages_are_hosts_and_their_layers():
     assert parse_splits("a:1,b:2", 3) == [Split("a", 1), Split("b", 2)]
     assert parse_splits(" [::1]:3 ", 3) == [Split("[::1]", 3)]
     for wrong in ("", "a", "a:", ":3", "a:0", "a:x", "a:1,", "a:-1,b:4", "a:4", "a:" + "9" * 40):
-        with pytest.raises(InvalidRequestError, match="is no stage: each is HOST:LAYERS"):
+        with pytest.raises(InvalidRequestError, match="is not a stage: write HOST:LAYERS"):
             parse_splits(wrong, 3)
     with pytest.raises(InvalidRequestError, match="have 2 layers together, and the model has 3"):
         parse_splits("a:1,b:1", 3)
 
 
-def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_needed():
+def test_planned_stages_fill_the_quickest_machines_first():
     rooms = [
         Room("slow", 100, 1.0),
         Room("quick", 25, 4.0),
@@ -89,7 +89,7 @@ def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_nee
 # --- batches in pieces
 
 
-def test_pieces_are_the_batch_and_few_where_it_is_small():
+def test_pieces_make_up_the_batch_and_are_few_for_small_ones():
     assert [n_pieces(n, 3) for n in (1, 7, 8, 16, 63, 64, 512)] == [1, 1, 2, 3, 3, 6, 6]
     assert {n_pieces(n, 1) for n in (1, 16, 512)} == {1}
     whole = batch([(tokens(1, 7), 5, [2]), (tokens(9, 8), 0, [3]), (tokens(1, 9), 60, [4])])
@@ -118,7 +118,7 @@ def line_of(addresses: Sequence[Address], key: bytes) -> Line:
 
 
 class Workers:
-    """The stages of a model as their machines have them, in one process: a backend."""
+    """A backend of all stages of a model in one process, each as on its own machine."""
 
     def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
         gguf = open_gguf(path)
@@ -152,7 +152,7 @@ class Workers:
 
 
 class Linked(Workers):
-    """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
+    """Stages linked over sockets as in a cluster, each with its own thread."""
 
     def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
         super().__init__(path, splits, n_pages)
@@ -207,7 +207,7 @@ def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[in
     whole.close()
 
 
-def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(path: Path):
+def test_cancelled_stage_passes_it_on_and_runs_the_next_step(path: Path):
     stages = Workers(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(20), 0, [0])])
     expected = stages.step(step).logits.copy()
@@ -223,7 +223,7 @@ def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path: Path, gone: int):
     stages = Linked(path, [Split("x", 1)] * 3)
-    step = batch([(tokens(40), 0, [0])])  # of several pieces
+    step = batch([(tokens(40), 0, [0])])  # several pieces
     expected = stages.step(step).logits.copy()
     worker = stages.workers[gone]
     run = worker.run
@@ -243,7 +243,7 @@ def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
+def test_pieces_of_a_closed_line_are_not_computed(path: Path):
     stages = Linked(path, [Split("x", 1), Split("y", 2)])
     last = stages.workers[1]
     computed, begun, gate = [], threading.Event(), threading.Event()
@@ -287,7 +287,7 @@ def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
             step = batch([(tokens(5), 0, [4])])
             expected = Workers(path, [Split("x", 3)]).step(step).logits
             np.testing.assert_array_equal(line.step(1, [step])[0], expected)
-            for address in addresses:  # no other can connect to a line that is complete
+            for address in addresses:  # a complete line accepts no other connection
                 with pytest.raises(LinkError, match="cannot be reached"):
                     joined(address, key, ENTERS)
     stages.close()
@@ -315,7 +315,7 @@ def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(pat
     stages = Linked(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(5), 0, [4])])
     expected = stages.step(step).logits.copy()
-    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # by someone who can write to the connection
+    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # an attacker who can write to the connection
     with pytest.raises(LOST):
         stages.step(step)
     told = [worker.alive() for worker in stages.workers]
@@ -338,7 +338,7 @@ def test_rows_of_another_step_or_piece_are_refused(path: Path):
     stages.close()
 
 
-def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
+def test_batch_out_of_bounds_leaves_the_line_unchanged(path: Path):
     stages = Linked(path, [Split("x", 3)])
     step = batch([(tokens(5), 0, [4])])
     with pytest.raises(
@@ -349,7 +349,7 @@ def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
     stages.close()
 
 
-def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Path):
+def test_stage_that_cannot_open_gives_one_message(path: Path, tmp_path: Path):
     other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
     how: dict[str, Any] = {
         "settings": SETTINGS, "mark": fingerprint(open_gguf(path)), "first_op": 0, "last_op": 1,
@@ -358,7 +358,7 @@ def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Pat
     found = StageWorker().open(model=str(other), **how)
     assert isinstance(found, Failed)
     assert isinstance(found.error(), InvalidRequestError)
-    assert "is another file than that of the machine that asks" in str(found.error())
+    assert "differs from the file of the requesting machine" in str(found.error())
     gone = StageWorker().open(model=str(tmp_path / "gone.gguf"), **how)
     assert isinstance(gone, Failed)
     assert "gone.gguf" in str(gone.error())
@@ -376,7 +376,7 @@ def test_splitting_a_model_over_machines_needs_no_memory_for_it(path: Path, monk
         assert plan_model(asked, mapped=True).n_ctx == decided.config.n_ctx_train
 
 
-def test_an_error_arrives_as_it_was():
+def test_error_arrives_unchanged():
     for error in (StepCancelledError(), ContextLengthError("too long"), OutOfMemoryError("full")):
         found = Failed.of(error).error()
         assert (type(found), str(found)) == (type(error), str(error))
@@ -387,7 +387,7 @@ def test_an_error_arrives_as_it_was():
 
 
 class Losing(FakeBackend):
-    """Forgets all keys and values at some steps, as a machine that died does."""
+    """Stages that lose all keys and values at some steps, as if a machine died."""
 
     lost_at: tuple[int, ...] = ()
     n_steps = 0
@@ -401,7 +401,7 @@ class Losing(FakeBackend):
 
 
 @pytest.mark.parametrize("lost_at", [(1,), (4,), (6, 7, 20)], ids=str)
-def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
+def test_contents_of_a_lost_cache_are_computed_again(lost_at: tuple[int, ...]):
     def answers(backend: FakeBackend) -> list[list[int]]:
         engine = Engine(backend, 400, max_sequences=3)
         prompt = list(range(1, 90))
@@ -423,7 +423,7 @@ def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
     assert backend.n_steps > max(lost_at)
 
 
-def test_cancelling_a_stage_from_another_thread_ends_what_it_computes(path: Path):
+def test_cancelling_a_stage_from_another_thread_ends_its_step(path: Path):
     stages = Workers(path, [Split("x", 3)])
     worker = stages.workers[0]
     run, begun, gate = worker._stage.run, threading.Event(), threading.Event()

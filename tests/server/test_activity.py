@@ -148,7 +148,7 @@ def test_nothing_is_reported_unless_requested(sparse: Path) -> None:
     run(sparse, work)
 
 
-def test_the_cpus_part_is_reported_beside_a_device(sparse: Path) -> None:
+def test_cpus_part_is_reported_next_to_a_device(sparse: Path) -> None:
     with hotset.load(sparse, device="cpu", n_threads=1) as model:
         generation = model.prepare(
             [1, 2, 3], hotset.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

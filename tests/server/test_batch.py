@@ -144,11 +144,11 @@ BODY = '{"messages": [{"role": "user", "content": "number 9"}], "max_tokens": 2,
 # Lines that are not requests: the line, the code of its record, and a part of the message.
 BAD: dict[str, tuple[bytes, str, str]] = {
     "a bracket": (b"{", "invalid_json_line", "is not JSON"),
-    "a list": (b"[]", "invalid_request", "is no request"),
-    "a number": (b"3", "invalid_request", "is no request"),
-    "null": (b"null", "invalid_request", "is no request"),
-    "no body": (b'{"custom_id": "a"}', "invalid_request", "is no request"),
-    "a body that is a list": (b'{"custom_id": "a", "body": []}', "invalid_request", "is no request"),
+    "a list": (b"[]", "invalid_request", "is not a request"),
+    "a number": (b"3", "invalid_request", "is not a request"),
+    "null": (b"null", "invalid_request", "is not a request"),
+    "no body": (b'{"custom_id": "a"}', "invalid_request", "is not a request"),
+    "a body that is a list": (b'{"custom_id": "a", "body": []}', "invalid_request", "is not a request"),
     "no custom_id": (b'{"url": "/v1/completions", "body": {}}', "invalid_request", "no custom_id"),
     "a custom_id that is a number": (
         b'{"custom_id": 3, "url": "/v1/completions", "body": {}}',

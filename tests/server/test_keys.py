@@ -189,7 +189,7 @@ def test_a_key_for_some_models_cannot_manage_others(
         ("[alice]\nkey = 'k'\nmodels = 'tiny'", "list of names"),
         ("[alice]\nkey = 'k'\nmanages = 'no'", "manages"),
         ("[alice]\nkey = 'k'\n[bob]\nkey = 'k'", "a key twice"),
-        ("[alice", "no TOML"),
+        ("[alice", "not a TOML"),
     ],
 )
 def test_a_wrong_file_of_keys_is_refused(text: str, said: str, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_disconnected_client_ends_a_long_prompt(path: Path, stream: bool):
         model.backend.step = step  # type: ignore[method-assign]
 
 
-def test_a_slow_reader_delays_nobody_and_is_disconnected_at_last(path: Path, expected: str):
+def test_slow_reader_delays_no_client_and_is_disconnected(path: Path, expected: str):
     with Serving(path, load={"n_ctx": 1024}, max_write_seconds=0.5) as server:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

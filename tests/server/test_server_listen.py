@@ -166,7 +166,7 @@ def test_a_wrong_certificate_is_refused(certificate: tuple[Path, Path], tmp_path
     )  # fmt: skip
     (tmp_path / "text").write_text("no certificate")
     for bad in ((cert, cert), (key, key), (tmp_path / "text", key), (cert, locked), (tmp_path / "none", key)):
-        with pytest.raises(hotset.InvalidRequestError, match="no certificate and its key"):
+        with pytest.raises(hotset.InvalidRequestError, match="not a certificate and its key"):
             check_certificate(*map(str, bad))
     with pytest.raises(hotset.InvalidRequestError, match="both"):
         ServerSettings(tls_cert=str(cert))

@@ -130,7 +130,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, servers: dict[str, Any], why: s
 @pytest.mark.parametrize("text", ["{", "[]", "7", '{"mcpServers": 7}', "[" * 100_000])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "mcp.json").write_text(text)
-    with pytest.raises(InvalidRequestError, match=r"no JSON file|names no MCP servers"):
+    with pytest.raises(InvalidRequestError, match=r"not a JSON file|names no MCP servers"):
         read_servers(tmp_path / "mcp.json")
 
 
@@ -383,7 +383,7 @@ def test_servers_at_an_address() -> None:
         said = {status.name: status.problem for status in clients.statuses if status.state == "failed"}
         assert said == {
             "large": "sent a message of more than 131072 bytes",
-            "packed": "compresses what it sends, which it was not asked to",
+            "packed": "sends compressed replies, although hotset requests uncompressed ones",
             "flood": "sent more than 1048576 bytes in a minute and was ended",
             "event": "sent a message of more than 131072 bytes",
             "wide": TOO_MUCH,
@@ -437,7 +437,7 @@ def test_tools_are_listed_and_called(tmp_path: Path) -> None:
         meant = {"name": "a__echo", "arguments": {"text": "hi"}, "digest": listed}
         assert (await client.post("/mcp/call", json=meant)).status_code == 200
         wrong: list[tuple[str, Any, int, str]] = [
-            ("/mcp/call", meant | {"digest": "0" * 64}, 409, "is another one than it was"),
+            ("/mcp/call", meant | {"digest": "0" * 64}, 409, "has changed"),
             ("/mcp/call", {"name": "a__none"}, 404, "there is no tool 'a__none'"),
             ("/mcp/call", {"name": "a b"}, 400, "name"),
             ("/mcp/call", {"name": "a__echo", "arguments": []}, 400, "arguments"),

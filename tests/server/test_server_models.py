@@ -529,7 +529,7 @@ def test_pinned_models_and_settings_per_model(folder: Path, facts: dict[str, Any
         ("[models.one]\ntemplate = 'none.jinja'", "none.jinja"),
         ("[default]\npinned = true", "no model, aliases or pinned"),
         ("models = 3", "models is a table"),
-        ("[models.one", "no TOML file"),
+        ("[models.one", "not a TOML file"),
         ("[models.four]", "is about no model that is here"),
         ("[models.one]\naliases = ['two']", "names 'two' too"),
     ],

@@ -338,9 +338,9 @@ def test_messages_that_cannot_be_continued_are_refused(tmp_path: Path, schema: A
         _, raw = await schema.whole(client, schema.body(tools=[WEATHER], temperature=0, max_tokens=200))
         called = schema.called(raw, "")[:-1]
         message = await refused(client, schema, schema.body([*BEGUN[:1], *called], **SHORT))
-        assert "add what they returned" in message
+        assert "add the results of the calls" in message
         message = await refused(client, schema, schema.body(BEGUN, **SHORT))
-        assert "the chat template of this model changes it" in message
+        assert "this model's chat template changes it" in message
 
     with_template(tmp_path, HERMES.replace("{{ m.content }}", "{{ m.content | upper }}"), work)
 

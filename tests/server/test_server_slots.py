@@ -226,8 +226,7 @@ def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path:
         reply = await act(client, "save", filename="x")
         assert reply.status_code == 501
         assert (
-            "--slot-save-path needs a model that this machine's CPU computes alone"
-            in reply.json()["error"]["message"]
+            "--slot-save-path needs the whole model on this machine's CPU" in reply.json()["error"]["message"]
         )
 
     run(path, work, slot_save_path=str(tmp_path), load={"device": "reference"})

@@ -44,7 +44,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def test_bits_are_those_of_the_file_alone(model_path: Path) -> None:
+def test_bits_equal_the_plain_file(model_path: Path) -> None:
     """Check single tokens and a batch, with every set of kernels, with and without copies."""
     with open_gguf(model_path) as gguf:
         config = config_from_gguf(gguf)

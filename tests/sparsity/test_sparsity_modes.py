@@ -93,7 +93,9 @@ def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
         (("predicted", "tree"), "'tree' is unknown"),
     ],
 )
-def test_what_cannot_be_costs_a_sentence(asked: tuple[str | None, ...], message: str, tmp_path: Path) -> None:
+def test_impossible_input_gives_one_message(
+    asked: tuple[str | None, ...], message: str, tmp_path: Path
+) -> None:
     silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
     with pytest.raises(InvalidRequestError, match=message):
         choice(silu, *asked)
@@ -119,7 +121,7 @@ def test_a_down_matrix_by_neuron_computes_the_same(type_: GGMLType, mode: str, t
     ready.weights.close()
 
 
-def test_what_cannot_be_laid_out_by_neuron_stays_dense(tmp_path: Path) -> None:
+def test_matrices_without_a_neuron_major_layout_stay_dense(tmp_path: Path) -> None:
     gguf = relu(tmp_path / "model.gguf", GGMLType.Q5_0)
     ready = prepared(gguf)
     assert len(ready.notes) == 1

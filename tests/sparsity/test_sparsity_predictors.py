@@ -107,7 +107,7 @@ def test_the_threshold_is_the_highest_that_keeps_the_recall() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("calibration", [GIVEN, WRITTEN, DRAWN], ids=["given", "written", "drawn"])
-def test_predictors_keep_what_they_are_calibrated_to(
+def test_predictors_keep_the_calibrated_recall(
     architecture: str, calibration: Calibration, tmp_path: Path
 ) -> None:
     gguf = model(tmp_path / "model.gguf", architecture)
@@ -215,7 +215,7 @@ def test_a_predictor_is_built_again_for_other_settings(tmp_path: Path) -> None:
     assert "built in" in other.notes[-1]
 
 
-def test_an_odd_calibration_costs_a_sentence() -> None:
+def test_odd_calibration_gives_one_message() -> None:
     with pytest.raises(InvalidRequestError, match=r"recall .* not 0"):
         Calibration(recall=0)
     with pytest.raises(InvalidRequestError, match="empty"):
@@ -254,7 +254,7 @@ def test_blocks_that_do_not_divide_rows_give_way_to_smaller_ones(tmp_path: Path)
     assert tensors["blk.0.svd_b.weight"].type == GGMLType.F16  # of 16
 
 
-def test_rows_that_no_blocks_divide_cost_a_sentence(tmp_path: Path) -> None:
+def test_rows_that_no_blocks_divide_give_one_message(tmp_path: Path) -> None:
     gguf = model(tmp_path / "model.gguf", dialect="powerinfer", ranks=(33, 17), n_embd=48)
     with pytest.raises(InvalidRequestError, match="rows of 48 values cannot be stored as Q8_0; use mlp"):
         prepared(gguf, "mlp:q8_0")
@@ -283,7 +283,7 @@ def test_leading_neurons_that_a_file_names_need_no_score(predictor: str, tmp_pat
 @pytest.mark.parametrize(
     "value", [np.array([5], np.int32), np.array([96, 0], np.int32), [-1, 0], "5", [0.5, 1.0]]
 )
-def test_a_damaged_count_costs_a_sentence(value: Any, tmp_path: Path) -> None:
+def test_damaged_count_gives_one_message(value: Any, tmp_path: Path) -> None:
     gguf = model(tmp_path / "model.gguf", keys={"hotset.n_always": value})
     with pytest.raises(
         FormatError, match=r"hotset\.n_always must hold a number of neurons for each of 2 layers"
@@ -394,7 +394,7 @@ def test_the_native_backend_calibrates_and_profiles(tmp_path: Path) -> None:
         assert np.abs(one.astype(int) - other.astype(int)).max() <= 0.05 * TOKENS.size
 
 
-def test_a_predictor_that_has_the_type_already_is_used_as_it_is(tmp_path: Path) -> None:
+def test_predictor_of_the_requested_type_is_used_unchanged(tmp_path: Path) -> None:
     gguf = model(tmp_path / "m.gguf", dialect="powerinfer", type_of=lambda name: GGMLType.Q8_0)
     ready = prepared(gguf, "mlp:q8_0")
     assert not any("predictor" in note for note in ready.notes)

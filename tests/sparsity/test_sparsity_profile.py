@@ -76,7 +76,7 @@ def test_a_fingerprint_is_the_same_where_reads_give_less(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
-def test_counts_are_those_of_neurons_that_are_not_zero(architecture: str, tmp_path: Path) -> None:
+def test_counts_equal_the_nonzero_neurons(architecture: str, tmp_path: Path) -> None:
     gguf = open_gguf(write_relu(tmp_path / "model.gguf", architecture))
     said = []
     profile = collect(
@@ -113,7 +113,7 @@ def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
     assert all(map(np.array_equal, again.counts, profile.counts))
 
 
-def test_what_is_not_a_profile_costs_a_sentence(tmp_path: Path) -> None:
+def test_other_file_than_a_profile_gives_one_message(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="is not an activation profile"):
         Profile.open(write_relu(tmp_path / "model.gguf"))
     with pytest.raises(ModelNotFoundError):
@@ -130,7 +130,7 @@ def test_what_is_not_a_profile_costs_a_sentence(tmp_path: Path) -> None:
         ([[1, -1]], 100, "more often than its tokens"),
     ],
 )
-def test_a_profile_that_makes_no_sense_costs_a_sentence(
+def test_invalid_profile_gives_one_message(
     counts: list[list[int]], n_tokens: int, message: str, tmp_path: Path
 ) -> None:
     writer = GGUFWriter(tmp_path / "p.gguf", "hotset")
@@ -272,7 +272,7 @@ def choose_mlp(gguf: GGUFFile) -> Any:
     return prepare(gguf, config, choose(config, gguf.tensors)).predictor
 
 
-def test_what_lies_beside_a_model_moves_along(tmp_path: Path) -> None:
+def test_files_next_to_a_model_move_along(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
     path = write_relu(tmp_path / "in" / "model.powerinfer.gguf")
@@ -300,7 +300,7 @@ def test_what_lies_beside_a_model_moves_along(tmp_path: Path) -> None:
     assert {file.name for file in done.files} == {file.name for file in (tmp_path / "out").iterdir()}
 
 
-def test_what_cannot_be_reordered_costs_a_sentence(tmp_path: Path) -> None:
+def test_unreorderable_file_gives_one_message(tmp_path: Path) -> None:
     path = write_relu(
         tmp_path / "q.gguf",
         dialect="gguf",

@@ -53,7 +53,7 @@ def dense_step(n_tokens: int = 1, gated: bool = True) -> StepStats:
     return step(n_tokens, selected=every, active=[30, 20], gate_rows=gate, up_rows=rows, down_rows=rows)
 
 
-def test_every_row_is_what_the_model_costs(tmp_path: Path) -> None:
+def test_every_row_equals_the_models_cost(tmp_path: Path) -> None:
     """Check that a dense step reads as much as Cost says, and multiplies every parameter of the matrices."""
     gguf = opened(tmp_path / "model.gguf", dialect="gguf", ranks=(32, 32))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -127,7 +127,7 @@ def test_nothing_yet_is_zero_and_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
-def test_what_a_backend_counts_is_what_its_taps_saw(architecture: str, tmp_path: Path) -> None:
+def test_counts_of_a_backend_equal_its_taps(architecture: str, tmp_path: Path) -> None:
     gguf = opened(tmp_path / "model.gguf", architecture)
     graph = describe(config_from_gguf(gguf), gguf.tensors, MLP)
     backend = ReferenceBackend(gguf, graph, n_pages=1, sparse=True)

@@ -30,7 +30,7 @@ def written(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_file_round_trip(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     made = Thresholds(
         Calibrated.of(gguf), LAYERS, "exact", True, {"hash": "1"}, {"perplexity": {"before": 12.5}}
@@ -43,7 +43,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     read.check_model(gguf, 2)
 
 
-def test_what_is_absent_is_zero(tmp_path: Path) -> None:
+def test_absent_values_are_zero(tmp_path: Path) -> None:
     path = written(tmp_path, layers=[{}, {"gate": 1}], mode=..., prompts=..., text=..., measured=...)
     read = Thresholds.open(path)
     assert read.layers == (LayerThresholds(), LayerThresholds(gate=1.0))
@@ -75,7 +75,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_is_wrong_is_said(tmp_path: Path, case: str) -> None:
+def test_faults_are_named(tmp_path: Path, case: str) -> None:
     changes, expected = HOSTILE[case]
     with pytest.raises(FormatError, match=expected):
         Thresholds.open(written(tmp_path, **changes))
@@ -104,7 +104,7 @@ def test_thresholds_of_another_model_are_refused(tmp_path: Path) -> None:
         Thresholds(Calibrated.of(gguf), LAYERS).check_model(gguf, 3)
 
 
-def test_what_is_no_number_is_not_written(tmp_path: Path) -> None:
+def test_nan_is_not_written(tmp_path: Path) -> None:
     made = Thresholds(Calibrated("m", 1, ""), (LayerThresholds(gate=float("nan")),))
     with pytest.raises((HotsetError, ValueError)):
         made.save(tmp_path / "some.json")

@@ -32,7 +32,7 @@ from hotset.sparsity.trace import RouteTrace, trace_path
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
-def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> None:
+def test_routes_equal_whole_steps(tmp_path: Path, activation: str) -> None:
     path = moe_layer(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
     ids = np.random.default_rng(3).integers(0, N_VOCAB, (2, 70)).astype(np.int32)
     told = []
@@ -106,7 +106,7 @@ def damaged() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("what", "change"), list(damaged()), ids=lambda value: str(value)[:40])
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: dict[str, Any]) -> None:
+def test_other_file_than_a_trace_is_refused(tmp_path: Path, what: str, change: dict[str, Any]) -> None:
     trace = random_trace()
     layers = [trace.routes[:, i].astype("<i2") for i in range(3)]
     layers[0] = change.get("layer", layers[0])
@@ -131,7 +131,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: d
 
 def test_the_file_that_is_damaged_was_a_trace(tmp_path: Path) -> None:
     """Check that the undamaged file is valid, so that the test before passes for the right reason."""
-    test_a_file_that_is_no_trace_is_refused(tmp_path, "nothing", {})
+    test_other_file_than_a_trace_is_refused(tmp_path, "nothing", {})
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
+def test_hit_rates_equal_plain_simulations(seed: int) -> None:
     trace = random_trace(seed=seed)
     replayed, routes = replay(trace), trace.routes.tolist()
     assert [point.share for point in replayed.points] == list(SHARES)
@@ -177,7 +177,7 @@ def test_a_trace_of_one_token_cannot_be_replayed() -> None:
         replay(random_trace(1))
 
 
-def test_routes_are_synthetic_as_asked() -> None:
+def test_synthetic_routes_have_the_requested_statistics() -> None:
     """Check that popularity and locality have their effects, and that a seed gives the same routes."""
     flat = replace(ROUTERS["gemma-4-26B-A4B"].locality, zipf=0.0, slow=0.0, fast=0.0)
 
@@ -257,7 +257,7 @@ def test_trace_and_replay(tmp_path: Path, text: Path, activation: str) -> None:
     assert "37.5% of the experts" in done.stderr
 
 
-def test_trace_writes_where_it_is_told_and_replaces_nothing_unasked(tmp_path: Path, text: Path) -> None:
+def test_trace_writes_to_the_given_place_and_replaces_nothing(tmp_path: Path, text: Path) -> None:
     model = moe_layer(tmp_path / "m.gguf")
     other = tmp_path / "other.gguf"
     done = inside("trace", model, "-f", text, "-n", 20, "-o", other, "--json")
@@ -273,7 +273,7 @@ def test_trace_writes_where_it_is_told_and_replaces_nothing_unasked(tmp_path: Pa
     assert RouteTrace.open(trace_path(model)).n_tokens == 10
 
 
-def test_wrong_usage_is_a_sentence(tmp_path: Path, text: Path) -> None:
+def test_wrong_usage_gives_one_message(tmp_path: Path, text: Path) -> None:
     model = moe_layer(tmp_path / "m.gguf")
     for arguments in (
         (), (model,), ("-f", text), (model, "--replay", text), ("-f", text, "--replay", text),

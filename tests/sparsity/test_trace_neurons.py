@@ -142,7 +142,7 @@ def damaged() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("what", "change"), [("nothing", {}), *damaged()], ids=lambda value: str(value)[:40])
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: dict[str, Any]) -> None:
+def test_other_file_than_a_trace_is_refused(tmp_path: Path, what: str, change: dict[str, Any]) -> None:
     trace = random_trace()
     keys: dict[str, Any] = {
         "model": "m", "name": "n", "data": "d", "starts": np.array([0]), "sparsity": "exact",
@@ -175,7 +175,7 @@ def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
+def test_hit_rates_equal_plain_simulations(seed: int) -> None:
     """Compare with a plain simulation, as for experts, with lookups of any length."""
     trace = random_trace(seed=seed)
     replayed = replay(trace)
@@ -209,7 +209,7 @@ def counted(backend: CpuBackend, weights: Any) -> tuple[float, float, int]:
 @pytest.mark.parametrize("bundled", [False, True], ids=["plain", "bundled"])
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("model", ["llama", "opt"])
-def test_a_replay_says_what_a_store_does(tmp_path: Path, model: str, mode: str, bundled: bool) -> None:
+def test_replay_equals_a_store(tmp_path: Path, model: str, mode: str, bundled: bool) -> None:
     """Check that hits are exactly a store's at any size, and that it reads no more bytes for missing rows."""
     gguf = write(tmp_path, model, GGMLType.Q8_0)
     if bundled:
@@ -243,7 +243,7 @@ def test_records_of_whole_pages_are_read_as_was_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", list(FORMS)[:2])
-def test_a_replay_says_what_a_store_of_experts_does(tmp_path: Path, form: str) -> None:
+def test_replay_equals_a_store_of_experts(tmp_path: Path, form: str) -> None:
     gguf = write_experts(tmp_path, **FORMS[form])
     trace = traced(gguf, "dense")
     assert isinstance(trace, RouteTrace)
@@ -285,7 +285,7 @@ def test_trace_and_replay(tmp_path: Path, mode: str) -> None:
     assert (done.returncode, "nothing to trace" in done.stderr) == (1, True)
 
 
-def test_a_run_under_a_budget_hits_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_under_a_budget_has_the_predicted_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a run from a model's name to its answer: the prompt, then the answer's tokens one by one."""
     from hotset.placement import ram
 

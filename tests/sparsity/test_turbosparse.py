@@ -89,7 +89,7 @@ def test_every_operation_is_the_references(model: tuple[Path, Any], tmp_path: Pa
             np.testing.assert_array_equal(logits_of(cpu(gguf, sparse=sparse), ids, splits, [1]), tapped)
 
 
-def test_what_is_counted_is_what_the_reference_counts(model: tuple[Path, Any]) -> None:
+def test_counts_equal_the_reference(model: tuple[Path, Any]) -> None:
     gguf = open_gguf(model[0] / "model.gguf")
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     for sparse in (False, True):
@@ -124,14 +124,14 @@ def test_no_other_predictor_takes_its_place(model: tuple[Path, Any]) -> None:
         assert loaded.sparsity.mode == "predicted"
 
 
-def test_a_score_of_zero_is_no_neuron(model: tuple[Path, Any]) -> None:
+def test_score_of_zero_selects_no_neuron(model: tuple[Path, Any]) -> None:
     """Check that a score of 0 selects nothing: round(sigmoid(0)) is round(0.5), which is 0."""
     with open_gguf(model[0] / "model.gguf") as gguf:
         threshold = np.float32(config_from_gguf(gguf).sparse_threshold)
     assert 0 < threshold < 1e-37
 
 
-def test_what_makes_no_sense_is_refused(model: tuple[Path, Any], tmp_path: Path) -> None:
+def test_nonsensical_settings_are_refused(model: tuple[Path, Any], tmp_path: Path) -> None:
     folder = model[0]
     with pytest.raises(hotset.HotsetError, match=r"predictors of its own|no experts"):
         convert_hf(folder, tmp_path / "m.gguf", "f32", predictors=folder)

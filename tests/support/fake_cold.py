@@ -1,6 +1,6 @@
 """A CPU worker in NumPy: the correct results of split layers, computed by the reference's operations.
 
-It also checks the protocol: one post per layer and step, then one collect, and nothing outside a step.
+It also checks the protocol: one submit per layer and step, then one collect, and nothing outside a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FakeCpuWorker:
         if self.fails:
             raise RuntimeError("the cold half failed")
 
-    def post(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
+    def submit(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
         hot = self._hot[layer]
         assert layer not in self._done
         assert self._n_tokens, "outside a step"

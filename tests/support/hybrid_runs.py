@@ -32,7 +32,7 @@ def hybrid(gguf: GGUFFile, owners: tuple[int, ...] = (0, 0), **options: Any) -> 
 
 
 def chain(placement: Placement, weights: WeightSource, graph: Graph, **options: Any) -> ChainBackend:
-    """The CPU and torch's devices. expert_slots, fetching: of each device."""
+    """Open the CPU and torch's devices as a chain. expert_slots, fetching: values for each device."""
     given = {"n_pages": 8, "max_batch": 48, "kv_type": "f32", "sparse": True, "timeout": WATCHDOG, **options}
     n = len(placement.devices)
     if "expert_slots" in given:

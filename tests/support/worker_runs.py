@@ -20,7 +20,7 @@ N_EMBD = 64
 LAYERS = (0, 1)
 
 
-def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> CpuOffload:
+def cpu_worker(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> CpuOffload:
     ready, graph = prepared(gguf, mode)
     hot = options.pop("hot", None)
     layers = {i: hot_neurons(share, seed=i) for i in LAYERS} if hot is None else dict.fromkeys(LAYERS, hot)
@@ -46,5 +46,5 @@ def random_bits(n: int, share: float = 0.4, seed: int = 5) -> torch.Tensor:
 
 def ask(cold: CpuOffload, layer: int, h: torch.Tensor, bits: torch.Tensor | None = None) -> np.ndarray:
     with cold.step(len(h)):
-        cold.post(layer, h, bits)
+        cold.submit(layer, h, bits)
         return cold.collect(layer).numpy()

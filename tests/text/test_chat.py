@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, to the byte, and nothing that a hostile file may do."""
+"""Chat templates render the same bytes as transformers, and a hostile file can do no harm."""
 
 import gc
 import os
@@ -184,7 +184,7 @@ def test_renders_as_transformers_does(name, messages):
 
 
 def test_known_texts():
-    # written out, so that the comparison above does not rest on transformers alone
+    # written out, so that the check does not depend only on transformers
     assert ChatTemplate(CHATML).render([{"role": "user", "content": "Hi"}]) == (
         "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -263,7 +263,7 @@ def test_marks_of_chatml_are_tokens():
 
 
 @pytest.mark.parametrize("messages", [["hi"], [{"content": "no role"}], [None]])
-def test_messages_that_are_none(messages):
+def test_invalid_messages(messages):
     with pytest.raises(TokenizerError, match="Every message"):
         ChatTemplate(CHATML).render(messages)
 
@@ -337,7 +337,7 @@ BOMBS = [
 ]  # fmt: skip
 
 
-# What Python does in one call, out of reach of any check between two steps of the template.
+# Work inside one call of Python, which checks between two steps of the template cannot interrupt.
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 EQUALS = (
     "{% set a = namespace(x=[1]) %}{% set b = namespace(x=[1]) %}{% for i in range(40) %}"
@@ -366,7 +366,7 @@ def test_bombs_fizzle(source, monkeypatch):
     assert len(str(raised.value)) < 600
 
 
-def test_a_long_chat_is_no_bomb():
+def test_long_chat_takes_bounded_time():
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x" * 500} for i in range(2000)]
     text = ChatTemplate(QWEN).render(messages)
     assert len(text) > 1_000_000
@@ -395,8 +395,8 @@ def child(template: ChatTemplate) -> psutil.Process:
 
 
 def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
-    gc.collect()  # files that other tests left open
-    n_open = getattr(psutil.Process(), "num_fds", lambda: 0)  # Windows does not number files alone
+    gc.collect()  # close files of other tests
+    n_open = getattr(psutil.Process(), "num_fds", lambda: 0)  # Windows counts other handles too
     before, others = n_open(), psutil.Process().children()
     template = ChatTemplate(HELLO)
     process = child(template)
@@ -416,7 +416,7 @@ def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
     with pytest.raises(TokenizerError, match="not valid Jinja"):
         ChatTemplate("{% if %}")
     assert n_open() == before
-    assert set(psutil.Process().children()) <= set(others)  # those of other tests may end meanwhile
+    assert set(psutil.Process().children()) <= set(others)  # children of other tests may end meanwhile
 
 
 @wine.lacks("the computing time of other processes")
@@ -429,7 +429,7 @@ def test_after_a_bomb_the_next_conversation_is_rendered(monkeypatch):
         assert template.render(say("hello")) == "hello"
 
 
-def test_what_a_template_puts_out_is_bounded():
+def test_output_of_a_template_is_bounded():
     many = "puts out more than 16777216 characters"
     with ChatTemplate("{{ 'a' * 17000000 }}") as template, pytest.raises(TokenizerError, match=many):
         template.render(PLAIN)
@@ -448,7 +448,7 @@ def test_texts_arrive_as_they_are(template):
 
 
 @pytest.mark.parametrize("bad", [{(1, 2): 3}, {"x": 10**5000}], ids=["key", "number"])
-def test_variables_that_are_not_json_are_a_sentence(template, bad):
+def test_variables_outside_json_give_one_message(template, bad):
     with pytest.raises(TokenizerError, match="must be plain data"):
         template.render([{"role": "user", "content": "a", "more": bad}])
     nested: list = []

@@ -1,4 +1,4 @@
-"""Processes of templates and grammars: their limits, their deaths, and replies of one that was taken over."""
+"""Processes of templates and grammars: their limits, their deaths, and hostile replies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ posix = pytest.mark.skipif(os.name == "nt", reason="a script stands in for Pytho
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of children. hello: a request. expected: of its answer. slow, large: requests that take too much
-    time or memory. use: starts a child as the program does. sentences: for the user."""
+    """A kind of child process.
+
+    hello: a request. expected: the types in its answer. slow, large: requests that take too much time or
+    memory. use: starts a child as the program does. sentences: messages for the user, by cause.
+    """
 
     module: str
     packages: tuple[str, ...]
@@ -199,7 +202,7 @@ def check_sentence(kind: Kind, cause: Cause) -> None:
     assert set(psutil.Process().children()) <= before
 
 
-def test_no_python_is_a_sentence(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_python_gives_one_message(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     check_sentence(kind, Cause.NOT_STARTED)
 
@@ -225,7 +228,7 @@ def test_no_python_is_a_sentence(kind: Kind, monkeypatch: pytest.MonkeyPatch) ->
         (Cause.DIED, [READY, message(b'{"error": []}'), "exec sleep 600"]),
     ],
 )
-def test_a_child_that_was_taken_over_harms_no_one(
+def test_hostile_child_cannot_harm_the_parent(
     kind: Kind, cause: Cause, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_python(monkeypatch, tmp_path, lines)

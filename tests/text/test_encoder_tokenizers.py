@@ -1,4 +1,4 @@
-"""WordPiece and unigram tokenizers from metadata alone: equal to the libraries' own, safe when damaged."""
+"""WordPiece and unigram tokenizers made only from metadata equal the libraries' own, and damage is safe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hotset.text.tokenizer import load_tokenizer
 
 
 def random_texts(n: int, seed: int = 0) -> list[str]:
-    """Of characters from all over Unicode, many of them combining marks."""
+    """Return texts of random Unicode characters, many of them combining marks."""
     rng = np.random.default_rng(seed)
     ranges = [(32, 127), (0, 0x300), (0x300, 0x370), (0x370, 0x3000), (0x3000, 0xD800), (0xE000, 0x11000)]
     ranges.append((0x1F000, 0x20000))
@@ -47,7 +47,7 @@ def test_word_pieces_are_the_librarys(lowercase: bool, strips: bool | None) -> N
     if strips is not None:
         keys["normalizer.strip_accents"] = strips
     tokenizer = load_tokenizer(word_piece_metadata(library, **keys))
-    plain = json.loads(library.to_str())  # which takes special tokens in a text as text
+    plain = json.loads(library.to_str())  # without special tokens in texts
     plain["added_tokens"] = []
     library = type(library).from_str(json.dumps(plain))
     for text in TEXTS:
@@ -76,7 +76,7 @@ def test_old_files_name_only_cls_and_sep() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"unknown_token_id": None}, "no valid unknown token"),  # BERT's is 100 in vocabularies of 30,000
+        ({"unknown_token_id": None}, "no valid unknown token"),  # the default is 100
         ({"bos_token_id": 10**6}, "names no valid id"),
         ({"seperator_token_id": 10**6}, "names no valid id"),
         ({"seperator_token_id": "3"}, "names no valid id"),
@@ -111,9 +111,12 @@ def test_unigrams_are_sentencepieces() -> None:
     assert last not in tokenizer.encode("the </s>", add_special=False)
 
 
-def test_unigrams_are_those_of_tokenizers() -> None:
-    """As Hugging Face runs XLM-RoBERTa's. Where its normaliser differs from SentencePiece's (it loses marks
-    behind characters that are replaced) the texts are left out."""
+def test_unigrams_equal_tokenizers() -> None:
+    """Compare with Hugging Face's unigram tokenizer, set up as for XLM-RoBERTa.
+
+    Its normaliser loses marks after replaced characters. Texts for which it differs from SentencePiece's
+    normaliser are left out.
+    """
     from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
     from tokenizers.models import Unigram
 
@@ -168,7 +171,7 @@ def test_a_damaged_charsmap_does_no_harm(at: int, byte: int) -> None:
         normalise(text)
 
 
-def test_what_is_remembered_of_texts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     _, charsmap = trained_unigram()
     expected = [CharsMap(charsmap)(text) for text in TEXTS]
     monkeypatch.setattr("hotset.text.charsmap._REMEMBERED", 5)

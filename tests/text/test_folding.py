@@ -34,7 +34,7 @@ ALL = TOOLS_SHOWN + EACH + SHOWN + CALLS + "{% endfor %}"
 
 TEMPLATES = {
     "takes all": ALL,
-    # Two roles in turn; a leading system message is a part of the first user message (Gemma 3).
+    # Two alternating roles; a leading system message joins the first user message (Gemma 3).
     "gemma3": IN_TURN
     + """\
 {%- set first = '' %}
@@ -54,7 +54,7 @@ TEMPLATES = {
     + SHOWN
     + CALLS
     + "{% endfor %}",
-    # Later system messages are left out without a word (MiniMax).
+    # Later system messages are dropped silently (MiniMax).
     "drops systems": TOOLS_SHOWN
     + EACH
     + "{% if loop.first or message.role not in ('system', 'developer') %}"
@@ -92,7 +92,7 @@ TEMPLATES = {
     + SHOWN
     + CALLS
     + "{% endfor %}",
-    # `tools` is iterated over, whatever it is (Hermes).
+    # `tools` is iterated over, even if it is null (Hermes).
     "iterates": "{%- for tool in tools %}{{ tool | tojson }}{% endfor %}"
     + EACH
     + SHOWN
@@ -227,7 +227,7 @@ def test_every_conversation_is_shown_and_an_accepted_one_is_not_changed(name: st
 def test_a_turn_is_a_prefix_of_the_next(name: str) -> None:
     with ChatTemplate(TEMPLATES[name]) as template:
         for kind, (messages, tools) in CONVERSATIONS.items():
-            # One of these templates writes the system message first, wherever it is.
+            # One of these templates always writes the system message first.
             more = [] if name == "last system" else [said("system", 4)]
             answered = [*messages, said("assistant", 3), *more, said("user", 5)]
             text, longer = text_of(template, messages, tools), text_of(template, answered, tools)
@@ -245,7 +245,7 @@ def test_a_turn_is_a_prefix_of_the_next(name: str) -> None:
         ("first call", Folding(one_call=True)),
     ],
 )
-def test_the_probe_finds_what_a_template_lacks(
+def test_probe_finds_missing_features_of_a_template(
     name: str, folding: Folding, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "hotset.text"), ChatTemplate(TEMPLATES[name]) as template:
@@ -254,7 +254,7 @@ def test_the_probe_finds_what_a_template_lacks(
 
 
 def test_an_agent_can_use_gemma() -> None:
-    """The system text describes tools, results are text of the user, and calls are read from JSON."""
+    """Check that the system text describes tools, results become user text, and calls come from JSON."""
     messages = [SYSTEM, *ROUND, NEXT]
     with ChatTemplate(TEMPLATES["gemma3"]) as template:
         text, form = text_of(template, messages, TOOLS), template.form

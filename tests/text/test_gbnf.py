@@ -1,4 +1,4 @@
-"""GBNF translated to Lark: the same texts follow both, whatever lexer the grammar library has."""
+"""GBNF translated to Lark: both accept the same texts, whatever lexer the grammar library uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = ["".join(word) for n in range(6) for word in itertools.product("abc", re
 
 
 def accepted(grammar: str, words: list[str]) -> set[str]:
-    """The words that follow a GBNF grammar, as llguidance sees them byte by byte."""
+    """Return the words that llguidance, reading byte by byte, accepts for a GBNF grammar."""
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     tokenizer = LLTokenizer(TokenizerWrapper(grammar_child._Bytes([])))
@@ -33,7 +33,7 @@ def accepted(grammar: str, words: list[str]) -> set[str]:
 
 
 class Reference:
-    """The texts of a grammar by its definition: from each place, the places to which a node leads."""
+    """Matches a grammar by definition: from each place in the text, the places that a node can reach."""
 
     def __init__(self, grammar: str, text: str) -> None:
         self._rules, self._text = gbnf.rules_of(grammar), text
@@ -72,7 +72,7 @@ class Reference:
 
 
 def drawn(draw: random.Random, depth: int) -> str:
-    """A part of a random grammar."""
+    """Draw a part of a random grammar."""
     kind = draw.random()
     if not depth or kind < 0.3:
         return draw.choice(['"a"', '"b"', "[ab]", '"ab"', "[^a]", '"ba"', '"c"'])
@@ -125,7 +125,7 @@ text ::= [^<]+
 
 
 def test_free_text_in_a_recursive_grammar_stays_one_terminal():
-    """Character by character it would be too slow for a vocabulary of a model."""
+    """Merge characters into terminals: single characters would be too slow for a model's vocabulary."""
     assert any(line.endswith("){1,}") and "^" in line for line in gbnf.lark_of(XML).splitlines())
     assert accepted(XML, ["<a>b c<d>e</d></a>", "<a></a>", "<a>b", "<a>b</a>c"]) == {
         "<a>b c<d>e</d></a>",
@@ -172,6 +172,6 @@ def test_a_grammar_of_a_programming_language():
         ("root ::= <x>", "expected a token"),
     ],
 )
-def test_an_error_says_where_and_what(grammar: str, reason: str):
+def test_error_names_place_and_cause(grammar: str, reason: str):
     with pytest.raises(ValueError, match=reason):
         gbnf.lark_of(grammar)

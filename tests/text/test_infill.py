@@ -1,4 +1,4 @@
-"""Fill in the middle: the order of the marks, by family, and what is left out where the context is small."""
+"""Fill in the middle: the order of the marks by family, and the cuts for a small context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MORE = 1000
 
 
 def bytes_of(*marks: str, **keys: Any) -> tuple[Tokenizer, dict[str, Any]]:
-    """A vocabulary of bytes and these marks, and the keys of its file."""
+    """Return a vocabulary of bytes and these marks, and the keys of its file."""
     letters = byte_letters()
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
@@ -64,8 +64,8 @@ def test_each_family_has_its_order(marks: tuple[str, ...], keys: dict[str, Any],
     assert spelled(tokenizer, ids) == expected
 
 
-def test_codellama_is_as_its_authors_wrote_it():
-    """The prefix with the space that a SentencePiece text begins with, the suffix without."""
+def test_codellama_prompt_equals_its_authors():
+    """Encode the prefix with SentencePiece's leading space, and the suffix without."""
     marks = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
     pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "▁b", *marks]
     metadata = {
@@ -115,7 +115,7 @@ def test_other_files_come_before_behind_their_names():
     )
 
 
-def test_what_is_nearest_to_the_gap_stays():
+def test_text_next_to_the_gap_stays():
     tokenizer, metadata = bytes_of(*DEEPSEEK)
     long = "".join(map(str, range(10_000)))
 
@@ -138,9 +138,9 @@ def test_what_is_nearest_to_the_gap_stays():
     assert parts("", "", 3) == ("", "", "")
 
 
-def test_what_does_not_fit_is_refused_unless_it_is_trimmed():
+def test_oversized_gap_is_refused_unless_trimmed():
     tokenizer, metadata = bytes_of(*QWEN)
-    # (What may be longer, and is not for certain, the engine refuses.)
+    # (encode_gap refuses texts that are certainly too long; the engine refuses the others.)
     for gap in (Gap(prefix="a" * 5000, suffix=""), Gap(prefix="", suffix="a" * 5000)):
         with pytest.raises(ContextLengthError, match="do not fit in the context of 100"):
             encode_gap(tokenizer, metadata, gap, 100)

@@ -1,4 +1,4 @@
-"""Calls of functions and their results, rendered again by templates as well-known models have them."""
+"""Calls and their results, rendered again by templates like the ones of well-known models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotset.generation import checked_messages
 from hotset.text.chat import ChatTemplate
 from hotset.text.messages import rendered
 
-# As Qwen 2.5 and Hermes write calls: JSON of the object, results as a user's turn.
+# Like Qwen 2.5 and Hermes: calls as JSON of the object, results as a user's turn.
 QWEN = """\
 {%- for message in messages %}
 {%- if message.role == 'assistant' and message.tool_calls %}
@@ -28,7 +28,7 @@ QWEN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# As Llama 3.1 does: one call in a turn, "parameters", a role of its own for results.
+# Like Llama 3.1: one call in a turn, "parameters", a separate role for results.
 LLAMA = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -46,7 +46,7 @@ LLAMA = """\
 {{- message.content + '<|eot_id|>' }}
 {%- endif %}{%- endfor %}"""
 
-# As Mistral does: a list, ids of nine letters and digits, an "else" that wants the roles in turn.
+# Like Mistral: a list, ids of nine letters and digits, an "else" that requires alternating roles.
 MISTRAL = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -66,14 +66,14 @@ MISTRAL = """\
 {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- endif %}{%- endfor %}"""
 
-# As DeepSeek does: the text of the arguments, put between others.
+# Like DeepSeek: the text of the arguments between other texts.
 DEEPSEEK = """\
 {%- for message in messages %}
 {%- if message.tool_calls %}{% for call in message['tool_calls'] %}
 {{- '```json' + '\\n' + call['function']['arguments'] + '\\n```' }}{% endfor %}
 {%- else %}{{- message.content }}{% endif %}{% endfor %}"""
 
-# As templates write messages that know neither tools nor calls, and want the roles in turn.
+# Like templates without tools and calls, which require alternating roles.
 PLAIN = """\
 {%- for message in messages %}
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
@@ -81,18 +81,18 @@ PLAIN = """\
 {{- '<' + message.role + '>' + message.content }}
 {%- endfor %}"""
 
-# As LFM2 does: tools, results, and no calls.
+# Like LFM2: tools, results, and no calls.
 LFM2 = """\
 {%- if tools %}{{ '<|tool_list_start|>' + tools|tojson }}{% endif %}
 {%- for message in messages %}{{- '<' + message.role + '>' + message.content }}{%- endfor %}"""
 
-# As Phi-4-mini does: tools as a text of the system message.
+# Like Phi-4-mini: tools as a text of the system message.
 PHI = """\
 {%- for message in messages %}{{- '<' + message.role + '>' + message.content }}
 {%- if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}
 {{- '<|tool|>' + message['tools'] + '<|/tool|>' }}{%- endif %}{%- endfor %}"""
 
-# As DeepSeek V3 and R1 do: calls only where there is no text, and no tools.
+# Like DeepSeek V3 and R1: calls only in messages without text, and no tools.
 DEEPSEEK_V3 = """\
 {%- for message in messages %}
 {%- if message['role'] == 'assistant' and message['content'] is none -%}
@@ -105,7 +105,7 @@ ARGUMENTS = {"city": "Köln", "days": [1, 2], "note": 'say "hi"'}
 
 
 def conversation(arguments: Any = None, n: int = 1) -> list[dict[str, Any]]:
-    """A question, a call (or several) as OpenAI's clients send it back, and its result."""
+    """Return a question, one or several calls as OpenAI's clients send them back, and their results."""
     arguments = json.dumps(ARGUMENTS) if arguments is None else arguments
     calls = [
         {"id": f"abcdefgh{i}", "type": "function", "function": {"name": f"f{i}", "arguments": arguments}}
@@ -166,7 +166,7 @@ def test_a_template_that_wants_the_text_gets_it():
     assert '"Köln"' in render(DEEPSEEK, conversation(ARGUMENTS))
 
 
-def test_arguments_that_are_no_object_stay_as_the_model_wrote_them():
+def test_arguments_other_than_objects_stay_unchanged():
     assert '"arguments": "{\\"a\\": tru"}' in render(QWEN, conversation('{"a": tru'))
     assert '"arguments": {}}' in render(QWEN, conversation(""))
 
@@ -196,7 +196,7 @@ def test_a_template_that_fails_for_another_reason_says_that():
         ([{"function": {"name": "f", "arguments": 3}}], "arguments of call 0 of message 0 must be a text"),
     ],
 )
-def test_calls_that_are_none_are_told_of(calls: Any, message: str):
+def test_invalid_calls_are_errors(calls: Any, message: str):
     with pytest.raises(InvalidRequestError, match=message):
         checked_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
 
@@ -239,7 +239,7 @@ def test_calls_that_a_template_leaves_out_are_text_in_its_form():
     assert render(PHI, [system, *messages], [TOOL]).startswith(f"<system>Be brief.<|tool|>{schema}")
 
 
-def test_calls_that_a_template_leaves_out_beside_a_text_replace_it():
+def test_calls_dropped_next_to_a_text_replace_it():
     messages = conversation()
     for content in (None, "Let me see."):
         messages[1]["content"] = content

@@ -1,4 +1,4 @@
-"""Null for an argument that is optional and cannot be null: the call has none, streamed or whole."""
+"""A null for an optional argument that cannot be null is dropped from the call, streamed or whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASH = {
 
 
 def filtered(text: str, names: set[str], ends: tuple[int, ...] = ()) -> str:
-    """The text through a filter, in pieces that end there."""
+    """Filter a text in pieces that end at `ends`."""
     reader = NullFilter(frozenset(names))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)])]
     return "".join(map(reader.push, pieces)) + reader.rest()

@@ -1,4 +1,4 @@
-"""What models emit, taken apart: calls of functions, reasoning and text, in whatever pieces they come."""
+"""Parsing a model's output into calls, reasoning and text, for any division into pieces."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ EMITTED: list[tuple[str, str, list[Part]]] = [
      [ReasoningChunk("Hm."), Text("Hi.\n")]),
 ]  # fmt: skip
 
-# What does not keep to the form: nothing of it is lost.
+# Malformed output: none of its text is lost.
 BROKEN: list[tuple[str, str, list[Part]]] = [
     ("hermes", "<tool_call> not JSON </tool_call> x", [Text("<tool_call> not JSON </tool_call> x")]),
     ("hermes", '<tool_call>\n{"x": 1}\n</tool_call>', [Text('<tool_call>\n{"x": 1}\n</tool_call>')]),
@@ -116,7 +116,7 @@ BROKEN: list[tuple[str, str, list[Part]]] = [
 
 
 @pytest.mark.parametrize(("form", "emitted", "parts"), EMITTED + BROKEN)
-def test_what_is_emitted_becomes_parts(form: str, emitted: str, parts: list[Part]):
+def test_output_becomes_parts(form: str, emitted: str, parts: list[Part]):
     assert read(form, [emitted]) == parts
     assert read(form, list(emitted)) == parts
     middle = len(emitted) // 2
@@ -163,7 +163,7 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str, words: list[str]
 
 
 @pytest.mark.parametrize(("form", "emitted", "parts"), [one for one in EMITTED if one[0] == "hermes"])
-def test_an_answer_cut_anywhere_is_no_error(form: str, emitted: str, parts: list[Part]):
+def test_truncated_answer_is_no_error(form: str, emitted: str, parts: list[Part]):
     for end in range(len(emitted)):
         cut = read(form, [emitted[:end]])
         starts = [part for part in cut if isinstance(part, CallStart)]
@@ -218,7 +218,7 @@ def think(pieces: Sequence[str], is_open: bool = False) -> list[Part]:
         ("Hm.</think>Hi</think>", True, [ReasoningChunk("Hm."), Text("Hi</think>")]),
     ],
 )
-def test_reasoning_is_what_an_answer_begins_with(emitted: str, is_open: bool, parts: list[Part]):
+def test_reasoning_begins_an_answer(emitted: str, is_open: bool, parts: list[Part]):
     assert think([emitted], is_open) == parts
     assert think(list(emitted), is_open) == parts
 
@@ -238,7 +238,7 @@ def test_a_prompt_may_open_or_close_it():
     )
 
 
-# --- all of it
+# --- all parts together
 
 
 def test_reasoning_then_calls_then_text():

@@ -1,4 +1,4 @@
-"""Answers that must call functions, and what stands around an answer of a given form, on random logits."""
+"""Answers that must call functions, and the text around an answer of a given form, on random logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEW_MARKS = (
     "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>",
     "<|return|>", "<|call|>", "</think>",
 )  # fmt: skip
-ENDS = ("</think>", "<|end|>")  # of reasoning
+ENDS = ("</think>", "<|end|>")  # marks that end reasoning
 TEMPLATES = {
     "hermes": "<tool_call> </tool_call>", "hermes, thinking": "<tool_call> </tool_call> <think> </think>",
     "llama": "<|python_tag|>", "mistral": "[TOOL_CALLS]", "mistral, names": "[TOOL_CALLS] [ARGS]",
@@ -63,7 +63,7 @@ SCHEMAS = {"get_weather": CITY, "set-unit": UNIT}
 
 @cache
 def vocabulary(special: bool, marks: tuple[str, ...] = MARKS) -> tuple[Tokenizer, Grammars]:
-    """One whose marks are special tokens, and one that spells them."""
+    """Return a vocabulary whose marks are special tokens, or one that spells them."""
     tokens = bpe_metadata()["tokenizer.ggml.tokens"]
     types = [1] * (len(tokens) - 4) + [3, 3, 3, 4]
     if special:
@@ -73,14 +73,14 @@ def vocabulary(special: bool, marks: tuple[str, ...] = MARKS) -> tuple[Tokenizer
 
 
 def ending(tokenizer: Tokenizer) -> dict[int, float]:
-    """A bias to the ends of reasoning: a random model would think for long."""
+    """Return a bias towards the end of reasoning, since a random model would think for long."""
     return {tokenizer.vocabulary[mark]: 9.0 for mark in ENDS if mark in tokenizer.vocabulary}
 
 
 def answer(
     form: OutputForm, grammars: Grammars, prompt: str, params: SamplingParams, *, calls: bool
 ) -> tuple[list[Part], str | None]:
-    """The parts of an answer of random logits, and why it ended."""
+    """Return the parts of an answer of random logits, and the reason of its end."""
     tokenizer = grammars.tokenizer
     assert params.form
     rule = grammars.constraint(*params.form, form.around(prompt, calls=calls))
@@ -177,7 +177,7 @@ def test_reasoning_may_come_before_an_answer_of_a_given_form(template: str, prom
 
 
 def test_the_end_of_reasoning_may_be_spelled_or_a_token():
-    """Whichever the vocabulary has: token by token, without sampling."""
+    """Accept both forms, as the vocabulary has them: token by token, without sampling."""
     for special in (True, False):
         tokenizer, grammars = vocabulary(special)
         form = OutputForm.of("</think>", tokenizer)
@@ -260,7 +260,7 @@ WRITTEN = [
 
 
 def follows(grammars: Grammars, grammar: str, text: str) -> bool:
-    """Whether each token of a text is allowed, and the end behind it."""
+    """Return whether the grammar allows each token of a text, and the end after it."""
     rule = grammars.constraint("grammar", grammar)
     for id in grammars.tokenizer.encode(text, add_special=False, parse_special=True):
         if not np.unpackbits(rule.mask().bits, bitorder="little")[id]:
@@ -271,8 +271,8 @@ def follows(grammars: Grammars, grammar: str, text: str) -> bool:
 
 @pytest.mark.parametrize("special", quick_are((True,), [True, False]))
 @pytest.mark.parametrize(("name", "text", "arguments"), WRITTEN)
-def test_what_a_model_writes_is_allowed(name: str, text: str, arguments: Any, special: bool):
-    """Calls as models write them, where one is required and where strict tools may be called."""
+def test_calls_as_models_write_them_are_allowed(name: str, text: str, arguments: Any, special: bool):
+    """Accept calls as models write them, both required calls and optional calls of strict tools."""
     tokenizer, grammars = vocabulary(special)
     form = OutputForm.of(TEMPLATES[name], tokenizer)
     tools = [{"type": "function", "function": {**TEXT_TOOL, "strict": True}}]
@@ -306,7 +306,7 @@ def test_what_a_model_writes_is_allowed(name: str, text: str, arguments: Any, sp
 
 
 def test_text_that_a_form_does_not_quote_is_left_to_the_model_where_tools_are_strict():
-    """Agent libraries say strict of all tools, and a date is a text with a format."""
+    """Accept a text with a format, such as a date: agent libraries mark all tools as strict."""
     tokenizer, grammars = vocabulary(True)
     parameters = {"type": "object", "properties": {"text": {"type": "string", "format": "date-time"}}}
     function = {"name": "f", "parameters": parameters | {"required": ["text"]}, "strict": True}
@@ -351,7 +351,7 @@ def test_arguments_by_name_need_properties():
         OutputForm.of(TEMPLATES["qwen"], tokenizer).calls_grammar([{"function": either}])
 
 
-def test_what_cannot_be_required_is_told_of():
+def test_impossible_required_call_is_an_error():
     tokenizer, _ = vocabulary(False)
     form = OutputForm.of("<tool_call>", tokenizer)
     with pytest.raises(InvalidRequestError, match="there is no tool 'x' to call"):

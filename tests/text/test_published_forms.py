@@ -25,7 +25,7 @@ SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 DECODER = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
            {"type": "Fuse"}]  # fmt: skip
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-PLAIN = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)  # of an added token
+PLAIN = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)  # flags of an added token
 RUNS = [SPACE * n for n in range(2, 8)]
 WORDS = [
     "th", "the", f"{SPACE}t", f"{SPACE}the", "in", "re", "tu", "retu", "rn", "return", f"{SPACE}re", "é",
@@ -35,7 +35,7 @@ OVER_LINES = [";\n", "\n\n", f"\n{SPACE}", f"\n{SPACE}{SPACE}", "}\n", f":\n{SPA
 
 
 def characters(pieces: list[str], added: list[str], normalizer: Any, *strip: Any) -> dict[str, Any]:
-    """A tokenizer.json of BPE over characters: each piece has the merges of all its divisions."""
+    """Return a tokenizer.json of BPE over characters: each piece has the merges of all its divisions."""
     singles = sorted({*string.printable[:95], "\n", SPACE, *"".join(pieces)})
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *singles]
     pieces = [piece for piece in dict.fromkeys(pieces) if piece not in singles]
@@ -76,7 +76,7 @@ AS_QWEN = [
 
 
 def byte_level(normalizer: Any, pre_tokenizers: list[Any], *added: str) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE. added: tokens that the library finds in normalised text."""
+    """Return a tokenizer.json of byte-level BPE. added: tokens that the library finds in normalised text."""
     keys = bpe_metadata("qwen2")
     tokens = dict.fromkeys([*keys["tokenizer.ggml.tokens"], *added])
     ids = {token: id for id, token in enumerate(tokens)}
@@ -93,11 +93,11 @@ def byte_level(normalizer: Any, pre_tokenizers: list[Any], *added: str) -> dict[
 
 
 def unigram(normalizer: Any, *pre_tokenizers: Any) -> dict[str, Any]:
-    """A tokenizer.json of a unigram model without a table of characters."""
+    """Return a tokenizer.json of a unigram model without a table of characters."""
     singles = sorted({*string.printable[:95], "\n", SPACE, *"".join(WORDS)} - {"~"})
     pieces = [*singles, *(piece for piece in [*WORDS, *OVER_LINES, *RUNS] if len(piece) > 1)]
     draw = random.Random(3)
-    scores = [-draw.randint(64, 640) / 64 for _ in pieces]  # sums are exact in either precision
+    scores = [-draw.randint(64, 640) / 64 for _ in pieces]  # sums are exact in both precisions
     special = ["<unk>", "<s>", "</s>"]
     vocabulary = [*([token, 0.0] for token in special), *map(list, zip(pieces, scores, strict=True))]
     added = [*enumerate(special), (len(vocabulary), "[x]")]
@@ -165,7 +165,7 @@ def test_a_prefix_of_the_first_word_only_is_left_out_of_texts(tmp_path: Path):
 def test_ties_of_unigrams_are_broken_as_by_the_library(
     scores: tuple[float, ...], words: list[Any], tmp_path: Path
 ):
-    """Many divisions of a word have the same sum, or one that differs by the rounding of doubles."""
+    """Use words with many divisions of the same sum, or of sums that differ by the rounding of doubles."""
     content, draw = unigram(None, *words, visible_spaces("always", True)), random.Random(5)
     for row in content["model"]["vocab"][3:]:
         row[1] = -draw.choice(scores) * len(row[0])

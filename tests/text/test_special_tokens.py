@@ -1,4 +1,4 @@
-"""Special tokens in a text: the same parts as one regular expression of all of them would give."""
+"""Special tokens in a text: the same parts as with one regular expression of all special tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_regex(text: str, words: list[str]) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 1 << 15])
-def test_parts_are_those_of_a_regular_expression(window: int, monkeypatch: pytest.MonkeyPatch):
+def test_parts_equal_a_regular_expressions(window: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(special_tokens, "_WINDOW", window)
     draw = random.Random(window)
     pieces = [*WORDS, "<", "|", "im", "a", "b", " ", "é", "x"]

@@ -1,4 +1,4 @@
-"""Prompts of task files and of known formats, beside those of EleutherAI's evaluation harness.
+"""Prompts of task files and of known formats, compared with EleutherAI's evaluation harness.
 
 tests/data/harness_prompts.json: files of random words, task files, and what lm-eval 0.4.13 (ConfigurableTask,
 `build_all_requests(limit=4)` with the seed 1234) made of them for 0, 1 and 5 examples: context, continuations
@@ -53,7 +53,7 @@ def of_a_format(folder: Path, name: str, n: int) -> list[Question]:
 
 
 @pytest.mark.parametrize("key", STORED["prompts"])
-def test_prompts_are_those_of_the_harness(folder: Path, key: str) -> None:
+def test_prompts_equal_the_harnesss(folder: Path, key: str) -> None:
     name, shots = key.split("/")
     if name in FORMATS:
         questions = of_a_format(folder, name, int(shots))
@@ -82,7 +82,7 @@ def question(text: str, answer: int = 0) -> Question:
 @pytest.mark.parametrize("shots", [Shots(2), Shots(2, one_more=False), Shots(2, sampler="first_n")])
 def test_no_question_is_its_own_example(shots: Shots) -> None:
     file = [question(text) for text in "abc"]
-    for _ in range(2):  # and none of several copies
+    for _ in range(2):  # two copies
         for one in with_examples(file, [one.document for one in file], file.__getitem__, shots, "f"):
             *examples, asked = one.context.split("\n\n")
             assert len(examples) == 2
@@ -114,7 +114,7 @@ def test_a_json_list_and_paths_are_relative_to_the_task_file(folder: Path, tmp_p
     assert prompts([first]) == STORED["prompts"]["missing/0"][:1]
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refused files -------------------------------------------------------------------------------
 
 GOOD = """\
 task: t
@@ -154,7 +154,7 @@ def test_the_good_task_is_good(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("[", "is not YAML"),
-        ("- a\n", "is no task file"),
+        ("- a\n", "is not a task file"),
         *((start * 100_000, "line 1, is nested deeper than 64 levels") for start in ("[", "{", "? ", "- ")),
         ("a: " + "1" * 5000, "line 1, has a number of 5000 characters; quote it"),
         ("a: -0x" + "f" * 5000, "has a number of 5003 characters"),
@@ -202,7 +202,7 @@ def test_the_good_task_is_good(tmp_path: Path) -> None:
         (changed("target: a", "target: '[0, 1]'"), "several right answers are not supported"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_unsupported_features_are_named(tmp_path: Path, text: str, said: str) -> None:
     assert re.search(said, refused(tmp_path, text))
 
 
@@ -226,7 +226,7 @@ def test_a_template_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.
         ('{"q": "x", "c": ["a", 1], "a": 0}', "must give a list of texts"),
     ],
 )
-def test_documents_that_are_none(tmp_path: Path, data: str, said: str) -> None:
+def test_invalid_documents(tmp_path: Path, data: str, said: str) -> None:
     (tmp_path / "t.yaml").write_text(changed('"{{q}}"', "q"))
     (tmp_path / "d.jsonl").write_text(data)
     with pytest.raises(HotsetError, match=said):
@@ -234,7 +234,7 @@ def test_documents_that_are_none(tmp_path: Path, data: str, said: str) -> None:
 
 
 def test_documents_without_common_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each document would get a null for every field of all others."""
+    """Limit the nulls: each document gets a null for every field that only others have."""
     (tmp_path / "t.yaml").write_text(GOOD)
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(DOCUMENT | {f"f{i}": 1}) + "\n" for i in range(9)))
     monkeypatch.setattr(task_file, "_MOST_NULLS", 72)

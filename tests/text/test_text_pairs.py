@@ -75,7 +75,7 @@ def test_special_tokens(both: tuple[Library, Tokenizer]) -> None:
 
 
 def test_runs_of_line_feeds_that_are_tokens(tmp_path: Path) -> None:
-    """Whole, although no merges lead to them, and whatever stands beside them."""
+    """Find tokens of line feeds whole, although no merges lead to them, whatever text surrounds them."""
     write(tmp_path, normalizers.Replace(" ", "\u2581"))
     keys = tokenizer_keys(tmp_path, {"vocab_size": 400})
     tokens = keys["tokenizer.ggml.tokens"]

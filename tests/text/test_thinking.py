@@ -15,7 +15,7 @@ GPT_OSS = "<|channel|><|message|>{{ reasoning_effort }}"
 
 
 def tokenizer(*specials: str) -> Tokenizer:
-    """A byte-level tokenizer with more special tokens."""
+    """Return a byte-level tokenizer with more special tokens."""
     metadata = bpe_metadata()
     types = [*metadata["tokenizer.ggml.token_type"], *[3] * len(specials)]
     return load_tokenizer(
@@ -28,7 +28,7 @@ def tokenizer(*specials: str) -> Tokenizer:
 
 
 def driven(form: OutputForm, budget: ThinkingBudget | None, wanted: str, n_tokens: int = 200) -> str:
-    """The answer of a model that wants to write `wanted`: forced tokens come in between."""
+    """Return the answer of a model that wants to write `wanted`, with the forced tokens in between."""
     assert budget is not None
     ids: list[int] = []
     own = list(form.tokenizer.encode(wanted, parse_special=True))
@@ -46,7 +46,7 @@ def thinking_of(text: str, mark: str = "</think>") -> str:
 @pytest.mark.parametrize("specials", [(), ("<think>", "</think>")])
 @pytest.mark.parametrize("n", [1, 5, 12])
 def test_the_end_is_forced_when_the_budget_is_used_up(specials: tuple[str, ...], n: int) -> None:
-    """Marks may be one token, or several; a prompt may have the opening one."""
+    """Check marks of one and of several tokens, and an opening mark in the prompt."""
     form = OutputForm.of(QWEN, tokenizer(*specials))
     text = "one two three four five six seven eight nine ten eleven twelve"
     said = driven(form, form.thinking(n, " Enough.", "assistant\n<think>\n"), text)
@@ -57,7 +57,7 @@ def test_the_end_is_forced_when_the_budget_is_used_up(specials: tuple[str, ...],
     assert opened == f"<think>{said}"
 
 
-def test_an_answer_that_does_not_think_or_ends_by_itself_is_left_alone() -> None:
+def test_answer_within_the_budget_is_unchanged() -> None:
     form = OutputForm.of(QWEN, tokenizer())
     for prompt, text in (
         ("assistant\n", "Rome, and a <think> in the midst of it, which is text."),
@@ -88,7 +88,7 @@ def test_reasoning_that_a_prompt_continues_counts() -> None:
 
 @pytest.mark.parametrize("budget", range(1, 5))
 def test_a_character_is_not_cut(budget: int) -> None:
-    """Its bytes are tokens of this vocabulary; broken ones do not delay the end for long."""
+    """Check that a character, here four tokens, is completed; invalid bytes do not delay the end for long."""
     form = OutputForm.of(QWEN, tokenizer())
     said = driven(form, form.thinking(budget, "", "<think>"), "\U0001d11e and more")
     assert said.startswith("\U0001d11e</think>"), said

@@ -1,4 +1,4 @@
-"""Tokenizers from metadata alone: equal to the libraries' own, exact on bytes, safe on damaged files."""
+"""Tokenizers made only from metadata equal the libraries' own, keep all bytes, and survive damaged files."""
 
 import sys
 import threading
@@ -22,7 +22,7 @@ from hotset.text.tokenizer import load_tokenizer
 
 
 def _reference_bpe(pre_tokenizers):
-    """The same vocabulary in a tokenizer that Hugging Face's library puts together from its own parts."""
+    """Build a tokenizer of Hugging Face's library with the same vocabulary."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import Sequence
@@ -36,7 +36,7 @@ def _reference_bpe(pre_tokenizers):
 
 
 def _reference_rows():
-    """Pre-tokenizers as the tokenizer.json of one model of each family has them (not our table's)."""
+    """Yield pre-tokenizers as in the tokenizer.json of one model of each family (not from our table)."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
 
@@ -120,7 +120,7 @@ def test_an_unknown_pre_tokenizer_is_named():
 
 def test_ignore_merges_takes_a_word_whole():
     pieces, _ = _trained_bpe()
-    tokens = [*pieces, "qzqz"]  # a token that no merge leads to
+    tokens = [*pieces, "qzqz"]  # a token that no merge reaches
     whole = bpe_metadata("llama-bpe", tokens=tokens, token_type=None, bos_token_id=0, eos_token_id=None)
     apart = bpe_metadata("smaug-bpe", tokens=tokens, token_type=None, bos_token_id=0, eos_token_id=None)
     assert load_tokenizer(whole).encode("qzqz", add_special=False) == [len(pieces)]
@@ -179,7 +179,7 @@ def test_rows_of_a_text_begin_as_texts_do(bos):
     rows = tokenizer.rows(tokens, 4)
     assert rows.dtype == np.int32
     first = [tokenizer.bos_id] * 2 if bos else [3, 7]
-    assert rows.tolist() == [[first[0], 4, 5, 6], [first[1], 8, 9, 10]]  # the last three are no row
+    assert rows.tolist() == [[first[0], 4, 5, 6], [first[1], 8, 9, 10]]  # the last three make no whole row
     assert tokens[0] == 3  # a copy
     assert tokenizer.rows(tokens[:3], 4).shape == (0, 4)
 
@@ -194,7 +194,7 @@ def test_stop_ids():
     assert {tokenizer.tokens[id] for id in tokenizer.stop_ids} == {"<|im_end|>", "<|endoftext|>"}
     pieces, _ = _trained_bpe()
     more = [*pieces, "<|eot_id|>", "</s>", "<|end|>"]
-    # typed normal: <|eot_id|> is made a control token; </s> is a piece of HTML
+    # both have the type normal: <|eot_id|> becomes a control token; </s> is a piece of HTML
     tokenizer = load_tokenizer(bpe_metadata(tokens=more, token_type=None, bos_token_id=None, eos_token_id=5))
     assert tokenizer.stop_ids == {5, more.index("<|eot_id|>"), more.index("<|end|>")}
     assert more.index("<|eot_id|>") not in tokenizer.encode("<|eot_id|>")
@@ -213,7 +213,7 @@ def test_merges_of_tokens_that_are_not_there():
 
 @pytest.mark.parametrize("product", ["zz", "z" * 40, "é" * 12])
 def test_a_merge_into_more_than_the_longest_token_is_left_out(product, capfd):
-    """The library panics there: no Exception in Python, and a backtrace at the terminal."""
+    """Skip merges at which the library would panic, with a backtrace at the terminal."""
     pieces = [*(p for p in _trained_bpe()[0] if len(p) == 1), "z" * 39, "é" * 11]
     merges = [f"{product[:-1]} {product[-1]}"]
     changes = {"tokens": pieces, "token_type": None, "bos_token_id": None, "eos_token_id": None}
@@ -229,7 +229,7 @@ def test_a_flag_may_be_a_number(value):
 
 @pytest.mark.parametrize("key", ["eos", "eot", "eom"])
 def test_every_key_for_an_end_ends_a_generation(key):
-    """A token whose text says nothing: only the key does."""
+    """Use a token whose text shows no meaning: only the key marks it as an end."""
     others = {"eos_token_id": None, "token_type": None, "tokens": _trained_bpe()[0]}
     named = load_tokenizer(bpe_metadata(**{**others, "bos_token_id": None, f"{key}_token_id": 77}))
     assert named.stop_ids == {77}
@@ -267,7 +267,7 @@ def test_rwkv_takes_the_longest_piece_that_fits():
     assert tokenizer.stop_ids == {257}
 
 
-def test_rwkv_leaves_out_what_it_cannot_spell():
+def test_rwkv_drops_unknown_bytes():
     metadata = rwkv_metadata(tokens=["<s>", "a", "ab"], token_type=[3, 1, 1], eot_token_id=None)
     tokenizer = load_tokenizer({key: value for key, value in metadata.items() if value is not None})
     assert tokenizer.encode("ab?a") == [2, 1]
@@ -342,7 +342,7 @@ def test_a_stream_cut_short_ends_in_one_replacement_character():
     assert [stream.push(id) for id in letters] == ["", "", ""]
     assert stream.flush() == "\ufffd"
     assert stream.flush() == ""
-    assert stream.push(letters[2]) == "\ufffd"  # no character begins like that
+    assert stream.push(letters[2]) == "\ufffd"  # no character begins with this byte
     assert stream.push(tokenizer.vocabulary["a"]) == "a"
 
 
@@ -371,7 +371,7 @@ def test_lone_surrogates_become_replacement_characters(metadata):
 
 @pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])
 def test_other_threads_run_while_a_long_text_is_tokenized(metadata):
-    """Without a switch by time, another thread runs only where the interpreter's lock is let go."""
+    """Disable switches by time, so that another thread runs only if the interpreter's lock is released."""
     tokenizer, gate, ran = load_tokenizer(metadata()), threading.Lock(), threading.Event()
     tokenizer.encode("hello")
     gate.acquire()
@@ -457,7 +457,7 @@ def test_a_vocabulary_that_lacks_bytes_says_nothing_of_the_length():
         bpe_metadata(tokens=without, token_type=None, merges=[], bos_token_id=None, eos_token_id=None)
     )
     assert tokenizer.encode("x" * 1000, most=0) == []
-    types = [3 if piece == "x" else 1 for piece in pieces]  # a control token is no letter
+    types = [3 if piece == "x" else 1 for piece in pieces]  # "x" exists only as a control token
     tokenizer = load_tokenizer(
         bpe_metadata(tokens=pieces, token_type=types, merges=[], bos_token_id=None, eos_token_id=None)
     )
@@ -483,7 +483,7 @@ def test_a_vocabulary_that_lacks_bytes_says_nothing_of_the_length():
         {"model": "llama", "scores": [0.0] * 1000, "add_space_prefix": np.ones(3)}, {"tokens": [["a"]]},
     ],
 )  # fmt: skip
-def test_damaged_metadata_is_a_sentence(changes):
+def test_damaged_metadata_gives_one_message(changes):
     with pytest.raises(TokenizerError) as error:
         load_tokenizer(bpe_metadata(**changes))
     assert "\n" not in str(error.value)

@@ -1,6 +1,6 @@
-"""Every form of tool calls: published examples, any cut of any text, what breaks off, and hostile text.
+"""Every form of tool calls: published examples, any division of a text, incomplete and hostile text.
 
-The examples are those of model cards and of the vendors' documentation, with the names of the tools below.
+The examples come from model cards and the vendors' documentation, with the names of the tools below.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def text_of(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-# What does not keep to the form: text stays text, and a call that breaks off has arguments that are no JSON.
+# Malformed answers: text stays text, and an incomplete call has incomplete JSON as its arguments.
 BROKEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen", "<tool_call> what? </tool_call>", "<tool_call> what? </tool_call>", []),
     ("qwen", "<tool_call>\n<function=>\n", "<tool_call>\n<function=>\n", []),
@@ -86,7 +86,7 @@ BROKEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-# Names that no tool has, a parameter twice, letters of every kind, markup in texts.
+# Unknown names, a repeated parameter, all kinds of letters, markup in texts.
 MARKUP = "</parameter ><tool_call>\n{</function> [TOOL_CALLS] <|tool_call_end|> ```\n</arg_key>"
 UNICODE = "Ω 👩‍👩‍👧 \u202e \u2028 \x7f é"
 HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
@@ -124,7 +124,7 @@ def test_published_examples(form: str, emitted: str, text: str, calls: list[tupl
     assert [(name, json.loads(arguments)) for name, arguments in calls_of(parts)] == calls
     assert text_of(parts) == text
     assert read(form, list(emitted)) == parts
-    for end in range(len(emitted)):  # an answer that is cut off has the same calls, as far as it goes
+    for end in range(len(emitted)):  # a truncated answer has the same calls, as far as it goes
         cut = calls_of(read(form, [emitted[:end]]))
         assert [name for name, _ in cut] == [name for name, _ in calls][: len(cut)]
         for (_, arguments), (_, whole) in zip(cut, calls_of(parts), strict=False):
@@ -140,14 +140,14 @@ def is_json(text: str) -> bool:
 
 
 @pytest.mark.parametrize(("form", "emitted", "text", "calls"), BROKEN)
-def test_what_breaks_off(form: str, emitted: str, text: str, calls: list[tuple[str, str]]):
+def test_truncated_answers(form: str, emitted: str, text: str, calls: list[tuple[str, str]]):
     for pieces in ([emitted], list(emitted)):
         parts = read(form, pieces)
         assert calls_of(parts) == calls
         assert text_of(parts) == text
 
 
-# Objects whose braces do not balance, as small models write them, and what stands around them.
+# Objects with unbalanced braces, as small models write them, and the text around them.
 BRACES = [
     f"{opening}{inner}{closing}"
     for arguments in ('{"city": "Rome", "days": 2}', '{{"city": "Rome", "days": 2}}')
@@ -235,7 +235,7 @@ FRAGMENTS = {name: [emitted for form, emitted in EXAMPLES if form == name] for n
     [pytest.param(*each, n, marks=pytest.mark.slow if n else ()) for each in EXAMPLES for n in (0, 8)],
 )
 def test_a_stream_that_is_cut_at_any_letter_is_the_whole(form: str, emitted: str, n_ends: int):
-    """Of the answer, or of some that break off earlier."""
+    """Divide the answer, and some shorter beginnings of it, at each letter."""
     ends = range(2, len(emitted), 1 + len(emitted) // n_ends) if n_ends else [len(emitted)]
     for text in (emitted[:end] for end in ends):
         whole = read(form, [text])
@@ -246,8 +246,8 @@ def test_a_stream_that_is_cut_at_any_letter_is_the_whole(form: str, emitted: str
 COMMON = [*"{}[]()\":,\\ \n;<>|='aé`", "get_weather", "city", '"name"', '"arguments": {', "null", "json\n"]
 
 
-def test_a_long_quote_whose_end_has_not_come_is_no_short_one() -> None:
-    """In pieces as in whole: `<|"|>` begins before the `"` within it."""
+def test_unfinished_long_quote_is_not_a_short_one() -> None:
+    """Compare pieces with the whole: the quote `<|"|>` contains a `"`, which must not end the string."""
     text = '<|tool_call>call:get_weather{city:<|"|>Rome"}'  # the string has no end
     whole = read("gemma4", [text])
     for at in range(1, len(text)):
@@ -256,7 +256,7 @@ def test_a_long_quote_whose_end_has_not_come_is_no_short_one() -> None:
 
 @pytest.mark.parametrize("form", FORM)
 def test_any_text_in_any_pieces_gives_the_same_parts(form: str):
-    """Also halves of examples, in any order."""
+    """Mix words, marks, examples and halves of examples in any order."""
     halves = [
         part for text in FRAGMENTS[form] for part in (text, text[: len(text) // 2], text[len(text) // 2 :])
     ]
@@ -286,13 +286,13 @@ def hostile(n: int) -> list[str]:
 
 
 def heads(form: str) -> list[str]:
-    """What calls may begin with, and a call that has begun."""
+    """Return the possible beginnings of calls, and an unfinished call."""
     return ["", *FORM[form].opening, *(text[: len(text) * 2 // 3] for text in FRAGMENTS[form][:1])]
 
 
 @pytest.mark.parametrize("form", FORM)
-def test_what_a_parser_waits_with_is_bounded(form: str):
-    """So that each piece takes time in proportion to itself, whatever came before."""
+def test_parser_buffers_a_bounded_text(form: str):
+    """Bound the buffered text, so that the time for a piece depends only on its own length."""
     for head, text in itertools.product(heads(form), hostile(2000)):
         parser = parser_of(FORM[form], TOOLS, lambda: "id")
         whole = head + text
@@ -305,7 +305,7 @@ def test_what_a_parser_waits_with_is_bounded(form: str):
     "form", quick_are(("hermes",), ["harmony", "hermes", "qwen", "kimi", "lfm2", "gemma4"])
 )
 def test_hostile_text_in_one_piece(form: str):
-    """30,000 brackets and the like; the watchdog is for time that grows with the square."""
+    """Parse 30,000 brackets and the like; the watchdog catches quadratic time."""
     begun = time.process_time()
     for head, text in itertools.product(heads(form), hostile(30_000)):
         parts = read(form, [head + text])
@@ -380,7 +380,7 @@ def test_literals(written: str, value: Any):
 @pytest.mark.parametrize(
     "text", ["", "Rome", "1 2", "[1", "a:1", "NaN", "f(x)", "'a", "{1: 2}", "x" * 9, "[" * 9999]
 )
-def test_what_is_no_literal(text: str):
+def test_invalid_literals(text: str):
     assert as_json(text) is None
 
 

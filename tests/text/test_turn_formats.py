@@ -1,4 +1,4 @@
-"""Chat templates by name, and the one that a vocabulary points to."""
+"""Chat templates by name, and the template that a vocabulary suggests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thresholds: predicted against measured costs, which are chosen, and `hotset sparse calibrate`."""
+"""Thresholds: predicted and measured costs, the choice of thresholds, and `hotset sparse calibrate`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(path: Path) -> str:
-    """What the model itself writes: of any other text a random model knows nothing that could be lost."""
+    """Return a text by the model itself: random models predict no other text, so cuts would cost nothing."""
     with hotset.load(path, n_seqs=8) as model:
         answers = [
             model.generate("a", seed=seed, max_tokens=240, logit_bias=PRINTABLE, ignore_eos=True)
@@ -68,7 +68,7 @@ def silu(folder: Path) -> GGUFFile:
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
 @pytest.mark.parametrize("dialect", ["gguf", "powerinfer"])
-def test_torch_computes_what_the_reference_does(tmp_path: Path, architecture: str, dialect: Any) -> None:
+def test_torch_equals_the_reference(tmp_path: Path, architecture: str, dialect: Any) -> None:
     more = {"n_head_kv": 1} if architecture == "falcon" else {}
     path = write_relu(tmp_path / "model.gguf", architecture, dialect=dialect, **more)
     with open_gguf(path) as gguf:
@@ -112,7 +112,7 @@ def test_mixtures_too(run_folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"one_by_one": True}, {"down_neuron_major": True}], ids=lambda m: [*m, ""][0]
 )
-def test_experts_that_there_is_no_room_for_are_decoded_once_each(
+def test_experts_without_slots_are_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     decoded: list[int] = []
@@ -132,7 +132,7 @@ def test_experts_that_there_is_no_room_for_are_decoded_once_each(
 
 
 def assert_gradient_of_attention(gguf: GGUFFile, step: float = 1e-3) -> None:
-    """Of what enters it, against differences."""
+    """Compare the gradient of attention's input with finite differences."""
     graph = thresholded_graph(gguf)
     model = TorchGraph(gguf, graph)
     generator = torch.Generator().manual_seed(1)
@@ -157,7 +157,7 @@ def assert_gradient_of_attention(gguf: GGUFFile, step: float = 1e-3) -> None:
 
 
 def test_gradients_go_through_the_weights_of_experts(tmp_path: Path) -> None:
-    """What enters attention changes how much each expert counts, and not which."""
+    """Let attention's input change the weights of the experts, but not the choice of experts."""
     with open_gguf(write_llama(tmp_path / "model.gguf", experts=(6, 3), n_layer=3)) as gguf:
         assert_gradient_of_attention(gguf)
 
@@ -170,8 +170,8 @@ def test_gradients_go_through_states_and_latent_vectors(run_folder: Path, name: 
         assert_gradient_of_attention(gguf, 1e-4 if name in ("rwkv6", "deepseek4") else 1e-3)
 
 
-def test_gradients_are_those_of_the_whole_network(tmp_path: Path) -> None:
-    """Layer by layer, from kept streams, against one backward pass through everything."""
+def test_gradients_equal_the_whole_networks(tmp_path: Path) -> None:
+    """Compare gradients computed layer by layer, from kept streams, with one whole backward pass."""
     with silu(tmp_path) as gguf:
         graph = thresholded_graph(gguf)
         model = TorchGraph(gguf, graph)
@@ -207,8 +207,8 @@ def test_gradients_are_those_of_the_whole_network(tmp_path: Path) -> None:
 # -- losses --------------------------------------------------------------------------------------
 
 
-def test_losses_are_half_the_squares_of_what_is_taken_away() -> None:
-    """Against a mask for each threshold, for an input and for the two sites of the neurons."""
+def test_losses_are_half_the_squares_of_removed_values() -> None:
+    """Compare losses with a mask for each threshold, for an input and for the two sites of the neurons."""
     rng = np.random.default_rng(3)
     x, g, gate = (torch.from_numpy(rng.standard_normal((9, 14)).astype(np.float32)) for _ in range(3))
     offers = {
@@ -235,13 +235,13 @@ def test_losses_are_half_the_squares_of_what_is_taken_away() -> None:
             gone = (gate.abs() < t) | (x.abs() < u)
             assert losses.loss["neurons"][i, j] == pytest.approx(half_square(gone), abs=1e-9)
             assert losses.zeroed["neurons"][i, j] == gone.sum()
-    # What equals a threshold stays.
+    # Values equal to a threshold stay.
     assert losses.zeroed["neurons"][0, 2] == 14 * 9 - 1
 
 
 @pytest.mark.parametrize("name", THRESHOLD_NAMES)
-def test_an_estimate_is_near_what_a_cutoff_does(tmp_path: Path, name: str) -> None:
-    """One site of one layer, cut a little: the KL of the cut model against the mean over drawn tokens."""
+def test_estimate_is_close_to_the_measured_loss(tmp_path: Path, name: str) -> None:
+    """Cut one site of one layer a little, and compare the model's KL with the estimate over drawn tokens."""
     with silu(tmp_path) as gguf:
         graph = thresholded_graph(gguf)
         model = TorchGraph(gguf, graph)
@@ -291,7 +291,7 @@ def drawn_choices(seed: int) -> tuple[ThresholdChoices, list[LayerLosses], list[
 
 
 def every_choice(losses: LayerLosses, size: SiteBytes) -> list[tuple[float, float]]:
-    """(loss, bytes) of each way to cut a layer."""
+    """Return (loss, bytes) of each way to cut a layer."""
     found = []
     for a, o, i, g, d in np.ndindex(3, 3, 3, 3, 3):
         share = {name: losses.zeroed[name][at] / 40 for name, at in
@@ -327,7 +327,7 @@ def test_no_other_choice_saves_more_at_less_loss(seed: int) -> None:
     assert choices.with_share(0.999).saved == pytest.approx(both[:, 1].max())
 
 
-def test_only_what_is_named_is_cut() -> None:
+def test_only_named_sites_have_thresholds() -> None:
     _, losses, sizes = drawn_choices(0)
     for names in (("down_in",), ("gate",), ("attn_in", "ffn_in")):
         choices = ThresholdChoices([layer.only(names) for layer in losses], sizes, [True, True])
@@ -335,7 +335,7 @@ def test_only_what_is_named_is_cut() -> None:
         assert any(value for layer in choice.layers for _, value in layer.items())
         for layer in choice.layers:
             assert not any(value for name, value in layer.items() if name not in names)
-        # With no choice left but the same sites, every layer loses what it lost among all.
+        # With only these sites to cut, every layer's loss equals the measured loss of its last step.
         assert choice.total_loss == pytest.approx(sum(
             one.loss[kind][-1, 0] / 4 if names == ("gate",) else
             one.loss[kind][0, -1] / 4 if names == ("down_in",) else one.loss[kind][-1] / 4
@@ -365,8 +365,8 @@ def test_a_kind_that_costs_more_than_it_was_thought_is_cut_less() -> None:
     assert not any(layer.attn_in or layer.attn_out for layer in after.layers)
 
 
-def test_what_rounding_costs_is_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of measurements that are twice, half or just what was predicted, and the same KL more for anything."""
+def test_rounding_loss_does_not_change_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure factors of 2, 0.5 and 1, with a constant KL on top, which must not change the factors."""
     _, losses, sizes = drawn_choices(2)
     for one in losses:
         for values in one.loss.values():  # the first step costs next to nothing
@@ -400,7 +400,7 @@ def test_cuts_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon", "opt"])
-def test_bytes_are_those_of_the_matrices(tmp_path: Path, architecture: str) -> None:
+def test_bytes_equal_the_matrices(tmp_path: Path, architecture: str) -> None:
     more = {"n_head_kv": 1} if architecture == "falcon" else {}
     with open_gguf(write_relu(tmp_path / "m.gguf", architecture, dialect="gguf", **more)) as gguf:
         for i, size in enumerate(bytes_of_sites(thresholded_graph(gguf), gguf)):
@@ -417,7 +417,7 @@ def test_bytes_are_those_of_the_matrices(tmp_path: Path, architecture: str) -> N
 
 
 class Told(Reporter):
-    """Records reports; may end the run in the middle."""
+    """Records progress, and interrupts the run at a given report."""
 
     def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
         self.stop_at = stop_at
@@ -435,7 +435,7 @@ def test_the_place_of_a_window_does_not_depend_on_the_rest(path: Path, text: str
         fewer = windows_of(model, text[: len(text) // 2 // 31 * 31], 32)
     assert len(learned) > len(held) > 20
     assert not {row.tobytes() for row in learned} & {row.tobytes() for row in held}
-    assert (held[:, 0] == 256).all()  # each begins as a text does
+    assert (held[:, 0] == 256).all()  # each begins with BOS
     for whole, part in zip((learned, held), fewer, strict=True):
         known = [row.tobytes() for row in whole]
         places = [known.index(row.tobytes()) for row in part if row.tobytes() in known]
@@ -443,7 +443,7 @@ def test_the_place_of_a_window_does_not_depend_on_the_rest(path: Path, text: str
         assert places == sorted(places)
 
 
-def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path: Path) -> None:
+def test_calibration_for_a_rise_of_perplexity(path: Path, text: str, tmp_path: Path) -> None:
     out = tmp_path / "out.thresholds.json"
     told = Told()
     found = calibrate_thresholds(
@@ -461,12 +461,12 @@ def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path:
             assert 0 < kept <= 1
             assert kept < 1 or not threshold
     assert found.thresholds.measured["target"] == {"max_increase": 0.02}
-    assert 0 < (found.thresholds.kept(0, "down_in") or 0) < 1  # what placement/channels.py reckons with
+    assert 0 < (found.thresholds.kept(0, "down_in") or 0) < 1  # placement/channels.py uses this share
     assert not (tmp_path / "out.thresholds.json.work").exists()
     (n_layers,) = {total for label, _, total in told.seen if label == "losses"}
     assert ("losses", 0, n_layers) in told.seen
     assert ("losses", n_layers, n_layers) in told.seen
-    # What is said is what the engine does, on the windows that were held out.
+    # The reported values equal the engine's on the held-out windows.
     with hotset.load(path, n_ctx=32) as dense, hotset.load(path, n_ctx=32, thresholds=out) as thresholded:
         _, held = windows_of(dense, text, 32)
         from hotset.engine.perplexity import compare_chunks
@@ -480,7 +480,7 @@ def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path:
     assert other.divergence.kl == found.measured.kl > 0
 
 
-def test_a_share_that_is_asked_for(path: Path, text: str, tmp_path: Path) -> None:
+def test_calibration_for_a_share(path: Path, text: str, tmp_path: Path) -> None:
     found = calibrate_thresholds(path, text, tmp_path / "out.json", ThresholdSettings(share=0.3, **QUICK))
     assert 0.3 <= found.measured.saved < 0.33
     assert found.problems == ()
@@ -500,7 +500,7 @@ def test_a_uniform_share(path: Path, text: str, tmp_path: Path) -> None:
     assert found.measured.kl > 0
 
 
-def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_resumes(path: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ThresholdSettings(max_increase=0.02, **QUICK)
     whole = calibrate_thresholds(path, text, tmp_path / "whole.json", settings)
     out, work = tmp_path / "out.json", tmp_path / "work"
@@ -524,7 +524,7 @@ def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             calibrate_thresholds(path, text, out, settings, work=work, progress=Told(stop))
         assert not out.exists()
-    # Of each kind the one that it was stopped in was begun twice.
+    # The interrupted pass and the interrupted measurement ran twice.
     assert (n_passes, n_measured) == (9, 7)
     again = calibrate_thresholds(path, text, out, settings, work=work, keep=True)
     assert n_passes == 9
@@ -555,7 +555,7 @@ def test_a_moe_is_cut(text: str, tmp_path: Path) -> None:
     found = calibrate_thresholds(model, text, out, ThresholdSettings(share=0.3, **QUICK))
     assert (
         found.measured.saved >= 0.3
-    )  # of the bytes of attention, and of the up matrices of a token's experts
+    )  # share of the bytes of attention and of the up matrices of a token's experts
     assert found.measured.kl > 0
     for layer, kept in zip(found.thresholds.layers, found.thresholds.measured["kept"], strict=True):
         assert layer.attn_in or layer.attn_out
@@ -571,7 +571,7 @@ def test_a_moe_is_cut(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("neuron_major", [False, True])
-def test_gates_of_experts_cost_what_is_predicted(text: str, tmp_path: Path, neuron_major: bool) -> None:
+def test_gates_of_experts_cost_the_prediction(text: str, tmp_path: Path, neuron_major: bool) -> None:
     model = write_bytes(tmp_path / "m.gguf", experts=(4, 2), down_neuron_major=neuron_major)
     settings = ThresholdSettings(uniform=0.4, only=("gate",), **QUICK)
     found = calibrate_thresholds(model, text, tmp_path / "out.json", settings)
@@ -591,7 +591,7 @@ def test_gates_of_experts_cost_what_is_predicted(text: str, tmp_path: Path, neur
     assert measured.saved == pytest.approx(0.4 * thresholded / (thresholded + sum(others)), rel=0.05)
 
 
-def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> None:
+def test_uncalibratable_models_are_refused(path: Path, text: str, tmp_path: Path) -> None:
     settings = ThresholdSettings(max_increase=0.01, **QUICK)
     with pytest.raises(InvalidRequestError, match="the text is too short: it has"):
         calibrate_thresholds(path, "a b c", tmp_path / "o.json", settings)

@@ -1,4 +1,4 @@
-"""Sparsifying a model: the student, the start in closed form, training, resuming, merging, the command."""
+"""Sparsifying a model: the student, its closed-form start, training, resuming, merging, the command."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def training(path: Path, folder: Path, **settings: Any) -> Training:
 def hidden(
     base: TorchGraph, tokens: torch.Tensor, student: Student | None = None, activity: Any = None
 ) -> torch.Tensor:
-    """What the output matrix reads."""
+    """Return the input of the output matrix."""
     compute = None if student is None else student.compute(activity)
     output = base.graph.ops[-1]
     stream = base.streams(tokens, compute)[-1]
@@ -136,7 +136,7 @@ class TestNetwork:
             for i in range(3):
                 torch.testing.assert_close(together[i], base.logits(tokens[i : i + 1]), rtol=1e-4, atol=1e-4)
 
-    def test_what_is_not_of_the_family_is_refused(self, tmp_path: Path) -> None:
+    def test_model_of_another_family_is_refused(self, tmp_path: Path) -> None:
         for architecture in ("falcon", "opt", "llama"):  # the last in PowerInfer's dialect
             dialect = "powerinfer" if architecture == "llama" else "gguf"
             path = write_relu(tmp_path / f"{architecture}.gguf", architecture, dialect=dialect)
@@ -167,7 +167,7 @@ def doubles(*shape: int) -> torch.Tensor:
 
 
 def assert_same_gradients(got: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    """Of the same value, weighted at random."""
+    """Check that the values are equal, and the gradients of a random weighting of them too."""
     torch.testing.assert_close(got, wanted)
     weight = torch.randn_like(wanted)
     for own, plain in zip(
@@ -197,7 +197,7 @@ class TestFusedFunctions:
 
 class TestSparseGLU:
     @pytest.mark.parametrize("both", [False, True])
-    def test_value_and_gradient_are_those_of_the_plain_formula(self, both: bool) -> None:
+    def test_value_and_gradient_equal_the_plain_formula(self, both: bool) -> None:
         gate, up = doubles(5, 7), doubles(5, 7)
         scale = doubles(7)
         got = SparseGLU.apply(gate, up, scale, both, 0.0, 1.0)
@@ -205,8 +205,8 @@ class TestSparseGLU:
         assert_same_gradients(got, wanted, [gate, up, scale])
 
     @pytest.mark.parametrize("both", [False, True])
-    def test_the_price_is_that_of_the_share(self, both: bool) -> None:
-        """Moving every gate by a little changes the share of active neurons as the gradient says."""
+    def test_price_follows_the_share(self, both: bool) -> None:
+        """Shift every gate a little: the share of active neurons must change as the gradient predicts."""
         generator = torch.Generator().manual_seed(0)
         gate = torch.randn(1000, 400, generator=generator, requires_grad=True)
         up = torch.randn(1000, 400, generator=generator, requires_grad=True)
@@ -257,7 +257,7 @@ def small_gate(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def small_gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gates where SiLU is nearly linear, as in the middle layers of a real model."""
+    """Write a model with gates where SiLU is nearly linear, as in the middle layers of a real model."""
     return write_llama(tmp_path_factory.mktemp("small") / "gates.gguf", spread=small_gate)
 
 
@@ -269,7 +269,7 @@ def base(small_gates: Path) -> TorchGraph:
 
 @pytest.fixture(scope="module")
 def shifted(tmp_path_factory: pytest.TempPathFactory) -> TorchGraph:
-    """Gates about -1, where SiLU is nearly constant and a neuron nearly linear in its input."""
+    """Write a model with gates near -1, where SiLU is nearly constant and a neuron nearly linear."""
     biases = {f"blk.{i}.ffn_gate.bias": [-1.0] * 96 for i in range(2)}
     path = tmp_path_factory.mktemp("shifted") / "gates.gguf"
     with open_gguf(write_llama(path, spread=small_gate, vectors=biases)) as gguf:
@@ -282,7 +282,7 @@ class TestLinearPath:
     def start(
         self, base: TorchGraph, targets: list[LayerTarget], rank: int = 8
     ) -> tuple[Student, float, float]:
-        """The student, what it misses of the last hidden state on other text, and its active share."""
+        """Return the student, its error of the last hidden state on other text, and its active share."""
         student = Student(base, "relu", rank)
         calibrate(base, student, self.TEXT, targets)
         other = torch.from_numpy(TOKENS[64 * N_CTX : 80 * N_CTX]).long().view(16, N_CTX)
@@ -346,7 +346,7 @@ class TestLinearPath:
         assert all(choice.n_linear == 0 for choice in choose_targets(shifted, self.TEXT, 0.3))
 
     def test_the_layers_that_suffer_more_get_more(self) -> None:
-        """The least sum of what all layers suffer, among all targets within the share: by brute force."""
+        """Find the least sum of all layers' errors, among all targets within the share, by brute force."""
         rng = np.random.default_rng(4)
         shares = np.array([0.05, 0.1, 0.2, 0.3, 0.5])
         options = [
@@ -399,8 +399,8 @@ class TestTraining:
 
     @pytest.mark.parametrize("labels", [0.0, 0.3])
     @pytest.mark.slow
-    def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:
-        """A student with noise in one matrix finds back to the teacher, and the curve shows it."""
+    def test_training_recovers_the_teacher(self, silu: Path, tmp_path: Path, labels: float) -> None:
+        """Add noise to one matrix of the student: training must recover the teacher, as the curve shows."""
         run = training(silu, tmp_path / "run", lr=1e-2, vector_lr=1e-3, labels=labels, scored=0.7)
         run.prepare()
         noisy = run.student.get("blk.0.attn_output.b")
@@ -415,7 +415,7 @@ class TestTraining:
         assert len(curve[-1]["idle_per_layer"]) == 2
 
     def test_neurons_become_idle(self, silu: Path, tmp_path: Path) -> None:
-        """From the swap alone half of the neurons fire; the price drives them to what was asked."""
+        """Check that half of the neurons fire after the swap, and that the price makes more of them idle."""
         run = training(silu, tmp_path / "run", vector_lr=1e-2, price=2.0, n_tokens=60 * 2 * N_CTX)
         run.widths = kernel_widths(run.base, run.student, run.texts.held_out)
         assert run.evaluate().idle == pytest.approx(0.5, abs=0.05)
@@ -432,7 +432,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
     @pytest.mark.slow
-    def test_goes_on_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
+    def test_resumes_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
         class KilledError(Exception):
             pass
 
@@ -554,7 +554,7 @@ class TestMerging:
             merge(gguf, adapters, tmp_path / "out.gguf")
         assert not (tmp_path / "out.gguf").exists()
 
-    def test_what_is_no_adapter_file_is_refused(self, tmp_path: Path) -> None:
+    def test_other_file_than_an_adapter_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="does not exist; train some"):
             TrainedAdapters.open(tmp_path / "missing")
         (tmp_path / "bad").write_bytes(b"\xff" * 100)
@@ -639,8 +639,8 @@ class TestMerging:
             assert np.abs(read.values[name] - value).max() <= np.abs(value).max() / 200
 
     @pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "smollm3-biases"])
-    def test_what_else_a_layer_has_stays(self, tmp_path: Path, name: str) -> None:
-        """A bias of up, which is scaled with its rows; windows; layers without rotation."""
+    def test_other_tensors_of_a_layer_stay(self, tmp_path: Path, name: str) -> None:
+        """Check a bias of up, which is scaled with its rows, windows, and layers without rotation."""
         recipe = tiny_models.RECIPES[name]
         path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
         with open_gguf(path) as gguf:
@@ -723,13 +723,13 @@ def converted(checkpoint: Path) -> Path:
 
 
 class Asked:
-    """In a model's place, for what it is given to begin with: an opening of one token."""
+    """A stand-in for a model that encodes each opening as one token."""
 
     tokenizer = SimpleNamespace(encode=lambda text, add_special: [-1])
 
 
 class TestGenerating:
-    def test_goes_on_where_it_stopped(self, converted: Path, tmp_path: Path) -> None:
+    def test_resumes_where_it_stopped(self, converted: Path, tmp_path: Path) -> None:
         path = tmp_path / "generated.jsonl"
         with hotset.load(converted, n_ctx=256, n_seqs=8) as model:
             texts = [model.tokenizer.encode("the thing in the thin thing " * 40)]
@@ -741,12 +741,12 @@ class TestGenerating:
         assert more[: len(first)] == first
         later = more[len(first) :]
         assert later
-        assert not set(map(tuple, first)) & set(map(tuple, later))  # it goes on, and does not begin again
+        assert not set(map(tuple, first)) & set(map(tuple, later))  # it continues instead of starting again
         assert sum(map(len, more)) >= 2500
         assert read_documents(path) == more
 
     def test_continuations_begin_with_a_piece_of_a_text(self) -> None:
-        """From anywhere in it, of 8 to 48 tokens, as often as the questions leave room for."""
+        """Check pieces of 8 to 48 tokens from any place of a text, in as many cases as questions leave."""
         text, source = list(range(100)), random.Random(1)
         begun = [writing._beginning(Asked(), source, [text], 0.0) for _ in range(3000)]  # type: ignore[arg-type]
         openings = [one for one in begun if one == [-1]]
@@ -763,7 +763,7 @@ class TestGenerating:
         assert not circles([*range(80), *range(20)])
         assert circles([*range(20), *([3, 1, 4, 1, 5] * 12)])
 
-    def test_half_of_what_a_model_that_only_circles_writes_is_kept(
+    def test_half_of_repetitive_answers_is_kept(
         self, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("hotset.training.generate.circles", lambda document: True)
@@ -843,7 +843,7 @@ class TestCommand:
             (("--text", "TEXT", "-c", 4096), "too short|at least"),
         ],
     )
-    def test_mistakes_get_a_sentence(
+    def test_mistakes_give_one_message(
         self, converted: Path, text: Path, tmp_path: Path, options: tuple[object, ...], message: str
     ) -> None:
         from typer.testing import CliRunner
@@ -875,7 +875,7 @@ class TestCommand:
     def test_the_process_computes_afterwards_as_before(
         self, converted: Path, text: Path, tmp_path: Path
     ) -> None:
-        """Training flushes the smallest numbers to zero: what runs after it would have other bits."""
+        """Restore the flush of denormals, which training sets: later code would have other bits."""
         from typer.testing import CliRunner
 
         from hotset.cli.main import app
@@ -891,7 +891,7 @@ class TestCommand:
 
 class TestProcesses:
     def test_windows_are_shared_out(self, silu: Path, tmp_path: Path) -> None:
-        """What two processes train on in a step is what one does with twice the batch, and nothing twice."""
+        """Check that two processes share, without repeats, the windows of one with twice the batch."""
         one = training(silu, tmp_path, batch=4, scored=0.5)
         two = [training(silu, tmp_path, batch=2, scored=0.5) for _ in range(2)]
         for process, run in enumerate(two):
@@ -909,9 +909,10 @@ class TestProcesses:
 
     @pytest.mark.slow
     def test_two_equal_one_with_twice_the_batch(self, silu: Path, tmp_path: Path) -> None:
-        """Gradients are averaged, and the windows shared out: the curve is that of one process.
+        """Compare the curve of two processes, which share windows and average gradients, with one process.
 
-        No thread of the group outlives it: one that lets go of a tensor while the interpreter ends aborts.
+        No thread of the process group may outlive it: a thread that frees a tensor while the interpreter ends
+        aborts the process.
         """
         script = tmp_path / "two.py"
         script.write_text(
@@ -945,7 +946,7 @@ class TestProcesses:
             assert left["kl"] == pytest.approx(right["kl"], rel=2e-2)
 
 
-def test_files_that_are_no_models_end_with_a_sentence(tmp_path: Path) -> None:
+def test_other_files_than_models_give_one_message(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.write()
     with open_gguf(tmp_path / "x.gguf") as gguf, pytest.raises(HotsetError):

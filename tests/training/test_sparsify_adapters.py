@@ -1,4 +1,4 @@
-"""The adapters in the repository, on the published file that they belong to (docs/guides/make-sparse.md)."""
+"""The adapters of the repository, applied to their published file (docs/guides/make-sparse.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_they_are_small_and_say_what_they_are() -> None:
+def test_files_are_small_and_describe_themselves() -> None:
     assert ADAPTERS.stat().st_size < 20_000_000
     adapters = TrainedAdapters.open(ADAPTERS)
     told = json.loads((FOLDER / "smollm2-135m-relu.json").read_text())

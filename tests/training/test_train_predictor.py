@@ -1,4 +1,4 @@
-"""Training predictors: what is collected, what is learned, when it grows and stops, what is written."""
+"""Training predictors: the collected pairs, the learned scores, growing and stopping, the written files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QUICK = PredictorSettings(
 
 
 class Told(Reporter):
-    """Records reports; may end the run in the middle."""
+    """Records progress, and interrupts the run at a given report."""
 
     def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
         self.lines: list[str] = []
@@ -63,7 +63,7 @@ class Told(Reporter):
 
 
 def planted(path: Path, kind: Kind = "llama", type: GGMLType = GGMLType.F16, **how: Any) -> Path:
-    """A model whose neurons fire as planted, by sums of 16 directions: 33 hidden units know them exactly."""
+    """Write a model with planted activity: sums of 16 directions, which 33 hidden units predict exactly."""
     how = {"plain": True, "rank": 16, "n_vocab": 400, "n_ctx": 256, **how}
     write_sparse_model(path, SHAPE, type, kind=kind, **how)
     return path
@@ -78,14 +78,14 @@ def matrix(path: Path, name: str) -> np.ndarray:
 # ---- the beginning ----
 
 
-def test_the_entropy_of_a_layer_is_that_of_its_coins() -> None:
+def test_entropy_of_a_layer_equals_its_coins() -> None:
     assert training.entropy(np.array([0.5, 0.5])) == pytest.approx(1)
     assert training.entropy(np.array([0.25])) == pytest.approx(2 - 0.75 * np.log2(3))
     assert training.entropy(np.array([0.0, 1.0, 0.5])) == pytest.approx(1 / 3)
 
 
 class GivenPairs:
-    """What `start` asks of LayerPairs: float32 [n, n_embd], and how often each neuron fires."""
+    """The part of LayerPairs that `start` uses: inputs, float32 [n, n_embd], and frequencies of neurons."""
 
     def __init__(self, inputs: np.ndarray, frequencies: np.ndarray) -> None:
         self.inputs, self._frequencies = inputs, frequencies
@@ -106,7 +106,7 @@ def test_a_predictor_begins_as_a_linear_one_and_with_units_that_weigh_nothing() 
     frequencies = np.array([0.5, 0.2, 0.7, 0.1, 0.9, 0.4], np.float32)
     decides = rng.standard_normal((6, 4)).astype(np.float32)
     weights = start(GivenPairs(inputs, frequencies), decides, 16, "cpu", 0)  # type: ignore[arg-type]
-    n_linear = 1 + 2 * 4  # a constant, and each direction both ways
+    n_linear = 1 + 2 * 4  # a constant, and each direction with both signs
     assert weights.fc2[:, :n_linear].all()
     assert not weights.fc2[:, n_linear:].any()
     assert weights.fc1[n_linear:].all()
@@ -114,10 +114,10 @@ def test_a_predictor_begins_as_a_linear_one_and_with_units_that_weigh_nothing() 
     def score(x: np.ndarray) -> np.ndarray:
         return np.maximum(x @ weights.fc1.T, 0) @ weights.fc2.T
 
-    # Of the mean input each neuron has the odds that it has on average, ...
+    # For the mean input, each neuron's score gives its average frequency, ...
     found = 1 / (1 + np.exp(-score(inputs.mean(axis=0))))
     np.testing.assert_allclose(found, frequencies, atol=0.02)
-    # ... and of the others more or less, as its row says. (Four channels make no good constant.)
+    # ... and for other inputs, the score varies with its row. (Four channels make no good constant.)
     weights.fc1[0] = 0
     scores, products = score(inputs), inputs @ decides.T
     for i in range(6):
@@ -128,7 +128,7 @@ def test_a_predictor_begins_as_a_linear_one_and_with_units_that_weigh_nothing() 
 
 
 def fake_steps(tokens: np.ndarray, names: Any) -> Any:
-    """Two steps; value j of a token is a function of it alone."""
+    """Yield two steps whose values depend only on the tokens."""
     for part in np.array_split(tokens, 2):
         rng = np.random.default_rng(int(part[0]))
         inputs = rng.standard_normal((len(part), 8)).astype(np.float32) * 1e6
@@ -180,12 +180,12 @@ def test_pairs_stay_within_their_bytes(tmp_path: Path, max_bytes: int) -> None:
     assert held_out <= max_bytes * pair_files.HELD_OUT_SHARE
 
 
-def test_a_limit_below_one_sequence_costs_a_sentence(tmp_path: Path) -> None:
+def test_limit_below_one_sequence_gives_one_message(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="not one sequence of 10 tokens fits in the 3,000 bytes"):
         collect(tmp_path, fake_steps, SOURCES, SEQUENCES[4:], SEQUENCES[:4], max_bytes=30_000, settings={})
 
 
-def test_a_killed_collection_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_collection_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_files, "_SHARD_BYTES", 2000)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = {"max_bytes": 1 << 20, "settings": {"a": 1}}
@@ -219,7 +219,7 @@ def test_a_killed_collection_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("key", "value"), [("settings", [1, 2]), ("settings", None), ("sequences", [1, 2])])
 def test_a_shard_with_odd_keys_is_made_again(tmp_path: Path, key: str, value: Any) -> None:
-    """As one that is damaged: arrays do not compare, and keys may be missing."""
+    """Treat a shard with odd or missing keys as damaged; arrays do not compare."""
     settings = {"max_bytes": 1 << 20, "settings": {"a": 1}}
     expected = collect(tmp_path, fake_steps, SOURCES, SEQUENCES[4:], SEQUENCES[:4], **settings)
     (tmp_path / "complete.json").unlink()
@@ -249,7 +249,7 @@ def test_a_planted_model_is_learned(tmp_path: Path, kind: Kind) -> None:
     for layer in trained.layers:
         assert layer.quality.of_magnitude > 0.95
         assert layer.quality.selected_share < 0.5
-    for measured in trained.measured:  # in the engine, on text that was held out
+    for measured in trained.measured:  # in the engine, on held-out text
         assert measured.of_magnitude > 0.93
         assert measured.recall > 0.75
     assert trained.increase < QUICK.max_increase
@@ -257,7 +257,7 @@ def test_a_planted_model_is_learned(tmp_path: Path, kind: Kind) -> None:
 
 
 def check_merged(path: Path, out: Path, folder: Path, trained: training.Trained) -> None:
-    """The merged file is the model with the predictors of the folder, and the mask is what its scores say."""
+    """Check that the merged file has the folder's predictors, and that its mask follows their scores."""
     with open_gguf(out) as file:
         assert file.dialect == trained.dialect
         config = config_from_gguf(file)
@@ -285,14 +285,14 @@ def check_merged(path: Path, out: Path, folder: Path, trained: training.Trained)
         with (
             hotset.load(path, n_ctx=N_CTX, sparsity="dense") as before,
             hotset.load(out, n_ctx=N_CTX, sparsity="dense") as after,
-        ):  # every weight of the model is the one that it had
+        ):  # every weight of the model is unchanged
             assert np.array_equal(before.logits(tokens), after.logits(tokens))
     torch_file = torch.load(folder / "model_0.pt", weights_only=True)
     assert list(torch_file) == ["fc1.weight", "fc2.weight"]
 
 
 def test_quantised_and_published_files(tmp_path: Path) -> None:
-    """Q8_0 shares scales across neurons: the plain format. A file that has predictors gets new ones."""
+    """Use the plain format for Q8_0, which shares scales across neurons, and replace existing predictors."""
     path = planted(tmp_path / "plain.gguf", type=GGMLType.Q8_0)
     trained = train_predictors(path, [TEXT], tmp_path / "p", tmp_path / "out.gguf", QUICK)
     assert trained.dialect == "gguf"
@@ -310,7 +310,7 @@ def test_quantised_and_published_files(tmp_path: Path) -> None:
 
 
 def as_arcee(source: Path, path: Path) -> Path:
-    """A planted llama without its gate: squared ReLU of an up projection that is the planted gate."""
+    """Write a planted llama without its gate: the planted gate becomes up, with a squared ReLU."""
     with open_gguf(source) as file:
         writer = GGUFWriter(path, "arcee")
         for key, value in file.metadata.items():
@@ -345,12 +345,12 @@ def test_a_fatrelu_model_stays_plain(tmp_path: Path) -> None:
         training.predictor_files.write_merged(
             tmp_path / "out.gguf", file, config, [PredictorWeights(*rank)] * 2, GGMLType.F16, "gguf"
         )
-    with open_gguf(tmp_path / "out.gguf") as file:  # the option has become a fact of the file
+    with open_gguf(tmp_path / "out.gguf") as file:  # the file contains the option's value
         assert config_from_gguf(file) == replace(config, sparse_threshold=0.0)
 
 
 def test_a_calibrated_predictor_keeps_the_recall(tmp_path: Path) -> None:
-    """Whatever the network: more recall, more selected; and the threshold is zero."""
+    """Calibrate a random network: more recall must select more neurons, with a threshold of zero."""
     rng = np.random.default_rng(0)
     steps = [np.arange(64, dtype=np.int32) + 1000 * i for i in range(20)]
     collect(tmp_path, fake_steps, SOURCES, steps[:2], steps[2:], max_bytes=10 << 20, settings={})
@@ -360,7 +360,7 @@ def test_a_calibrated_predictor_keeps_the_recall(tmp_path: Path) -> None:
         held_out = pairs.layer(0, "held_out")
         found = [calibrate(held_out, weights, GGMLType.F16, recall, "cpu") for recall in (0.5, 0.8, 0.95)]
     for quality, recall in zip(found, (0.5, 0.8, 0.95), strict=True):
-        assert quality.of_magnitude == pytest.approx(recall, abs=0.06)  # of other tokens than the threshold's
+        assert quality.of_magnitude == pytest.approx(recall, abs=0.06)  # on other tokens
     selected = [quality.selected_share for quality in found]
     assert selected == sorted(selected)
 
@@ -369,7 +369,7 @@ def test_a_calibrated_predictor_keeps_the_recall(tmp_path: Path) -> None:
 
 
 def test_growth_stops_at_the_target(tmp_path: Path) -> None:
-    path = planted(tmp_path / "model.gguf", rank=32)  # rank 64 knows what 32 does not
+    path = planted(tmp_path / "model.gguf", rank=32)  # rank 32 is not enough, rank 64 is
     easy = train_predictors(path, [TEXT], tmp_path / "a", None, replace(QUICK, precision=0.01))
     assert [(layer.rank, layer.stopped) for layer in easy.layers] == [(32, "target")] * 2
     assert not list((tmp_path / "a").glob("training"))
@@ -404,7 +404,7 @@ def test_recall_rises_until_the_perplexity_is_met(tmp_path: Path) -> None:
 # ---- resuming ----
 
 
-def test_a_stopped_training_goes_on_to_the_same_result(tmp_path: Path) -> None:
+def test_stopped_training_resumes_to_the_same_result(tmp_path: Path) -> None:
     path = planted(tmp_path / "model.gguf")
     settings = replace(QUICK, precision=0.9)
     expected = train_predictors(path, [TEXT], tmp_path / "whole", tmp_path / "whole.gguf", settings)
@@ -478,12 +478,12 @@ def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Pa
         ({"schedule": Schedule(epochs=0)}, "epochs, batch and learning rate must be above 0"),
     ],
 )
-def test_odd_settings_cost_a_sentence(change: dict[str, Any], message: str) -> None:
+def test_odd_settings_give_one_message(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         replace(QUICK, **change)
 
 
-def test_mistakes_cost_a_sentence(tmp_path: Path) -> None:
+def test_mistakes_give_one_message(tmp_path: Path) -> None:
     path = planted(tmp_path / "model.gguf")
     with pytest.raises(InvalidRequestError, match="the text is too short"):
         train_predictors(path, ["abc"], tmp_path / "p", None, QUICK)

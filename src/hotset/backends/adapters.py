@@ -110,8 +110,7 @@ def taking_adapters(backend: Backend) -> TakesAdapters:
     """Return the same backend. Raises UnsupportedModelError if it does not support adapters."""
     if not isinstance(backend, TakesAdapters):
         raise UnsupportedModelError(
-            "adapters (LoRA) need a model that this machine's CPU, or a Vulkan device, computes alone, and "
-            f"this one is computed by {backend.name!r}; leave them out, or use device='cpu' and "
-            "no `stages`"
+            "adapters (LoRA) need the whole model on this machine's CPU or on a Vulkan device, not on "
+            f"{backend.name!r}; leave them out, or use device='cpu' and no `stages`"
         )
     return backend

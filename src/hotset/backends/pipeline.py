@@ -59,8 +59,8 @@ class ChainBackend:
         for i, stage in enumerate(stages):
             if stage.entering != leaving or stage.has_output != (i == len(stages) - 1):
                 raise InvalidRequestError(
-                    f"stage {i} on {stage.name} does not go on where the one before it ends: stages go from "
-                    "the tokens to the logits, and each begins with the residual stream that is left to it"
+                    f"stage {i} on {stage.name} does not continue where the stage before it ends: stages go "
+                    "from the tokens to the logits, and each begins with the previous stage's residual stream"
                 )
             leaving = stage.graph.ops[-1].out
         if leaving is None or len(devices) != len(stages):
@@ -89,8 +89,11 @@ class ChainBackend:
         return held
 
     def step(self, batch: Batch) -> StepResult:
-        """Run one step. Raises InvalidRequestError or StepCancelledError, and DeviceError if a device or the
-        CPU worker failed or took too long."""
+        """Run one step.
+
+        Raises InvalidRequestError or StepCancelledError, and DeviceError if a device or the CPU worker failed
+        or took too long.
+        """
         self._cancelled = False
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         if batch.taps and (unknown := set(batch.taps).difference(*self._values)):

@@ -818,8 +818,10 @@ def add_streams(
 
 
 def hyper_connection(op: HyperConnection, x: np.ndarray, scale: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """Compute operations.HyperConnection in float64 for x [n, n_streams * (n_streams + 2)] or
-    [n, n_streams]."""
+    """Compute operations.HyperConnection in float64.
+
+    x: [n, n_streams * (n_streams + 2)] or [n, n_streams].
+    """
     n, rows, factor = op.n_streams, x.astype(np.float64), scale.reshape(-1).astype(np.float64)
     rows = rows * np.repeat(factor, [n, n, n * n][: len(factor)]) + base.reshape(-1)
     read = 1 / (1 + np.exp(-rows[:, :n])) + op.eps

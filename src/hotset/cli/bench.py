@@ -1,4 +1,4 @@
-"""`hotset bench`: llama-bench's options and table, with the share of the memory's read rate that is reached.
+"""`hotset bench`: llama-bench's options and table, with the reached share of the memory's read rate.
 
 Like llama-bench, it uses random tokens, no tokenizer and no sampling. The tokens pass through the engine and
 its thread, just like an answer's. `pp` is the prefill of a prompt, `tg` the generation of single tokens,
@@ -170,7 +170,7 @@ def bench(
     *,
     loading: options.BenchOptions,
 ) -> None:
-    """Measure speed with llama-bench's tests; and the share of the memory bandwidth that it reaches."""
+    """Measure speed with llama-bench's tests, and the reached share of the memory bandwidth."""
     format = "json" if json else format
     depths, names = _integers(depth, "--n-depth"), _names(models or [default_model()])
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
@@ -326,9 +326,12 @@ def _mean_depth(test: Test) -> float:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a test. batch: most tokens of a step. collect_stats: the warm-up generates some more
-    tokens, and counts which neurons fire. speculator: drafts tokens. text: tokens for depth and prompt, whose
-    likeliest continuation is the answer; None: random tokens. energy: counters to read."""
+    """The conditions of a test.
+
+    batch: most tokens of a step. collect_stats: the warm-up generates some more tokens, and counts which
+    neurons fire. speculator: drafts tokens. text: tokens for depth and prompt, whose likeliest continuation
+    is the answer; None: random tokens. energy: counters to read.
+    """
 
     repetitions: int
     batch: int
@@ -592,8 +595,11 @@ def _deviation(values: list[float] | list[int]) -> float:
 
 
 class _Markdown:
-    """llama-bench's table, with more columns: the share of the read bandwidth that generation reached, and,
-    if neurons are skipped, the mode and the active share."""
+    """A table like llama-bench's with more columns.
+
+    They are the share of the read bandwidth that generation reached and, if neurons are skipped, the mode and
+    the active share.
+    """
 
     columns: tuple[str, ...] = (
         "model",

@@ -143,8 +143,10 @@ def _body(response: Any, seconds: float = _ANSWER_SECONDS) -> bytes:
 
 
 def running(url: str | None) -> tuple[str, str]:
-    """Return address and key of the server for a command: the one at `url`, or at the default address. At the
-    default address only a server that says that it is hotset gets the key."""
+    """Return address and key of the server for a command: the one at `url`, or at the default address.
+
+    At the default address only a server that says that it is hotset gets the key.
+    """
     at = (url or URL).rstrip("/")
     return at, api_key() if url is not None or is_hotset(at) else NO_KEY
 

@@ -62,8 +62,10 @@ def print_choice(model: Model) -> None:
 
 
 def print_memory(model: Model) -> None:
-    """Print the planned and the measured memory of devices, and the notes of their backend; or the use of
-    memory under a RAM budget. Print nothing without either."""
+    """Print the planned and the measured memory of devices, and the notes of their backend.
+
+    Without devices, print the use of memory under a RAM budget, if there is one.
+    """
     if model.ram is not None:
         from hotset.report.disk import ram_lines, ram_table
 

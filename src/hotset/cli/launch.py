@@ -130,8 +130,10 @@ def launch(
 
 
 def _known(name: str) -> Path | None:
-    """Return the file of a model, None for one that would be fetched. Raises ModelNotFoundError for any other
-    name."""
+    """Return the file of a model, None for one that would be fetched.
+
+    Raises ModelNotFoundError for any other name.
+    """
     entry = catalogue.find(name)
     try:
         return resolve(name, download=False)
@@ -147,8 +149,11 @@ def _served_name(name: str) -> str:
 
 
 def _context(name: str, path: Path | None) -> int:
-    """Return the tokens of a context for agents: those that the model was created with, or as many as its
-    training and the memory allow. path: None for a model that is not on this machine."""
+    """Return the tokens of a context for agents.
+
+    It is the context with which the model was created, or as many tokens as its training and the memory
+    allow. path: None for a model that is not on this machine.
+    """
     made = find_created(name)
     if path is None or (made is not None and made[1].load.get("n_ctx")):
         return _CONTEXT if made is None else int(made[1].load["n_ctx"])
@@ -330,8 +335,10 @@ def _write_as(model: Path, path: Path, data: bytes) -> None:
 
 
 def _restore(path: Path, written: str) -> None:
-    """Restore the bytes that a file had before. written: the launch's version: a file that has been changed
-    since then stays."""
+    """Restore the bytes that a file had before.
+
+    written: the launch's version: a file that has been changed since then stays.
+    """
     backup = backup_of(path)
     if path.exists() and path.read_bytes() != written.encode():
         say(f"{path} was changed in the meantime and stays as it is; what it was before is in {backup}.")

@@ -22,8 +22,11 @@ _NAME = "hotset"  # the server's name in the tools' own settings
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """A server for tools. url: without a path. model: the name in requests. n_ctx: tokens of its context, if
-    known. key: what clients send; any text if the server needs none."""
+    """A server for tools.
+
+    url: without a path. model: the name in requests. n_ctx: tokens of its context, if known. key: what
+    clients send; any text if the server needs none.
+    """
 
     url: str
     model: str
@@ -33,9 +36,11 @@ class ServerAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The start of a tool. env: variables; None: unset. scratch: files for this run, by the name that
-    `command` has in braces ("{NAME}"). edits: the user's own files, with their contents while the tool
-    runs."""
+    """The start of a tool.
+
+    env: variables; None: unset. scratch: files for this run, by the name that `command` has in braces
+    ("{NAME}"). edits: the user's own files, with their contents while the tool runs.
+    """
 
     command: tuple[str, ...]
     env: Mapping[str, str | None] = field(default_factory=dict)
@@ -211,8 +216,10 @@ def _is_untouched(path: Path, backup: Path) -> bool:
 
 
 def backup_of(path: Path) -> Path:
-    """Return the path of the backup of a user's file while a launch has changed it. It is empty if there was
-    no file. Its time is the time at which the launch wrote the user's file."""
+    """Return the path of the backup of a user's file while a launch has changed it.
+
+    It is empty if there was no file. Its time is the time at which the launch wrote the user's file.
+    """
     return path.with_name(path.name + BACKUP)
 
 

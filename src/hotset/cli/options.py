@@ -335,7 +335,7 @@ GrammarFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Options that say how a model is loaded: the base of all such groups."""
+    """Options for loading a model: the base of all such groups."""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of LoadSettings that these options set."""
@@ -350,7 +350,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityOptions(LoadOptions):
-    """Which neurons of a model are computed, and how many of them are in memory."""
+    """Options for the computed neurons of a model, and for the memory that they take."""
 
     activation: Activation = None
     sparsity: Sparsity = None
@@ -368,7 +368,7 @@ class SparsityOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions(LoadOptions):
-    """What goes on GPUs."""
+    """Options for the parts of a model on GPUs."""
 
     device: DeviceNames = None
     vram_budget: VramBudget = None
@@ -401,12 +401,12 @@ class PlacementOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PlacementOptions, SparsityOptions):
-    """What is planned: which neurons are computed, and where."""
+    """Options for a plan: the computed neurons and their placement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions(LoadOptions):
-    """Which tokens are drafted, to be verified several in a step."""
+    """Options for drafted tokens, of which a step verifies several."""
 
     speculate: Speculate = None
     draft: DraftModel = None
@@ -424,7 +424,7 @@ class SpeculationOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCacheOptions(LoadOptions):
-    """Where the cache of finished answers is kept."""
+    """Options for the cache of finished answers on the disk."""
 
     cache_dir: CacheDir = None
     cache_disk: CacheDisk = None
@@ -443,7 +443,7 @@ class PromptCacheOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions(LoadOptions):
-    """Which adapters a model has."""
+    """Options for the adapters of a model."""
 
     lora: LoraFiles = None
 
@@ -453,11 +453,11 @@ class LoraOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(SpeculationOptions, LoraOptions, PlacementOptions, SparsityOptions):
-    """How a model is loaded, but for what a bench varies."""
+    """Options for loading a model, except the ones that a bench varies."""
 
 
 def kv_type(keys: str, values: str | None) -> str:
-    """Return the setting `kv_type`: of keys and values alike, or of both. Raises BadParameter."""
+    """Return the setting `kv_type`: one type for keys and values, or one for each. Raises BadParameter."""
     from hotset.model.cost import KVType
 
     known, one = "f16, q8_0 and q4_0", [name for name in get_args(KVType) if "/" not in name]
@@ -495,7 +495,7 @@ def _layers_of(override: str) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoraOptions, SparsityOptions, PlacementOptions):
-    """How a model is loaded, but for the size of its context."""
+    """Options for loading a model, except the size of its context."""
 
     threads: Threads = None
     cache_type: CacheType = "f16"
@@ -548,12 +548,12 @@ class TemplateOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions(TemplateOptions, PromptCacheOptions, SpeculationOptions, ModelOptions):
-    """How a model is loaded that is to generate answers."""
+    """Options for loading a model that generates answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOptions:
-    """Where a model runs that is split over machines."""
+    """Options for a model that is split over machines."""
 
     stages: Stages = None
     ray: RayAddress = None
@@ -611,7 +611,7 @@ _SamplingFields = make_dataclass(
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
-    """How the tokens of an answer are chosen, and when it ends. Fields: those of the table of parameters."""
+    """Options for choosing the tokens of an answer and for its end, from the table of parameters."""
 
     grammar_file: GrammarFile = None
 
@@ -669,7 +669,7 @@ def _logit_bias(texts: list[str]) -> dict[int, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservationOptions(LoadOptions):
-    """How a model is run where it is watched which of its neurons fire: not those a predictor names."""
+    """Options for running a model to observe its firing neurons, without the choice of a predictor."""
 
     n_ctx: SequenceSize = None
     threads: Threads = None

@@ -71,7 +71,7 @@ def plan(
     *,
     loading: options.PlanOptions,
 ) -> None:
-    """Plan what is stored where within a VRAM or RAM budget; nothing is loaded."""
+    """Plan the placement of a model within a VRAM or RAM budget, without loading it."""
     with ProgressBar() as bar:
         settings = loading.settings(
             n_ctx=ctx_size, n_seqs=contexts, max_batch=batch, n_threads=threads,

@@ -163,8 +163,9 @@ def _run_on_ray(
 
 @contextmanager
 def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[Model]:
-    """Yield a model that computes the neurons that really fire, not a predictor's choice. Raises
-    InvalidRequestError if the model has no experts and every neuron fires for every token.
+    """Yield a model that computes the neurons that really fire, not a predictor's choice.
+
+    Raises InvalidRequestError if the model has no experts and every neuron fires for every token.
     """
     with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
@@ -175,8 +176,10 @@ def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[M
 
 
 def sequences(model: Model, text: str, n_ctx: int | None, n_tokens: int | None) -> np.ndarray:
-    """Return the text as rows of n_ctx tokens (None: as the model allows, at most options.LONGEST), int32
-    [n, n_ctx]. Each row begins like a text. A shorter text becomes one row, int32 [n_tokens].
+    """Return the text as rows of n_ctx tokens, int32 [n, n_ctx].
+
+    n_ctx None: as the model allows, at most options.LONGEST. Each row begins like a text. A shorter text
+    becomes one row, int32 [n_tokens].
     """
     n_ctx = n_ctx or min(options.LONGEST, model.n_ctx)
     tokens = model.tokenizer.encode(text, add_special=True)[:n_tokens]

@@ -142,8 +142,11 @@ class _Phase:
         return counted + (f", {_time(left)} left" if left is not None else "")
 
     def is_due(self, now: float) -> bool:
-        """Return whether a line is due now. It is at the beginning and the end, when the time left is first
-        known, at each tenth, and after half a minute."""
+        """Return whether a line is due now.
+
+        It is at the beginning and the end, when the time left is first known, at each tenth, and after half a
+        minute.
+        """
         ends = 0 < self.total <= self.done
         tenth = 10 * self.done // self.total if self.total else 0
         knows_left = self._left(now) is not None

@@ -44,7 +44,7 @@ def _option(names: str, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where a server listens, who may ask, and how much at a time."""
+    """Options for a server's address, its clients and their limits."""
 
     host: Annotated[str, _option("--host", "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, _option("--port", "Port to listen on; 0: any free one.", min=0, max=65535)] = 8080
@@ -383,7 +383,9 @@ def _folder(given: list[str] | None) -> Path | None:
 
 def _named(given: list[str]) -> tuple[dict[str, Path], list[str]]:
     """Return the files of the given models by name, and the given names; a created model has its own name.
-    Models that are not on this machine are fetched."""
+
+    Models that are not on this machine are fetched.
+    """
     found: dict[str, Path] = {}
     first = []
     with ProgressBar() as bar:
@@ -425,8 +427,10 @@ def _is_installed(part: str) -> bool:
 
 
 def model_name(path: Path, given: str | None = None) -> str:
-    """Return the name of a model: its name as a created model, its name in the store, or its file's. given:
-    its name on the command line."""
+    """Return the name of a model: its name as a created model, its name in the store, or its file's.
+
+    given: its name on the command line.
+    """
     if given is not None and (made := find_created(given)) is not None:
         return made[0]
     stored = (model.name for model in on_this_machine() if model.path == path)

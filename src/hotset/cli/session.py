@@ -51,8 +51,10 @@ class Session:
         return [one for one in self.messages if one["role"] != "system"]
 
     def with_question(self, asked: str | list[Message]) -> str | list[Message]:
-        """Return a prompt that follows the earlier messages; a bare text is unchanged. A system message in
-        the prompt replaces the earlier one."""
+        """Return a prompt that follows the earlier messages; a bare text is unchanged.
+
+        A system message in the prompt replaces the earlier one.
+        """
         if isinstance(asked, str):
             return asked
         system = [one for one in asked if one["role"] == "system"]

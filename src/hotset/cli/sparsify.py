@@ -44,7 +44,7 @@ _FULL_LR = 20  # whole matrices have a learning rate smaller by this factor than
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """What a run trains, and how."""
+    """Options for the trained adapters and the training."""
 
     activation: Annotated[
         str, typer.Option("--activation", help="relu or drelu.", rich_help_panel=_TRAINING)
@@ -124,7 +124,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What a run trains on."""
+    """Options for the texts to train on."""
 
     text: Annotated[
         list[str] | None,

@@ -29,7 +29,7 @@ DIALECTS: dict[str, Dialect] = {"powerinfer": "powerinfer", "plain": "gguf"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What the predictors must reach, and what they may take."""
+    """Options for the targets and the limits of the predictors."""
 
     type: Annotated[
         str | None,

@@ -96,8 +96,11 @@ _OTHER_HEADS = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion. n_always: leading neurons of each layer that need no prediction, with a
-    profile. use: the subcommand for the file."""
+    """The result of a conversion.
+
+    n_always: leading neurons of each layer that need no prediction, with a profile. use: the subcommand for
+    the file.
+    """
 
     n_bytes: int
     tensors: tuple[PlannedTensor, ...]
@@ -451,8 +454,10 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
 
 
 def _n_parts(target: str, config: HFConfig) -> int:
-    """Return how many tensors of the checkpoint become one: one per expert, one per head of a norm, or as a
-    part of the family decides."""
+    """Return the number of the checkpoint's tensors that become one tensor.
+
+    It is one per expert, one per head of a norm, or as a part of the family decides.
+    """
     stem = _stem(target)
     for part in config.parts:
         if (own := part.n_parts(stem)) is not None:

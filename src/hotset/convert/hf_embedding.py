@@ -46,8 +46,9 @@ _RERANK_TEMPLATE = (
 
 
 def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return keys (without the architecture's name) and tensors of sentence-transformers' modules after the
-    model, and the meaning of a classifier's outputs. Both are empty for other checkpoints.
+    """Return keys and tensors of sentence-transformers' modules, and the meaning of a classifier's outputs.
+
+    Keys lack the architecture's name. Keys and tensors are empty for other checkpoints.
 
     Raises UnsupportedModelError for modules that no key describes, FormatError for damaged files.
     """

@@ -12,8 +12,11 @@ from hotset.model.keys import SCORINGS
 
 
 class HFMoE:
-    """Sizes of experts. n: their number; n_used: per token; n_ff: neurons of one; n_ff_shared: neurons of the
-    shared expert, which every token passes too; 0 without one."""
+    """Sizes of experts.
+
+    n: their number; n_used: per token; n_ff: neurons of one; n_ff_shared: neurons of the shared expert, which
+    every token passes too; 0 without one.
+    """
 
     def __init__(self, raw: dict[str, Any], hf_class: HFClass, entries: HFExperts, n_layer: int) -> None:
         self.raw, self.entries, self.n_layer = raw, entries, n_layer

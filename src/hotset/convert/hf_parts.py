@@ -17,8 +17,10 @@ from hotset.model.keys import LLAMA3_FACTORS, MAX_HEAD_DIM, MAX_STREAMS, YARN_LO
 
 
 class LatentPart(FamilyPart):
-    """Latent attention (model/config.py, Latent): the ranks, the rotated and other channels of a head of q
-    and k, and the channels of v."""
+    """Latent attention (model/config.py, Latent).
+
+    Its facts are the ranks, the rotated and other channels of a head of q and k, and the channels of v.
+    """
 
     adapts = False
 
@@ -49,8 +51,10 @@ class LatentPart(FamilyPart):
         return values if "attn_k_b" in stems else None
 
     def source(self, values: np.ndarray, stem: str, layer: int) -> Source | None:
-        """Split the matrix that makes keys and values from a latent vector, head by head. Values are stored
-        by output, keys by input, since engines multiply the query with them."""
+        """Split the matrix that makes keys and values from a latent vector, head by head.
+
+        Values are stored by output, keys by input, since engines multiply the query with them.
+        """
         if stem not in ("attn_k_b", "attn_v_b"):
             return None
         if values.shape[1:] != (self.rank,):
@@ -66,7 +70,7 @@ class LatentRope(HFRope):
 
     def own_keys(self, rope: dict[str, Any]) -> dict[str, Any]:
         if rope["rope_type"] not in ("default", "yarn") and rope.get("mscale_all_dim"):
-            raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
+            raise UnsupportedModelError("mscale_all_dim in config.json is supported only with yarn")
         return {}
 
     def magnitude_keys(self, rope: dict[str, Any], log_factor: float) -> dict[str, Any]:
@@ -248,8 +252,11 @@ def token_rows(values: np.ndarray, n_vocab: int) -> Origin:
 
 
 class AltUpPart(FamilyPart):
-    """Gemma 3n (model/config.py, AltUp): streams, the width of a layer's embedding of a token, layers without
-    their own keys and values, and widths of the FFN by layer."""
+    """Gemma 3n (model/config.py, AltUp).
+
+    Its facts are the number of streams, the width of a layer's embedding of a token, the layers without their
+    own keys and values, and the widths of the FFN by layer.
+    """
 
     adapts = False
 
@@ -318,9 +325,12 @@ class ProportionalRope(HFRope):
 
 
 class WindowHeads(FamilyPart):
-    """Gemma 4's layers: heads of keys and values and their channels, in layers with and without a window;
+    """Gemma 4's layers, whose heads and other sizes depend on the layer.
+
+    Its facts are the heads of keys and values and their channels, in layers with and without a window;
     whether keys serve as values; the width of the embedding that each layer adds, and its tokens; the number
-    of last layers that use the keys and values of other layers, and whose FFNs may be twice as wide."""
+    of last layers that use the keys and values of other layers, and whether their FFNs are twice as wide.
+    """
 
     adapts = False
 

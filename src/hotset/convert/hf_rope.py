@@ -54,8 +54,10 @@ class HFRope:
         return {"rope.scaling.yarn_attn_factor": above / below}
 
     def _ropes(self, layers: str) -> dict[str, Any]:
-        """Return the parameters of the rotation in `layers` ("full_attention", "sliding_attention"), if
-        config.json distinguishes them, or in all."""
+        """Return the parameters of the rotation in `layers` ("full_attention" or "sliding_attention").
+
+        If config.json does not distinguish them, they are the parameters of all layers.
+        """
         rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
         if rope is None:
             rope = self.facts.default_rope

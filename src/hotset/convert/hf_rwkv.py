@@ -23,8 +23,10 @@ def ffn_width_6(n_embd: int) -> int:
 
 
 class Rwkv6(FamilyPart):
-    """RWKV 6. n_fused: tensors that the file joins to one. vectors: tensors that have more dimensions in
-    checkpoints."""
+    """RWKV 6.
+
+    n_fused: tensors that the file joins to one. vectors: tensors that have more dimensions in checkpoints.
+    """
 
     n_fused: ClassVar[int] = 5
     vectors: ClassVar[tuple[str, ...]] = ("time_mix_lerp_x", "time_mix_decay")

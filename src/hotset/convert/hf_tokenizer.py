@@ -331,8 +331,10 @@ def _unigram(
 
 
 def _rwkv_world(src: Path, n_vocab: int) -> tuple[list[str], list[int], dict[str, Any]]:
-    """Read a line for each token: its id, the token as a Python literal, its bytes. Id 0 is both the
-    beginning and the end of a text."""
+    """Read a line for each token: its id, the token as a Python literal, its bytes.
+
+    Id 0 is both the beginning and the end of a text.
+    """
     tokens, lines = ["<s>"], read_small_file(src / RWKV_VOCABULARY).decode("utf-8", "replace").splitlines()
     for line in lines[:n_vocab]:
         id, _, rest = line.partition(" ")
@@ -552,8 +554,11 @@ _TIKTOKEN_SPECIAL = {
 
 
 def _tiktoken_ids(settings: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return tokenizer_config.json and config.json changed so that _special_id finds the ids of llama.cpp's
-    converter. It prefers numbers in config.json to texts, except numbers that it knows to be wrong."""
+    """Return tokenizer_config.json and config.json, changed to give the ids of llama.cpp's converter.
+
+    Its converter prefers numbers in config.json to texts, except numbers that it knows to be wrong.
+    _special_id reads the results.
+    """
     texts = dict(settings)
     classes = config.get("architectures")
     kind = str(classes[0]) if isinstance(classes, list) and classes else ""

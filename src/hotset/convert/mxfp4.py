@@ -52,8 +52,10 @@ def matrix_of(name: str, codes: np.ndarray, scales: np.ndarray) -> Matrix:
 
 @dataclass(frozen=True)
 class Packed:
-    """The matrices of all experts. blocks: for each expert uint8 [rows, blocks of a row, BLOCK_BYTES];
-    scales: [rows, blocks of a row]."""
+    """The matrices of all experts.
+
+    blocks: for each expert uint8 [rows, blocks of a row, BLOCK_BYTES]; scales: [rows, blocks of a row].
+    """
 
     blocks: Sequence[np.ndarray] | np.ndarray
     scales: Sequence[np.ndarray] | np.ndarray

@@ -47,8 +47,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def open_peft_adapter(
     folder: Path, architecture: str, head_dim: int, check: Callable[[], object] = lambda: None
 ) -> AdapterFile:
-    """Open an adapter for a model of an architecture, whose heads have head_dim channels. check: called
-    before each tensor; an error in it ends the reading.
+    """Open an adapter for a model of an architecture, whose heads have head_dim channels.
+
+    check: called before each tensor; an error in it ends the reading.
 
     Raises ModelNotFoundError for missing files, FormatError for damaged ones, UnsupportedModelError for other
     kinds of adapters, and for models whose matrices a conversion changes in other ways.
@@ -75,7 +76,7 @@ def open_peft_adapter(
         match = _MATRIX.fullmatch(name)
         if match is None:
             raise UnsupportedModelError(
-                f"the adapter {folder} has the tensor {clause(name)}, which is none of a plain LoRA adapter"
+                f"the adapter {folder} has the tensor {clause(name)}, which plain LoRA adapters do not have"
             )
         target, half = names.target(match[1]), match[2].lower()
         if (target, half) in halves:
@@ -106,8 +107,8 @@ class _Names:
         found = {name for hf in self._classes if (name := _target(module, hf)) is not None}
         if len(found) != 1 or " " in (name := found.pop()):
             raise UnsupportedModelError(
-                f"the adapter {self._folder} changes {clause(module)}, which is no matrix of "
-                f"{self._architecture} models that adapters can change"
+                f"the adapter {self._folder} changes {clause(module)}, but adapters cannot change it in "
+                f"{self._architecture} models"
             )
         return name
 

@@ -68,8 +68,9 @@ def reorder(
     bundle: bool = False,
     progress: Reporter | None = None,
 ) -> Reordered:
-    """Write the model to `out_path` in the order of the profile's counts, the hottest neuron first. Without a
-    profile the order does not change.
+    """Write the model to `out_path` in the order of the profile's counts, the hottest neuron first.
+
+    Without a profile the order does not change.
 
     bundle: store the parts of a neuron or expert in several matrices side by side (formats/bundle.py).
     always: the frequency from which a neuron is computed without prediction (above 1: none). Metadata and

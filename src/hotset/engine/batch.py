@@ -11,8 +11,9 @@ from hotset.engine.scheduler import Chunks
 class BatchBuilder:
     """A builder of batches. A Batch is a view of its arrays and valid until the next `build`.
 
-    max_batch: tokens. max_sequences: rows of the page table. has_thresholds: whether the graph has activation
-    thresholds. has_states: whether the graph has recurrent layers. taps: values that every step returns.
+    max_batch: tokens. max_sequences: rows of the block table. has_thresholds: whether the graph has
+    activation thresholds. has_states: whether the graph has recurrent layers. taps: values that every step
+    returns.
     """
 
     def __init__(

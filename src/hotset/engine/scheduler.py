@@ -40,9 +40,9 @@ Chunks = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens 
 class Scheduler:
     """The running and waiting sequences, and their blocks, slots and recurrent states.
 
-    max_sequences, max_pages: rows and columns of the page table. max_batch: tokens of a step. prompt_seconds,
-    flops: as in Engine. counted: counters to update. whole_texts: compute each text in one step, because its
-    tokens attend to later ones.
+    max_sequences, max_pages: rows and columns of the block table. max_batch: tokens of a step.
+    prompt_seconds, flops: as in Engine. counted: counters to update. whole_texts: compute each text in one
+    step, because its tokens attend to later ones.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ class Sequence:
         self.states: dict[int, int] = {}
         self.reading: BlockReading | None = None
         self.id_slot: int | None = None
-        self.slot = -1  # row of the page table while it runs
+        self.slot = -1  # row of the block table while it runs
         self.started = 0.0
         self.first_token = 0.0
         self.last_token = 0.0

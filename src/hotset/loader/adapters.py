@@ -31,8 +31,10 @@ def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
 
 
 def check_adapter(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of an adapter: a file, or a folder of PEFT's. Raises ModelNotFoundError,
-    FormatError, and UnsupportedModelError for a file of safetensors."""
+    """Return the absolute path of an adapter: a file, or a folder of PEFT's.
+
+    Raises ModelNotFoundError, FormatError, and UnsupportedModelError for a file of safetensors.
+    """
     found = expanded(path).absolute()
     try:
         is_folder, is_there = found.is_dir(), found.exists()
@@ -48,8 +50,8 @@ def check_adapter(path: str | os.PathLike[str]) -> Path:
         raise ModelNotFoundError(f"there is no adapter {found}; name a GGUF file, or a folder of PEFT's")
     elif found.suffix == ".safetensors":
         raise UnsupportedModelError(
-            f"{found} is a file of safetensors; name PEFT's folder that it is in, or an adapter in GGUF "
-            "(those of 'hotset sparse make' become part of a model with its `adapters`)"
+            f"{found} is a file of safetensors; name its PEFT folder, or an adapter in GGUF (adapters of "
+            "'hotset sparse make' become part of a model with its `adapters`)"
         )
     return found
 
@@ -57,8 +59,10 @@ def check_adapter(path: str | os.PathLike[str]) -> Path:
 def open_adapter(
     decided: Decided, path: str | os.PathLike[str], check: Callable[[], object] = lambda: None
 ) -> AdapterFile:
-    """Open an adapter for a model: a GGUF file, or a folder of PEFT's. check: see Adapters.load. Raises
-    ModelNotFoundError, FormatError, UnsupportedModelError."""
+    """Open an adapter for a model: a GGUF file, or a folder of PEFT's.
+
+    check: see Adapters.load. Raises ModelNotFoundError, FormatError, UnsupportedModelError.
+    """
     found = check_adapter(path)
     if not found.is_dir():
         return open_gguf_adapter(found)

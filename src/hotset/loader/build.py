@@ -104,7 +104,8 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     try:
         if copy := next((name for name in gguf.tensors if name.endswith(COPY_SUFFIX)), None):
             raise UnsupportedModelError(
-                f"{path} has the tensor {clause(shown(copy))}, a copy that hotset makes itself beside a model"
+                f"{path} has the tensor {clause(shown(copy))}, a copy that hotset itself stores "
+                "next to a model"
             )
         config = read_config(gguf, activation=settings.activation)
     except BaseException:
@@ -278,8 +279,11 @@ def _ready(decided: Decided, backend: Backend) -> Backend:
 
 
 def _map_experts(decided: Decided) -> None:
-    """Map the experts before the first token. The first token of a dense model maps all of its weights, but
-    experts are used one by one. Otherwise hundreds of tokens take up to a tenth longer (decision 019)."""
+    """Map the experts before the first token.
+
+    The first token of a dense model maps all of its weights, but experts are used one by one. Otherwise
+    hundreds of tokens take up to a tenth longer (decision 019).
+    """
     parts = [part for ffn in decided.graph.ffns for part in (ffn.gate, ffn.up, ffn.down)]
     experts = [part for part in parts if isinstance(part, ExpertLinear | ExpertSum)]
     names = dict.fromkeys(name for part in experts for name in part.weights)
@@ -308,8 +312,10 @@ def open_backend(
 
 
 def open_measuring(decided: Decided, backend: Backend) -> Backend:
-    """Open a small backend without a device, which computes every neuron of a text. It measures the predictor
-    of another backend."""
+    """Open a small backend without a device, which computes every neuron of a text.
+
+    It measures the predictor of another backend.
+    """
     options = BackendOptions(
         n_pages=MAX_SEQUENCE // PAGE_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
         n_threads=backend.n_threads,
@@ -319,8 +325,11 @@ def open_measuring(decided: Decided, backend: Backend) -> Backend:
 
 
 def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Decided:
-    """Add the placement on devices and the plan of this machine's memory. With devices, a context that was
-    not requested is the default, or the smallest if a budget has no room for the default."""
+    """Add the placement on devices and the plan of this machine's memory.
+
+    With devices, a context that was not requested is the default, or the smallest if a budget has no room for
+    the default.
+    """
     may_shrink = bool(devices) and decided.settings.n_ctx is None
     placed = replace(decided, placement=_placement(decided, devices, profile))
     if decided.limit is None:
@@ -336,8 +345,10 @@ def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profil
 
 
 def _plan_ram(decided: Decided) -> RamPlan | None:
-    """Plan the division of the memory limit. Return None without a requested budget if the model does not fit
-    in the free memory."""
+    """Plan the division of the memory limit.
+
+    Return None without a requested budget if the model does not fit in the free memory.
+    """
     from hotset.placement.disk import measure_disk
 
     settings, limit, host = decided.settings, decided.limit, _host_memory(decided)
@@ -372,8 +383,10 @@ def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile
 
 
 def _needed(decided: Decided) -> dict[int, np.ndarray]:
-    """Return how often neurons or experts are needed, from the profile that the settings name, or the one
-    next to the model; {} without one."""
+    """Return how often neurons or experts are needed, by layer; {} without a profile.
+
+    The profile is the one that the settings name, or the one next to the model.
+    """
     from hotset.placement.ram import needed_by_profile
 
     settings, config = decided.settings, decided.config

@@ -47,8 +47,11 @@ _SHARE_OF_CONTEXT = 0.25  # of free memory, for the cache of a default context
 
 @dataclass(frozen=True)
 class Opened:
-    """A model file and the facts of its architecture. devices: to place it on; empty: only the CPU computes.
-    sampling: fields of SamplingParams that a created model has for requests that leave them out."""
+    """A model file and the facts of its architecture.
+
+    devices: to place it on; empty: only the CPU computes. sampling: fields of SamplingParams that a created
+    model has for requests that leave them out.
+    """
 
     settings: LoadSettings
     gguf: GGUFFile
@@ -92,8 +95,11 @@ NOTHING_RESERVED = Reserved()
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Memory of the machine, in bytes. free: for the model; inf: another model decides, and its files are
-    mapped. program: of this process without the model. reserved: for its drafter and adapters."""
+    """Memory of the machine, in bytes.
+
+    free: for the model; inf: another model decides, and its files are mapped. program: of this process
+    without the model. reserved: for its drafter and adapters.
+    """
 
     free: float
     program: int
@@ -226,8 +232,10 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
 
 
 def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int = 0) -> int | None:
-    """Return the bytes that a model of n_bytes may have in memory; None: files are mapped. reserved: bytes
-    of a budget for other uses. Raises OutOfMemoryError if they leave nothing."""
+    """Return the bytes that a model of n_bytes may have in memory; None: files are mapped.
+
+    reserved: bytes of a budget for other uses. Raises OutOfMemoryError if they leave nothing.
+    """
     if math.isinf(free):
         return None
     if settings.ram_budget is not None:
@@ -294,8 +302,10 @@ def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload
 def with_channels(
     decided: Decided, thresholds: Thresholds, of_cpu: TypeRates, of_devices: Sequence[TypeRates]
 ) -> Decided:
-    """Add the expected gain of leaving out thresholded zeros, for the device of each layer. of_devices: rates
-    of each device of the placement; empty if none of its matrices has zeros."""
+    """Add the expected gain of leaving out thresholded zeros, for the device of each layer.
+
+    of_devices: rates of each device of the placement; empty if none of its matrices has zeros.
+    """
     from hotset.placement.channels import plan_channels, with_devices
 
     graph, tensors, placement = decided.graph, decided.weights.tensors, decided.placement
@@ -306,8 +316,10 @@ def with_channels(
 
 
 def longest_default(opened: Opened, graph: Graph, machine: MachineFacts) -> int | None:
-    """Return the longest default context of encoders, on devices, with draft models, and if the free memory
-    is unknown; otherwise None."""
+    """Return the longest default context, or None without such a limit.
+
+    The limit applies to encoders, on devices, with draft models, and if the free memory is unknown.
+    """
     is_short = opened.devices or graph.is_encoder or machine.reserved.drafter or math.isinf(machine.free)
     return DEFAULT_N_CTX if is_short else None
 

@@ -48,8 +48,11 @@ _LOADING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Modelfile:
-    """A parsed Modelfile. base: of FROM. adapters: paths. parameters: name → values, as texts. messages:
-    (role, text) of the examples."""
+    """A parsed Modelfile.
+
+    base: of FROM. adapters: paths. parameters: name → values, as texts. messages: (role, text) of the
+    examples.
+    """
 
     base: str
     system: str = ""
@@ -91,8 +94,10 @@ class Modelfile:
 
     @property
     def can_be_written(self) -> bool:
-        """Return whether parsing `text` restores the object. Three quotation marks would end a value, and a
-        line break a name."""
+        """Return whether parsing `text` restores the object.
+
+        Three quotation marks would end a value, and a line break a name.
+        """
         try:
             return Modelfile.parse(self.text) == self
         except InvalidRequestError:
@@ -152,9 +157,11 @@ def _is_plain(value: str) -> bool:
 def made_of(
     modelfile: Modelfile, path: Path, *, base: str, source: str, folder: Path | None = None
 ) -> Created:
-    """Return the created model of a Modelfile. path: the file of its base. base: the stored name of the base.
-    source: its text. folder: the folder that relative paths of adapters start from. Raises
-    InvalidRequestError, and errors of opening the files."""
+    """Return the created model of a Modelfile.
+
+    path: the file of its base. base: the stored name of the base. source: its text. folder: the folder that
+    relative paths of adapters start from. Raises InvalidRequestError, and errors of opening the files.
+    """
     sampling, load = _settings(modelfile.parameters)
     if modelfile.adapters:
         load["lora"] = [[str(_adapter(one, folder)), 1.0] for one in modelfile.adapters]

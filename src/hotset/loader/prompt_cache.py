@@ -68,9 +68,8 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
     if not isinstance(backend, WholeModel):
         devices = "".join(f", or {one.title}" for one in all_capabilities() if one.prompt_cache)
         raise UnsupportedModelError(
-            f"{asked} needs a model that this machine's CPU computes alone{devices}, and parts "
-            f"of this one are elsewhere (backend {backend.name!r}); leave it out, or use device='cpu' "
-            "and no `stages`"
+            f"{asked} needs the whole model on this machine's CPU{devices}, but parts of this one are "
+            f"elsewhere (backend {backend.name!r}); leave it out, or use device='cpu' and no `stages`"
         )
     memory: CacheMemory = backend.stage
     drafter = None if speculator is None else speculator.drafter
@@ -80,8 +79,9 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
 def open_prompt_cache(
     decided: Decided, backend: Backend, speculator: Speculator | None
 ) -> PromptCache | None:
-    """Open the prompt cache on disk of a model; None if its settings name no directory, or the model
-    generates nothing.
+    """Open the prompt cache on disk of a model.
+
+    Return None if its settings name no directory, or the model generates nothing.
 
     The caller closes it. Raises UnsupportedModelError for a model whose cache cannot be stored, and the
     InvalidRequestError and HotsetError of PromptCache.
@@ -97,8 +97,11 @@ def open_prompt_cache(
 
 
 def session_files(model: LoadedModel, asked: str) -> SessionFiles:
-    """Return an object that writes conversations of a model to files and reads them again. From now on the
-    engine keeps the tokens of its latest answers (Engine.keep_slots). asked, errors: see memory_of."""
+    """Return an object that writes conversations of a model to files and reads them again.
+
+    From now on the engine keeps the tokens of its latest answers (Engine.keep_slots). asked, errors: see
+    memory_of.
+    """
     from hotset.engine.saved_prefix import SessionFiles
 
     memory = memory_of(model.decided, model.backend, model.thread.engine.speculator, asked)

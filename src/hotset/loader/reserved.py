@@ -8,6 +8,9 @@ from hotset.loader.speculate import drafting_bytes
 
 
 def reserved_for(opened: Opened) -> Reserved:
-    """Return the memory to reserve. Raises UnsupportedModelError if `speculate` is "mtp" and the file lacks
-    such a layer, and the errors of `open_model` for a draft model."""
+    """Return the memory to reserve.
+
+    Raises UnsupportedModelError if `speculate` is "mtp" and the file lacks such a layer, and the errors of
+    `open_model` for a draft model.
+    """
     return Reserved(drafting_bytes(opened), adapter_bytes(opened.settings))

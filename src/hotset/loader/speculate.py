@@ -53,7 +53,7 @@ def open_speculator(
     device = decided.capabilities
     if device is not None and not device.speculation:
         raise InvalidRequestError(
-            "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
+            "speculative decoding is exact only on the CPU: on a GPU a token's last bits depend on how many "
             "tokens are in its step; leave `speculate` out, or use device='cpu'"
         )
     if settings.drafter == "mtp":
@@ -113,8 +113,8 @@ def _open_draft(decided: Decided, name: ModelPath, backend: Backend) -> ModelDra
         if draft.graph.is_encoder or draft.n_states:
             kind = "is an embedding model" if draft.graph.is_encoder else "has recurrent layers"
             raise UnsupportedModelError(
-                f"the draft model {name} {kind}, and cannot take drafted tokens back; choose a model with "
-                "attention alone"
+                f"the draft model {name} {kind}, and cannot take drafted tokens back; choose a model "
+                "that has only attention"
             )
         draft, own = build(draft, runtime=backend.runtime)
         closing.callback(own.close)
@@ -124,8 +124,11 @@ def _open_draft(decided: Decided, name: ModelPath, backend: Backend) -> ModelDra
 
 
 def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
-    """Open the model in a sparser mode: the one that its settings name, otherwise with the thresholds next to
-    the file, otherwise with the predictors in it, otherwise with half of the experts."""
+    """Open the model in a sparser mode.
+
+    The mode is the one that its settings name, otherwise `threshold` with the thresholds next to the file,
+    otherwise `predicted` with the predictors in it, otherwise half of the experts.
+    """
     settings, path = decided.settings, decided.gguf.path
     if not isinstance(backend, WholeModel) or decided.ram is not None:
         raise InvalidRequestError(

@@ -41,7 +41,7 @@ class MissRates:
     def together(self, cpu: float, link: float) -> float:
         """Return the seconds until both finish, given the time of each by itself."""
         slowed_cpu, slowed_link = cpu * self.cpu / self.cpu_beside, link * self.link / self.link_beside
-        if slowed_cpu <= slowed_link:  # then the link finishes its work alone
+        if slowed_cpu <= slowed_link:  # then only the link works
             return slowed_cpu + (link * (1 - slowed_cpu / slowed_link) if slowed_link else 0.0)
         return slowed_link + cpu * (1 - slowed_link / slowed_cpu)
 

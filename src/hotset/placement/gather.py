@@ -91,18 +91,20 @@ def _with_experts_on_cpu(facts: PlacementFacts, layers: Sequence[int]) -> Placem
 
 
 def _if_faster(placement: Placement, facts: PlacementFacts, settings: LoadSettings) -> Placement:
-    """Return the placement, with a note on the CPU. Raises DeviceError if the CPU is predicted to be as
-    fast, unless the settings ask for a device."""
+    """Return the placement, with a note on the CPU.
+
+    Raises DeviceError if the CPU is predicted to be as fast, unless the settings ask for a device.
+    """
     assert placement.predicted is not None
     on_cpu = [LayerPlacement(CPU)] * len(facts.model.layers)
     alone = predict(facts.model, Rates(facts.rates), on_cpu, facts.frequencies).total
     here, devices = placement.predicted.total, " and ".join(placement.devices)
     said = (
         f"chosen by measured rates (device='auto'): {1e3 * here:.3g} ms per token with {devices}, "
-        f"{1e3 * alone:.3g} ms on the CPU alone"
+        f"{1e3 * alone:.3g} ms with only the CPU"
     )
     if here >= alone and not settings.asks_for_a_device:
-        raise DeviceError(f"{said}: it is no faster")
+        raise DeviceError(f"{said}: it is not faster")
     return replace(placement, notes=(said, *placement.notes))
 
 

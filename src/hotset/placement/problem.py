@@ -59,7 +59,7 @@ class PlacementProblem:
         if len(frequencies) != self.n_layer or any(
             len(frequency) != layer.n_ff for frequency, layer in zip(frequencies, facts.layers, strict=False)
         ):
-            raise InvalidRequestError("the activation frequencies are not those of this model's neurons")
+            raise InvalidRequestError("the activation frequencies do not match this model's neurons")
         self.room = [
             device.limit - device.context - device.spare - facts.workspace_bytes for device in devices
         ]
@@ -448,11 +448,11 @@ class PlacementProblem:
         )  # fmt: skip
         few = fetched_of(misses, layer.n_used, layer.expert_bytes, fetching.n_spare)[-1]
         from_ = tokens_to_stream(misses)
-        wanted = "any expert" if from_ == 1 else f"an expert that {from_} tokens or more want"
+        wanted = "any expert" if from_ == 1 else f"an expert that at least {from_} tokens need"
         return (
             f"{self.devices[d].name} fetches {few} of {layer.n_used} experts that a token misses in a layer, "
-            f"at {misses.link / 1e9:.3g} GB/s beside {misses.cpu / 1e9:.3g} GB/s of the CPU; in prompts it "
-            f"is the quicker with {wanted}, and both share what is missing"
+            f"at {misses.link / 1e9:.3g} GB/s (the CPU: {misses.cpu / 1e9:.3g} GB/s); in prompts it is "
+            f"quicker with {wanted}, and both share the missing experts"
         )
 
     def _pinned_bytes(self, candidate: Candidate, fetches: set[int]) -> int:

@@ -113,7 +113,7 @@ class HostMemory:
         fixed = program + cache_bytes + workspace
         least = fixed + sizes.least_of_all
         if limit < least:
-            beside = f", beside what is on {', '.join(devices)}" if devices else ""
+            beside = f", without the parts on {', '.join(devices)}" if devices else ""
             raise OutOfMemoryError(
                 f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
                 f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.least_of_all)} of "

@@ -48,8 +48,9 @@ def batch_on_ray(
     n_workers: int | None,
     progress: Reporter,
 ) -> tuple[int, int]:
-    """Answer all requests. Return their number, and the number of answers that are error records, refusals or
-    failures.
+    """Answer all requests.
+
+    Return their number, and the number of answers that are error records, refusals or failures.
 
     model: a name or path that each machine has. n_workers: the number of workers; None: one per machine.
     Raises InvalidRequestError as Batch does, and if the answers already exist.
@@ -57,7 +58,7 @@ def batch_on_ray(
     check_installed("pyarrow", "pandas")
     check_target(answers, [requests])
     if answers.exists():
-        raise InvalidRequestError(f"{answers} is there already; write to another file, or take it away")
+        raise InvalidRequestError(f"{answers} exists already; write to another file, or remove it")
     with (
         parts_of(answers) as parts,
         RequestFile(_as_lines(requests, parts), SETTINGS.max_nesting) as checked,
@@ -151,7 +152,7 @@ def _as_lines(requests: Path, parts: Path) -> Path:
     try:
         table = pq.read_table(requests)
     except (pa.ArrowException, OSError) as error:
-        raise InvalidRequestError(f"{requests} is no Parquet file ({clause(str(error))})") from None
+        raise InvalidRequestError(f"{requests} is not a Parquet file ({clause(str(error))})") from None
     if missing := [name for name in _COLUMNS if name not in table.column_names]:
         raise InvalidRequestError(
             f"{requests} has no column {missing[0]}; requests have {', '.join(_COLUMNS)}"

@@ -18,8 +18,11 @@ LOCAL = "local"  # a cluster on this machine, which ends with the process
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of the cluster. names: the node's name first, then others; address: under which other machines
-    reach it; n_bytes: of its memory."""
+    """A node of the cluster.
+
+    names: the node's name first, then others; address: under which other machines reach it; n_bytes: of its
+    memory.
+    """
 
     id: str
     names: tuple[str, ...]

@@ -68,8 +68,11 @@ Passed = np.ndarray | Failed  # the result of a stage for a piece: rows, float32
 
 @dataclass(frozen=True)
 class Message:
-    """A message of a stage. Between stages: a piece of a step, with the previous stage's result (None for the
-    first stage). From the last stage: batch is None, and rows are logits."""
+    """A message of a stage.
+
+    Between stages: a piece of a step, with the previous stage's result (None for the first stage). From the
+    last stage: batch is None, and rows are logits.
+    """
 
     step: int
     batch: Batch | None
@@ -85,8 +88,10 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The limits of messages at one end of a stage. n_tokens, n_sequences, n_pages: maxima of a batch;
-    n_columns: of rows, exactly."""
+    """The limits of messages at one end of a stage.
+
+    n_tokens, n_sequences, n_pages: maxima of a batch; n_columns: of rows, exactly.
+    """
 
     kind: FrameKind
     n_tokens: int
@@ -97,8 +102,11 @@ class Bounds:
 
     @classmethod
     def of(cls, kind: FrameKind, settings: LoadSettings, n_pages: int, n_columns: int) -> Self:
-        """Return the bounds for a model with these settings. An engine's tables of KV blocks have a row for
-        each sequence that may run; other callers have at most one for each token."""
+        """Return the bounds for a model with these settings.
+
+        An engine's tables of KV blocks have a row for each sequence that may run; other callers have at most
+        one for each token.
+        """
         n_sequences = max(settings.max_batch, settings.max_sequences)
         return cls(kind, settings.max_batch, n_sequences, n_pages, n_columns)
 
@@ -144,8 +152,10 @@ class Frame:
 
 
 def encode(message: Message, bounds: Bounds) -> Frame:
-    """Return a message as a frame, whose parts are views of its arrays. Raises InvalidRequestError for a
-    message that the receiver, who has the same bounds, would reject."""
+    """Return a message as a frame, whose parts are views of its arrays.
+
+    Raises InvalidRequestError for a message that the receiver, who has the same bounds, would reject.
+    """
     assert message.batch is None or message.batch.adapter_scales is None, "stages have no adapters"
     arrays = _arrays_of(message)
     kind = FrameKind.ROWS if message.batch is None else FrameKind.PIECE

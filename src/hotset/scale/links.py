@@ -81,8 +81,11 @@ def _read(tcp: socket.socket, n: int, until: float) -> bytes:
 
 
 def joined(address: Address, key: bytes, end: int) -> Channel:
-    """Connect to one end of the stage that listens at `address`. Raises LinkError if nothing listens there,
-    or it does not answer within HANDSHAKE_SECONDS, has another key, or another version."""
+    """Connect to one end of the stage that listens at `address`.
+
+    Raises LinkError if nothing listens there, or it does not answer within HANDSHAKE_SECONDS, has another
+    key, or another version.
+    """
     where = f"the stage at {address[0]}:{address[1]}"
     until = time.monotonic() + HANDSHAKE_SECONDS
     while (left := until - time.monotonic()) > 0:
@@ -109,7 +112,7 @@ def _greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -
     tcp.sendall(hello)
     magic, version, number, proof = _ANSWER.unpack(_read(tcp, _ANSWER.size, until))
     if magic != MAGIC:
-        raise LinkError(f"{where} is none: something else listens there")
+        raise LinkError(f"{where} does not answer as a stage: another program listens there")
     if version != VERSION:
         raise LinkError(
             f"{where} has version {version} of the frames between stages, and this machine {VERSION}; "
@@ -146,8 +149,10 @@ class Inlet:
         threading.Thread(target=self._listen, name="hotset-inlet", daemon=True).start()
 
     def accept(self, seconds: float) -> tuple[int, Channel]:
-        """Return the next neighbour's end and channel. Raises LinkError after `seconds`, and EOFError once
-        this is closed."""
+        """Return the next neighbour's end and channel.
+
+        Raises LinkError after `seconds`, and EOFError once this is closed.
+        """
         try:
             found = self._accepted.get(timeout=max(seconds, 0.0))
         except queue.Empty:
@@ -228,8 +233,11 @@ class Inlet:
 
 
 class Line:
-    """The two ends of a line, for the driver. first, last: addresses of its first and last stage; entering,
-    leaving: bounds of messages to the first stage and from the last. Raises LinkError."""
+    """The two ends of a line, for the driver.
+
+    first, last: addresses of its first and last stage; entering, leaving: bounds of messages to the first
+    stage and from the last. Raises LinkError.
+    """
 
     def __init__(
         self, first: Address, last: Address, key: bytes, *, entering: Bounds, leaving: Bounds

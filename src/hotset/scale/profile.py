@@ -74,7 +74,7 @@ class Counting:
         if fingerprint(opened.gguf) != mark:
             opened.gguf.close()
             raise InvalidRequestError(
-                f"{opened.gguf.path} is another file than that of the machine that asks; copy that one"
+                f"{opened.gguf.path} differs from the file of the requesting machine; copy that file"
             )
         self._model, self._mark = load_opened(opened), mark
 

@@ -29,8 +29,11 @@ _MOST = 1 << 20  # requests at a replica: its own queue rejects excess requests
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """The number of replicas. most: the maximum, as requests need them; None: always `least`. by_prefix:
-    False sends a request to any of them."""
+    """The number of replicas.
+
+    most: the maximum, as requests need them; None: always `least`. by_prefix: False sends a request to any of
+    them.
+    """
 
     least: int
     most: int | None = None

@@ -46,13 +46,15 @@ def parts_of(target: Path) -> Iterator[Path]:
 
 
 def check_mark(parts: Path, mark: bytes, what: str) -> None:
-    """Raise InvalidRequestError if the parts have another input. what: such parts in words, "answers to other
-    requests"."""
+    """Raise InvalidRequestError if the parts have another input.
+
+    what: such parts in words, "answers to other requests".
+    """
     kept = parts / _MARK
     if not kept.exists():
         write_whole({kept: mark})
     elif read_small_file(kept) != mark:
-        raise InvalidRequestError(f"{parts} has {what}; write to another file, or take it away")
+        raise InvalidRequestError(f"{parts} has {what}; write to another file, or remove it")
 
 
 def on_machines(

@@ -1,5 +1,4 @@
-"""The split of a model: which layers are on which machine, and a batch in pieces that follow one
-another."""
+"""The split of a model over machines, and the division of a batch into consecutive pieces."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def parse_splits(text: str, n_layer: int) -> list[Split]:
         host, _, count = part.strip().rpartition(":")
         if not host or not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) <= n_layer):
             raise InvalidRequestError(
-                f"{clause(shown(part.strip()))} is no stage: each is HOST:LAYERS, such as box:16, with a "
-                f"number of layers, of which the model has {n_layer}"
+                f"{clause(shown(part.strip()))} is not a stage: write HOST:LAYERS, such as box:16, with some "
+                f"of the model's {n_layer} layers"
             )
         splits.append(Split(host, int(count)))
     if (total := sum(split.n_layers for split in splits)) != n_layer:
@@ -59,8 +58,11 @@ def spans(graph: Graph, splits: Sequence[Split]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Room:
-    """The capacity of a machine. n_bytes: of memory for weights and cache. rate: bytes per second that steps
-    read. hop: seconds that a step of one token takes to it."""
+    """The capacity of a machine.
+
+    n_bytes: of memory for weights and cache. rate: bytes per second that steps read. hop: seconds that a step
+    of one token takes to it.
+    """
 
     host: str
     n_bytes: float
@@ -95,8 +97,11 @@ def n_pieces(n_tokens: int, n_stages: int) -> int:
 
 
 def pieces(batch: Batch, n: int) -> list[Batch]:
-    """Split a batch into n batches of similar size, to be computed in this order. Results are bitwise
-    identical: a token depends only on earlier tokens of its sequence, which come before it."""
+    """Split a batch into n batches of similar size, to be computed in this order.
+
+    Results are bitwise identical: a token depends only on earlier tokens of its sequence, which come before
+    it.
+    """
     if n == 1:
         return [batch]
     ends = [len(batch.tokens) * i // n for i in range(n + 1)]

@@ -64,7 +64,7 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
     """
     if settings.asks_for_a_device or settings.is_reference:
         raise InvalidRequestError(
-            "stages on machines compute on their CPUs; leave out what is asked of a GPU"
+            "stages on machines compute on their CPUs; leave out the settings for a GPU"
         )
     if settings.ram_budget is not None:
         raise InvalidRequestError("a machine maps the layers of its stages; leave out ram_budget")
@@ -202,8 +202,11 @@ class StagedBackend(WithoutDevices):
     # ---- a step ----
 
     def step(self, batch: Batch) -> StepResult:
-        """Run one step. Raises CacheLostError if a machine was lost and its stage has been started again,
-        DeviceError if it cannot be."""
+        """Run one step.
+
+        Raises CacheLostError if a machine was lost and its stage has been started again, DeviceError if it
+        cannot be.
+        """
         self._check_open()
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         if unknown := set(batch.taps) - self._values:
@@ -270,8 +273,10 @@ class StagedBackend(WithoutDevices):
     # ---- stages ----
 
     def _begin(self, stages: Sequence[_Stage]) -> list[dict[str, Any]]:
-        """Start stages and open their layers at the same time. Return their reports. Raises an error that
-        prevents one of them."""
+        """Start stages and open their layers at the same time.
+
+        Return their reports. Raises an error that prevents one of them.
+        """
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

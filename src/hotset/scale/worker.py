@@ -37,8 +37,10 @@ log = logging.getLogger("hotset.scale")
 
 @dataclass(frozen=True)
 class Noted:
-    """The report of a stage on a step, in addition to rows: taps, and if wanted the counts of neurons
-    and seconds by layer (backends/stage.py)."""
+    """The report of a stage on a step, in addition to rows.
+
+    It has the taps and, if wanted, the counts of neurons and the seconds by layer (backends/stage.py).
+    """
 
     tapped: dict[str, np.ndarray]
     counts: np.ndarray | None
@@ -77,7 +79,7 @@ class StageWorker:
             self._undone.callback(opened.gguf.close)
             if fingerprint(opened.gguf) != mark:
                 raise InvalidRequestError(
-                    f"{opened.gguf.path} is another file than that of the machine that asks; copy that one"
+                    f"{opened.gguf.path} differs from the file of the requesting machine; copy that file"
                 )
             decided = plan_model(opened, mapped=True)
             self._undone.callback(decided.weights.close)
@@ -130,8 +132,10 @@ class StageWorker:
         return None
 
     def _pass_on(self, inlet: Inlet, ends: dict[int, Channel], is_last: bool) -> None:
-        """Compute pieces until a neighbour closes its connection or sends an invalid frame. Then close the
-        other connections, which ends the whole line."""
+        """Compute pieces until a neighbour closes its connection or sends an invalid frame.
+
+        Then close the other connections, which ends the whole line.
+        """
         with ExitStack() as undone, suppress(*LOST):
             for channel in ends.values():
                 undone.enter_context(channel)

@@ -1,2 +1,1 @@
-"""The server: several API schemas of HTTP in front of one engine, for whose steps the event loop never
-waits."""
+"""The server: several API schemas of HTTP for one engine. The event loop never waits for a step."""

@@ -202,8 +202,10 @@ class ToolCallArguments:
 
 @dataclass(slots=True)
 class Finished:
-    """The end of an answer. stop: the stop string that ended it, if one did. logprobs: of the marks after
-    the last call."""
+    """The end of an answer.
+
+    stop: the stop string that ended it, if one did. logprobs: of the marks after the last call.
+    """
 
     index: int
     reason: Reason

@@ -196,7 +196,7 @@ def _schema(form: OutputFormat) -> dict[str, Any]:
 
 @having(
     Row("effort", "How much to think.", Level, use="thinking"),
-    Row("format", "What the answer follows.", OutputFormat, sets="json_schema", read=_schema),
+    Row("format", "The form of the answer.", OutputFormat, sets="json_schema", read=_schema),
 )
 class OutputConfig(Body):
     """How an answer is written."""
@@ -226,7 +226,7 @@ class PromptBody(AnswerFields):
 
 
 @having(
-    Row("output_format", "What the answer follows: the older name.", OutputFormat, sets="json_schema",
+    Row("output_format", "The form of the answer: the older name.", OutputFormat, sets="json_schema",
         read=_schema),
     Row("parallel_tool_calls", "False ends the answer with its first call.", Flag, use="request"),
 )  # fmt: skip

@@ -70,8 +70,9 @@ class Rejected:
 
 
 class RequestFile:
-    """The checked lines of a file of requests: requests by custom_id, the others by number. Open until
-    `close`.
+    """The checked lines of a file of requests: requests by custom_id, the others by number.
+
+    Open until `close`.
 
     max_nesting: of the JSON of a line. Raises InvalidRequestError for a missing file, and for a file that
     has lines but no request.
@@ -174,7 +175,7 @@ def _parsed(line: bytes, max_nesting: int) -> dict[str, Any]:
     found = given.get("custom_id") if isinstance(given, dict) else None
     custom_id = found if isinstance(found, str) and found else None
     if not isinstance(given, dict) or not isinstance(given.get("body"), dict):
-        raise _RejectedError("invalid_request", f"it is no request such as {_EXAMPLE}", custom_id)
+        raise _RejectedError("invalid_request", f"it is not a request such as {_EXAMPLE}", custom_id)
     if custom_id is None:
         raise _RejectedError("invalid_request", "it has no custom_id, a text by which its answer is found")
     method, url = given.get("method", "POST"), given.get("url")
@@ -185,7 +186,7 @@ def _parsed(line: bytes, max_nesting: int) -> dict[str, Any]:
 
 
 def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _finite(text: str) -> float:
@@ -196,8 +197,9 @@ def _finite(text: str) -> float:
 
 
 class BatchRun:
-    """The requests of a file, and a file with their answers. Only this run writes the answers until `close`
-    (POSIX).
+    """The requests of a file, and a file with their answers.
+
+    Only this run writes the answers until `close` (POSIX).
 
     Error records are written at once. Raises the errors of RequestFile. Raises InvalidRequestError for
     answers to other requests, or if another process writes them. Raises HotsetError if the file cannot be
@@ -352,8 +354,10 @@ def _record(
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open the answers for reading and appending, without a buffer: a write has reached the file, or it
-    raises."""
+    """Open the answers for reading and appending, without a buffer.
+
+    So a write has reached the file, or it raises.
+    """
     try:
         return path.open("a+b", buffering=0)
     except OSError as error:
@@ -372,8 +376,10 @@ def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _may_be_torn(rest: bytes) -> bool:
-    """Return whether a last line without its end begins like a line of this module. A power cut may leave
-    zeros."""
+    """Return whether a last line without its end begins like a line of this module.
+
+    A power cut may leave zeros.
+    """
     rest = rest.rstrip(b"\0")
     return rest.startswith(_LINE_START) or _LINE_START.startswith(rest)
 

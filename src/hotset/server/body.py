@@ -24,9 +24,10 @@ from hotset.server.streams import ClientGoneError, client_of, dropped_header, ho
 
 
 class RefusedBodyError(HTTPException):
-    """A body that the route does not accept. (FastAPI lets no other kind out of `Request.json`.)
+    """A body that the route does not accept.
 
-    model: the name of the model in the body, if it has one.
+    FastAPI passes on no other kind of error from `Request.json`. model: the name of the model in the body, if
+    it has one.
     """
 
     def __init__(self, problem: Problem, model: str | None = None) -> None:

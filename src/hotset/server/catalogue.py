@@ -28,9 +28,12 @@ class Offered:
 
 @dataclass(frozen=True, kw_only=True)
 class FileFacts:
-    """Facts in a model file. size, modified: bytes and st_mtime_ns of its first file; n_bytes: of all.
-    quantization: the tensor type with most of the bytes. has_zeros: whether its neurons can be zero, so that
-    idle ones are skipped; None if this version cannot run the file."""
+    """Facts in a model file.
+
+    size, modified: bytes and st_mtime_ns of its first file; n_bytes: of all. quantization: the tensor type
+    with most of the bytes. has_zeros: whether its neurons can be zero, so that idle ones are skipped; None if
+    this version cannot run the file.
+    """
 
     size: int
     modified: int
@@ -119,8 +122,10 @@ class Catalogue:
         self.models, self.aliases, self._by_name = models, kept, found
 
     def check(self) -> None:
-        """Check that each table of the file is about an existing model; call it after a scan. Raises
-        InvalidRequestError."""
+        """Check that each table of the file is about an existing model; call it after a scan.
+
+        Raises InvalidRequestError.
+        """
         for name, settings in self.file.models.items():
             if self.find(name) is None:
                 raise InvalidRequestError(

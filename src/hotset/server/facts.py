@@ -62,8 +62,10 @@ async def props(http: Request) -> dict[str, Any]:
 
 @router.get("/plan")
 async def plan(http: Request) -> dict[str, Any]:
-    """As `hotset plan --json`, with what was measured; placement is null where the CPU computes alone, ram
-    where files are mapped."""
+    """Return the plan of `hotset plan --json` with measured memory.
+
+    `placement` is null if only the CPU computes, `ram` if files are mapped.
+    """
     service = await serving(http, http.query_params.get("model"), required=False)
     model = service.model
     n_pages = model.engine.scheduler.pool.n_pages
@@ -86,7 +88,7 @@ async def plan(http: Request) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=Response, responses=documented_as("text/plain"))
 async def metrics(http: Request) -> Response:
-    """For Prometheus; of several models those that the key may ask."""
+    """Return metrics for Prometheus, of the models that the key may use."""
     registry, holder = host_of(http).metrics.registry, http.scope.get(HOLDER)
     found = generate_latest(registry if holder is None else OfHolder(registry, holder))
     return Response(found, media_type=CONTENT_TYPE_LATEST)

@@ -157,9 +157,9 @@ SAMPLING = (
     _sampling("regex", str),
     _sampling("grammar", str),
     Row("guided_choice", "Texts of which the answer is one.", _Choices, sets="regex", read=_one_of),
-    Row("structured_outputs", "What the answer follows, as vLLM has it.", StructuredOutputs, sets=MANY,
+    Row("structured_outputs", "The form of the answer, as vLLM has it.", StructuredOutputs, sets=MANY,
         read=settings_of("sampling")),
-    Row("response_format", "What the answer follows, as OpenAI has it.", ResponseFormat, sets=MANY,
+    Row("response_format", "The form of the answer, as OpenAI has it.", ResponseFormat, sets=MANY,
         read=form_of),
 )  # fmt: skip
 """Fields that set SamplingParams."""

@@ -14,7 +14,7 @@ router = APIRouter()
 @router.get("/health")
 @router.get("/v1/health", include_in_schema=False)  # as llama-server has it
 async def health(http: Request, response: Response) -> dict[str, Any]:
-    """200 once it answers; 503 while it loads and when it ends."""
+    """Return 200 once the server answers, 503 while it loads and when it shuts down."""
     host_of(http).check_ready()
     response.headers["server"] = "hotset"  # tells `hotset launch` that it may send a key
     return {"status": "ok"}

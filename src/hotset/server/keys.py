@@ -52,7 +52,7 @@ def read_keys(path: Path) -> tuple[NamedKey, ...]:
     try:
         given = tomllib.loads(read_small_text(path, _MAX_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError):
-        raise InvalidRequestError(f"{path} is no TOML file") from None
+        raise InvalidRequestError(f"{path} is not a TOML file") from None
     try:
         keys = tuple(_key(name, table) for name, table in given.items())
     except HotsetError as error:

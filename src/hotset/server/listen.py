@@ -85,14 +85,16 @@ def check_certificate(cert: str, key: str) -> None:
     except OSError as error:  # ssl.SSLError is one
         why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
         raise InvalidRequestError(
-            f"{cert} and {key} are no certificate and its key ({why or error}); both are in PEM's form, the "
-            "key without a passphrase"
+            f"{cert} and {key} are not a certificate and its key ({why or error}); both must be in PEM "
+            "format, the key without a passphrase"
         ) from None
 
 
 def unix_socket(path: Path) -> ListeningSocket:
-    """Return a listening Unix socket that only this user can use. It replaces the socket of a dead server.
-    Raises InvalidRequestError."""
+    """Return a listening Unix socket that only this user can use.
+
+    It replaces the socket of a dead server. Raises InvalidRequestError.
+    """
     if not hasattr(socket, "AF_UNIX"):
         raise InvalidRequestError("this system has no Unix sockets; use --host and --port")
     bound = ListeningSocket(socket.AF_UNIX, socket.SOCK_STREAM)

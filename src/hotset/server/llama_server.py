@@ -49,7 +49,7 @@ def _prompts(given: Any) -> Any:
 
 
 @having(
-    Row("n_probs", "Probabilities of so many of the likeliest tokens.", integer(0, MAX_PROBS), ("logprobs",),
+    Row("n_probs", "Probabilities of this number of likeliest tokens.", integer(0, MAX_PROBS), ("logprobs",),
         use="route"),
     Row("post_sampling_probs", "probabilities are the model's own", use="ignored"),
     Row("return_tokens", "Send the tokens of the answer, too.", Flag, use="route"),

@@ -1,5 +1,4 @@
-"""Adapters (LoRA) of a model: list them and set their default scales, as llama-server does; load and unload
-them, as vLLM does.
+"""Adapters (LoRA) of a model: listing and default scales as in llama-server, loading as in vLLM.
 
 All clients share them, and they are read from this machine's files. Without an API key only this machine may
 change them, by the same rule as for loading models (manage.py).
@@ -40,7 +39,11 @@ class ScalesBody(RootModel[Annotated[list[LoraScale], Field(max_length=MOST_ADAP
 
 
 class LoadBody(Body):
-    """lora_name: by which requests choose it; None: that of the file. scale: of requests that choose none."""
+    """An adapter to load.
+
+    lora_name: the name by which requests choose it; None: the file's name. scale: for requests that choose no
+    adapter.
+    """
 
     lora_path: _Name
     lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")] | None = None
@@ -56,14 +59,14 @@ class UnloadBody(Body):
 
 @router.get("/lora-adapters", responses={200: {"model": list[AdapterReply]}})
 async def listed(http: Request) -> Response:
-    """Those of a model (`?model=`)."""
+    """Return the adapters of a model (`?model=`)."""
     service = await serving(http, http.query_params.get("model"), required=False)
     return JsonReply([_entry(each) for each in service.model.adapters.loaded])
 
 
 @router.post("/lora-adapters", responses={200: {"model": list[AdapterReply]}}, dependencies=_managed)
 async def scaled(body: ScalesBody, http: Request) -> Response:
-    """How much of each adapter requests get that choose none; of those that are left out nothing."""
+    """Set the scale of each adapter for requests that choose no adapter; a missing adapter gets 0."""
     service = await serving(http, http.query_params.get("model"), required=False)
     adapters = service.model.adapters
     await _done(http, service, adapters.set_scales, {one.id: one.scale for one in body.root})
@@ -72,8 +75,10 @@ async def scaled(body: ScalesBody, http: Request) -> Response:
 
 @router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)
 async def load(body: LoadBody, http: Request) -> Response:
-    """Reads a GGUF file, or a folder of PEFT's, in the folder of --lora-dir. By default only requests that
-    choose the adapter have it. A client that leaves ends the load."""
+    """Load an adapter from the folder of --lora-dir: a GGUF file, or a folder of PEFT's.
+
+    By default only requests that choose the adapter use it. A client that disconnects ends the load.
+    """
     path = adapter_path(http, body.lora_path)
     service = await serving(http, body.model, required=False)
     adapters = service.model.adapters
@@ -93,7 +98,7 @@ async def load(body: LoadBody, http: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)
 async def unload(body: UnloadBody, http: Request) -> Response:
-    """Answers that have it go on."""
+    """Unload an adapter. Running answers keep it."""
     which = body.lora_int_id if body.lora_name is None else body.lora_name
     if which is None:
         raise RequestError("lora_name is missing", param="lora_name", code="missing_required_parameter")

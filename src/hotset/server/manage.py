@@ -1,6 +1,6 @@
-"""Management of the models of a server with several: load, unload, fetch, name and delete them, in the forms
-of llama-server and of Ollama.
+"""Management of several models on one server: load, unload, fetch, name and delete them.
 
+The routes have the forms of llama-server and of Ollama.
 Without an API key only this machine may do so, and no page of another origin.
 """
 
@@ -99,8 +99,10 @@ router = APIRouter(route_class=BodyRoute)
 
 
 def adapter_path(http: Request, given: str) -> str:
-    """Return the path of the adapter that a client names. Only files in the folder of --lora-dir are allowed.
-    Raises RequestError."""
+    """Return the path of the adapter that a client names.
+
+    Only files in the folder of --lora-dir are allowed. Raises RequestError.
+    """
     folder = host_of(http).settings.lora_dir
     if folder is None:
         raise RequestError(
@@ -126,13 +128,13 @@ class ModelBody(Body):
 
 
 class LoadModelBody(ModelBody):
-    """n_ctx: tokens of the context; by default that of the settings."""
+    """A model to load. n_ctx: tokens of the context; by default the context of the settings."""
 
     n_ctx: Annotated[Integer, Field(ge=1, le=1 << 30)] | None = None
 
 
 class OllamaModelBody(Body):
-    """name: as older clients have it."""
+    """A model. name: the field of older clients."""
 
     model: str | None = None
     name: str | None = None
@@ -162,9 +164,10 @@ Parameter = str | int | float | bool
 
 
 class CreateBody(OllamaModelBody):
-    """from: the model that it is made of. modelfile: all of it as older clients send it.
+    """A model to create.
 
-    files, adapters, quantize: refused, since without them it would be another model.
+    from: the model that it is made of. modelfile: the whole Modelfile, as older clients send it. files,
+    adapters, quantize: refused, since without them it would be another model.
     """
 
     base: Annotated[str | None, Field(alias="from")] = None
@@ -216,13 +219,13 @@ def _with_plain_newlines(text: str) -> str:
 
 @router.get("/models")
 async def models(http: Request) -> dict[str, Any]:
-    """As /v1/models."""
+    """Return the same list as /v1/models."""
     return {"object": "list", "data": [entry(one) for one in await listed(http)]}
 
 
 @router.post("/models/load", dependencies=_managed)
 async def load(body: LoadModelBody, http: Request) -> dict[str, bool]:
-    """Begins to load a model, and does not wait for it: /models/events and /v1/models say how far it is."""
+    """Begin to load a model, and do not wait for it. /models/events and /v1/models report the progress."""
     _, name, _ = await file_of(http, body.model)
     await models_of(http).load(name, body.n_ctx)
     return {"success": True}
@@ -230,7 +233,7 @@ async def load(body: LoadModelBody, http: Request) -> dict[str, bool]:
 
 @router.post("/models/unload", dependencies=_managed)
 async def unload(body: ModelBody, http: Request) -> dict[str, bool]:
-    """Unloads a model once the requests that use it are answered."""
+    """Unload a model once the requests that use it are answered."""
     _, name, _ = await file_of(http, body.model)
     await while_connected(http, models_of(http).unload(name))
     return {"success": True}
@@ -238,8 +241,11 @@ async def unload(body: ModelBody, http: Request) -> dict[str, bool]:
 
 @router.get("/models/events")
 async def events(http: Request) -> Response:
-    """The states of models as server-sent events: first of all that are not unloaded, then of each that
-    changes: `{"model", "value", ...}`, as `status` in /v1/models."""
+    """Send the states of models as server-sent events.
+
+    The first events are the states of all models that are not unloaded. Later events are changes of a state.
+    An event is `{"model", "value", ...}`, as `status` in /v1/models.
+    """
     host = models_of(http)
     holder: Holder | None = http.scope.get(HOLDER)
 
@@ -273,7 +279,7 @@ async def events(http: Request) -> Response:
 
 @router.get("/models/catalogue")
 async def published(http: Request) -> dict[str, Any]:
-    """The models that /api/pull knows by name and that this version runs; `q`: words that they must have."""
+    """Return the models that /api/pull knows by name and that this version runs. `q`: words to search for."""
     words = http.query_params.get("q", "").lower().split()
     return {"object": "list", "data": await asyncio.to_thread(_published, words)}
 
@@ -300,7 +306,7 @@ def _published(words: list[str]) -> list[dict[str, Any]]:
 
 @router.post("/api/pull", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
 async def pull(body: PullBody, http: Request) -> Response:
-    """Fetches a model into the store: a name of the catalogue, or owner/repository of the hub."""
+    """Fetch a model into the store: a name of the catalogue, or owner/repository of the hub."""
     name, host = body.named(), models_of(http)
     states = pulls_of(http).states(name)
 
@@ -336,7 +342,7 @@ def pulls_of(http: Request) -> Pulls:
 
 @router.post("/api/copy", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
 async def copy(body: CopyBody, http: Request) -> Response:
-    """Gives a model one more name, an alias: its file is not copied."""
+    """Give a model another name, an alias. Its file is not copied."""
     host = models_of(http)
     _, source, _ = await file_of(http, body.source)
     alias = aliases.check_alias(aliases.untagged(body.destination))
@@ -353,8 +359,10 @@ async def copy(body: CopyBody, http: Request) -> Response:
 
 @router.post("/api/create", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
 async def create(body: CreateBody, http: Request) -> Response:
-    """Makes a model of another one that is served: a system message, parameters, a template; no file is
-    copied."""
+    """Make a model of another served one, with a system message, parameters or a template.
+
+    No file is copied.
+    """
     host, name = models_of(http), aliases.untagged(body.named())
     modelfile, text = await asyncio.to_thread(body.parsed)
     # The key must be allowed to use the base model. The new model has another name.
@@ -384,7 +392,7 @@ async def create(body: CreateBody, http: Request) -> Response:
 
 @router.delete("/api/delete", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
 async def delete(body: OllamaModelBody, http: Request) -> Response:
-    """Deletes an alias, or a model of the store with its files, once no request uses it."""
+    """Delete an alias, or a model of the store with its files, once no request uses it."""
     host, name = models_of(http), aliases.untagged(body.named())
     _check_target(http, name)
     if await asyncio.to_thread(aliases.remove, name):

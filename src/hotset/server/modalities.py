@@ -1,7 +1,7 @@
-"""Replies to pictures, sound and documents, which no model here reads or writes: status 501, with the model's
-name.
+"""Replies to pictures, sound and documents: status 501, with the model's name.
 
-They cover OpenAI's routes for these, and parts of messages in every API schema.
+No model here reads or writes these. The replies cover OpenAI's routes, and parts of messages in every API
+schema.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def note_of(part: Any) -> str:
 
 
 async def with_model(http: Request, problem: Problem, model: str | None) -> Problem:
-    """Return the problem with the name of the requested model. If that model is not served, return that
-    problem instead."""
+    """Return the problem with the name of the requested model.
+
+    If that model is not served, return that problem instead.
+    """
     try:
         name = f"the model {await name_of(http, model)!r}" if model else await _served(http)
     except RequestError as error:
@@ -77,13 +79,13 @@ async def with_model(http: Request, problem: Problem, model: str | None) -> Prob
 
 
 class ModelNamed(BaseModel):
-    """What is left of a body (Excerpt)."""
+    """The part of a body that is kept (Excerpt)."""
 
     model: str | None = None
 
 
 async def unsupported(body: ModelNamed, http: Request) -> Response:
-    """501 with the model's name in OpenAI's error."""
+    """Refuse a request with 501 and the model's name in OpenAI's error."""
     model = f"the model {clause(shown(body.model))}" if body.model else await _served(http)
     message = (
         f"{ROUTES[http.url.path]} with {model} is not supported: hotset's models read and write only text"
@@ -101,8 +103,10 @@ async def _served(http: Request) -> str:
 
 
 def _of_form(form: bytes) -> str | None:
-    """Return the field `model` of a piece of a form, or None. The form is split: a regular expression that
-    spans lines would take seconds on a piece made for it."""
+    """Return the field `model` of a piece of a form, or None.
+
+    The form is split: a regular expression that spans lines would take seconds on a piece made for it.
+    """
     *parts, _ = form.split(b"\r\n--")  # the last part may be incomplete
     for part in parts:
         head, _, value = part.partition(b"\r\n\r\n")

@@ -95,8 +95,11 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsFile:
-    """A file of models. max_memory: GiB. default: settings of every model. models: by name, each with the
-    defaults. folder: its paths are relative to it."""
+    """A file of models.
+
+    max_memory: GiB. default: settings of every model. models: by name, each with the defaults. folder: its
+    paths are relative to it.
+    """
 
     max_memory: float | None = None
     keep_alive: float | None = None
@@ -110,7 +113,7 @@ class ModelsFile:
         try:
             given = tomllib.loads(read_small_text(path, _MAX_BYTES))
         except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise InvalidRequestError(f"{path} is no TOML file: {error}") from None
+            raise InvalidRequestError(f"{path} is not a TOML file: {error}") from None
         try:
             return cls._of(given, path.parent)
         except HotsetError as error:

@@ -1,5 +1,6 @@
-"""Several models behind one server. A request loads its model; idle models are unloaded, and models whose
-memory another one needs.
+"""Several models behind one server.
+
+A request loads its model; idle models are unloaded, and models whose memory another one needs.
 
 Everything runs in one event loop, except loading itself. A model is in one of these states:
 
@@ -380,8 +381,11 @@ class Models:
             self._want(slot)
 
     async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:
-        """Unload a model once its requests are answered, and wait for that. New requests wait until it is
-        loaded again. spares_pinned: keep a pinned model and return False. Raises RequestError."""
+        """Unload a model once its requests are answered, and wait for that.
+
+        New requests wait until it is loaded again. spares_pinned: keep a pinned model and return False.
+        Raises RequestError.
+        """
         offered = await self._found(name)
         if spares_pinned and offered.settings.pinned:
             return False
@@ -519,7 +523,7 @@ class Models:
     def _failed(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, NotWantedError):
             if slot.starts:
-                self._report(f"{slot.name} has no room beside the others: it is loaded when it is asked for")
+                self._report(f"{slot.name} has no room next to the others: a request for it loads it")
             slot.starts = False
             self._reopen(slot)  # requests may have arrived in the meantime
             self._changed()
@@ -632,8 +636,10 @@ class Models:
             )
 
     async def _grow(self, slot: Slot, model: weakref.ref[Model], n_bytes: int) -> None:
-        """Change the reserved memory of a loaded model by `n_bytes`. Idle models are unloaded for it. Raises
-        OutOfMemoryError if the other models are in use or pinned."""
+        """Change the reserved memory of a loaded model by `n_bytes`.
+
+        Idle models are unloaded for it. Raises OutOfMemoryError if the other models are in use or pinned.
+        """
 
         def is_loaded() -> bool:  # otherwise it was unloaded with all of its memory
             return slot.service is not None and slot.service.is_ready and slot.service.model is model()

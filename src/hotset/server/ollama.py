@@ -100,7 +100,7 @@ def _form(given: str | dict[str, Any]) -> dict[str, Any]:
 
 _LOGPROBS = (
     Row("logprobs", "Logprobs of the tokens, or how many of the likeliest.", Logprobs, use="route"),
-    Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
+    Row("top_logprobs", "Logprobs of this number of likeliest tokens.", integer(0, 20), use="route"),
 )
 _KEEP_ALIVE = Row("keep_alive", "How long the model stays loaded.", Number | str, use="route")
 
@@ -236,7 +236,7 @@ def generate_request(body: OllamaGenerateBody, defaults: Mapping[str, Any] = NO_
         return request(gap=Gap(prefix=prompt, suffix=body.suffix))
     if body.given("raw"):
         if body.system:
-            raise RequestError("a raw prompt is taken as it stands, without a system message", param="system")
+            raise RequestError("a raw prompt cannot have a system message", param="system")
         return request(prompts=[prompt])  # with the special tokens of a template that the client rendered
     system = [{"role": "system", "content": body.system}] if body.system else []
     return request(messages=[*system, {"role": "user", "content": prompt}])
@@ -454,7 +454,7 @@ async def _unloaded(http: Request, name: str) -> bool:
 
 @router.post("/api/embed", responses={200: {"model": shapes.OllamaEmbedReply}})
 async def embed(body: OllamaEmbedBody, http: Request) -> Response:
-    """Texts as vectors of length 1. One that is too long is cut to the context, unless truncate is false."""
+    """Return vectors of length 1 for texts. A text beyond the context is cut, unless truncate is false."""
     service = await _named(http, body)
     texts, began = body.texts, time.perf_counter_ns()
     cuts, dimensions = body.truncate is not False, body.dimensions or None
@@ -477,7 +477,7 @@ async def embed(body: OllamaEmbedBody, http: Request) -> Response:
 
 @router.post("/api/embeddings", responses={200: {"model": shapes.OllamaEmbeddingsReply}})
 async def embeddings(body: OllamaEmbedBody, http: Request) -> Response:
-    """As /api/embed, of one text."""
+    """Return the vector of one text, as /api/embed does for several."""
     await _named(http, body)
 
     def written(vector: list[float]) -> dict[str, Any]:
@@ -516,7 +516,7 @@ async def tags(http: Request) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def ps(http: Request) -> dict[str, Any]:
-    """The models that are loaded; on which device one lies /plan tells better than a number."""
+    """Return the loaded models. `size_vram` is always 0: /plan has the devices."""
     loaded = [one for one in await listed(http) if one.is_loaded]
     return {"models": [_listed(one) | _running(one) for one in loaded]}
 
@@ -528,7 +528,7 @@ def _running(model: ListedModel) -> dict[str, Any]:
 
 @router.post("/api/show", response_model=dict[str, Any])
 async def show(body: OllamaShowBody, http: Request) -> Response:
-    """What a model's file says; a model that is not loaded stays so."""
+    """Return facts of a model's file. The model is not loaded for it."""
     given = body.model or body.name
     if not given:
         raise RequestError("model is missing", param="model")
@@ -569,8 +569,10 @@ def _shown(
 
 
 class _ShownFile(NamedTuple):
-    """The parts of a reply of /api/show that depend only on the file. capabilities: without those that the
-    template adds."""
+    """The parts of a reply of /api/show that depend only on the file.
+
+    capabilities: without those that the template adds.
+    """
 
     facts: FileFacts
     info: dict[str, Any]

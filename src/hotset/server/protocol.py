@@ -82,8 +82,11 @@ class ListeningSocket(socket.socket):
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of connections. head_seconds: for a request's head, or a handshake, to arrive. connections:
-    open at once. handshakes: of a server with TLS."""
+    """Limits of connections.
+
+    head_seconds: for a request's head, or a handshake, to arrive. connections: open at once. handshakes: of a
+    server with TLS.
+    """
 
     head_seconds: float
     connections: int
@@ -160,8 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running.message_event.set()
 
     def check(self, now: float, write_seconds: float) -> None:
-        """End the connection if the client has left, or if a head takes too long to arrive, or a reply to be
-        read."""
+        """End the connection if the client has left, or takes too long to send a head or read a reply."""
         if self.flow.read_paused and _is_left(self.transport):
             self.transport.abort()
             return

@@ -61,8 +61,10 @@ class Pulls:
         self._running: dict[str, _Pull] = {}
 
     async def states(self, name: str) -> AsyncIterator[dict[str, Any]]:
-        """Yield the state of a fetch whenever it changes, until it is done. Raises the error of the fetch,
-        and QueueFullError if too many run."""
+        """Yield the state of a fetch whenever it changes, until it is done.
+
+        Raises the error of the fetch, and QueueFullError if too many run.
+        """
         name = full_name(name)
         while (pull := self._running.get(name)) is not None and pull.is_cancelled:
             await asyncio.wait([pull.task])  # the next fetch resumes where this one ends
@@ -97,8 +99,10 @@ class Pulls:
 
 
 def full_name(name: str) -> str:
-    """Return a name of the catalogue, or hf:owner/repository[:file], from a name in Ollama's spelling. Raises
-    InvalidRequestError."""
+    """Return a name of the catalogue, or hf:owner/repository[:file], from a name in Ollama's spelling.
+
+    Raises InvalidRequestError.
+    """
     name = untagged(name)
     if not name or len(name) > MAX_CHARS or not name.isprintable():
         raise InvalidRequestError(f"a model to fetch is a name or owner/repository, not {shown(name)}")

@@ -38,7 +38,7 @@ class TextDocument(Body):
 
 @having(*FREE)
 class DocumentsBody(Body):
-    """What both forms share. model: llama.cpp's clients leave it out."""
+    """The fields that both forms share. model: llama.cpp's clients leave it out."""
 
     model: str | None = None
     query: _Text

@@ -162,8 +162,8 @@ def _fail_fast(schema: Any) -> None:
 class Body(BaseModel):
     """The JSON object of a request, or an object in it.
 
-    A field that is null is absent: clients write out every field that they know. A list is checked up to its
-    first wrong element. Of unknown fields only the names of the first are kept, for `ignored_fields`.
+    A null field counts as absent: clients write out every field that they know. A list is checked up to its
+    first wrong element. Only the names of the first unknown fields are kept, for `ignored_fields`.
     rows: of the table, for the fields that `having` added.
     """
 

@@ -41,7 +41,7 @@ _saving = threading.Lock()  # two saves at once would count the same room twice
 
 
 class SlotBody(Body):
-    """filename: in the folder of --slot-save-path; erase needs none."""
+    """A saved slot. filename: in the folder of --slot-save-path; not needed for erase."""
 
     model: str | None = None
     filename: str | None = None
@@ -54,7 +54,7 @@ async def slots(
     action: str | None = None,
     body: SlotBody = SlotBody(),  # noqa: B008
 ) -> Response:
-    """action: save, restore or erase. A file that is damaged gives what comes before the damage."""
+    """Save, restore or erase a slot. A damaged file restores the tokens before the damage."""
     # All clients share slots and files.
     check_allowed(http, "slots are saved, restored and erased", "save, restore or erase slots")
     service = await serving(http, body.model, required=False)
@@ -125,8 +125,8 @@ class _Slot:
             left -= n
             if left < 0:
                 raise RequestError(
-                    f"the files of saved slots have at most {human_size(self._most)}; save under a name that "
-                    "is there already, delete files, or start the server with a larger --cache-disk",
+                    f"the files of saved slots have at most {human_size(self._most)}; save under an "
+                    "existing name, delete files, or start the server with a larger --cache-disk",
                     507,
                     code="slots_full",
                 )

@@ -147,8 +147,10 @@ class Names:
 
 
 class HeadRequests:
-    """Middleware that answers HEAD like GET; the protocol leaves the body out. An endless stream supports
-    only GET."""
+    """Middleware that answers HEAD like GET; the protocol leaves the body out.
+
+    An endless stream supports only GET.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -232,8 +234,10 @@ class BodyLimits:
 
     @contextmanager
     def _holding(self, client: str | None) -> Iterator[Callable[[int], None]]:
-        """Yield a function to call with the size of a body whenever it has grown. The function raises
-        RequestError if the body and the other bodies in memory are too large."""
+        """Yield a function to call with the size of a body whenever it has grown.
+
+        The function raises RequestError if the body and the other bodies in memory are too large.
+        """
         held = 0
 
         def hold(size: int) -> None:

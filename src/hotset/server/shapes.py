@@ -190,7 +190,7 @@ class RankedText(Shape):
 
 
 class RerankResult(Shape):
-    """document: only where it was asked for."""
+    """A ranked document. document: its text, if the request wants it."""
 
     index: int
     relevance_score: float
@@ -298,7 +298,7 @@ class SlotTimings(Shape):
 
 
 class SlotReply(Shape):
-    """Tokens and bytes, of what was asked for."""
+    """The tokens and bytes of the requested action."""
 
     id_slot: int
     filename: str | None = None
@@ -311,8 +311,10 @@ class SlotReply(Shape):
 
 
 class AdapterReply(Shape):
-    """An adapter (LoRA) as llama-server has it, and its name. path: the name of its file or folder. scale: of
-    requests that choose no adapters."""
+    """An adapter (LoRA) as llama-server has it, and its name.
+
+    path: the name of its file or folder. scale: of requests that choose no adapters.
+    """
 
     id: int
     name: str
@@ -642,8 +644,11 @@ class CohereRerankReply(Shape):
 
 
 class McpToolReply(Shape):
-    """name: by which a model and /mcp/call call it. tool: its server's name. parameters: a JSON schema.
-    digest: of its server's program or address, and all that is said of it; another one is another tool."""
+    """A tool.
+
+    name: for the model and /mcp/call. tool: the server's name for it. parameters: a JSON schema. digest: of
+    its server's program or address and its whole description; a changed digest means another tool.
+    """
 
     name: str
     tool: str
@@ -653,7 +658,10 @@ class McpToolReply(Shape):
 
 
 class McpServerReply(Shape):
-    """problem: why it does not work, or what of it is left out; else empty. tools: that it has, or had."""
+    """An MCP server.
+
+    problem: why it failed, or which tools are left out; otherwise empty. tools: its current or last tools.
+    """
 
     name: str
     state: Literal["starting", "ready", "failed"]

@@ -35,8 +35,10 @@ class LoadError(RequestError):
 
     @classmethod
     def of(cls, name: str, path: Path, error: Exception) -> LoadError:
-        """Return the error for a client: without folders, and only the kind of an unexpected error. path: of
-        the model."""
+        """Return the error for a client: without folders, and only the kind of an unexpected error.
+
+        path: of the model.
+        """
         said = without_folders(str(error), path)
         why = said if isinstance(error, HotsetError) else f"it failed with {type(error).__name__}"
         message = f"the model {name!r} could not be loaded: {why}"
@@ -183,8 +185,10 @@ def expected(path: Path, settings: LoadSettings, budget: int) -> Expected | None
 
 
 def bytes_of(model: Model) -> int:
-    """Return the bytes of a loaded model: weights (mapped or read), cache, buffers, tokenizer, drafter and
-    adapters."""
+    """Return the bytes of a loaded model.
+
+    They include weights (mapped or read), cache, buffers, tokenizer, drafter and adapters.
+    """
     decided, backend = model.decided, model.backend
     beside = decided.reserved.drafter + model.adapters.nbytes
     if model.ram is not None:

@@ -125,7 +125,9 @@ async def name_of(http: Request, name: str) -> str:
 
 async def _without_adapter(http: Request, name: str) -> tuple[str, str | None]:
     """Return the model of a name and its adapter; the name and None if no model with adapters has this name.
-    Raises NotReadyError while a model is loaded."""
+
+    Raises NotReadyError while a model is loaded.
+    """
     model, _, adapter = name.rpartition(":")
     if await _found(http, name) is None and (found := await _found(http, model)) is not None:
         service = found[0]
@@ -201,8 +203,11 @@ def client_of(http: Request) -> str | None:
 
 
 def of_client(http: Request, request: AnswerRequest) -> AnswerRequest:
-    """Return a request with its client and size. The adapter of its model's name is applied, unless the
-    request chooses adapters itself. Thinking fields without effect are reported."""
+    """Return a request with its client and size.
+
+    The adapter of its model's name is applied, unless the request chooses adapters itself. Thinking fields
+    without effect are reported.
+    """
     ignored, form = ignored_of(http), service_of(http).model.output_form
     for name, reason in request.thinking.unused(form, is_chat=request.messages is not None):
         ignored.add(name, reason)
@@ -280,8 +285,11 @@ async def embedded(
     body: Callable[[TextVectors], Mapping[str, Any]],
     n_bytes: int = 0,
 ) -> Response:
-    """Return the vectors, or scores, of texts as JSON. make: as in Service.ask_vectors. body: makes the reply
-    once they are computed. n_bytes: of the texts, if they are longer than the request."""
+    """Return the vectors, or scores, of texts as JSON.
+
+    make: as in Service.ask_vectors. body: makes the reply once they are computed. n_bytes: of the texts, if
+    they are longer than the request.
+    """
     service, long = service_of(http), _is_long(http) or n_bytes > LONG_BYTES
 
     async def computed() -> TextVectors:

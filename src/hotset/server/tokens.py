@@ -27,8 +27,11 @@ MAX_TEXT_BYTES = 4 << 20
 
 
 class TokenizeBody(Body):
-    """content is llama-server's, prompt and messages are vLLM's. Special tokens spelled in a text are parsed,
-    as in a prompt of /v1/completions, unless parse_special is false."""
+    """content is llama-server's, prompt and messages are vLLM's.
+
+    Special tokens spelled in a text are parsed, as in a prompt of /v1/completions, unless parse_special is
+    false.
+    """
 
     model: str | None = None
     content: str | None = None
@@ -122,7 +125,7 @@ async def detokenize(body: DetokenizeBody, http: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(http: Request) -> dict[str, Any]:
-    """What a Hugging Face tokenizer_config.json would say."""
+    """Return the entries of a Hugging Face tokenizer_config.json for this tokenizer."""
     model = (await serving(http, http.query_params.get("model"), required=False)).model
     tokenizer, template = model.tokenizer, model.chat_template
     return {

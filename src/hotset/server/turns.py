@@ -55,8 +55,11 @@ def add(turns: list[Turn], turn: Turn) -> None:
 
 
 def turn_of(message: Mapping[str, Any]) -> Turn:
-    """Return a message of OpenAI's chats as a turn. Raises ValueError for an unknown role or part, and
-    UnreadableError for images and other parts that no model reads."""
+    """Return a message of OpenAI's chats as a turn.
+
+    Raises ValueError for an unknown role or part, and UnreadableError for images and other parts that no
+    model reads.
+    """
     given = message.get("role")
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:

@@ -89,7 +89,7 @@ def surrounded(grammar: str, around: str | None) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 class Schemas:

@@ -174,7 +174,7 @@ def encode_gap(tokenizer: Tokenizer, metadata: Mapping[str, Any], gap: Gap, most
     marks = InfillTokens.of(tokenizer.vocabulary, tokenizer.n_vocab, metadata)
     if marks is None:
         raise InvalidRequestError(
-            "this model has no tokens for what is behind a gap, so it cannot fill in the middle; leave the "
-            "suffix out, or take a model that was trained for it, such as Qwen Coder or StarCoder"
+            "this model has no tokens for the text after a gap, so it cannot fill in the middle; leave the "
+            "suffix out, or use a model that was trained for it, such as Qwen Coder or StarCoder"
         )
     return marks.encode(tokenizer, gap, most)

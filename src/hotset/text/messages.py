@@ -163,7 +163,7 @@ def _left_open(
     *before, last = messages
     if "tool_calls" in last:
         raise InvalidRequestError(
-            "the last message calls functions, and cannot be continued; add what they returned"
+            "the last message calls functions and cannot be continued; add the results of the calls"
         )
     end = secrets.token_hex(16)
     text = rendered(
@@ -174,8 +174,8 @@ def _left_open(
     own = protected(last["content"]).rpartition("</think>")[2].lstrip()
     if len(rest) != 1 or not head.endswith(own):
         raise InvalidRequestError(
-            "the last message is the assistant's, and the chat template of this model changes it, so that it "
-            "cannot be continued; end with a message of the user"
+            "the last message is from the assistant, but this model's chat template changes it, so it cannot "
+            "be continued; end with a message of the user"
         )
     return head
 

@@ -33,9 +33,11 @@ _MARKS = re.compile(r"\[.*?\]")  # HellaSwag's texts come from subtitles and wik
 
 @dataclass(frozen=True)
 class Question:
-    """A question with choices. context: the given text. choices: possible continuations, each after
-    `delimiter`. answer: the index of the right one. where: file and line, for messages. description: the text
-    before the context and its examples. document: the fields of the source, which identify it among examples.
+    """A question with choices.
+
+    context: the given text. choices: possible continuations, each after `delimiter`. answer: the index of the
+    right one. where: file and line, for messages. description: the text before the context and its examples.
+    document: the fields of the source, which identify it among examples.
 
     Raises FormatError for a question without two choices, without an answer, or with an empty choice.
     """
@@ -121,8 +123,8 @@ def _question(given: Mapping[str, Any], where: str) -> Question:
                 raise FormatError(f"{where}, has an empty text")
             return Question(task, context, tuple(choices), answer, where, document=given)
     raise FormatError(
-        f"{where}, is no question that is known: HellaSwag has ctx, endings and label, ARC question, choices "
-        "and answerKey, PIQA goal, sol1, sol2 and label; other data sets need a task file"
+        f"{where}, is not a known question: HellaSwag has ctx, endings and label, ARC question, choices and "
+        "answerKey, PIQA goal, sol1, sol2 and label; other data sets need a task file"
     )
 
 

@@ -31,8 +31,11 @@ class RefusedError(TokenizerError):
 
 @dataclass(frozen=True)
 class TemplateKind:
-    """A kind of templates. environment: the child's Jinja environment (`jinja_child.py`). The other fields
-    are parts of messages: the template, its input, the remedy, and the remedy if none can be rendered."""
+    """A kind of templates.
+
+    environment: the child's Jinja environment (`jinja_child.py`). The other fields are parts of messages: the
+    template, its input, the remedy, and the remedy if none can be rendered.
+    """
 
     environment: str
     noun: str
@@ -89,8 +92,11 @@ class Renderer:
             self._compiled()
 
     def render(self, variables: dict[str, Any]) -> str:
-        """Return the text for plain JSON variables. Raises TokenizerError if the template fails or exceeds
-        its limits, and ValueError or RecursionError for variables that JSON cannot hold."""
+        """Return the text for plain JSON variables.
+
+        Raises TokenizerError if the template fails or exceeds its limits, and ValueError or RecursionError
+        for variables that JSON cannot hold.
+        """
         return self._rendered({"render": variables})
 
     def render_all(self, conversations: Sequence[Mapping[str, Any]]) -> list[str | None]:
@@ -106,8 +112,11 @@ class Renderer:
         return texts
 
     def literal(self, variables: dict[str, Any]) -> Any:
-        """Parse the text as a Python literal and return its value as plain JSON. Raises like `render`, also
-        for other text. The child parses it, since a crafted text can crash the parser."""
+        """Parse the text as a Python literal and return its value as plain JSON.
+
+        Raises like `render`, also for other text. The child parses it, since a crafted text can crash the
+        parser.
+        """
         return json.loads(self._rendered({"render": variables, "literal": True}))
 
     def _rendered(self, message: dict[str, Any]) -> str:

@@ -26,8 +26,10 @@ class SpecialTokens:
         self._begin = re.compile("|".join(map(re.escape, prefixes))) if prefixes else None
 
     def split(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Yield the parts of `text` in order: special tokens with their ids, and the parts between them (not
-        empty) with None."""
+        """Yield the parts of `text` in order: special tokens with their ids, other parts with None.
+
+        No part is empty.
+        """
         done = 0
         for start, end in self._found(text):
             if start > done:

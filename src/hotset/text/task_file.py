@@ -113,7 +113,7 @@ class _TaskFile:
         n = self._count("num_fewshot") if n_shots is None else n_shots
         split = self._split("test_split") or self._split("validation_split")
         if split is None:
-            raise self._error("names no test_split or validation_split, whose questions are asked")
+            raise self._error("names no test_split or validation_split to take questions from")
         documents = self._documents(split)
         questions = (self._question(one, described=True) for one in islice(documents, limit))
         examples: list[_Document] = []
@@ -315,7 +315,7 @@ class _Source:
         """Return a text. Raises FormatError if the value is not one."""
         value = self._field_or(document, "render") if self._source else ""
         if not isinstance(value, str):
-            raise FormatError(f"{document.where}: {self._key} gives {clause(shown(value))}, which is no text")
+            raise FormatError(f"{document.where}: {self._key} gives {clause(shown(value))}, not a text")
         return value
 
     def literal(self, document: _Document) -> Any:
@@ -374,7 +374,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         raise FormatError(f"{path} is not YAML ({clause(error)})") from None
     if not isinstance(given, dict):
         raise FormatError(
-            f"{path} is no task file: it must have keys and values, such as task and dataset_path"
+            f"{path} is not a task file: it must have keys and values, such as task and dataset_path"
         )
     return {key: value for key, value in given.items() if value is not None}
 

@@ -263,8 +263,11 @@ class Tokenizer:
         return ids
 
     def sequences_with(self, texts: Iterable[str]) -> set[tuple[int, ...]]:
-        """Return sequences of tokens in which one of `texts` (none empty) occurs: each token that contains
-        it, each token that ends with its beginning, plus the tokens of the rest, and its own tokens."""
+        """Return sequences of tokens in which one of `texts` (none empty) occurs.
+
+        They are each token that contains the text, each token that ends with its beginning plus the tokens of
+        the rest, and its own tokens.
+        """
         found: set[tuple[int, ...]] = set()
         for text in texts:
             known = self._sequences.get(text)
@@ -501,8 +504,9 @@ class BytePairTokenizer(_MergingTokenizer):
 
 
 class TextPairTokenizer(_MergingTokenizer):
-    """BPE over characters, line by line ("gemma4", of Gemma 3 and 4): a space is U+2581, a run of line feeds
-    is one token if the vocabulary has it, and bytes are the fallback.
+    """BPE over characters, line by line ("gemma4", of Gemma 3 and 4).
+
+    A space is U+2581, a run of line feeds is one token if the vocabulary has it, and bytes are the fallback.
 
     Files list runs of spaces as user-defined tokens. In a text they merge like other characters, and only
     U+2581 is matched as a user-defined token. A file may enable merges over line feeds (WHOLE_TEXT_KEY).
@@ -576,9 +580,7 @@ class SentencePieceTokenizer(Tokenizer):
             self.types[min(2, n - 1) if self.unk_id is None else self.unk_id] = _UNKNOWN
         scores = _numbers(metadata, "tokenizer.ggml.scores", "iuf").astype("<f4")
         if np.isnan(scores).any():  # no comparison with it is true
-            raise TokenizerError(
-                "The file's tokenizer.ggml.scores hold what is no number: fetch or convert it again."
-            )
+            raise TokenizerError("The file's tokenizer.ggml.scores contain NaN: fetch or convert it again.")
         if len(scores) < n:
             raise TokenizerError(
                 f"The file has {n} tokens but {len(scores)} scores (tokenizer.ggml.scores), and "
@@ -1001,8 +1003,9 @@ def _is_text(text: str) -> bool:
 def _sentencepiece_pieces(
     tokens: Sequence[str], scores: np.ndarray, types: np.ndarray, *, unigram: bool
 ) -> bytes:
-    """Serialise a sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE or unigram model, without
-    its normalizer_spec (`_normalizer`).
+    """Serialise a sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE or unigram model.
+
+    Its normalizer_spec is missing (see `_normalizer`).
 
     The library requires distinct pieces that are not empty, exactly one unknown piece, and all 256 byte
     pieces or none. Other pieces of the file can never come from a text and become control pieces. If the

@@ -79,7 +79,7 @@ def test_the_same_bits_on_every_instruction_set(mixed: GGUFFile, kv_type: str) -
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
-def test_the_same_bits_beside_neighbours(mixed: GGUFFile, kv_type: str) -> None:
+def test_same_bits_next_to_neighbours(mixed: GGUFFile, kv_type: str) -> None:
     backend, alone = cpu(mixed, kv_type=kv_type), cpu(mixed, kv_type=kv_type)
     first, second, third = tokens(70, 1), tokens(5, 2), tokens(20, 3)
     pages = ([5, 0], [8], [2])
@@ -217,7 +217,7 @@ def test_positions_must_rise(mixed: GGUFFile) -> None:
         )
 
 
-def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None:
+def test_mistakes_at_load_give_one_message(mixed: GGUFFile, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="1 to 256"):
         cpu(mixed, n_threads=0)
     with pytest.raises(InvalidRequestError, match=r"no value named 'blk\.9\.out'"):
@@ -231,7 +231,7 @@ def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None
             cpu(narrow, kv_type=kv_type)
 
 
-def test_what_does_not_fit_its_heads_is_refused() -> None:
+def test_cache_type_that_does_not_fit_the_heads_is_refused() -> None:
     plan = _core.Plan(4, 1, 1, _core.Runtime(1))
     x, out = plan.buffer(32, False), plan.buffer(32, False)
 

@@ -67,7 +67,7 @@ def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, form: str
             np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
 
 
-def test_the_same_bits_beside_neighbours(tmp_path: Path) -> None:
+def test_same_bits_next_to_neighbours(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     backend, alone = cpu(gguf), cpu(gguf)
     parts = [(tokens(n, seed), 0, [seed]) for seed, n in enumerate((1, 5, 30, 1))]
@@ -124,7 +124,7 @@ def test_experts_are_quantised_and_their_router_is_not(tmp_path: Path) -> None:
     assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.99
 
 
-def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Path) -> None:
+def test_score_of_nan_is_chosen_last(tmp_path: Path) -> None:
     path = model(tmp_path, type_of=lambda _: T.F32, n_embd=64, n_ff=32).path
     data = bytearray(path.read_bytes())
     with open_gguf(path) as gguf:
@@ -144,7 +144,7 @@ def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", ["relu", "biased relu", "neuron-major", "mixed"])
-def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str) -> None:
+def test_counts_equal_the_reference(tmp_path: Path, form: str) -> None:
     floats = {"type_of": lambda _: T.F32, "n_embd": 64, "n_ff": 160}
     gguf = model(tmp_path, **FORMS[form] | floats)
     for sparse in (False, True):

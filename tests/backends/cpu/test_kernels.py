@@ -41,7 +41,7 @@ def test_one_token_equals_many_on_every_instruction_set(type_: GGMLType) -> None
         np.testing.assert_array_equal(one_by_one, expected)
 
 
-def test_wrong_arguments_are_sentences() -> None:
+def test_wrong_arguments_give_one_message() -> None:
     data = np.zeros(18, np.uint8)
     x = np.zeros((1, 32), np.float32)
     with pytest.raises(ValueError, match="takes 36 bytes, not 18"):

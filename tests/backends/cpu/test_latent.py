@@ -1,5 +1,4 @@
-"""Attention with keys and values from one latent vector: the native engine, and both forms of files with
-their keys."""
+"""Attention with keys and values from one latent vector: the native engine and both forms of files."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ def test_files_with_one_matrix_for_keys_and_values_are_the_same_model(tmp_path: 
     assert_every_operation_is_right(old, graph, cpu(old, kv_type="f32"), ids[:50], [40, 41], [3])
 
 
-def test_a_rotation_behind_other_channels_is_no_part_of_attention(tmp_path: Path) -> None:
+def test_rotation_after_other_channels_is_not_fused(tmp_path: Path) -> None:
     """Check that such a rotation is not fused: native attention rotates the first channels of a head."""
     gguf = converted("deepseek2-lite", tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -167,7 +166,7 @@ def test_show_tells_of_the_vectors(tmp_path: Path) -> None:
         assert ("queries of one of 28" in shown) == (queries is not None)
 
 
-def test_groups_count_by_their_best_experts_as_each_scoring_has_it(tmp_path: Path) -> None:
+def test_groups_are_ranked_by_their_best_experts(tmp_path: Path) -> None:
     for name, scoring, n in (("deepseek2-groups", "softmax", 1), ("deepseek2-v3", "sigmoid", 2)):
         experts = config_from_gguf(converted(name, tmp_path / name)).layers[-1].experts
         assert (experts.scoring, experts.group_best, experts.n_groups) == (scoring, n, 3)

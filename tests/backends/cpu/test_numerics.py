@@ -122,7 +122,7 @@ def test_matrix_products(type_: GGMLType, isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
 @pytest.mark.parametrize("extreme", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so(type_: GGMLType, isa: str, extreme: float) -> None:
+def test_values_that_are_not_finite_stay_so(type_: GGMLType, isa: str, extreme: float) -> None:
     data, _, _ = weights_of(type_, 5, 768, cancelling=False)
     x = ill("normal", (7, 768))
     plain = {n: _core.linear(type_, data, 5, x[:n].copy(), isa) for n in (1, 4, 7)}
@@ -403,7 +403,7 @@ def test_a_value_that_is_not_finite_is_in_no_answer_in_silence(
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 256])
-def test_what_a_q4_0_cache_stores_is_close_and_the_references(dim: int) -> None:
+def test_q4_0_cache_is_close_and_equals_the_reference(dim: int) -> None:
     """Compare the transform with its matrix, and with its inverse; codes are within half a step."""
     x = ill("outliers", (100, dim), dim)
     found, expected = hadamard(x), transformed(x.astype(np.float64))
@@ -418,7 +418,7 @@ def test_what_a_q4_0_cache_stores_is_close_and_the_references(dim: int) -> None:
     assert (apart <= largest / 8 * (1 + 2**-8)).all()  # a whole step at 8, which has no code
 
 
-def test_what_a_q8_0_cache_stores_is_close() -> None:
+def test_q8_0_cache_is_close() -> None:
     """Check codes within half a step, plus the rounding of the scale to f16."""
     for kind in KINDS:
         if kind == "huge channel":  # 1e8 / 127 has no f16

@@ -382,7 +382,7 @@ def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None
     until(is_cancelled)
 
 
-def test_close_ends_what_another_thread_runs(tmp_path: Path) -> None:
+def test_close_ends_the_work_of_another_thread(tmp_path: Path) -> None:
     from byte_models import write_model
 
     model = hotset.load(write_model(tmp_path / "m.gguf"), n_ctx=256, n_threads=2)
@@ -531,7 +531,7 @@ small = new_runtime(2)
 
 
 @needs_proc
-def test_threads_that_cannot_be_started_are_a_sentence() -> None:
+def test_failed_thread_starts_give_one_message() -> None:
     done = run_python(FEW_THREADS)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

@@ -221,7 +221,7 @@ def test_taps_inside_the_ffn_change_nothing(tmp_path: Path, predictor: str | Non
         assert tapped.taps[value.name].shape[1] == value.width
 
 
-def test_statistics_are_those_of_the_reference(tmp_path: Path) -> None:
+def test_statistics_equal_the_reference(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path, "llama"), tokens(30)
     for mode in ("dense", "exact", "predicted"):
         ready, graph = prepared(gguf, mode)

@@ -988,7 +988,7 @@ def test_the_cpu_and_a_device_pass_vectors(n_bits: int) -> None:
     n = 1500
     h, bits = t(randn(1, n)), t(np.arange(n_bits, dtype=np.uint8)) if n_bits else None
     host_h, host_bits, flag = torch.zeros(1, n), torch.zeros(8, dtype=torch.uint8), torch.zeros(1).int()
-    spin_on_device.post(h, bits, host_h, host_bits, flag)
+    spin_on_device.submit(h, bits, host_h, host_bits, flag)
     assert flag.item() == 1
     assert torch.equal(host_h, h)
     assert host_bits.tolist() == [*range(n_bits), *[0] * (8 - n_bits)]
@@ -1050,7 +1050,7 @@ def test_who_computes_experts_is_chosen(n_tokens: int) -> None:
             assert torch.equal(one, other)
 
 
-def test_triton_computes_on_a_device_and_where_it_is_interpreted() -> None:
+def test_triton_computes_on_a_device_or_in_the_interpreter() -> None:
     ops = Kernels("cpu" if DEVICE is None else "cuda")
     assert ops.name == "triton"
     assert ops.capturable == (DEVICE is not None)

@@ -23,13 +23,13 @@ import sys
 from pathlib import Path
 import numpy as np
 from sparse_runs import write
-from worker_runs import ask, inputs, random_bits, service
+from worker_runs import ask, inputs, random_bits, cpu_worker
 from fake_cuda import FakeCuda
 from hotset.errors import DeviceError
 
 gguf = write(Path(sys.argv[1]), "llama")
 for mode in ("exact", "predicted"):
-    direct, spinning = service(gguf, mode), service(gguf, mode, kind="spin", driver=FakeCuda())
+    direct, spinning = cpu_worker(gguf, mode), cpu_worker(gguf, mode, kind="spin", driver=FakeCuda())
     for seed, n in enumerate((1, 3, 16, 1)):
         h, bits = inputs(n, seed), random_bits(n, seed=seed) if mode == "predicted" else None
         for layer in (1, 0):

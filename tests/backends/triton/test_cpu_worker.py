@@ -17,7 +17,7 @@ from fake_cuda import FakeCuda
 from sparse_runs import MODELS, N_FF, cpu, hot_neurons, prepared, step, write
 from tiny_gguf import write_llama, write_relu
 from waiting import WATCHDOG, until, when, within
-from worker_runs import LAYERS, N_EMBD, ask, inputs, offload, packed, random_bits, service, torch
+from worker_runs import LAYERS, N_EMBD, ask, cpu_worker, inputs, offload, packed, random_bits, torch
 
 from hotset import _core
 from hotset.backends.cpu.worker import split_ffns
@@ -42,7 +42,7 @@ def test_with_all_neurons_it_is_the_ffn_to_the_bit(
         _, graph = prepared(gguf, mode)
         present = {value.name for value in graph.values}
         taps = dict(step(cpu(gguf, mode), ids, [name for name in names if name in present]).taps)
-        cold = service(gguf, mode, hot=np.zeros(N_FF, np.bool_), n_threads=n_threads)
+        cold = cpu_worker(gguf, mode, hot=np.zeros(N_FF, np.bool_), n_threads=n_threads)
         for i in LAYERS:
             reads = split_ffns(graph)[i].decides.x.name
             h = torch.from_numpy(taps[reads])
@@ -96,7 +96,7 @@ def test_hot_neurons_are_never_added(tmp_path: Path, model: str, type_: T) -> No
     gguf = write(tmp_path, model, type_)
     for mode in ("exact", "predicted"):
         for share in (0.05, 0.9):
-            cold = service(gguf, mode, share)
+            cold = cpu_worker(gguf, mode, share)
             for n in (1, 11):
                 h, bits = inputs(n), random_bits(n)
                 named = np.unpackbits(bits.numpy(), axis=1, count=N_FF, bitorder="little").astype(bool)
@@ -116,11 +116,11 @@ def test_hot_neurons_are_never_added(tmp_path: Path, model: str, type_: T) -> No
 
 
 def test_rows_beyond_the_step_are_not_computed(tmp_path: Path) -> None:
-    cold = service(write(tmp_path, "llama"), "predicted")
+    cold = cpu_worker(write(tmp_path, "llama"), "predicted")
     h, bits = inputs(8), random_bits(8)
     expected = ask(cold, 0, h[:3], bits[:3])
     with cold.step(3):
-        cold.post(0, h, bits)
+        cold.submit(0, h, bits)
         found = cold.collect(0).numpy()
     np.testing.assert_array_equal(found[:3], expected)
     assert found.shape == (8, N_EMBD)
@@ -130,12 +130,12 @@ def test_rows_beyond_the_step_are_not_computed(tmp_path: Path) -> None:
 
 def test_the_cpu_works_while_the_device_does(tmp_path: Path) -> None:
     """Check that the result arrives between submit and collect without help of this thread."""
-    cold = service(write(tmp_path, "llama"), "exact")
+    cold = cpu_worker(write(tmp_path, "llama"), "exact")
     expected = ask(cold, 1, inputs(2))
     shared = cold._exchange.shared
     done = shared.memory[shared.done : shared.done + 8].view(np.int32)
     with cold.step(2):
-        cold.post(1, inputs(2))
+        cold.submit(1, inputs(2))
         until(lambda: done[1])
         assert done.tolist() == [0, 1]
         np.testing.assert_array_equal(cold.collect(1).numpy(), expected)
@@ -143,7 +143,7 @@ def test_the_cpu_works_while_the_device_does(tmp_path: Path) -> None:
 
 
 def test_nothing_predicted_is_zero(tmp_path: Path) -> None:
-    cold = service(write(tmp_path, "bamboo"), "predicted")
+    cold = cpu_worker(write(tmp_path, "bamboo"), "predicted")
     ask(cold, 0, inputs(2), random_bits(2))
     found = ask(cold, 0, inputs(2), packed(np.zeros((2, N_FF), np.bool_)))
     np.testing.assert_array_equal(found, np.zeros((2, N_EMBD)))
@@ -151,25 +151,25 @@ def test_nothing_predicted_is_zero(tmp_path: Path) -> None:
     np.testing.assert_array_equal(ask(cold, 0, inputs(2), packed(hot)), np.zeros((2, N_EMBD)))
 
 
-def test_what_is_wrong_is_said_before_a_step(tmp_path: Path) -> None:
+def test_faults_are_named_before_a_step(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama")
     with pytest.raises(InvalidRequestError, match=r"bool \[736\], not float64 \[736\]"):
-        service(gguf, "exact", hot=np.zeros(N_FF))
+        cpu_worker(gguf, "exact", hot=np.zeros(N_FF))
     with pytest.raises(InvalidRequestError, match=r"bool \[736\], not bool \[735\]"):
-        service(gguf, "exact", hot=np.zeros(N_FF - 1, np.bool_))
+        cpu_worker(gguf, "exact", hot=np.zeros(N_FF - 1, np.bool_))
     with pytest.raises(InvalidRequestError, match="layer 0 has no neuron on the CPU"):
-        service(gguf, "exact", hot=np.ones(N_FF, np.bool_))
+        cpu_worker(gguf, "exact", hot=np.ones(N_FF, np.bool_))
     with pytest.raises(DeviceError, match="cpu has no streams"):
-        service(gguf, "exact", kind="memops")
+        cpu_worker(gguf, "exact", kind="memops")
     with pytest.raises(InvalidRequestError, match="no predictor"):
-        ask(service(gguf, "exact"), 0, inputs(1), random_bits(1))
+        ask(cpu_worker(gguf, "exact"), 0, inputs(1), random_bits(1))
     with pytest.raises(InvalidRequestError, match="has a predictor"):
-        ask(service(gguf, "predicted"), 0, inputs(1))
+        ask(cpu_worker(gguf, "predicted"), 0, inputs(1))
     silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
     ready, graph = prepared(silu, "dense")
     with pytest.raises(UnsupportedModelError, match="the neurons of layer 0 cannot be shared"):
         offload(ready.weights, graph, {0: np.zeros(96, np.bool_)}, max_batch=1)
-    cold = service(gguf, "exact")
+    cold = cpu_worker(gguf, "exact")
     with pytest.raises(ValueError, match="takes 1 to 16 tokens, not 17"):
         cold.begin_step(17)
 
@@ -234,7 +234,7 @@ def test_a_round_trip_is_measured() -> None:
 
 @pytest.fixture
 def cold(tmp_path: Path) -> Iterator[CpuOffload]:
-    made = service(write(tmp_path, "llama"), "exact", timeout=WATCHDOG)
+    made = cpu_worker(write(tmp_path, "llama"), "exact", timeout=WATCHDOG)
     yield made
     within(WATCHDOG, made.close)
 
@@ -248,7 +248,7 @@ def assert_works(cold: CpuOffload) -> None:
 def test_a_device_that_fails_leaves_the_next_step_clean(cold: CpuOffload) -> None:
     def fail(at: int) -> None:
         with cold.step(2):
-            for point, work in enumerate([lambda: cold.post(0, inputs(2)), lambda: cold.collect(0)] * 2):
+            for point, work in enumerate([lambda: cold.submit(0, inputs(2)), lambda: cold.collect(0)] * 2):
                 if point == at:
                     raise ZeroDivisionError("the device")
                 work()
@@ -260,19 +260,19 @@ def test_a_device_that_fails_leaves_the_next_step_clean(cold: CpuOffload) -> Non
         assert_works(cold)
 
 
-def test_what_was_posted_must_be_collected(cold: CpuOffload) -> None:
+def test_submitted_work_must_be_collected(cold: CpuOffload) -> None:
     with pytest.raises(DeviceError, match="layer 0 were submitted and not collected"), cold.step(1):
-        cold.post(0, inputs(1))
+        cold.submit(0, inputs(1))
     assert_works(cold)
 
 
-def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
+def test_finished_result_must_be_collected(cold: CpuOffload) -> None:
     """Check that a result that was not collected is an error: the next step would collect it."""
     done = cold._exchange.shared.flags(cold._exchange.shared.done)
 
     def answered_and_left() -> None:
         with cold.step(1):
-            cold.post(0, inputs(1))
+            cold.submit(0, inputs(1))
             until(lambda: done[0])
 
     with pytest.raises(DeviceError, match="layer 0 were submitted and not collected"):
@@ -342,7 +342,7 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     def work() -> None:
         while True:  # the watchdog may be late for one layer, but not for every layer
             with slow.step(1024):
-                slow.post(0, h)
+                slow.submit(0, h)
                 slow.collect(0)
 
     with pytest.raises(DeviceError, match=r"layer 0 of the CPU worker took more than 0\.001 s"):
@@ -367,21 +367,21 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
 
 def test_several_services_in_one_process(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama")
-    services = [service(gguf, "exact", share) for share in (0.1, 0.5, 0.9)]
-    expected = [ask(one, 0, inputs(2)) for one in services]
-    for one in services:
+    workers = [cpu_worker(gguf, "exact", share) for share in (0.1, 0.5, 0.9)]
+    expected = [ask(one, 0, inputs(2)) for one in workers]
+    for one in workers:
         one.begin_step(2)
-        one.post(0, inputs(2))
-    for one, rows in zip(services, expected, strict=True):
+        one.submit(0, inputs(2))
+    for one, rows in zip(workers, expected, strict=True):
         np.testing.assert_array_equal(one.collect(0).numpy(), rows)
         one.end_step()
-    services[0].close()
-    np.testing.assert_array_equal(ask(services[1], 0, inputs(2)), expected[1])
+    workers[0].close()
+    np.testing.assert_array_equal(ask(workers[1], 0, inputs(2)), expected[1])
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
-    cold = service(write(tmp_path, "opt", T.Q8_0), "predicted", n_threads=n_threads)
+    cold = cpu_worker(write(tmp_path, "opt", T.Q8_0), "predicted", n_threads=n_threads)
     rng = np.random.default_rng(n_threads)
     known: dict[tuple[int, int, int], np.ndarray] = {}
     seen = 0
@@ -394,7 +394,7 @@ def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
             try:
                 with cold.step(n):
                     for layer in LAYERS:
-                        cold.post(layer, inputs(n, seed), random_bits(n, seed=seed))
+                        cold.submit(layer, inputs(n, seed), random_bits(n, seed=seed))
                         if broken and rng.random() < 0.5:
                             raise ZeroDivisionError
                         rows = cold.collect(layer).numpy()
@@ -419,18 +419,18 @@ def fake() -> Iterator[FakeCuda]:
 
 
 def on_stream(tmp_path: Path, fake: FakeCuda, kind: str, **options: Any) -> CpuOffload:
-    return service(write(tmp_path, "llama"), "predicted", kind=kind, driver=fake, **options)
+    return cpu_worker(write(tmp_path, "llama"), "predicted", kind=kind, driver=fake, **options)
 
 
 @pytest.mark.parametrize("kind", ["memops", "hostfunc"])
 def test_a_captured_step_is_replayed(tmp_path: Path, fake: FakeCuda, kind: str) -> None:
-    direct, streamed = service(write(tmp_path, "llama"), "predicted"), on_stream(tmp_path, fake, kind)
+    direct, streamed = cpu_worker(write(tmp_path, "llama"), "predicted"), on_stream(tmp_path, fake, kind)
     h, bits = inputs(2), random_bits(2)
     out: list[torch.Tensor] = []
 
     def work() -> None:
         for layer in LAYERS:
-            streamed.post(layer, h, bits)
+            streamed.submit(layer, h, bits)
             out.append(streamed.collect(layer))
 
     graph = fake.capture(work)
@@ -451,7 +451,7 @@ def test_memory_operations_are_constant_and_in_order(tmp_path: Path, fake: FakeC
 
     def work() -> None:
         for layer in LAYERS:
-            streamed.post(layer, h, bits)
+            streamed.submit(layer, h, bits)
             streamed.collect(layer)
 
     fake.capture(work)
@@ -483,9 +483,9 @@ def test_a_stream_that_waits_is_released(tmp_path: Path, fake: FakeCuda, kind: s
     with pytest.raises(RuntimeError, match="failed"):
         within(WATCHDOG, lambda: ask(streamed, 0, h, bits))
     fake.fails_at = None
-    direct = service(write(tmp_path, "llama"), "predicted")
+    direct = cpu_worker(write(tmp_path, "llama"), "predicted")
     with streamed.step(1):
-        streamed.post(0, h, bits)
+        streamed.submit(0, h, bits)
         out = streamed.collect(0)
     np.testing.assert_array_equal(out.numpy(), ask(direct, 0, h, bits))
     within(WATCHDOG, streamed.close)
@@ -494,7 +494,7 @@ def test_a_stream_that_waits_is_released(tmp_path: Path, fake: FakeCuda, kind: s
 def test_a_replay_after_the_step_was_given_up_does_not_hang(tmp_path: Path, fake: FakeCuda) -> None:
     streamed = on_stream(tmp_path, fake, "memops")
     h, bits = inputs(1), random_bits(1)
-    graph = fake.capture(lambda: [(streamed.post(i, h, bits), streamed.collect(i)) for i in LAYERS])
+    graph = fake.capture(lambda: [(streamed.submit(i, h, bits), streamed.collect(i)) for i in LAYERS])
 
     def work() -> None:
         streamed.begin_step(1)
@@ -518,6 +518,6 @@ def test_a_device_that_cannot_be_waited_for_ends_the_service(tmp_path: Path, fak
 
     with pytest.raises(RuntimeError, match="illegal"), streamed.step(1):
         fake.synchronize = broken  # type: ignore[method-assign]
-    with pytest.raises(DeviceError, match=r"cpu failed in an earlier step; start anew \(an illegal"):
+    with pytest.raises(DeviceError, match=r"cpu failed in an earlier step; start again \(an illegal"):
         streamed.begin_step(1)
     within(WATCHDOG, streamed.close)

@@ -162,7 +162,7 @@ def spin_step() -> None:
     """Launch the kernels for host-device synchronisation, with a predictor and without."""
     flag, bits = new(1, dtype=torch.int32), new(1, N_FF // 8, dtype=torch.uint8)
     for given in (bits, None):
-        spin_kernel.post(new(1, D), given, new(8, D), bits, flag)
+        spin_kernel.submit(new(1, D), given, new(8, D), bits, flag)
     spin_kernel.collect(flag, new(8, D), new(1, D))
 
 
@@ -616,12 +616,12 @@ def test_cutoffs_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @each_target
 def test_the_kernels_of_the_handshake_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list(compiled(spin_step, TARGETS[target], monkeypatch))
-    assert [name for name, _, _ in made] == ["post_kernel", "post_kernel", "collect_kernel"]
+    assert [name for name, _, _ in made] == ["submit_kernel", "submit_kernel", "collect_kernel"]
     if TARGETS[target].backend == "cuda":
         for name, _, binary in made:  # the CPU depends on their memory order
-            text, order = binary.asm["ptx"], "release" if name == "post_kernel" else "acq_rel"
+            text, order = binary.asm["ptx"], "release" if name == "submit_kernel" else "acq_rel"
             assert f"atom.global.sys.{order}.exch" in text, text
-            assert name == "post_kernel" or "ld.volatile.global" in text, text
+            assert name == "submit_kernel" or "ld.volatile.global" in text, text
 
 
 def test_the_kernels_are_compiled_for_every_card_of_the_table() -> None:

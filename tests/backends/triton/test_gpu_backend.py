@@ -201,7 +201,7 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
     assert cold.n_posts == N_LAYER
 
 
-# ---- sequences, pages, taps --------------------------------------------------------------------------------
+# ---- sequences, blocks, taps -------------------------------------------------------------------------------
 
 
 def test_sequences_of_a_batch_do_not_meet(tmp_path: Path) -> None:
@@ -371,11 +371,11 @@ def test_an_ffn_that_can_go_first_is_posted_before_attention(
         return lambda *given, **options: (events.append(name), call(*given, **options))[1]
 
     kernels.attention = noted("attention", kernels.attention)  # type: ignore[method-assign]
-    cold.post = noted("post", cold.post)  # type: ignore[method-assign]
+    cold.submit = noted("submit", cold.submit)  # type: ignore[method-assign]
     cold.collect = noted("collect", cold.collect)  # type: ignore[method-assign]
     stage = gpu_stage(ready.weights, graph, hot=hot, worker=cold, kernels=kernels)
     run(stage, tokens(5))
-    first = ["post", "attention"] if "falcon" in model else ["attention", "post"]
+    first = ["submit", "attention"] if "falcon" in model else ["attention", "submit"]
     assert events == [*first, "collect"] * N_LAYER
 
 
@@ -415,7 +415,7 @@ def test_a_graph_is_cut_between_layers(tmp_path: Path) -> None:
         graph.split(3, 3)
 
 
-def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:
+def test_unsupported_split_layers_are_refused(tmp_path: Path) -> None:
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     stage, _ = split(ready.weights, graph, masks(0.3))
     with pytest.raises(InvalidRequestError, match=r"blk\.0\.ffn_act .* split"):
@@ -426,7 +426,7 @@ def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:
     dense = open_gguf(write_llama(tmp_path / "m.gguf"))
     with pytest.raises(UnsupportedModelError, match=r"layer 0 .* split"):
         split(dense, describe(config_from_gguf(dense), dense.tensors), masks(0.3, 96))
-    with pytest.raises(InvalidRequestError, match="needs a service"):
+    with pytest.raises(InvalidRequestError, match="needs a CPU worker"):
         gpu_stage(ready.weights, graph, n_pages=1, max_batch=8, hot=masks(0.3))
 
 
@@ -465,7 +465,7 @@ def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
     assert whole.nbytes["weights"] - part.nbytes["weights"] == less
 
 
-def test_errors_are_sentences(tmp_path: Path) -> None:
+def test_errors_are_single_messages(tmp_path: Path) -> None:
     import torch
 
     gguf = open_gguf(write_llama(tmp_path / "m.gguf"))

@@ -32,7 +32,7 @@ from hotset.formats.quants import GGMLType
 
 
 @pytest.mark.parametrize("model", ["bamboo", "opt", "falcon-40b"])
-def test_captured_steps_read_only_what_stays_in_place(tmp_path: Path, model: str) -> None:
+def test_captured_steps_read_only_fixed_addresses(tmp_path: Path, model: str) -> None:
     ready, graph = prepared(write(tmp_path, model), "predicted")
     recorder = Recorder()
     captured = gpu(ready.weights, graph, capture=recorder)
@@ -156,7 +156,7 @@ def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", ["a call", "the end"])
-def test_a_capture_that_fails_is_the_last_and_the_stage_goes_on(
+def test_stage_continues_without_captures_after_a_failed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     cuda = FakeGraphs(monkeypatch)
@@ -329,7 +329,7 @@ def test_warming_up_leaves_no_trace(tmp_path: Path, split_layers: bool) -> None:
     assert_close(found, expected[9:])
 
 
-def test_memory_that_runs_out_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_gives_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     kernels = Kernels("cpu", triton=False)
     backend = gpu(ready.weights, graph, kernels=kernels)
@@ -415,7 +415,7 @@ def python(code: str, **environment: str) -> str:
     return found.stdout
 
 
-def test_without_torch_a_sentence_says_what_to_install() -> None:
+def test_missing_torch_names_the_package() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from hotset.backends.triton import open_gpu\n"

@@ -1,5 +1,7 @@
-"""Triton's kernels in the whole backend, in Triton's interpreter. This needs its own process: Triton decides
-at import whether it interprets."""
+"""Triton's kernels in the whole backend, in Triton's interpreter.
+
+This needs its own process: Triton decides at import whether it interprets.
+"""
 
 from __future__ import annotations
 

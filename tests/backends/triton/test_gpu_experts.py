@@ -87,7 +87,7 @@ def moved(op: Any, to: dict[Value, Value]) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, form: str) -> None:
+def test_experts_and_their_sum_have_the_cpus_bits(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **FORMS[form])
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     route = graph.ffns[1].route
@@ -97,31 +97,31 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
     routed, expected = alone(gguf, 1, h, rng.standard_normal((70, route.x.width)).astype(np.float32))
     ids, weights = torch.from_numpy(routed).split(route.n_used, dim=1)
     for n_threads, n in ((1, 1), (2, 2), (2, 9), (2, 70)):
-        service = offload(gguf, graph, {}, experts=[0, 1], max_batch=n, n_threads=n_threads)
-        with service.step(n):
-            service.post(1, torch.from_numpy(h[:n]), ids[:n].to(torch.int32))
-            parts = service.collect(1).view(n, route.n_used, -1)
+        worker = offload(gguf, graph, {}, experts=[0, 1], max_batch=n, n_threads=n_threads)
+        with worker.step(n):
+            worker.submit(1, torch.from_numpy(h[:n]), ids[:n].to(torch.int32))
+            parts = worker.collect(1).view(n, route.n_used, -1)
         np.testing.assert_array_equal(fallback.sum_experts(parts, weights[:n]).numpy(), expected[:n])
-        np.testing.assert_array_equal(service.route(1), ids[:n])
-        assert service.route(0).shape == (0, route.n_used)
-        service.close()
+        np.testing.assert_array_equal(worker.route(1), ids[:n])
+        assert worker.route(0).shape == (0, route.n_used)
+        worker.close()
 
 
-def test_what_the_device_computes_is_not_asked_of_the_cpu(tmp_path: Path) -> None:
+def test_experts_of_the_device_are_not_requested_from_the_cpu(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    service = offload(gguf, graph, {}, experts=[0], max_batch=4, n_threads=2)
+    worker = offload(gguf, graph, {}, experts=[0], max_batch=4, n_threads=2)
     h = torch.ones(2, graph.ffns[0].x.width)
     for asked in ([[3, -1 - 2, 8], [-1 - 3, -1 - 8, -1]], [[-1, -2, -3], [-4, -5, -6]]):
         ids = torch.tensor(asked, dtype=torch.int32)
-        with service.step(2):
-            service.post(0, h, ids)
-            parts = service.collect(0).view(2, 3, -1)
-        assert service.route(0).tolist() == asked
+        with worker.step(2):
+            worker.submit(0, h, ids)
+            parts = worker.collect(0).view(2, 3, -1)
+        assert worker.route(0).tolist() == asked
         n_rows = graph.ffns[0].n_ff // 9
-        assert service.counts()[:, 0].tolist() == [n_rows * int((ids >= 0).sum())]
+        assert worker.counts()[:, 0].tolist() == [n_rows * int((ids >= 0).sum())]
     assert parts.shape == (2, 3, graph.ffns[0].out.width)
-    service.close()
+    worker.close()
 
 
 CACHED = {name: form for name, form in FORMS.items() if name != "one used"}
@@ -178,7 +178,7 @@ def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_refilled_during_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a copying thread, as on a GPU: an expert is used after its arrival, not during the copy."""
     made, caches = GpuExpertCache.__init__, list[GpuExpertCache]()
 
@@ -199,7 +199,7 @@ def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest
         backend.close()
 
 
-def test_a_prompt_does_not_flush_what_decoding_needs(tmp_path: Path) -> None:
+def test_prompt_does_not_flush_entries_of_decoding(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     weights = DeviceWeights(gguf, torch.device("cpu"))
@@ -265,7 +265,7 @@ def counted(backend: ChainBackend) -> CacheStats:
 
 
 @pytest.mark.parametrize("form", quick_are(("biased",), ["mixed", "biased", "neuron-major"]))
-def test_the_same_bits_whoever_computes_what_is_missing(tmp_path: Path, form: str) -> None:
+def test_same_bits_for_any_processor_of_missing_experts(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **(CACHED[form] | SMALL))
     route = describe(config_from_gguf(gguf), gguf.tensors).ffns[0].route
     assert route is not None
@@ -323,7 +323,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     return late
 
 
-def test_what_is_fetched_is_waited_for(tmp_path: Path, late: LateStream) -> None:
+def test_fetched_experts_are_awaited(tmp_path: Path, late: LateStream) -> None:
     gguf = model(tmp_path, experts=(12, 4), **SMALL)
     ids, splits = tokens(60), [40, 45, 46]
     expected = within(120, lambda: logits_of(hybrid(gguf), ids, splits, [2]))
@@ -335,7 +335,7 @@ def test_what_is_fetched_is_waited_for(tmp_path: Path, late: LateStream) -> None
 
 
 @pytest.mark.parametrize("architecture", ["smallthinker", "llama"])
-def test_an_early_router_has_experts_fetched_beside_attention(
+def test_early_router_fetches_experts_during_attention(
     tmp_path: Path, late: LateStream, architecture: str
 ) -> None:
     gguf, is_early = model(tmp_path, architecture=architecture, **SMALL), architecture == "smallthinker"
@@ -363,7 +363,7 @@ def test_an_early_router_has_experts_fetched_beside_attention(
 
 
 @pytest.mark.parametrize("n_tokens", [1, 20])
-def test_a_fetch_that_fails_ends_its_step_alone(
+def test_failed_fetch_ends_only_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tokens: int
 ) -> None:
     gguf = model(tmp_path, **SMALL)

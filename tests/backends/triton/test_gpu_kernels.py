@@ -98,13 +98,13 @@ def test_a_matrix_by_channel_keeps_every_value(type_: GGMLType, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
-def test_what_can_be_by_channel(type_: GGMLType) -> None:
+def test_matrices_that_can_be_input_major(type_: GGMLType) -> None:
     assert can_be_input_major(type_, 64) == (type_ in INPUT_MAJOR)
     assert not can_be_input_major(GGMLType.Q4_0, 48)  # 4-bit codes of 16 and 16 outputs share bytes
 
 
 @pytest.mark.parametrize("type_", sorted(DECODABLE - {*SUPPORTED}), ids=lambda t: t.name)
-def test_a_type_without_kernel_is_refused_in_a_sentence(type_: GGMLType) -> None:
+def test_type_without_kernel_gives_one_message(type_: GGMLType) -> None:
     data = np.zeros(row_bytes(type_, 256), np.uint8)
     message = rf"{type_.name} cannot be computed on a GPU; use a file of .*Q4_0"
     with pytest.raises(UnsupportedModelError, match=message):
@@ -197,7 +197,7 @@ def test_unselected_rows_are_not_read() -> None:
 
 
 @pytest.mark.parametrize(("n_scored", "first"), [(1, 0), (24, 8), (29, 3), (64, 0)])
-def test_bits_are_those_of_a_mask(n_scored: int, first: int) -> None:
+def test_bits_equal_a_mask(n_scored: int, first: int) -> None:
     scores = randn(3, n_scored)
     scores[0, 0] = np.nan
     mask = reference.Mask(*[Value(i, n_scored + first, "x") for i in range(3)], 0.25, first)
@@ -218,7 +218,7 @@ def test_the_largest_of_each_group_of_logits() -> None:
 # ---- thresholds -------------------------------------------------------------------------------------------
 
 
-def test_a_cutoff_leaves_what_is_not_small() -> None:
+def test_threshold_keeps_large_values() -> None:
     x = randn(5, 40)
     x[1, :5] = [np.nan, 0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), -0.0]
     found = fallback.zero_small(torch.from_numpy(x), token_threshold(5, 0.5)).numpy()

@@ -178,7 +178,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
         backend = hybrid(model(tmp_path, biased=True, **SMALL), expert_slots=4, fetching=Fetching(rates, 4))
         logits_of(backend, ids, splits, [2])
         backend.close()
-    spin_kernel.post(torch.zeros(1, 4), None, torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1))
+    spin_kernel.submit(torch.zeros(1, 4), None, torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1))
     spin_kernel.collect(torch.zeros(1), torch.zeros(1, 4), torch.zeros(1, 4))
     assert every_kernel().keys() - launched.keys() == set()
 
@@ -296,7 +296,7 @@ def test_kernels_are_compiled_at_the_same_time_and_not_launched(monkeypatch: pyt
     assert at_once.launched[1:] == [(None, 7)]
 
 
-def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_variant_of_a_kernel_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the other variants follow, the slowest first."""
     monkeypatch.setattr(launch, "usable_cores", lambda: 3)
     kernels = FakeKernel("one", lambda: None), FakeKernel("other", lambda: None)
@@ -329,8 +329,10 @@ def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pyt
 def test_variants_are_compiled_as_triton_will_look_for_them(
     dependent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use Triton's own compiler and cache for a missing device: a launch must find the compiled variant for
-    tensors that are alike."""
+    """Use Triton's own compiler and cache for a missing device.
+
+    A launch must find the compiled variant for tensors that are alike.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -371,7 +373,7 @@ def test_variants_are_compiled_as_triton_will_look_for_them(
         ),
     ],
 )
-def test_a_missing_compiler_is_one_sentence(
+def test_missing_compiler_gives_one_message(
     compiler: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check the message for errors of Triton's own function that calls the compiler."""
@@ -397,7 +399,7 @@ def test_a_missing_compiler_is_one_sentence(
         launch.launch(FakeKernel("kernel", build), (1,), torch.zeros(1), 1, warps=4)
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence() -> None:
+def test_unwritable_cache_gives_one_message() -> None:
     def refused() -> None:
         raise PermissionError(13, "Permission denied", "/nowhere/cache")
 

@@ -119,7 +119,7 @@ def test_two_parts_are_there_at_a_time_on_one_stream_of_copies(monkeypatch: pyte
     assert compute.log == ["waits"] * 4
 
 
-def test_a_plan_spares_what_torch_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_reserves_torchs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "find_device", lambda name: torch.device(name.replace("simulated", "cpu")))
     monkeypatch.setattr(planning, "free_bytes", lambda device: 8 << 30)
     on_cuda, stand_in = planning.limit_of("cuda:0", 5 << 20, 2.0), planning.limit_of("simulated", 0, 2.0)
@@ -129,7 +129,7 @@ def test_a_plan_spares_what_torch_rounds_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert planning.limit_of("cuda:0", 0, None).spare == on_cuda.spare
 
 
-def test_what_is_spared_is_workspace_of_the_plan() -> None:
+def test_spare_bytes_count_as_workspace() -> None:
     facts, rng = model([layer(40), layer(40)]), np.random.default_rng(0)
     frequencies = [power_law(40, rng) for _ in range(2)]
     limit, spare = place_budget(facts, 0.5), 300_000

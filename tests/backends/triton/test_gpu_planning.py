@@ -157,7 +157,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(calls) == 5
 
 
-def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_are_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hotset._core", reason="the native module is not built")
     monkeypatch.setattr(machine, "SECONDS", 0.02)
     monkeypatch.setattr(machine, "WIDTH", 512)
@@ -176,7 +176,7 @@ def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Rates((found, replace(found, cpu_read=1.0))).cpu_read == found.cpu_read
 
 
-def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_is_measured_with_the_fetching_code(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
 
     class Registrar:
@@ -200,7 +200,7 @@ def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> 
     assert not held
 
 
-def test_who_computes_what_is_missing_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_of_missing_experts_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = machine.STAND_IN.misses
     assert rates is not None
     assert (rates.cpu, rates.link) == (machine.STAND_IN.cpu_read_busy, machine.STAND_IN.link)
@@ -329,7 +329,7 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_moe_counts_its_experts_once_and_all_else_on_the_device(tmp_path: Path, one_by_one: bool) -> None:
+def test_moe_budget_counts_experts_once(tmp_path: Path, one_by_one: bool) -> None:
     path = write_llama(
         tmp_path / "m.gguf", experts=(8, 3), one_by_one=one_by_one, n_ff_shared=0 if one_by_one else 64,
         type_of=lambda _: GGMLType.Q8_0,

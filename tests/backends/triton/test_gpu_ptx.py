@@ -102,7 +102,7 @@ def test_an_asynchronous_copy_arrives_when_it_is_waited_for() -> None:
         ("$TOP: bra.uni $TOP;", "does not end"),
     ],
 )  # fmt: skip
-def test_what_a_device_would_refuse_or_leave_to_chance_is_a_fault(
+def test_undefined_device_behaviour_is_a_fault(
     body: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ptx.machine.MOST_STEPS", 1000)

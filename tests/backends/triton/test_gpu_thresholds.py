@@ -91,7 +91,7 @@ def test_every_type_by_channel(tmp_path: Path, type_: T) -> None:
     assert rest.left_out.sum() <= 0.05 * stats.left_out.sum()  # an embedding has some zeros
 
 
-def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
+def test_rows_of_zeroed_values_are_not_read(tmp_path: Path) -> None:
     layer_thresholds = LayerThresholds(gate=0.3)
     gguf, _ = clearly(tmp_path, layer_thresholds, "llama")
     weights, graph = graph_of(gguf, layer_thresholds)
@@ -196,18 +196,18 @@ def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     h, expected = (taps[name] for name in names)
     for n_threads, steps in ((1, [12]), (2, [1, 5, 12]), (2, [*range(1, 13)])):
         layers = {0: np.zeros(ffn.n_ff, np.bool_)}
-        service = offload(weights, graph, layers, max_batch=12, n_threads=n_threads)
+        worker = offload(weights, graph, layers, max_batch=12, n_threads=n_threads)
         first = 0
         for last in steps:
-            with service.step(last - first, THRESHOLDED[first:last].copy()):
-                service.post(0, torch.from_numpy(h[first:last]))
-                answer = service.collect(0).numpy().copy()
+            with worker.step(last - first, THRESHOLDED[first:last].copy()):
+                worker.submit(0, torch.from_numpy(h[first:last]))
+                answer = worker.collect(0).numpy().copy()
             np.testing.assert_array_equal(answer[: last - first], expected[first:last])
             first = last
-        with service.step(12):
-            service.post(0, torch.from_numpy(h))
-            assert (service.collect(0).numpy() != expected)[THRESHOLDED].any()
-        service.close()
+        with worker.step(12):
+            worker.submit(0, torch.from_numpy(h))
+            assert (worker.collect(0).numpy() != expected)[THRESHOLDED].any()
+        worker.close()
 
 
 # ---- which matrices are input-major, and models with a file of thresholds
@@ -224,7 +224,7 @@ def planned(
 
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.F16], ids=lambda t: t.name)
-def test_what_is_read_in_less_time_is_by_channel(tmp_path: Path, type_: T) -> None:
+def test_quicker_layout_is_chosen(tmp_path: Path, type_: T) -> None:
     gguf = write(tmp_path, type=type_)
     kept = [{"attn_in": 0.5, "attn_out": 0.9, "ffn_in": 0.5, "gate": 0.9, "down_in": 0.3}, {}]
     found = planned(gguf, with_kept(gguf, kept))
@@ -249,7 +249,7 @@ def test_gate_and_up_go_together_or_rows_of_up_are_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_K, T.F16], ids=lambda t: t.name)
-def test_rates_are_those_of_the_kernels(type_: T, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_follow_the_kernels(type_: T, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_CHANNEL_SECONDS", 0.001)
     found = measuring._measure_device(torch.device("cpu"), Workload(type_, 256, 1 << 16))
     assert found.rows > 0

@@ -216,7 +216,7 @@ def test_a_placement_is_of_the_model(tmp_path: Path) -> None:
         ["llama", "opt"], ["exact", "predicted"],
     ),
 )  # fmt: skip
-def test_statistics_are_those_of_both_sides(tmp_path: Path, model: str, mode: str, owners: list[int]) -> None:
+def test_statistics_include_both_sides(tmp_path: Path, model: str, mode: str, owners: list[int]) -> None:
     cpu, hybrid = both(write(tmp_path, model), mode, split(0.3, devices=owners))
     for part in ([(tokens(12), 0, [0])], [(tokens(1), 12, [0])]):
         cpu.step(batch(part))
@@ -334,9 +334,9 @@ def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBack
         # The CPU worker itself is running when its link to the device is missing.
         (("simulated",), [0, 0, 0], {"synchronisation": "memops"}, "memops"),
     ],
-    ids=["stage", "service", "next", "synchronisation"],
+    ids=["stage", "worker", "next", "synchronisation"],
 )
-def test_what_cannot_be_built_leaves_nothing_behind(
+def test_failed_build_leaves_nothing_behind(
     tmp_path: Path,
     threads: Callable[[int], int],
     devices: tuple[str, ...],
@@ -363,11 +363,11 @@ def test_closing_ends_every_thread(tmp_path: Path, threads: Callable[[int], int]
 
 @pytest.mark.parametrize("taps", [(), ("blk.0.attn", "blk.1.out")], ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_each_layer_is_asked_for_and_collected_once(
+def test_each_layer_is_submitted_and_collected_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, taps: tuple[str, ...]
 ) -> None:
     said: list[tuple[str, int]] = []
-    for name in ("post", "collect"):
+    for name in ("submit", "collect"):
         work = getattr(CpuOffload, name)
 
         def noted(self: CpuOffload, layer: int, *rest: Any, name: str = name, work: Any = work) -> Any:
@@ -379,7 +379,7 @@ def test_each_layer_is_asked_for_and_collected_once(
     for n in (1, 5):
         said.clear()
         within(120, lambda n=n: hybrid.step(batch([(tokens(n), 0, [0])], taps)))
-        assert said == [("post", 0), ("collect", 0), ("post", 1), ("collect", 1)]
+        assert said == [("submit", 0), ("collect", 0), ("submit", 1), ("collect", 1)]
     within(120, hybrid.close)
 
 

@@ -1,5 +1,7 @@
-"""A device under a RAM budget. The CPU's weights come through a store, the device's weights are not kept in
-memory, and the bits are those without a budget."""
+"""A device under a RAM budget gives the same bits as without one.
+
+The CPU's weights come through a store, and the device's weights are not kept in RAM.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,7 @@ def test_a_dense_model_is_split_by_layers(tmp_path: Path) -> None:
     assert least.counts().bytes_streamed > 0
 
 
-def test_what_a_device_has_is_not_in_memory(tmp_path: Path) -> None:
+def test_weights_on_a_device_are_not_in_memory(tmp_path: Path) -> None:
     gguf = write(tmp_path, "bamboo", T.Q8_0)
     ready, graph = prepared(gguf, "predicted")
     placement = split(0.3)
@@ -177,7 +179,7 @@ def test_a_model_that_is_wholly_on_a_device_leaves_its_embedding(tmp_path: Path)
 
 
 @pytest.mark.parametrize("n", [1, 30])
-def test_a_read_that_fails_ends_its_step_alone(tmp_path: Path, n: int) -> None:
+def test_failed_read_ends_only_its_step(tmp_path: Path, n: int) -> None:
     """Check failed reads of the embedding, in the CPU worker, and of rows that stream to the device."""
     gguf = write(tmp_path, "bamboo", T.Q8_0)
     (plain, _), (backend, weights) = chains(gguf, "exact", split(0.3), [0.0], stream_from=16)
@@ -216,7 +218,7 @@ def test_experts_of_the_cpu_and_of_devices(tmp_path: Path) -> None:
     assert_same_bits(chains(gguf, "", whole([CPU, 0]), [0.0, 0.5, 1.0], expert_slots=3))
 
 
-def test_an_expert_that_cannot_be_read_ends_its_step_alone(tmp_path: Path) -> None:
+def test_unreadable_expert_ends_only_its_step(tmp_path: Path) -> None:
     gguf = write_experts(tmp_path, **FORMS["shared"])
     (plain, _), (backend, weights) = chains(gguf, "", whole([0, 0]), [0.0], expert_slots=64)
     assert weights is not None
@@ -287,8 +289,7 @@ def least_of(path: Path, settings: dict[str, Any]) -> int:
     ],
 )
 def test_the_same_answer_with_any_budget_of_memory(model: Path, what: str, sparsity: str) -> None:
-    """Compare whole layers on the CPU, and split layers: with a short prompt, and with one whose cold rows
-    stream."""
+    """Compare whole and split layers, with a short prompt and with one whose cold rows stream."""
     settings = beside(model, what, sparsity=sparsity)
     prompts = [list(range(3, 12)), [3 + i % 40 for i in range(90)]]
 
@@ -340,9 +341,9 @@ def held_within_its_plan(loaded: hotset.Model) -> None:
     assert held + inputs <= planned.workspace
 
 
-def test_a_budget_beside_a_device_that_is_too_small_names_the_smallest(model: Path) -> None:
+def test_too_small_budget_next_to_a_device_names_the_smallest(model: Path) -> None:
     settings = beside(model, "neurons")
-    with pytest.raises(OutOfMemoryError, match="beside what is on simulated") as raised:
+    with pytest.raises(OutOfMemoryError, match="without the parts on simulated") as raised:
         hotset.load(model, **settings, ram_budget=1e-5)
     named = float(str(raised.value).split("works within ")[1].split(" ")[0])
     with hotset.load(model, **settings, ram_budget=named) as loaded:
@@ -363,7 +364,7 @@ def test_a_device_does_not_hinder_that_a_large_file_is_read_by_itself(
         assert loaded.placement is not None
 
 
-def test_a_context_that_nobody_asked_for_makes_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_context_shrinks_to_fit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a default context counts the keys and values of CPU layers in the budget."""
     monkeypatch.setattr("hotset.loader.build.SMALLEST_DEFAULT_N_CTX", 64)
     settings = beside(model, "layers")
@@ -376,7 +377,7 @@ def test_a_context_that_nobody_asked_for_makes_room(model: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
+def test_answers_under_faults_are_right_or_one_message(model: Path) -> None:
     settings = {**beside(model, "neurons"), "max_sequences": 1}
     del settings["n_ctx"]
     budget = fuzz_reads.least_budget(model, **settings)
@@ -408,7 +409,7 @@ def test_subcommands_tell_both_budgets(model: Path) -> None:
     assert "reads at a time" in said
 
 
-def test_a_server_counts_what_was_read_beside_a_device(model: Path) -> None:
+def test_server_counts_disk_reads_next_to_a_device(model: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
     async def work(client: Any, _: Any) -> None:
@@ -424,7 +425,7 @@ def test_a_server_counts_what_was_read_beside_a_device(model: Path) -> None:
     tiny_server.run(model, work, load=settings | {"ram_budget": budget})
 
 
-def test_experts_are_told_by_where_they_were(model: Path) -> None:
+def test_experts_are_reported_by_place(model: Path) -> None:
     path = write_llama(
         model.parent / "moe_layer.gguf", experts=(8, 2), n_layer=3, n_ff=128,
         n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),

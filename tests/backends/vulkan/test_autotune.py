@@ -1,5 +1,7 @@
 """Autotuning of workgroup shapes for Vulkan devices: measured once, stored, limited in time, and turned off.
-Measurements and the clock are fake, so no device is needed."""
+
+Measurements and the clock are fake, so no device is needed.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def test_the_fastest_is_kept(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("facts", [{"driver": "1.2.4"}, {"name": "another card"}, {"api": "1.4"}])
-def test_another_driver_is_measured_anew(kept: Path, facts: dict[str, Any]) -> None:
+def test_another_driver_is_measured_again(kept: Path, facts: dict[str, Any]) -> None:
     Made().tuned(kept)
     other = replace(CARD, **facts)
     assert autotune.known_shapes(other, kept).of(Q4) == ProductShapes()
@@ -95,7 +97,7 @@ def test_another_driver_is_measured_anew(kept: Path, facts: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "damaged", [7, {}, {"one": [64, 4]}, {"one": "16"}, {"most_few": 1000}, {"one": [16]}], ids=str
 )
-def test_what_is_damaged_is_measured_anew(kept: Path, damaged: Any) -> None:
+def test_damaged_measurement_is_repeated(kept: Path, damaged: Any) -> None:
     Made().tuned(kept)
     found = json.loads(kept.read_text())
     [(key, own)] = found.items()
@@ -112,8 +114,11 @@ def test_noise_changes_nothing(kept: Path) -> None:
 
 
 def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the time limit for all types of a load. Unmeasured fields keep their defaults. A type that was
-    begun is not measured again, but the next one is."""
+    """Check the time limit for all types of a load.
+
+    Unmeasured fields keep their defaults. A type whose measurement began is not measured again, but the next
+    type is.
+    """
     monkeypatch.setattr(autotune, "_SECONDS", 1.05)
     made = Made()
     shapes = made.tuned(kept, Q4, Q6)

@@ -74,7 +74,7 @@ def test_no_shader_lets_products_and_sums_be_fused(compiling: ModuleType) -> Non
     assert with_fma >= {"attention", "linear_few", "norm", "rounded_few", "rounded_many"}
 
 
-def test_what_a_kernel_takes_is_what_its_shader_has() -> None:
+def test_kernel_arguments_equal_the_shaders() -> None:
     """Compare buffers and push constants: after a mistake, a kernel would read other numbers."""
     for name, shape in kernels.KERNELS.items():
         text = (SHADERS / f"{name}.comp").read_text()

@@ -55,7 +55,7 @@ def test_logits_match_transformers(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("name", quick_are((), REFUSED))
-def test_what_no_kernel_computes_is_refused(name: str, run_folder: Path) -> None:
+def test_operation_without_a_kernel_is_refused(name: str, run_folder: Path) -> None:
     with (
         open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf,
         pytest.raises(UnsupportedModelError, match="no Vulkan kernel computes"),

@@ -49,7 +49,7 @@ def gguf(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_bits_depend_on_nothing_else(gguf: GGUFFile, kv_type: Any) -> None:
+def test_bits_do_not_depend_on_the_schedule(gguf: GGUFFile, kv_type: Any) -> None:
     """Check splits of a prompt, neighbours, KV blocks, a second device, copies instead of mapped memory."""
     ids, others = tokens(70), tokens(40, seed=1)
     backend = vulkan(gguf, kv_type=kv_type)
@@ -140,7 +140,7 @@ def test_few_logits_are_all_handed_out(gguf: GGUFFile) -> None:
 
 
 @pytest.mark.parametrize("type_", quick_are((GGMLType.F16,), (GGMLType.F32, GGMLType.F16, GGMLType.BF16)))
-def test_adapters_beside_others(gguf: GGUFFile, type_: GGMLType) -> None:
+def test_adapters_next_to_others(gguf: GGUFFile, type_: GGMLType) -> None:
     """Compare the adapters' part with the reference; it changes no bit of sequences with other adapters."""
     backend, ids = vulkan(gguf), tokens(40)
     plain = logits_of(backend, ids, [], [6])
@@ -226,7 +226,7 @@ def test_a_budget_holds_and_memory_is_freed(gguf: GGUFFile) -> None:
         vulkan(gguf, budget=held // 2)
 
 
-def test_a_cancelled_step_leaves_a_state_to_go_on_from(gguf: GGUFFile) -> None:
+def test_cancelled_step_leaves_a_usable_state(gguf: GGUFFile) -> None:
     backend, ids = vulkan(gguf), tokens(70)
     expected = logits_of(backend, ids, [], [3, 1])
     stage = stage_of(backend)
@@ -243,7 +243,7 @@ def test_a_cancelled_step_leaves_a_state_to_go_on_from(gguf: GGUFFile) -> None:
     assert np.array_equal(logits_of(backend, ids, [], [3, 1]), expected)
 
 
-def test_what_no_kernel_computes_is_named(tmp_path: Path) -> None:
+def test_operation_without_a_kernel_is_named(tmp_path: Path) -> None:
     sentence = "no Vulkan kernel decodes the type IQ4_NL yet; leave `device` out"
     path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.IQ4_NL)
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):

@@ -1,5 +1,7 @@
-"""Other uses of a model's cache on a Vulkan device than its own steps: drafting layers and modes, and blocks
-on disk. They change no bit of a text."""
+"""Other users of a model's cache on a Vulkan device: drafting layers and modes, and blocks on disk.
+
+They change no bit of a text.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_drafts_counts_in_the_budget(run_folder: Path) -> None:
+def test_budget_includes_the_drafter(run_folder: Path) -> None:
     path = nextn_path("qwen35", run_folder)
     with pytest.raises(OutOfMemoryError, match="smallest budget") as raised:
         hotset.load(path, speculate="mtp", vram_budget=0.005, **SMALL)
@@ -180,7 +182,7 @@ def test_another_driver_has_other_blocks(tmp_path: Path, monkeypatch: pytest.Mon
         assert identity_of(model.decided).digest != own
 
 
-def test_a_conversation_is_kept_of_a_whole_model_alone(tmp_path: Path) -> None:
+def test_session_needs_the_whole_model(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", n_layer=3)
     divided = hotset.load(path, n_gpu_layers=1, **SMALL)
     with divided as model, pytest.raises(UnsupportedModelError, match="or a Vulkan device"):

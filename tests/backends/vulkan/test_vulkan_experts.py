@@ -134,7 +134,7 @@ def test_slots_in_several_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_rearranged_during_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a copying thread, as with hardware: an expert is used after its arrival, not during the copy."""
     made = VulkanExpertCache.__init__
 
@@ -168,7 +168,7 @@ def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: py
         pytest.param({}, [3, 3, 3], marks=pytest.mark.slow),
     ],
 )
-def test_layers_on_the_cpu_beside_and_other_layouts(
+def test_layers_on_the_cpu_and_other_layouts(
     tmp_path: Path, options: dict[str, Any], n_slots: list[int]
 ) -> None:
     """Check that layers of other types, and of a second stage, have their own slots; CPU layers have none."""
@@ -193,7 +193,7 @@ def test_layers_on_the_cpu_beside_and_other_layouts(
         ("gelu", "the activation gelu"),
     ],
 )
-def test_what_has_other_bits_on_a_device_is_not_cached(tmp_path: Path, form: str, said: str) -> None:
+def test_experts_with_other_bits_on_a_device_are_not_cached(tmp_path: Path, form: str, said: str) -> None:
     gguf = model(tmp_path, **FORMS.get(form, {"keys": {"llama.hidden_activation": form}}))
     held, why = cached_layers(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors)
     assert not held
@@ -227,7 +227,7 @@ def halved(tmp_path: Path, **options: Any) -> tuple[ChainBackend, Batch, np.ndar
     return backend, step, vulkan(gguf).step(step).logits.copy()
 
 
-def test_what_is_inside_cannot_be_tapped(tmp_path: Path) -> None:
+def test_inner_values_cannot_be_tapped(tmp_path: Path) -> None:
     backend, step, expected = halved(tmp_path)
     ffn = stage_of(backend).graph.ffns[1]
     assert ffn.route is not None
@@ -333,7 +333,7 @@ def test_a_budget_for_a_share_of_the_experts(
         assert "2 layers share their experts with the CPU" in loaded.backend.notes
 
 
-def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None) -> None:
+def test_plan_and_answer_report_the_expert_cache(tmp_path: Path, slow_cpu: None) -> None:
     path = write(tmp_path)
     given = [str(path), "--device", "vulkan", "--vram-budget", f"{budget_of(path, 0.5, 512):.6f}"]
     given += ["-c", "128", "--json"]
@@ -387,7 +387,7 @@ def test_a_server_counts_experts(tmp_path: Path, slow_cpu: None) -> None:
     tiny_server.run(path, work, load=load)
 
 
-def test_what_stays_whole(tmp_path: Path, slow_cpu: None) -> None:
+def test_tensors_that_stay_whole(tmp_path: Path, slow_cpu: None) -> None:
     path = write(tmp_path)
     found = hotset.plan(path, device="vulkan", vram_budget=budget_of(path, 0.5), split="layers", **SMALL)
     assert found is not None

@@ -1,5 +1,7 @@
 """Faults of a Vulkan driver: failing calls, lost devices, odd kinds of memory, damaged files of its compiler.
-Nothing stays open (the fixture `validated`), and no thread waits for ever."""
+
+Nothing stays open (the fixture `validated`), and no thread waits forever.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +244,7 @@ def test_memory_of_other_devices(
         _core.vulkan_memory_type(heaps[:1], [(5, LOCAL)], 1, "device")
 
 
-def test_a_full_window_is_no_end(tmp_path: Path) -> None:
+def test_full_window_does_not_end_the_answer(tmp_path: Path) -> None:
     """Check that the host's own memory is used if its window on the device's memory is full."""
     device = pipelines.open_device(find_device("vulkan"))
     _core.vulkan_fail("vkAllocateMemory", 1, NO_MEMORY)
@@ -275,7 +277,7 @@ def _changed(data: bytes, at: int, value: bytes) -> bytes:
     return data[:at] + value + data[at + len(value) :]
 
 
-def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
+def test_damaged_entries_are_skipped(tmp_path: Path) -> None:
     """Check that the driver gets only complete data with its own header. The file is then written again."""
     info = find_device("vulkan")
     device = pipelines.open_device(info)

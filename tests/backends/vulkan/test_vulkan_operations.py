@@ -1,5 +1,4 @@
-"""Every kernel of the Vulkan backend compared with the reference within a derived bound; matrix products
-bitwise."""
+"""Every kernel of the Vulkan backend equals the reference within a derived bound, matrix products bitwise."""
 
 from __future__ import annotations
 
@@ -100,8 +99,10 @@ def test_the_shape_of_a_workgroup_changes_no_bit(
 
 
 def test_inputs_are_rounded_as_the_cpu_rounds_them(monkeypatch: Any) -> None:
-    """Check codes, scales and sums, for blocks with NaN, tiny and huge values. Quotients are right however
-    inaccurate the driver's are."""
+    """Check codes, scales and sums, for blocks with NaN, tiny and huge values.
+
+    Quotients are right even if the driver's division is inaccurate.
+    """
     rng = np.random.default_rng(0)
     n, k = 60, 256
     x = rng.standard_normal((n, k)) * np.exp(rng.uniform(-87, 80, (n, k // 32)).repeat(32, axis=1))

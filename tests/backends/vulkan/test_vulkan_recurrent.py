@@ -52,7 +52,7 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile) -> None:
 
 
 @pytest.mark.slow
-def test_prefixes_and_preempted_sequences_go_on_from_their_states(gguf: GGUFFile) -> None:
+def test_prefixes_and_preempted_sequences_continue_from_their_states(gguf: GGUFFile) -> None:
     alone, shared = backend(gguf), prompt(140)
     engine = Engine(backend(gguf, n_pages=5, n_states=12, max_batch=70), N_CTX)
     ask(engine, shared, temperature=0, max_tokens=20)
@@ -86,7 +86,7 @@ def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile) -> None:
 
 
 @pytest.mark.slow
-def test_cancelled_steps_leave_states_to_go_on_from(gguf: GGUFFile) -> None:
+def test_cancelled_steps_leave_usable_states(gguf: GGUFFile) -> None:
     alone, unsteady = backend(gguf), Unsteady(backend(gguf, n_pages=9, n_states=12, max_batch=70), seed=3)
     engine = Engine(unsteady, N_CTX)  # type: ignore[arg-type]
     shared, asked = prompt(130), []

@@ -103,7 +103,7 @@ def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
     assert relative_error(split.step(thresholded).logits, expected) < TOLERANCE
 
 
-def test_layers_on_the_cpu_beside_split_ones(tmp_path: Path) -> None:
+def test_layers_on_the_cpu_next_to_split_ones(tmp_path: Path) -> None:
     """Check CPU layers, split layers and whole ones in a chain; their CPU parts share a thread pool."""
     gguf, ids = write(tmp_path, "llama", ranks=(32, 32, 32)), tokens(30)
     ready, graph = prepared(gguf, "exact")
@@ -119,7 +119,7 @@ def test_layers_on_the_cpu_beside_split_ones(tmp_path: Path) -> None:
 # -- failures ------------------------------------------------------------------------------------
 
 
-def test_what_is_inside_a_split_ffn_cannot_be_tapped(tmp_path: Path) -> None:
+def test_values_inside_a_split_ffn_cannot_be_tapped(tmp_path: Path) -> None:
     backend = shared(write(tmp_path, "llama"), "exact", 0.5)
     ffn = stage_of(backend).graph.ffns[1]
     for value in (ffn.gate_act.out, ffn.selected):
@@ -227,7 +227,7 @@ def test_a_gpu_index_says_which_neurons_are_hot(model: Path, slow_cpu: None, tmp
         assert relative_error(loaded.logits("Hello there"), expected) < 0.002
 
 
-def test_what_is_not_split(model: Path, slow_cpu: None, tmp_path: Path) -> None:
+def test_layers_that_are_not_split(model: Path, slow_cpu: None, tmp_path: Path) -> None:
     gib = budget_of(model, 0.5, "exact")
     for settings in ({"split": "layers"}, {"sparsity": "dense", "split": "auto"}):
         found = hotset.plan(model, vram_budget=gib, **settings_of("exact") | settings)

@@ -62,7 +62,7 @@ def test_what_is_there(type_: GGMLType, n_cols: int, n_rows: int, staged: bool) 
             assert not len(wanted)
 
 
-def test_what_has_no_room_is_refused() -> None:
+def test_load_without_room_is_refused() -> None:
     device, matrix = opened(staged=False), given(T.Q4_1, 64, 70)
     codes, more = room(device, matrix)
     for wrong in (
@@ -100,8 +100,10 @@ def test_a_copy_that_fails(name: str) -> None:
 
 
 def test_a_file_that_is_cut_short_meanwhile(tmp_path: Path) -> None:
-    """Check that missing bytes become zeros, in whichever thread reads them. The loader's call of `check` at
-    the end then raises an error."""
+    """Check that missing bytes become zeros, in whichever thread reads them.
+
+    The loader's call of `check` at the end then raises an error.
+    """
     path = write_llama(tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=8192, head_dim=64)
     with open_gguf(path) as gguf:
         info = gguf.tensors["blk.0.ffn_up.weight"]

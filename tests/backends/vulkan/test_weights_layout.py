@@ -1,5 +1,7 @@
-"""Weights in the order in which Vulkan kernels read them (csrc/device_tiles.h), compared with a plain
-implementation. No driver is needed."""
+"""Weights in the order of Vulkan kernels (csrc/device_tiles.h), compared with a plain implementation.
+
+No driver is needed.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,10 @@ def side_by_side(of_blocks: np.ndarray, size: int) -> np.ndarray:
 
 
 def by_fourths(values: np.ndarray, n_bits: int) -> np.ndarray:
-    """Return small values, uint8 [rows, blocks, n, columns], packed as [rows, blocks, 4 n]. Byte i of each n
-    has the values of every fourth column from i on."""
+    """Return small values, uint8 [rows, blocks, n, columns], packed as [rows, blocks, 4 n].
+
+    Byte i of each n has the values of every fourth column from i on.
+    """
     of_fourths = values.reshape(*values.shape[:3], -1, 4) << (n_bits * np.arange(8 // n_bits))[:, None]
     return of_fourths.sum(axis=3).astype(np.uint8).reshape(*values.shape[:2], -1)
 
@@ -122,7 +126,7 @@ FITTING: dict[str, Any] = {
         ({"n_threads": 0}, "threads"), ({"n_threads": 1 << 20}, "threads"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_oversized_input_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _core.vulkan_rearranged(**{**FITTING, **changes})
 

@@ -435,13 +435,15 @@ class _Emission:
                 self._fetch(main, main.weights[0], set(), "routed", buffers[main.route])
                 self._expert_sum(main, None, main.out)
             case Ffn():
-                raise AssertionError(f"{main.out.name} is no group's last operation")
+                raise AssertionError(f"{main.out.name} is not the last operation of a group")
             case _:
                 self._plain(main)
 
     def _plain(self, op: Primitive, **more: Any) -> None:
-        """Write an operation whose native facts are the fields of its record. Values become buffers, vectors
-        are decoded, matrices and tables of rows become tensors."""
+        """Write an operation whose native facts are the fields of its record.
+
+        Values become buffers, vectors are decoded, matrices and tables of rows become tensors.
+        """
         kinds = {weight.name: weight.kind for weight in op.weights_read}
         facts: Facts = {}
         for field in fields(op):
@@ -646,8 +648,7 @@ class _Emission:
         return ffn.fires_exactly or ffn.mask is not None or stored or pays
 
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
-        """Write an MoE FFN: the route (unless it was computed before), the experts' neurons, and their
-        sum."""
+        """Write an MoE FFN: its route, unless already computed, the experts' neurons, and their sum."""
         gate, up, down, mask = ffn.gate, ffn.up, ffn.down, ffn.mask
         is_begun = ffn.out in self._begun
         if isinstance(ffn.select, Route) and not is_begun:

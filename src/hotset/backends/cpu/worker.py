@@ -165,7 +165,7 @@ class CpuWorker:
         try:
             self.synchronize()
         except Exception as error:
-            self._broken = f"{self._named} failed in an earlier step; start anew ({sentence_of(error)})"
+            self._broken = f"{self._named} failed in an earlier step; start again ({sentence_of(error)})"
         finally:
             self._is_open = False
             self._native.end()
@@ -225,8 +225,8 @@ def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collec
     for layer in sorted(experts):
         if layer not in mixed:
             raise UnsupportedModelError(
-                f"the experts of layer {layer} have predictors of their own and are computed on the CPU "
-                "alone; use device='cpu'"
+                f"the experts of layer {layer} have their own predictors, so only the CPU computes them; "
+                "use device='cpu'"
             )
     return {i: split[i] for i in layers} | {i: mixed[i] for i in experts}
 

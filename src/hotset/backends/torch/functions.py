@@ -143,8 +143,10 @@ def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:
 
 
 def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
-    """Subtract from each row of x [n, width] its mean and `multiplier` times its deviation. Negative results
-    become zero."""
+    """Subtract from each row of x [n, width] its mean and `multiplier` times its deviation.
+
+    Negative results become zero.
+    """
     deviation, mean = torch.std_mean(x, dim=-1, keepdim=True, correction=0)
     return torch.relu(x - (mean + multiplier * deviation))
 
@@ -258,8 +260,10 @@ def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
 
 
 def ngram_rows(op: NgramEmbed, tokens: Tensor) -> Tensor:
-    """Return the table rows of each token's n-grams, int64 [n_texts, n_tokens, heads]. See
-    operations.NgramEmbed."""
+    """Return the table rows of each token's n-grams, int64 [n_texts, n_tokens, heads].
+
+    See operations.NgramEmbed.
+    """
     before, mix, rows = tokens.long(), tokens.long() * op.multipliers[0], []
     begun = torch.ones_like(tokens, dtype=torch.bool)
     for n in range(2, len(op.multipliers) + 1):
@@ -280,8 +284,10 @@ def similarity_gate(op: SimilarityGate, x: Tensor, a: Tensor, b: Tensor) -> Tens
 
 
 def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tensor, step: Tensor) -> Tensor:
-    """Compute the gated delta rule, token by token, for texts [n_texts, n_tokens, width]. See
-    operations.DeltaNet."""
+    """Compute the gated delta rule, token by token, for texts [n_texts, n_tokens, width].
+
+    See operations.DeltaNet.
+    """
     of_keys, times = op.n_head_k * op.dim_k, op.n_head // op.n_head_k
     q, k, v = x.split([of_keys, of_keys, op.out.width], dim=-1)
 
@@ -304,7 +310,9 @@ def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tenso
 
 def pool_blocks(op: PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
     """Return the weighted mean of each token's block up to the token, for texts [n_texts, n_tokens, width].
-    See operations.PoolBlocks."""
+
+    See operations.PoolBlocks.
+    """
     (n_texts, n_tokens, _), size, width = x.shape, op.size, op.out.width
     spare = -n_tokens % size
 
@@ -327,8 +335,10 @@ def pool_blocks(op: PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tens
 
 
 def channel_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip: Tensor) -> Tensor:
-    """Compute Mamba's state space, token by token, for texts [n_texts, n_tokens, width]. See
-    operations.ChannelScan."""
+    """Compute Mamba's state space, token by token, for texts [n_texts, n_tokens, width].
+
+    See operations.ChannelScan.
+    """
     state, out = x.new_zeros(len(x), *rate.shape), []
     for t in range(x.shape[1]):
         added = (dt[:, t] * x[:, t])[:, :, None] * b[:, t, None]
@@ -338,8 +348,10 @@ def channel_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip
 
 
 def wkv(op: Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor) -> Tensor:
-    """Compute RWKV's linear attention, token by token, for texts [n_texts, n_tokens, width]. See
-    operations.Wkv."""
+    """Compute RWKV's linear attention, token by token, for texts [n_texts, n_tokens, width].
+
+    See operations.Wkv.
+    """
     r, w, k, v, *ab = (x.unflatten(-1, (op.n_head, -1)) for x in (r, w, k, v, *corrected))
     state, out = r.new_zeros(len(r), *op.state_shape), []
     for t in range(r.shape[1]):
@@ -355,8 +367,10 @@ def wkv(op: Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor)
 def selective_scan(
     op: SelectiveScan, x: Tensor, dt: Tensor, rate: Tensor, step: Tensor, skip: Tensor
 ) -> Tensor:
-    """Compute Mamba-2's state space, token by token, for texts [n_texts, n_tokens, width]. See
-    operations.SelectiveScan."""
+    """Compute Mamba-2's state space, token by token, for texts [n_texts, n_tokens, width].
+
+    See operations.SelectiveScan.
+    """
     of_group = op.n_group * op.dim_k
     x, b, c = x.split([op.out.width, of_group, of_group], dim=-1)
 

@@ -293,7 +293,7 @@ class TorchGraph:
             case ExpertLinear() | ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
             case LowRank():
-                raise UnsupportedModelError("a graph with adapters (LoRA) is computed by the CPU alone")
+                raise UnsupportedModelError("only the CPU computes a graph with adapters (LoRA)")
             case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect
                 return step[op.x]
             case _:

@@ -27,8 +27,10 @@ class Captured(Protocol):
 
 
 class Graphs:
-    """A recorder of calls on a CUDA device. Its graphs share a stream and a memory pool, and no two run at
-    once."""
+    """A recorder of calls on a CUDA device.
+
+    Its graphs share a stream and a memory pool, and no two run at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,8 +38,9 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], T]) -> tuple[Captured, T]:
-        """Record the work that `function` puts on the current stream. Return the graph and the function's
-        result, whose tensors get new values in each replay.
+        """Record the work that `function` puts on the current stream.
+
+        Return the graph and the function's result, whose tensors get new values in each replay.
 
         Raises the errors of `function` and of torch. After an error the current stream is unchanged.
         """

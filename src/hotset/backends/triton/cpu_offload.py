@@ -2,7 +2,7 @@
 
 `CpuOffload` is the device's view of the CPU worker (cpu/worker.py). Each step does this per layer:
 
-    worker.post(layer, h, bits)      copy the FFN's input and the predicted neurons to host memory
+    worker.submit(layer, h, bits)    copy the FFN's input and the predicted neurons to host memory
     y = hot neurons on the device    meanwhile a native thread computes the cold neurons that fire
     y += worker.collect(layer)       add the cold neurons' sum: a vector a token, without the down bias
 
@@ -62,9 +62,9 @@ PROBE_PROCESS_TIMEOUT = 60.0  # the process imports torch and compiles kernels
 class CpuOffload(CpuWorker):
     """A CPU worker whose requests a torch device submits, and whose answers it collects, on its stream.
 
-    Pass bits to `post` if, and only if, the graph has a predictor for the layer. device: the device of the
-    tensors of `post` and `collect`. kind: None chooses. driver: a test's driver. given: keyword arguments of
-    CpuWorker. Raises the errors of CpuWorker, and DeviceError for a kind that the device does not offer.
+    Pass bits to `submit` if, and only if, the graph has a predictor for the layer. device: the device of the
+    tensors of `submit` and `collect`. kind: None chooses. driver: a test's driver. given: keyword arguments
+    of CpuWorker. Raises the errors of CpuWorker, and DeviceError for a kind that the device does not offer.
     """
 
     def __init__(
@@ -102,11 +102,13 @@ class CpuOffload(CpuWorker):
 
     @property
     def capturable(self) -> bool:
-        """Return whether a graph can capture `post` and `collect`. It cannot with `direct`, where the host
-        waits."""
+        """Return whether a graph can capture `submit` and `collect`.
+
+        It cannot with `direct`, where the host waits.
+        """
         return self.kind != "direct"
 
-    def post(self, layer: int, h: Tensor, bits: Tensor | None = None) -> None:
+    def submit(self, layer: int, h: Tensor, bits: Tensor | None = None) -> None:
         """Submit a request for the cold neurons of a layer, or for its experts.
 
         h: float32 [T, n_embd], the input of gate and up. bits: uint8 [T, ceil(n_ff / 8)], bit i % 8 of byte
@@ -123,13 +125,15 @@ class CpuOffload(CpuWorker):
             )
         if self._n_used[index] and bits is not None:
             bits = bits.view(torch.uint8)
-        self._exchange.post(index, h, bits)
+        self._exchange.submit(index, h, bits)
 
     def collect(self, layer: int) -> Tensor:
-        """Return the sum of the cold neurons, float32 [T, n_embd] on the device, T as submitted. Rows past
-        the step's tokens are finite but undefined. In an MoE model return [T, n_used * n_embd]: a row for
-        each requested expert, undefined for the device's experts. Raises DeviceError if the host waits and
-        the step was aborted."""
+        """Return the sum of the cold neurons, float32 [T, n_embd] on the device, T as submitted.
+
+        Rows past the step's tokens are finite but undefined. In an MoE model return [T, n_used * n_embd]: a
+        row for each requested expert, undefined for the device's experts. Raises DeviceError if the host
+        waits and the step was aborted.
+        """
         return self._exchange.collect(self._index[layer])
 
     def synchronize(self) -> None:
@@ -173,8 +177,10 @@ class _Shared:
 
 
 class Driver(Protocol):
-    """The calls to a device's runtime that the kinds need. Work goes to the current stream. Tests implement
-    their own driver."""
+    """The calls to a device's runtime that the kinds need.
+
+    Work goes to the current stream. Tests implement their own driver.
+    """
 
     def register(self, memory: np.ndarray) -> int:
         """Map host memory for the device, and return the device's address of it."""
@@ -197,7 +203,7 @@ class _Direct:
     def __init__(self, shared: _Shared, device: torch.device) -> None:
         self.shared, self.device = shared, device
 
-    def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
+    def submit(self, index: int, h: Tensor, bits: Tensor | None) -> None:
         shared, n = self.shared, len(h)
         shared.submitted[index] = n
         shared.h[:n].copy_(h)  # waits for the device, if h is not on the CPU
@@ -224,7 +230,7 @@ class _OnStream:
         self.shared, self.device, self.driver = shared, device, driver
         self.address = driver.register(shared.memory)
 
-    def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
+    def submit(self, index: int, h: Tensor, bits: Tensor | None) -> None:
         n = self.shared.submitted[index] = len(h)
         self.driver.copy(self.shared.h[:n], h)
         if bits is not None:
@@ -280,12 +286,12 @@ class _Spin(_OnStream):
         super().__init__(shared, device, driver)
         self._requests, self._dones = shared.flags(shared.request), shared.flags(shared.done)
 
-    def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
+    def submit(self, index: int, h: Tensor, bits: Tensor | None) -> None:
         from hotset.backends.triton import spin_kernel
 
         shared = self.shared
         shared.submitted[index] = len(h)
-        spin_kernel.post(h, bits, shared.h, shared.bits[index], self._requests[index])
+        spin_kernel.submit(h, bits, shared.h, shared.bits[index], self._requests[index])
 
     def collect(self, index: int) -> Tensor:
         from hotset.backends.triton import spin_kernel
@@ -324,8 +330,10 @@ class CudaDriver:
                 ) from None
 
     def _register(self, first: int, n_bytes: int, flags: int) -> int:
-        """Register memory by a call of the driver, and return the device's address of it. A failed call of
-        the runtime (cudaHostRegister) would leave an error that torch raises at the next, unrelated launch.
+        """Register memory by a call of the driver, and return the device's address of it.
+
+        A failed call of the runtime (cudaHostRegister) would leave an error that torch raises at the next,
+        unrelated launch.
         """
         if torch.version.hip is not None:
             self._call_hip("HostRegister", first, n_bytes, flags)
@@ -434,8 +442,10 @@ _chosen: dict[torch.device, ChosenKind] = {}
 
 
 def choose_kind(device: torch.device | str) -> ChosenKind:
-    """Return the kind that HOTSET_HANDSHAKE names, or the fastest that works on a device. Each process tries
-    the kinds of a device only once."""
+    """Return the kind that HOTSET_HANDSHAKE names, or the fastest that works on a device.
+
+    Each process tries the kinds of a device only once.
+    """
     device = torch.device(device)
     if forced := os.environ.get("HOTSET_HANDSHAKE"):
         if forced not in KINDS:
@@ -451,8 +461,11 @@ def choose_kind(device: torch.device | str) -> ChosenKind:
 
 
 def _probe(device: torch.device) -> ChosenKind:
-    """Try the kinds in order, and return the fastest that works. Host functions are slowest, so they are
-    tried only if the kinds before fail. `direct`, which needs no driver, is chosen if all others fail."""
+    """Try the kinds in order, and return the fastest that works.
+
+    Host functions are slowest, so they are tried only if the kinds before fail. `direct`, which needs no
+    driver, is chosen if all others fail.
+    """
     works: dict[Kind, float] = {}
     tried: list[str] = []
     kinds: tuple[Kind, ...] = ("memops", "spin", "hostfunc")
@@ -486,8 +499,10 @@ except HotsetError as error:
 
 
 def _measured_by(command: list[str], timeout: float = PROBE_PROCESS_TIMEOUT) -> float:
-    """Run a process and return the number that it prints. Raises DeviceError with its last line of errors if
-    it fails."""
+    """Run a process and return the number that it prints.
+
+    Raises DeviceError with its last line of errors if it fails.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
@@ -527,7 +542,7 @@ def round_trip_seconds(
     bits = torch.zeros(1, n_ff // 8, dtype=torch.uint8, device=device)
 
     def trip() -> Tensor:
-        exchange.post(0, h, bits)
+        exchange.submit(0, h, bits)
         return exchange.collect(0)
 
     def run(work: Callable[[], object], times: int) -> float:

@@ -59,8 +59,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
-    """Return f(x), elementwise, for the activations without library functions
-    (offload.expert_cache.ACTIVATIONS)."""
+    """Return f(x), elementwise, for activations without library functions (expert_cache.ACTIVATIONS)."""
     bound = _f(threshold, x)
     match kind:
         case "silu":
@@ -84,13 +83,14 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
             m = torch.where(x < bound, x, bound)
             return torch.where(m > -bound, m, -bound) + 1.0
         case _:
-            raise AssertionError(f"{kind} is computed on the CPU alone")
+            raise AssertionError(f"{kind} is computed only on the CPU")
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Rows of activations in blocks of 32. q: whole numbers, float64 [n, blocks, 32]; scale, sum: float32
-    [n, blocks].
+    """Rows of activations in blocks of 32.
+
+    q: whole numbers, float64 [n, blocks, 32]; scale, sum: float32 [n, blocks].
 
     A block with a value that is not finite has codes 0, and NaN as scale and sum.
     """

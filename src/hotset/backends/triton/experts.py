@@ -30,8 +30,10 @@ from hotset.offload.expert_cache import ACTIVATIONS, ExpertCache, ExpertLayout, 
 
 @dataclass
 class Slots:
-    """The stacked matrices of n_slots experts and of n_spare more, and their biases, float32
-    [n_slots + n_spare, width]."""
+    """The stacked matrices and biases of n_slots experts and of n_spare more.
+
+    Biases are float32 [n_slots + n_spare, width].
+    """
 
     n_slots: int
     n_spare: int
@@ -83,8 +85,10 @@ class GpuExpertCache(ExpertCache):
         self._used: torch.cuda.Event | None = None  # after it the latest step no longer reads its slots
 
     def table(self, layer: int) -> Tensor:
-        """Return the slot of each expert of a layer, int32 [n_expert], -1 without a slot. It is always the
-        same tensor."""
+        """Return the slot of each expert of a layer, int32 [n_expert], -1 without a slot.
+
+        It is always the same tensor.
+        """
         group = self.group_of(layer)
         return self._tables[group.number][group.layers.index(layer)]
 

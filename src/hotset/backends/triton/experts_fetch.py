@@ -37,8 +37,10 @@ class Beside(Protocol):
         ...
 
     def put(self, work: Callable[[], None]) -> Any:
-        """Put work on this stream, and return the argument for `wait`. The caller keeps the tensors that the
-        work reads until it has called `wait`."""
+        """Put work on this stream, and return the argument for `wait`.
+
+        The caller keeps the tensors that the work reads until it has called `wait`.
+        """
         ...
 
     def wait(self, done: Any) -> None:
@@ -81,10 +83,12 @@ class SideStream:
 
 @dataclass
 class FetchedGroup:
-    """The experts of one half of the spare slots. ids: int32 on the device, one per slot; the side stream
-    reads them, so the FetchPlan keeps a group until `wait` was called for `done`. first: the first slot.
-    pairs: int64, the entries of the route that need these experts, token * n_used + rank. slots: int32, the
-    slot of each pair."""
+    """The experts of one half of the spare slots.
+
+    ids: int32 on the device, one per slot; the side stream reads them, so the FetchPlan keeps a group until
+    `wait` was called for `done`. first: the first slot. pairs: int64, the entries of the route that need
+    these experts, token * n_used + rank. slots: int32, the slot of each pair.
+    """
 
     ids: Tensor
     first: int
@@ -97,9 +101,10 @@ class FetchedGroup:
 class FetchPlan:
     """The division of a layer's experts between CPU and device in one step.
 
-    asked: int32 [T, n_used], as in CpuWorkerProtocol.post: the CPU's ids, and -1 - id for the device. slots:
-    int32 [T, n_used], slots of the cache, or spare slots that are valid after `done`; None: only groups have
-    slots. fetched: the ids that the side stream reads until `done`. groups: the groups that stream.
+    asked: int32 [T, n_used], as in CpuWorkerProtocol.submit: the CPU's ids, and -1 - id for the device.
+    slots: int32 [T, n_used], slots of the cache, or spare slots that are valid after `done`; None: only
+    groups have slots. fetched: the ids that the side stream reads until `done`. groups: the groups that
+    stream.
 
     A plan must live until `compute` has waited for `done` and for its groups. torch's allocator tracks a
     tensor only on the stream of its allocation. It would give the memory of a dropped tensor to the next
@@ -136,8 +141,11 @@ class Fetcher:
         return layer in self._cache
 
     def choose(self, layer: int, ids: Tensor, *, early: bool, warming: bool) -> FetchPlan:
-        """Divide the experts of a step's tokens, int32 [T, n_used], and begin to fetch. early: attention is
-        computed between this call and `compute`. warming: fetch as many as possible, to load all kernels."""
+        """Divide the experts of a step's tokens, int32 [T, n_used], and begin to fetch.
+
+        early: attention is computed between this call and `compute`. warming: fetch as many as possible, to
+        load all kernels.
+        """
         fetches = self._fetching is not None and self._cache.slots(layer).n_spare > 1
         if fetches and len(ids) > MAX_CAPTURED:
             return self._choose_many(layer, ids, warming)
@@ -154,8 +162,10 @@ class Fetcher:
         counts: Tensor,
         gate_threshold: TokenThreshold | None = None,
     ) -> Tensor:
-        """Compute the device's experts, [T, n_used, n_embd]. Rows of the CPU's experts are undefined.
-        gate_threshold: as in fallback.experts."""
+        """Compute the device's experts, [T, n_used, n_embd].
+
+        Rows of the CPU's experts are undefined. gate_threshold: as in fallback.experts.
+        """
         k, given = self._kernels, self._cache.arguments(layer)
         n_used = choice.asked.shape[1]
         if choice.done is not None:
@@ -194,8 +204,10 @@ class Fetcher:
         return FetchPlan(asked, own, done, fetched)
 
     def _table_of(self, layer: int, n_used: int, early: bool) -> tuple[Tensor, int]:
-        """Return the table from the number of missing experts to the number to fetch, int32 on the device,
-        and its largest entry."""
+        """Return the table from the number of missing experts to the number to fetch, and its largest entry.
+
+        The table is int32 on the device.
+        """
         if (layer, early) not in self._most:
             assert self._fetching is not None
             n_spare, ahead = self._cache.slots(layer).n_spare, self._fetching.ahead.get(layer, 0.0)

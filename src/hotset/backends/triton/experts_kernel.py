@@ -134,8 +134,10 @@ def _expert_rows_kernel(
     n_rows, n_cols, n_blocks, pairs_of_input,
     TYPE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [pairs, n_rows]: exact.linear of each pair's input and R rows of its expert, + bias. The
-    result is 0 for an expert without slot."""
+    """Compute out [pairs, n_rows]: exact.linear of each pair's input and R rows of its expert, + bias.
+
+    The result is 0 for an expert without slot.
+    """
     await_launches()
     rows = tl.program_id(0) * R + tl.arange(0, R)
     pair = tl.program_id(1)
@@ -254,8 +256,10 @@ def _expert_tiles_kernel(
     codes, scales, mins, high, sub_scales, n_rows, n_cols, n_blocks, pairs_of_input,
     TYPE: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [pairs, n_rows], as _expert_rows_kernel does: R rows of the pairs order[first : end]. These
-    are at most M pairs, which have one slot (_tiles)."""
+    """Compute out [pairs, n_rows], as _expert_rows_kernel does: R rows of the pairs order[first : end].
+
+    These are at most M pairs, which have one slot (_tiles).
+    """
     await_launches()
     slot = tl.load(tile_slots + tl.program_id(1))
     if slot >= 0:
@@ -352,8 +356,9 @@ def _values_kernel(
     gate, up, slots, values, counts, n, threshold, up_threshold, thresholded, small, n_used,
     KIND: tl.constexpr, UP_KIND: tl.constexpr, SPARSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute values [pairs, n] = f(gate) * g(up), or f(up) without a gate. Add counts as fallback.experts
-    does.
+    """Compute values [pairs, n] = f(gate) * g(up), or f(up) without a gate.
+
+    Add counts as fallback.experts does.
 
     thresholded: int32 per token, not 0 if values of f smaller than `small` count as zero; None: for no token.
     n_used: pairs of a token.
@@ -493,8 +498,10 @@ def _route_kernel(
     x, bias, scales, ids, weights, n_expert, scale,
     SCORING: tl.constexpr, NORMALISED: tl.constexpr, USED: tl.constexpr, E: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """Compute operations.Route of one token, without groups: ids and weights [T, USED]. E, U: n_expert and
-    USED, rounded up."""
+    """Compute operations.Route of one token, without groups: ids and weights [T, USED].
+
+    E, U: n_expert and USED, rounded up.
+    """
     await_launches()
     t = tl.program_id(0).to(tl.int64)
     i, u = tl.arange(0, E), tl.arange(0, U)
@@ -608,8 +615,10 @@ def experts(
     counts: Tensor | None = None,
     gate_threshold: TokenThreshold | None = None,
 ) -> Tensor:
-    """Compute fallback.experts, except for neuron-major down projections (experts.can_hold). If several
-    tokens share an expert, its rows are counted for each token."""
+    """Compute fallback.experts, except for neuron-major down projections (experts.can_hold).
+
+    If several tokens share an expert, its rows are counted for each token.
+    """
     assert not neuron_major
     n_tokens, n_used = slots.shape
     h, flat = h.contiguous(), slots.contiguous().view(-1)
@@ -642,8 +651,11 @@ def experts(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of pairs sorted by slot. order: int32 [pairs]. slots: int32, the slot of each tile, -1 without
-    pairs. firsts, ends: int32, the range of `order` of each tile. n_pairs: most pairs of a tile."""
+    """Tiles of pairs sorted by slot.
+
+    order: int32 [pairs]. slots: int32, the slot of each tile, -1 without pairs. firsts, ends: int32, the
+    range of `order` of each tile. n_pairs: most pairs of a tile.
+    """
 
     order: Tensor
     slots: Tensor
@@ -653,8 +665,11 @@ class Tiles:
 
 
 def _tiles(slots: Tensor, n_slots: int, n: int) -> Tiles:
-    """Sort pairs by slot and divide them into tiles of n pairs. slots: int32 [pairs]. The number of tiles is
-    the largest possible one, because the host does not read the real number."""
+    """Sort pairs by slot and divide them into tiles of n pairs.
+
+    slots: int32 [pairs]. The number of tiles is the largest possible one, because the host does not read the
+    real number.
+    """
     by_slot, order = slots.sort(stable=True)
     numbers = torch.arange(n_slots + 1, dtype=slots.dtype, device=slots.device)
     begin = torch.searchsorted(by_slot, numbers)  # pairs without a slot come first

@@ -83,8 +83,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Inputs of a product whose RMSNorm is not applied yet. The product multiplies its sums by the norm's
-    factor, which is one number per token.
+    """Inputs of a product whose RMSNorm is not applied yet.
+
+    The product multiplies its sums by the norm's factor, which is one number per token.
 
     x: [T, n], rows times the norm's weight. squares: float32 [T, n_parts], partial sums of the squares of a
     row.
@@ -119,8 +120,10 @@ def linear(
     activation: ActivationKind | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    """Return f(x @ m.T + bias + residual), [T, n_rows], of x [T, n_cols]. activation: f, as in `activate`;
-    None: identity."""
+    """Return f(x @ m.T + bias + residual), [T, n_rows], of x [T, n_cols].
+
+    activation: f, as in `activate`; None: identity.
+    """
     x = _normalised(x)
     y = torch.empty((len(x), m.n_rows), device=x.device)
     for rows in m.slices():
@@ -134,8 +137,10 @@ def linear(
 def linear_normed(
     x: Entering, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Entering]:
-    """Return `linear` of the inputs, and the input of the products after its RMSNorm. weight: the norm's
-    weight, [n_rows]."""
+    """Return `linear` of the inputs, and the input of the products after its RMSNorm.
+
+    weight: the norm's weight, [n_rows].
+    """
     out = linear(x, m, bias, residual)
     return out, rms_norm(out, weight, eps)
 
@@ -222,8 +227,11 @@ def fired(
     value_threshold: TokenThreshold | None = None,
     dense: bool = False,
 ) -> Tensor:
-    """Return f(gate) * g(up), or only f(gate), of computed products [T, n]. The other arguments and the
-    result are as in `neurons`. dense: every row counts as read, including the down projection's rows."""
+    """Return f(gate) * g(up), or only f(gate), of computed products [T, n].
+
+    The other arguments and the result are as in `neurons`. dense: every row counts as read, including the
+    down projection's rows.
+    """
     fires = zero_small(activate(gate, activation, threshold), gate_threshold)
     chosen = None if selected is None else unpack_bits(selected, gate.shape[1])
     value = fires = fires if chosen is None else torch.where(chosen, fires, 0.0)
@@ -292,8 +300,10 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
 
 
 def largest(logits: Tensor) -> Tensor:
-    """Return the largest of each LOGIT_GROUP logits [T, n_vocab], float32 [T, n_vocab / LOGIT_GROUP]. A group
-    with a value that is not finite yields NaN."""
+    """Return the largest of each LOGIT_GROUP logits [T, n_vocab], float32 [T, n_vocab / LOGIT_GROUP].
+
+    A group with a value that is not finite yields NaN.
+    """
     groups = logits.reshape(len(logits), -1, LOGIT_GROUP)
     return torch.where(groups.isfinite(), groups, torch.nan).amax(dim=2)
 
@@ -426,16 +436,20 @@ def sum_experts(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: TokenThreshold | None = None
 ) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width. by: the
-    threshold of the result."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width.
+
+    by: the threshold of the result.
+    """
     return zero_small(functions.rms_norm(x, weight, eps, n_head), by)
 
 
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: TokenThreshold | None = None
 ) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias, over the width. by: the threshold of the
-    result."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, over the width.
+
+    by: the threshold of the result.
+    """
     return zero_small(functions.layer_norm(x, weight, bias, eps), by)
 
 
@@ -494,8 +508,10 @@ def rotate(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate heads, as functions.rotate does. cos_sin: from `angles`. norm_weight, eps: an RMSNorm of each
-    head before the rotation."""
+    """Rotate heads, as functions.rotate does.
+
+    cos_sin: from `angles`. norm_weight, eps: an RMSNorm of each head before the rotation.
+    """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps, n_head)
     return functions.rotate(x, cos_sin, n_head=n_head, kind=kind)
@@ -543,6 +559,7 @@ def rotate_store(
     eps: float = 0.0,
 ) -> Tensor:
     """Do the steps between projections and attention: head norms and rotation of q and k, and `store_kv`.
+
     Return the rotated q. cos_sin None: no rotation (then q_norm and k_norm must be None).
     """
     if cos_sin is not None:
@@ -566,8 +583,10 @@ def project_heads(
     n_head: int,
     kind: RopeKind,
 ) -> Tensor:
-    """Compute `linear` with stacked matrices of queries, keys and values, then `rotate_store` without head
-    norms. Return the rotated queries, [T, n_head * head_dim]."""
+    """Compute `linear` for stacked queries, keys and values, then `rotate_store` without head norms.
+
+    Return the rotated queries, [T, n_head * head_dim].
+    """
     n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
     widths = [n_head * dim, n_head_kv * dim, n_head_kv * dim_v]
     q, k, v = linear(h, m, bias).split(widths, dim=1)
@@ -591,8 +610,8 @@ def attention(
 ) -> Tensor:
     """Return causal attention over the KV cache, which already holds the step's own keys and values.
 
-    q: [T, n_head * head_dim]. Pages and tables are as in `store_kv`. The result is [T, n_head * head_dim_v].
-    window > 0: a token sees itself and the window - 1 before it. softcap, sinks ([n_head]): see
+    q: [T, n_head * head_dim]. KV blocks and tables are as in `store_kv`. The result is [T, n_head *
+    head_dim_v]. window > 0: a token sees itself and the window - 1 before it. softcap, sinks ([n_head]): see
     graph.Attention. A token whose block is -1 yields zeros.
     """
     n_head_kv, head_dim_v = k_pages.shape[1], v_pages.shape[3]
@@ -655,8 +674,11 @@ def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | 
 def count(
     counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor, *, dense: bool = False
 ) -> None:
-    """Add to int64 [N_COUNTS] the neurons selected and active over all tokens, and the rows that any token
-    reads, or with `dense` all rows. (`linear_t` adds the unread bytes of input-major matrices.)"""
+    """Add to counts, int64 [N_COUNTS], the neurons selected and active over all tokens, and the read rows.
+
+    Read rows are the rows that any token reads, or with `dense` all rows. `linear_t` adds the unread bytes of
+    input-major matrices.
+    """
     active = value != 0
     if chosen is None:
         chosen = torch.ones_like(active)

@@ -115,7 +115,9 @@ def expert_rows(
     op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights, there: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the bytes of the rows that a product uses of an expert's matrix, uint8 [rows, bytes of a row].
-    there: the bytes of all its rows, if they are already in memory."""
+
+    there: the bytes of all its rows, if they are already in memory.
+    """
     source = weights.source
     info = source.tensors[op.weights[0]]
     stored = info.shape[1]
@@ -149,8 +151,11 @@ def _parts(
 
 
 def _spans(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the memory of arrays as whole pages, one array for each contiguous range, because no page may be
-    registered twice. Writeable arrays (decoded biases) are not merged with arrays of a mapped file."""
+    """Return the memory of arrays as whole pages, one array for each contiguous range.
+
+    No page may be registered twice. Writeable arrays (decoded biases) are not merged with arrays of a mapped
+    file.
+    """
     ends = sorted(
         (a.ctypes.data // PAGE * PAGE, -(-(a.ctypes.data + a.nbytes) // PAGE) * PAGE, a.flags.writeable)
         for a in arrays

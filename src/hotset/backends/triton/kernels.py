@@ -64,8 +64,11 @@ class Kernels:
 
     @property
     def capturable(self) -> bool:
-        """Return whether a step may be captured in a CUDA graph. Fallback kernels read numbers on the host,
-        so they cannot be captured. HOTSET_CAPTURE=0 forbids capturing."""
+        """Return whether a step may be captured in a CUDA graph.
+
+        Fallback kernels read numbers on the host, so they cannot be captured. HOTSET_CAPTURE=0 forbids
+        capturing.
+        """
         return self.triton and self.device.type == "cuda" and os.environ.get("HOTSET_CAPTURE") != "0"
 
 

@@ -159,7 +159,7 @@ class StepInputs:
         self._copies.copy(self._on_device[:end], self._words[:end])
 
     def _fill_tables(self, batch: Batch, rows: np.ndarray) -> None:
-        """Copy the page tables of some sequences if they changed, which happens once in PAGE_SIZE tokens."""
+        """Copy the block tables of some sequences if they changed, which happens once in PAGE_SIZE tokens."""
         width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._tables.shape[1])
         tables, n = batch.page_tables[rows, :width], len(rows)
         here, known = self._tables.numpy()[:n, :width], self._n_known

@@ -86,8 +86,11 @@ def launch(
 
 
 def variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the key of the compiled kernel that a launch needs. It has the types, the constants, which
-    numbers are 1, and which addresses and numbers are divisible by 16, unless the kernel opts out."""
+    """Return the key of the compiled kernel that a launch needs.
+
+    It has the types, the constants, which numbers are 1, and which addresses and numbers are divisible by 16,
+    unless the kernel opts out.
+    """
     kinds: list[Any] = []
     for param, arg in zip(kernel.params, args, strict=False):
         if isinstance(arg, Tensor):
@@ -102,8 +105,9 @@ def variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tupl
 
 @contextmanager
 def compiled_first(device: torch.device) -> Iterator[None]:
-    """Defer the kernel launches of a block, and only compile the kernels when it ends, one per core at a
-    time. They are then ready for a second execution of the block.
+    """Defer the kernel launches of a block, and when it ends, only compile the kernels.
+
+    The kernels are compiled on one core each, and are ready for a second execution of the block.
 
     Tensors that the block allocates are zeros, because no kernel fills them.
     """

@@ -162,8 +162,10 @@ class DeviceMatrix:
 
     @classmethod
     def empty(cls, type: int, n_rows: int, n_cols: int, device: torch.device | str) -> DeviceMatrix:
-        """Return a matrix of zero bytes, whose rows `put` writes later. Raises UnsupportedModelError for a
-        type outside EXPERT_TYPES."""
+        """Return a matrix of zero bytes, whose rows `put` writes later.
+
+        Raises UnsupportedModelError for a type outside EXPERT_TYPES.
+        """
         type = GGMLType(type)
         if type not in EXPERT_TYPES:
             raise UnsupportedModelError(
@@ -367,8 +369,10 @@ def _new(
 
 
 def block_fields(type: GGMLType) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Return the bytes of a block in a file (for floats: of a weight), and each field's first byte and
-    length."""
+    """Return the bytes of a block in a file, and each field's first byte and length.
+
+    The block of a float type is one weight.
+    """
     if type in _FLOATS:
         size = _FLOATS[type][0].itemsize
         return size, {"codes": (0, size)}
@@ -392,8 +396,10 @@ def check_type(type: GGMLType) -> None:
 
 
 def _taken_apart(rows: np.ndarray, type: GGMLType) -> dict[str, Tensor]:
-    """Split rows of blocks, uint8 [n, row bytes], into the fields of DeviceMatrix, each [n, width], on the
-    host."""
+    """Split rows of blocks, uint8 [n, row bytes], into the fields of DeviceMatrix.
+
+    The fields are [n, width], on the host.
+    """
     if type in _FLOATS:
         dtype, torch_dtype = _FLOATS[type]
         # Copy, because a mapped file is read-only.

@@ -82,8 +82,11 @@ def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | N
 
 
 def force_misses(rates: DeviceRates) -> DeviceRates:
-    """Change the rates so that HOTSET_EXPERT_MISSES decides how missing experts are computed: `cpu`, or
-    `fetch`, as far as spare slots allow. Raises InvalidRequestError for other values."""
+    """Change the rates so that HOTSET_EXPERT_MISSES decides how missing experts are computed.
+
+    `cpu`: on the CPU. `fetch`: on the device, as far as spare slots allow. Raises InvalidRequestError for
+    other values.
+    """
     forced = os.environ.get("HOTSET_EXPERT_MISSES") or ""
     changed = {
         "": rates, "cpu": replace(rates, link=0.0),
@@ -102,8 +105,9 @@ def measure(
     anew: bool = False,
     path: Path | None = None,
 ) -> DeviceRates:
-    """Return the rates of a device next to this CPU. Kept rates are returned unless `anew`; otherwise they
-    are measured.
+    """Return the rates of a device next to this CPU.
+
+    Kept rates are returned unless `anew`; otherwise they are measured.
 
     A Card is estimated. A simulated GPU has the rates of machine.STAND_IN. path: the file that keeps the
     rates. Raises DeviceError for a missing device.
@@ -370,8 +374,10 @@ class _Context:
                 self.n_bytes = grown
 
     def _used(self) -> int | None:
-        """Return the bytes that all processes use on the device, or None if unknown. NVML reports them, and
-        it creates no context."""
+        """Return the bytes that all processes use on the device, or None if unknown.
+
+        NVML reports them, and it creates no context.
+        """
         if self._device.type != "cuda":
             return None
         import ctypes
@@ -402,8 +408,10 @@ class _Context:
 def channel_rates(
     device: str, works: tuple[Workload, ...], *, progress: Reporter | None = None, path: Path | None = None
 ) -> TypeRates:
-    """Return the channel rates of a device for the matrix types of `works` and for the type that represents
-    others. Unknown rates are measured. Raises DeviceError for a device that fails."""
+    """Return a device's channel rates for the matrix types of `works`, and for the type of all others.
+
+    Unknown rates are measured. Raises DeviceError for a device that fails.
+    """
     found = find_device(device)
     works = tuple(
         replace(works[0], type=type) for type in {OTHERS: 0} | {device_type(w.type): 0 for w in works}

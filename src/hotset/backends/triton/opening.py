@@ -45,8 +45,7 @@ def open_placed(
     options: BackendOptions,
     channels: ChannelPlan | None,
 ) -> Backend:
-    """Build the backend of one GPU if it holds the whole model, otherwise a chain of stages, as
-    Opener.open_placed does."""
+    """Build the backend of one GPU if it holds the whole model, otherwise a chain of stages."""
     planned = placement.budget.devices if placement.budget else ()
     for device in planned:
         limit_memory(find_device(device.device), device.limit - device.context)
@@ -240,11 +239,11 @@ def host_workspace(
                 continue
             total += _exchanged_bytes(graph, options.n_pages, options.max_batch)
             if share := _share(placement, piece, graph):
-                service = _cpu_offload(
+                offload = _cpu_offload(
                     weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime
                 )
-                total += service.buffer_bytes
-                service.close()
+                total += offload.buffer_bytes
+                offload.close()
         total += runtime.nbytes
     finally:
         runtime.close()
@@ -255,14 +254,19 @@ def host_workspace(
 
 
 def _exchanged_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
-    """Return the host bytes for the inputs and outputs of one stage on a device: a step's numbers, the rows
-    that enter (looked up, and their copy) and the rows that leave."""
+    """Return the host bytes for the inputs and outputs of one stage on a device.
+
+    They are a step's numbers, the entering rows (looked up, and their copy), and the leaving rows.
+    """
     return FLOAT_BYTES * max_batch * (n_pages + 4 + 4 * graph.ops[0].out.width)
 
 
 def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) -> int:
-    """Return the host bytes of weights in transfer to devices: a slice of a matrix or an expert, as read and
-    as unpacked, and the cold rows that a long prompt streams at a time."""
+    """Return the host bytes of weights in transfer to devices.
+
+    They are a slice of a matrix or an expert, as read and as unpacked, and the cold rows that a long prompt
+    streams at a time.
+    """
     n_bytes = 0
     for op in graph.primitives:
         for name in (weight.name for weight in op.weights_read):

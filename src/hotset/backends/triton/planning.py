@@ -119,8 +119,10 @@ def _with_caches(
 
 
 def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
-    """Return the bytes that may be used on a device. Raises OutOfMemoryError if `budget`, in GiB, exceeds its
-    free memory."""
+    """Return the bytes that may be used on a device.
+
+    Raises OutOfMemoryError if `budget`, in GiB, exceeds its free memory.
+    """
     if isinstance(device, Card):
         name, kind, free = device.name, "cuda", int(device.memory * 2**30)
     else:

@@ -3,7 +3,7 @@
 The calls follow the groups of model/fusion.py. An FFN whose neurons are often zero becomes one call, from its
 norm to its residual. If some of its neurons are on the CPU, the layer is
 
-    post    submit the FFN's input and the predictor's bits to the CPU worker
+    submit  copy the FFN's input and the predictor's bits to the CPU worker
     hot     meanwhile compute the device's own rows
     collect add the sum of the cold rows, which the CPU worker returns
 
@@ -86,7 +86,7 @@ from hotset.model.rope import position_gain
 class CpuWorkerProtocol(Protocol):
     """The CPU worker of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
 
-    capturable: whether posting and collecting only put work on the device's stream, so that a graph can
+    capturable: whether submit and collect only put work on the device's stream, so that a graph can
     capture them; otherwise the host waits in between. layers: ascending.
     """
 
@@ -97,14 +97,15 @@ class CpuWorkerProtocol(Protocol):
     def capturable(self) -> bool: ...
 
     def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> AbstractContextManager[None]:
-        """Return a context in which layers are submitted and collected. Its end waits for the device.
-        thresholded: as in Batch.
+        """Return a context in which layers are submitted and collected.
+
+        Its end waits for the device. thresholded: as in Batch.
 
         Raises if the CPU worker failed. An exception in the block releases waiting threads.
         """
         ...
 
-    def post(self, layer: int, h: Tensor, bits: Tensor | None) -> None:
+    def submit(self, layer: int, h: Tensor, bits: Tensor | None) -> None:
         """Submit the FFN's input [T, n_embd] and the predicted neurons, uint8 [T, ceil(n_ff / 8)].
 
         bits: None, for a layer without predictor, requests all cold neurons. Bits of hot neurons may be set.
@@ -178,7 +179,7 @@ class Call:
     reads: tuple[Value, ...]
     outs: tuple[Value, ...]
     inside: int = 0
-    kind: Literal["route", "post", "collect", "attention", "outputs", ""] = ""
+    kind: Literal["route", "submit", "collect", "attention", "outputs", ""] = ""
     drops: tuple[int, ...] = ()
 
 
@@ -245,8 +246,10 @@ class Program:
     # ---- groups → calls ----
 
     def _scores_of_bits(self, groups: list[Fused], graph: Graph) -> dict[int, Mask]:
-        """Find predictor scores of which only the bits are used, by id. If one product makes the scores, it
-        makes the bits directly, and the value holds the bits."""
+        """Find predictor scores of which only the bits are used, by id.
+
+        If one product makes the scores, it makes the bits directly, and the value holds the bits.
+        """
         masks = {f.mask.scores.id: f.mask for group in groups if (f := group.ffn) is not None and f.mask}
         readers = Counter(value.id for group in groups for value in group.reads)
         return {
@@ -260,8 +263,10 @@ class Program:
         }
 
     def _norms_of_products(self, groups: list[Fused]) -> dict[int, RMSNorm]:
-        """Find RMSNorms that the product before them can compute, because only one group of products reads
-        them. Return them by the id of their input."""
+        """Find RMSNorms that the product before them can compute, and return them by the id of their input.
+
+        Only one group of products may read such a norm.
+        """
         readers: dict[int, list[Fused]] = {}
         for group in groups:
             if isinstance(norm := _norm_of(group), RMSNorm | LayerNorm):
@@ -298,8 +303,10 @@ class Program:
         return any(op.weight in self._input_major for op in linears)
 
     def _projections_of_heads(self, groups: list[Fused]) -> dict[int, Fused]:
-        """Find attention whose queries, keys and values are one product and need only RoPE. Return its groups
-        by the id of the queries before RoPE."""
+        """Find attention whose queries, keys and values are one product and need only RoPE.
+
+        Return its groups by the id of the queries before RoPE.
+        """
         readers = Counter(value.id for group in groups for value in group.reads)
         products = {tuple(group.out): group for group in groups if len(group.linears) == 3}
         found = {}
@@ -320,8 +327,10 @@ class Program:
         return found
 
     def _check_split(self, groups: list[Fused], taps: frozenset[str]) -> None:
-        """Check that each split layer has an FFN that can be split, without taps inside. Raises
-        InvalidRequestError for a tap, and UnsupportedModelError otherwise."""
+        """Check that each split layer has an FFN that can be split, without taps inside.
+
+        Raises InvalidRequestError for a tap, and UnsupportedModelError otherwise.
+        """
         split = {
             group.layer
             for group in groups
@@ -343,8 +352,10 @@ class Program:
             )
 
     def _calls(self, group: Fused) -> list[Call]:
-        """Return the calls of a group: one in most cases, two for a split FFN (submit, then compute and
-        collect), three for an MoE layer."""
+        """Return the calls of a group.
+
+        Most groups have one call, a split FFN two (submit, then compute and collect), an MoE layer three.
+        """
         layer, part = max(group.layer, 0), PARTS.index(group.part)
         activate = group.first(Activate) if group.ffn is None else group.ffn.gate_act
         if activate is not None and activate.xielu is not None:
@@ -362,9 +373,9 @@ class Program:
                 return [Call(run, layer, part, reads, (*kept, *outs), inside)]
             before = ffn.inputs
             after = () if residual is None else (residual,)
-            post, finish = self._split(ffn, residual, group.out[0])
+            submit, finish = self._split(ffn, residual, group.out[0])
             return [
-                Call(post, layer, part, before, (), ffn.x.width, "post"),
+                Call(submit, layer, part, before, (), ffn.x.width, "submit"),
                 Call(finish, layer, part, after, outs, inside),
             ]
         main = group.ops[-1]
@@ -424,7 +435,7 @@ class Program:
                     "device='cpu'"
                 )
             case Linear() | TransposedLinear() | Ffn():
-                raise AssertionError(f"{main.out.name} is no group's last operation")
+                raise AssertionError(f"{main.out.name} is not the last operation of a group")
             case _:
                 assert_never(main)
 
@@ -483,8 +494,10 @@ class Program:
     def _entered(
         self, x: Value, norm: RMSNorm | LayerNorm | None, input_threshold: Threshold | None
     ) -> Callable[[RunningStep], Any]:
-        """Return a function for the input of a product: x, normalised, without small values. It may return
-        Weighed, but only if the product before computes the norm."""
+        """Return a function for the input of a product: x, normalised, without small values.
+
+        It may return Weighed, but only if the product before computes the norm.
+        """
         id, by, k = x.id, _token_threshold(input_threshold), self._kernels
         if norm is not None and id in self._norms_ahead:
             return lambda f: f.normed.pop(id)
@@ -496,8 +509,10 @@ class Program:
         return lambda f: k.zero_small(f.values[id], by(f))
 
     def _linears(self, group: Fused) -> Callable[[RunningStep], None]:
-        """Lower products of one input with their fused operations: a norm and a threshold before, an
-        activation or a sum after."""
+        """Lower products of one input with their fused operations.
+
+        These are a norm and a threshold before the products, and an activation or a sum after them.
+        """
         linears, norm, input_threshold = (
             group.linears,
             group.first(RMSNorm, LayerNorm),
@@ -545,8 +560,10 @@ class Program:
     def _project_heads(
         self, linears: list[Linear], attention: Fused, entered: Callable[[RunningStep], Any]
     ) -> Callable[[RunningStep], None]:
-        """Lower queries, keys and values to one product that also rotates and stores them. Its value is the
-        queries."""
+        """Lower queries, keys and values to one product that also rotates and stores them.
+
+        Its value is the queries.
+        """
         main, heads, k = attention.ops[-1], _heads_of(attention), self._kernels
         assert isinstance(main, Attention)
         assert heads.rope is not None
@@ -564,8 +581,10 @@ class Program:
     def _products(
         self, linears: list[Linear], after: dict[str, Any] | None = None
     ) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
-        """Return a function for products of one input, with a sum for each. after: the activation; it is
-        allowed only for a single product."""
+        """Return a function for products of one input, with a sum for each.
+
+        after: the activation; it is allowed only for a single product.
+        """
         assert not after or len(linears) == 1
         stacks = self._stacks(linears)
         products = [self._product(ops, after or {}) for ops in stacks]
@@ -581,16 +600,20 @@ class Program:
         return run
 
     def _stacks(self, linears: list[Linear]) -> list[list[Linear]]:
-        """Stack products of one input and type, such as q, k and v, or gate and up. This makes fewer and
-        larger launches."""
+        """Stack products of one input and type, such as q, k and v, or gate and up.
+
+        This makes fewer and larger launches.
+        """
         kinds = {
             (self._weights.source.tensors[op.weight].type, op.weight in self._input_major) for op in linears
         }
         return [linears] if len(kinds) == 1 else [[op] for op in linears]
 
     def _product(self, ops: list[Linear], after: dict[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return a function for one product with matrices of one type. With input-major matrices it does not
-        read the rows of zero inputs."""
+        """Return a function for one product with matrices of one type.
+
+        With input-major matrices it does not read the rows of zero inputs.
+        """
         bias, k = self._weights.biases(ops), self._kernels
         if ops[0].weight not in self._input_major:
             rows = self._weights.linear(*ops)
@@ -634,8 +657,10 @@ class Program:
         return run
 
     def _angles(self, rope: Rope) -> Callable[[RunningStep], Tensor]:
-        """Return a function for cos and sin of the step's positions. The first layer that needs them computes
-        them."""
+        """Return a function for cos and sin of the step's positions.
+
+        The first layer that needs them computes them.
+        """
         k = self._kernels
         table = self._weights.rope(rope, self._n_ctx)
 
@@ -723,9 +748,9 @@ class Program:
                 early = layer in self._early
                 f.choices[layer] = fetcher.choose(layer, ids, early=early, warming=f.warming)
 
-        def post(f: RunningStep) -> None:
+        def submit(f: RunningStep) -> None:
             h, choice = entered(f), f.choices[layer]
-            cold.post(layer, h, choice.asked)
+            cold.submit(layer, h, choice.asked)
             if fetcher is not None:
                 f.own[layer] = fetcher.compute(layer, choice, h, counts, gate_threshold(f))
 
@@ -743,7 +768,7 @@ class Program:
         answer = n_used * ffn.out.width * (1 if fetcher is None else 2)
         return [
             Call(route, layer, part, (op.x,), (op.out,), 0, "route"),
-            Call(post, layer, part, (*given, op.out), (), inside, "post"),
+            Call(submit, layer, part, (*given, op.out), (), inside, "submit"),
             Call(finish, layer, part, after, tuple(group.out), answer, "collect"),
         ]
 
@@ -812,8 +837,10 @@ class Program:
         return lambda f, neurons, added: f.values.__setitem__(out, products(neurons, added)[0])
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
-        """Return whether single rows of gate and up are skipped. Otherwise both are read whole, or
-        input-major."""
+        """Return whether single rows of gate and up are skipped.
+
+        Otherwise both are read whole, or input-major.
+        """
         by_threshold = ffn.gate_threshold is not None and one_matrix(ffn.up).weight not in self._input_major
         if ffn.top_k is not None:  # it needs all gates, and no program of a kernel has them all
             return False
@@ -849,8 +876,11 @@ class Program:
     def _split(
         self, ffn: Ffn, residual: Value | None, out: Value
     ) -> tuple[Callable[[RunningStep], None], Callable[[RunningStep], None]]:
-        """Lower a split FFN to two functions: the submit, and the rest. Hot neurons are computed on the
-        device; cold ones by the CPU worker, or on the device from streamed rows."""
+        """Lower a split FFN to two functions: the submit, and the rest.
+
+        Hot neurons are computed on the device; cold ones by the CPU worker, or on the device from streamed
+        rows.
+        """
         layer, hot, cold, k, down = ffn.layer, self._hot[ffn.layer], self._cold, self._kernels, ffn.down
         counts = self._counts[layer]
         assert cold is not None
@@ -871,10 +901,10 @@ class Program:
         )
         thresholds = _neuron_thresholds(ffn)
 
-        def post(f: RunningStep) -> None:
+        def submit(f: RunningStep) -> None:
             f.submitted[layer] = h, selected = entered(f), bits(f)
             if not f.streamed:
-                cold.post(layer, h, selected)
+                cold.submit(layer, h, selected)
 
         def hot_half(f: RunningStep, h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
             if len(indices):
@@ -901,7 +931,7 @@ class Program:
                 y = y + cold.collect(layer)
             f.values[out.id] = y
 
-        return post, finish
+        return submit, finish
 
     def _rows(self, ffn: Ffn, indices: np.ndarray | None) -> dict[str, Any]:
         """Return gate and up with their biases, for all neurons or some, by the kernels' argument names."""
@@ -955,7 +985,7 @@ def _heads_of(group: Fused) -> _Heads:
 
 
 def _where(f: RunningStep) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the page tables, and the sequence and position of each token."""
+    """Return the block tables, and the sequence and position of each token."""
     return f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
 
 
@@ -971,8 +1001,11 @@ def _id(value: Value | None) -> int | None:
 
 
 def _read_input_major(graph: Graph, hot: Collection[int], wanted: Collection[str]) -> frozenset[str]:
-    """Return the requested matrices that can be input-major. Their input must be thresholded, and their rows
-    must not be neurons that are skipped or split with the CPU."""
+    """Return the requested matrices that can be input-major.
+
+    Their input must be thresholded, and their rows must not be neurons that are skipped or split with the
+    CPU.
+    """
     by_row = set()
     for ffn in graph.ffns:
         both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
@@ -1008,10 +1041,12 @@ def _activations(ffn: Ffn) -> dict[str, Any]:
 
 
 def _submitted_early(calls: list[Call]) -> list[Call]:
-    """Move submits and routes, with the calls that they need, before an attention that they do not depend
-    on."""
-    for post in [call for call in calls if call.kind in ("route", "post")]:
-        at = calls.index(post)
+    """Move submits and routes before an attention that they do not depend on.
+
+    The calls that they need move with them.
+    """
+    for early in [call for call in calls if call.kind in ("route", "submit")]:
+        at = calls.index(early)
         attention = max((i for i in range(at) if calls[i].kind == "attention"), default=None)
         if attention is None:
             continue
@@ -1019,9 +1054,9 @@ def _submitted_early(calls: list[Call]) -> list[Call]:
         for call in calls[attention + 1 : at]:
             if waits & set(call.reads):
                 waits |= set(call.outs)
-        if waits & set(post.reads):
+        if waits & set(early.reads):
             continue
-        moved, needed = [post], set(post.reads)
+        moved, needed = [early], set(early.reads)
         for call in reversed(calls[attention + 1 : at]):
             if needed & set(call.outs):
                 moved.insert(0, call)

@@ -22,7 +22,7 @@ from hotset.backends.triton.triton_kernels import await_launches
 BLOCK = 1024  # numbers that the block copies at a time
 
 
-def post(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, request: Tensor) -> None:
+def submit(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, request: Tensor) -> None:
     """Copy h and bits (uint8) to the CPU's inputs host_h and host_bits, then raise its flag, int32 [1].
 
     The host tensors must be in memory that is registered with the device (cpu_offload.CudaDriver.register).
@@ -30,7 +30,7 @@ def post(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, requ
     h, bits = h.contiguous(), None if bits is None else bits.contiguous()
     # Without bits the kernel still needs a pointer; it reads nothing from it.
     launcher.launch(
-        post_kernel, (1,), h, host_bits if bits is None else bits, host_h, host_bits, request,
+        submit_kernel, (1,), h, host_bits if bits is None else bits, host_h, host_bits, request,
         h.numel(), 0 if bits is None else bits.numel(), BLOCK=BLOCK, warps=4, at_once=True,
     )  # fmt: skip
 
@@ -44,7 +44,7 @@ def collect(done: Tensor, host_out: Tensor, out: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize_on_alignment=["n_h", "n_bits"])  # numbers of a step
-def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.constexpr):
+def submit_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.constexpr):
     """Store host_h[:n_h] = h, host_bits[:n_bits] = bits, then request = 1, visible to all in this order."""
     await_launches()
     for first in range(0, n_h, BLOCK):

@@ -144,8 +144,10 @@ class GpuStage(DeviceStage):
         }
 
     def run(self, batch: Batch, x: Rows | None = None) -> Tensor:
-        """Run a step, as Stage.run does. Logits of up to kv.OUTPUTS rows, and of more than OUTPUT_ROWS, are
-        on the host."""
+        """Run a step, as Stage.run does.
+
+        Logits of up to kv.OUTPUTS rows, and of more than OUTPUT_ROWS, are on the host.
+        """
         self._cancelled = False
         try:
             return self._step(batch, x)
@@ -230,13 +232,15 @@ class GpuStage(DeviceStage):
         self._weights.clear()
 
     def _checked(self, cold: CpuWorkerProtocol | None, stream_from: int | None) -> CpuWorkerProtocol | None:
-        """Return the CPU worker, or None if no layer needs one. Raises InvalidRequestError if it is missing
-        or too small."""
+        """Return the CPU worker, or None if no layer needs one.
+
+        Raises InvalidRequestError if it is missing or too small.
+        """
         if not (shared := self._hot.keys() | self._experts):
             return None
         if cold is None:
             what = "experts" if min(shared) in self._experts else "cold neurons"
-            raise InvalidRequestError(f"layer {min(shared)} has {what} and needs a service for them")
+            raise InvalidRequestError(f"layer {min(shared)} has {what} and needs a CPU worker for them")
         most = self.max_batch
         if stream_from is not None and not self._experts:
             most = min(most, stream_from - 1)
@@ -247,8 +251,10 @@ class GpuStage(DeviceStage):
         return cold
 
     def _add_experts(self, n_slots: int, fetching: Fetching | None) -> None:
-        """Create the expert cache and its fetcher. Create neither without slots, or if the device cannot
-        compute the experts bitwise like the CPU."""
+        """Create the expert cache and its fetcher.
+
+        Create neither without slots, or if the device cannot compute the experts bitwise like the CPU.
+        """
         mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
         held = [ffn for ffn in mixed if can_hold(ffn, self._source.tensors, self.device)]
         n_spare = 0 if fetching is None else fetching.n_spare
@@ -288,8 +294,10 @@ class GpuStage(DeviceStage):
         return self._outputs.logits[:n_outputs] if self.has_output else result
 
     def _record(self, program: Program, n: int, n_outputs: int) -> Tensor:
-        """Run a step, and record it for later steps of its size. After a failed capture the stage captures
-        no more, and `notes` reports it."""
+        """Run a step, and record it for later steps of its size.
+
+        After a failed capture the stage captures no more, and `notes` reports it.
+        """
         assert self._capture is not None
         # Run with as many outputs as the recording, because a capture cannot load new kernels.
         result = self._eager(program, n, n)
@@ -388,8 +396,9 @@ class GpuStage(DeviceStage):
         return self._programs[taps]
 
     def warm_up(self) -> None:
-        """Compile the kernels, several at a time, and allocate the memory of the largest step, so that no
-        later step compiles or allocates.
+        """Compile the kernels, several at a time, and allocate the memory of the largest step.
+
+        No later step compiles or allocates.
 
         No token of these steps has a KV block, so the cache does not change.
         """

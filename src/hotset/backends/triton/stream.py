@@ -21,8 +21,10 @@ from hotset.model.operations import Linear, TransposedLinear
 
 
 class CopyStream:
-    """A stream for copies next to the stream that computes. A stage has only one, since each stream has
-    memory of its own."""
+    """A stream for copies next to the stream that computes.
+
+    A stage has only one, since each stream has memory of its own.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,8 +32,11 @@ class CopyStream:
         self._done: list[torch.cuda.Event] = []  # ends of the computations with the latest parts
 
     def take(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Copy a part to the device by `make`, once the part before the last is no longer needed. Later work
-        of the compute stream waits for it. Call `used` when all work that needs the part is on the stream."""
+        """Copy a part to the device by `make`, once the part before the last is no longer needed.
+
+        Later work of the compute stream waits for it. Call `used` when all work that needs the part is on the
+        stream.
+        """
         if self._stream is None:
             return make()
         compute = torch.cuda.current_stream(self.device)

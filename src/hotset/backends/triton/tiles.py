@@ -32,9 +32,10 @@ def row_tile(rows: int, most: int, n_words: int, lanes: int = 32) -> tuple[int, 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """The tile of an attention kernel. queries: tokens times the heads that share keys and values. positions:
-    positions read at a time. stages: loads of positions in flight at once. shared: most bytes of shared
-    memory on NVIDIA devices.
+    """The tile of an attention kernel.
+
+    queries: tokens times the heads that share keys and values. positions: positions read at a time. stages:
+    loads of positions in flight at once. shared: most bytes of shared memory on NVIDIA devices.
     """
 
     queries: int
@@ -78,8 +79,9 @@ _TOKEN = {
 def prompt_tile(
     head: int, *, is_half: bool, shared: int, amd: bool = False, hopper: bool = False
 ) -> AttentionTile | None:
-    """Return the tile for the attention of many tokens, or None if no tile fits. Then each token is computed
-    separately.
+    """Return the tile for the attention of many tokens, or None if no tile fits.
+
+    Then each token is computed separately.
 
     head: the larger of a head's widths of keys and of values. is_half: whether the cache has halves. shared:
     bytes of shared memory that a block of the device may have.

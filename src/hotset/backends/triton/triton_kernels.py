@@ -91,9 +91,11 @@ OF_STEP = ["n_tokens", "n_packed"]
 
 @triton.jit
 def await_launches():
-    """Wait for the launch before this one; the first statement of every kernel. A programmatic dependent
-    launch begins when all programs of the launch before have begun. It waits here until they end and their
-    stores are visible. They waited for earlier launches, so launches are in order."""
+    """Wait for the launch before this one; the first statement of every kernel.
+
+    A programmatic dependent launch begins when all programs of the launch before have begun. It waits here
+    until they end and their stores are visible. They waited for earlier launches, so launches are in order.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -101,8 +103,11 @@ def await_launches():
 
 @triton.jit
 def _rounded(a, b):
-    """Return a * b, rounded, for a sum over threads. The compiler would fuse a plain product with the first
-    addition: each thread would add its unrounded product to the other's rounded one, so sums would differ."""
+    """Return a * b, rounded, for a sum over threads.
+
+    The compiler would fuse a plain product with the first addition: each thread would add its unrounded
+    product to the other's rounded one, so sums would differ.
+    """
     return tl.fma(a, b, tl.zeros_like(a))
 
 
@@ -175,8 +180,9 @@ def _load(
 
 @triton.jit
 def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
-    """Decode codes to the numbers that scales multiply, float32 [R, W, 4], too large by the powers of
-    `_lowered`.
+    """Decode codes to the numbers that scales multiply, float32 [R, W, 4].
+
+    The numbers are too large by the powers of `_lowered`.
 
     zero: see _dot_rows. An instruction takes only one constant: `zero` keeps MANTISSA in a register.
     """
@@ -244,8 +250,10 @@ def _minimum(m, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _planes(scales, mins, high, sub_scales, group, columns, n_cols, mask, TYPE: tl.constexpr):
-    """Load the scales and minimums of weights of planes, float32 in the shape of columns and mask. group: the
-    group of each row, in a shape that broadcasts to theirs."""
+    """Load the scales and minimums of weights of planes, float32 in the shape of columns and mask.
+
+    group: the group of each row, in a shape that broadcasts to theirs.
+    """
     if TYPE == Q4_K:  # 256 rows share scales and mins, 32 rows share their factors
         at, own = group // 8 * n_cols + columns, group * n_cols + columns
         scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
@@ -320,8 +328,10 @@ def _add_words(
     acc, x, n_tokens, n_cols, rows, lives, stride, first, last, zero,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Return acc [T, R, W] + x [T, n_cols] times words first to first + W of rows. last: words from `last` on
-    do not exist; None: all exist. The rest is as in _dot_rows."""
+    """Return acc [T, R, W] + x [T, n_cols] times words first to first + W of rows.
+
+    last: words from `last` on do not exist; None: all exist. The rest is as in _dot_rows.
+    """
     PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
     token, place = tl.arange(0, T)[:, None, None], tl.arange(0, R)[None, :, None]
     # Hides from the compiler that words are neighbours. So neighbouring threads take neighbouring words, and
@@ -408,12 +418,15 @@ def _matvec_kernel(
     TYPE: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr, BITS: tl.constexpr,
     PAIRS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [T, n_rows], or partial sums [SPLIT, T, n_rows] if the columns are split. With BITS, eight
-    rows a program, out is uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below the threshold.
-    With PAIRS, out is f(gate) * g(up), [T, n_rows / 2]; the matrix has all rows of gate, then all rows of up.
+    """Compute out [T, n_rows], or partial sums [SPLIT, T, n_rows] if the columns are split.
+
+    With BITS, eight rows a program, out is uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below
+    the threshold. With PAIRS, out is f(gate) * g(up), [T, n_rows / 2]; the matrix has all rows of gate, then
+    all rows of up.
 
     squares: given if x is Weighed, n_parts per token, rounded up S. norm: the weight of an RMSNorm of out.
-    weighed, squares_out: the Weighed of out; each program stores a part of the squares."""
+    weighed, squares_out: the Weighed of out; each program stores a part of the squares.
+    """
     await_launches()
     EACH: tl.constexpr = 2 if PAIRS else 1  # rows per number of out
     n_out = n_rows // EACH
@@ -462,8 +475,11 @@ def _matvec_kernel(
 
 @triton.jit
 def _row_of_pair(pair, second, n_turned, half, DIM: tl.constexpr, NEOX: tl.constexpr):
-    """Return the row of one number of a pair. The rows up to n_turned are heads of DIM rows, of which RoPE
-    rotates `half` pairs; it does not change other rows."""
+    """Return the row of one number of a pair.
+
+    The rows up to n_turned are heads of DIM rows, of which RoPE rotates `half` pairs; it does not change
+    other rows.
+    """
     row = pair * 2 + second
     if NEOX:
         i = pair % (DIM // 2)
@@ -479,9 +495,11 @@ def _project_heads_kernel(
     TYPE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, NEOX: tl.constexpr, T: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Compute R rows of a matrix of queries, keys and values, all of one kind: R / 2 pairs, which RoPE
-    rotates. Store queries in out [T, n_head * DIM], keys and values in their KV blocks. squares: as in
-    _matvec_kernel."""
+    """Compute R rows of a matrix of queries, keys and values, all of one kind.
+
+    They are R / 2 pairs, which RoPE rotates. Store queries in out [T, n_head * DIM], keys and values in their
+    KV blocks. squares: as in _matvec_kernel.
+    """
     await_launches()
     n_q, n_turned = n_head * DIM, (n_head + n_head_kv) * DIM
     pair = tl.program_id(0) * (R // 2)
@@ -569,9 +587,10 @@ def _add_kernel(
 
 @triton.jit
 def _count(packed, count, counts, n_packed):
-    """Add up the packed counts of the programs that computed neurons: int32 [n_packed], or [count]. A count
-    has eight bits each for selected and active neurons, and four each for rows of gate, up and down. Each
-    program adds up a share.
+    """Add up the packed counts of the programs that computed neurons: int32 [n_packed], or [count].
+
+    A count has eight bits each for selected and active neurons, and four each for rows of gate, up and down.
+    Each program adds up a share.
 
     Counts are whole numbers, so their order does not matter. Five additions to the same addresses by every
     program that has neurons would be slower.
@@ -664,8 +683,9 @@ def _values_of(
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Return f(gate) * g(up), or f(up) without a gate, for rows [R] that tokens select, [T, R], and packed
-    counts for _count.
+    """Return f(gate) * g(up), or f(up) without a gate, and packed counts for _count.
+
+    The values are [T, R], for rows [R] that tokens select.
 
     thresholded: int32 [T], None: no token is. gate_threshold, value_threshold: the thresholds of f and of the
     result, 0: none.
@@ -944,8 +964,11 @@ def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.conste
 
 @triton.jit
 def _in_order(place, TYPE: tl.constexpr):
-    """Return the columns at places [K] of a decoded tile's row. They are ordered by word, low nibbles first.
-    Bytes are in the order 0, 2, 1, 3, because two codes 16 bits apart become halves together."""
+    """Return the columns at places [K] of a decoded tile's row.
+
+    They are ordered by word, low nibbles first. Bytes are in the order 0, 2, 1, 3, because two codes 16 bits
+    apart become halves together.
+    """
     if TYPE == FLOAT:
         return place
     byte = (place & 2) >> 1 | (place & 1) << 1
@@ -958,8 +981,11 @@ def _in_order(place, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _halves_kernel(x, out, sizes, n, ORDER: tl.constexpr, N: tl.constexpr):
-    """Convert a row of x [T, n] to halves in the order of a type's words. float16: out [T, n] is multiplied
-    by a power of two, whose inverse is in sizes [T]. bfloat16: out [2, T, n] also has the rounding errors."""
+    """Convert a row of x [T, n] to halves in the order of a type's words.
+
+    float16: out [T, n] is multiplied by a power of two, whose inverse is in sizes [T]. bfloat16: out [2, T,
+    n] also has the rounding errors.
+    """
     await_launches()
     row = tl.program_id(0).to(tl.int64) * n
     n_all = tl.num_programs(0).to(tl.int64) * n
@@ -1072,8 +1098,10 @@ def _part_of_words(
 
 @triton.jit
 def _tile(raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE: tl.constexpr):
-    """Decode words w of rows [R] to float16 [R, 4 W or 8 W] in the order of _in_order. They are interleaved
-    in registers, because threads would share words of a tile in three dimensions."""
+    """Decode words w of rows [R] to float16 [R, 4 W or 8 W] in the order of _in_order.
+
+    They are interleaved in registers, because threads would share words of a tile in three dimensions.
+    """
     a, c, b, e = _part_of_words(
         raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 0, TYPE
     )
@@ -1095,8 +1123,10 @@ def _half(word):
 @triton.jit
 def _of_blocks(numbers, row, block, n_blocks, w, PER_BLOCK: tl.constexpr, TWO: tl.constexpr):
     """Load the float16 number of each word's block: [R, W], or [R, 1] if all words w [W] are in one block.
+
     TWO: they are in `block` and the next one; if that does not exist, its words do not either. numbers:
-    float16, or int32 with two numbers each if rows have an even number of blocks."""
+    float16, or int32 with two numbers each if rows have an even number of blocks.
+    """
     if numbers.dtype.element_ty == tl.int32:
         both = tl.load(numbers + row * (n_blocks // 2) + block // 2)
         a, b = _half(both >> (block % 2 * 16)), _half(both >> 16)
@@ -1113,9 +1143,10 @@ def _of_blocks(numbers, row, block, n_blocks, w, PER_BLOCK: tl.constexpr, TWO: t
 def _load_tile(
     codes, scales, mins, high, sub_scales, stride, rows, first, n_words, TYPE: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Load words first to first + W of rows [R] for tensor cores, as _load does. A number that all words
-    share is [R, 1]. Loads have four bytes, because such loads are copied to shared memory while other tiles
-    are multiplied. The kernel would wait for smaller loads.
+    """Load words first to first + W of rows [R] for tensor cores, as _load does.
+
+    A number that all words share is [R, 1]. Loads have four bytes, because such loads are copied to shared
+    memory while other tiles are multiplied. The kernel would wait for smaller loads.
     """
     PER_BLOCK: tl.constexpr = 32 if TYPE >= Q4_K else (8 if TYPE == Q8_0 else 4)  # words of codes
     TWO: tl.constexpr = W > PER_BLOCK
@@ -1146,8 +1177,10 @@ def _load_tile(
 
 @triton.jit
 def _multiplied(weights, x, acc, at, mask, n_all, PRECISION: tl.constexpr):
-    """Return acc [R, T] + weights [R, K] times inputs [K, T]. Inputs are at x + at, and their rounding errors
-    n_all further on (_halves_kernel)."""
+    """Return acc [R, T] + weights [R, K] times inputs [K, T].
+
+    Inputs are at x + at, and their rounding errors n_all further on (_halves_kernel).
+    """
     xs = tl.load(x + at, mask=mask, other=0.0)
     if x.dtype.element_ty == tl.float32:
         return tl.dot(weights, xs, acc, input_precision=PRECISION)
@@ -1214,8 +1247,10 @@ def _matmul_t_kernel(
     n_tokens, n_rows, n_cols, stride, n_words,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [T, n_cols] = x [T, n_rows] @ matrix, M tokens and W words a program, K rows at a time. x,
-    sizes: as in _matmul_kernel."""
+    """Compute out [T, n_cols] = x [T, n_rows] @ matrix, M tokens and W words a program, K rows at a time.
+
+    x, sizes: as in _matmul_kernel.
+    """
     await_launches()
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     w = tl.program_id(0) * W + tl.arange(0, W)
@@ -1266,9 +1301,11 @@ def _fired_kernel(
     KIND: tl.constexpr, UP_KIND: tl.constexpr, READ: tl.constexpr, DENSE: tl.constexpr, T: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Compute values [T, n] = f(gate) * g(up), or 0 for neurons that are not selected or do not fire. gate:
-    computed sums of the gate, or of up if `up` is None, with rows `stride` apart. A program has N neurons of
-    all tokens, T tokens at a time. READ: count every row of up as read. DENSE: as in fallback.fired.
+    """Compute values [T, n] = f(gate) * g(up), or 0 for neurons that are not selected or do not fire.
+
+    gate: computed sums of the gate, or of up if `up` is None, with rows `stride` apart. A program has N
+    neurons of all tokens, T tokens at a time. READ: count every row of up as read. DENSE: as in
+    fallback.fired.
 
     numbers: int32 [n], the numbers of the neurons; None: 0 to n - 1. counts: updated as by fallback.count.
     thresholded: as in _values_of.
@@ -1329,7 +1366,9 @@ def _finite(largest):
 @triton.jit
 def _weighed(scores, largest, total):
     """Return the weights of scores [Q, N], the factor for earlier sums, and the new `largest` and `total`.
-    largest, total: [Q], the largest score and the sum of weights of earlier positions."""
+
+    largest, total: [Q], the largest score and the sum of weights of earlier positions.
+    """
     now = tl.maximum(largest, tl.max(scores, axis=1))
     shrink = tl.exp(largest - _finite(now))
     weights = tl.exp(scores - _finite(now)[:, None])
@@ -1352,8 +1391,9 @@ def _attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one token, H of the GROUP heads of one KV head, and the KV blocks of one split, N
-    positions at a time.
+    """Compute attention of one token, for H heads of a KV head and the KV blocks of one split.
+
+    H is at most GROUP, the number of heads of the KV head. Positions are read N at a time.
 
     Without SPLIT: out [T, n_head, DIM_V]. With SPLIT: undivided sums in out [T, n_head, n_splits, DIM_V], and
     the largest score and the sum of weights relative to it in stats [T, n_head, n_splits, 2]. D, V: DIM,
@@ -1384,7 +1424,7 @@ def _attention_kernel(
     acc = tl.zeros([H, V], tl.float32)
     for at in range(first, last, N):
         i = at + n
-        page = tl.load(table + i // PAGE)  # one page: N divides PAGE
+        page = tl.load(table + i // PAGE)  # one block: N divides PAGE
         seen = (i >= start) & (i <= position) & (page >= 0)
         # Unseen positions are not read: KV blocks may hold old data.
         slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
@@ -1435,8 +1475,9 @@ def _prompt_attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention out [T, n_head, DIM_V], R queries a program and N positions at a time. The queries
-    are R / G neighbouring tokens with G of the GROUP heads of one KV head.
+    """Compute attention out [T, n_head, DIM_V], R queries a program and N positions at a time.
+
+    The queries are R / G neighbouring tokens with G of the GROUP heads of one KV head.
 
     Tiles of positions begin at multiples of N. A tile without visible positions does not change a query, so a
     token's bits do not depend on its neighbours. Tokens of several sequences take turns. D, V: DIM, DIM_V
@@ -1473,7 +1514,7 @@ def _prompt_attention_kernel(
         first = tl.min(tl.where(mine, start, last), axis=0) // N * N
         for at in range(first, last, N):
             i = at + n
-            page = tl.load(table + at // PAGE)  # one page: N divides PAGE
+            page = tl.load(table + at // PAGE)  # one block: N divides PAGE
             there = i < tl.where(page >= 0, last, at)
             seen = (i[None, :] <= position[:, None]) & (i[None, :] >= start[:, None])
             seen = seen & mine[:, None] & there[None, :]
@@ -1581,8 +1622,10 @@ def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
 
 @triton.jit
 def _largest_kernel(x, out, n_groups, G: tl.constexpr, B: tl.constexpr):
-    """Compute the largest of each group of G numbers of a row, B groups a program. A group with a number that
-    is not finite yields NaN."""
+    """Compute the largest of each group of G numbers of a row, B groups a program.
+
+    A group with a number that is not finite yields NaN.
+    """
     await_launches()
     i = tl.program_id(1) * B + tl.arange(0, B)
     group = tl.program_id(0).to(tl.int64) * n_groups + i
@@ -1700,8 +1743,10 @@ MAX_ATTENTION_SPLITS = 256
 
 
 def _precision(x: Tensor) -> str:
-    """Return the precision of tl.dot for float32. Three products of TF32 are as exact as one of float32, and
-    use the tensor cores."""
+    """Return the precision of tl.dot for float32.
+
+    Three products of TF32 are as exact as one of float32, and use the tensor cores.
+    """
     return "tf32x3" if x.device.type != "cpu" and not is_amd(x) else "ieee"
 
 
@@ -1739,15 +1784,20 @@ def _new(x: Tensor, *shape: int) -> Tensor:
 
 
 def _inputs(x: Tensor) -> Tensor:
-    """Return x contiguous and aligned to 16 bytes, which a slice of a row may not be. From unaligned inputs a
-    thread loads single numbers, so threads would share the products of a word, which are not rounded."""
+    """Return x contiguous and aligned to 16 bytes, which a slice of a row may not be.
+
+    From unaligned inputs a thread loads single numbers, so threads would share the products of a word, which
+    are not rounded.
+    """
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _given(x: Entering) -> tuple[Tensor, Tensor | None, int, float]:
-    """Return the inputs of a product of few tokens. For Weighed inputs also return the squares, their number
-    per token, and eps."""
+    """Return the inputs of a product of few tokens.
+
+    For Weighed inputs also return the squares, their number per token, and eps.
+    """
     if isinstance(x, Weighed):
         return x.x, x.squares, x.squares.shape[1], x.eps
     return _inputs(x), None, 0, 0.0
@@ -1783,8 +1833,10 @@ def _matvec(
     activation: ActivationKind | None = None, threshold: float = 0.0,
     after: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:  # fmt: skip
-    """Compute a product of few tokens. Return out, or partial sums if columns are split. after: norm,
-    weighed, squares_out."""
+    """Compute a product of few tokens.
+
+    Return out, or partial sums if columns are split. after: norm, weighed, squares_out.
+    """
     assert m.group_of is None, "planes are multiplied by their transpose"
     given, squares, n_parts, eps = _given(x)
     n_tokens, (stride, n_words), tokens = len(given), _row(m), pow2(len(given))
@@ -1882,8 +1934,10 @@ class Halves:
 
 
 def _halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
-    """Convert x [T, n] for products with m or any matrix of its type. order: the format whose words define
-    the order of columns."""
+    """Convert x [T, n] for products with m or any matrix of its type.
+
+    order: the format whose words define the order of columns.
+    """
     if m.type == GGMLType.F32:
         return Halves(x, None, len(x))
     is_brain = m.type == GGMLType.BF16
@@ -1907,8 +1961,11 @@ class Tile:
     warps: int
 
     def cycles(self, n_tokens: int, n_rows: int, weight_bytes: float, n_multiprocessors: int) -> float:
-        """Estimate the cycles of a product on Hopper, per weight of a row. Each multiprocessor computes a
-        tile, limited by its tensor cores or by reads of inputs and weights from the L2 cache."""
+        """Estimate the cycles of a product on Hopper, per weight of a row.
+
+        Each multiprocessor computes a tile, limited by its tensor cores or by reads of inputs and weights
+        from the L2 cache.
+        """
         n_programs = -(-n_tokens // self.tokens) * -(-n_rows // self.rows)
         n_bytes = 2 * self.tokens + weight_bytes * self.rows
         each = max(self.rows * self.tokens / HOPPER_PRODUCTS, n_bytes / HOPPER_L2_BYTES)
@@ -2017,8 +2074,10 @@ def linear_t(
 
 @dataclass(frozen=True)
 class Counted:
-    """Packed counts that are not yet added (_count). packed: int32 [n]. count: int32 [1], the number of used
-    entries; None: all."""
+    """Packed counts that are not yet added (_count).
+
+    packed: int32 [n]. count: int32 [1], the number of used entries; None: all.
+    """
 
     packed: Tensor
     count: Tensor | None
@@ -2033,8 +2092,10 @@ def _linear_t(
     ids: Tensor | None = None, count: Tensor | None = None,
     counted: Counted | None = None, counts: Tensor | None = None, left_out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute linear_t, and with few tokens add `counted` to `counts`. ids, count: the results of
-    _chosen_kernel; x then has these rows."""
+    """Compute linear_t, and with few tokens add `counted` to `counts`.
+
+    ids, count: the results of _chosen_kernel; x then has these rows.
+    """
     x, n_tokens = x.contiguous(), len(x)
     out = _new(x, n_tokens, m.n_cols) if out is None else out
     if n_tokens == 0:
@@ -2081,8 +2142,7 @@ class _What:
 
     @property
     def numbers(self) -> tuple[float, Tensor | None, float, float]:
-        """Return the activation's threshold, the flags of thresholded tokens, and the two thresholds of
-        _values_of."""
+        """Return the threshold, the flags of thresholded tokens, and both thresholds of _values_of."""
         either = self.gate_threshold or self.value_threshold
         small = [0.0 if by is None else by.threshold for by in (self.gate_threshold, self.value_threshold)]
         return self.threshold, None if either is None else either.tokens, small[0], small[1]
@@ -2133,8 +2193,10 @@ def _every_neuron(
     h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, what: _What,
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> tuple[Tensor, Counted | None]:  # fmt: skip
-    """Compute the values of all neurons for few tokens, [T, n]. Return them and, if requested, the counts to
-    add."""
+    """Compute the values of all neurons for few tokens, [T, n].
+
+    Return them and, if requested, the counts to add.
+    """
     n_tokens = len(h)
     values, tokens = _new(h, n_tokens, up.n_rows), pow2(n_tokens)
     per_program = MATVEC_ROWS[tokens]  # the rows of a program share their reads of h
@@ -2184,8 +2246,10 @@ def _gate_and_up(
 
 
 def _n_resident(device: torch.device) -> int:
-    """Return the number of programs of _chosen_kernel that a device runs at once. Results do not depend on
-    it."""
+    """Return the number of programs of _chosen_kernel that a device runs at once.
+
+    Results do not depend on it.
+    """
     return CHOSEN_PROGRAMS * multiprocessors(device)
 
 
@@ -2194,8 +2258,10 @@ def _all_neurons(
     selected: Tensor | None, held: fallback.Held | None,
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute neurons of many tokens. Nearly every row fires for some token, so all are computed, then
-    masked."""
+    """Compute neurons of many tokens.
+
+    Nearly every row fires for some token, so all are computed, then masked.
+    """
     n_tokens, n = len(h), up.n_rows
     values = _new(h, n_tokens, n)
     if n == 0:
@@ -2527,8 +2593,10 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute fallback.attention. Fewer than PROMPT_TOKENS tokens split their positions, and the splits are
-    merged in order."""
+    """Compute fallback.attention.
+
+    Fewer than PROMPT_TOKENS tokens split their positions, and the splits are merged in order.
+    """
     q, n_tokens = q.contiguous(), len(q)
     n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
     max_pages, group = page_tables.shape[1], n_head // n_head_kv

@@ -75,8 +75,11 @@ class DeviceWeights:
         arena: Arena | None = None,
         lines: Lines | None = None,
     ) -> DeviceMatrix:
-        """Load the rows of some neurons, or of all, on each call. Without an arena they get memory of their
-        own. lines: the bytes of the rows, if they are not read from the source."""
+        """Load the rows of some neurons, or of all, on each call.
+
+        Without an arena they get memory of their own. lines: the bytes of the rows, if they are not read from
+        the source.
+        """
         info = self.source.tensors[op.weight]
         if lines is None:
             lines = self._lines(op)
@@ -93,8 +96,10 @@ class DeviceWeights:
         return DeviceMatrix.from_planes(lines, scales, self.device, rows, arena)
 
     def neurons(self, ops: Sequence[Linear | TransposedLinear], rows: np.ndarray) -> list[DeviceMatrix]:
-        """Load the rows of some neurons of several matrices, in memory of their own. rows: int64 [n],
-        ascending."""
+        """Load the rows of some neurons of several matrices, in memory of their own.
+
+        rows: int64 [n], ascending.
+        """
         there: Mapping[str, Lines] = {}
         if isinstance(self.source, Uploads):
             there = self.source.neurons([op.weight for op in ops], rows)
@@ -105,8 +110,10 @@ class DeviceWeights:
         return None if name is None else self.vector(name, first, width)
 
     def biases(self, ops: Sequence[Linear]) -> Tensor | None:
-        """Return the biases of products with stacked rows, or None if no product has one. A product without
-        bias gets zeros."""
+        """Return the biases of products with stacked rows, or None if no product has one.
+
+        A product without bias gets zeros.
+        """
         if all(op.bias is None for op in ops):
             return None
         parts = [

@@ -1,2 +1,1 @@
-"""The decoder on a GPU through Vulkan, with any vendor's driver and no other installation
-(docs/guides/vulkan.md)."""
+"""The decoder on a GPU through Vulkan, with any vendor's driver (docs/guides/vulkan.md)."""

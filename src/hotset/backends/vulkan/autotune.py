@@ -84,8 +84,11 @@ def tuned(
 
 
 def fastest(default: ProductShapes, seconds_of: Measure, has_time: Callable[[], bool]) -> ProductShapes:
-    """Return the fastest shapes, measured one field after the other. A field keeps its default unless a
-    candidate is clearly faster. When time runs out, the remaining fields keep their defaults."""
+    """Return the fastest shapes, measured one field after the other.
+
+    A field keeps its default unless a candidate is clearly faster. When time runs out, the remaining fields
+    keep theirs.
+    """
     best = default
     for name, candidates in CANDIDATES.items():
         own, least = getattr(default, name), 0.0

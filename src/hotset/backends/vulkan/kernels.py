@@ -149,8 +149,10 @@ class Recorder:
         push: Sequence[float],
         groups: tuple[_core.VulkanBuffer, int],
     ) -> None:
-        """Record one dispatch. groups: a buffer and an offset, where the host writes the number of workgroups
-        before each run."""
+        """Record one dispatch.
+
+        groups: a buffer and an offset, where the host writes the number of workgroups before each run.
+        """
         kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch_indirect(kernel, list(bindings), packed, *groups)
         self.n_dispatches += 1

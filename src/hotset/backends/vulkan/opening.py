@@ -51,8 +51,11 @@ def open_placed(
 
 
 class _StageOpener:
-    """The opener of a placement's stages. It opens each device once and tunes it if needed (autotune.py).
-    All stages of a device together stay within its limit."""
+    """The opener of a placement's stages.
+
+    It opens each device once and tunes it if needed (autotune.py). All stages of a device together stay
+    within its limit.
+    """
 
     name, chain, notes = NAME, WholeVulkan, ()
 

@@ -33,8 +33,10 @@ def path_of(info: VulkanInfo) -> Path:
 
 
 def read(info: VulkanInfo) -> bytes:
-    """Return the cached pipelines; empty if the file does not exist or is damaged. The device compares the
-    header with its own (csrc/vulkan/device.h) before the driver gets it."""
+    """Return the cached pipelines; empty if the file does not exist or is damaged.
+
+    The device compares the header with its own (csrc/vulkan/device.h) before the driver gets it.
+    """
     try:
         data = read_small_file(path_of(info), MOST_BYTES)
     except (OSError, HotsetError):

@@ -138,8 +138,10 @@ def _chain(n: int) -> tuple[HeldWeights, Graph]:
 def rates_beside(
     info: VulkanInfo, n_threads: int | None, progress: Reporter | None = None, path: Path | None = None
 ) -> DeviceRates:
-    """Return the rates of a device and this CPU, which compute one after the other. A software driver gets
-    the rates of a typical desktop with a GPU."""
+    """Return the rates of a device and this CPU, which compute one after the other.
+
+    A software driver gets the rates of a typical desktop with a GPU.
+    """
     if info.is_software:
         return replace(machine.STAND_IN, link=0.0, link_busy=0.0)
     cpu = cpu_rates(n_threads, progress)
@@ -318,8 +320,10 @@ def model_facts(
 def _with_neurons(
     layer: LayerFacts, ffn: Ffn | None, tensors: Mapping[str, TensorInfo], mode: FFNMode
 ) -> LayerFacts:
-    """Return a layer with its neurons counted apart from its other weights, if they can be split. The fixed
-    bytes include one neuron, the minimum, and the padding; these bytes are not read."""
+    """Return a layer with its neurons counted apart from its other weights, if they can be split.
+
+    The fixed bytes include one neuron, the minimum, and the padding; these bytes are not read.
+    """
     if ffn is None or layer.missing is not None:
         return layer
     each, spare, scales = budget.neuron_bytes(ffn, tensors)

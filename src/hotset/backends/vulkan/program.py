@@ -922,8 +922,10 @@ def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[in
 
 
 def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorInfo]) -> Value | None:
-    """Return the input of a product with quantised rows, which reads it rounded to eight bits. Return None
-    for other operations."""
+    """Return the input of a product with quantised rows, which reads it rounded to eight bits.
+
+    Return None for other operations.
+    """
     match op:
         case Linear() | ExpertLinear() | ExpertSum(neuron_major=False):
             return None if tensors[op.matrices[0]].type in FLOATS else op.x
@@ -1026,8 +1028,11 @@ def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]
 
 
 def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[FusedStep]:
-    """Yield the operations in order, with fused pairs: a matrix product and a sum, or an activation and a
-    multiplication. A pair is fused only if nothing else reads the value between them."""
+    """Yield the operations in order, with fused pairs.
+
+    A pair is a matrix product and a sum, or an activation and a multiplication. It is fused only if nothing
+    else reads the value between them.
+    """
     ids = count(len(graph.values))
     ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
     if shared is not None and shared.experts is not None:

@@ -165,7 +165,7 @@ def _operands(lowered: Values, op: Recurrent) -> tuple[Record, _Scan]:
             )  # fmt: skip
         case DeltaNet():
             return _delta_net(lowered, op, rows)
-    raise AssertionError(f"{op.out.name} is no scan")
+    raise AssertionError(f"{op.out.name} is not a scan")
 
 
 def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:

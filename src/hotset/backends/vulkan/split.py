@@ -54,8 +54,10 @@ class Submit(Operation):
 
 @dataclass(frozen=True)
 class SubmitExperts(Operation):
-    """The copy of x and of a route's experts to the host. out = the route with slots instead of experts; -1
-    for an expert without a slot."""
+    """The copy of x and of a route's experts to the host.
+
+    out = the route with slots instead of experts; -1 for an expert without a slot.
+    """
 
     out: Value
     x: Value

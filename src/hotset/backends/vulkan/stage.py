@@ -72,7 +72,7 @@ class OpenDevice:
 class Loaded(NamedTuple):
     """The device memory of another stage on the same device, that a new stage uses too.
 
-    weights: those that are uploaded. cache: keys and values of the same layers and pages, to read and write.
+    weights: those that are uploaded. cache: keys and values of the same layers and blocks, to read and write.
     """
 
     weights: VulkanWeights | None = None
@@ -202,8 +202,10 @@ class VulkanStage(DeviceStage):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of device memory that the stage holds, by kind. workspace: values and inputs of
-        steps. The first stage of a device includes the bytes of the others."""
+        """Return the bytes of device memory that the stage holds, by kind.
+
+        workspace: values and inputs of steps. The first stage of a device includes the bytes of the others.
+        """
         values = sum(lowered.nbytes for lowered in self._lowered.values())
         adapters = 0 if self._on_device is None else self._on_device.nbytes
         exchange = 0 if self._shared is None else self._shared.nbytes
@@ -276,8 +278,10 @@ class VulkanStage(DeviceStage):
         _core.vulkan_run(programs, self._cancel, exchange, n)
 
     def _run(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
-        """Run a step and return logits or the residual stream. rows: values that the host computed, and the
-        entering value."""
+        """Run a step and return logits or the residual stream.
+
+        rows: values that the host computed, and the entering value.
+        """
         n, result = len(batch.tokens), self.graph.result
         body = lowered.recorded("body", n).program
         tail = "candidates" if batch.wants_candidates and lowered.has_candidates else "logits"

@@ -30,8 +30,10 @@ COMPUTED = CAPABILITIES.tensor_types
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Rows [first, first + n_rows) of a matrix, or of each of its experts. more: bytes other than codes; None
-    if the type has only codes."""
+    """Rows [first, first + n_rows) of a matrix, or of each of its experts.
+
+    more: bytes other than codes; None if the type has only codes.
+    """
 
     codes: BufferRange
     more: BufferRange | None
@@ -79,8 +81,10 @@ class VulkanWeights:
         return self.matrices[key]
 
     def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> VulkanMatrix:
-        """Return some rows of a matrix, in this order. A matrix and a first row must always have the same
-        rows."""
+        """Return some rows of a matrix, in this order.
+
+        A matrix and a first row must always have the same rows.
+        """
         key = name, "chosen", int(rows[0])
         if key not in self.matrices:
             type_ = self._type_of(name)

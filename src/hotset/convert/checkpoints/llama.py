@@ -69,14 +69,19 @@ class OnlineBitNet(FamilyPart):
 
 
 class FactoredQueries(FamilyPart):
-    """Muse Glimmer: queries and keys pass norms without weights, and an entry multiplies queries. Layers
-    without a window or a rotation are counted from the last one."""
+    """Muse Glimmer: queries and keys pass norms without weights, and an entry multiplies queries.
+
+    Layers without a window or a rotation are counted from the last one.
+    """
 
     adapts = False
 
     def keys(self) -> dict[str, Any]:
-        """Complete layer_types. Raises UnsupportedModelError unless there is a window, and exactly the layers
-        with it have the one base of the rotation."""
+        """Complete layer_types.
+
+        Raises UnsupportedModelError unless there is a window, and exactly the layers with it have the one
+        base of the rotation.
+        """
         raw, n_layer, period = self.facts.raw, self.facts.n_layer, self.facts.row.window_period
         base = HFRope(self.facts).keys()["rope.freq_base"]
         if raw.get("sliding_window") is None:

@@ -39,9 +39,12 @@ class ExpertsByInput(FamilyPart):
 
 
 class HFNgrams:
-    """Embeddings of n-grams. Fields hold the layer that adds them, the longest length, heads of all lengths,
-    and the width of one head's embedding. Others hold the number of tensors with its rows, the kernel of the
-    convolution, and the token that ends a text."""
+    """Embeddings of n-grams.
+
+    Fields hold the layer that adds them, the longest length, heads of all lengths, and the width of one
+    head's embedding. Others hold the number of tensors with its rows, the kernel of the convolution, and the
+    token that ends a text.
+    """
 
     def __init__(self, config: dict[str, Any], layers: Any, n_layer: int) -> None:
         if not isinstance(layers, list) or len(layers) != 1:
@@ -79,9 +82,12 @@ class HFNgrams:
 
 
 class GatedStreamsPart(DeltaNetPart):
-    """Qwen4-Exp (model/config.py, GatedStreams and Ngrams): streams, the rank of their gates, heads of the
-    indexer and the channels of one, the tokens that it chooses and the tokens of a block,
-    embeddings of n-grams (None: no layer has them)."""
+    """Qwen4-Exp (model/config.py, GatedStreams and Ngrams).
+
+    Its facts are the number of streams, the rank of their gates, the indexer's heads and their channels, the
+    tokens that the indexer chooses, the tokens of a block, and embeddings of n-grams (None: no layer has
+    them).
+    """
 
     hashes: ClassVar = {
         "ple.ple_embedding.layer_multipliers": "ple.layer_multipliers",

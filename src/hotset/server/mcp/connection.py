@@ -34,8 +34,11 @@ _log = logging.getLogger("hotset.server")
 
 @dataclass(frozen=True)
 class McpTool:
-    """A tool. name: the model's name for it. own_name: its server's name for it. parameters: a JSON schema.
-    digest: of the facts that a user consents to: the server's program or address, and the description."""
+    """A tool.
+
+    name: the model's name for it. own_name: its server's name for it. parameters: a JSON schema. digest: of
+    the facts that a user consents to: the server's program or address, and the description.
+    """
 
     name: str
     own_name: str

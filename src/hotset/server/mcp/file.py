@@ -36,8 +36,10 @@ _NOT_OF_A_NAME = re.compile(r"[^a-zA-Z0-9_-]")
 
 @dataclass(frozen=True, kw_only=True)
 class McpServer:
-    """One server: a command that speaks MCP over standard input and output, or an address that speaks it over
-    (streamable) HTTP. unused: fields of the file that only other clients use."""
+    """One server: a command that speaks MCP over stdin and stdout, or an address for streamable HTTP.
+
+    unused: fields of the file that only other clients use.
+    """
 
     name: str
     command: str | None = None
@@ -60,13 +62,15 @@ class McpServer:
 
 
 def read_servers(path: Path) -> tuple[McpServer, ...]:
-    """Return the servers of a file, without disabled ones. Raises InvalidRequestError, which quotes no text's
-    value."""
+    """Return the servers of a file, without disabled ones.
+
+    Raises InvalidRequestError, which quotes no text's value.
+    """
     try:
         given = json.loads(read_small_text(path, _MAX_BYTES))
     except (ValueError, RecursionError) as error:
         where = f" (line {error.lineno}: {error.msg})" if isinstance(error, json.JSONDecodeError) else ""
-        raise InvalidRequestError(f"{path} is no JSON file{where}") from None
+        raise InvalidRequestError(f"{path} is not a JSON file{where}") from None
     tables = given.get("mcpServers") if isinstance(given, dict) else None
     if not isinstance(tables, dict) or not tables:
         raise InvalidRequestError(

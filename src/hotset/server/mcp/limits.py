@@ -13,9 +13,11 @@ from hotset.server.key_limits import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one server. start_seconds: to connect and to list its tools (npx may fetch the server first).
-    call_seconds: of a call. write_seconds: until it has read a message. stop_seconds: between the end of its
-    input and SIGTERM, and between SIGTERM and SIGKILL.
+    """Limits of one server.
+
+    start_seconds: to connect and to list its tools (npx may fetch the server first). call_seconds: of a call.
+    write_seconds: until it has read a message. stop_seconds: between the end of its input and SIGTERM, and
+    between SIGTERM and SIGKILL.
 
     message_bytes, message_nesting: of one message. minute_bytes: of all messages in a minute.
     tools: most tools; listing_bytes: of their descriptions and schemas; schema_bytes, schema_nesting: of one
@@ -44,7 +46,9 @@ class McpServerError(HotsetError):
 
 def check_message(data: bytes, limits: Limits) -> None:
     """Raise McpServerError for a message that would take long to parse, while no other thread of Python runs.
-    The caller limits its bytes."""
+
+    The caller limits its bytes.
+    """
     try:
         check_json(data, limits.message_nesting)
     except RequestError:

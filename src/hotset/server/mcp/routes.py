@@ -54,7 +54,7 @@ class RestartBody(Body):
 
 
 class CallBody(Body):
-    """digest: of the tool that is meant, as it was listed; None: whatever it is by now."""
+    """A call. digest: the listed digest of the tool; the call fails if it has changed. None: no check."""
 
     name: ToolName
     arguments: dict[str, Any] = Field(default={})
@@ -63,7 +63,7 @@ class CallBody(Body):
 
 @router.get("/mcp/servers", responses={200: {"model": McpServersReply}})
 async def servers(http: Request) -> Response:
-    """The MCP servers of --mcp, and their tools."""
+    """Return the MCP servers of --mcp, and their tools."""
     clients: McpClients | None = http.app.state.mcp_clients
     statuses = [] if clients is None else clients.statuses
     return JsonReply(McpServersReply.written(servers=[_entry(status) for status in statuses]))
@@ -71,7 +71,7 @@ async def servers(http: Request) -> Response:
 
 @router.post("/mcp/restart", responses={200: {"model": McpServersReply}})
 async def restart(body: RestartBody, http: Request) -> Response:
-    """Connects to a server anew, and does not wait for it: a process is ended, and started again."""
+    """Connect to a server again, and do not wait for it. A process is ended and started again."""
     clients: McpClients | None = http.app.state.mcp_clients
     if clients is None or not clients.has(body.server):
         raise RequestError(
@@ -83,7 +83,7 @@ async def restart(body: RestartBody, http: Request) -> Response:
 
 @router.post("/mcp/call", responses={200: {"model": McpCallReply}})
 async def call(body: CallBody, http: Request) -> Response:
-    """Calls a tool, and waits for its result; a client that goes away cancels the call."""
+    """Call a tool, and wait for its result. A client that disconnects cancels the call."""
     clients: McpClients | None = http.app.state.mcp_clients
     found = None if clients is None else clients.find(body.name)
     if clients is None or found is None:
@@ -91,7 +91,7 @@ async def call(body: CallBody, http: Request) -> Response:
     server, tool = found
     if body.digest not in (None, tool.digest):
         raise RequestError(
-            f"the tool {body.name!r} is another one than it was: look at it again under Tools, and ask again",
+            f"the tool {body.name!r} has changed: look at it again under Tools, and ask again",
             409,
             param="digest",
             code="tool_changed",
@@ -100,7 +100,7 @@ async def call(body: CallBody, http: Request) -> Response:
         json.dumps(body.arguments, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError(
-            "the arguments have half of a surrogate pair, which is no character; leave it out",
+            "the arguments have half of a surrogate pair, which is not a character; leave it out",
             param="arguments",
         ) from None
     try:

@@ -192,7 +192,10 @@ class StdioTransport:
                 self._guard.stdin.close()
 
     async def _exits_within(self, seconds: float) -> bool:
-        """Return whether it exits. (`Process.wait` would also wait for others that hold its pipes.)"""
+        """Return whether it exits.
+
+        `Process.wait` would also wait for other processes that hold its pipes.
+        """
         for _ in range(max(1, round(seconds / _LOOK_SECONDS))):
             if self._process.returncode is not None:
                 return True
@@ -267,7 +270,7 @@ class HttpTransport:
             if (status := response.status_code) in (401, 403):
                 raise McpServerError(f"refuses (status {status}): give it a key among its headers")
             if response.headers.get("content-encoding", "identity").lower() != "identity":
-                raise McpServerError("compresses what it sends, which it was not asked to")
+                raise McpServerError("sends compressed replies, although hotset requests uncompressed ones")
             if (response.charset_encoding or "utf-8").lower().replace("_", "-") not in ("utf-8", "utf8"):
                 raise McpServerError("sends text that is not UTF-8")
         assert isinstance(response.stream, httpx2.AsyncByteStream)
@@ -275,8 +278,10 @@ class HttpTransport:
         response.stream = _Body(response.stream, self._bounded(response.stream, has_events))
 
     async def _bounded(self, stream: httpx2.AsyncByteStream, has_events: bool) -> AsyncIterator[bytes]:
-        """Yield the pieces of a reply: one message, or events that each end with a blank line. Each message
-        is checked when it is complete, and passed on afterwards."""
+        """Yield the pieces of a reply: one message, or events that each end with a blank line.
+
+        Each message is checked when it is complete, and passed on afterwards.
+        """
         most, size, tail = self._limits.message_bytes, 0, b""
         held: list[bytes] = []
         async for piece in stream:

@@ -111,7 +111,7 @@ _MESSAGE = {
         "role": {"enum": list(ROLES)},
         "content": {
             "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}],
-            "description": "May be left out beside tool_calls.",
+            "description": "May be left out with tool_calls.",
         },
         "reasoning_content": {"type": ["string", "null"]},
         "name": {"type": ["string", "null"]},
@@ -134,7 +134,7 @@ def _modality(given: Any) -> Any:
 
 @having(
     Row("logprobs", "Logprobs of the tokens, or how many of the likeliest.", Logprobs, use="route"),
-    Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
+    Row("top_logprobs", "Logprobs of this number of likeliest tokens.", integer(0, 20), use="route"),
     Row("parallel_tool_calls", "False ends the answer with its first call.", Flag, use="request"),
     Row("best_of", "hotset returns each answer that it makes", use="ignored", neutral=(1,)),
     TRUNCATION,

@@ -31,7 +31,7 @@ _DEFAULT_TOKENS = 16  # per answer, OpenAI's default for this route
 
 
 @having(
-    Row("logprobs", "Logprobs of the tokens and of so many of the likeliest.", Logprobs, ("n_probs",),
+    Row("logprobs", "Logprobs of the tokens and of this number of likeliest ones.", Logprobs, ("n_probs",),
         use="route"),
     Row("best_of", "hotset returns each answer that it makes", use="ignored", neutral=(1,)),
     Row("parse_special", "False reads special tokens in the prompt as text.", Flag, use="request"),
@@ -156,8 +156,10 @@ class _Reply:
         return shapes.CompletionReply.written(id=self.id, created=answer.created, model=self._model, **more)
 
     def _prompt(self, answer: Answer, index: int) -> list[_Text]:
-        """Return the echo that begins an answer, if requested. The first piece has the whole text; each piece
-        has some of the tokens."""
+        """Return the echo that begins an answer, if requested.
+
+        The first piece has the whole text; each piece has some of the tokens.
+        """
         if not self._body.echo:
             return []
         prompt = answer.prompt_of(index)

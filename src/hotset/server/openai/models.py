@@ -15,7 +15,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
-    """Behind each model those of its adapters, as MODEL:ADAPTER."""
+    """Return the models, each followed by its adapters as MODEL:ADAPTER."""
     return {"object": "list", "data": await _entries(http)}
 
 

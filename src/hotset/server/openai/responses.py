@@ -200,7 +200,7 @@ Tool = Annotated[FunctionTool | NamespaceTool | CustomTool | NamelessTool, ByTyp
 
 
 @having(
-    Row("format", "What the answer follows.", ResponseFormat, sets=MANY, read=form_of),
+    Row("format", "The form of the answer.", ResponseFormat, sets=MANY, read=form_of),
     Row("verbosity", "Variable of the chat template.", Text, use="template"),
 )
 class TextSettings(Body):
@@ -213,7 +213,7 @@ _NOTHING_STORED = "nothing is stored, so send the whole conversation"
 @having(
     *(Row("text", "Form and verbosity of the answer.", TextSettings, use=use, sets=MANY,
           read=settings_of(use)) for use in ("sampling", "template")),
-    Row("top_logprobs", "Logprobs of so many of the likeliest tokens.", integer(0, 20), use="route"),
+    Row("top_logprobs", "Logprobs of this number of likeliest tokens.", integer(0, 20), use="route"),
     Row("parallel_tool_calls", "False ends the answer with its first call.", Flag, use="request"),
     Row("previous_response_id", _NOTHING_STORED, use="refused"),
     Row("conversation", _NOTHING_STORED, use="refused"),
@@ -227,8 +227,8 @@ _NOTHING_STORED = "nothing is stored, so send the whole conversation"
 class ResponsesBody(AnswerFields):
     """The body of a response, as OpenAI has it. Nothing is stored, and nothing is looked up.
 
-    include: parts of the response. Of these only logprobs add something: reasoning comes in the open, and the
-    others belong to tools that a provider runs.
+    include: parts of the response. Only logprobs have an effect: reasoning is always included, and the other
+    parts belong to tools that a provider runs.
     """
 
     input: str | list[Item] = ""
@@ -347,7 +347,7 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
             limit = (
                 f"{MAX_TOOLS} tools" if len(found) == MAX_TOOLS else f"names of {MAX_TOOL_NAME} characters"
             )
-            raise InvalidRequestError(f"tools: a request has at most {limit}, those of namespaces with these")
+            raise InvalidRequestError(f"tools: a request has at most {limit}, including namespaces")
         if owners.setdefault(name, namespace) != namespace:
             raise InvalidRequestError(
                 f"tools: the model would see {name!r} twice, of two namespaces; rename one of these functions"

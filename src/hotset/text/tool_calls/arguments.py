@@ -104,8 +104,10 @@ class Tags:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A form like `city="Rome", days=2)` or `city:<escape>Rome<escape>,days:2}`: literals after names, up
-    to a bracket."""
+    """A form like `city="Rome", days=2)` or `city:<escape>Rome<escape>,days:2}`.
+
+    Literals follow names, up to a bracket.
+    """
 
     between: str
     end: str
