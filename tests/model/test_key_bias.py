@@ -25,7 +25,7 @@ WIDTH, HEAD = 64, 32  # of the keys of a token, of a head
 
 
 def bias(seed: int) -> np.ndarray:
-    """A bias as Qwen2.5 has it, float32 [WIDTH]: hundreds in slow channels, 8 in one that turns fast."""
+    """Return a bias as in Qwen2.5, float32 [WIDTH]: hundreds in slow channels, 8 in a fast one."""
     values = np.random.default_rng(seed).normal(size=(2, HEAD))
     values[:, 28:] *= 300
     values[:, 1] = 8

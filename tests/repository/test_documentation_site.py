@@ -55,6 +55,7 @@ def test_the_root_leads_to_the_home_page(site: Path) -> None:
     assert (site / target).is_file()
 
 
+@pytest.mark.slow
 def test_pages_load_no_external_files(site: Path) -> None:
     for path in site.rglob("*.html"):
         assert not LOADED.search(path.read_text("utf-8")), path

@@ -145,7 +145,7 @@ def test_a_mark_that_a_grammar_spells_is_text():
 
 
 def test_a_long_beginning_that_spells_a_mark_is_split_in_linear_time():
-    """The model's own tokens spell the mark, so the text is split by its bytes: quadratic time would be an hour."""
+    """Split by bytes, because the model's tokens spell the mark. Quadratic time would be an hour."""
     begun = "<|im_start|>" + "a" * 100_000
     rule = grammars().constraint("regex", "(?s:.*)", begun=begun)
     assert rule.can_end
