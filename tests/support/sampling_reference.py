@@ -10,6 +10,7 @@ import math
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,33 @@ _ALLOWING = np.where(
     np.float32(-math.inf),
 )
 
+
+# Values of parameters that tests combine at random.
+CHOICES: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.3, 0.8, 1.0, 1.7, 30.0, 1e-3, 1e300, 1e-310],
+    "top_k": [0, 1, 2, 40, 100, 600, 2000, 10**6],
+    "top_p": [0.0, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999, 1.0],
+    "min_p": [0.0, 0.05, 0.3, 1e-4, 1e-300, 1.0],
+    "typical_p": [1.0, 0.9, 0.5, 0.2, 0.999, 0.0],
+    "top_n_sigma": [-1.0, 0.5, 1.0, 2.5, 30.0, 1e308],
+    "xtc_probability": [0.0, 0.5, 1.0],
+    "xtc_threshold": [0.1, 0.01, 1e-4, 0.0, 0.6],
+    "dynatemp_range": [0.0, 0.3, 0.8, 5.0],
+    "dynatemp_exponent": [1.0, 0.5, 2.0, 0.0, 1e4],
+    "repetition_penalty": [1.0, 1.3, 0.7, 1e300],
+    "frequency_penalty": [0.0, 0.6, -0.5, 1e300],
+    "presence_penalty": [0.0, 0.4, -2.0],
+    "penalty_last_n": [64, -1, 0, 3],
+    "dry_multiplier": [0.0, 0.8, 5.0],
+    "dry_base": [1.75, 1.0, 1e300],
+    "dry_allowed_length": [2, 0, 1, 2**40],
+    "dry_penalty_last_n": [-1, 0, 9, 200],
+}
+MIROSTAT: dict[str, list[Any]] = {
+    "mirostat": [1, 2],
+    "mirostat_tau": [5.0, 2.0, 0.0, 12.0, 100.0],
+    "mirostat_eta": [0.1, 1.0, 0.0],
+}
 
 _GROUP = 64
 _MOST_LIKELY = 100  # tokens from which mirostat 1 estimates how fast the probabilities fall
@@ -438,7 +466,7 @@ class ReferenceSampler:
             ids, values = top_k(logits, params.top_k)
             relative = values.astype(np.float64)
             relative -= relative[0]
-            if params.orders and relative[-1] == -math.inf:
+            if _orders(params) and relative[-1] == -math.inf:
                 n = int((-relative).searchsorted(math.inf))
                 ids, relative = ids[:n], relative[:n]
             return ids, relative, None
@@ -452,7 +480,7 @@ class ReferenceSampler:
                 # All tokens less likely than (1 - top_p) / n together have less than 1 - top_p: never needed.
                 total = float(np.exp(relative).sum())
                 cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
-        if cut == -math.inf and not params.orders:
+        if cut == -math.inf and not _orders(params):
             return np.arange(logits.size), relative.astype(np.float64), None
         # A margin for float32; the exact filter follows.
         ids = np.flatnonzero(relative >= cut - 1e-3 if cut > -math.inf else relative > cut)
@@ -477,6 +505,16 @@ def log_sum_exp(logits: np.ndarray) -> float:
     with np.errstate(over="ignore"):  # the difference of two finite floats may be infinite
         relative = logits - np.float32(largest)
     return largest + math.log(float(np.exp(relative).sum(dtype=np.float64)))
+
+
+def _orders(params: SamplingParams) -> bool:
+    """Return whether a filter other than top-k, top-p and min-p, or the dynamic temperature, is on."""
+    return (
+        params.top_n_sigma > 0
+        or params.typical_p < 1
+        or params.xtc_probability > 0
+        or params.dynatemp_range > 0
+    )
 
 
 def _float32(value: float) -> np.float32:
