@@ -16,6 +16,7 @@ from hotset.engine.sampler import Sampler, SamplingParams, row_logprobs, token_l
 from hotset.errors import HotsetError
 from hotset.text.mask import TokenMask
 
+
 class Allowed:
     """A constraint that allows a random part of the vocabulary at each token."""
 
