@@ -34,6 +34,8 @@ namespace hotset {
     RULE(int64_t, mirostat)           \
     RULE(double, mirostat_tau)        \
     RULE(double, mirostat_eta)        \
+    RULE(double, adaptive_target)     \
+    RULE(double, adaptive_decay)      \
     RULE(double, dry_multiplier)      \
     RULE(double, dry_base)            \
     RULE(int64_t, dry_allowed_length) \
@@ -54,6 +56,7 @@ constexpr size_t kSumBlock = 8192;   // values that NumPy converts and sums at a
 constexpr size_t kBlock = 512;       // tokens that are weighed at a time
 constexpr double kDoubt = 1e-9;      // error of a surprise due to the order of a sum
 constexpr double kUnit = 0x1p-53;    // the largest relative error of an addition
+constexpr double kAdaptiveWidth = 0.3, kAdaptiveSharpness = 10.0;  // as in llama.cpp
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kOut = -std::numeric_limits<float>::infinity();
 
@@ -165,9 +168,10 @@ std::shared_ptr<const DrawRules> rules_of(const RuleNumbers& numbers) {
     return std::make_shared<const DrawRules>(rules);
 }
 
-// Return what a draw knows of earlier ones before the first token: mirostat's mu.
+// Return what a draw knows of earlier ones before the first token: mirostat's mu, or the mean of the tokens'
+// probabilities for adaptive-p.
 double first_memory(const DrawRules& rules) {
-    return 2.0 * rules.mirostat_tau;
+    return rules.mirostat ? 2.0 * rules.mirostat_tau : rules.adaptive_target;
 }
 
 }  // namespace
@@ -248,7 +252,7 @@ class Draw::Work {
             return {token, memory_};
         }
         if (rules_.top_n_sigma > 0.0) keep_near();
-        token = filtered(Order::fast);
+        token = filtered(adapts() ? Order::exact : Order::fast);
         return {token < 0 || s_.ranked.in_doubt() ? filtered(Order::exact) : token, memory_};
     }
 
@@ -450,8 +454,8 @@ class Draw::Work {
                 cut = std::max(cut, std::log((1.0 - rules_.top_p) * total / double(n_)));
             }
         }
-        const bool is_ordered =
-            std::isfinite(cut) || rules_.top_n_sigma > 0.0 || has_entropy || rules_.xtc_probability > 0.0;
+        const bool is_ordered = std::isfinite(cut) || rules_.top_n_sigma > 0.0 || has_entropy ||
+                                rules_.xtc_probability > 0.0 || adapts();
         if (!is_ordered) return by_index(order);
         const float bound = float(cut - 1e-3);  // margin for float32; the exact filter follows
         s_.ranked.begin(order, 0.0, 1.0, n_, has_entropy);
@@ -534,7 +538,33 @@ class Draw::Work {
             temperature =
                 ranked.dynamic_temperature(std::max(temperature - rules_.dynatemp_range, 0.0),
                                            temperature + rules_.dynatemp_range, rules_.dynatemp_exponent);
-        return ranked.place(ranked.drawn(temperature, row_.u));
+        const bool is_near_target = adapts() && temperature > 0.0;
+        return ranked.place(is_near_target ? adapted(temperature) : ranked.drawn(temperature, row_.u));
+    }
+
+    bool adapts() const { return rules_.adaptive_target >= 0.0; }
+
+    // Return the rank of a candidate drawn by adaptive-p: the nearer a probability is to a target, the more
+    // likely is the token. The target makes up for the mean of the tokens before.
+    size_t adapted(double temperature) {
+        const size_t n = s_.ranked.size();
+        s_.weights.resize(n);
+        s_.wide.resize(n);
+        for (size_t i = 0; i < n; i++) s_.weights[i] = std::exp(s_.ranked.relative(i) / temperature);
+        const double total = pairwise_sum(s_.weights.data(), n);
+        const double target = std::clamp(2.0 * rules_.adaptive_target - draw_.memory_, 0.0, 1.0);
+        double sum = 0.0;
+        for (size_t i = 0; i < n; i++) {
+            const double distance = std::abs(s_.weights[i] / total - target) / kAdaptiveWidth;
+            sum += std::exp(-kAdaptiveSharpness * distance * distance / (1.0 + distance));
+            s_.wide[i] = sum;
+        }
+        const auto begin = s_.wide.begin(), end = begin + long(n);
+        const size_t rank = size_t(
+            std::min(std::upper_bound(begin, end, row_.u * sum), std::lower_bound(begin, end, sum)) - begin);
+        const double decay = rules_.adaptive_decay;
+        memory_ = decay * draw_.memory_ + (1.0 - decay) * (s_.weights[rank] / total);
+        return rank;
     }
 
     // Draw so that the surprise stays near tau bits (arXiv 2007.14966). Version 1 estimates with Zipf's law

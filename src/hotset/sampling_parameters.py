@@ -24,7 +24,7 @@ class Parameter:
     default: used if neither the caller nor the model sets a value.
     option: on the command line; more names follow, separated by a space. panel: of its help.
     also: more names in requests, from other programs.
-    modelfile: the name in a Modelfile and in Ollama's `options`; "" if Ollama does not know the parameter.
+    modelfile: the name in a Modelfile and in Ollama's `options`; "": none.
     label: on the server's page; "" if it is not there.
     slider: the ends of its slider on the page; None: no slider.
     """
@@ -105,6 +105,10 @@ class ParameterFields:
     mirostat: 1 or 2 draws by that version of mirostat, and top_n_sigma, top_k, typical_p, top_p, min_p, XTC
         and the dynamic temperature have no effect; 0 is off.
     mirostat_tau, mirostat_eta: the target surprisal in bits (at most 100), and the learning rate.
+    adaptive_target: adaptive-p prefers tokens whose probability, after all filters and the temperature, is
+        near this one; at most 1, negative is off. It makes up for tokens that were more or less likely, and
+        mirostat switches it off.
+    adaptive_decay: the weight of the earlier tokens in that mean, from 0 to 1.
     dry_multiplier: a token that would extend a repetition of n ≥ dry_allowed_length tokens loses
         dry_multiplier * dry_base ** (n - dry_allowed_length) of its logit; 0 is off.
     dry_base, dry_allowed_length: see dry_multiplier.
@@ -163,6 +167,11 @@ class ParameterFields:
         panel=_MORE, option="--mirostat-ent", modelfile="mirostat_tau")
     mirostat_eta: float = _rule(0.1, "How fast mirostat adapts.", low=0, high=1, panel=_MORE,
         option="--mirostat-lr", modelfile="mirostat_eta")
+    adaptive_target: float = _rule(-1.0, "Draw tokens of about this probability (adaptive-p); below 0: off.",
+        high=1, panel=_MORE, option="--adaptive-target", modelfile="adaptive_target",
+        label="Adaptive-p target", slider=(-1, 1))
+    adaptive_decay: float = _rule(0.9, "How long adaptive-p remembers the probabilities of tokens.", low=0,
+        high=1, panel=_MORE, option="--adaptive-decay", modelfile="adaptive_decay")
     dry_multiplier: float = _rule(0.0, "Strength of DRY, which penalises repetitions; 0 is off.", low=0,
         panel=_DRY, option="--dry-multiplier")
     dry_base: float = _rule(1.75, "Growth of DRY's penalty with the length of a repetition.", low=1,
@@ -244,6 +253,8 @@ class Sampling(TypedDict, total=False):
     mirostat: int
     mirostat_tau: float
     mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
     dry_multiplier: float
     dry_base: float
     dry_allowed_length: int

@@ -45,6 +45,8 @@ CHOICES: dict[str, list[Any]] = {
     "frequency_penalty": [0.0, 0.6, -0.5, 1e300],
     "presence_penalty": [0.0, 0.4, -2.0],
     "penalty_last_n": [64, -1, 0, 3],
+    "adaptive_target": [-1.0, 0.0, 0.3, 0.55, 1.0],
+    "adaptive_decay": [0.9, 0.0, 0.5, 1.0],
     "dry_multiplier": [0.0, 0.8, 5.0],
     "dry_base": [1.75, 1.0, 1e300],
     "dry_allowed_length": [2, 0, 1, 2**40],
@@ -180,6 +182,27 @@ class Mirostat:
         return int(min(max(k, 1), len(relative))) if np.isfinite(k) else len(relative)
 
 
+class AdaptiveP:
+    """Draws tokens whose probability is near a target (llama.cpp's adaptive-p).
+
+    mean: of the tokens' probabilities, of which a step further back counts `decay` times as much.
+    """
+
+    def __init__(self, target: float, decay: float) -> None:
+        self.mean = self._target = target
+        self._decay = decay
+
+    def draw(self, relative: np.ndarray, temperature: float, u: float) -> int:
+        """Return the index of the next token."""
+        weights = np.exp(relative / temperature)
+        probabilities = weights / weights.sum()
+        target = min(max(2 * self._target - self.mean, 0.0), 1.0)
+        distance = np.abs(probabilities - target) / 0.3
+        index = drawn(-10 * distance * distance / (1 + distance), 1.0, u)
+        self.mean = self._decay * self.mean + (1 - self._decay) * float(probabilities[index])
+        return index
+
+
 class Repetitions:
     """The tokens of one sequence, and earlier occurrences of its end.
 
@@ -305,6 +328,7 @@ class ReferenceSampler:
         self._mirostat: Mirostat | None = None
         if params.mirostat:
             self._mirostat = Mirostat(params.mirostat, params.mirostat_tau, params.mirostat_eta, n_vocab)
+        self._adaptive = AdaptiveP(params.adaptive_target, params.adaptive_decay)
         for token in tokens:
             self._count(token)
 
@@ -346,7 +370,11 @@ class ReferenceSampler:
                 chosen = self._mirostat.draw(logits, params.temperature, u)
             else:
                 ids, relative = self._candidates(logits, is_xtc=chance < params.xtc_probability)
-                chosen = int(ids[drawn(relative, self._temperature(relative), u)])
+                temperature = self._temperature(relative)
+                if temperature and params.adaptive_target >= 0:
+                    chosen = int(ids[self._adaptive.draw(relative, temperature, u)])
+                else:
+                    chosen = int(ids[drawn(relative, temperature, u)])
         return chosen if allowed is None else int(allowed[chosen])
 
     def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
@@ -514,6 +542,7 @@ def _orders(params: SamplingParams) -> bool:
         or params.typical_p < 1
         or params.xtc_probability > 0
         or params.dynatemp_range > 0
+        or params.adaptive_target >= 0
     )
 
 
