@@ -42,7 +42,8 @@ namespace hotset {
     TYPE(IQ1_M, 29, 256, 56)     \
     TYPE(TQ1_0, 34, 256, 54)     \
     TYPE(TQ2_0, 35, 256, 66)     \
-    TYPE(MXFP4, 39, 32, 17)
+    TYPE(MXFP4, 39, 32, 17)      \
+    TYPE(Q1_0, 41, 128, 18)
 
 enum class Type : int {
     F32 = 0,
