@@ -45,6 +45,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
+    GateHeads,
     GaussianTopK,
     HeadDot,
     Heads,
@@ -255,6 +256,8 @@ class ReferenceBackend(WithoutDevices):
                 return gaussian_top_k(values[op.x.id], op.multiplier)
             case Multiply():
                 return values[op.a.id] * values[op.b.id]
+            case GateHeads():
+                return gate_heads(values[op.x.id], values[op.gates.id])
             case Add():
                 return values[op.a.id] + values[op.b.id]
             case Scale():
@@ -847,6 +850,13 @@ def xielu(x: np.ndarray, f: XIELU) -> np.ndarray:
     positive, negative, linear, eps = map(F32, (f.positive, f.negative, f.linear, f.eps))
     below = negative * (np.expm1(np.minimum(x, eps)) - x) + linear * x
     return np.where(x > 0, positive * x * x + linear * x, below)
+
+
+def gate_heads(x: np.ndarray, gates: np.ndarray) -> np.ndarray:
+    """Return the channels [n, width] times the sigmoid of their head's gate [n, n_head]."""
+    factors = ACTIVATIONS["sigmoid"](gates, np.float32(0))
+    heads = x.reshape(*gates.shape, -1) * factors[..., None]
+    return heads.reshape(x.shape)
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

@@ -59,6 +59,7 @@ from hotset.model.operations import (
     Embed,
     ExpertLinear,
     ExpertSum,
+    GateHeads,
     GaussianTopK,
     HeadDot,
     Heads,
@@ -262,6 +263,10 @@ class TorchGraph:
                 return gaussian_top_k(step[op.x], op.multiplier)
             case Multiply():
                 return step[op.a] * step[op.b]
+            case GateHeads():
+                gates = torch.sigmoid(step[op.gates]).unsqueeze(-1)
+                heads: Tensor = step[op.x].unflatten(-1, (op.gates.width, -1)) * gates
+                return heads.flatten(-2)
             case Add():
                 return step[op.a] + step[op.b]
             case Scale():
