@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import httpx
 import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter, ValidationError
-from tiny_server import run
+from tiny_server import client_of, run
 
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import (
@@ -214,6 +215,25 @@ def test_a_truncated_answer_is_incomplete():
 
 
 # ---- over HTTP ----
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"instructions": "be brief"},
+        {"tools": [{"type": "function", "name": "f"}]},
+        {"truncation": "auto"},
+    ],
+    ids=str,
+)
+def test_the_prompt_of_a_request_is_the_answers(path: Path, fields: dict[str, Any]):
+    async def work() -> None:
+        async with client_of(path) as (client, service):
+            reply = (await client.post("/v1/responses", json=BODY | fields)).json()
+            assert len(service.prompt(request(**fields))) == reply["usage"]["input_tokens"]
+
+    asyncio.run(work())
 
 
 def test_a_response_repeats_its_request(path: Path):
