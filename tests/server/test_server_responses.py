@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import httpx
 import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter, ValidationError
-from tiny_server import client_of, run
+from tiny_server import run
 
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import (
@@ -26,6 +25,7 @@ from hotset.server.answers import (
 from hotset.server.errors import invalid_body
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.responses import ResponsesBody, answer_request, head, tool_names
+from hotset.server.service import Service
 
 BODY = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 24}
 USAGE = Usage(prompt_tokens=30, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
@@ -219,21 +219,15 @@ def test_a_truncated_answer_is_incomplete():
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"instructions": "be brief"},
-        {"tools": [{"type": "function", "name": "f"}]},
-        {"truncation": "auto"},
-    ],
+    [{}, {"instructions": "brief"}, {"tools": [{"type": "function", "name": "f"}]}, {"truncation": "auto"}],
     ids=str,
 )
 def test_the_prompt_of_a_request_is_the_answers(path: Path, fields: dict[str, Any]):
-    async def work() -> None:
-        async with client_of(path) as (client, service):
-            reply = (await client.post("/v1/responses", json=BODY | fields)).json()
-            assert len(service.prompt(request(**fields))) == reply["usage"]["input_tokens"]
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = (await client.post("/v1/responses", json=BODY | fields)).json()
+        assert len(service.prompt(request(**fields))) == reply["usage"]["input_tokens"]
 
-    asyncio.run(work())
+    run(path, work, load={"n_ctx": 1024})
 
 
 def test_a_response_repeats_its_request(path: Path):
