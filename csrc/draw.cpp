@@ -168,8 +168,8 @@ std::shared_ptr<const DrawRules> rules_of(const RuleNumbers& numbers) {
     return std::make_shared<const DrawRules>(rules);
 }
 
-// Return what a draw knows of earlier ones before the first token: mirostat's mu, or the mean of the tokens'
-// probabilities for adaptive-p.
+// Return the memory of a sequence before its first token: mirostat's mu, or adaptive-p's mean of the tokens'
+// probabilities.
 double first_memory(const DrawRules& rules) {
     return rules.mirostat ? 2.0 * rules.mirostat_tau : rules.adaptive_target;
 }

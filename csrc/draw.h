@@ -40,7 +40,7 @@ struct Drawn {
     static constexpr int64_t kNotNumbers = -2;  // a logit is NaN, or the largest is infinite
 
     int64_t token;
-    double memory;  // what the next draw knows of this one and earlier ones, such as mirostat's mu
+    double memory;  // the state for the next draw, such as mirostat's mu
 };
 
 // What converts a row of logits to log-probabilities, and the indices of the largest.

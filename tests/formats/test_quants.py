@@ -34,7 +34,7 @@ def oracle(type: GGMLType) -> gguf.GGMLQuantizationType:
 
 
 def expected_values(data: np.ndarray, type: GGMLType) -> np.ndarray:
-    """Return the values of rows of blocks, by the gguf package or, for a type that it only lists, by hand."""
+    """Return the values of rows of blocks, by the gguf package or, for a type that it only lists, by bits."""
     if type != GGMLType.Q1_0:
         return oracle_dequantize(data, oracle(type))
     blocks = data.reshape(-1, 18)
