@@ -6,12 +6,47 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
+#include <type_traits>
 
 #include "plan.h"
 #include "ranked.h"
 #include "sums.h"
 
 namespace hotset {
+
+// The rules, by their names in src/hotset/sampling_parameters.py, which has their meaning and defaults.
+#define HOTSET_DRAW_RULES(RULE)       \
+    RULE(double, temperature)         \
+    RULE(int64_t, top_k)              \
+    RULE(double, top_p)               \
+    RULE(double, min_p)               \
+    RULE(float, repetition_penalty)   \
+    RULE(int64_t, penalty_last_n)     \
+    RULE(float, frequency_penalty)    \
+    RULE(float, presence_penalty)     \
+    RULE(double, top_n_sigma)         \
+    RULE(double, typical_p)           \
+    RULE(double, xtc_probability)     \
+    RULE(double, xtc_threshold)       \
+    RULE(double, dynatemp_range)      \
+    RULE(double, dynatemp_exponent)   \
+    RULE(int64_t, mirostat)           \
+    RULE(double, mirostat_tau)        \
+    RULE(double, mirostat_eta)        \
+    RULE(double, adaptive_target)     \
+    RULE(double, adaptive_decay)      \
+    RULE(double, dry_multiplier)      \
+    RULE(double, dry_base)            \
+    RULE(int64_t, dry_allowed_length) \
+    RULE(int64_t, dry_penalty_last_n)
+
+struct DrawRules {
+#define HOTSET_RULE(Type, name) Type name;
+    HOTSET_DRAW_RULES(HOTSET_RULE)
+#undef HOTSET_RULE
+};
+
 namespace {
 
 constexpr int64_t kMany = 4;         // groups per relevant token from which on reading groups is worth it
@@ -21,6 +56,7 @@ constexpr size_t kSumBlock = 8192;   // values that NumPy converts and sums at a
 constexpr size_t kBlock = 512;       // tokens that are weighed at a time
 constexpr double kDoubt = 1e-9;      // error of a surprise due to the order of a sum
 constexpr double kUnit = 0x1p-53;    // the largest relative error of an addition
+constexpr double kAdaptiveWidth = 0.3, kAdaptiveSharpness = 10.0;  // as in llama.cpp
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kOut = -std::numeric_limits<float>::infinity();
 
@@ -106,31 +142,69 @@ void for_each_above(float bound, const float* values, size_t n, const std::vecto
     }
 }
 
+// Takes rules from numbers, and checks that each is there and fits its type.
+struct RuleReader {
+    const RuleNumbers& numbers;
+    size_t n_read = 0;
+
+    template <class T>
+    T read(const char* name) {
+        const auto found = numbers.find(name);
+        const bool is_known = found != numbers.end() && std::isfinite(found->second);
+        if (!is_known || (std::is_integral_v<T> && std::abs(found->second) > 0x1p53))
+            throw std::invalid_argument(std::string("the sampling rule ") + name +
+                                        " is missing or too large");
+        n_read++;
+        return T(found->second);
+    }
+};
+
+std::shared_ptr<const DrawRules> rules_of(const RuleNumbers& numbers) {
+    RuleReader reader{numbers};
+#define HOTSET_RULE(Type, name) .name = reader.read<Type>(#name),
+    const DrawRules rules{HOTSET_DRAW_RULES(HOTSET_RULE)};
+#undef HOTSET_RULE
+    if (reader.n_read < numbers.size()) throw std::invalid_argument("an unknown sampling rule");
+    return std::make_shared<const DrawRules>(rules);
+}
+
+// Return the memory of a sequence before its first token: mirostat's mu, or adaptive-p's mean of the tokens'
+// probabilities.
+double first_memory(const DrawRules& rules) {
+    return rules.mirostat ? 2.0 * rules.mirostat_tau : rules.adaptive_target;
+}
+
 }  // namespace
 
-Draw::Draw(DrawRules rules, int64_t n_vocab, const std::vector<int64_t>& tokens)
-    : rules_(std::move(rules)), n_vocab_(n_vocab), mu_(2.0 * rules_.mirostat_tau), next_mu_(mu_) {
-    if (rules_.dry_multiplier > 0.0 && rules_.dry_last_n != 0)
-        repetitions_.emplace(tokens, rules_.dry_last_n, rules_.dry_breakers);
+Draw::Draw(const RuleNumbers& numbers, Bias bias, const std::vector<std::vector<int64_t>>& dry_breakers,
+           int64_t n_vocab, const std::vector<int64_t>& tokens)
+    : rules_(rules_of(numbers)),
+      bias_(std::move(bias)),
+      n_vocab_(n_vocab),
+      memory_(first_memory(*rules_)),
+      next_memory_(memory_) {
+    if (rules_->dry_multiplier > 0.0 && rules_->dry_penalty_last_n != 0)
+        repetitions_.emplace(tokens, rules_->dry_penalty_last_n, dry_breakers);
     for (const int64_t token : tokens) count(token);
 }
 
 void Draw::accept(int64_t token) {
-    mu_ = next_mu_;
+    memory_ = next_memory_;
     count(token);
     if (repetitions_) repetitions_->push(token);
 }
 
 bool Draw::penalises() const {
-    return rules_.penalty_last_n != 0 &&
-           (rules_.repetition != 1.0f || rules_.frequency != 0.0f || rules_.presence != 0.0f);
+    const DrawRules& r = *rules_;
+    return r.penalty_last_n != 0 &&
+           (r.repetition_penalty != 1.0f || r.frequency_penalty != 0.0f || r.presence_penalty != 0.0f);
 }
 
 void Draw::count(int64_t token) {
     if (!penalises()) return;
     counts_[token]++;
-    if (rules_.penalty_last_n < 0) return;
-    if (int64_t(recent_.size()) < rules_.penalty_last_n) {
+    if (rules_->penalty_last_n < 0) return;
+    if (int64_t(recent_.size()) < rules_->penalty_last_n) {
         recent_.push_back(token);
         return;
     }
@@ -141,39 +215,45 @@ void Draw::count(int64_t token) {
 }
 
 bool Draw::is_quick(const LogitRow& row) const {
-    const DrawRules& r = rules_;
+    const DrawRules& r = *rules_;
     if (row.largest == nullptr || row.candidates || row.allowed_bits || row.allowed) return false;
     if (repetitions_ || r.mirostat) return false;
     const bool is_greedy = r.temperature == 0.0;
     const bool has_more = r.top_n_sigma > 0.0 || r.typical_p < 1.0;
     if (!is_greedy && (r.top_k <= 0 || r.top_k >= n_vocab_ || has_more)) return false;
     const int64_t n_groups = n_vocab_ / kLogitGroup, k = is_greedy ? 1 : r.top_k;
-    return kMany * k <= n_groups && kMany * int64_t(r.bias.size() + counts_.size()) <= n_groups;
+    return kMany * k <= n_groups && kMany * int64_t(bias_.size() + counts_.size()) <= n_groups;
 }
 
 // One draw. The `at` functions return a pointer to a token's logit, or null if the row does not have it.
 class Draw::Work {
   public:
     Work(const Draw& draw, const LogitRow& row, const Kernels* kernels)
-        : draw_(draw), rules_(draw.rules_), row_(row), kernels_(kernels), s_(scratch()) {}
+        : draw_(draw),
+          rules_(*draw.rules_),
+          row_(row),
+          kernels_(kernels),
+          s_(scratch()),
+          memory_(draw.memory_) {}
 
     Drawn run() {
         int64_t token = draw_.is_quick(row_) ? by_groups() : -1;
-        if (token >= 0) return {token, draw_.mu_};
+        if (token >= 0) return {token, memory_};
         prepare();
-        if (n_ == 0) return {Drawn::kNothing, draw_.mu_};
+        if (n_ == 0) return {Drawn::kNothing, memory_};
         highest_ = find_maxima(values_, n_, s_.maxima);
         if (!std::isfinite(highest_))
-            return {highest_ == kOut ? Drawn::kNothing : Drawn::kNotNumbers, draw_.mu_};
+            return {highest_ == kOut ? Drawn::kNothing : Drawn::kNotNumbers, memory_};
         if (rules_.temperature == 0.0)
-            return {token_at(size_t(std::find(values_, values_ + n_, highest_) - values_)), draw_.mu_};
+            return {token_at(size_t(std::find(values_, values_ + n_, highest_) - values_)), memory_};
         if (rules_.mirostat) {
-            Drawn drawn = mirostat(Order::fast);
-            return s_.ranked.in_doubt() || drawn.token < 0 ? mirostat(Order::exact) : drawn;
+            token = mirostat(Order::fast);
+            if (s_.ranked.in_doubt() || token < 0) token = mirostat(Order::exact);
+            return {token, memory_};
         }
         if (rules_.top_n_sigma > 0.0) keep_near();
-        token = filtered(Order::fast);
-        return {token < 0 || s_.ranked.in_doubt() ? filtered(Order::exact) : token, draw_.mu_};
+        token = filtered(adapts() ? Order::exact : Order::fast);
+        return {token < 0 || s_.ranked.in_doubt() ? filtered(Order::exact) : token, memory_};
     }
 
     void adjust(float* out) const {
@@ -184,18 +264,18 @@ class Draw::Work {
   private:
     template <class At>
     void change(At at) const {
-        for (const auto& [id, bias] : rules_.bias) {
+        for (const auto& [id, bias] : draw_.bias_) {
             float* value = at(id);
             if (value) *value = bias == kOut || *value == kOut ? kOut : bounded(*value + bias);
         }
         const float penalty =
-            std::max(std::numeric_limits<float>::min(), std::min(rules_.repetition, kLargest));
+            std::max(std::numeric_limits<float>::min(), std::min(rules_.repetition_penalty, kLargest));
         for (const auto& [id, count] : draw_.counts_) {
             float* value = at(id);
             if (!value || *value == kOut) continue;
             *value = bounded(*value > 0.0f ? *value / penalty : *value * penalty);
-            *value = bounded(*value - bounded(float(count) * rules_.frequency));
-            *value = bounded(*value - rules_.presence);
+            *value = bounded(*value - bounded(float(count) * rules_.frequency_penalty));
+            *value = bounded(*value - rules_.presence_penalty);
         }
         if (!draw_.repetitions_) return;
         s_.longest.resize(std::max(s_.longest.size(), size_t(draw_.n_vocab_)));
@@ -210,7 +290,7 @@ class Draw::Work {
     }
 
     bool adjusts() const {
-        return !rules_.bias.empty() || !draw_.counts_.empty() || draw_.repetitions_.has_value();
+        return !draw_.bias_.empty() || !draw_.counts_.empty() || draw_.repetitions_.has_value();
     }
 
     // Read only the groups that can matter. Returns -1 if they do not decide.
@@ -257,7 +337,7 @@ class Draw::Work {
     void find_changed() {
         std::vector<Logit>& changed = s_.changed;
         changed.clear();
-        for (const auto& [id, bias] : rules_.bias) changed.push_back({id, row_.logits[id]});
+        for (const auto& [id, bias] : draw_.bias_) changed.push_back({id, row_.logits[id]});
         for (const auto& [id, count] : draw_.counts_) changed.push_back({id, row_.logits[id]});
         const auto is_before = [](const Logit& a, const Logit& b) { return a.id < b.id; };
         std::sort(changed.begin(), changed.end(), is_before);
@@ -374,8 +454,8 @@ class Draw::Work {
                 cut = std::max(cut, std::log((1.0 - rules_.top_p) * total / double(n_)));
             }
         }
-        const bool is_ordered =
-            std::isfinite(cut) || rules_.top_n_sigma > 0.0 || has_entropy || rules_.xtc_probability > 0.0;
+        const bool is_ordered = std::isfinite(cut) || rules_.top_n_sigma > 0.0 || has_entropy ||
+                                rules_.xtc_probability > 0.0 || adapts();
         if (!is_ordered) return by_index(order);
         const float bound = float(cut - 1e-3);  // margin for float32; the exact filter follows
         s_.ranked.begin(order, 0.0, 1.0, n_, has_entropy);
@@ -458,19 +538,45 @@ class Draw::Work {
             temperature =
                 ranked.dynamic_temperature(std::max(temperature - rules_.dynatemp_range, 0.0),
                                            temperature + rules_.dynatemp_range, rules_.dynatemp_exponent);
-        return ranked.place(ranked.drawn(temperature, row_.u));
+        const bool is_near_target = adapts() && temperature > 0.0;
+        return ranked.place(is_near_target ? adapted(temperature) : ranked.drawn(temperature, row_.u));
+    }
+
+    bool adapts() const { return rules_.adaptive_target >= 0.0; }
+
+    // Return the rank of a candidate drawn by adaptive-p: the nearer a probability is to a target, the more
+    // likely is the token. The target makes up for the mean of the tokens before.
+    size_t adapted(double temperature) {
+        const size_t n = s_.ranked.size();
+        s_.weights.resize(n);
+        s_.wide.resize(n);
+        for (size_t i = 0; i < n; i++) s_.weights[i] = std::exp(s_.ranked.relative(i) / temperature);
+        const double total = pairwise_sum(s_.weights.data(), n);
+        const double target = std::clamp(2.0 * rules_.adaptive_target - draw_.memory_, 0.0, 1.0);
+        double sum = 0.0;
+        for (size_t i = 0; i < n; i++) {
+            const double distance = std::abs(s_.weights[i] / total - target) / kAdaptiveWidth;
+            sum += std::exp(-kAdaptiveSharpness * distance * distance / (1.0 + distance));
+            s_.wide[i] = sum;
+        }
+        const auto begin = s_.wide.begin(), end = begin + long(n);
+        const size_t rank = size_t(
+            std::min(std::upper_bound(begin, end, row_.u * sum), std::lower_bound(begin, end, sum)) - begin);
+        const double decay = rules_.adaptive_decay;
+        memory_ = decay * draw_.memory_ + (1.0 - decay) * (s_.weights[rank] / total);
+        return rank;
     }
 
     // Draw so that the surprise stays near tau bits (arXiv 2007.14966). Version 1 estimates with Zipf's law
     // how many tokens to keep; 2 keeps those with a surprise of at most mu. Negative: doubt.
-    Drawn mirostat(Order order) {
+    int64_t mirostat(Order order) {
         const double bit = std::log(2.0);
         const bool is_certain = rules_.mirostat == 1 ? keep_by_zipf(order) : keep_by_surprise(order);
-        if (!is_certain) return {-1, draw_.mu_};
+        if (!is_certain) return -1;
         const size_t rank = s_.ranked.drawn(1.0, row_.u);
         const double observed = s_.ranked.surprise(rank) / bit;
-        const double mu = draw_.mu_ - rules_.mirostat_eta * (observed - rules_.mirostat_tau);
-        return {token_at(s_.ranked.place(rank)), mu};
+        memory_ = draw_.memory_ - rules_.mirostat_eta * (observed - rules_.mirostat_tau);
+        return token_at(s_.ranked.place(rank));
     }
 
     double relative(float value) const { return (double(value) - double(highest_)) / rules_.temperature; }
@@ -481,7 +587,7 @@ class Draw::Work {
         if (order == Order::fast && n_ > kFewExact) {
             for (size_t i = 0; i < n_; i++) s_.ranked.add(values_[i], i, values_[i] != kOut);
             s_.ranked.rank(*kernels_);
-            s_.ranked.keep_surprising(bit * draw_.mu_, kDoubt * (1.0 + std::abs(draw_.mu_)));
+            s_.ranked.keep_surprising(bit * draw_.memory_, kDoubt * (1.0 + std::abs(draw_.memory_)));
             return !s_.ranked.in_doubt();
         }
         s_.wide.resize(n_);
@@ -497,7 +603,7 @@ class Draw::Work {
         const double log_sum = std::log(pairwise_sum(s_.weights.data(), n));
         size_t n_kept = 0;
         for (size_t i = 0; i < n; i++) {
-            if (!((log_sum - s_.wide[i]) / bit <= draw_.mu_)) continue;
+            if (!((log_sum - s_.wide[i]) / bit <= draw_.memory_)) continue;
             s_.ranked.add(values_[s_.places[i]], s_.places[i]);
             n_kept++;
         }
@@ -548,7 +654,7 @@ class Draw::Work {
         }
         const double s =
             pairwise_sum(falls.data(), falls.size()) / pairwise_sum(squares.data(), squares.size());
-        const double n_vocab = double(draw_.n_vocab_), power = std::pow(2.0, draw_.mu_);
+        const double n_vocab = double(draw_.n_vocab_), power = std::pow(2.0, draw_.memory_);
         const double rest = 1.0 - std::pow(n_vocab, 1.0 - s);
         const double k = rest == 0.0  // s = 1: the limit of (s - 1) / rest
                              ? power / std::log(std::max(n_vocab, 2.0))
@@ -561,6 +667,7 @@ class Draw::Work {
     const LogitRow& row_;
     const Kernels* kernels_;
     Scratch& s_;
+    double memory_;  // after this draw
     const float* values_ = nullptr;
     size_t n_ = 0;
     float highest_ = kOut;

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -15,21 +17,9 @@
 
 namespace hotset {
 
-struct DrawRules {
-    double temperature = 0.0;  // 0: the most likely token
-    int64_t top_k = 0;         // 0: no limit
-    double top_p = 1.0, min_p = 0.0, typical_p = 1.0, top_n_sigma = -1.0;
-    double xtc_probability = 0.0, xtc_threshold = 0.1;
-    double dynatemp_range = 0.0, dynatemp_exponent = 1.0;
-    int64_t mirostat = 0;
-    double mirostat_tau = 5.0, mirostat_eta = 0.1;
-    float repetition = 1.0f, frequency = 0.0f, presence = 0.0f;  // penalties
-    int64_t penalty_last_n = 0;                                  // latest tokens to penalise; -1: all
-    double dry_multiplier = 0.0, dry_base = 1.75;
-    int64_t dry_allowed_length = 2, dry_last_n = 0;    // latest tokens for DRY; -1: all
-    std::vector<std::pair<int64_t, float>> bias;       // ordered by id; -inf: forbidden
-    std::vector<std::vector<int64_t>> dry_breakers{};  // see Repetitions
-};
+// The numbers of SamplingParams that decide a draw, by name: draw.cpp has the list of names.
+using RuleNumbers = std::unordered_map<std::string, double>;
+struct DrawRules;
 
 // The input of a draw.
 struct LogitRow {
@@ -50,7 +40,7 @@ struct Drawn {
     static constexpr int64_t kNotNumbers = -2;  // a logit is NaN, or the largest is infinite
 
     int64_t token;
-    double mu;  // mirostat's new state
+    double memory;  // the state for the next draw, such as mirostat's mu
 };
 
 // What converts a row of logits to log-probabilities, and the indices of the largest.
@@ -62,8 +52,12 @@ struct RowLogprobs {
 // The sampler of one sequence. Several threads may call `draw` at once; other methods change it.
 class Draw {
   public:
-    // tokens: the prompt.
-    Draw(DrawRules rules, int64_t n_vocab, const std::vector<int64_t>& tokens);
+    using Bias = std::vector<std::pair<int64_t, float>>;
+
+    // bias: ordered by id; -inf forbids the token. dry_breakers: see Repetitions. tokens: the prompt. Throws
+    // std::invalid_argument if a rule is missing or unknown.
+    Draw(const RuleNumbers& numbers, Bias bias, const std::vector<std::vector<int64_t>>& dry_breakers,
+         int64_t n_vocab, const std::vector<int64_t>& tokens);
 
     int64_t n_vocab() const { return n_vocab_; }
     int64_t n_penalised() const { return int64_t(counts_.size()); }
@@ -71,8 +65,8 @@ class Draw {
     bool is_quick(const LogitRow& row) const;
 
     Drawn draw(const LogitRow& row, const Kernels& kernels) const;
-    // Make the next `accept` update mu. If a rejected token is drawn again, mu is updated once.
-    void keep(const Drawn& drawn) { next_mu_ = drawn.mu; }
+    // Make the next `accept` update the memory. If a rejected token is drawn again, it is updated once.
+    void keep(const Drawn& drawn) { next_memory_ = drawn.memory; }
     void accept(int64_t token);
 
     // Compute the logits of all tokens with bias, penalties and DRY.
@@ -84,9 +78,10 @@ class Draw {
     bool penalises() const;
     void count(int64_t token);
 
-    DrawRules rules_;
+    std::shared_ptr<const DrawRules> rules_;
+    Bias bias_;
     int64_t n_vocab_;
-    double mu_, next_mu_;          // current, and after the drawn token
+    double memory_, next_memory_;  // current, and after the drawn token
     std::vector<int64_t> recent_;  // the tokens that penalties count: a ring if their number is limited
     size_t oldest_ = 0;
     std::unordered_map<int64_t, int64_t> counts_;

@@ -18,38 +18,46 @@
 
 namespace hotset {
 
+// GGUF's types of blocks: name, id, weights per block, bytes per block. Every instruction set has the kernels
+// of each (kernels/format_table.h); kernels/blocks.h defines their values.
+#define HOTSET_BLOCK_TYPES(TYPE) \
+    TYPE(Q4_0, 2, 32, 18)        \
+    TYPE(Q4_1, 3, 32, 20)        \
+    TYPE(Q5_0, 6, 32, 22)        \
+    TYPE(Q5_1, 7, 32, 24)        \
+    TYPE(Q8_0, 8, 32, 34)        \
+    TYPE(Q2_K, 10, 256, 84)      \
+    TYPE(Q3_K, 11, 256, 110)     \
+    TYPE(Q4_K, 12, 256, 144)     \
+    TYPE(Q5_K, 13, 256, 176)     \
+    TYPE(Q6_K, 14, 256, 210)     \
+    TYPE(IQ2_XXS, 16, 256, 66)   \
+    TYPE(IQ2_XS, 17, 256, 74)    \
+    TYPE(IQ3_XXS, 18, 256, 98)   \
+    TYPE(IQ1_S, 19, 256, 50)     \
+    TYPE(IQ4_NL, 20, 32, 18)     \
+    TYPE(IQ3_S, 21, 256, 110)    \
+    TYPE(IQ2_S, 22, 256, 82)     \
+    TYPE(IQ4_XS, 23, 256, 136)   \
+    TYPE(IQ1_M, 29, 256, 56)     \
+    TYPE(TQ1_0, 34, 256, 54)     \
+    TYPE(TQ2_0, 35, 256, 66)     \
+    TYPE(MXFP4, 39, 32, 17)      \
+    TYPE(Q1_0, 41, 128, 18)
+
 enum class Type : int {
     F32 = 0,
     F16 = 1,
-    Q4_0 = 2,
-    Q4_1 = 3,
-    Q5_0 = 6,
-    Q5_1 = 7,
-    Q8_0 = 8,
-    Q2_K = 10,
-    Q3_K = 11,
-    Q4_K = 12,
-    Q5_K = 13,
-    Q6_K = 14,
-    IQ2_XXS = 16,
-    IQ2_XS = 17,
-    IQ3_XXS = 18,
-    IQ1_S = 19,
-    IQ4_NL = 20,
-    IQ3_S = 21,
-    IQ2_S = 22,
-    IQ4_XS = 23,
-    IQ1_M = 29,
     BF16 = 30,
     // Not GGUF types: codes by row, and one scale per column for each 32 rows (see Matrix::scales).
     Planes4 = 31,  // 16 bytes per 32 columns, codes as in a Q4_0 block
     Planes8 = 32,  // one byte per column
-    TQ1_0 = 34,
-    TQ2_0 = 35,
-    MXFP4 = 39,
+#define HOTSET_TYPE(name, id, block_size, block_bytes) name = id,
+    HOTSET_BLOCK_TYPES(HOTSET_TYPE)
+#undef HOTSET_TYPE
 };
 
-constexpr int kTypeCount = 40;
+constexpr int kTypeCount = 43;  // more than any id
 constexpr int kPlaneRows = 32;  // rows that share one row of scales
 
 struct TypeFacts {
@@ -66,50 +74,11 @@ static constexpr TypeFacts type_facts(Type type) {
             return {"F16", 1, 2};
         case Type::BF16:
             return {"BF16", 1, 2};
-        case Type::Q4_0:
-            return {"Q4_0", 32, 18};
-        case Type::Q4_1:
-            return {"Q4_1", 32, 20};
-        case Type::Q5_0:
-            return {"Q5_0", 32, 22};
-        case Type::Q5_1:
-            return {"Q5_1", 32, 24};
-        case Type::Q8_0:
-            return {"Q8_0", 32, 34};
-        case Type::Q2_K:
-            return {"Q2_K", 256, 84};
-        case Type::Q3_K:
-            return {"Q3_K", 256, 110};
-        case Type::Q4_K:
-            return {"Q4_K", 256, 144};
-        case Type::Q5_K:
-            return {"Q5_K", 256, 176};
-        case Type::Q6_K:
-            return {"Q6_K", 256, 210};
-        case Type::IQ4_NL:
-            return {"IQ4_NL", 32, 18};
-        case Type::IQ4_XS:
-            return {"IQ4_XS", 256, 136};
-        case Type::MXFP4:
-            return {"MXFP4", 32, 17};
-        case Type::TQ1_0:
-            return {"TQ1_0", 256, 54};
-        case Type::TQ2_0:
-            return {"TQ2_0", 256, 66};
-        case Type::IQ1_S:
-            return {"IQ1_S", 256, 50};
-        case Type::IQ1_M:
-            return {"IQ1_M", 256, 56};
-        case Type::IQ2_XXS:
-            return {"IQ2_XXS", 256, 66};
-        case Type::IQ2_XS:
-            return {"IQ2_XS", 256, 74};
-        case Type::IQ2_S:
-            return {"IQ2_S", 256, 82};
-        case Type::IQ3_XXS:
-            return {"IQ3_XXS", 256, 98};
-        case Type::IQ3_S:
-            return {"IQ3_S", 256, 110};
+#define HOTSET_TYPE(name, id, block_size, block_bytes) \
+    case Type::name:                                   \
+        return {#name, block_size, block_bytes};
+            HOTSET_BLOCK_TYPES(HOTSET_TYPE)
+#undef HOTSET_TYPE
         case Type::Planes4:
             return {"planes of 4 bits", 32, 16};
         case Type::Planes8:

@@ -13,7 +13,7 @@ import pytest
 from tiny_server import write_model
 
 import hotset
-from hotset.engine.sampler import Sampling
+from hotset.sampling_parameters import Sampling
 
 SAMPLED: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 

@@ -1,5 +1,7 @@
 #include "draw.h"
 
+#include <nanobind/stl/unordered_map.h>
+
 #include "bindings/bindings.h"
 #include "plan.h"
 
@@ -19,46 +21,13 @@ void require_tokens(const Tokens& tokens, int64_t n_vocab) {
     for (const int64_t token : tokens) require(token >= 0 && token < n_vocab, "a token is out of range");
 }
 
-template <class T>
-void read(const nb::dict& rules, const char* name, T& into) {
-    if (rules.contains(name)) into = nb::cast<T>(rules[name]);
-}
-
-DrawRules rules_of(const nb::dict& from, int64_t n_vocab) {
-    DrawRules rules;
-    read(from, "temperature", rules.temperature);
-    read(from, "top_k", rules.top_k);
-    read(from, "top_p", rules.top_p);
-    read(from, "min_p", rules.min_p);
-    read(from, "typical_p", rules.typical_p);
-    read(from, "top_n_sigma", rules.top_n_sigma);
-    read(from, "xtc_probability", rules.xtc_probability);
-    read(from, "xtc_threshold", rules.xtc_threshold);
-    read(from, "dynatemp_range", rules.dynatemp_range);
-    read(from, "dynatemp_exponent", rules.dynatemp_exponent);
-    read(from, "mirostat", rules.mirostat);
-    read(from, "mirostat_tau", rules.mirostat_tau);
-    read(from, "mirostat_eta", rules.mirostat_eta);
-    read(from, "repetition_penalty", rules.repetition);
-    read(from, "frequency_penalty", rules.frequency);
-    read(from, "presence_penalty", rules.presence);
-    read(from, "penalty_last_n", rules.penalty_last_n);
-    read(from, "dry_multiplier", rules.dry_multiplier);
-    read(from, "dry_base", rules.dry_base);
-    read(from, "dry_allowed_length", rules.dry_allowed_length);
-    read(from, "dry_penalty_last_n", rules.dry_last_n);
-    read(from, "bias", rules.bias);
-    read(from, "breakers", rules.dry_breakers);
-    require(rules.temperature >= 0.0 && rules.top_k >= 0, "temperature and top_k must not be negative");
-    for (const auto& [id, value] : rules.bias) require_tokens({id}, n_vocab);
-    for (const Tokens& breaker : rules.dry_breakers) require(!breaker.empty(), "a DRY breaker is empty");
-    return rules;
-}
-
-std::unique_ptr<Draw> make_draw(int64_t n_vocab, const nb::dict& rules, const Tokens& tokens) {
+std::unique_ptr<Draw> make_draw(int64_t n_vocab, const RuleNumbers& rules, Draw::Bias bias,
+                                const std::vector<Tokens>& breakers, const Tokens& tokens) {
     require(n_vocab > 0 && n_vocab <= std::numeric_limits<int32_t>::max(), "n_vocab is out of range");
     require_tokens(tokens, n_vocab);
-    return std::make_unique<Draw>(rules_of(rules, n_vocab), n_vocab, tokens);
+    for (const auto& [id, value] : bias) require_tokens({id}, n_vocab);
+    for (const Tokens& breaker : breakers) require(!breaker.empty(), "a DRY breaker is empty");
+    return std::make_unique<Draw>(rules, std::move(bias), breakers, n_vocab, tokens);
 }
 
 DrawJob job_of(const PythonJob& from) {
@@ -147,7 +116,7 @@ void bind_draw(nb::module_& m) {
     m.attr("NOTHING_ALLOWED") = Drawn::kNothing;
     m.attr("NOT_NUMBERS") = Drawn::kNotNumbers;
     nb::class_<Draw>(m, "Draw", "Draws the tokens of one sequence (csrc/draw.h).")
-        .def(nb::new_(&make_draw), "n_vocab"_a, "rules"_a, "tokens"_a)
+        .def(nb::new_(&make_draw), "n_vocab"_a, "rules"_a, "bias"_a, "breakers"_a, "tokens"_a)
         .def_prop_ro("n_penalised", &Draw::n_penalised)
         .def("accept", &accept, "token"_a)
         .def("adjusted", &adjusted, "logits"_a)

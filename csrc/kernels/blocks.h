@@ -164,6 +164,12 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
                 out.q[i] = ((low[i] >> (j % 4 / 2 * 4) & 15) | (high[i] >> (2 * (j % 4)) & 3) << 4) - 32;
             break;
         }
+        case Type::Q1_0: {  // f16 d | 16 x u8: bit i % 8 of byte i / 8 is set if weight i is d, not -d
+            const uint32_t bits = load_u32(p + 2 + 4 * j);
+            out.scale = load_f16(p);
+            for (int i = 0; i < 32; i++) out.q[i] = 2 * int(bits >> i & 1) - 1;
+            break;
+        }
         // A byte x of TQ1_0 holds base-3 digits as a fraction x / 256. Multiplying by 3^k modulo 256 moves
         // digit k to the front; the integer part of three times the result is that digit.
         case Type::TQ1_0:  // 48 x u8: five digits | 4 x u8: four digits | f16 d

@@ -3,28 +3,9 @@
 
 template <class Add>
 inline void for_formats(Add add) {
-    add.template operator()<FormatQ4_0>();
-    add.template operator()<FormatQ4_1>();
-    add.template operator()<FormatQ5_0>();
-    add.template operator()<FormatQ5_1>();
-    add.template operator()<FormatQ8_0>();
-    add.template operator()<FormatQ2_K>();
-    add.template operator()<FormatQ3_K>();
-    add.template operator()<FormatQ4_K>();
-    add.template operator()<FormatQ5_K>();
-    add.template operator()<FormatQ6_K>();
-    add.template operator()<FormatIQ4_NL>();
-    add.template operator()<FormatIQ4_XS>();
-    add.template operator()<FormatMXFP4>();
-    add.template operator()<FormatTQ1_0>();
-    add.template operator()<FormatTQ2_0>();
-    add.template operator()<FormatIQ1_S>();
-    add.template operator()<FormatIQ1_M>();
-    add.template operator()<FormatIQ2_XXS>();
-    add.template operator()<FormatIQ2_XS>();
-    add.template operator()<FormatIQ2_S>();
-    add.template operator()<FormatIQ3_XXS>();
-    add.template operator()<FormatIQ3_S>();
+#define HOTSET_TYPE(name, id, block_size, block_bytes) add.template operator()<Format<Type::name>>();
+    HOTSET_BLOCK_TYPES(HOTSET_TYPE)
+#undef HOTSET_TYPE
 }
 
 inline void add_formats(Kernels& table) {

@@ -114,6 +114,35 @@ inline __m128i halves_at_stride(const uint8_t* p) {
 // second halves into b; and scales<n>(p) for all n. Weight = code - kZero; kMaxCode bounds codes. Nothing
 // past the n blocks is read; block g + 4 is undefined if it is not one of the n.
 
+// A type without instructions of its own: each block as blocks.h decodes it.
+template <Type kOf>
+struct Format {
+    static_assert(!has_min(kOf) && !has_sub_blocks(kOf));
+    static constexpr Type kType = kOf;
+    static constexpr int kZero = 0, kMaxCode = 128;
+    static constexpr bool kSigned = true;
+    static constexpr int kBytes = 256 / type_facts(kOf).block_size * type_facts(kOf).block_bytes;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        alignas(32) int8_t codes[2][32] = {};
+        for (int lane = 0; lane < 2 && g + 4 * lane < n; lane++) {
+            const Block32 block = decode_block(kType, p, g + 4 * lane);
+            for (int i = 0; i < 32; i++) codes[i / 16][16 * lane + i % 16] = int8_t(block.q[i]);
+        }
+        a = load256(codes[0]);
+        b = load256(codes[1]);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        alignas(32) float scale[8] = {};
+        for (int i = 0; i < n; i++) scale[i] = decode_block(kType, p, i).scale;
+        Scales s = {};
+        s.scale = _mm256_load_ps(scale);
+        return s;
+    }
+};
+
 // Types with 32-blocks: an f16 scale (and minimum) at the beginning of each block, then sixteen bytes of
 // codes at offset kHead.
 template <int kHead, int kBlockBytes, bool kMin>
@@ -152,12 +181,14 @@ struct Nibbles {
     }
 };
 
-struct FormatQ4_0 : Nibbles<2, 18, false> {
+template <>
+struct Format<Type::Q4_0> : Nibbles<2, 18, false> {
     static constexpr Type kType = Type::Q4_0;
     static constexpr int kZero = 8, kMaxCode = 15;
 };
 
-struct FormatQ4_1 : Nibbles<4, 20, true> {
+template <>
+struct Format<Type::Q4_1> : Nibbles<4, 20, true> {
     static constexpr Type kType = Type::Q4_1;
     static constexpr int kZero = 0, kMaxCode = 15;
 };
@@ -187,17 +218,20 @@ struct FiveBits : Nibbles<kHead, kBlockBytes, kMin> {
 };
 
 // The codes follow the fifth bits, four bytes later.
-struct FormatQ5_0 : FiveBits<6, 22, false> {
+template <>
+struct Format<Type::Q5_0> : FiveBits<6, 22, false> {
     static constexpr Type kType = Type::Q5_0;
     static constexpr int kZero = 16;
 };
 
-struct FormatQ5_1 : FiveBits<8, 24, true> {
+template <>
+struct Format<Type::Q5_1> : FiveBits<8, 24, true> {
     static constexpr Type kType = Type::Q5_1;
     static constexpr int kZero = 0;
 };
 
-struct FormatQ8_0 : Nibbles<2, 34, false> {
+template <>
+struct Format<Type::Q8_0> : Nibbles<2, 34, false> {
     static constexpr Type kType = Type::Q8_0;
     static constexpr int kZero = 0, kMaxCode = 128;
     static constexpr bool kSigned = true;
@@ -214,7 +248,8 @@ inline __m256i iq4_codes(__m256i nibbles) {
     return _mm256_shuffle_epi8(table, nibbles);
 }
 
-struct FormatIQ4_NL : Nibbles<2, 18, false> {
+template <>
+struct Format<Type::IQ4_NL> : Nibbles<2, 18, false> {
     static constexpr Type kType = Type::IQ4_NL;
     static constexpr int kZero = 0, kMaxCode = 128;
     static constexpr bool kSigned = true;
@@ -227,7 +262,8 @@ struct FormatIQ4_NL : Nibbles<2, 18, false> {
     }
 };
 
-struct FormatMXFP4 : Nibbles<1, 17, false> {
+template <>
+struct Format<Type::MXFP4> : Nibbles<1, 17, false> {
     static constexpr Type kType = Type::MXFP4;
     static constexpr int kZero = 16, kMaxCode = 28;
 
@@ -274,7 +310,8 @@ inline __m256 times(uint16_t scale, __m256i integers) {
     return _mm256_mul_ps(_mm256_set1_ps(half(scale)), _mm256_cvtepi32_ps(integers));
 }
 
-struct FormatIQ4_XS {
+template <>
+struct Format<Type::IQ4_XS> {
     static constexpr Type kType = Type::IQ4_XS;
     static constexpr int kZero = 0, kMaxCode = 128;
     static constexpr bool kSigned = true;
@@ -326,7 +363,8 @@ struct KScales {
     }
 };
 
-struct FormatQ4_K : KScales {
+template <>
+struct Format<Type::Q4_K> : KScales {
     static constexpr Type kType = Type::Q4_K;
     static constexpr int kZero = 0, kMaxCode = 15;
     static constexpr int kBytes = 144;
@@ -339,7 +377,8 @@ struct FormatQ4_K : KScales {
     }
 };
 
-struct FormatQ5_K : KScales {
+template <>
+struct Format<Type::Q5_K> : KScales {
     static constexpr Type kType = Type::Q5_K;
     static constexpr int kZero = 0, kMaxCode = 31;
     static constexpr int kBytes = 176;
@@ -354,7 +393,8 @@ struct FormatQ5_K : KScales {
     }
 };
 
-struct FormatQ6_K {
+template <>
+struct Format<Type::Q6_K> {
     static constexpr Type kType = Type::Q6_K;
     static constexpr int kZero = 32, kMaxCode = 63;
     static constexpr bool kSigned = false;
@@ -377,7 +417,8 @@ struct FormatQ6_K {
     }
 };
 
-struct FormatQ3_K {
+template <>
+struct Format<Type::Q3_K> {
     static constexpr Type kType = Type::Q3_K;
     static constexpr int kZero = 4, kMaxCode = 7;
     static constexpr bool kSigned = false;
@@ -404,7 +445,8 @@ struct FormatQ3_K {
     }
 };
 
-struct FormatQ2_K {
+template <>
+struct Format<Type::Q2_K> {
     static constexpr Type kType = Type::Q2_K;
     static constexpr int kZero = 0, kMaxCode = 3;
     static constexpr bool kSigned = false;
@@ -428,7 +470,8 @@ struct FormatQ2_K {
 
 // Ternary types: codes 0 to 2. TQ2_0 may store 3, which is not a value.
 
-struct FormatTQ2_0 {
+template <>
+struct Format<Type::TQ2_0> {
     static constexpr Type kType = Type::TQ2_0;
     static constexpr int kZero = 1, kMaxCode = 3;
     static constexpr bool kSigned = false;
@@ -447,7 +490,8 @@ struct FormatTQ2_0 {
     }
 };
 
-struct FormatTQ1_0 {
+template <>
+struct Format<Type::TQ1_0> {
     static constexpr Type kType = Type::TQ1_0;
     static constexpr int kZero = 1, kMaxCode = 2;
     static constexpr bool kSigned = false;
@@ -597,7 +641,8 @@ inline Scales nibble_scales(const uint8_t* p, const uint8_t* bytes) {
     return out;
 }
 
-struct FormatIQ2_XXS {
+template <>
+struct Format<Type::IQ2_XXS> {
     static constexpr Type kType = Type::IQ2_XXS;
     static constexpr int kZero = 64, kMaxCode = 64 + 43;
     static constexpr bool kSigned = false;
@@ -623,7 +668,8 @@ struct FormatIQ2_XXS {
     }
 };
 
-struct FormatIQ2_XS {
+template <>
+struct Format<Type::IQ2_XS> {
     static constexpr Type kType = Type::IQ2_XS;
     static constexpr int kZero = 64, kMaxCode = 64 + 43;
     static constexpr bool kSigned = false;
@@ -643,7 +689,8 @@ struct FormatIQ2_XS {
     }
 };
 
-struct FormatIQ2_S {
+template <>
+struct Format<Type::IQ2_S> {
     static constexpr Type kType = Type::IQ2_S;
     static constexpr int kZero = 64, kMaxCode = 64 + 43;
     static constexpr bool kSigned = false;
@@ -663,7 +710,8 @@ struct FormatIQ2_S {
     }
 };
 
-struct FormatIQ3_XXS {
+template <>
+struct Format<Type::IQ3_XXS> {
     static constexpr Type kType = Type::IQ3_XXS;
     static constexpr int kZero = 64, kMaxCode = 64 + 62;
     static constexpr bool kSigned = false;
@@ -683,7 +731,8 @@ struct FormatIQ3_XXS {
     }
 };
 
-struct FormatIQ3_S {
+template <>
+struct Format<Type::IQ3_S> {
     static constexpr Type kType = Type::IQ3_S;
     static constexpr int kZero = 16, kMaxCode = 16 + 15;
     static constexpr bool kSigned = false;
@@ -710,7 +759,8 @@ struct FormatIQ3_S {
     }
 };
 
-struct FormatIQ1_S {
+template <>
+struct Format<Type::IQ1_S> {
     static constexpr Type kType = Type::IQ1_S;
     static constexpr int kZero = kIq1Zero, kMaxCode = kIq1Zero + 9;
     static constexpr bool kSigned = false;
@@ -740,7 +790,8 @@ struct FormatIQ1_S {
     }
 };
 
-struct FormatIQ1_M {
+template <>
+struct Format<Type::IQ1_M> {
     static constexpr Type kType = Type::IQ1_M;
     static constexpr int kZero = kIq1Zero, kMaxCode = kIq1Zero + 9;
     static constexpr bool kSigned = false;
@@ -975,7 +1026,7 @@ HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks
 // eight before; 24 means exactly 24 blocks (common in MoE models: without a loop a tenth faster).
 template <class Format, class F>
 HOTSET_INLINE auto by_tail(int64_t blocks, F f) {
-    if constexpr (type_facts(Format::kType).block_size == 32) {
+    if constexpr (type_facts(Format::kType).block_size < 256) {
         switch (blocks % 8) {
             case 1:
                 return f.template operator()<1>();
@@ -1173,7 +1224,7 @@ HOTSET_INLINE __m256 add_products(const Blocks& blocks, const BlockInputs& x, __
 template <class Format>
 inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
     if (Format::kBytes <= end - p) return p;
-    const size_t bytes = size_t(n) * (Format::kBytes / 8);
+    const size_t bytes = size_t(n) * Format::kBytes / 8;
     memcpy(copy, p, bytes);
     memset(copy + bytes, 0, Format::kBytes - bytes);
     return copy;
@@ -1467,7 +1518,7 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
             for (int t = t0; t < t1; t++) one_token<Format, false>(w, row0, row1, x, t, out + (t - t0) * ld);
             return;
         }
-    if constexpr (type_facts(Format::kType).block_size == 32) {
+    if constexpr (type_facts(Format::kType).block_size < 256) {
         const int64_t blocks = x.k / 32, lanes = (blocks + 7) / 8 * 8;
         if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // the bits are the same either way
             return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);

@@ -110,6 +110,32 @@ struct HeadScales {
 // Each format has kBytes of sixteen blocks; kZero, the offset of its codes; unpack(p, g, a, b) for the codes
 // (bytes) of blocks 4g..4g+3 at p: first halves into a, second halves into b.
 
+// A type without instructions of its own: each block as blocks.h decodes it.
+template <Type kOf>
+struct Format {
+    static_assert(!has_min(kOf) && !has_sub_blocks(kOf));
+    static constexpr Type kType = kOf;
+    static constexpr int kZero = 128;
+    static constexpr int kBytes = 512 / type_facts(kOf).block_size * type_facts(kOf).block_bytes;
+
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        alignas(64) uint8_t codes[2][64];
+        for (int lane = 0; lane < 4; lane++) {
+            const Block32 block = decode_block(kType, p, 4 * g + lane);
+            for (int i = 0; i < 32; i++) codes[i / 16][16 * lane + i % 16] = uint8_t(block.q[i] + kZero);
+        }
+        a = _mm512_load_si512(codes[0]);
+        b = _mm512_load_si512(codes[1]);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        alignas(64) float scale[16] = {};
+        for (int i = 0; i < n; i++) scale[i] = decode_block(kType, p, i).scale;
+        Scales out;
+        out.scale = _mm512_load_ps(scale);
+        return out;
+    }
+};
+
 template <int kHead, int kBlockBytes, bool kMin>
 struct Nibbles : HeadScales<kBlockBytes, kMin> {
     static constexpr int kBytes = 16 * kBlockBytes;
@@ -121,12 +147,14 @@ struct Nibbles : HeadScales<kBlockBytes, kMin> {
     }
 };
 
-struct FormatQ4_0 : Nibbles<2, 18, false> {
+template <>
+struct Format<Type::Q4_0> : Nibbles<2, 18, false> {
     static constexpr Type kType = Type::Q4_0;
     static constexpr int kZero = 8;
 };
 
-struct FormatQ4_1 : Nibbles<4, 20, true> {
+template <>
+struct Format<Type::Q4_1> : Nibbles<4, 20, true> {
     static constexpr Type kType = Type::Q4_1;
     static constexpr int kZero = 0;
 };
@@ -150,17 +178,20 @@ struct FiveBits : HeadScales<kBlockBytes, kMin> {
     }
 };
 
-struct FormatQ5_0 : FiveBits<2, 22, false> {
+template <>
+struct Format<Type::Q5_0> : FiveBits<2, 22, false> {
     static constexpr Type kType = Type::Q5_0;
     static constexpr int kZero = 16;
 };
 
-struct FormatQ5_1 : FiveBits<4, 24, true> {
+template <>
+struct Format<Type::Q5_1> : FiveBits<4, 24, true> {
     static constexpr Type kType = Type::Q5_1;
     static constexpr int kZero = 0;
 };
 
-struct FormatQ8_0 : HeadScales<34, false> {
+template <>
+struct Format<Type::Q8_0> : HeadScales<34, false> {
     static constexpr Type kType = Type::Q8_0;
     static constexpr int kZero = 128;
     static constexpr int kBytes = 16 * 34;
@@ -179,7 +210,8 @@ inline __m512i iq4_codes(__m512i nibbles) {
     return _mm512_shuffle_epi8(broadcast16(kOffset), nibbles);
 }
 
-struct FormatIQ4_NL : Nibbles<2, 18, false> {
+template <>
+struct Format<Type::IQ4_NL> : Nibbles<2, 18, false> {
     static constexpr Type kType = Type::IQ4_NL;
     static constexpr int kZero = 128;
     static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
@@ -189,7 +221,8 @@ struct FormatIQ4_NL : Nibbles<2, 18, false> {
     }
 };
 
-struct FormatMXFP4 {
+template <>
+struct Format<Type::MXFP4> {
     static constexpr Type kType = Type::MXFP4;
     static constexpr int kZero = 16;
     static constexpr int kBlockBytes = 17, kBytes = 16 * kBlockBytes;
@@ -230,7 +263,8 @@ inline __m512 two_halves(float a, float b) {
     return _mm512_insertf32x8(_mm512_set1_ps(a), _mm256_set1_ps(b), 1);
 }
 
-struct FormatIQ4_XS {
+template <>
+struct Format<Type::IQ4_XS> {
     static constexpr Type kType = Type::IQ4_XS;
     static constexpr int kZero = 128;
     static constexpr int kBytes = 2 * 136;
@@ -300,7 +334,8 @@ inline void unpack_nibble_pairs(__m512i codes, __m512i& a, __m512i& b) {
     b = _mm512_permutex2var_epi64(low, odd, high);
 }
 
-struct FormatQ4_K : KScales<144> {
+template <>
+struct Format<Type::Q4_K> : KScales<144> {
     static constexpr Type kType = Type::Q4_K;
     static constexpr int kZero = 0;
     static constexpr int kBytes = 2 * 144;
@@ -319,7 +354,8 @@ inline __m512i lane_bits(__m512i bytes, int first, int step, int mask) {
     return _mm512_and_si512(_mm512_srlv_epi16(bytes, shift), _mm512_set1_epi8(int8_t(mask)));
 }
 
-struct FormatQ5_K : KScales<176> {
+template <>
+struct Format<Type::Q5_K> : KScales<176> {
     static constexpr Type kType = Type::Q5_K;
     static constexpr int kZero = 0;
     static constexpr int kBytes = 2 * 176;
@@ -340,7 +376,8 @@ inline void split_pairs(__m512i first_super, __m512i second_super, __m512i out[2
     out[1] = _mm512_permutex2var_epi32(first_super, odd, second_super);
 }
 
-struct FormatQ6_K {
+template <>
+struct Format<Type::Q6_K> {
     static constexpr Type kType = Type::Q6_K;
     static constexpr int kZero = 32;
     static constexpr int kBytes = 2 * 210;
@@ -372,7 +409,8 @@ struct FormatQ6_K {
     }
 };
 
-struct FormatQ3_K {
+template <>
+struct Format<Type::Q3_K> {
     static constexpr Type kType = Type::Q3_K;
     static constexpr int kZero = 4;
     static constexpr int kBytes = 2 * 110;
@@ -404,7 +442,8 @@ struct FormatQ3_K {
     }
 };
 
-struct FormatQ2_K {
+template <>
+struct Format<Type::Q2_K> {
     static constexpr Type kType = Type::Q2_K;
     static constexpr int kZero = 0;
     static constexpr int kBytes = 2 * 84;
@@ -434,7 +473,8 @@ struct FormatQ2_K {
 
 // Ternary types: codes 0 to 2.
 
-struct FormatTQ2_0 {
+template <>
+struct Format<Type::TQ2_0> {
     static constexpr Type kType = Type::TQ2_0;
     static constexpr int kZero = 1;
     static constexpr int kBytes = 2 * 66;
@@ -450,7 +490,8 @@ struct FormatTQ2_0 {
     }
 };
 
-struct FormatTQ1_0 {
+template <>
+struct Format<Type::TQ1_0> {
     static constexpr Type kType = Type::TQ1_0;
     static constexpr int kZero = 1;
     static constexpr int kBytes = 2 * 54;
@@ -620,7 +661,8 @@ inline Scales lattice_sub_scales(const uint8_t* p, int n) {
     return out;
 }
 
-struct FormatIQ2_XXS {
+template <>
+struct Format<Type::IQ2_XXS> {
     static constexpr Type kType = Type::IQ2_XXS;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 66;
@@ -636,7 +678,8 @@ struct FormatIQ2_XXS {
     }
 };
 
-struct FormatIQ2_XS {
+template <>
+struct Format<Type::IQ2_XS> {
     static constexpr Type kType = Type::IQ2_XS;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 74;
@@ -648,7 +691,8 @@ struct FormatIQ2_XS {
     static Scales scales(const uint8_t* p, int n) { return lattice_sub_scales<74, 66>(p, n); }
 };
 
-struct FormatIQ2_S {
+template <>
+struct Format<Type::IQ2_S> {
     static constexpr Type kType = Type::IQ2_S;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 82;
@@ -668,7 +712,8 @@ struct FormatIQ2_S {
     static Scales scales(const uint8_t* p, int n) { return lattice_sub_scales<82, 74>(p, n); }
 };
 
-struct FormatIQ3_XXS {
+template <>
+struct Format<Type::IQ3_XXS> {
     static constexpr Type kType = Type::IQ3_XXS;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 98;
@@ -684,7 +729,8 @@ struct FormatIQ3_XXS {
     }
 };
 
-struct FormatIQ3_S {
+template <>
+struct Format<Type::IQ3_S> {
     static constexpr Type kType = Type::IQ3_S;
     static constexpr int kZero = 16;
     static constexpr int kBytes = 2 * 110;
@@ -709,7 +755,8 @@ struct FormatIQ3_S {
 // Subtracted from the bytes of a group whose delta is negative.
 constexpr int kDeltas = 0x02020202;
 
-struct FormatIQ1_S {
+template <>
+struct Format<Type::IQ1_S> {
     static constexpr Type kType = Type::IQ1_S;
     static constexpr int kZero = kIq1Zero;
     static constexpr int kBytes = 2 * 50;
@@ -737,7 +784,8 @@ struct FormatIQ1_S {
     }
 };
 
-struct FormatIQ1_M {
+template <>
+struct Format<Type::IQ1_M> {
     static constexpr Type kType = Type::IQ1_M;
     static constexpr int kZero = kIq1Zero;
     static constexpr int kBytes = 2 * 56;

@@ -87,6 +87,32 @@ struct Scales {
 // Each format has kBytes of sixteen blocks; unpack<i>(p, a, b) for the codes of block i at p, the first half
 // into a, the second into b; scales(p) of all sixteen. Nothing outside the kBytes is read.
 
+// A type without instructions of its own: each block as blocks.h decodes it.
+template <Type kOf>
+struct Format {
+    static_assert(!has_min(kOf) && !has_sub_blocks(kOf));
+    static constexpr Type kType = kOf;
+    static constexpr int kBytes = 512 / type_facts(kOf).block_size * type_facts(kOf).block_bytes;
+
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const Block32 block = decode_block(kType, p, kBlock);
+        alignas(16) int8_t codes[32];
+        for (int i = 0; i < 32; i++) codes[i] = int8_t(block.q[i]);
+        a = vld1q_s8(codes);
+        b = vld1q_s8(codes + 16);
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        unroll<4>([&]<int g>() {
+            float scale[4];
+            for (int i = 0; i < 4; i++) scale[i] = decode_block(kType, p, 4 * g + i).scale;
+            s.scale[g] = vld1q_f32(scale);
+        });
+        return s;
+    }
+};
+
 // Types with 32-blocks: an f16 scale (and minimum) at the beginning of each block.
 template <Type kBlockType>
 struct SmallBlocks {
@@ -118,7 +144,8 @@ struct SmallBlocks {
     }
 };
 
-struct FormatQ4_0 : SmallBlocks<Type::Q4_0> {
+template <>
+struct Format<Type::Q4_0> : SmallBlocks<Type::Q4_0> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8x16_t codes = vld1q_u8(p + kBlock * kBlockBytes + kHead);
@@ -127,7 +154,8 @@ struct FormatQ4_0 : SmallBlocks<Type::Q4_0> {
     }
 };
 
-struct FormatQ4_1 : SmallBlocks<Type::Q4_1> {
+template <>
+struct Format<Type::Q4_1> : SmallBlocks<Type::Q4_1> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8x16_t codes = vld1q_u8(p + kBlock * kBlockBytes + kHead);
@@ -146,7 +174,8 @@ inline uint8x16_t bits_to_bytes(uint32_t bits) {
     return vtstq_u8(bytes, vld1q_u8(kBit));
 }
 
-struct FormatQ5_0 : SmallBlocks<Type::Q5_0> {
+template <>
+struct Format<Type::Q5_0> : SmallBlocks<Type::Q5_0> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* at = p + kBlock * kBlockBytes + kHead;
@@ -157,7 +186,8 @@ struct FormatQ5_0 : SmallBlocks<Type::Q5_0> {
     }
 };
 
-struct FormatQ5_1 : SmallBlocks<Type::Q5_1> {
+template <>
+struct Format<Type::Q5_1> : SmallBlocks<Type::Q5_1> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* at = p + kBlock * kBlockBytes + kHead;
@@ -167,7 +197,8 @@ struct FormatQ5_1 : SmallBlocks<Type::Q5_1> {
     }
 };
 
-struct FormatQ8_0 : SmallBlocks<Type::Q8_0> {
+template <>
+struct Format<Type::Q8_0> : SmallBlocks<Type::Q8_0> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* at = p + kBlock * kBlockBytes + kHead;
@@ -176,7 +207,8 @@ struct FormatQ8_0 : SmallBlocks<Type::Q8_0> {
     }
 };
 
-struct FormatIQ4_NL : SmallBlocks<Type::IQ4_NL> {
+template <>
+struct Format<Type::IQ4_NL> : SmallBlocks<Type::IQ4_NL> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8x16_t codes = vld1q_u8(p + kBlock * kBlockBytes + kHead);
@@ -185,7 +217,8 @@ struct FormatIQ4_NL : SmallBlocks<Type::IQ4_NL> {
     }
 };
 
-struct FormatMXFP4 {
+template <>
+struct Format<Type::MXFP4> {
     static constexpr Type kType = Type::MXFP4;
     static constexpr int kBlockBytes = 17, kBytes = 16 * kBlockBytes;
 
@@ -231,7 +264,8 @@ struct SuperBlocks {
     static constexpr int kPlace = kBlock % 4;
 };
 
-struct FormatIQ4_XS : SuperBlocks<Type::IQ4_XS> {
+template <>
+struct Format<Type::IQ4_XS> : SuperBlocks<Type::IQ4_XS> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8x16_t codes = vld1q_u8(super_block<kBlock>(p) + 8 + kBlock % 8 * 16);
@@ -296,7 +330,8 @@ struct KBlocks : SuperBlocks<kBlockType> {
     }
 };
 
-struct FormatQ4_K : KBlocks<Type::Q4_K> {
+template <>
+struct Format<Type::Q4_K> : KBlocks<Type::Q4_K> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* codes = super_block<kBlock>(p) + 16 + kBlock % 8 / 2 * 32;
@@ -305,7 +340,8 @@ struct FormatQ4_K : KBlocks<Type::Q4_K> {
     }
 };
 
-struct FormatQ5_K : KBlocks<Type::Q5_K> {
+template <>
+struct Format<Type::Q5_K> : KBlocks<Type::Q5_K> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* s = super_block<kBlock>(p);
@@ -324,7 +360,8 @@ inline void split_pairs(int8x16_t bytes, int super, int32x4_t out[2][4]) {
     widen(vget_low_s8(vuzp2q_s8(bytes, bytes)), out[1] + 2 * super);
 }
 
-struct FormatQ6_K : SuperBlocks<Type::Q6_K> {
+template <>
+struct Format<Type::Q6_K> : SuperBlocks<Type::Q6_K> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* low = super_block<kBlock>(p) + 64 * kPart<kBlock> + 32 * (kBlock % 2);
@@ -347,7 +384,8 @@ struct FormatQ6_K : SuperBlocks<Type::Q6_K> {
     }
 };
 
-struct FormatQ3_K : SuperBlocks<Type::Q3_K> {
+template <>
+struct Format<Type::Q3_K> : SuperBlocks<Type::Q3_K> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* s = super_block<kBlock>(p);
@@ -377,7 +415,8 @@ struct FormatQ3_K : SuperBlocks<Type::Q3_K> {
     }
 };
 
-struct FormatQ2_K : SuperBlocks<Type::Q2_K> {
+template <>
+struct Format<Type::Q2_K> : SuperBlocks<Type::Q2_K> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* codes = super_block<kBlock>(p) + 16 + 32 * kPart<kBlock>;
@@ -400,7 +439,8 @@ struct FormatQ2_K : SuperBlocks<Type::Q2_K> {
 
 // Ternary types.
 
-struct FormatTQ2_0 : SuperBlocks<Type::TQ2_0> {
+template <>
+struct Format<Type::TQ2_0> : SuperBlocks<Type::TQ2_0> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* codes = super_block<kBlock>(p) + 32 * kPart<kBlock>;
@@ -414,7 +454,8 @@ struct FormatTQ2_0 : SuperBlocks<Type::TQ2_0> {
     }
 };
 
-struct FormatTQ1_0 : SuperBlocks<Type::TQ1_0> {
+template <>
+struct Format<Type::TQ1_0> : SuperBlocks<Type::TQ1_0> {
     // Multiply bytes by powers of three modulo 256, and return the first base-3 digit of the resulting
     // fractions, minus 1: two comparisons, each -1 if true.
     static int8x16_t digits(uint8x16_t bytes, uint8x16_t powers) {
@@ -471,7 +512,8 @@ inline float32x4_t part_of_half(const uint8_t* p, float part) {
     return vmulq_n_f32(load_half_broadcast(p), part);
 }
 
-struct FormatIQ2_XXS : SuperBlocks<Type::IQ2_XXS> {
+template <>
+struct Format<Type::IQ2_XXS> : SuperBlocks<Type::IQ2_XXS> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* s = super_block<kBlock>(p) + 2 + kBlock % 8 * 8;
@@ -505,7 +547,8 @@ inline Scales nibble_scales(const uint8_t* p) {
     return s;
 }
 
-struct FormatIQ2_XS : SuperBlocks<Type::IQ2_XS> {
+template <>
+struct Format<Type::IQ2_XS> : SuperBlocks<Type::IQ2_XS> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* s = super_block<kBlock>(p) + 2 + kBlock % 8 * 8;
@@ -518,10 +561,11 @@ struct FormatIQ2_XS : SuperBlocks<Type::IQ2_XS> {
         a = put_signs<0>(two_groups(kIq2Xs[code[0] & 511], kIq2Xs[code[1] & 511]), signs);
         b = put_signs<1>(two_groups(kIq2Xs[code[2] & 511], kIq2Xs[code[3] & 511]), signs);
     }
-    static Scales scales(const uint8_t* p) { return nibble_scales<FormatIQ2_XS, 66>(p); }
+    static Scales scales(const uint8_t* p) { return nibble_scales<Format<Type::IQ2_XS>, 66>(p); }
 };
 
-struct FormatIQ2_S : SuperBlocks<Type::IQ2_S> {
+template <>
+struct Format<Type::IQ2_S> : SuperBlocks<Type::IQ2_S> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* super = super_block<kBlock>(p);
@@ -531,10 +575,11 @@ struct FormatIQ2_S : SuperBlocks<Type::IQ2_S> {
         a = put_signs<0>(two_groups(group(0), group(1)), signs);
         b = put_signs<1>(two_groups(group(2), group(3)), signs);
     }
-    static Scales scales(const uint8_t* p) { return nibble_scales<FormatIQ2_S, 74>(p); }
+    static Scales scales(const uint8_t* p) { return nibble_scales<Format<Type::IQ2_S>, 74>(p); }
 };
 
-struct FormatIQ3_XXS : SuperBlocks<Type::IQ3_XXS> {
+template <>
+struct Format<Type::IQ3_XXS> : SuperBlocks<Type::IQ3_XXS> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* super = super_block<kBlock>(p);
@@ -556,7 +601,8 @@ struct FormatIQ3_XXS : SuperBlocks<Type::IQ3_XXS> {
     }
 };
 
-struct FormatIQ3_S : SuperBlocks<Type::IQ3_S> {
+template <>
+struct Format<Type::IQ3_S> : SuperBlocks<Type::IQ3_S> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* super = super_block<kBlock>(p);
@@ -587,7 +633,8 @@ inline uint8x8_t delta_offset(bool negative) {
     return vdup_n_u8(uint8_t(kIq1Zero + (negative ? 2 : 0)));
 }
 
-struct FormatIQ1_S : SuperBlocks<Type::IQ1_S> {
+template <>
+struct Format<Type::IQ1_S> : SuperBlocks<Type::IQ1_S> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* super = super_block<kBlock>(p);
@@ -612,7 +659,8 @@ struct FormatIQ1_S : SuperBlocks<Type::IQ1_S> {
     }
 };
 
-struct FormatIQ1_M : SuperBlocks<Type::IQ1_M> {
+template <>
+struct Format<Type::IQ1_M> : SuperBlocks<Type::IQ1_M> {
     template <int kBlock>
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* super = super_block<kBlock>(p);

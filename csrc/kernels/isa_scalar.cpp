@@ -46,28 +46,6 @@ template <Type kOf>
 struct Format {
     static constexpr Type kType = kOf;
 };
-using FormatQ4_0 = Format<Type::Q4_0>;
-using FormatQ4_1 = Format<Type::Q4_1>;
-using FormatQ5_0 = Format<Type::Q5_0>;
-using FormatQ5_1 = Format<Type::Q5_1>;
-using FormatQ8_0 = Format<Type::Q8_0>;
-using FormatQ2_K = Format<Type::Q2_K>;
-using FormatQ3_K = Format<Type::Q3_K>;
-using FormatQ4_K = Format<Type::Q4_K>;
-using FormatQ5_K = Format<Type::Q5_K>;
-using FormatQ6_K = Format<Type::Q6_K>;
-using FormatIQ4_NL = Format<Type::IQ4_NL>;
-using FormatIQ4_XS = Format<Type::IQ4_XS>;
-using FormatMXFP4 = Format<Type::MXFP4>;
-using FormatTQ1_0 = Format<Type::TQ1_0>;
-using FormatTQ2_0 = Format<Type::TQ2_0>;
-using FormatIQ1_S = Format<Type::IQ1_S>;
-using FormatIQ1_M = Format<Type::IQ1_M>;
-using FormatIQ2_XXS = Format<Type::IQ2_XXS>;
-using FormatIQ2_XS = Format<Type::IQ2_XS>;
-using FormatIQ2_S = Format<Type::IQ2_S>;
-using FormatIQ3_XXS = Format<Type::IQ3_XXS>;
-using FormatIQ3_S = Format<Type::IQ3_S>;
 
 template <class Format>
 float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int t, const uint8_t*) {

@@ -109,6 +109,10 @@ struct DecodedRow {
     HOTSET_INLINE void fetch(int) const {}
 };
 
+template <Type kType>
+using BlockRow = std::conditional_t<kType == Type::Q4_0, RowQ4_0,
+                                    std::conditional_t<kType == Type::Q8_0, RowQ8_0, DecodedRow<kType>>>;
+
 // Add `kRows` rows to the sums, and prefetch the rows `coming`.
 template <class Row, int kRows>
 inline void axpy_rows(const Matrix& w, const int32_t* rows, const float* values, const int32_t* coming,
@@ -273,28 +277,10 @@ inline void add_sparse_kernels(Kernels& table) {
     rows.template operator()<FloatRow<F32Weights>>(Type::F32);
     rows.template operator()<FloatRow<F16Weights>>(Type::F16);
     rows.template operator()<FloatRow<BF16Weights>>(Type::BF16);
-    rows.template operator()<RowQ4_0>(Type::Q4_0);
-    rows.template operator()<DecodedRow<Type::Q4_1>>(Type::Q4_1);
-    rows.template operator()<DecodedRow<Type::Q5_0>>(Type::Q5_0);
-    rows.template operator()<DecodedRow<Type::Q5_1>>(Type::Q5_1);
-    rows.template operator()<RowQ8_0>(Type::Q8_0);
-    rows.template operator()<DecodedRow<Type::Q2_K>>(Type::Q2_K);
-    rows.template operator()<DecodedRow<Type::Q3_K>>(Type::Q3_K);
-    rows.template operator()<DecodedRow<Type::Q4_K>>(Type::Q4_K);
-    rows.template operator()<DecodedRow<Type::Q5_K>>(Type::Q5_K);
-    rows.template operator()<DecodedRow<Type::Q6_K>>(Type::Q6_K);
-    rows.template operator()<DecodedRow<Type::IQ4_NL>>(Type::IQ4_NL);
-    rows.template operator()<DecodedRow<Type::IQ4_XS>>(Type::IQ4_XS);
-    rows.template operator()<DecodedRow<Type::MXFP4>>(Type::MXFP4);
-    rows.template operator()<DecodedRow<Type::TQ1_0>>(Type::TQ1_0);
-    rows.template operator()<DecodedRow<Type::TQ2_0>>(Type::TQ2_0);
-    rows.template operator()<DecodedRow<Type::IQ1_S>>(Type::IQ1_S);
-    rows.template operator()<DecodedRow<Type::IQ1_M>>(Type::IQ1_M);
-    rows.template operator()<DecodedRow<Type::IQ2_XXS>>(Type::IQ2_XXS);
-    rows.template operator()<DecodedRow<Type::IQ2_XS>>(Type::IQ2_XS);
-    rows.template operator()<DecodedRow<Type::IQ2_S>>(Type::IQ2_S);
-    rows.template operator()<DecodedRow<Type::IQ3_XXS>>(Type::IQ3_XXS);
-    rows.template operator()<DecodedRow<Type::IQ3_S>>(Type::IQ3_S);
+#define HOTSET_TYPE(name, id, block_size, block_bytes) \
+    rows.template operator()<BlockRow<Type::name>>(Type::name);
+    HOTSET_BLOCK_TYPES(HOTSET_TYPE)
+#undef HOTSET_TYPE
     rows.template operator()<RowPlanes<true>>(Type::Planes4);
     rows.template operator()<RowPlanes<false>>(Type::Planes8);
     table.gather[int(Type::F32)] = float_gather<F32Weights>;

@@ -242,4 +242,22 @@ static const Registered kMultiply("multiply", [](Facts& facts) -> std::unique_pt
     });
 });
 
+static const Registered kGateHeads("gate_heads", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), gates = facts.buffer("gates"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    facts.same_rows(x, gates);
+    const Buffer &in = facts.plan().buffer(x), &by = facts.plan().buffer(gates);
+    require(by.width > 0 && in.width % by.width == 0, "the width must be a multiple of the gates");
+    const int64_t head_dim = in.width / by.width;
+    const Kernels& kernels = facts.plan().kernels();
+    return make_row_op(facts.plan(), out, [=, &in, &by, &kernels](const StepTokens&, int r, float* result) {
+        for (int64_t h = 0; h < by.width; h++) {
+            float gate;
+            kernels.activate(Activation::Sigmoid, 0.0f, by.row(r) + h, 1, &gate);
+            kernels.activate(Activation::Scale, gate, in.row(r) + h * head_dim, head_dim,
+                             result + h * head_dim);
+        }
+    });
+});
+
 }  // namespace hotset

@@ -147,9 +147,19 @@ class Replacement:
     def replay(self, ids: np.ndarray, counts: np.ndarray, first: int, by_layer: bool) -> list[int]: ...
 
 class Draw:
-    """The sampler of one sequence (csrc/draw.h). rules: see engine/sampler.py; tokens: the prompt."""
+    """The sampler of one sequence (csrc/draw.h).
 
-    def __init__(self, n_vocab: int, rules: dict[str, Any], tokens: list[int]) -> None: ...
+    rules: numbers of SamplingParams by name. bias: ordered by token id. tokens: the prompt.
+    """
+
+    def __init__(
+        self,
+        n_vocab: int,
+        rules: dict[str, float],
+        bias: list[tuple[int, float]],
+        breakers: list[list[int]],
+        tokens: list[int],
+    ) -> None: ...
     @property
     def n_penalised(self) -> int: ...  # different tokens that penalties count
     def accept(self, token: int) -> None: ...

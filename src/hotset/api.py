@@ -19,7 +19,7 @@ from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import PerplexityResult
-from hotset.engine.sampler import Sampling, SamplingParams, takes_sampling
+from hotset.engine.sampler import SamplingParams, takes_sampling
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.generation import (
     ChatMessage,
@@ -41,6 +41,7 @@ from hotset.loader.reserved import reserved_for
 from hotset.loader.speculate import open_speculator
 from hotset.outputs import Reading, ToolUse, output_of
 from hotset.parameters import whole_number
+from hotset.sampling_parameters import Sampling
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
 from hotset.text.messages import BY_LAST_ROLE

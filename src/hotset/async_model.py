@@ -18,10 +18,11 @@ import numpy as np
 from hotset.api import Model, load
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.reranking import RankedDocument
-from hotset.engine.sampler import Sampling, takes_sampling
+from hotset.engine.sampler import takes_sampling
 from hotset.engine.sequence import Event
 from hotset.generation import ChatMessage, Chunk, Completion, Generation, Messages, Prompt, sampling_params
 from hotset.outputs import ToolUse
+from hotset.sampling_parameters import Sampling
 from hotset.settings import LoadSettings, ModelPath, taking
 
 _Prepare = Callable[[], Generation]

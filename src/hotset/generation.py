@@ -15,7 +15,7 @@ import numpy as np
 
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
-from hotset.engine.sampler import Sampling, SamplingParams, TokenLogprobs
+from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.sequence import Event, FinishReason
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.engine.stop import StopMatcher
@@ -23,7 +23,7 @@ from hotset.errors import InvalidRequestError, did_you_mean
 from hotset.escaping import clause
 from hotset.outputs import Reading
 from hotset.parameters import data_frame, shown
-from hotset.sampling_parameters import OTHER_NAMES
+from hotset.sampling_parameters import OTHER_NAMES, Sampling
 from hotset.text.messages import checked_calls
 from hotset.text.parts import CallStart, Gathered, Part, ReasoningChunk, Text, ToolCall
 

@@ -8,39 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import quick_are
-from sampling_reference import ReferenceSampler
+from sampling_reference import CHOICES, MIROSTAT, ReferenceSampler
 from sampling_reference import token_logprobs as reference_logprobs
 
 from hotset import _core
 from hotset.engine.sampler import Sampler, SamplingParams, row_logprobs, token_logprobs
 from hotset.errors import HotsetError
 from hotset.text.mask import TokenMask
-
-CHOICES: dict[str, list[Any]] = {
-    "temperature": [0.0, 0.3, 0.8, 1.0, 1.7, 30.0, 1e-3, 1e300, 1e-310],
-    "top_k": [0, 1, 2, 40, 100, 600, 2000, 10**6],
-    "top_p": [0.0, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999, 1.0],
-    "min_p": [0.0, 0.05, 0.3, 1e-4, 1e-300, 1.0],
-    "typical_p": [1.0, 0.9, 0.5, 0.2, 0.999, 0.0],
-    "top_n_sigma": [-1.0, 0.5, 1.0, 2.5, 30.0, 1e308],
-    "xtc_probability": [0.0, 0.5, 1.0],
-    "xtc_threshold": [0.1, 0.01, 1e-4, 0.0, 0.6],
-    "dynatemp_range": [0.0, 0.3, 0.8, 5.0],
-    "dynatemp_exponent": [1.0, 0.5, 2.0, 0.0, 1e4],
-    "repetition_penalty": [1.0, 1.3, 0.7, 1e300],
-    "frequency_penalty": [0.0, 0.6, -0.5, 1e300],
-    "presence_penalty": [0.0, 0.4, -2.0],
-    "penalty_last_n": [64, -1, 0, 3],
-    "dry_multiplier": [0.0, 0.8, 5.0],
-    "dry_base": [1.75, 1.0, 1e300],
-    "dry_allowed_length": [2, 0, 1, 2**40],
-    "dry_penalty_last_n": [-1, 0, 9, 200],
-}
-MIROSTAT: dict[str, list[Any]] = {
-    "mirostat": [1, 2],
-    "mirostat_tau": [5.0, 2.0, 0.0, 12.0, 100.0],
-    "mirostat_eta": [0.1, 1.0, 0.0],
-}
 
 
 class Allowed:

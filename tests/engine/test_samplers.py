@@ -1,4 +1,4 @@
-"""DRY, top-n-sigma, typical, XTC, dynamic temperature and mirostat compared with their definitions."""
+"""DRY, top-n-sigma, typical, XTC, dynamic temperature, mirostat and adaptive-p by their definitions."""
 
 from __future__ import annotations
 
@@ -132,6 +132,9 @@ def plain_tokens(
 ) -> list[int]:
     """Draw tokens from rows of logits. draws: a number for each token, and one for XTC's chance."""
     tokens, mu = list(prompt), 2 * params.mirostat_tau
+    target, decay = params.adaptive_target, params.adaptive_decay
+    weight = 1 / (1 - decay)  # of all earlier tokens, as if there were infinitely many at the target
+    mass = target * weight
     for row, u, chance in zip(rows, *draws, strict=True):
         values = row.astype(np.float64)
         for token, lost in plain_dry(tokens, params, breakers).items() if params.is_dry else ():
@@ -148,6 +151,14 @@ def plain_tokens(
             candidates = plain_filters(candidates, params, chance < params.xtc_probability)
             temperature = plain_temperature(candidates, params)
             candidates = [(i, value / temperature) for i, value in candidates]
+            if target >= 0:
+                p = dict(zip((i for i, _ in candidates), softmax(candidates), strict=True))
+                wanted = min(max(2 * target - mass / weight, 0), 1)
+                away = {i: abs(x - wanted) / 0.3 for i, x in p.items()}
+                token, _ = plain_draw([(i, 5 - 10 * d * d / (1 + d)) for i, d in away.items()], u)
+                mass, weight = p[token] + decay * mass, 1 + decay * weight
+                tokens.append(token)
+                continue
         token, probability = plain_draw(candidates, u)
         mu -= params.mirostat_eta * (-math.log2(probability) - params.mirostat_tau)
         tokens.append(token)
@@ -177,6 +188,10 @@ CASES: list[dict[str, Any]] = [
     {"mirostat": 2},
     {"mirostat": 2, "mirostat_tau": 0.0, "mirostat_eta": 1.0},
     {"mirostat": 2, "mirostat_tau": 3.0, "temperature": 0.6, "dry_multiplier": 3.0},
+    {"adaptive_target": 0.3},
+    {"adaptive_target": 0.0, "adaptive_decay": 0.5, **OPEN},
+    {"adaptive_target": 0.5, "adaptive_decay": 0.0, "temperature": 1.4, "xtc_probability": 0.5},
+    {"adaptive_target": 1.0, "adaptive_decay": 0.99, "dynatemp_range": 0.5, "top_n_sigma": 2.0},
     {"dry_multiplier": 0.8},
     {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_base": 1.2},
     {"dry_multiplier": 2.0, "dry_allowed_length": 0, "dry_penalty_last_n": 9},

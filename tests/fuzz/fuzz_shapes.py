@@ -42,7 +42,7 @@ from hotset.convert.reorder import reorder
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
-from hotset.formats.quants import DECODABLE, TYPES, GGMLType
+from hotset.formats.quants import DECODABLE, ENCODABLE, TYPES, GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
@@ -51,7 +51,7 @@ from hotset.offload.weight_store import StoredWeights, Use, sizes_of
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
-ENCODED = sorted(t for t in DECODABLE if not t.name.startswith("IQ"))
+ENCODED = sorted(t for t in ENCODABLE if not t.name.startswith("IQ"))
 ORACLE_ROWS = 3_000  # tokens times heads times layers that the oracle, which is slow, checks
 MOST_HEADS = 96
 MOST_WIDTH = 1024  # of all heads together

@@ -179,6 +179,10 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case(_RESPONSE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         *_wrong(_RESPONSE),
     ],
+    ("POST", "/v1/responses/input_tokens"): [
+        Case(_RESPONSE), Case(_RESPONSE_TOOLS), Case(_RESPONSE | {"instructions": "be brief"}),
+        Case(_RESPONSE | {"input": "h" * 3000}), *_wrong(_RESPONSE),
+    ],
     ("POST", "/tokenize"): [
         Case({"content": "hello <s>"}), Case({"content": "hé", "with_pieces": True, "add_special": True}),
         Case({"prompt": "hello", "return_token_strs": True}), Case({"messages": MESSAGES}),

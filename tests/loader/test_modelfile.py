@@ -81,7 +81,7 @@ def test_invalid_modelfiles(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        ("PARAMETER heat 1", "there is no PARAMETER 'heat'; there are frequency_penalty"),
+        ("PARAMETER heat 1", "there is no PARAMETER 'heat'; there are .*frequency_penalty"),
         ("PARAMETER top_k many", "PARAMETER top_k is a whole number, not 'many'"),
         ("PARAMETER top_p 7", "PARAMETER top_p must"),
         ("PARAMETER num_ctx 0", "PARAMETER num_ctx must"),

@@ -25,6 +25,7 @@ from hotset.server.answers import (
 from hotset.server.errors import invalid_body
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.responses import ResponsesBody, answer_request, head, tool_names
+from hotset.server.service import Service
 
 BODY = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 24}
 USAGE = Usage(prompt_tokens=30, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
@@ -214,6 +215,19 @@ def test_a_truncated_answer_is_incomplete():
 
 
 # ---- over HTTP ----
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"instructions": "brief"}, {"tools": [{"type": "function", "name": "f"}]}, {"truncation": "auto"}],
+    ids=str,
+)
+def test_the_prompt_of_a_request_is_the_answers(path: Path, fields: dict[str, Any]):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = (await client.post("/v1/responses", json=BODY | fields)).json()
+        assert len(service.prompt(request(**fields))) == reply["usage"]["input_tokens"]
+
+    run(path, work, load={"n_ctx": 1024})
 
 
 def test_a_response_repeats_its_request(path: Path):

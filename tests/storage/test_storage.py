@@ -1122,7 +1122,7 @@ QUANTS = sized(
     ("m.Q4_0.gguf", 4.1),
     ("m.Q2_K.gguf", 2.7),
     ("m.IQ2_XS.gguf", 2.3),
-    ("m.Q1_0.gguf", 1.2),  # a type without kernels
+    ("m.Q2_0.gguf", 1.2),  # a type without kernels
     ("m.imatrix.gguf", 0.1),
     ("README.md", 0.1),
 )

@@ -10,6 +10,7 @@ import math
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,35 @@ _ALLOWING = np.where(
     np.float32(-math.inf),
 )
 
+
+# Values of parameters that tests combine at random.
+CHOICES: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.3, 0.8, 1.0, 1.7, 30.0, 1e-3, 1e300, 1e-310],
+    "top_k": [0, 1, 2, 40, 100, 600, 2000, 10**6],
+    "top_p": [0.0, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999, 1.0],
+    "min_p": [0.0, 0.05, 0.3, 1e-4, 1e-300, 1.0],
+    "typical_p": [1.0, 0.9, 0.5, 0.2, 0.999, 0.0],
+    "top_n_sigma": [-1.0, 0.5, 1.0, 2.5, 30.0, 1e308],
+    "xtc_probability": [0.0, 0.5, 1.0],
+    "xtc_threshold": [0.1, 0.01, 1e-4, 0.0, 0.6],
+    "dynatemp_range": [0.0, 0.3, 0.8, 5.0],
+    "dynatemp_exponent": [1.0, 0.5, 2.0, 0.0, 1e4],
+    "repetition_penalty": [1.0, 1.3, 0.7, 1e300],
+    "frequency_penalty": [0.0, 0.6, -0.5, 1e300],
+    "presence_penalty": [0.0, 0.4, -2.0],
+    "penalty_last_n": [64, -1, 0, 3],
+    "adaptive_target": [-1.0, 0.0, 0.3, 0.55, 1.0],
+    "adaptive_decay": [0.9, 0.0, 0.5, 1.0],
+    "dry_multiplier": [0.0, 0.8, 5.0],
+    "dry_base": [1.75, 1.0, 1e300],
+    "dry_allowed_length": [2, 0, 1, 2**40],
+    "dry_penalty_last_n": [-1, 0, 9, 200],
+}
+MIROSTAT: dict[str, list[Any]] = {
+    "mirostat": [1, 2],
+    "mirostat_tau": [5.0, 2.0, 0.0, 12.0, 100.0],
+    "mirostat_eta": [0.1, 1.0, 0.0],
+}
 
 _GROUP = 64
 _MOST_LIKELY = 100  # tokens from which mirostat 1 estimates how fast the probabilities fall
@@ -150,6 +180,27 @@ class Mirostat:
             else:
                 k = ((s - 1) * np.float64(2) ** self.mu / rest) ** (1 / s)
         return int(min(max(k, 1), len(relative))) if np.isfinite(k) else len(relative)
+
+
+class AdaptiveP:
+    """Draws tokens whose probability is near a target (llama.cpp's adaptive-p).
+
+    mean: of the tokens' probabilities, of which a step further back counts `decay` times as much.
+    """
+
+    def __init__(self, target: float, decay: float) -> None:
+        self.mean = self._target = target
+        self._decay = decay
+
+    def draw(self, relative: np.ndarray, temperature: float, u: float) -> int:
+        """Return the index of the next token."""
+        weights = np.exp(relative / temperature)
+        probabilities = weights / weights.sum()
+        target = min(max(2 * self._target - self.mean, 0.0), 1.0)
+        distance = np.abs(probabilities - target) / 0.3
+        index = drawn(-10 * distance * distance / (1 + distance), 1.0, u)
+        self.mean = self._decay * self.mean + (1 - self._decay) * float(probabilities[index])
+        return index
 
 
 class Repetitions:
@@ -277,6 +328,7 @@ class ReferenceSampler:
         self._mirostat: Mirostat | None = None
         if params.mirostat:
             self._mirostat = Mirostat(params.mirostat, params.mirostat_tau, params.mirostat_eta, n_vocab)
+        self._adaptive = AdaptiveP(params.adaptive_target, params.adaptive_decay)
         for token in tokens:
             self._count(token)
 
@@ -318,7 +370,11 @@ class ReferenceSampler:
                 chosen = self._mirostat.draw(logits, params.temperature, u)
             else:
                 ids, relative = self._candidates(logits, is_xtc=chance < params.xtc_probability)
-                chosen = int(ids[drawn(relative, self._temperature(relative), u)])
+                temperature = self._temperature(relative)
+                if temperature and params.adaptive_target >= 0:
+                    chosen = int(ids[self._adaptive.draw(relative, temperature, u)])
+                else:
+                    chosen = int(ids[drawn(relative, temperature, u)])
         return chosen if allowed is None else int(allowed[chosen])
 
     def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
@@ -438,7 +494,7 @@ class ReferenceSampler:
             ids, values = top_k(logits, params.top_k)
             relative = values.astype(np.float64)
             relative -= relative[0]
-            if params.orders and relative[-1] == -math.inf:
+            if _orders(params) and relative[-1] == -math.inf:
                 n = int((-relative).searchsorted(math.inf))
                 ids, relative = ids[:n], relative[:n]
             return ids, relative, None
@@ -452,7 +508,7 @@ class ReferenceSampler:
                 # All tokens less likely than (1 - top_p) / n together have less than 1 - top_p: never needed.
                 total = float(np.exp(relative).sum())
                 cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
-        if cut == -math.inf and not params.orders:
+        if cut == -math.inf and not _orders(params):
             return np.arange(logits.size), relative.astype(np.float64), None
         # A margin for float32; the exact filter follows.
         ids = np.flatnonzero(relative >= cut - 1e-3 if cut > -math.inf else relative > cut)
@@ -477,6 +533,17 @@ def log_sum_exp(logits: np.ndarray) -> float:
     with np.errstate(over="ignore"):  # the difference of two finite floats may be infinite
         relative = logits - np.float32(largest)
     return largest + math.log(float(np.exp(relative).sum(dtype=np.float64)))
+
+
+def _orders(params: SamplingParams) -> bool:
+    """Return whether a filter other than top-k, top-p and min-p, or the dynamic temperature, is on."""
+    return (
+        params.top_n_sigma > 0
+        or params.typical_p < 1
+        or params.xtc_probability > 0
+        or params.dynatemp_range > 0
+        or params.adaptive_target >= 0
+    )
 
 
 def _float32(value: float) -> np.float32:

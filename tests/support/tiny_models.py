@@ -1709,6 +1709,12 @@ ENCODERS: dict[str, TinyModel] = {
         of="ModernBertModel",
     ),
     "modern-bert-scores": TinyModel("ModernBert", MODERN, of="ModernBertForSequenceClassification"),
+    "eurobert": TinyModel("EuroBert", {"pad_token_id": 0, "mask_token_id": 2}, of="EuroBertModel"),
+    "eurobert-biased": TinyModel(
+        "EuroBert",
+        {"pad_token_id": 0, "mask_token_id": 2, "attention_bias": True, "mlp_bias": True, **WIDE_HEADS},
+        of="EuroBertModel",
+    ),
     "jina-bert-v2": TinyModel(
         "Bert",
         BERT,

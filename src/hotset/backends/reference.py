@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import assert_never
 
 import numpy as np
@@ -45,6 +45,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
+    GateHeads,
     GaussianTopK,
     HeadDot,
     Heads,
@@ -253,8 +254,8 @@ class ReferenceBackend(WithoutDevices):
                 return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
             case GaussianTopK():
                 return gaussian_top_k(values[op.x.id], op.multiplier)
-            case Multiply():
-                return values[op.a.id] * values[op.b.id]
+            case Multiply() | GateHeads():
+                return multiplied(op, values)
             case Add():
                 return values[op.a.id] + values[op.b.id]
             case Scale():
@@ -856,6 +857,19 @@ def xielu(x: np.ndarray, f: XIELU) -> np.ndarray:
     positive, negative, linear, eps = map(F32, (f.positive, f.negative, f.linear, f.eps))
     below = negative * (np.expm1(np.minimum(x, eps)) - x) + linear * x
     return np.where(x > 0, positive * x * x + linear * x, below)
+
+
+def multiplied(op: Multiply | GateHeads, values: Mapping[int, np.ndarray]) -> np.ndarray:
+    if isinstance(op, GateHeads):
+        return gate_heads(values[op.x.id], values[op.gates.id])
+    return values[op.a.id] * values[op.b.id]
+
+
+def gate_heads(x: np.ndarray, gates: np.ndarray) -> np.ndarray:
+    """Return the channels [n, width] times the sigmoid of their head's gate [n, n_head]."""
+    factors = ACTIVATIONS["sigmoid"](gates, np.float32(0))
+    heads = x.reshape(*gates.shape, -1) * factors[..., None]
+    return heads.reshape(x.shape)
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

@@ -74,9 +74,9 @@ def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[st
             keys[f"{name}_feat_out"], keys[f"{name}_feat_in"] = weight.shape
         elif kind not in _WITHOUT_KEYS:
             raise UnsupportedModelError(f"the checkpoint has a module of kind {kind}, which is not supported")
-    if (mode := config.raw.get("classifier_pooling")) is not None:
-        keys["classifier.pooling_type"] = _mode([mode])
     if config.class_name.endswith("ForSequenceClassification"):
+        if (mode := config.raw.get("classifier_pooling")) is not None:
+            keys["classifier.pooling_type"] = _mode([mode])
         keys["classifier.output_labels"] = _labels(config.raw)
     return keys, tensors
 

@@ -14,10 +14,9 @@ import inspect
 import json
 import math
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from hotset import _core
 from hotset.backends.base import N_CANDIDATES
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
-from hotset.sampling_parameters import PARAMETERS, RULES, Parameter
+from hotset.sampling_parameters import PARAMETERS, RULES, Parameter, ParameterFields
 from hotset.text.mask import TokenMask
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -101,11 +100,8 @@ MAX_BREAKER_BYTES = 40
 """The longest DRY sequence breaker; their number is limited by MAX_STOPS."""
 
 
+_FIELDS = (ParameterFields.__doc__ or "").partition("\n\n")[2]
 _NUMBERS = [one for one in PARAMETERS.values() if one.kind is not None]
-
-
-def _default(name: str) -> Any:
-    return PARAMETERS[name].default
 
 
 def _number(parameter: Parameter, value: Any) -> float | int | None:
@@ -121,83 +117,10 @@ def _number(parameter: Parameter, value: Any) -> float | int | None:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop. The defaults are llama.cpp's.
+class SamplingParams(ParameterFields):
+    __doc__ = f"""How tokens are chosen and when to stop. The defaults are llama.cpp's.
 
-    temperature: 0 takes the most likely token after bias, penalties and DRY. Applied last, as in llama.cpp.
-    top_k: keep the k most likely tokens; 0 and -1 keep all.
-    top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
-    min_p: keep tokens at least min_p times as likely as the most likely one; 0 keeps all.
-    repetition_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
-    frequency_penalty, presence_penalty: subtracted from the logit of a recent token, per occurrence and once.
-    penalty_last_n: how many tokens, of prompt and answer, are recent; -1 means all, 0 none.
-    top_n_sigma: keep tokens whose logit is at most this many standard deviations (of all logits) below the
-        largest; 0 or less keeps all.
-    typical_p: keep the fewest tokens with a total probability above typical_p, those whose surprisal is
-        closest to the entropy first; 1 keeps all.
-    xtc_probability, xtc_threshold: with this probability, remove the tokens with a probability ≥ the
-        threshold, except the least likely of them; a probability of 0 is off.
-    dynatemp_range, dynatemp_exponent: the temperature varies from temperature - range (at least 0) to
-        temperature + range. It grows with the entropy of the remaining tokens, divided by the largest
-        possible entropy, to the power of the exponent. A range of 0 is off.
-    mirostat: 1 or 2 draws by that version of mirostat, and top_n_sigma, top_k, typical_p, top_p, min_p, XTC
-        and the dynamic temperature have no effect; 0 is off.
-    mirostat_tau, mirostat_eta: the target surprisal in bits (at most 100), and the learning rate.
-    dry_multiplier: a token that would extend a repetition of n ≥ dry_allowed_length tokens loses
-        dry_multiplier * dry_base ** (n - dry_allowed_length) of its logit; 0 is off.
-    dry_base, dry_allowed_length: see dry_multiplier.
-    dry_penalty_last_n: how many tokens, of prompt and answer, DRY searches; -1 means all, 0 none.
-    dry_sequence_breakers: strings that end a repetition; at most 64 of 40 bytes.
-    logit_bias: token id → number added to its logit; -inf forbids the token.
-    seed: any integer from 0 to 2**64 - 1; None and -1 pick one, which is then in `Sampler.seed`.
-    logprobs: None for none, n for the chosen token and the n most likely tokens.
-    max_tokens: None and -1 continue to the end of the context.
-    stop: strings that end the answer and are not part of it; at most 64 of 1,024 characters.
-    stop_token_ids: more tokens that end the answer, without their text; at most 64.
-    ignore_eos: forbid the model's own end tokens.
-    reasoning_budget: the most tokens of reasoning before its end is forced. 0 turns reasoning off; -1 and
-        None set no limit.
-    reasoning_budget_message: a text that is forced before that end; at most 4,096 characters.
-    json_schema, json_object, regex, grammar: a form that the answer must follow, at most one of them: a JSON
-        schema (an object or its text), any JSON object, a regular expression that matches the whole answer,
-        or a grammar in GBNF or Lark (text/constraint.py makes a Constraint of it).
-    """
-
-    temperature: float = _default("temperature")
-    top_k: int = _default("top_k")
-    top_p: float = _default("top_p")
-    min_p: float = _default("min_p")
-    repetition_penalty: float = _default("repetition_penalty")
-    penalty_last_n: int = _default("penalty_last_n")
-    frequency_penalty: float = _default("frequency_penalty")
-    presence_penalty: float = _default("presence_penalty")
-    top_n_sigma: float = _default("top_n_sigma")
-    typical_p: float = _default("typical_p")
-    xtc_probability: float = _default("xtc_probability")
-    xtc_threshold: float = _default("xtc_threshold")
-    dynatemp_range: float = _default("dynatemp_range")
-    dynatemp_exponent: float = _default("dynatemp_exponent")
-    mirostat: int = _default("mirostat")
-    mirostat_tau: float = _default("mirostat_tau")
-    mirostat_eta: float = _default("mirostat_eta")
-    dry_multiplier: float = _default("dry_multiplier")
-    dry_base: float = _default("dry_base")
-    dry_allowed_length: int = _default("dry_allowed_length")
-    dry_penalty_last_n: int = _default("dry_penalty_last_n")
-    dry_sequence_breakers: tuple[str, ...] = _default("dry_sequence_breakers")
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = _default("seed")
-    logprobs: int | None = _default("logprobs")
-    max_tokens: int | None = _default("max_tokens")
-    stop: tuple[str, ...] = _default("stop")
-    stop_token_ids: tuple[int, ...] = _default("stop_token_ids")
-    ignore_eos: bool = _default("ignore_eos")
-    reasoning_budget: int | None = _default("reasoning_budget")
-    reasoning_budget_message: str = _default("reasoning_budget_message")
-    json_schema: Mapping[str, Any] | str | None = _default("json_schema")
-    json_object: bool = _default("json_object")
-    regex: str | None = _default("regex")
-    grammar: str | None = _default("grammar")
+{_FIELDS}"""
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {one.name: _number(one, getattr(self, one.name)) for one in _NUMBERS} | {
@@ -247,53 +170,6 @@ class SamplingParams:
     def breakers(self) -> tuple[str, ...]:
         """Return the strings that end a repetition for DRY."""
         return self.dry_sequence_breakers if self.is_dry else ()
-
-    @property
-    def orders(self) -> bool:
-        """Return whether a filter other than top-k, top-p and min-p, or the dynamic temperature, is on."""
-        return (
-            self.top_n_sigma > 0 or self.typical_p < 1 or self.xtc_probability > 0 or self.dynatemp_range > 0
-        )
-
-
-class Sampling(TypedDict, total=False):
-    """The fields of SamplingParams as keywords of `generate`, `stream` and `chat`, for type checkers."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    penalty_last_n: int
-    top_n_sigma: float
-    typical_p: float
-    xtc_probability: float
-    xtc_threshold: float
-    dynatemp_range: float
-    dynatemp_exponent: float
-    mirostat: int
-    mirostat_tau: float
-    mirostat_eta: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: Sequence[str]
-    logit_bias: Mapping[int, float]
-    seed: int | None
-    logprobs: int | None
-    max_tokens: int | None
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    reasoning_budget: int | None
-    reasoning_budget_message: str
-    json_schema: Mapping[str, Any] | str | None
-    json_object: bool
-    regex: str | None
-    grammar: str | None
 
 
 def takes_sampling(function: _F) -> _F:
@@ -423,7 +299,12 @@ class Sampler:
         self._n_top = None if params.logprobs is None else min(params.logprobs, n_vocab)
         self._n_needed = self._needed(bias)
         counts = tokens if params.penalizes or params.is_dry else []
-        self._draw = _core.Draw(n_vocab, _rules(params, n_vocab, bias, breakers), counts)
+        biases = [  # only a forbidden token has an infinite one
+            (token, value if value == -math.inf else max(-_LARGEST, min(value, _LARGEST)))
+            for token, value in sorted(bias.items())
+        ]
+        spellings = [list(breaker) for breaker in breakers] if params.is_dry else []
+        self._draw = _core.Draw(n_vocab, _rules(params, n_vocab), biases, spellings, counts)
 
     def _needed(self, bias: Mapping[int, float]) -> int | None:
         """Return how many of the largest logits decide the next token without penalties; None: any may.
@@ -565,23 +446,13 @@ def token_logprobs(logits: np.ndarray, token: int, found: RowLogprobs) -> TokenL
     )
 
 
-def _rules(
-    params: SamplingParams, n_vocab: int, bias: Mapping[int, float], breakers: Iterable[Sequence[int]]
-) -> dict[str, Any]:
-    """Return the parameters of csrc/draw.h: numbers within the ranges of its types.
-
-    Only what forbids a token is infinite: a huge bias or penalty is the largest float32.
-    """
+def _rules(params: SamplingParams, n_vocab: int) -> dict[str, float]:
+    """Return the parameters of csrc/draw.cpp: numbers within the ranges of its types."""
     rules = {one.name: getattr(params, one.name) for one in RULES}
     for name in ("frequency_penalty", "presence_penalty"):
         rules[name] = max(-_LARGEST, min(rules[name], _LARGEST))
     rules["repetition_penalty"] = max(_SMALLEST, min(params.repetition_penalty, _LARGEST))
     rules["top_k"] = min(params.top_k, n_vocab)
     for name in ("penalty_last_n", "dry_penalty_last_n", "dry_allowed_length"):
-        rules[name] = min(rules[name], sys.maxsize)
-    rules["bias"] = [
-        (token, value if value == -math.inf else max(-_LARGEST, min(value, _LARGEST)))
-        for token, value in sorted(bias.items())
-    ]
-    rules["breakers"] = [list(breaker) for breaker in breakers] if params.is_dry else []
+        rules[name] = min(rules[name], 1 << 53)
     return rules

@@ -68,6 +68,7 @@ class GGMLType(IntEnum):
     TQ1_0 = 34
     TQ2_0 = 35
     MXFP4 = 39
+    Q1_0 = 41
 
     @classmethod
     def _missing_(cls, value: object) -> GGMLType | None:
@@ -109,6 +110,9 @@ _Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])  # d * q + m
 _Q5_0 = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * (q - 16)
 _Q5_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * q + m
 _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])  # d * q
+
+# Q1_0: d if bit i % 8 of qs[i / 8] is set, otherwise -d.
+_Q1_0 = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 
 # MXFP4: 2^(e - 128) * FP4[q]; the block's scale is half a power of two, because FP4 holds doubled values.
 _MXFP4 = np.dtype([("e", "u1"), ("qs", "u1", 16)])
@@ -200,6 +204,7 @@ TYPES: dict[GGMLType, TypeFacts] = {
     _T.IQ4_NL: TypeFacts("IQ4_NL", 32, 18, "4-bit codebook, one scale per 32", _Q4_0),
     _T.IQ4_XS: TypeFacts("IQ4_XS", 256, 136, "4-bit codebook, 6-bit scale per 32", _IQ4_XS),
     _T.MXFP4: TypeFacts("MXFP4", 32, 17, "4-bit float, shared exponent per 32", _MXFP4),
+    _T.Q1_0: TypeFacts("Q1_0", 128, 18, "1 bit, one scale per 128", _Q1_0),
     _T.TQ1_0: TypeFacts("TQ1_0", 256, 54, "ternary, 1.69 bits", _TQ1_0),
     _T.TQ2_0: TypeFacts("TQ2_0", 256, 66, "ternary, 2.06 bits", _TQ2_0),
     _T.IQ1_S: TypeFacts("IQ1_S", 256, 50, "1.56-bit lattice", _IQ1_S),
@@ -365,6 +370,11 @@ def _decode_mxfp4(b: np.ndarray) -> np.ndarray:
     return _half_of_e8m0(b["e"])[:, None] * FP4[_nibbles(b)]
 
 
+def _decode_q1_0(b: np.ndarray) -> np.ndarray:
+    bits = np.unpackbits(b["qs"], axis=1, bitorder="little")
+    return _scale(b, "d") * (2 * bits.astype(np.float32) - 1)
+
+
 def _decode_tq2_0(b: np.ndarray) -> np.ndarray:
     return _scale(b, "d") * (_two_bit_groups(b).reshape(-1, 256).astype(np.float32) - 1)
 
@@ -495,6 +505,7 @@ _DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
     _T.IQ4_NL: _decode_iq4_nl,
     _T.IQ4_XS: _decode_iq4_xs,
     _T.MXFP4: _decode_mxfp4,
+    _T.Q1_0: _decode_q1_0,
     _T.TQ1_0: _decode_tq1_0,
     _T.TQ2_0: _decode_tq2_0,
     _T.IQ1_S: _decode_iq1_s,

@@ -500,6 +500,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", norm="layer", norm_bias=False, activation=GELU, embedding_norm=True, bare_first=True,
         window_period=3, window_last=True, windowed_rope_base=10000.0, causal=False,
     ),
+    "eurobert": Architecture(rope="neox", causal=False),
     "jina-bert-v3": Architecture(
         rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER
     ),

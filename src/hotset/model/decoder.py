@@ -88,6 +88,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
+    GateHeads,
     GaussianTopK,
     Heads,
     KeyBias,
@@ -360,12 +361,15 @@ class _Decoder(GraphBuilder):
             has_own = f"{blk}.attn_gate.weight" in self.weights.tensors
             q, k, v = self._heads(h, blk, layer, gated=layer.attention_gate and not has_own)
             if layer.attention_gate:
-                if has_own:
-                    gate = self.linear(h, f"{blk}.attn_gate", config.n_head * config.head_dim_v)
+                if has_own:  # of each channel, or of each head
+                    of_heads = self.weights.tensors[f"{blk}.attn_gate.weight"].shape[1] == config.n_head
+                    width = config.n_head * (1 if of_heads else config.head_dim_v)
+                    gate = self.linear(h, f"{blk}.attn_gate", width)
                 else:
                     q, gate = self._gated_query(q, blk)
-                out = self.value(f"{blk}.attn_gate_act", gate.width)
-                gate = self.add(Activate(out, gate, "sigmoid", **self.where))
+                if gate.width != config.n_head:
+                    out = self.value(f"{blk}.attn_gate_act", gate.width)
+                    gate = self.add(Activate(out, gate, "sigmoid", **self.where))
             q = self._rotated(self._tempered(q, blk), config.n_head, layer)
             if layer.source is None:
                 k = self._rotated(k, n_head_kv, layer)
@@ -385,7 +389,8 @@ class _Decoder(GraphBuilder):
         )  # fmt: skip
         if gate is not None:
             gated = self.value(f"{blk}.attn_gated", attn.width)
-            attn = self.add(Multiply(gated, attn, gate, **self.where))
+            of_heads = gate.width == config.n_head
+            attn = self.add((GateHeads if of_heads else Multiply)(gated, attn, gate, **self.where))
         if layer.sub_norms:
             attn = self.norm(attn, f"{blk}.attn_sub_norm")
         attn = self._thresholded(attn, i, "attn_out")

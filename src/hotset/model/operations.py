@@ -682,6 +682,15 @@ class Multiply(Operation):
 
 
 @dataclass(frozen=True)
+class GateHeads(Operation):
+    """out = x * sigmoid(gate), where every channel of a head has the head's gate: gates.width heads."""
+
+    out: Value
+    x: Value
+    gates: Value
+
+
+@dataclass(frozen=True)
 class Add(Operation):
     """out = a + b, elementwise."""
 
@@ -1119,6 +1128,7 @@ Primitive = (
     | Activate
     | GaussianTopK
     | Multiply
+    | GateHeads
     | Add
     | Scale
     | AddStreams

@@ -306,6 +306,11 @@ class Service:
         self._begin(answer)
         return answer
 
+    def prompt(self, request: AnswerRequest) -> list[int]:
+        """Return the tokens of a conversation's prompt, as `ask` computes them. It takes a thread's time."""
+        request = replace(request, params=request.thinking.limited(request.params))
+        return _conversation(self.model, request, request.messages or ())[1].tokens
+
     async def ask_vectors(
         self, make: Callable[[Model, Owner], TextVectors], n_texts: int, client: str | None, *, long: bool
     ) -> Vectors:
@@ -413,10 +418,8 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     request = replace(request, params=params)
     scales = None if request.adapters is None else model.adapters.resolve(request.adapters)
     if request.messages is not None:
-        use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
-        variables = {**request.thinking.variables, **request.template}
-        output = output_of(model.output_form, params, request.messages, request.opening, use, variables)
-        prompts = [_conversation(model, request, output, request.messages)]
+        output, prompt = _conversation(model, request, request.messages)
+        prompts = [prompt]
     elif request.gap is not None:
         most = _room(model, request.params) if request.gap.trims else model.n_ctx
         prompts = [Fitted(encode_gap(model.tokenizer, model.gguf.metadata, request.gap, most), 0)]
@@ -433,17 +436,20 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
 
 
 def _conversation(
-    model: Model, request: AnswerRequest, output: Output, messages: Sequence[Mapping[str, Any]]
-) -> Fitted:
-    """Return the prompt of a conversation, without its oldest turns if the request allows that."""
+    model: Model, request: AnswerRequest, messages: Sequence[Mapping[str, Any]]
+) -> tuple[Output, Fitted]:
+    """Return the form of the answer, and the prompt, without its oldest turns if the request allows that."""
+    use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
+    variables = {**request.thinking.variables, **request.template}
+    output = output_of(model.output_form, request.params, messages, request.opening, use, variables)
     how = {"variables": output.variables, **request.opening._asdict()}
 
     def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return model.encode_chat(messages, output.tools, **how)
 
     if not request.truncates:
-        return Fitted(encode(messages), 0)
-    return fitted(messages, encode, model.n_ctx, request.params.max_tokens)
+        return output, Fitted(encode(messages), 0)
+    return output, fitted(messages, encode, model.n_ctx, request.params.max_tokens)
 
 
 def _slots_of(model: Model) -> SessionFiles | HotsetError:

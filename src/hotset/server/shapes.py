@@ -543,6 +543,10 @@ class TokenCount(Shape):
     input_tokens: int
 
 
+class InputTokens(TokenCount):
+    object: Literal["response.input_tokens"]
+
+
 # ---- Ollama's ----
 
 

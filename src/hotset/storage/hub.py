@@ -154,8 +154,8 @@ def _check_path(path: str) -> None:
 _PRECISION = (
     "Q8_0", "Q6_K", "Q5_K_M", "Q5_K", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K", "Q4_1", "IQ4_NL", "Q4_K_S",
     "Q4_0", "IQ4_XS", "MXFP4", "Q3_K_L", "Q3_K_M", "Q3_K", "Q3_K_S", "IQ3_M", "IQ3_S", "IQ3_XS",
-    "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "IQ1_M", "TQ1_0", "IQ1_S", None,
-    "BF16", "F16", "F32",
+    "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "IQ1_M", "TQ1_0", "IQ1_S", "Q1_0",
+    None, "BF16", "F16", "F32",
 )
 # fmt: on
 _TYPE = re.compile(r"(?<![A-Z0-9])(I?Q\d_[A-Z0-9]+(?:_(?:[SML]|X[SL]))?|TQ\d_\d|B?F16|F32|MXFP4)(?![A-Z0-9])")

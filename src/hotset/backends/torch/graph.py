@@ -59,6 +59,7 @@ from hotset.model.operations import (
     Embed,
     ExpertLinear,
     ExpertSum,
+    GateHeads,
     GaussianTopK,
     HeadDot,
     Heads,
@@ -260,8 +261,8 @@ class TorchGraph:
                 return activate(step[op.x], op.kind, op.threshold)
             case GaussianTopK():
                 return gaussian_top_k(step[op.x], op.multiplier)
-            case Multiply():
-                return step[op.a] * step[op.b]
+            case Multiply() | GateHeads():
+                return self._multiplied(op, step)
             case Add():
                 return step[op.a] + step[op.b]
             case Scale():
@@ -333,6 +334,13 @@ class TorchGraph:
                 return wkv(op, *(step.by_text(value) for value in op.inputs)).flatten(0, 1)
             case _:
                 assert_never(op)
+
+    def _multiplied(self, op: Multiply | GateHeads, step: Step) -> Tensor:
+        if isinstance(op, Multiply):
+            return step[op.a] * step[op.b]
+        gates = torch.sigmoid(step[op.gates]).unsqueeze(-1)
+        heads: Tensor = step[op.x].unflatten(-1, (op.gates.width, -1)) * gates
+        return heads.flatten(-2)
 
     def _convolved(self, op: ShortConv, step: Step) -> Tensor:
         if op.weight is None:

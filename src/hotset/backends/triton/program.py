@@ -437,7 +437,9 @@ class Program:
             case Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is not the last operation of a group")
             case _:
-                assert_never(main)
+                raise UnsupportedModelError(
+                    f"the operation {type(main).__name__} is computed on the CPU; use device='cpu'"
+                )
 
     def _elementwise(
         self, op: RMSNorm | LayerNorm | Activate | GaussianTopK | Mask | Add | Multiply | Scale | SoftCap

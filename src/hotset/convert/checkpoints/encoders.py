@@ -142,6 +142,15 @@ _MODERN_BERT = HFClass(
     windows=("sliding_window", "layer_types", "sliding_window_pattern"),
     fused_gate=True,
 )
+_EUROBERT = HFClass(
+    "eurobert",
+    defaults={
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+    },
+)
 
 CLASSES: dict[str, HFClass] = {
     "BertModel": _BERT,
@@ -163,6 +172,8 @@ CLASSES: dict[str, HFClass] = {
         _MODERN_BERT,
         tensors={"model.head.dense": "cls", "model.head.norm": "cls.norm", "model.classifier": "cls.output"},
     ),
+    "EuroBertModel": _EUROBERT,
+    "EuroBertForMaskedLM": _EUROBERT,
     "NomicBertModel": replace(_NOMIC, variant=_nomic),
     "JinaBertModel": _JINA_BERT,
     "JinaBertForMaskedLM": _JINA_BERT,

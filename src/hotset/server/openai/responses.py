@@ -34,8 +34,8 @@ from hotset.server.rows import (
     integer,
     settings_of,
 )
-from hotset.server.shapes import EVENT_STREAM, ResponseReasoning, ResponseReply, documented
-from hotset.server.streams import off_loop, serving, streamed, whole
+from hotset.server.shapes import EVENT_STREAM, InputTokens, ResponseReasoning, ResponseReply, documented
+from hotset.server.streams import in_turn, off_loop, serving, streamed, whole
 from hotset.server.tool_fields import (
     MAX_TOOL_NAME,
     MAX_TOOLS,
@@ -381,6 +381,18 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
     if request.stream:
         return await streamed(http, request, writer.events, writer.sign_of_life)
     return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(body: ResponsesBody, http: Request) -> InputTokens:
+    """Return the number of tokens of the prompt that /v1/responses would compute for this body."""
+    service = await serving(http, body.model, takes_adapter=True)
+
+    def counted() -> int:
+        request = answer_request(body, service.sampling)
+        return len(service.prompt(request))
+
+    return InputTokens(object="response.input_tokens", input_tokens=await in_turn(http, counted))
 
 
 def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
