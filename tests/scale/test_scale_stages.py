@@ -5,11 +5,10 @@ What needs a cluster stands in tests/cluster/, which `make test-scale` runs.
 
 from __future__ import annotations
 
-import socket
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from waiting import until
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
+import hotset
 from hotset.backends.base import Batch, StepResult
+from hotset.backends.stage import Span
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import (
@@ -38,13 +39,14 @@ from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Opened
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.scale.frames import Bounds, Failed, FrameKind, LinkError, Message, encode
-from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
+from hotset.scale.links import LOST, Channel, Line, LinkError, new_keys
+from hotset.scale.messages import Failed, Message, most_bytes
 from hotset.scale.splits import Room, Split, n_pieces, parse_splits, pieces, planned, spans
 from hotset.scale.worker import StageWorker
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
+HOST = "127.0.0.1"
 N_LAYER = 3
 SETTINGS = LoadSettings(n_ctx=128, n_threads=1, max_batch=48, device="cpu")
 
@@ -109,14 +111,6 @@ def test_pieces_are_the_batch_and_few_where_it_is_small():
 # --- stages
 
 
-ENTERING = Bounds.of(FrameKind.PIECE, SETTINGS, n_pages=8, n_columns=0)
-LEAVING = Bounds.of(FrameKind.ROWS, SETTINGS, n_pages=8, n_columns=N_VOCAB)
-
-
-def line_of(addresses: Sequence[Address], key: bytes) -> Line:
-    return Line(addresses[0], addresses[-1], key, entering=ENTERING, leaving=LEAVING)
-
-
 class Workers:
     """The stages of a model as their machines have them, in one process: a backend."""
 
@@ -125,12 +119,14 @@ class Workers:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         self.steps = 0
         self.workers = [StageWorker() for _ in splits]
-        for worker, (first, last) in zip(self.workers, spans(graph, splits), strict=True):
+        self.keys = []
+        for worker, span in zip(self.workers, spans(graph, splits), strict=True):
             told = worker.open(
-                model=str(path), settings=SETTINGS, mark=fingerprint(gguf),
-                first_op=first, last_op=last, n_pages=n_pages, counts=False,
+                model=str(path), settings=SETTINGS, release=hotset.__version__, mark=fingerprint(gguf),
+                span=Span(*span), n_pages=n_pages, counts=False,
             )  # fmt: skip
             assert isinstance(told, dict), told
+            self.keys.append(told["key"])
         gguf.close()
 
     def step(self, whole: Batch) -> StepResult:
@@ -159,11 +155,15 @@ class Linked(Workers):
         self.link()
 
     def link(self) -> None:
-        key = new_key()
-        self.addresses = [worker.listen("127.0.0.1", key) for worker in self.workers]
-        for worker, following in zip(self.workers, [*self.addresses[1:], None], strict=True):
-            assert worker.link(following) is None
-        self.line = line_of(self.addresses, key)
+        keys = new_keys()
+        leaves = Channel(keys, self.keys[-1], most_bytes(SETTINGS, 0, N_VOCAB))
+        self.line = Line(Channel(keys, self.keys[0], most=0), leaves, HOST)
+        before = zip(self.workers, [keys[0], *self.keys], strict=False)
+        self.addresses = [worker.listen(HOST, key) for worker, key in before]
+        after = zip([*self.addresses[1:], self.line.address], [*self.keys[1:], keys[0]], strict=True)
+        for worker, (address, key) in zip(self.workers, after, strict=True):
+            assert worker.link(address, key) is None
+        self.line.connect(self.addresses[0])
 
     def step(self, whole: Batch) -> StepResult:
         self.steps += 1
@@ -229,7 +229,7 @@ def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path
     run = worker.run
 
     def dies(*_: Any) -> Any:
-        raise ConnectionResetError("as a process that is killed")
+        raise EOFError("as a process that is killed")
 
     worker.run = dies  # type: ignore[method-assign]
     with pytest.raises(LOST):
@@ -257,7 +257,7 @@ def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
 
     last._stage.run = held  # type: ignore[method-assign]
     for piece in pieces(batch([(tokens(16), 0, [0])]), 2):
-        stages.line._enters.send(encode(Message(1, piece, None), ENTERING))
+        stages.line._enters.send(Message(1, piece, None))
     assert begun.wait(30)  # the first
     stages.line.close()
     last.cancel(1)
@@ -269,58 +269,33 @@ def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
-    stages = Workers(path, [Split("x", 1), Split("y", 2)])
-    key = new_key()
-    addresses = [worker.listen("127.0.0.1", key) for worker in stages.workers]
-    with ExitStack() as undone:
-        for address in addresses:
-            for said in (b"", b"\0\0\0\4junk"):
-                for _ in range(25):
-                    tcp = undone.enter_context(socket.create_connection(address))
-                    tcp.sendall(said)
-            with pytest.raises(LinkError, match="does not have the key of this line"):
-                joined(address, new_key(), ENTERS)
-        for worker, following in zip(stages.workers, [*addresses[1:], None], strict=True):
-            assert worker.link(following) is None
-        with closing(line_of(addresses, key)) as line:
-            step = batch([(tokens(5), 0, [4])])
-            expected = Workers(path, [Split("x", 3)]).step(step).logits
-            np.testing.assert_array_equal(line.step(1, [step])[0], expected)
-            for address in addresses:  # no other can connect to a line that is complete
-                with pytest.raises(LinkError, match="cannot be reached"):
-                    joined(address, key, ENTERS)
-    stages.close()
-
-
-@pytest.mark.usefixtures("no_thread_is_left")
 def test_a_stage_whose_neighbour_does_not_come_ends_its_start_with_a_message(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     stages = Workers(path, [Split("x", 1), Split("y", 2)])
     monkeypatch.setattr("hotset.scale.worker.START_SECONDS", 0.0)
     first, last = stages.workers
-    key = new_key()
-    first.listen("127.0.0.1", key)
-    address = last.listen("127.0.0.1", new_key())
-    problem = first.link(address)
-    assert problem == f"the stage at 127.0.0.1:{address[1]} does not have the key of this line"
-    assert last.link(None) is None
-    assert until(last.alive) == "a neighbour of this stage did not connect in time"
+    driver = new_keys()
+    first.listen(HOST, driver[0])
+    address = last.listen(HOST, new_keys()[0])
+    problem = first.link(address, stages.keys[1])
+    assert problem == f"the neighbour at {address} did not answer as a member of this line"
+    address = last.listen(HOST, stages.keys[0])
+    assert first.link(address, stages.keys[1]) is None
+    assert until(first.alive) == "a neighbour of this stage did not connect in time"
     stages.close()
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(path: Path):
+def test_an_invalid_message_ends_the_line_with_a_message_and_another_line_works(path: Path):
     stages = Linked(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(5), 0, [4])])
     expected = stages.step(step).logits.copy()
-    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # by someone who can write to the connection
+    stages.line._enters._socket.send(b"\x80\4")
     with pytest.raises(LOST):
         stages.step(step)
     told = [worker.alive() for worker in stages.workers]
-    assert told == ["a frame's header is damaged: its tag does not fit", None]
-    stages.line.close()
+    assert told == ["a message of a neighbour is invalid", None]
     stages.link()
     np.testing.assert_array_equal(stages.step(step).logits, expected)
     assert [worker.alive() for worker in stages.workers] == [None, None]
@@ -338,27 +313,19 @@ def test_rows_of_another_step_or_piece_are_refused(path: Path):
     stages.close()
 
 
-def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
-    stages = Linked(path, [Split("x", 3)])
-    step = batch([(tokens(5), 0, [4])])
-    with pytest.raises(
-        InvalidRequestError, match="page_tables of a step is 1 x 9; at most 48 x 8 is expected"
-    ):
-        stages.step(replace(step, page_tables=np.zeros((1, 9), np.int32)))
-    assert stages.step(step).logits.shape == (5, N_VOCAB)
-    stages.close()
-
-
 def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Path):
     other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
     how: dict[str, Any] = {
-        "settings": SETTINGS, "mark": fingerprint(open_gguf(path)), "first_op": 0, "last_op": 1,
-        "n_pages": 8, "counts": False,
+        "settings": SETTINGS, "release": hotset.__version__, "mark": fingerprint(open_gguf(path)),
+        "span": Span(0, 1), "n_pages": 8, "counts": False,
     }  # fmt: skip
     found = StageWorker().open(model=str(other), **how)
     assert isinstance(found, Failed)
     assert isinstance(found.error(), InvalidRequestError)
     assert "is another file than that of the machine that asks" in str(found.error())
+    older = StageWorker().open(model=str(path), **{**how, "release": "0.0.1"})
+    assert isinstance(older, Failed)
+    assert "and the machine that asks 0.0.1; install the same version" in str(older.error())
     gone = StageWorker().open(model=str(tmp_path / "gone.gguf"), **how)
     assert isinstance(gone, Failed)
     assert "gone.gguf" in str(gone.error())
