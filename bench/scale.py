@@ -2,7 +2,7 @@
 
     python bench/scale.py front [MODEL] [--tokens 200] [--rounds 3]    # one stream, plain and one replica
     python bench/scale.py stages [MODEL] [--tokens 100] [--rounds 5]   # one, two and three stages
-    python bench/scale.py hop [--rounds 3]                             # a frame there and back, and pickled
+    python bench/scale.py hop [--rounds 3]                             # a piece of a step there and back
     python bench/scale.py prefixes [MODEL]                             # 8 conversations over 2 replicas
     python bench/scale.py simulate [--hop MS] [--rate GBs] ...         # 70B over 2, 4 and 8 machines
 
@@ -16,14 +16,12 @@ import argparse
 import asyncio
 import multiprocessing
 import os
-import socket
+import secrets
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Client, Listener
 from typing import Any
 
 import peers
@@ -40,6 +38,7 @@ def cluster(names: str) -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     found = Cluster()
     for name in names:
         more = {"include_dashboard": False} if name == names[0] else {}
@@ -108,92 +107,53 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
 _WIDTH = 4096  # of the rows that `hop` sends
 
 
-def hop(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure sending a piece of a step to another process and back, in ms.
+_MOST = 64 << 20  # bytes of a piece
 
-    It is sent as a frame, and pickled over multiprocessing.connection as in earlier versions, in turn.
-    """
+
+def hop(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure sending a piece of a step to another process and back, in ms."""
     import numpy as np
 
     from hotset.backends.base import Batch
-    from hotset.scale.frames import Message, encode
-    from hotset.scale.links import ENTERS, joined, new_key
+    from hotset.scale.links import Channel, new_keys
+    from hotset.scale.messages import Message
 
-    key, bounds = new_key(), _hop_bounds()
+    keys = new_keys()
     ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_echo, args=(theirs, key), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs, keys[0]), daemon=True)
     process.start()
-    address, pickled_address = ours.recv()
-    pickled = Client(pickled_address, authkey=key)
-    with socket.socket(fileno=os.dup(pickled.fileno())) as tcp:
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    times: dict[str, dict[str, list[float]]] = {}
-    with pickled, joined(address, key, ENTERS) as channel:
+    address, key = ours.recv()
+    times: dict[str, list[float]] = {}
+    with Channel(keys, key, _MOST) as channel:
+        channel.connect(address)
         for n in (1, 16, 256):
             count = np.arange(n, dtype=np.int32)
-            table = np.zeros((16, 32), np.int32)
-            batch = Batch(count, count, np.zeros(n, np.int32), table, count[-1:])
+            batch = Batch(count, count, np.zeros(n, np.int32), np.zeros((16, 32), np.int32), count[-1:])
             rows = np.random.default_rng(0).standard_normal((n, _WIDTH)).astype(np.float32)
-
-            def frame(batch: Batch = batch, rows: np.ndarray = rows) -> None:
-                channel.send(encode(Message(1, batch, rows), bounds))
-                channel.receive(bounds)
-
-            def pickles(batch: Batch = batch, rows: np.ndarray = rows) -> None:
-                pickled.send((1, batch, rows))
-                pickled.recv()
-
-            found = times[f"{n} x {_WIDTH}"] = {"frame": [], "pickled": []}
-            for _ in range(args.rounds):
-                for name, there_and_back in (("frame", frame), ("pickled", pickles)):
-                    for _ in range(1000 // n + 40):
-                        began = time.perf_counter()
-                        there_and_back()
-                        found[name].append(1e3 * (time.perf_counter() - began))
+            found = times[f"{n} x {_WIDTH}"] = []
+            for _ in range(args.rounds * (1000 // n + 40)):
+                began = time.perf_counter()
+                channel.send(Message(1, batch, rows))
+                channel.receive()
+                found.append(1e3 * (time.perf_counter() - began))
     process.join()
-    least = {of: {name: min(v) for name, v in each.items()} for of, each in times.items()}
-    middle = {of: {name: statistics.median(v) for name, v in each.items()} for of, each in times.items()}
-    peers.print_table(
-        ["piece", "frame, ms (least)", "pickled, ms (least)"],
-        [
-            [of, *(f"{middle[of][name]:.3f} ({least[of][name]:.3f})" for name in each)]
-            for of, each in times.items()
-        ],
-    )
+    least = {of: min(each) for of, each in times.items()}
+    middle = {of: statistics.median(each) for of, each in times.items()}
+    rows = [[of, f"{middle[of]:.3f}", f"{least[of]:.3f}"] for of in times]
+    peers.print_table(["piece", "there and back, ms", "the least"], rows)
     return {"ms": middle, "least_ms": least}
 
 
-def _hop_bounds() -> Any:
-    from hotset.scale.frames import Bounds, FrameKind
-
-    return Bounds(FrameKind.PIECE, n_tokens=512, n_sequences=512, n_pages=512, n_columns=_WIDTH)
-
-
 def _echo(pipe: Any, key: bytes) -> None:
-    """Run the other process of `hop`: send back what arrives, in both ways at the same time."""
-    from hotset.scale.frames import encode
-    from hotset.scale.links import LOST, Inlet
+    """Run the other process of `hop`: send back each message."""
+    from hotset.scale.links import LOST, Channel, new_keys
 
-    inlet, listener = Inlet("127.0.0.1", key), Listener(("127.0.0.1", 0), authkey=key)
-    pipe.send((inlet.address, listener.address))
-
-    def pickles() -> None:
-        with suppress(*LOST), listener.accept() as connection:
-            with socket.socket(fileno=os.dup(connection.fileno())) as tcp:
-                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while True:
-                connection.send(connection.recv())
-
-    other = threading.Thread(target=pickles)
-    other.start()
-    _, channel = inlet.accept(60)
-    inlet.close()
-    bounds = _hop_bounds()
-    with suppress(*LOST), channel:
+    keys = new_keys()
+    with suppress(*LOST), Channel(keys, key, _MOST) as channel:
+        pipe.send((channel.listen("127.0.0.1"), keys[0]))
+        channel.wait(60)
         while True:
-            channel.send(encode(channel.receive(bounds), bounds))
-    other.join()
+            channel.send(channel.receive())
 
 
 def processor_seconds() -> float:

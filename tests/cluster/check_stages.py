@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from byte_models import write_model
@@ -14,7 +13,7 @@ from conftest import Nodes
 
 import hotset
 from hotset.errors import DeviceError, InvalidRequestError
-from hotset.scale.links import Address, Line
+from hotset.scale.links import Line
 from hotset.scale.stages import StagedBackend, load_staged
 from hotset.settings import LoadSettings
 
@@ -50,45 +49,48 @@ def test_stages_that_are_not_there(path: Path, nodes: Nodes, tmp_path: Path):
         load_staged(str(path), SETTINGS, "a:1,b:1", nodes.address)
 
 
-def test_silent_strangers_and_a_damaged_frame_cost_no_answer(
+def test_strangers_and_an_invalid_message_cost_no_answer(
     path: Path,
     expected: list[str],
     nodes: Nodes,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    silent: list[socket.socket] = []
+    strangers: list[socket.socket] = []
 
-    def beset(first: Address, last: Address, *given: Any, **more: Any) -> Line:
-        silent.extend(socket.create_connection(one) for one in (first, last) for _ in range(50))
-        return Line(first, last, *given, **more)
+    class Beset(Line):
+        def connect(self, first: str) -> None:
+            for i in range(200):
+                for address in (first, self.address):
+                    host, _, port = address.removeprefix("tcp://").rpartition(":")
+                    strangers.append(socket.create_connection((host, int(port))))
+                    strangers[-1].sendall(b"\x80\4junk" * (i % 2 * 100))
+            super().connect(first)
 
-    monkeypatch.setattr("hotset.scale.stages.Line", beset)
+    monkeypatch.setattr("hotset.scale.stages.Line", Beset)
     with load_staged(str(path), SETTINGS, "a:1,b:2", nodes.address) as model:
-        assert len(silent) == 100
+        assert len(strangers) == 400
         assert model.generate(PROMPTS[3], **PARAMS).text == expected[3]
         assert isinstance(model.backend, StagedBackend)
         assert model.backend._line is not None
-        model.backend._line._enters._tcp.sendall(b"\x80\4" * 500)
+        model.backend._line._enters._socket.send(b"\x80\4")
         answers = model.generate_many(PROMPTS, **PARAMS)
         assert [answer.text for answer in answers] == expected
-        assert len(silent) == 200  # another line
-    said = "the line of the stages broke (on a: a frame's header is damaged: its tag does not fit)"
+        assert len(strangers) == 800  # another line
+    said = "the line of the stages broke (on a: a message of a neighbour is invalid)"
     assert [record.message for record in caplog.records if said in record.message]
-    for tcp in silent:
+    for tcp in strangers:
         tcp.close()
 
 
 def test_stages_that_do_not_find_one_another(path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hotset.scale.links.HANDSHAKE_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        monkeypatch.setattr(
-            "hotset.scale.stages.Line", lambda first, *given, **more: Line(deaf.getsockname(), *given, **more)
-        )
-        with pytest.raises(
-            DeviceError, match=r"the stages did not find one another \(the stage at .* did not answer"
-        ):
-            load_staged(str(path), SETTINGS, "a:1,b:2", nodes.address)
+    class Lost(Line):
+        def connect(self, first: str) -> None:
+            super().connect("tcp://127.0.0.1:1")
+
+    monkeypatch.setattr("hotset.scale.stages.Line", Lost)
+    with pytest.raises(DeviceError, match=r"the stages did not find one another \(.* cannot be reached\)"):
+        load_staged(str(path), SETTINGS, "a:1,b:2", nodes.address)
 
 
 def test_a_machine_that_dies_in_mid_load_costs_time_and_no_answer(

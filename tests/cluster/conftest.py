@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ _TESTS = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(_TESTS), str(_TESTS / "support"), os.environ.get("PYTHONPATH", "")]
 ).rstrip(os.pathsep)
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 
 class Nodes:

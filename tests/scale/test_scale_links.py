@@ -1,252 +1,345 @@
-"""Connections between stages: strangers do not delay a neighbour, and an impossible start ends."""
+"""Connections between stages: members of a line find one another, and strangers are not heard."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Thread
 
 import numpy as np
 import pytest
+import zmq
 from waiting import WATCHDOG, until, within
 
 from hotset.scale import links
-from hotset.scale.frames import Bounds, Channel, FrameKind, LinkError, Message, encode
-from hotset.scale.links import ENTERS, LEAVES, LOST, MOST_PENDING, Inlet, joined, new_key
+from hotset.scale.links import LOST, Channel, Keys, LinkError, new_keys
+from hotset.scale.messages import Message
 
-ROWS = Bounds(FrameKind.ROWS, n_tokens=4, n_sequences=1, n_pages=1, n_columns=3)
 HOST = "127.0.0.1"
-
-
-@pytest.fixture
-def key() -> bytes:
-    return new_key()
+NEAR, FAR, STRANGER = new_keys(), new_keys(), new_keys()
+MOST = 40 << 20
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    for thread in threading.enumerate():
-        if thread.name.startswith("hotset-inlet"):
-            thread.join(WATCHDOG)
-            assert not thread.is_alive()
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent stranger is dropped, and a silent neighbour is gone, after a second."""
+    monkeypatch.setitem(links._OPTIONS, zmq.HANDSHAKE_IVL, 1000)
+    monkeypatch.setitem(links._OPTIONS, zmq.HEARTBEAT_IVL, 200)
+    monkeypatch.setitem(links._OPTIONS, zmq.HEARTBEAT_TIMEOUT, 800)
 
 
-def check_both_ways(near: Channel, far: Channel) -> None:
-    row = np.arange(6, dtype=np.float32).reshape(2, 3)
+@contextmanager
+def listening() -> Iterator[tuple[Channel, str]]:
+    with Channel(FAR, NEAR[0], MOST) as far:
+        yield far, far.listen(HOST)
+
+
+@contextmanager
+def pair() -> Iterator[tuple[Channel, Channel, str]]:
+    """Two neighbours, the one that connected first, and the address of the other."""
+    with listening() as (far, address), Channel(NEAR, FAR[0], MOST) as near:
+        near.connect(address)
+        far.wait(WATCHDOG)
+        yield near, far, address
+
+
+def check_both_ways(near: Channel, far: Channel, n: int = 2) -> None:
+    rows = np.arange(3 * n, dtype=np.float32).reshape(n, 3)
     for one, other in ((near, far), (far, near)):
-        one.send(encode(Message(7, None, row), ROWS))
-        np.testing.assert_array_equal(other.receive(ROWS).passed, row)
+        for step in (7, 8):
+            one.send(Message(step, None, rows))
+        for step in (7, 8):
+            found = other.receive()
+            assert found.step == step
+            np.testing.assert_array_equal(found.passed, rows)
 
 
-def ended(tcp: socket.socket) -> bool:
-    """Wait until the other side closes the connection. Return False if it sends a byte first."""
-    tcp.settimeout(WATCHDOG)
-    try:
-        return tcp.recv(1) == b""
-    except ConnectionError:
-        return True
+@pytest.mark.parametrize("n", [0, 2, 1_000_000])
+def test_neighbours_hear_each_other(n: int) -> None:
+    """The largest message is several chunks."""
+    with pair() as (near, far, _):
+        check_both_ways(near, far, n)
 
 
-# --- neighbours
+def test_rows_travel_encrypted() -> None:
+    rows = np.frombuffer(b"a secret of the model" * 4, np.float32).reshape(1, -1)
+    seen = bytearray()
+    with listening() as (far, address), relay(address, seen) as through, Channel(NEAR, FAR[0], MOST) as near:
+        near.connect(through)
+        far.wait(WATCHDOG)
+        near.send(Message(1, None, rows))
+        np.testing.assert_array_equal(far.receive().passed, rows)
+    assert len(seen) > rows.nbytes
+    assert b"secret" not in seen
 
 
-def test_neighbours_are_at_the_end_that_they_name(key: bytes) -> None:
-    with closing(Inlet(HOST, key)) as inlet:
-        for end in (LEAVES, ENTERS):
-            with joined(inlet.address, key, end) as near:
-                found, far = inlet.accept(WATCHDOG)
-                with far:
-                    assert found == end
-                    check_both_ways(near, far)
+def test_an_altered_message_is_not_delivered() -> None:
+    rows = np.zeros((100, 1000), np.float32)
+    seen = bytearray()
+    with (
+        listening() as (far, address),
+        relay(address, seen, alter_after=1000) as through,
+        Channel(NEAR, FAR[0], MOST) as near,
+    ):
+        near.connect(through)
+        far.wait(WATCHDOG)
+        near.send(Message(1, None, rows))
+        with pytest.raises(LOST):
+            far.receive()
 
 
-def test_each_connection_and_direction_has_keys_of_its_own(
-    key: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = []
-    monkeypatch.setattr(links, "Channel", lambda tcp, sends, receives: used.append((sends, receives)) or tcp)
-    with closing(Inlet(HOST, key)) as inlet:
-        for _ in range(2):
-            with joined(inlet.address, key, ENTERS), inlet.accept(WATCHDOG)[1]:
-                pass
-    # The two sides of each connection have the same two keys, in opposite directions.
-    assert len(used) == 4
-    assert len({one for pair in used for one in pair}) == 4
-    assert {pair[::-1] for pair in used} == set(used)
+@contextmanager
+def relay(address: str, seen: bytearray, alter_after: int | None = None) -> Iterator[str]:
+    """The address of someone between two neighbours, who reads and may change a byte."""
+    port = int(address.rpartition(":")[2])
+    with socket.create_server((HOST, 0)) as server, socket.create_connection((HOST, port)) as far:
+
+        def pump(source: socket.socket, sink: socket.socket, reads: bool) -> None:
+            with suppress(OSError):
+                while data := bytearray(source.recv(1 << 16)):
+                    if reads:
+                        seen.extend(data)
+                        if alter_after is not None and len(seen) > alter_after:
+                            data[-1] ^= 1
+                    sink.sendall(data)
+
+        def serve() -> None:
+            with suppress(OSError), server.accept()[0] as near:
+                back = Thread(target=pump, args=(far, near, False), daemon=True)
+                back.start()
+                pump(near, far, True)
+
+        thread = Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"tcp://{HOST}:{server.getsockname()[1]}"
 
 
 # --- strangers
 
 
-def test_silent_connections_do_not_delay_the_neighbour(key: bytes) -> None:
-    """Check that silence never drops a connection: only a later connection drops the oldest."""
-    with ExitStack() as undone:
-        inlet = undone.enter_context(closing(Inlet(HOST, key, seconds=1e6)))
-        silent = [undone.enter_context(socket.create_connection(inlet.address)) for _ in range(50)]
-        near = undone.enter_context(joined(inlet.address, key, ENTERS))
-        _, far = inlet.accept(WATCHDOG)
-        undone.enter_context(far)
+def raw(keys: Keys | None, server: bytes = FAR[0], sends: bytes = b"x") -> Callable[[str], zmq.Socket]:
+    """A ZeroMQ client that sends at once, with these keys or in the clear."""
+
+    def connected(address: str) -> zmq.Socket:
+        tcp = zmq.Context.instance().socket(zmq.PAIR)
+        tcp.linger = 0
+        if keys is not None:
+            tcp.curve_publickey, tcp.curve_secretkey = keys
+            tcp.curve_serverkey = server
+        tcp.connect(address)
+        tcp.send(sends)
+        return tcp
+
+    return connected
+
+
+def says(data: bytes) -> Callable[[str], socket.socket]:
+    """A TCP client that sends this."""
+
+    def connected(address: str) -> socket.socket:
+        tcp = socket.create_connection((HOST, int(address.rpartition(":")[2])))
+        with suppress(ConnectionError):
+            tcp.sendall(data)
+        return tcp
+
+    return connected
+
+
+GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1CURVE".ljust(32, b"\0") + b"\0" * 32
+READY = b"\4\x19\5READY\x0bSocket-Type\0\0\0\4PAIR"
+STRANGERS = {
+    "no key": raw(None),
+    "another key": raw(STRANGER),
+    "another key of the stage": raw(NEAR, server=STRANGER[0]),
+    "the stage's own public key with another secret": raw((NEAR[0], STRANGER[1])),
+    "nothing": says(b""),
+    "HTTP": says(b"GET / HTTP/1.1\r\n\r\n" * 9),
+    "garbage": says(b"\x80\4junk" * 10_000),
+    "half a greeting": says(GREETING[:40]),
+    "a greeting": says(GREETING),
+    "a command of a gigabyte": says(GREETING + b"\6" + (1 << 30).to_bytes(8, "big") + b"x" * 1000),
+    "a wrong hello": says(GREETING + b"\4\xc8\5HELLO" + b"x" * 194),
+    "no security": says(GREETING.replace(b"CURVE", b"NULL\0") + READY + b"\0\1x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_stranger_is_not_heard(stranger: Callable[[str], object], is_first: bool) -> None:
+    """Neither before the neighbour has connected nor later."""
+    with ExitStack() as undone, listening() as (far, address), Channel(NEAR, FAR[0], MOST) as near:
+        if is_first:
+            undone.enter_context(stranger(address))  # type: ignore[arg-type]
+            with pytest.raises(LinkError, match="a neighbour of this stage did not connect in time"):
+                far.wait(0.3)
+        near.connect(address)
+        far.wait(WATCHDOG)
+        if not is_first:
+            undone.enter_context(stranger(address))  # type: ignore[arg-type]
+            time.sleep(0.3)
+            with pytest.raises(zmq.Again):
+                far._socket.recv(zmq.NOBLOCK)
         check_both_ways(near, far)
-        # The oldest were dropped. MOST_PENDING were pending when the neighbour connected.
-        for tcp in silent[: 51 - MOST_PENDING]:
-            assert ended(tcp)
-        for tcp in silent[51 - MOST_PENDING :]:
-            tcp.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                tcp.recv(1)
-        inlet.close()
-        for tcp in silent:
-            assert ended(tcp)
 
 
-def test_a_stranger_who_is_slow_is_dropped_in_time(key: bytes) -> None:
-    with closing(Inlet(HOST, key, seconds=0.2)) as inlet, socket.create_connection(inlet.address) as slow:
-        slow.settimeout(0.01)
-
-        def is_dropped() -> bool:
-            try:
-                slow.sendall(links.MAGIC[:1])
-                return slow.recv(1) == b""
-            except TimeoutError:
-                return False
-            except ConnectionError:
-                return True
-
-        slow.sendall(b"HST")
-        until(is_dropped, "one byte after the other keeps a connection")
-
-
-@pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\0\0\0\4junk" * 9, b"HSTG\1\0\3" + b"n" * 32]
-)
-def test_peer_with_another_protocol_is_dropped(key: bytes, said: bytes) -> None:
-    with closing(Inlet(HOST, key, seconds=1e6)) as inlet:
-        with socket.create_connection(inlet.address) as stranger:
-            stranger.sendall(said)
-            assert ended(stranger)
-        with joined(inlet.address, key, ENTERS), inlet.accept(WATCHDOG)[1]:
+def test_a_silent_stranger_is_dropped() -> None:
+    with listening() as (_, address), says(b"")(address) as stranger:
+        stranger.settimeout(WATCHDOG)
+        while stranger.recv(100):  # its greeting
             pass
 
 
-def test_a_neighbour_needs_the_key(key: bytes) -> None:
-    with closing(Inlet(HOST, key, seconds=1e6)) as inlet:
-        with pytest.raises(LinkError, match=rf"the stage at {HOST}:\d+ does not have the key of this line"):
-            joined(inlet.address, new_key(), ENTERS)
-        with socket.create_connection(inlet.address) as stranger:  # which ignores the reply
-            hello = links._HELLO.pack(links.MAGIC, links.VERSION, ENTERS, b"n" * 32)
-            stranger.sendall(hello)
-            number = links._ANSWER.unpack(stranger.recv(links._ANSWER.size, socket.MSG_WAITALL))[2]
-            stranger.sendall(links._proof(new_key(), b"neighbour", hello, number))
-            assert ended(stranger)
-        with pytest.raises(LinkError, match="did not connect in time"):
-            inlet.accept(0)
+@pytest.mark.parametrize("data", [b"", b"\x80\4junk" * 100, GREETING], ids=["silent", "garbage", "greeting"])
+def test_a_thousand_strangers_keep_nobody_from_the_line(data: bytes) -> None:
+    with ExitStack() as undone, pair() as (near, far, address):
+        for _ in range(1000):
+            undone.enter_context(says(data)(address))
+        check_both_ways(near, far)
+        with listening() as (other, address), Channel(NEAR, FAR[0], MOST) as late:
+            for _ in range(200):
+                undone.enter_context(says(data)(address))
+            late.connect(address)
+            other.wait(WATCHDOG)
+            check_both_ways(late, other)
 
 
-def test_proof_of_one_connection_is_invalid_for_another(key: bytes) -> None:
-    said: list[bytes] = []
-
-    class Recorded(socket.socket):
-        def sendall(self, data: Any, *more: Any) -> None:
-            said.append(bytes(data))
-            super().sendall(data, *more)
-
-    with closing(Inlet(HOST, key, seconds=1e6)) as inlet:
-        with Recorded() as tcp:
-            tcp.connect(inlet.address)
-            with (
-                links._greet(tcp, key, ENTERS, links.time.monotonic() + WATCHDOG, "it"),
-                inlet.accept(WATCHDOG)[1],
-            ):
-                pass
-        hello, proof = said
-        with socket.create_connection(inlet.address) as stranger:
-            stranger.sendall(hello + proof)
-            assert len(stranger.recv(links._ANSWER.size, socket.MSG_WAITALL)) == links._ANSWER.size
-            assert ended(stranger)
-        with pytest.raises(LinkError, match="did not connect in time"):
-            inlet.accept(0)
+def test_without_an_authenticator_nobody_is_admitted() -> None:
+    with listening() as (far, address), Channel(NEAR, FAR[0], MOST) as near:
+        assert far._authenticator is not None
+        far._authenticator.stop()
+        with pytest.raises(LinkError, match="did not answer as a member of this line"):
+            near.connect(address)
 
 
-def test_a_neighbour_that_was_dropped_for_others_tries_again(
-    key: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admit, n = Inlet._admit, 0
-
-    def dropped_first(inlet: Inlet, tcp: socket.socket) -> None:
-        nonlocal n
-        n += 1
-        if n < 3:
-            raise EOFError
-        admit(inlet, tcp)
-
-    monkeypatch.setattr(Inlet, "_admit", dropped_first)
-    with closing(Inlet(HOST, key)) as inlet, joined(inlet.address, key, ENTERS), inlet.accept(WATCHDOG)[1]:
-        assert n == 3
-
-
-# --- peers that are not stages
+# --- members that misbehave
 
 
 @contextmanager
-def listening(answer: Callable[[socket.socket], object]) -> Iterator[links.Address]:
-    """Run another server, which calls `answer` with one connection after the other; yield its address."""
-    with socket.create_server((HOST, 0)) as server:
-
-        def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    tcp, _ = server.accept()
-                    with tcp, suppress(OSError):
-                        answer(tcp)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        try:
-            yield server.getsockname()
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join(WATCHDOG)
+def member() -> Iterator[tuple[Channel, zmq.Socket]]:
+    """A channel, and a neighbour with the right keys that can send anything."""
+    with listening() as (far, address), raw(NEAR)(address) as tcp:
+        far.wait(WATCHDOG)
+        with pytest.raises(LinkError, match="a message of a neighbour is invalid"):
+            far.receive()
+        yield far, tcp
 
 
-def answered(version: int, magic: bytes = links.MAGIC) -> Callable[[socket.socket], object]:
-    return lambda tcp: tcp.sendall(links._ANSWER.pack(magic, version, b"n" * 32, b"p" * 32))
+def test_an_oversized_message_ends_the_connection() -> None:
+    with member() as (far, tcp):
+        tcp.send(b" " * (3 << 20))
+        with pytest.raises(EOFError, match="a neighbour in the line of stages is gone"):
+            within(WATCHDOG, far.receive)
+
+
+def test_no_array_is_allocated_before_its_size_is_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = b'{"step": 1, "taps": [], "failed": null, "arrays": [["rows", "<f4", [%d, 1000000]]]}'
+    with member() as (far, tcp), monkeypatch.context() as patched:
+        patched.setattr(np, "empty", lambda *_: pytest.fail("this memory must not be allocated"))
+        tcp.send(head % (1 << 30))
+        with pytest.raises(LinkError) as found:
+            far.receive()
+        assert str(found.value) == f"a message has {4000000 << 30} bytes; at most {MOST} are expected"
+
+
+def test_arrays_that_are_longer_than_the_head_says_are_refused() -> None:
+    with member() as (far, tcp):
+        tcp.send(b'{"step": 1, "taps": [], "failed": null, "arrays": [["rows", "<f4", [1, 2]]]}')
+        tcp.send(b"x" * 9)
+        with pytest.raises(LinkError, match="a message of a neighbour is invalid"):
+            far.receive()
+
+
+# --- neighbours that are gone
+
+
+_NEIGHBOUR = """
+import sys, numpy as np
+from hotset.scale.links import Channel
+from hotset.scale.messages import Message
+with Channel((sys.argv[2].encode(), sys.argv[3].encode()), sys.argv[4].encode(), 0) as near:
+    near.connect(sys.argv[1])
+    near.send(Message(1, None, np.zeros((1, 3), np.float32)))
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_neighbour_that_dies_is_noticed(end: str) -> None:
+    """Kill it in mid-step, or stop it, so that it is silent like a machine without power."""
+    with listening() as (far, address):
+        given = [address, *(key.decode() for key in (*NEAR, FAR[0]))]
+        with subprocess.Popen([sys.executable, "-c", _NEIGHBOUR, *given], stdin=subprocess.PIPE) as process:
+            far.wait(WATCHDOG)
+            assert far.receive().step == 1
+            os.kill(process.pid, signal.SIGKILL if end == "kill" else signal.SIGSTOP)
+            with pytest.raises(EOFError, match="a neighbour in the line of stages is gone"):
+                within(WATCHDOG, far.receive)
+            with pytest.raises(EOFError, match="a neighbour in the line of stages is gone"):
+                far.send(Message(2, None, None))
+            process.kill()
+
+
+def test_messages_of_a_neighbour_that_left_arrive_before_its_end() -> None:
+    with pair() as (near, far, _):
+        rows = np.zeros((4, 3), np.float32)
+        near.send(Message(1, None, rows))
+        assert until(lambda: far._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        near.close()
+        assert far.receive().step == 1
+        for _ in range(2):
+            with pytest.raises(EOFError):
+                within(WATCHDOG, far.receive)
+
+
+def test_a_closed_channel_is_over() -> None:
+    with pair() as (near, _, _):
+        for _ in range(2):
+            near.close()
+            with pytest.raises(EOFError):
+                near.send(Message(1, None, None))
+            with pytest.raises(EOFError):
+                near.receive()
+
+
+# --- connections to others
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (ended, "did not answer within 0.2 s"),
-        (lambda tcp: None, "did not answer within 0.2 s"),
-        (answered(1, b"HTTP"), "does not answer as a stage: another program listens there"),
-        (answered(9),
-         "has version 9 of the frames between stages, and this machine 1; install the same version"),
-        (answered(links.VERSION), "does not have the key of this line"),
-    ],
-)  # fmt: skip
-def test_a_connection_that_cannot_be_made_ends_with_a_message(
-    answer: Callable[[socket.socket], object], said: str, key: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "HANDSHAKE_SECONDS", 0.2)
-    with listening(answer) as address, pytest.raises(LinkError) as found:
-        within(WATCHDOG, lambda: joined(address, key, ENTERS))
-    assert str(found.value).startswith(f"the stage at {HOST}:{address[1]} {said}")
+    ("keys", "neighbour"), [(STRANGER, FAR), (NEAR, STRANGER)], ids=["own key", "the other's key"]
+)
+def test_a_connection_needs_both_keys(keys: Keys, neighbour: Keys) -> None:
+    with listening() as (_, address), Channel(keys, neighbour[0], MOST) as near:
+        with pytest.raises(LinkError) as found:
+            near.connect(address)
+        assert str(found.value) == f"the neighbour at {address} did not answer as a member of this line"
 
 
-def test_where_nothing_listens_a_connection_ends_with_a_message(key: bytes) -> None:
-    with closing(Inlet(HOST, key)) as inlet:
-        address = inlet.address
-    with pytest.raises(LinkError, match="cannot be reached"):
-        joined(address, key, ENTERS)
+@pytest.mark.parametrize("data", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
+def test_a_server_that_is_no_stage_is_refused(data: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "ANSWER_SECONDS", 0.5)
+    with socket.create_server((HOST, 0)) as server, ExitStack() as undone:
+
+        def serve() -> None:
+            tcp, _ = server.accept()
+            if data is not None:
+                undone.enter_context(tcp).sendall(data)
+            else:
+                tcp.close()
+
+        Thread(target=serve, daemon=True).start()
+        near = undone.enter_context(Channel(NEAR, FAR[0], MOST))
+        with pytest.raises(LinkError, match="did not answer as a member of this line"):
+            within(WATCHDOG, lambda: near.connect(f"tcp://{HOST}:{server.getsockname()[1]}"))
 
 
-def test_a_stage_does_not_wait_for_ever(key: bytes) -> None:
-    with closing(Inlet(HOST, key)) as inlet:
-        with pytest.raises(LinkError, match="a neighbour of this stage did not connect in time"):
-            inlet.accept(0)
-        inlet.close()
-        for _ in range(2):
-            with pytest.raises(LOST, match="the stage waits for no neighbour any more"):
-                inlet.accept(WATCHDOG)
+def test_a_neighbour_that_does_not_listen_cannot_be_reached() -> None:
+    with listening() as (_, address):
+        pass
+    with Channel(NEAR, FAR[0], MOST) as near, pytest.raises(LinkError, match=r"tcp://.* cannot be reached"):
+        near.connect(address)

@@ -1,15 +1,14 @@
-"""A model split over simulated machines: the splits, pieces of batches, a stage, a lost cache.
+"""A model cut over machines, without machines: where it is cut, batches in pieces, a stage, a lost cache.
 
-tests/cluster/ has the tests that need a cluster; `make test-scale` runs them.
+What needs a cluster stands in tests/cluster/, which `make test-scale` runs.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from waiting import until
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
+import hotset
 from hotset.backends.base import Batch, StepResult
+from hotset.backends.stage import Span
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import (
@@ -38,13 +39,14 @@ from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Opened
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.scale.frames import Bounds, Failed, FrameKind, LinkError, Message, encode
-from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
+from hotset.scale.links import LOST, Channel, Line, LinkError, new_keys
+from hotset.scale.messages import Failed, Message, most_bytes
 from hotset.scale.splits import Room, Split, n_pieces, parse_splits, pieces, planned, spans
 from hotset.scale.worker import StageWorker
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
+HOST = "127.0.0.1"
 N_LAYER = 3
 SETTINGS = LoadSettings(n_ctx=128, n_threads=1, max_batch=48, device="cpu")
 
@@ -54,20 +56,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_layer=N_LAYER, n_embd=64)
 
 
-# --- the splits
+# --- where it is cut
 
 
 def test_stages_are_hosts_and_their_layers():
     assert parse_splits("a:1,b:2", 3) == [Split("a", 1), Split("b", 2)]
     assert parse_splits(" [::1]:3 ", 3) == [Split("[::1]", 3)]
     for wrong in ("", "a", "a:", ":3", "a:0", "a:x", "a:1,", "a:-1,b:4", "a:4", "a:" + "9" * 40):
-        with pytest.raises(InvalidRequestError, match="is not a stage: write HOST:LAYERS"):
+        with pytest.raises(InvalidRequestError, match="is no stage: each is HOST:LAYERS"):
             parse_splits(wrong, 3)
     with pytest.raises(InvalidRequestError, match="have 2 layers together, and the model has 3"):
         parse_splits("a:1,b:1", 3)
 
 
-def test_planned_stages_fill_the_quickest_machines_first():
+def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_needed():
     rooms = [
         Room("slow", 100, 1.0),
         Room("quick", 25, 4.0),
@@ -89,7 +91,7 @@ def test_planned_stages_fill_the_quickest_machines_first():
 # --- batches in pieces
 
 
-def test_pieces_make_up_the_batch_and_are_few_for_small_ones():
+def test_pieces_are_the_batch_and_few_where_it_is_small():
     assert [n_pieces(n, 3) for n in (1, 7, 8, 16, 63, 64, 512)] == [1, 1, 2, 3, 3, 6, 6]
     assert {n_pieces(n, 1) for n in (1, 16, 512)} == {1}
     whole = batch([(tokens(1, 7), 5, [2]), (tokens(9, 8), 0, [3]), (tokens(1, 9), 60, [4])])
@@ -109,28 +111,22 @@ def test_pieces_make_up_the_batch_and_are_few_for_small_ones():
 # --- stages
 
 
-ENTERING = Bounds.of(FrameKind.PIECE, SETTINGS, n_pages=8, n_columns=0)
-LEAVING = Bounds.of(FrameKind.ROWS, SETTINGS, n_pages=8, n_columns=N_VOCAB)
-
-
-def line_of(addresses: Sequence[Address], key: bytes) -> Line:
-    return Line(addresses[0], addresses[-1], key, entering=ENTERING, leaving=LEAVING)
-
-
 class Workers:
-    """A backend of all stages of a model in one process, each as on its own machine."""
+    """The stages of a model as their machines have them, in one process: a backend."""
 
     def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
         gguf = open_gguf(path)
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         self.steps = 0
         self.workers = [StageWorker() for _ in splits]
-        for worker, (first, last) in zip(self.workers, spans(graph, splits), strict=True):
+        self.keys = []
+        for worker, span in zip(self.workers, spans(graph, splits), strict=True):
             told = worker.open(
-                model=str(path), settings=SETTINGS, mark=fingerprint(gguf),
-                first_op=first, last_op=last, n_pages=n_pages, counts=False,
+                model=str(path), settings=SETTINGS, release=hotset.__version__, mark=fingerprint(gguf),
+                span=Span(*span), n_pages=n_pages, counts=False,
             )  # fmt: skip
             assert isinstance(told, dict), told
+            self.keys.append(told["key"])
         gguf.close()
 
     def step(self, whole: Batch) -> StepResult:
@@ -152,18 +148,22 @@ class Workers:
 
 
 class Linked(Workers):
-    """Stages linked over sockets as in a cluster, each with its own thread."""
+    """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
 
     def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
         super().__init__(path, splits, n_pages)
         self.link()
 
     def link(self) -> None:
-        key = new_key()
-        self.addresses = [worker.listen("127.0.0.1", key) for worker in self.workers]
-        for worker, following in zip(self.workers, [*self.addresses[1:], None], strict=True):
-            assert worker.link(following) is None
-        self.line = line_of(self.addresses, key)
+        keys = new_keys()
+        leaves = Channel(keys, self.keys[-1], most_bytes(SETTINGS, 0, N_VOCAB))
+        self.line = Line(Channel(keys, self.keys[0], most=0), leaves, HOST)
+        before = zip(self.workers, [keys[0], *self.keys], strict=False)
+        self.addresses = [worker.listen(HOST, key) for worker, key in before]
+        after = zip([*self.addresses[1:], self.line.address], [*self.keys[1:], keys[0]], strict=True)
+        for worker, (address, key) in zip(self.workers, after, strict=True):
+            assert worker.link(address, key) is None
+        self.line.connect(self.addresses[0])
 
     def step(self, whole: Batch) -> StepResult:
         self.steps += 1
@@ -207,7 +207,7 @@ def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[in
     whole.close()
 
 
-def test_cancelled_stage_passes_it_on_and_runs_the_next_step(path: Path):
+def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(path: Path):
     stages = Workers(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(20), 0, [0])])
     expected = stages.step(step).logits.copy()
@@ -223,13 +223,13 @@ def test_cancelled_stage_passes_it_on_and_runs_the_next_step(path: Path):
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path: Path, gone: int):
     stages = Linked(path, [Split("x", 1)] * 3)
-    step = batch([(tokens(40), 0, [0])])  # several pieces
+    step = batch([(tokens(40), 0, [0])])  # of several pieces
     expected = stages.step(step).logits.copy()
     worker = stages.workers[gone]
     run = worker.run
 
     def dies(*_: Any) -> Any:
-        raise ConnectionResetError("as a process that is killed")
+        raise EOFError("as a process that is killed")
 
     worker.run = dies  # type: ignore[method-assign]
     with pytest.raises(LOST):
@@ -243,7 +243,7 @@ def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_pieces_of_a_closed_line_are_not_computed(path: Path):
+def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
     stages = Linked(path, [Split("x", 1), Split("y", 2)])
     last = stages.workers[1]
     computed, begun, gate = [], threading.Event(), threading.Event()
@@ -257,7 +257,7 @@ def test_pieces_of_a_closed_line_are_not_computed(path: Path):
 
     last._stage.run = held  # type: ignore[method-assign]
     for piece in pieces(batch([(tokens(16), 0, [0])]), 2):
-        stages.line._enters.send(encode(Message(1, piece, None), ENTERING))
+        stages.line._enters.send(Message(1, piece, None))
     assert begun.wait(30)  # the first
     stages.line.close()
     last.cancel(1)
@@ -269,58 +269,33 @@ def test_pieces_of_a_closed_line_are_not_computed(path: Path):
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
-    stages = Workers(path, [Split("x", 1), Split("y", 2)])
-    key = new_key()
-    addresses = [worker.listen("127.0.0.1", key) for worker in stages.workers]
-    with ExitStack() as undone:
-        for address in addresses:
-            for said in (b"", b"\0\0\0\4junk"):
-                for _ in range(25):
-                    tcp = undone.enter_context(socket.create_connection(address))
-                    tcp.sendall(said)
-            with pytest.raises(LinkError, match="does not have the key of this line"):
-                joined(address, new_key(), ENTERS)
-        for worker, following in zip(stages.workers, [*addresses[1:], None], strict=True):
-            assert worker.link(following) is None
-        with closing(line_of(addresses, key)) as line:
-            step = batch([(tokens(5), 0, [4])])
-            expected = Workers(path, [Split("x", 3)]).step(step).logits
-            np.testing.assert_array_equal(line.step(1, [step])[0], expected)
-            for address in addresses:  # a complete line accepts no other connection
-                with pytest.raises(LinkError, match="cannot be reached"):
-                    joined(address, key, ENTERS)
-    stages.close()
-
-
-@pytest.mark.usefixtures("no_thread_is_left")
 def test_a_stage_whose_neighbour_does_not_come_ends_its_start_with_a_message(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     stages = Workers(path, [Split("x", 1), Split("y", 2)])
     monkeypatch.setattr("hotset.scale.worker.START_SECONDS", 0.0)
     first, last = stages.workers
-    key = new_key()
-    first.listen("127.0.0.1", key)
-    address = last.listen("127.0.0.1", new_key())
-    problem = first.link(address)
-    assert problem == f"the stage at 127.0.0.1:{address[1]} does not have the key of this line"
-    assert last.link(None) is None
-    assert until(last.alive) == "a neighbour of this stage did not connect in time"
+    driver = new_keys()
+    first.listen(HOST, driver[0])
+    address = last.listen(HOST, new_keys()[0])
+    problem = first.link(address, stages.keys[1])
+    assert problem == f"the neighbour at {address} did not answer as a member of this line"
+    address = last.listen(HOST, stages.keys[0])
+    assert first.link(address, stages.keys[1]) is None
+    assert until(first.alive) == "a neighbour of this stage did not connect in time"
     stages.close()
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(path: Path):
+def test_an_invalid_message_ends_the_line_with_a_message_and_another_line_works(path: Path):
     stages = Linked(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(5), 0, [4])])
     expected = stages.step(step).logits.copy()
-    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # an attacker who can write to the connection
+    stages.line._enters._socket.send(b"\x80\4")
     with pytest.raises(LOST):
         stages.step(step)
     told = [worker.alive() for worker in stages.workers]
-    assert told == ["a frame's header is damaged: its tag does not fit", None]
-    stages.line.close()
+    assert told == ["a message of a neighbour is invalid", None]
     stages.link()
     np.testing.assert_array_equal(stages.step(step).logits, expected)
     assert [worker.alive() for worker in stages.workers] == [None, None]
@@ -338,27 +313,19 @@ def test_rows_of_another_step_or_piece_are_refused(path: Path):
     stages.close()
 
 
-def test_batch_out_of_bounds_leaves_the_line_unchanged(path: Path):
-    stages = Linked(path, [Split("x", 3)])
-    step = batch([(tokens(5), 0, [4])])
-    with pytest.raises(
-        InvalidRequestError, match="page_tables of a step is 1 x 9; at most 48 x 8 is expected"
-    ):
-        stages.step(replace(step, page_tables=np.zeros((1, 9), np.int32)))
-    assert stages.step(step).logits.shape == (5, N_VOCAB)
-    stages.close()
-
-
-def test_stage_that_cannot_open_gives_one_message(path: Path, tmp_path: Path):
+def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Path):
     other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
     how: dict[str, Any] = {
-        "settings": SETTINGS, "mark": fingerprint(open_gguf(path)), "first_op": 0, "last_op": 1,
-        "n_pages": 8, "counts": False,
+        "settings": SETTINGS, "release": hotset.__version__, "mark": fingerprint(open_gguf(path)),
+        "span": Span(0, 1), "n_pages": 8, "counts": False,
     }  # fmt: skip
     found = StageWorker().open(model=str(other), **how)
     assert isinstance(found, Failed)
     assert isinstance(found.error(), InvalidRequestError)
-    assert "differs from the file of the requesting machine" in str(found.error())
+    assert "is another file than that of the machine that asks" in str(found.error())
+    older = StageWorker().open(model=str(path), **{**how, "release": "0.0.1"})
+    assert isinstance(older, Failed)
+    assert "and the machine that asks 0.0.1; install the same version" in str(older.error())
     gone = StageWorker().open(model=str(tmp_path / "gone.gguf"), **how)
     assert isinstance(gone, Failed)
     assert "gone.gguf" in str(gone.error())
@@ -376,7 +343,7 @@ def test_splitting_a_model_over_machines_needs_no_memory_for_it(path: Path, monk
         assert plan_model(asked, mapped=True).n_ctx == decided.config.n_ctx_train
 
 
-def test_error_arrives_unchanged():
+def test_an_error_arrives_as_it_was():
     for error in (StepCancelledError(), ContextLengthError("too long"), OutOfMemoryError("full")):
         found = Failed.of(error).error()
         assert (type(found), str(found)) == (type(error), str(error))
@@ -387,7 +354,7 @@ def test_error_arrives_unchanged():
 
 
 class Losing(FakeBackend):
-    """Stages that lose all keys and values at some steps, as if a machine died."""
+    """Forgets all keys and values at some steps, as a machine that died does."""
 
     lost_at: tuple[int, ...] = ()
     n_steps = 0
@@ -401,7 +368,7 @@ class Losing(FakeBackend):
 
 
 @pytest.mark.parametrize("lost_at", [(1,), (4,), (6, 7, 20)], ids=str)
-def test_contents_of_a_lost_cache_are_computed_again(lost_at: tuple[int, ...]):
+def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
     def answers(backend: FakeBackend) -> list[list[int]]:
         engine = Engine(backend, 400, max_sequences=3)
         prompt = list(range(1, 90))
@@ -423,7 +390,7 @@ def test_contents_of_a_lost_cache_are_computed_again(lost_at: tuple[int, ...]):
     assert backend.n_steps > max(lost_at)
 
 
-def test_cancelling_a_stage_from_another_thread_ends_its_step(path: Path):
+def test_cancelling_a_stage_from_another_thread_ends_what_it_computes(path: Path):
     stages = Workers(path, [Split("x", 3)])
     worker = stages.workers[0]
     run, begun, gate = worker._stage.run, threading.Event(), threading.Event()

@@ -569,6 +569,9 @@ class ScaleOptions:
             from hotset.api import load
 
             return load(loaded_by(model, path), settings, progress=progress)
+        from hotset.scale.cluster import check_installed
+
+        check_installed("zmq")
         from hotset.scale.stages import load_staged
 
         check_not_created(model, "--stages")

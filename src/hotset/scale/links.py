@@ -1,319 +1,221 @@
-"""Connections between the stages of a model that is split over machines.
+"""Connections between the stages of a model that is split over machines: ZeroMQ with CURVE.
 
-Ray starts the stages and notices when they die. But a call through Ray takes a millisecond, which each token
-would pay at each boundary. So the stages form a line. The driver sends pieces of a step to the first stage,
-each stage sends its result to the next, and the last one sends rows back.
+Ray starts the stages and notices when they die. But each token would pay for a call of Ray at each boundary.
+So the driver and the stages form a ring. The driver sends pieces of a step to the first stage, each stage
+sends its result to the next, and the last one sends rows back.
 
-    driver ── enters ─> stage ── enters ─> stage ── leaves ─> driver
+    driver ─> stage ─> stage ─> driver
 
-Both sides of a connection prove that they have the line's key before anything else is read (`_greet` and
-`_answer`: a challenge and a response each way, HMAC-SHA-256). Frames follow (frames.py). Their tags have
-separate keys for each connection and direction, which are derived from the key and the random numbers of both
-sides.
+Each member has a pair of keys and knows the public keys of both neighbours, which Ray distributes. ZeroMQ
+authenticates both sides of a connection before it delivers a byte, and encrypts all messages.
 """
 
 from __future__ import annotations
 
-import hmac
-import queue
-import secrets
-import socket
-import struct
-import threading
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from hotset.backends.base import Batch
-from hotset.escaping import clause
-from hotset.scale.frames import (
-    MAGIC,
-    TAG_BYTES,
-    VERSION,
-    Bounds,
-    Channel,
-    Frame,
-    LinkError,
-    Message,
-    Passed,
-    encode,
-)
+from hotset.scale.messages import Header, Message, Passed
 
-Address = tuple[str, int]
+Keys = tuple[bytes, bytes]  # public, secret
 
-ENTERS, LEAVES = 1, 2  # the end of a stage that a connection belongs to
-LOST = (EOFError, OSError)  # errors of a connection whose other side is gone; LinkError is one of them
-HANDSHAKE_SECONDS = 10.0  # for both sides of a connection to prove that they have the key
-START_SECONDS = 120.0  # that a stage waits for its neighbours
-MOST_PENDING = 32  # connections to a stage without a proof yet; another one replaces the oldest
-_RETRY_SECONDS = 0.05  # before a dropped connection tries again
-_GONE_SECONDS = 10  # after which a silent machine counts as gone
-
-# The messages of a handshake: the connecting side's hello, the stage's answer, and a proof of each side.
-_HELLO = struct.Struct("<4sHB32s")  # magic, version, end, random number
-_ANSWER = struct.Struct("<4sH32s32s")  # magic, version, random number, proof
+START_SECONDS = 120.0  # that a member waits for its neighbours
+ANSWER_SECONDS = 15.0  # for the stage that a member connects to
+_STRANGER_SECONDS = 5.0  # for a new connection to prove its key; less than ANSWER_SECONDS
+_GONE_SECONDS = 10.0  # after which a silent machine counts as gone
+_CHUNK = 1 << 20  # most bytes of a ZeroMQ message: one chunk is encrypted while another one is sent
+_DOMAIN = "hotset"
+_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 0,  # no limit: a line has one step at a time
+    zmq.RCVHWM: 0,
+    zmq.MAXMSGSIZE: _CHUNK + 1024,  # with what CURVE adds
+    zmq.IMMEDIATE: 1,  # writable means that the neighbour is there and has proved its key
+    zmq.RECONNECT_IVL: -1,  # a connection that broke ends the line
+    zmq.HANDSHAKE_IVL: int(1000 * _STRANGER_SECONDS),
+    zmq.HEARTBEAT_IVL: int(200 * _GONE_SECONDS),
+    zmq.HEARTBEAT_TIMEOUT: int(800 * _GONE_SECONDS),
+}
 
 
-def new_key() -> bytes:
-    """Return a new key, which all members of a line must prove to have."""
-    return secrets.token_bytes(32)
+class LinkError(ConnectionError):
+    """Raised if a neighbour does not have its key, did not answer in time, or sent an invalid message."""
 
 
-def _proof(key: bytes, purpose: bytes, hello: bytes, number: bytes) -> bytes:
-    """Return a proof of the key. purpose: which proof, or key of the connection. number: the stage's."""
-    return hmac.digest(key, b"hotset stage: " + purpose + hello + number, "sha256")
+LOST = (EOFError, LinkError)  # errors of a connection that is over; EOFError: the neighbour is gone
 
 
-def _read(tcp: socket.socket, n: int, until: float) -> bytes:
-    """Read n bytes. Raises EOFError, OSError, and TimeoutError at `until`, however slowly bytes arrive."""
-    found = b""
-    while len(found) < n:
-        if (left := until - time.monotonic()) <= 0:
-            raise TimeoutError
-        tcp.settimeout(left)
-        if not (more := tcp.recv(n - len(found))):
-            raise EOFError
-        found += more
-    return found
+def new_keys() -> Keys:
+    """Return a new pair of keys for a member of a line."""
+    return zmq.curve_keypair()
 
 
-def joined(address: Address, key: bytes, end: int) -> Channel:
-    """Connect to one end of the stage that listens at `address`.
+class _Only:
+    """The neighbour's public key, for ZeroMQ's authenticator."""
 
-    Raises LinkError if nothing listens there, or it does not answer within HANDSHAKE_SECONDS, has another
-    key, or another version.
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+class Channel:
+    """A connection to one neighbour: call `connect`, or `listen` and `wait`.
+
+    keys: own; neighbour: its public key; most: bytes of the arrays of a received message. Only one thread at
+    a time may use a channel.
     """
-    where = f"the stage at {address[0]}:{address[1]}"
-    until = time.monotonic() + HANDSHAKE_SECONDS
-    while (left := until - time.monotonic()) > 0:
-        try:
-            tcp = socket.create_connection(address, timeout=left)
-        except TimeoutError:
-            break
-        except OSError as error:
-            raise LinkError(f"{where} cannot be reached ({clause(error)})") from None
-        try:
-            return _greet(tcp, key, end, until, where)
-        except BaseException as error:
-            tcp.close()
-            if isinstance(error, LinkError) or not isinstance(error, LOST):
-                raise
-        time.sleep(_RETRY_SECONDS)  # the stage dropped it in favour of other connections
-    raise LinkError(f"{where} did not answer within {HANDSHAKE_SECONDS:g} s")
 
+    def __init__(self, keys: Keys, neighbour: bytes, most: int) -> None:
+        self._neighbour, self._most = neighbour, most
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        for option, value in _OPTIONS.items():
+            self._socket.set(option, value)
+        self._changes = zmq.Poller()  # of the socket's events
+        self._changes.register(self._socket.get(zmq.FD), zmq.POLLIN)
 
-def _greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -> Channel:
-    """Perform the handshake of the connecting side. where: for messages."""
-    _tune(tcp)
-    hello = _HELLO.pack(MAGIC, VERSION, end, secrets.token_bytes(32))
-    tcp.sendall(hello)
-    magic, version, number, proof = _ANSWER.unpack(_read(tcp, _ANSWER.size, until))
-    if magic != MAGIC:
-        raise LinkError(f"{where} does not answer as a stage: another program listens there")
-    if version != VERSION:
-        raise LinkError(
-            f"{where} has version {version} of the frames between stages, and this machine {VERSION}; "
-            "install the same version of hotset on each machine"
+    def listen(self, host: str) -> str:
+        """Return the address where the neighbour can connect. host: an address of this machine."""
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_DOMAIN, _Only(self._neighbour))
+        self._socket.curve_server = True
+        self._socket.zap_domain = _DOMAIN.encode()
+        self._socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuses everyone if the authenticator fails
+        self._socket.bind(f"tcp://{host}:*")
+        return bytes(self._socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the neighbour has connected. Raises LinkError after `seconds`."""
+        if not self._socket.poll(int(1000 * seconds), zmq.POLLOUT):
+            raise LinkError("a neighbour of this stage did not connect in time")
+
+    def connect(self, address: str) -> None:
+        """Connect to a neighbour that listens. Raises LinkError."""
+        self._socket.curve_serverkey = self._neighbour
+        monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
-    if not hmac.compare_digest(proof, _proof(key, b"stage", hello, number)):
-        raise LinkError(f"{where} does not have the key of this line")
-    tcp.sendall(_proof(key, b"neighbour", hello, number))
-    if not hmac.compare_digest(_read(tcp, TAG_BYTES, until), _proof(key, b"accepted", hello, number)):
-        raise LinkError(f"{where} does not have the key of this line")
-    tcp.settimeout(None)
-    return Channel(
-        tcp,
-        sends=_proof(key, b"frames to the stage", hello, number),
-        receives=_proof(key, b"frames from the stage", hello, number),
-    )
+        self._socket.connect(address)
+        answered = monitor.poll(int(1000 * ANSWER_SECONDS))
+        event = recv_monitor_message(monitor)["event"] if answered else None
+        self._socket.disable_monitor()
+        if event == zmq.EVENT_CLOSED:
+            raise LinkError(f"the neighbour at {address} cannot be reached")
+        if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            raise LinkError(f"the neighbour at {address} did not answer as a member of this line")
 
-
-class Inlet:
-    """The socket on which a stage accepts neighbours that have the key. host: an address of this machine.
-
-    One thread accepts connections, and each has its own thread until it has proved that it has the key. So a
-    silent connection delays no other. seconds: the limit for the proof.
-    """
-
-    def __init__(self, host: str, key: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
-        self._key, self._seconds = key, seconds
-        self._listener = socket.create_server((host, 0), backlog=4 * MOST_PENDING)
-        self.address: Address = self._listener.getsockname()[:2]
-        self._lock = threading.Lock()
-        self._pending: deque[socket.socket] = deque()  # the oldest first
-        self._accepted: queue.SimpleQueue[tuple[int, Channel] | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        threading.Thread(target=self._listen, name="hotset-inlet", daemon=True).start()
-
-    def accept(self, seconds: float) -> tuple[int, Channel]:
-        """Return the next neighbour's end and channel.
-
-        Raises LinkError after `seconds`, and EOFError once this is closed.
-        """
+    def send(self, message: Message) -> None:
+        """Send a message, without waiting. The arrays must not change afterwards. Raises EOFError."""
+        head, arrays = message.encode()
+        flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+        if sum(map(len, flat)) <= _CHUNK:
+            flat = [np.concatenate(flat)] if flat else []
+        chunks = [array[at : at + _CHUNK].data for array in flat for at in range(0, len(array), _CHUNK)]
+        self._events()
         try:
-            found = self._accepted.get(timeout=max(seconds, 0.0))
-        except queue.Empty:
-            raise LinkError("a neighbour of this stage did not connect in time") from None
-        if found is None:
-            self._accepted.put(None)  # for other callers that wait
-            raise EOFError("the stage waits for no neighbour any more")
-        return found
+            self._socket.send(head, zmq.NOBLOCK | (zmq.SNDMORE if chunks else 0))
+            for chunk in chunks:
+                self._socket.send(chunk, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            raise EOFError("a neighbour in the line of stages is gone") from None
+
+    def receive(self) -> Message:
+        """Return the next message. Raises EOFError, and LinkError for an invalid message; close then."""
+        try:
+            head = Header.decode(self._received(self._socket.recv))
+            if head.n_bytes > self._most:
+                raise LinkError(f"a message has {head.n_bytes} bytes; at most {self._most} are expected")
+            body, n = np.empty(head.n_bytes, np.uint8), 0
+            while n < len(body):
+                n += self._received(self._socket.recv_into, body[n:].data)
+            if n > len(body):
+                raise ValueError
+            return head.message(body)
+        except (KeyError, TypeError, ValueError):
+            raise LinkError("a message of a neighbour is invalid") from None
+
+    def _received(self, receive: Callable[..., Any], *args: Any) -> Any:
+        """Wait for a ZeroMQ message, and return the result of `receive`."""
+        while True:
+            if not self._events() & zmq.POLLIN:
+                self._changes.poll()
+                continue
+            with suppress(zmq.Again):  # libzmq calls a socket readable after its first heartbeat, too
+                return receive(*args, flags=zmq.NOBLOCK)
+
+    def _events(self) -> int:
+        """Return the socket's events: it is writable as long as the neighbour is there. Raises EOFError."""
+        events = 0 if self._socket.closed else int(self._socket.get(zmq.EVENTS))
+        if not events:
+            raise EOFError("a neighbour in the line of stages is gone")
+        return events
 
     def close(self) -> None:
-        """Stop accepting; safe to call twice. Releases callers of `accept`; accepted channels stay open."""
-        with self._lock:
-            if self._closed.is_set():
-                return
-            self._closed.set()
-            for tcp in self._pending:
-                _end(tcp)
-        self._accepted.put(None)
-        with suppress(OSError), socket.create_connection(self.address, _GONE_SECONDS):
-            pass  # closing a socket does not wake the thread that accepts on it
+        """Close the connection; safe to call twice."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy()
 
-    def _listen(self) -> None:
-        with self._listener:
-            while not self._closed.is_set():
-                try:
-                    tcp, _ = self._listener.accept()
-                except OSError:  # for example, too many open files
-                    self._closed.wait(_RETRY_SECONDS)
-                    continue
-                with self._lock:
-                    self._pending.append(tcp)
-                    if self._closed.is_set():
-                        _end(tcp)
-                    elif len(self._pending) > MOST_PENDING:
-                        _end(self._pending.popleft())
-                threading.Thread(
-                    target=self._answer, args=(tcp,), name="hotset-inlet-answer", daemon=True
-                ).start()
+    def __enter__(self) -> Self:
+        return self
 
-    def _answer(self, tcp: socket.socket) -> None:
-        """Perform the handshake of the stage's side (see `_greet`), and close the connection on an error."""
-        with suppress(*LOST):
-            try:
-                self._admit(tcp)
-            except BaseException:
-                with self._lock, suppress(ValueError):  # before the descriptor's number may be reused
-                    self._pending.remove(tcp)
-                tcp.close()
-                raise
-
-    def _admit(self, tcp: socket.socket) -> None:
-        """Queue a neighbour that proves to have the key. Raises one of LOST for any other."""
-        until = time.monotonic() + self._seconds
-        hello = _read(tcp, _HELLO.size, until)
-        magic, version, end, _ = _HELLO.unpack(hello)
-        if magic != MAGIC or end not in (ENTERS, LEAVES):
-            raise EOFError
-        number = secrets.token_bytes(32)
-        tcp.sendall(_ANSWER.pack(MAGIC, VERSION, number, _proof(self._key, b"stage", hello, number)))
-        if version != VERSION:
-            raise EOFError
-        found = _read(tcp, TAG_BYTES, until)
-        if not hmac.compare_digest(found, _proof(self._key, b"neighbour", hello, number)):
-            raise EOFError
-        _tune(tcp)
-        tcp.settimeout(None)
-        channel = Channel(
-            tcp,
-            sends=_proof(self._key, b"frames from the stage", hello, number),
-            receives=_proof(self._key, b"frames to the stage", hello, number),
-        )
-        with self._lock:
-            if tcp not in self._pending or self._closed.is_set():  # it was dropped
-                raise EOFError
-            self._pending.remove(tcp)
-            tcp.sendall(_proof(self._key, b"accepted", hello, number))
-            self._accepted.put((end, channel))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Line:
-    """The two ends of a line, for the driver.
+    """The two ends of a line, for the driver. enters, leaves: channels to the first and from the last stage.
 
-    first, last: addresses of its first and last stage; entering, leaving: bounds of messages to the first
-    stage and from the last. Raises LinkError.
+    host: an address of this machine. Call `connect` after the last stage has connected to `address`.
     """
 
-    def __init__(
-        self, first: Address, last: Address, key: bytes, *, entering: Bounds, leaving: Bounds
-    ) -> None:
-        self._entering, self._leaving = entering, leaving
-        self._enters = joined(first, key, ENTERS)
-        try:
-            self._leaves = joined(last, key, LEAVES)
-        except BaseException:
-            self._enters.close()
-            raise
-        self._sender: threading.Thread | None = None
+    def __init__(self, enters: Channel, leaves: Channel, host: str) -> None:
+        self._enters, self._leaves = enters, leaves
+        self.address = leaves.listen(host)
+
+    def connect(self, first: str) -> None:
+        """Connect to the first stage, and wait for the last. Raises LinkError."""
+        self._enters.connect(first)
+        self._leaves.wait(ANSWER_SECONDS)
 
     def step(self, step: int, pieces: Sequence[Batch]) -> list[Passed]:
         """Send the pieces of a step through the stages. Return the last stage's results, in order.
 
-        Raises InvalidRequestError for a batch that is out of bounds, and one of LOST if a stage is gone or
-        a frame damaged. After one of LOST, or an interruption, the line is closed.
+        Raises one of LOST if a stage is gone or a message invalid. After an error the line is closed.
         """
-        frames = [encode(Message(step, piece, None), self._entering) for piece in pieces]
         try:
-            if len(frames) == 1:
-                self._enters.send(frames[0])
-            else:
-                # From another thread: a stage that cannot deliver its results accepts no more pieces, so rows
-                # must be received while pieces are still being sent.
-                self._sender = threading.Thread(target=self._send, args=(frames,), daemon=True)
-                self._sender.start()
-            rows = [self._receive(step, piece) for piece in pieces]
-            if self._sender is not None:
-                self._sender.join()
-            return rows
+            for piece in pieces:
+                self._enters.send(Message(step, piece, None))
+            return [self._receive(step, piece) for piece in pieces]
         except BaseException:
             self.close()
             raise
 
     def _receive(self, step: int, piece: Batch) -> Passed:
         """Receive the result of a piece."""
-        found = self._leaves.receive(self._leaving)
-        passed, n = found.passed, len(piece.outputs)
+        found, n = self._leaves.receive(), len(piece.outputs)
+        passed = found.passed
         n_rows = len(passed) if isinstance(passed, np.ndarray) else n
-        if (found.step, n_rows) != (step, n):
+        if passed is None or (found.step, n_rows) != (step, n):
             raise LinkError(f"{n_rows} rows of step {found.step} arrived, where {n} of step {step} are due")
-        assert passed is not None, "a frame of rows has rows or an error"
         return passed
-
-    def _send(self, frames: Sequence[Frame]) -> None:
-        with suppress(*LOST):  # `_receive` fails too then
-            for frame in frames:
-                self._enters.send(frame)
 
     def close(self) -> None:
         """Close both ends, which ends the line; safe to call twice."""
-        for channel in (self._enters, self._leaves):
-            channel.shutdown()  # releases a thread that sends, before its socket is closed
-        if self._sender is not None:
-            self._sender.join()
         self._enters.close()
         self._leaves.close()
-
-
-def _end(tcp: socket.socket) -> None:
-    """Release the thread that reads from the connection; that thread closes it."""
-    with suppress(OSError):
-        tcp.shutdown(socket.SHUT_RDWR)
-
-
-def _tune(tcp: socket.socket) -> None:
-    """Send small messages at once, and detect a machine that lost its power."""
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _GONE_SECONDS // 2),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", _GONE_SECONDS // 2),
-        ("TCP_USER_TIMEOUT", 1000 * _GONE_SECONDS),  # for sent data without an acknowledgement
-    ):
-        if hasattr(socket, name):
-            tcp.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
 from hotset.api import Model
 from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, WithoutDevices, cache_slots
+from hotset.backends.stage import Span
 from hotset.errors import (
     CacheLostError,
     DeviceError,
@@ -36,10 +38,10 @@ from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Decided
 from hotset.model.operations import PARTS
 from hotset.scale.cluster import Machine, connect, library, machine_named, machines
-from hotset.scale.frames import Bounds, Failed, FrameKind, LinkError, Message, encode
-from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
+from hotset.scale.links import LOST, Channel, Line, LinkError, new_keys
+from hotset.scale.messages import Failed, Message, most_bytes
 from hotset.scale.splits import Room, Split, n_pieces, parse_splits, pieces, planned, spans
-from hotset.scale.worker import Gauge, Noted, StageWorker, row_bounds
+from hotset.scale.worker import Gauge, Noted, StageWorker
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
@@ -118,17 +120,18 @@ def measured(n_threads: int | None, width: int) -> list[Room]:
         strategy = NodeAffinitySchedulingStrategy(machine.id, soft=False)
         gauge = ray.remote(Gauge).options(num_cpus=0, scheduling_strategy=strategy).remote()
         n_bytes, rate = ray.get(gauge.measure.remote(n_threads))
-        hops, key, bounds = [], new_key(), row_bounds(width)
+        hops, keys = [], new_keys()
+        address, key = ray.get(gauge.echo.remote(machine.address, keys[0], width))
         try:
-            there = joined(ray.get(gauge.echo.remote(machine.address, key, width)), key, ENTERS)
+            with Channel(keys, key, row.nbytes) as there:
+                there.connect(address)
+                for _ in range(_HOPS):
+                    began = time.perf_counter()
+                    there.send(Message(0, None, row))
+                    there.receive()
+                    hops.append(time.perf_counter() - began)
         except LOST as error:
             raise DeviceError(f"{machine.name} cannot be measured ({clause(error)})") from None
-        with there:
-            for _ in range(_HOPS):
-                began = time.perf_counter()
-                there.send(encode(Message(0, None, row), bounds))
-                there.receive(bounds)
-                hops.append(time.perf_counter() - began)
         ray.kill(gauge)
         rooms.append(Room(machine.name, _SHARE * n_bytes, rate, sorted(hops)[_HOPS // 2]))
     return rooms
@@ -136,12 +139,13 @@ def measured(n_threads: int | None, width: int) -> list[Room]:
 
 @dataclass
 class _Stage:
-    """A stage. actor: of StageWorker."""
+    """A stage. actor: of StageWorker; key: its public key."""
 
     split: Split
     machine: Machine
-    span: tuple[int, int]
+    span: Span
     actor: Any = None
+    key: bytes = b""
 
 
 class StagedBackend(WithoutDevices):
@@ -164,13 +168,13 @@ class StagedBackend(WithoutDevices):
         self._has_thresholds = decided.graph.has_thresholds
         self._counts = decided.config.leaves_out or self._has_thresholds
         self._values = frozenset(op.out.name for op in decided.graph.primitives)
-        # Bounds of messages to the first stage, which gets no rows, and from the last.
-        self._entering = Bounds.of(FrameKind.PIECE, settings, self.n_pages, n_columns=0)
-        self._leaving = Bounds.of(FrameKind.ROWS, settings, self.n_pages, self.n_vocab)
+        self._keys = new_keys()
+        self._most = most_bytes(settings, 0, self.n_vocab)  # of a message from the last stage
         self._how: dict[str, Any] = {
             # The same everywhere: a machine's own defaults may differ.
             "settings": replace(settings, n_ctx=decided.n_ctx, progress=None),
             "model": str(model),
+            "release": version("hotset"),
             "mark": fingerprint(decided.gguf),
             "n_pages": decided.n_pages,
             "counts": self._counts,
@@ -184,7 +188,7 @@ class StagedBackend(WithoutDevices):
         self._closed = False
         alive = machines()
         self._stages = [
-            _Stage(split, machine_named(split.host, alive), span)
+            _Stage(split, machine_named(split.host, alive), Span(*span))
             for split, span in zip(splits, spans(decided.graph, splits), strict=True)
         ]
         try:
@@ -289,8 +293,7 @@ class StagedBackend(WithoutDevices):
                 num_cpus=0,  # --stages decides which stages share a machine
                 scheduling_strategy=NodeAffinitySchedulingStrategy(stage.machine.id, soft=False),
             ).remote()
-            first, last = stage.span
-            asked.append(stage.actor.open.remote(first_op=first, last_op=last, **self._how))
+            asked.append(stage.actor.open.remote(span=stage.span, **self._how))
         found = []
         for stage, one in zip(stages, asked, strict=True):
             try:
@@ -303,6 +306,7 @@ class StagedBackend(WithoutDevices):
                 refused = reply.error()
                 kind_of = type(refused) if isinstance(refused, HotsetError) else DeviceError
                 raise kind_of(f"the stage on {stage.split.host}: {refused}")
+            stage.key = reply["key"]
             found.append(reply)
         return found
 
@@ -350,21 +354,31 @@ class StagedBackend(WithoutDevices):
         """Link the stages to a line. Raises DeviceError if they cannot connect to one another."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-        ray, key = library(), new_key()
+        ray = library()
+        keys = [
+            self._keys[0],
+            *(stage.key for stage in self._stages),
+            self._keys[0],
+        ]  # in the order of the ring
+        enters, leaves = Channel(self._keys, keys[1], most=0), Channel(self._keys, keys[-2], self._most)
+        self._line = line = Line(enters, leaves, ray.util.get_node_ip_address())
         try:
-            asked = [stage.actor.listen.remote(stage.machine.address, key) for stage in self._stages]
-            addresses: list[Address] = ray.get(asked, timeout=_LINK_SECONDS)
-            following = zip(self._stages, [*addresses[1:], None], strict=True)
+            asked = [
+                stage.actor.listen.remote(stage.machine.address, previous)
+                for stage, previous in zip(self._stages, keys, strict=False)
+            ]
+            addresses: list[str] = ray.get(asked, timeout=_LINK_SECONDS)
+            following = zip(self._stages, [*addresses[1:], line.address], keys[2:], strict=True)
             replies = ray.get(
-                [stage.actor.link.remote(one) for stage, one in following], timeout=_LINK_SECONDS
+                [stage.actor.link.remote(address, key) for stage, address, key in following],
+                timeout=_LINK_SECONDS,
             )
             for stage, problem in zip(self._stages, replies, strict=True):
                 if problem is not None:
                     raise LinkError(f"{stage.split.host}: {problem}")
-            self._line = Line(
-                addresses[0], addresses[-1], key, entering=self._entering, leaving=self._leaving
-            )
+            line.connect(addresses[0])
         except (GetTimeoutError, RayActorError, RayTaskError, *LOST) as error:
+            line.close()
             raise DeviceError(f"the stages did not find one another ({_last_line(error)})") from None
 
     def _end(self, stage: _Stage) -> None:

@@ -1,9 +1,9 @@
 """One stage of a model that is split over machines: the worker that computes it.
 
     worker = StageWorker()                      # an actor of Ray in stages.py
-    worker.open(model=..., first_op=..., ...)
-    address = worker.listen(host, key)          # for the previous stage
-    worker.link(following)                      # from now on it computes arriving pieces and passes them on
+    worker.open(model=..., span=..., ...)
+    address = worker.listen(host, previous)     # for the member that has this public key
+    worker.link(following, key)                 # from now on it computes arriving pieces and passes them on
 
 An error of a step is passed on as a `Failed`, so the driver receives it from the last stage.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.loader.build import open_model, plan_model
 from hotset.placement.machine import cpu_rate
-from hotset.scale.frames import Bounds, Channel, Failed, FrameKind, LinkError, Message, Passed, encode
-from hotset.scale.links import ENTERS, LEAVES, LOST, START_SECONDS, Address, Inlet, joined
+from hotset.scale.links import LOST, START_SECONDS, Channel, LinkError, new_keys
+from hotset.scale.messages import Failed, Message, Passed, most_bytes
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
@@ -37,10 +37,8 @@ log = logging.getLogger("hotset.scale")
 
 @dataclass(frozen=True)
 class Noted:
-    """The report of a stage on a step, in addition to rows.
-
-    It has the taps and, if wanted, the counts of neurons and the seconds by layer (backends/stage.py).
-    """
+    """The report of a stage on a step, in addition to rows: taps, and if wanted the counts of neurons
+    and seconds by layer (backends/stage.py)."""
 
     tapped: dict[str, np.ndarray]
     counts: np.ndarray | None
@@ -48,14 +46,15 @@ class Noted:
 
 
 class StageWorker:
-    """The operations [first_op, last_op) of a model, with the cache of their layers. Call `open` first."""
+    """Operations of a model, with the cache of their layers. Call `open` first."""
 
     def __init__(self) -> None:
         self._cancelled = -1  # this step and earlier ones
         self._computing = threading.Lock()
         self._noted: tuple[int, list[Noted]] = (-1, [])  # step and reports of the latest step
-        self._inlet: Inlet | None = None
-        self._refused: str | None = None
+        self._keys = new_keys()
+        self._enters: Channel | None = None  # until the stage is linked
+        self._problems: list[str] = []  # that ended its latest line
         self._undone = ExitStack()
 
     def open(
@@ -63,23 +62,29 @@ class StageWorker:
         *,
         model: str,
         settings: LoadSettings,
+        release: str,
         mark: str,
-        first_op: int,
-        last_op: int,
+        span: Span,
         n_pages: int,
         counts: bool,
     ) -> dict[str, Any] | Failed:
-        """Open the operations. Return threads and instruction set, or the error that prevents it.
+        """Open the operations. Return public key, threads and instruction set, or the error that prevents it.
 
-        model: a name or path on this machine. mark: the required `fingerprint` of its file. n_pages: KV
-        blocks of the cache. counts: whether neurons are counted.
+        model: a name or path on this machine. release: the required version of hotset. mark: the required
+        `fingerprint` of the model's file. n_pages: KV blocks of the cache. counts: whether neurons are
+        counted.
         """
         try:
+            if release != (own := version("hotset")):
+                raise InvalidRequestError(
+                    f"this machine has hotset {own}, and the machine that asks {release}; install the same "
+                    "version on each"
+                )
             opened = open_model(model, settings)
             self._undone.callback(opened.gguf.close)
             if fingerprint(opened.gguf) != mark:
                 raise InvalidRequestError(
-                    f"{opened.gguf.path} differs from the file of the requesting machine; copy that file"
+                    f"{opened.gguf.path} is another file than that of the machine that asks; copy that one"
                 )
             decided = plan_model(opened, mapped=True)
             self._undone.callback(decided.weights.close)
@@ -90,82 +95,66 @@ class StageWorker:
                     n_pages=n_pages, max_batch=settings.max_batch, kv_type=settings.kv_type,
                     n_threads=settings.n_threads, sparse=decided.is_sparse,
                 ),
-                span=Span(first_op, last_op),
+                span=span,
             )  # fmt: skip
         except Exception as error:
             self._undone.close()
             return Failed.of(error)
         self._undone.callback(self._stage.close)
-        self._counts, self._settings = counts, settings
+        self._counts = counts
+        width = self._stage.entering.width if self._stage.entering is not None else 0
+        self._most = most_bytes(settings, n_pages, width)
+        self._is_last = span.last == len(decided.graph.ops)
         self._values = frozenset(op.out.name for op in self._stage.graph.primitives)
-        return {"n_threads": self._stage.n_threads, "isa": self._stage.isa}
+        return {"key": self._keys[0], "n_threads": self._stage.n_threads, "isa": self._stage.isa}
 
     def alive(self) -> str | None:
         """Return at once why its latest line ended; None if it did not, or a neighbour closed it."""
-        return self._refused
+        return self._problems[0] if self._problems else None
 
     # ---- its place in the line ----
 
-    def listen(self, host: str, key: bytes) -> Address:
-        """Return the address for its neighbours: the previous stage, and for the last stage the driver.
+    def listen(self, host: str, previous: bytes) -> str:
+        """Return the address for the previous member of a new line, which has this public key.
 
-        It leaves its former line. host: an address of this machine. key: of the line."""
-        if self._inlet is not None:
-            self._inlet.close()
-        self._key, self._inlet, self._refused = key, Inlet(host, key), None
-        return self._inlet.address
+        host: an address of this machine."""
+        self._leave()
+        self._enters, self._problems = Channel(self._keys, previous, self._most), []
+        return self._enters.listen(host)
 
-    def link(self, following: Address | None) -> str | None:
-        """Connect to the next stage, and start to compute arriving pieces. Return an error message, or None.
+    def _leave(self) -> None:
+        """Stop waiting to be linked."""
+        if self._enters is not None:
+            self._enters.close()
 
-        following: where the next stage listens; None: this is the last."""
-        assert self._inlet is not None, "a stage listens before it is linked"
-        ends: dict[int, Channel] = {}
+    def link(self, following: str, key: bytes) -> str | None:
+        """Connect to the next member, which listens there and has this public key. Start to compute arriving
+        pieces. Return an error message, or None."""
+        assert self._enters is not None, "a stage listens before it is linked"
+        leaves = Channel(self._keys, key, most=0)
         try:
-            if following is not None:
-                ends[LEAVES] = joined(following, self._key, ENTERS)
+            leaves.connect(following)
         except LinkError as error:
-            self._inlet.close()
+            leaves.close()
             return str(error)
-        line = self._inlet, ends, following is None
+        line, self._enters = (self._enters, leaves, self._problems), None
         threading.Thread(target=self._pass_on, args=line, name="hotset-stage", daemon=True).start()
         return None
 
-    def _pass_on(self, inlet: Inlet, ends: dict[int, Channel], is_last: bool) -> None:
-        """Compute pieces until a neighbour closes its connection or sends an invalid frame.
-
-        Then close the other connections, which ends the whole line.
-        """
-        with ExitStack() as undone, suppress(*LOST):
-            for channel in ends.values():
-                undone.enter_context(channel)
-            undone.callback(inlet.close)
+    def _pass_on(self, enters: Channel, leaves: Channel, problems: list[str]) -> None:
+        """Compute pieces until a neighbour is gone or sends an invalid message. Then close both connections,
+        which ends the whole line."""
+        with enters, leaves, suppress(*LOST):
             try:
-                until = time.monotonic() + START_SECONDS
-                while len(ends) < 2:
-                    end, channel = inlet.accept(until - time.monotonic())
-                    ends[end] = undone.enter_context(channel)
-                inlet.close()  # no other connection is expected
-                entering, leaving = self._bounds(FrameKind.ROWS if is_last else FrameKind.PIECE)
+                enters.wait(START_SECONDS)
                 while True:
-                    found = ends[ENTERS].receive(entering)
+                    found = enters.receive()
                     assert found.batch is not None, "a piece has a batch"
                     passed = self.run(found.step, found.batch, found.passed)
-                    batch = None if is_last else found.batch
-                    ends[LEAVES].send(encode(Message(found.step, batch, passed), leaving))
+                    leaves.send(Message(found.step, None if self._is_last else found.batch, passed))
             except LinkError as error:
-                if inlet is self._inlet:
-                    self._refused = str(error)
+                problems.append(str(error))
                 log.warning("a stage left its line: %s", error)
-
-    def _bounds(self, leaving: FrameKind) -> tuple[Bounds, Bounds]:
-        """Return the bounds of arriving and of leaving messages."""
-        stage = self._stage
-        width = stage.entering.width if stage.entering is not None else 0
-        return (
-            Bounds.of(FrameKind.PIECE, self._settings, stage.n_pages, width),
-            Bounds.of(leaving, self._settings, stage.n_pages, stage.graph.result.width),
-        )
 
     # ---- a step ----
 
@@ -204,8 +193,7 @@ class StageWorker:
 
     def close(self) -> None:
         """Free threads and memory; safe to call twice."""
-        if self._inlet is not None:
-            self._inlet.close()
+        self._leave()
         self._undone.close()
 
 
@@ -216,23 +204,18 @@ class Gauge:
         """Return the free bytes of memory, and the bytes of weights per second that its CPU reads."""
         return float(psutil.virtual_memory().available), cpu_rate(n_threads or usable_cores())
 
-    def echo(self, host: str, key: bytes, width: int) -> Address:
-        """Return an address that sends back each row, float32 [1, width], to measure a hop."""
-        inlet = Inlet(host, key)
-        bounds = row_bounds(width)
+    def echo(self, host: str, key: bytes, width: int) -> tuple[str, bytes]:
+        """Return an address that sends back each row, float32 [1, width], to measure a hop, and its public
+        key. key: of the member that connects."""
+        keys = new_keys()
+        channel = Channel(keys, key, 4 * width)
+        address = channel.listen(host)
 
         def answer() -> None:
-            with suppress(*LOST):
-                _, channel = inlet.accept(START_SECONDS)
-                inlet.close()
-                with channel:
-                    while True:
-                        channel.send(encode(channel.receive(bounds), bounds))
+            with channel, suppress(*LOST):
+                channel.wait(START_SECONDS)
+                while True:
+                    channel.send(channel.receive())
 
         threading.Thread(target=answer, name="hotset-echo", daemon=True).start()
-        return inlet.address
-
-
-def row_bounds(width: int) -> Bounds:
-    """Return the bounds of the messages that `Gauge.echo` receives and sends."""
-    return Bounds(FrameKind.ROWS, n_tokens=1, n_sequences=0, n_pages=0, n_columns=width)
+        return address, keys[0]
