@@ -7,73 +7,23 @@ reads it for its help.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
+from hotset.parameters import Parameter
 
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """A sampling parameter.
-
-    name: in Python and in requests. summary: one sentence of documentation.
-    kind: float or int, with values in [low, high] (None: no bound); None for other types, which
-        engine/sampler.py checks. A number whose default is None may be None.
-    minus_one: the meaning of -1, as in other programs; -1 if it is an ordinary value.
-    default: used if neither the caller nor the model sets a value.
-    option: on the command line; more names follow, separated by a space. panel: of its help.
-    also: more names in requests, from other programs.
-    modelfile: the name in a Modelfile and in Ollama's `options`; "" if Ollama does not know the parameter.
-    label: on the server's page; "" if it is not there.
-    slider: the ends of its slider on the page; None: no slider.
-    """
-
-    name: str
-    summary: str
-    kind: type[float] | type[int] | None = None
-    default: Any = None
-    low: int | None = None
-    high: int | None = None
-    minus_one: int | None = -1
-    option: str = ""
-    panel: str | None = "Sampling"
-    also: tuple[str, ...] = ()
-    modelfile: str = ""
-    label: str = ""
-    slider: tuple[float, float] | None = None
-
-    @property
-    def flag(self) -> str:
-        """The option for messages, or ""."""
-        return self.option.partition(" ")[0]
-
-    @property
-    def least(self) -> int | None:
-        """The smallest accepted number; None: any."""
-        return self.low if self.minus_one == -1 else -1
-
-    def meant(self, value: Any) -> Any:
-        """Return the meaning of a given value, which differs for -1."""
-        return self.minus_one if isinstance(value, Real) and value == -1 else value
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name with all others, in the spelling of Python."""
-        others = (*self.also, self.modelfile, *self.option.split())
-        spelled = (one.lstrip("-").replace("-", "_") for one in others)
-        return (self.name, *(one for one in spelled if one not in ("", self.name)))
+_PANEL = "Sampling"
 
 
 def _real(name: str, default: float, summary: str, **more: Any) -> Parameter:
-    return Parameter(name=name, summary=summary, kind=float, default=default, **more)
+    return _other(name, default, summary, kind=float, **more)
 
 
 def _whole(name: str, default: int | None, summary: str, **more: Any) -> Parameter:
-    return Parameter(name=name, summary=summary, kind=int, default=default, **more)
+    return _other(name, default, summary, kind=int, **more)
 
 
 def _other(name: str, default: Any, summary: str, **more: Any) -> Parameter:
-    return Parameter(name=name, summary=summary, default=default, **more)
+    return Parameter(name=name, summary=summary, default=default, **{"panel": _PANEL, **more})
 
 
 _MORE = "More samplers"
@@ -138,7 +88,8 @@ _OTHERS = (
     _whole("logprobs", None, "How many of the most likely tokens to return, with logarithms.", low=0,
         also=("n_probs", "top_logprobs")),
     _whole("max_tokens", None, "Most tokens of the answer; -1: as many as fit.", low=1, minus_one=None,
-        option="--n-predict -n", panel=None, modelfile="num_predict", label="Maximum answer length",
+        option="--n-predict -n", panel=None, hidden=("--predict",), modelfile="num_predict",
+        label="Maximum answer length",
         also=("max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens")),
     _other("stop", (), "Texts that end the answer.", option="--stop -r", also=("stop_sequences",)),
     _other("stop_token_ids", (), "Tokens that end the answer."),
@@ -148,7 +99,7 @@ _OTHERS = (
     _other("reasoning_budget_message", "", "Text that ends the thinking when its budget is used up.",
         option="--reasoning-budget-message"),
     _other("json_schema", None, "JSON schema that the answer follows.", panel=FORM,
-        option="--json-schema -j", also=("guided_json",)),
+        option="--json-schema -j", hidden=("--schema",), also=("guided_json",)),
     _other("json_object", False, "Whether the answer is a JSON object."),
     _other("regex", None, "Regular expression that the whole answer matches.", also=("guided_regex",)),
     _other("grammar", None, "GBNF or Lark that the answer follows.", panel=FORM, option="--grammar",

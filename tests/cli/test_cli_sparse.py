@@ -146,7 +146,7 @@ def test_run_accepts_a_profile(published: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "fragment"),
     [
-        (["run", "PLAIN", "hi", "--sparsity", "half"], 1, "mode 'half' is unknown"),
+        (["run", "PLAIN", "hi", "--sparsity", "half"], 2, "threshold, not 'half'"),
         (["run", "PLAIN", "hi", "--predictor", "oracle"], 1, "predictor 'oracle' is unknown"),
         (["run", "PLAIN", "hi", "--predictor", "sign"], 1, "the predictor sign was removed; use svd"),
         (["run", "PLAIN", "hi", "--predictor", "mlp"], 1, "choose svd, or train"),

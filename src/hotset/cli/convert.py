@@ -22,8 +22,10 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     type: Annotated[
         str,
-        typer.Option(
-            "--type", help="Type of the matrices: f32, f16, bf16, q8_0, q4_0, ...; all: 'hotset quantize -h'."
+        options.option(
+            "--type",
+            "Type of the matrices, such as bf16, q8_0 or q4_0; 'hotset quantize -h' lists all.",
+            kind=options.TENSOR_TYPE,
         ),
     ] = "f16",
     tensor_type: Annotated[
@@ -55,7 +57,6 @@ def convert(
     json: options.Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF: config.json, tensors, tokenizer."""
-    options.check_type(type)
     if powerinfer and predictors is None:
         raise typer.BadParameter(
             "PowerInfer's format needs predictors: name their folder with --predictors, or make them with "

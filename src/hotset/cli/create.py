@@ -23,7 +23,7 @@ def create(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", dir_okay=False, help="The Modelfile; default: Modelfile."),
+        typer.Option("--file", "-f", dir_okay=False, help="The Modelfile.", show_default="Modelfile"),
     ] = None,
 ) -> None:
     """Make a model of another one: a system message, parameters, a template, adapters; no file is copied."""

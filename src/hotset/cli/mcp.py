@@ -12,7 +12,6 @@ from hotset.storage import catalogue, resolve
 
 def mcp(
     model: options.OptionalModel = None,
-    ctx_size: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
@@ -23,7 +22,7 @@ def mcp(
     from hotset.cli import mcp_server
 
     gc.freeze()
-    settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
+    settings = loading.settings(max_sequences=1)
     name = model or catalogue.DEFAULT
     with ProgressBar() as bar:
         path = resolve(name, progress=bar)

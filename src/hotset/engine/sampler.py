@@ -24,8 +24,8 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import N_CANDIDATES
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
-from hotset.sampling_parameters import PARAMETERS, RULES, Parameter
+from hotset.parameters import below_infinity, flag, shown, text, whole_number
+from hotset.sampling_parameters import PARAMETERS, RULES
 from hotset.text.mask import TokenMask
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -108,18 +108,6 @@ def _default(name: str) -> Any:
     return PARAMETERS[name].default
 
 
-def _number(parameter: Parameter, value: Any) -> float | int | None:
-    """Return a checked number. Raises InvalidRequestError."""
-    low, high, value = parameter.low, parameter.high, parameter.meant(value)
-    if value is None and parameter.default is None:
-        return None
-    if parameter.kind is int:
-        return whole_number(parameter.name, value, low or 0, high)
-    return real_number(
-        parameter.name, value, -math.inf if low is None else low, math.inf if high is None else high
-    )
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. The defaults are llama.cpp's.
@@ -200,7 +188,7 @@ class SamplingParams:
     grammar: str | None = _default("grammar")
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {one.name: _number(one, getattr(self, one.name)) for one in _NUMBERS} | {
+        checked: dict[str, Any] = {one.name: one.checked(getattr(self, one.name)) for one in _NUMBERS} | {
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "reasoning_budget_message": _budget_message(self.reasoning_budget_message),

@@ -18,8 +18,9 @@ from hotset.engine.engine import ModelTraits, ThresholdedTokens
 from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
+from hotset.load_parameters import KVType
 from hotset.model.config import ModelConfig
-from hotset.model.cost import Cost, KVType, check_cache
+from hotset.model.cost import Cost, check_cache
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Attention
@@ -230,8 +231,8 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
     of a budget for other uses. Raises OutOfMemoryError if they leave nothing."""
     if math.isinf(free):
         return None
-    if settings.ram_budget is not None:
-        limit = int(settings.ram_budget * 2**30) - reserved
+    if (budget := settings.ram_gib) is not None:
+        limit = int(budget * 2**30) - reserved
         if limit <= 0:
             raise OutOfMemoryError(
                 f"what drafts needs {human_size(reserved)} of the RAM budget, which leaves nothing for the "
