@@ -73,8 +73,8 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _LARGEST_SIZE = 2.0**20  # GiB
 _UNITS_OF_SIZE = {"": 2.0**-30, "K": 2.0**-20, "M": 2.0**-10, "G": 1.0, "T": 2.0**10}
-_UNITS_OF_TIME = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_UNITS_OF_TIME = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 
 
 def size(name: str, value: Any, low: float = 0) -> float:

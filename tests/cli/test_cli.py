@@ -621,7 +621,7 @@ def test_show_prints_facts_about_a_file(model: Path) -> None:
     ]
     assert facts["metadata"]["llama.rope.freq_base"] == 10000
     shown = inside("show", model, "--tensors", "--metadata").stdout
-    assert re.search(r"blk\.1\.ffn_up\.weight\s+Q8_0\s+64 x 96\s+6\.5 kB", shown)
+    assert re.search(r"blk\.1\.ffn_up\.weight\s+Q8_0\s+64 x 96\s+6\.4 KiB", shown)
     assert re.search(r"tokenizer\.ggml\.tokens\s+\[!, \", #, \$, \.\.\. 101 in all\]", shown)
 
 
@@ -635,10 +635,10 @@ def test_show_prints_experts_and_their_bytes_per_token(tmp_path: Path) -> None:
     assert facts["active_parameters"] < facts["parameters"] / 2
     shown = " ".join(inside("show", path).stdout.split())
     assert "8 of 96 neurons in 2 layers, and 32 that all share; a token has 2" in shown
-    assert "294.9 kB of experts are read for a token" in shown
+    assert "288.0 KiB of experts are read for a token" in shown
     done = inside("plan", path)
     assert done.returncode == 0, done.stderr
-    assert "a token cycle, 2 experts in each of 2 layers, is 294.9 kB" in done.stderr
+    assert "a token cycle, 2 experts in each of 2 layers, is 288.0 KiB" in done.stderr
     planned = json.loads(inside("plan", path, "--json").stdout)
     assert {key: planned[key] for key in ("active_parameters", "experts")} == {
         key: facts[key] for key in ("active_parameters", "experts")

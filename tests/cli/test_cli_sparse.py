@@ -407,7 +407,7 @@ def test_show_explains_a_sparse_file(published: Path, text: Path) -> None:
     shown = inside("show", published).stdout
     assert re.search(r"by default +predicted: the file carries predictors", shown)
     assert re.search(
-        r"predictor +mlp of rank 32 to 64, F32, 61\.4 kB: \d+% of the file; threshold 0\.1, reads", shown
+        r"predictor +mlp of rank 32 to 64, F32, 60\.0 KiB: \d+% of the file; threshold 0\.1, reads", shown
     )
     assert re.search(r"activation counts +\S+/activation\s", shown)
     assert re.search(r"GPU index +\S+published\.gguf\.generated\.gpuidx\s", shown)

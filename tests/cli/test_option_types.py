@@ -86,7 +86,7 @@ def test_a_size_has_one_meaning(text: str, gib: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "duration"),
-    [("5m", 300), ("90s", 90), ("1h30m", 5400), ("45", 45), ("1.5", 1.5), ("500ms", 0.5), ("1d", 86400)],
+    [("5m", 300), ("90s", 90), ("1h30m", 5400), ("45", 45), ("1.5", 1.5), ("500ms", 0.5)],
 )
 def test_a_duration_has_one_meaning(text: str, duration: float) -> None:
     assert DURATION(text) == duration == seconds("max_seconds", text) == -TIME_OR_EVER(f"-{text}")

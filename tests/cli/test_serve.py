@@ -71,7 +71,7 @@ def test_without_a_model_the_store_is_served(folder: Path, begun: list[Any]) -> 
 
 def test_the_memory_for_models_is_printed(folder: Path, begun: list[Any]) -> None:
     done = inside("serve", str(folder / "one.gguf"), str(folder / "two.gguf"), "--max-memory", "1")
-    assert "2 models; memory limit for loaded models: 1.1 GB" in done.stderr
+    assert "2 models; memory limit for loaded models: 1.0 GiB" in done.stderr
 
 
 def test_several_models_are_served_with_aliases(folder: Path, begun: list[Any]) -> None:

@@ -341,8 +341,8 @@ def context(
         types: tuple[KVType, ...] = () if settings.asks_for_a_device else ("q8_0", "q8_0/q4_0", "q4_0")
         smaller = next((name for name in types if cost.kv_bytes_per_token(name) < kv_bytes), None)
         raise OutOfMemoryError(
-            f"a context of {asked} tokens needs a cache of {n_bytes / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; lower n_ctx" + (f", or use kv_type {smaller}" if smaller else "")
+            f"a context of {asked} tokens needs a cache of {human_size(n_bytes)} and "
+            f"{human_size(free)} are free; lower n_ctx" + (f", or use kv_type {smaller}" if smaller else "")
         )
     return asked
 

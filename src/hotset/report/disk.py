@@ -58,7 +58,7 @@ def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
 def ram_lines(ram: RamPlan) -> list[str]:
     """Return sentences on how the disk is read, and what streaming costs."""
     how = "io_uring" if ram.disk.ring else "threads"
-    rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
+    rates = ", ".join(f"{size >> 10} KiB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
     lines = [f"The disk is read by {how}, {ram.disk.depth} reads at a time: {rates}."]
     if ram.streamed:
         lines.append(
