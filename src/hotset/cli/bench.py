@@ -75,7 +75,7 @@ _TextFile = Annotated[
         "-f",
         exists=True,
         dir_okay=False,
-        help="Depth and prompt are this text, and answers the likeliest tokens.",
+        help="Text for depth and prompt, continued by the likeliest tokens.",
         show_default="random tokens",
     ),
 ]
@@ -171,14 +171,16 @@ def bench(
     step_tokens: _StepTokens = None,
     energy: Annotated[
         bool,
-        typer.Option("--energy", help="Joules per token too, where the processor's counters can be read."),
+        typer.Option(
+            "--energy", help="Also measure joules per token, if the processor's counters can be read."
+        ),
     ] = False,
     format: _FormatOption = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     *,
     loading: options.BenchOptions,
 ) -> None:
-    """Measure speed with llama-bench's tests; and the share of the memory bandwidth that it reaches."""
+    """Measure speed with llama-bench's tests, and the share of the memory bandwidth that is used."""
     format = "json" if json else format
     depths, names = _integers(depth, "--n-depth"), _names(models or [catalogue.DEFAULT])
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]

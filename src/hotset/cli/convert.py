@@ -30,10 +30,14 @@ def convert(
     ] = "f16",
     tensor_type: Annotated[
         list[str] | None,
-        typer.Option("--tensor-type", metavar="PATTERN=TYPE", help="As in 'hotset quantize'; repeatable."),
+        typer.Option(
+            "--tensor-type",
+            metavar="PATTERN=TYPE",
+            help="Type of the matrices whose names match a pattern; repeatable.",
+        ),
     ] = None,
     powerinfer: Annotated[
-        bool, typer.Option("--powerinfer", help="Write PowerInfer's format; needs --predictors.")
+        bool, typer.Option("--powerinfer", help="Write PowerInfer's format; requires --predictors.")
     ] = False,
     predictors: Annotated[
         Path | None,
@@ -50,7 +54,7 @@ def convert(
             "--profile",
             exists=True,
             dir_okay=False,
-            help="From 'hotset sparse profile': hot neurons come first.",
+            help="File of 'hotset sparse profile': its hot neurons come first.",
         ),
     ] = None,
     activation: options.Activation = None,

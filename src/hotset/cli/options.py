@@ -91,7 +91,8 @@ Models = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="Paths, names, or a folder of models; none: all of the store, loaded as requests name them.",
+        help="Paths, names, or a folder of models. Without one: all models of the store, each loaded when a "
+        "request names it.",
         autocompletion=_model_names,
     ),
 ]
@@ -158,7 +159,7 @@ Session = Annotated[
     Path | None,
     option(
         "--session",
-        "A file that keeps the conversation and its cache: go on with it, and write it at the end.",
+        "File that keeps the conversation and its cache between runs.",
         LOAD_PARAMETERS["cache_dir"].panel,
         dir_okay=False,
     ),
@@ -207,13 +208,13 @@ File = Annotated[
     Path | None,
     option(
         "--file -f",
-        "Read the prompt, or what follows it, from a file; -: the standard input.",
+        "File with the prompt, or with a text that follows it; - is the standard input.",
         _TEXT,
         dir_okay=False,
     ),
 ]
 System = Annotated[str | None, option("--system -sys", "System message of the chat template.", _TEXT)]
-Raw = Annotated[bool, option("--raw", "Continue the prompt as it stands, without a chat template.", _TEXT)]
+Raw = Annotated[bool, option("--raw", "Continue the prompt without a chat template.", _TEXT)]
 ParseSpecial = Annotated[
     bool,
     option(

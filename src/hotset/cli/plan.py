@@ -38,14 +38,18 @@ if TYPE_CHECKING:
 
 def plan(
     model: options.ModelName,
-    layers: Annotated[bool, typer.Option("--layers", help="Print a row for each layer too.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Also print a row for each layer.")] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", dir_okay=False, help="Write a GPU index that PowerInfer reads too."),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="NAME", help='Plan for this GPU, here or not: "RTX 4090".'),
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help='Plan for this GPU, such as "RTX 4090", which need not be in this machine.',
+        ),
     ] = None,
     gpu_bandwidth: Annotated[
         float | None,

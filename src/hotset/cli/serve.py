@@ -47,7 +47,9 @@ class ServerOptions:
     """Where a server listens, who may ask, and how much at a time."""
 
     host: Annotated[str, _option("--host", "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _option("--port", "Port to listen on; 0: any free one.", min=0, max=65535)] = 8080
+    port: Annotated[int, _option("--port", "Port to listen on; 0 takes any free one.", min=0, max=65535)] = (
+        8080
+    )
     socket: Annotated[
         str | None, _option("--socket", "A Unix socket to listen on, in place of an address.", metavar="PATH")
     ] = None
@@ -121,7 +123,7 @@ class ServerOptions:
     ] = None
     models_file: Annotated[
         Path | None,
-        _option("--models-file", "TOML with settings of each model.", exists=True, dir_okay=False),
+        _option("--models-file", "TOML file with the settings of each model.", exists=True, dir_okay=False),
     ] = None
     request_log: Annotated[
         str | None,
@@ -218,7 +220,7 @@ def serve(
     models: options.Models = None,
     alias: Annotated[
         list[str] | None,
-        _option("--alias -a", "What the model is called; of several NAME=MODEL; repeatable."),
+        _option("--alias -a", "Name of the model in requests; with several models NAME=MODEL; repeatable."),
     ] = None,
     max_sequences: options.Parallel = 16,
     n_seqs: options.Contexts = 4,
