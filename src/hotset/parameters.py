@@ -164,7 +164,8 @@ class Parameter:
     """A parameter of an answer, or of a model that is loaded: one record from which all interfaces derive.
 
     name: in Python, in requests and in a models file. summary: one sentence of documentation.
-    kind: float, int, bool, str, Path, or the check `size`; None: a special type, checked where it is used.
+    kind: float, int, bool, str, Path, or the check `size`; None: another type,
+        which the class of the field checks.
     low, high: the range of a number; None: no bound. choices: the values of an enumeration.
     listed: the choices in the help; empty: all.
     default: used if nothing sets a value. None: the value may be None. usual: what None means, in the help.
@@ -227,7 +228,7 @@ class Parameter:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Options that mean this one: its names in other programs, and those of `hidden`."""
+        """Other spellings of the option: names in other programs, and `hidden`."""
         long = (f"--{name.replace('_', '-')}" for name in (self.name, *self.also, self.modelfile) if name)
         own = self.option.split()
         return tuple(dict.fromkeys(one for one in (*long, *self.hidden) if one not in own))

@@ -82,7 +82,7 @@ def test_run_prints_only_the_answer(model: Path) -> None:
     assert done.stdout.rstrip("\n") == result["text"].rstrip("\n")
     assert re.search(
         r"\[prompt \d+ tokens, [\d.]+ t/s \| answer 6 tokens, [\d.]+ t/s \| "
-        r"[\d.]+ kB read per token \| truncated at \d+ tokens\]",
+        r"[\d.]+ KiB read per token \| truncated at \d+ tokens\]",
         done.stderr,
     )
 

@@ -52,20 +52,20 @@ def test_run_reports_its_mode_with_the_reason_and_the_bytes_read(published: Path
     assert done.returncode == 0, done.stderr
     assert re.search(r"^sparsity exact: its activation is ReLU", done.stderr, re.M)
     assert re.search(r"^neuron-major down matrices: built in .*plain\.down\.hotset\.gguf$", done.stderr, re.M)
-    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ of [\d.]+ kB read per token \|", done.stderr)
+    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ of [\d.]+ KiB read per token \|", done.stderr)
     assert "opened" in inside("run", plain, "Hello", *FIXED, *REFERENCE).stderr
     done = inside("run", published, "Hello", *FIXED, *REFERENCE)
     assert done.stderr.startswith("sparsity predicted: the file carries predictors (fc1, fc2)\n[prompt ")
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE, "--sparsity", "dense")
     assert done.stderr.startswith("sparsity dense: all neurons, as requested\n")
-    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ kB read per token \|", done.stderr)
+    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ KiB read per token \|", done.stderr)
 
 
 def test_nothing_about_sparsity_is_printed_for_a_dense_model(tmp_path: Path) -> None:
     model = write_model(tmp_path / "dense.gguf")
     done = inside("run", model, "Hello", *FIXED, *REFERENCE, "--stats")
     assert "sparsity" not in done.stderr
-    assert re.search(r"\| [\d.]+ kB read per token \|", done.stderr)
+    assert re.search(r"\| [\d.]+ KiB read per token \|", done.stderr)
     assert "No statistics" in done.stderr
     facts = answer(model, "Hello", *FIXED, "--stats")
     assert (facts["sparsity"]["mode"], facts["active_share"], facts["stats"]) == ("dense", None, None)
@@ -95,7 +95,7 @@ def test_stats_are_a_table_with_a_bar_for_each_layer(published: Path, plain: Pat
     header = next(line for line in done.stderr.splitlines() if line.split()[:2] == ["layer", "active"])
     assert header.split()[4:] == ["chosen", "recall", "precise", "bytes", "ms", "ms", "ms"]
     for i in range(N_LAYER):
-        assert re.search(rf"^ +{i} +\d+% +█+[▏▎▍▌▋▊▉]? +\d+% +\d+% +\d+% +[\d.]+ kB ", done.stderr, re.M)
+        assert re.search(rf"^ +{i} +\d+% +█+[▏▎▍▌▋▊▉]? +\d+% +\d+% +\d+% +[\d.]+ KiB ", done.stderr, re.M)
     assert re.search(r"^ +all +\d+% +\d+% ", done.stderr, re.M)
     assert re.search(
         r"\[5 tokens \| per token: [\d.]+ K parameters active, [\d.]+ K FLOPs, predictor", done.stderr
@@ -132,7 +132,7 @@ def test_the_chat_has_statistics(plain: Path, capsys: pytest.CaptureFixture[str]
         chat.handle("Hello")
         chat.handle("/stats")
     shown = capsys.readouterr().err
-    assert re.search(r"^ +all +\d+% +[\d.]+ kB ", shown, re.M)
+    assert re.search(r"^ +all +\d+% +[\d.]+ KiB ", shown, re.M)
     assert shown.count("of FFN neurons") == 2
 
 

@@ -19,11 +19,11 @@ from hotset.parameters import seconds, size
 from hotset.sampling_parameters import PARAMETERS
 from hotset.server.model_settings import ModelsFile
 
-# Words in the name or the help of an option with a number or a text that is no size, duration or choice.
+# Words in the help of an option whose value must be a size, a duration or a choice.
 SIZES = re.compile(r"\b(GiB|GB|bytes|budget|memory|disk|caches of)\b", re.IGNORECASE)
 DURATIONS = re.compile(r"\b(seconds|minutes|hours|timeout|time that|for this time)\b", re.IGNORECASE)
 CHOICES = re.compile(r"\b(?:[\w.]+, )+[\w.]+,? or [\w.]+\b|^\w+ or \w+\b|: \w+, \w+, \w+")
-# Grammars, lists of what is compared, cards, devices, types with many names, and rates of GB/s.
+# Grammars, compared models, cards, devices, tensor types and rates in GB/s have other values.
 OTHERS = {
     "--grammar",
     "--compare",

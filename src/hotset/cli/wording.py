@@ -35,7 +35,7 @@ def use_options(parameters: Iterable[Any]) -> None:
 
 
 def option_of(name: str) -> str | None:
-    """Return the option for a setting or parameter of Python; None if there is none."""
+    """Return the option for a setting or parameter of Python, or None."""
     return _of_subcommand.get(name) or _TABLES.get(name)
 
 

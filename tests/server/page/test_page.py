@@ -235,7 +235,7 @@ GREEDY = {"hotset.settings": json.dumps({"temperature": 0, "max_tokens": 24})}
 
 
 def decimal(size: float) -> str:
-    return f"{size / 1e3:.1f} kB"
+    return f"{size / 1024:.1f} KiB"
 
 
 def test_a_sparse_models_activity_is_shown(tmp_path: Path, opened: Any) -> None:
@@ -366,7 +366,7 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
         page.locator(".speed").focus()
         page.keyboard.press("Home")
         assert re.fullmatch(
-            r"Token 2, “.+”: [\d.]+ ms, [\d.]+ kB read, [\d.]+ k?B of it keys and values\.",
+            r"Token 2, “.+”: [\d.]+ ms, [\d.]+ KiB read, [\d.]+ K?i?B of it keys and values\.",
             message(page, "#readout"),
         )
 
