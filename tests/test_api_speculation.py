@@ -15,10 +15,11 @@ from hotset.engine.draft_model import ModelDrafter
 from hotset.engine.speculation import Speculator
 from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
 from hotset.generation import Completion
+from hotset.load_parameters import MOST_DRAFTED
 from hotset.loader.build import open_model
 from hotset.loader.decide import ram_limit
 from hotset.loader.speculate import drafting_bytes
-from hotset.settings import MOST_DRAFTED, LoadSettings
+from hotset.settings import LoadSettings
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 

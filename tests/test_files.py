@@ -49,7 +49,7 @@ def test_streamed_reads_are_bounded_too() -> None:
             return n
 
     stream = Dripping()
-    with pytest.raises(FormatError, match=r"a pipe is larger than 1\.0 kB"):
+    with pytest.raises(FormatError, match=r"a pipe is larger than 1\.0 KiB"):
         read_bounded(stream, "a pipe", 1000)  # type: ignore[arg-type]
     assert stream.given == 1001
 
@@ -153,7 +153,7 @@ def test_a_prompt_may_come_from_a_pipe_but_not_without_end(
         lambda: run._arguments("m", None, None, Path("/dev/zero")),
         lambda: console.read_text(Path("/dev/zero"), "-f"),
     ):
-        with pytest.raises(FormatError, match=r"/dev/zero is larger than 65\.5 kB"):
+        with pytest.raises(FormatError, match=r"/dev/zero is larger than 64\.0 KiB"):
             read()
     with Path("/dev/zero").open("rb") as endless:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))

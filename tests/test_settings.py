@@ -60,11 +60,11 @@ def test_values_become_plain() -> None:
         ({"n_gpu_layers": 1.0}, "n_gpu_layers must be a whole number"),
         ({"split": 1}, "split must be one of auto, layers, neurons, not 1"),
         ({"reset_gpu_index": "no"}, "reset_gpu_index must be True or False"),
-        ({"kv_type": ["f16"]}, r"kv_type must be f16, q8_0, q4_0, or two .*, not \['f16'\]"),
+        ({"kv_type": ["f16"]}, r"kv_type must be one of f16, q8_0, .*, not \['f16'\]"),
         ({"activation": 1}, "activation must be a text, not 1"),
         ({"activation": "tanh"}, "activation 'tanh' is unknown"),
-        ({"sparsity": True}, "sparsity must be a text, not True"),
-        ({"sparsity": "some"}, "the sparsity mode 'some' is unknown"),
+        ({"sparsity": True}, "sparsity must be one of dense, .*, not True"),
+        ({"sparsity": "some"}, "sparsity must be one of dense, exact, predicted, threshold, not 'some'"),
         ({"predictor": 8}, "predictor must be a text, not 8"),
         ({"predictor": "svd:0"}, "the predictor 'svd:0' is unknown"),
         ({"predictor": "svd", "sparsity": "dense"}, "`predictor` requires sparsity='predicted', not 'dense'"),
@@ -72,7 +72,7 @@ def test_values_become_plain() -> None:
         ({"gpu_index": 3.5}, "gpu_index must be a path, not 3.5"),
         ({"device": 0}, "device must be a text, not 0"),
         ({"device": ["cuda:0", 1]}, "device must be a text, not 1"),
-        ({"vram_budget": 0}, "a memory budget is a number of GiB above 0, or -1"),
+        ({"vram_budget": 0}, "vram_budget must be a number of GiB above 0, or a size .*, or -1"),
         ({"gpu_index": "i", "split": "layers"}, "cannot be combined with n_gpu_layers"),
         ({"device": "cpu", "vram_budget": 1}, "device='cpu' cannot be combined"),
         ({"device": "cpu,cuda:0"}, "the device cpu cannot be combined with others"),
@@ -114,12 +114,12 @@ def test_keywords_override_settings(path: Path) -> None:
 
 
 def test_the_options_of_the_command_line_are_load_settings() -> None:
-    given = options.ModelOptions(threads=2, cache_type="q8_0", sparsity="exact", device="cuda:0, cuda:1")
+    given = options.ModelOptions(n_threads=2, kv_type="q8_0", sparsity="exact", device="cuda:0, cuda:1")
     assert given.settings(n_ctx=8) == LoadSettings(
         n_ctx=8, n_threads=2, kv_type="q8_0", sparsity="exact", device=("cuda:0", "cuda:1")
     )
     assert options.ModelOptions(device="none").settings().device == ("cpu",)
-    assert options.PlanOptions(disable_gpu_index=True).settings() == LoadSettings(split="layers")
+    assert options.PlanOptions(n_seqs=2).settings() == LoadSettings(n_seqs=2)
     assert options.PlanOptions(split="neurons").settings() == LoadSettings(split="neurons")
     watched = LoadSettings(device="cpu", sparsity="exact", max_batch=options.OBSERVED)
     assert options.ObservationOptions().settings() == watched

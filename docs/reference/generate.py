@@ -189,6 +189,8 @@ def option(parameter: inspect.Parameter, kind: Any, info: Any, required: bool) -
     default = parameter.default
     if required:
         given = "required"
+    elif isinstance(info.show_default, str):
+        given = info.show_default
     elif default is None or default is False or default == ():
         given = ""
     else:
@@ -211,8 +213,14 @@ def section(found: Subcommand) -> str:
 
 
 def option_row(one: Option) -> str:
-    shown = ", ".join(f"`{name}`" for name in one.names) + (f" `{one.word}`" if one.word else "")
-    given = f"`{one.default}`" if one.default not in ("", "required") else one.default
+    shown = ", ".join(f"`{name}`" for name in one.names) + (
+        f" `{one.word}`".replace("|", r"\|") if one.word else ""
+    )
+    given = (
+        f"`{one.default}`"
+        if one.default and " " not in one.default and one.default != "required"
+        else one.default
+    )
     return f"| {shown} | {given} | {escaped(one.help)} |"
 
 

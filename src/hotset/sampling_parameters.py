@@ -9,60 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from numbers import Real
 from typing import Any, TypedDict
 
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """A sampling parameter.
-
-    name: in Python and in requests. summary: one sentence of documentation.
-    kind: float or int, with values in [low, high] (None: no bound); None for other types, which
-        engine/sampler.py checks. A number whose default is None may be None. It is the type of the field.
-    minus_one: the meaning of -1, as in other programs; -1 if it is an ordinary value.
-    default: used if neither the caller nor the model sets a value.
-    option: on the command line; more names follow, separated by a space. panel: of its help.
-    also: more names in requests, from other programs.
-    modelfile: the name in a Modelfile and in Ollama's `options`; "": none.
-    label: on the server's page; "" if it is not there.
-    slider: the ends of its slider on the page; None: no slider.
-    """
-
-    name: str
-    summary: str
-    kind: type[float] | type[int] | None = None
-    default: Any = None
-    low: int | None = None
-    high: int | None = None
-    minus_one: int | None = -1
-    option: str = ""
-    panel: str | None = "Sampling"
-    also: tuple[str, ...] = ()
-    modelfile: str = ""
-    label: str = ""
-    slider: tuple[float, float] | None = None
-
-    @property
-    def flag(self) -> str:
-        """The option for messages, or ""."""
-        return self.option.partition(" ")[0]
-
-    @property
-    def least(self) -> int | None:
-        """The smallest accepted number; None: any."""
-        return self.low if self.minus_one == -1 else -1
-
-    def meant(self, value: Any) -> Any:
-        """Return the meaning of a given value, which differs for -1."""
-        return self.minus_one if isinstance(value, Real) and value == -1 else value
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name with all others, in the spelling of Python."""
-        others = (*self.also, self.modelfile, *self.option.split())
-        spelled = (one.lstrip("-").replace("-", "_") for one in others)
-        return (self.name, *(one for one in spelled if one not in ("", self.name)))
+from hotset.parameters import Parameter, table_of
 
 
 def _rule(default: Any, summary: str, **row: Any) -> Any:
@@ -77,7 +26,7 @@ def _other(default: Any, summary: str, **row: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-_MORE = "More samplers"
+_PANEL, _MORE = "Sampling", "More samplers"
 _DRY = "Sampling against repetition (DRY)"
 FORM = "Form of the answer (needs the extra serve)"
 
@@ -186,12 +135,12 @@ class ParameterFields:
     logit_bias: Mapping[int, float] = _other(dict, "Numbers added to logits, by token id.",
         option="--logit-bias")
     seed: int | None = _other(None, "Random seed; -1: a new one for each answer.", low=0, high=2**64 - 1,
-        minus_one=None, option="--seed -s", modelfile="seed", label="Seed")
+        minus_one=None, option="--seed -s", usual="random", modelfile="seed", label="Seed")
     logprobs: int | None = _other(None, "How many of the most likely tokens to return, with logarithms.",
         low=0, also=("n_probs", "top_logprobs"))
     max_tokens: int | None = _other(None, "Maximum tokens of the answer; -1: as many as fit.", low=1,
-        minus_one=None, option="--n-predict -n", panel=None, modelfile="num_predict",
-        label="Maximum answer length",
+        minus_one=None, option="--n-predict -n", usual="as many as fit", panel=None, hidden=("--predict",),
+        modelfile="num_predict", label="Maximum answer length",
         also=("max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens"))
     stop: tuple[str, ...] = _other((), "Texts that end the answer.", option="--stop -r",
         also=("stop_sequences",))
@@ -203,7 +152,7 @@ class ParameterFields:
     reasoning_budget_message: str = _other("", "Text that ends the thinking when its budget is used up.",
         option="--reasoning-budget-message")
     json_schema: Mapping[str, Any] | str | None = _other(None, "JSON schema that the answer follows.",
-        panel=FORM, option="--json-schema -j", also=("guided_json",))
+        panel=FORM, option="--json-schema -j", hidden=("--schema",), also=("guided_json",))
     json_object: bool = _other(False, "Whether the answer is a JSON object.")
     regex: str | None = _other(None, "Regular expression that the whole answer matches.",
         also=("guided_regex",))
@@ -215,10 +164,11 @@ class ParameterFields:
 def _parameter(one: Field[Any]) -> Parameter:
     kind: type[float] | type[int] | None = {"float": float, "int": int, "int | None": int}.get(str(one.type))
     default = None if one.default is MISSING else one.default
-    return Parameter(name=one.name, kind=kind, default=default, **one.metadata["row"])
+    row = {"panel": _PANEL, **one.metadata["row"]}
+    return Parameter(name=one.name, kind=kind, default=default, **row)
 
 
-PARAMETERS = {one.name: _parameter(one) for one in fields(ParameterFields)}
+PARAMETERS = table_of(*map(_parameter, fields(ParameterFields)))
 """Name → record, for all parameters."""
 
 RULES = tuple(PARAMETERS[one.name] for one in fields(ParameterFields) if one.metadata["is_rule"])

@@ -6,13 +6,11 @@ import contextlib
 import functools
 import inspect
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
-from hotset.backends.base import SAVED_TOKENS
 from hotset.backends.registry import (
     CPU,
     REFERENCE,
@@ -23,20 +21,20 @@ from hotset.backends.registry import (
 )
 from hotset.errors import InvalidRequestError
 from hotset.files import expanded
+from hotset.load_parameters import LOAD_PARAMETERS, KVType, SparsityMode, Speculate, Split
 from hotset.model.activation import parse_activation
-from hotset.model.cost import KVType
-from hotset.parameters import flag, real_number, shown, text, whole_number
+from hotset.parameters import path, real_number, shown, text, whole_number
 from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 from hotset.text import turn_formats
 
-Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
-Split = Literal["auto", "layers", "neurons"]
 ModelPath = str | os.PathLike[str]  # a file, or the name of a model
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]  # an adapter, or (adapter, scale)
-_MAX_SEQUENCES = 4096  # each has a row of the block table
-MOST_DRAFTED = SAVED_TOKENS - 1  # tokens of a draft
 LARGEST_SCALE = 1e6  # of an adapter
+
+
+def _default(name: str) -> Any:
+    return LOAD_PARAMETERS[name].default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,8 @@ class LoadSettings:
     list or as "cuda:0,cuda:1", in the order of their layers. "auto" uses a device if its measured rates make
     it faster than the CPU. "reference" is plain NumPy, slow, that the others are checked against. None uses
     an NVIDIA or AMD GPU if there is one.
-    vram_budget: GiB of each device for weights, cache, workspace and context together; None or -1: all that
-    is free.
+    vram_budget: memory of each device for weights, cache, workspace and context together: GiB, or a text such
+    as "20G" or "512M"; None or -1: all that is free.
     n_gpu_layers: the number of last layers on the device; None: the planner decides (placement/solver.py).
     gpu_index: a file in PowerInfer's format with the neurons on the device.
     split: "layers" keeps the neurons of a layer together, and on Vulkan its experts too; "neurons" puts all
@@ -65,9 +63,10 @@ class LoadSettings:
     used ones of any layer. The CPU computes the others.
     reset_gpu_index: solve the placement again even if it is known. Model.placement has the result.
 
-    ram_budget: GiB of this machine's memory for program, weights, cache and workspace together. Weights that
-    do not fit are read from the file when needed (offload/weight_store.py). Memory of devices does not count.
-    None: the file is mapped, or if it is larger than the free memory, the budget is the free memory.
+    ram_budget: this machine's memory for program, weights, cache and workspace together, as GiB or a text.
+    Weights that do not fit are read from the file when needed (offload/weight_store.py). Memory of devices
+    does not count. None: the file is mapped, or if it is larger than the free memory, the budget is the free
+    memory.
 
     activation: overrides the FFN activation in the file.
     sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py).
@@ -92,8 +91,8 @@ class LoadSettings:
     chat_template: replaces the file's template: a name such as "chatml" (text/turn_formats.py), or Jinja.
 
     cache_dir: a directory for the cache of finished answers, which is used again after a restart
-    (docs/guides/prompt-cache.md); None: no such cache. cache_disk: its limit in GiB for all models, or a text
-    such as "500M" or "20G"; a server's folder of saved slots has the same limit.
+    (docs/guides/prompt-cache.md); None: no such cache. cache_disk: its limit for all models, as GiB or a
+    text; a server's folder of saved slots has the same limit.
 
     max_batch: the most tokens computed in one step.
     n_seqs: full contexts that the cache can hold at once; more sequences can run while they are shorter.
@@ -101,63 +100,44 @@ class LoadSettings:
     progress: receives reports of long operations; it is ignored when settings are compared.
     """
 
-    n_ctx: int | None = None
-    n_threads: int | None = None
-    kv_type: KVType = "f16"
-    device: Sequence[str] | None = None
-    vram_budget: float | None = None
-    n_gpu_layers: int | None = None
-    gpu_index: str | os.PathLike[str] | None = None
-    split: Split = "auto"
-    cpu_experts: Sequence[int] = ()
-    reset_gpu_index: bool = False
-    ram_budget: float | None = None
-    activation: str | None = None
-    sparsity: str | None = None
-    predictor: str | None = None
-    profile: str | os.PathLike[str] | None = None
-    thresholds: str | os.PathLike[str] | None = None
-    sparse_prompts: bool = False
-    speculate: Speculate | None = None
-    draft: str | os.PathLike[str] | None = None
-    draft_max: int = 8
-    lookup: str | os.PathLike[str] | None = None
-    lora: Lora | Sequence[Lora] | None = None
-    chat_template: str | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    cache_disk: float | str = 20.0
-    max_batch: int = 512
-    n_seqs: int = 1
-    max_sequences: int = 16
+    n_ctx: int | None = _default("n_ctx")
+    n_threads: int | None = _default("n_threads")
+    kv_type: KVType = _default("kv_type")
+    device: Sequence[str] | None = _default("device")
+    vram_budget: float | str | None = _default("vram_budget")
+    n_gpu_layers: int | None = _default("n_gpu_layers")
+    gpu_index: str | os.PathLike[str] | None = _default("gpu_index")
+    split: Split = _default("split")
+    cpu_experts: Sequence[int] = _default("cpu_experts")
+    reset_gpu_index: bool = _default("reset_gpu_index")
+    ram_budget: float | str | None = _default("ram_budget")
+    activation: str | None = _default("activation")
+    sparsity: SparsityMode | None = _default("sparsity")
+    predictor: str | None = _default("predictor")
+    profile: str | os.PathLike[str] | None = _default("profile")
+    thresholds: str | os.PathLike[str] | None = _default("thresholds")
+    sparse_prompts: bool = _default("sparse_prompts")
+    speculate: Speculate | None = _default("speculate")
+    draft: str | os.PathLike[str] | None = _default("draft")
+    draft_max: int = _default("draft_max")
+    lookup: str | os.PathLike[str] | None = _default("lookup")
+    lora: Lora | Sequence[Lora] | None = _default("lora")
+    chat_template: str | None = _default("chat_template")
+    cache_dir: str | os.PathLike[str] | None = _default("cache_dir")
+    cache_disk: float | str = _default("cache_disk")
+    max_batch: int = _default("max_batch")
+    n_seqs: int = _default("n_seqs")
+    max_sequences: int = _default("max_sequences")
     progress: Reporter | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("n_ctx", "n_threads", "max_batch", "n_seqs"):
-            self._check(name, whole_number, 1)
-        self._check("max_sequences", whole_number, 1, _MAX_SEQUENCES)
-        self._check("n_gpu_layers", whole_number, 0)
-        self._check("draft_max", whole_number, 1, MOST_DRAFTED)
-        for name in ("reset_gpu_index", "sparse_prompts"):
-            self._check(name, flag)
-        for name in ("activation", "sparsity", "predictor"):
-            self._check(name, text)
-        for name in ("gpu_index", "profile", "thresholds", "lookup", "cache_dir"):
-            self._check(name, _path)
-        self._check("vram_budget", _budget)
-        self._check("ram_budget", _ram_budget)
-        self._check("cache_disk", _disk_size)
-        self._check("lora", _loras)
-        self._check("device", _devices)
-        self._check("cpu_experts", _layers)
-        if self.kv_type not in get_args(KVType):
-            raise InvalidRequestError(
-                f"kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not {shown(self.kv_type)}"
-            )
-        if self.split not in get_args(Split):
-            known = ", ".join(get_args(Split))
-            raise InvalidRequestError(f"split must be one of {known}, not {shown(self.split)}")
-        if self.chat_template is not None:
-            self._check("chat_template", lambda name, value: turn_formats.named(text(name, value)))
+        for name, parameter in LOAD_PARAMETERS.items():
+            value = getattr(self, name)
+            if parameter.kind is not None:
+                value = parameter.checked(value)
+            elif value is not None and name in _CHECKS:
+                value = _CHECKS[name](name, value)
+            object.__setattr__(self, name, value)
         if self.activation is not None:
             parse_activation(self.activation)
         asked_mode(self.sparsity, self.predictor, self.thresholds)
@@ -207,12 +187,6 @@ class LoadSettings:
                 "of devices"
             )
 
-    def _check(self, name: str, checked: Callable[..., Any], *bounds: int) -> None:
-        """Replace a given value by its checked plain value; None stays if it is the default."""
-        value = getattr(self, name)
-        if value is not None or type(self).__dataclass_fields__[name].default is not None:
-            object.__setattr__(self, name, checked(name, value, *bounds))
-
     @property
     def loras(self) -> tuple[tuple[Path, float], ...]:
         """The adapters, each with its scale."""
@@ -220,10 +194,6 @@ class LoadSettings:
 
     def _check_speculation(self) -> None:
         asked = self.drafter
-        if asked not in get_args(Speculate):
-            raise InvalidRequestError(
-                f"speculate must be one of {', '.join(get_args(Speculate))}, not {shown(asked)}"
-            )
         if self.lookup is not None and asked != "ngram":
             raise InvalidRequestError(f"`lookup` requires speculate='ngram', not '{asked}'")
         if (self.draft is not None) != (asked == "draft"):
@@ -259,7 +229,7 @@ class LoadSettings:
         """
         if self.drafter != "self":
             return self
-        mode = "exact" if has_zeros else "dense"
+        mode: SparsityMode = "exact" if has_zeros else "dense"
         return replace(
             self,
             speculate=None,
@@ -292,6 +262,16 @@ class LoadSettings:
     def layers_on_devices(self, n_layer: int) -> int | None:
         """Return how many of n_layer layers must be on devices; None: the planner decides."""
         return n_layer if self.split == "neurons" and self.n_gpu_layers is None else self.n_gpu_layers
+
+    @property
+    def vram_gib(self) -> float | None:
+        """Return vram_budget as GiB; None and -1: all that is free."""
+        return None if self.vram_budget is None else float(self.vram_budget)
+
+    @property
+    def ram_gib(self) -> float | None:
+        """Return ram_budget as GiB; None: no budget."""
+        return None if self.ram_budget is None else float(self.ram_budget)
 
     @property
     def cache_disk_bytes(self) -> int:
@@ -333,35 +313,6 @@ class LoadSettings:
         )
 
 
-def _path(name: str, value: Any) -> Path:
-    try:
-        return Path(value)
-    except TypeError:
-        raise InvalidRequestError(f"{name} must be a path, not {shown(value)}") from None
-
-
-def _budget(name: str, value: Any) -> float:
-    try:
-        budget = real_number(name, value, -1, 2**20)
-    except InvalidRequestError:
-        budget = 0
-    if budget != -1 and not budget > 0:
-        raise InvalidRequestError(
-            f"a memory budget is a number of GiB above 0, or -1 for all free memory, not {shown(value)}"
-        )
-    return budget
-
-
-def _ram_budget(name: str, value: Any) -> float:
-    try:
-        budget = real_number(name, value, 0, 2**20)
-    except InvalidRequestError:
-        budget = 0
-    if not budget > 0:
-        raise InvalidRequestError(f"{name} is a number of GiB above 0, not {shown(value)}")
-    return budget
-
-
 def _loras(name: str, value: Any) -> tuple[tuple[Path, float], ...] | None:
     """Return paths with scales; None for an empty list."""
     is_one = isinstance(value, str | os.PathLike) or (isinstance(value, tuple) and _is_scaled(value))
@@ -378,35 +329,14 @@ def _lora(name: str, value: Any) -> tuple[Path, float]:
     if isinstance(value, tuple | list) and len(value) == 2:
         value, scale = value
     elif isinstance(value, str) and not os.path.exists(value):
-        path, _, behind = value.rpartition(":")
+        file, _, behind = value.rpartition(":")
         with contextlib.suppress(ValueError):
-            value, scale = (path, float(behind)) if path else (value, scale)
+            value, scale = (file, float(behind)) if file else (value, scale)
     if value == "":
         raise InvalidRequestError(f"{name} must be a path, not ''")
-    return expanded(_path(name, value)), real_number(
+    return expanded(path(name, value)), real_number(
         f"the scale of {name}", scale, -LARGEST_SCALE, LARGEST_SCALE
     )
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_SIZE_UNITS = {"": 2.0**-30, "K": 2.0**-20, "M": 2.0**-10, "G": 1.0, "T": 2.0**10}
-
-
-def _disk_size(name: str, value: Any) -> float:
-    """Return GiB, from a number of GiB or a text with a unit (GiB by default)."""
-    size: Any = value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        unit = "G" if match[0] == match[1] else match[2].upper()
-        size = float(match[1]) * _SIZE_UNITS[unit]
-    try:
-        found = real_number(name, size, 0, 2**20)
-    except InvalidRequestError:
-        found = 0
-    if not found > 0:
-        raise InvalidRequestError(
-            f'{name} is GiB above 0, or a text such as "20G" or "500M", not {shown(value)}'
-        )
-    return found
 
 
 def _layers(name: str, value: Any) -> Sequence[int]:
@@ -428,6 +358,13 @@ def _devices(name: str, value: Any) -> tuple[str, ...] | None:
         raise InvalidRequestError(f"the device {min(alone)} cannot be combined with others")
     return found or None
 
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "device": _devices,
+    "cpu_experts": _layers,
+    "lora": _loras,
+    "chat_template": lambda name, value: turn_formats.named(text(name, value)),
+}
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 def human_size(size: float) -> str:
-    """Return a size in decimal units, as disks and the hub use: 98.4 MB, 4.3 GB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    """Return a size in the units of options and settings, powers of 1024: 98.4 MiB, 4.3 GiB."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size:.0f} B"
 
 
 def size_of(part: float, whole: float) -> str:
-    """Return "1.3 of 4.1 GB", with the unit only once if both have the same."""
+    """Return "1.3 of 4.1 GiB", with the unit only once if both have the same."""
     first, second = human_size(part), human_size(whole)
     if first == second:
         return second

@@ -28,10 +28,11 @@ from hotset.engine.sequence import Sequence as Request
 from hotset.engine.speculation import Speculator
 from hotset.errors import InvalidRequestError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.load_parameters import MOST_DRAFTED
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
-from hotset.settings import MOST_DRAFTED, LoadSettings
+from hotset.settings import LoadSettings
 from hotset.sparsity.profile import Counter
 
 pytest.importorskip("torch")

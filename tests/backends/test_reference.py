@@ -20,8 +20,8 @@ from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.planes import codes_of, scales_of
 from hotset.formats.quants import GGMLType, dequantize, quantize
+from hotset.load_parameters import KVType
 from hotset.model.config import config_from_gguf
-from hotset.model.cost import KVType
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import (

@@ -461,7 +461,7 @@ def test_the_chat_continues_after_an_error_in_a_full_context(model: Path, home: 
     chat.wait_for(PROMPT)
     chat.type("z" * 90 + "\r")
     told = chat.wait_for("error: .*context of 96.*\n")[0]
-    assert "a larger -c." in told
+    assert "a larger --ctx-size." in told
     assert "n_ctx" not in told
     assert chat.asked(tmp_path) == [f"q{i}" for i in range(6)]
     chat.type("/set nothing 1\r")

@@ -52,20 +52,20 @@ def test_run_reports_its_mode_with_the_reason_and_the_bytes_read(published: Path
     assert done.returncode == 0, done.stderr
     assert re.search(r"^sparsity exact: its activation is ReLU", done.stderr, re.M)
     assert re.search(r"^neuron-major down matrices: built in .*plain\.down\.hotset\.gguf$", done.stderr, re.M)
-    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ of [\d.]+ kB read per token \|", done.stderr)
+    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ of [\d.]+ KiB read per token \|", done.stderr)
     assert "opened" in inside("run", plain, "Hello", *FIXED, *REFERENCE).stderr
     done = inside("run", published, "Hello", *FIXED, *REFERENCE)
     assert done.stderr.startswith("sparsity predicted: the file carries predictors (fc1, fc2)\n[prompt ")
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE, "--sparsity", "dense")
     assert done.stderr.startswith("sparsity dense: all neurons, as requested\n")
-    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ kB read per token \|", done.stderr)
+    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ KiB read per token \|", done.stderr)
 
 
 def test_nothing_about_sparsity_is_printed_for_a_dense_model(tmp_path: Path) -> None:
     model = write_model(tmp_path / "dense.gguf")
     done = inside("run", model, "Hello", *FIXED, *REFERENCE, "--stats")
     assert "sparsity" not in done.stderr
-    assert re.search(r"\| [\d.]+ kB read per token \|", done.stderr)
+    assert re.search(r"\| [\d.]+ KiB read per token \|", done.stderr)
     assert "No statistics" in done.stderr
     facts = answer(model, "Hello", *FIXED, "--stats")
     assert (facts["sparsity"]["mode"], facts["active_share"], facts["stats"]) == ("dense", None, None)
@@ -95,7 +95,7 @@ def test_stats_are_a_table_with_a_bar_for_each_layer(published: Path, plain: Pat
     header = next(line for line in done.stderr.splitlines() if line.split()[:2] == ["layer", "active"])
     assert header.split()[4:] == ["chosen", "recall", "precise", "bytes", "ms", "ms", "ms"]
     for i in range(N_LAYER):
-        assert re.search(rf"^ +{i} +\d+% +█+[▏▎▍▌▋▊▉]? +\d+% +\d+% +\d+% +[\d.]+ kB ", done.stderr, re.M)
+        assert re.search(rf"^ +{i} +\d+% +█+[▏▎▍▌▋▊▉]? +\d+% +\d+% +\d+% +[\d.]+ KiB ", done.stderr, re.M)
     assert re.search(r"^ +all +\d+% +\d+% ", done.stderr, re.M)
     assert re.search(
         r"\[5 tokens \| per token: [\d.]+ K parameters active, [\d.]+ K FLOPs, predictor", done.stderr
@@ -132,7 +132,7 @@ def test_the_chat_has_statistics(plain: Path, capsys: pytest.CaptureFixture[str]
         chat.handle("Hello")
         chat.handle("/stats")
     shown = capsys.readouterr().err
-    assert re.search(r"^ +all +\d+% +[\d.]+ kB ", shown, re.M)
+    assert re.search(r"^ +all +\d+% +[\d.]+ KiB ", shown, re.M)
     assert shown.count("of FFN neurons") == 2
 
 
@@ -146,7 +146,7 @@ def test_run_accepts_a_profile(published: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "fragment"),
     [
-        (["run", "PLAIN", "hi", "--sparsity", "half"], 1, "mode 'half' is unknown"),
+        (["run", "PLAIN", "hi", "--sparsity", "half"], 2, "threshold, not 'half'"),
         (["run", "PLAIN", "hi", "--predictor", "oracle"], 1, "predictor 'oracle' is unknown"),
         (["run", "PLAIN", "hi", "--predictor", "sign"], 1, "the predictor sign was removed; use svd"),
         (["run", "PLAIN", "hi", "--predictor", "mlp"], 1, "choose svd, or train"),
@@ -407,7 +407,7 @@ def test_show_explains_a_sparse_file(published: Path, text: Path) -> None:
     shown = inside("show", published).stdout
     assert re.search(r"by default +predicted: the file carries predictors", shown)
     assert re.search(
-        r"predictor +mlp of rank 32 to 64, F32, 61\.4 kB: \d+% of the file; threshold 0\.1, reads", shown
+        r"predictor +mlp of rank 32 to 64, F32, 60\.0 KiB: \d+% of the file; threshold 0\.1, reads", shown
     )
     assert re.search(r"activation counts +\S+/activation\s", shown)
     assert re.search(r"GPU index +\S+published\.gguf\.generated\.gpuidx\s", shown)

@@ -101,7 +101,11 @@ def test_documents_are_ranked(reranker: Path, tmp_path: Path) -> None:
         (["embed", "MODEL", "-f", "-"], 2, "line 1 is empty"),
         (["embed", "MODEL", "a", "-o", "a.txt"], 2, "ends in .npy or .jsonl"),
         (["embed", "MODEL", "a", "-o", "a.npy", "--pooling", "none"], 2, "ends in .jsonl"),
-        (["embed", "MODEL", "a", "--pooling", "max"], 1, "pooling must be one of"),
+        (
+            ["embed", "MODEL", "a", "--pooling", "max"],
+            2,
+            "--pooling: it must be one of mean, cls, last, none",
+        ),
         (["embed", "MODEL", "a", "--dimensions", "65"], 1, "from 1 to 64"),
         (["embed", "MODEL", "a", "--dimensions", "0"], 2, "--dimensions"),
         (["embed", "MODEL", "a " * 2000], 1, "do not fit in the context"),

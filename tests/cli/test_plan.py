@@ -142,8 +142,8 @@ def test_bench_and_perplexity_accept_devices(model: Path, tmp_path: Path) -> Non
     [
         ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
         (("--device", "gpu"), 1, "the device 'gpu' is not known"),
-        ((*STAND_IN, 1, "-ngl", "few"), 2, "'few' is neither a number nor auto"),
-        (("--vram-budget", "-7", "--device", "simulated"), 1, "is a number of GiB above 0"),
+        ((*STAND_IN, 1, "-ngl", "few"), 2, "it must be auto or a whole number, not 'few'"),
+        (("--vram-budget", "-7", "--device", "simulated"), 2, "it must be a number of GiB above 0"),
         ((*STAND_IN, 1, "--gpu-index", "none.gpuidx"), 2, "does not exist"),
     ],
     ids=str,

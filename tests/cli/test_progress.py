@@ -99,7 +99,7 @@ def test_a_label_may_start_again(monkeypatch: pytest.MonkeyPatch, clock: Clock) 
 
 def test_bytes_have_units_and_hours_are_printed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     lines = told(monkeypatch, clock, [(0.0, 0), (10.0, 10**6)], total=2 * 10**9, unit="bytes").splitlines()
-    assert lines[1] == "work: 1.0 MB of 2.0 GB, 5:33:10 left"
+    assert lines[1] == "work: 976.6 KiB of 1.9 GiB, 5:33:10 left"
     assert told(monkeypatch, clock, [(0.0, 0), (40.0, 0)], total=0) == "work: ...\nwork: ...\n"
 
 

@@ -71,7 +71,7 @@ def test_without_a_model_the_store_is_served(folder: Path, begun: list[Any]) -> 
 
 def test_the_memory_for_models_is_printed(folder: Path, begun: list[Any]) -> None:
     done = inside("serve", str(folder / "one.gguf"), str(folder / "two.gguf"), "--max-memory", "1")
-    assert "2 models; memory limit for loaded models: 1.1 GB" in done.stderr
+    assert "2 models; memory limit for loaded models: 1.0 GiB" in done.stderr
 
 
 def test_several_models_are_served_with_aliases(folder: Path, begun: list[Any]) -> None:
@@ -123,7 +123,7 @@ def test_mcp_servers_are_named_by_a_file(
     [
         (("{folder}", "-a", "mine"), "write mine=MODEL"),
         (("{folder}/one.gguf", "{folder}/two.gguf", "--replicas", "2"), "one machine"),
-        (("{folder}", "--keep-alive", "soon"), "--keep-alive is a number"),
+        (("{folder}", "--keep-alive", "soon"), "--keep-alive: it must be a number of seconds, or a duration"),
         (("{folder}", "--lora", "style.gguf"), "for one model"),
         (("{folder}/one.gguf", "{folder}/none.gguf"), "no file"),
         (("{folder}", "--models-file", "{folder}/one.gguf"), "larger|TOML|UTF-8"),
@@ -133,7 +133,7 @@ def test_mcp_servers_are_named_by_a_file(
         (("{folder}/one.gguf", "-a", "a=one"), "one model is served: write its name alone"),
         (("{folder}/one.gguf", "--lora", "nope.gguf"), "there is no adapter"),
         (("{folder}/one.gguf", "--lora", "{folder}"), "has no adapter_config.json"),
-        (("{folder}/one.gguf", "--cache-disk", "1G"), "name that by --cache-dir or|name that by"),
+        (("{folder}/one.gguf", "--cache-disk", "1G"), "it requires --cache-dir or --slot-save-path"),
     ],
 )
 def test_wrong_arguments_are_refused(

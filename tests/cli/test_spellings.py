@@ -40,6 +40,8 @@ def parsed(subcommand: str, *words: object) -> dict[str, Any]:
         ("plan", ("-m", "m", "-b", "8"), ("m", "--batch-size", "8")),
         ("run", ("m", "--no-gpu"), ("m", "--device", "cpu")),
         ("embed", ("m", "a", "--backend", "reference"), ("m", "a", "--device", "reference")),
+        ("plan", ("m", "--disable-gpu-index"), ("m", "--split", "layers")),
+        ("run", ("m", "--kv-type", "q8_0"), ("m", "-ctk", "q8_0")),
         ("run", ("m", "-dev", "Vulkan0"), ("m", "--device", "Vulkan0")),
     ],
 )
@@ -108,7 +110,7 @@ def test_an_option_without_effect_changes_nothing_and_is_reported(model: Path) -
     ("options", "named"),
     [
         (("-fa", "off"), "attention is always fused; 'off' is none of on"),
-        (("-ctv", "q5_1"), "--cache-type-v: 'q5_1' is none of"),
+        (("-ctv", "q5_1"), "--cache-type-v: it must be one of f16, q8_0, q4_0, not 'q5_1'"),
         (("-ot", "attn=CPU"), "--n-gpu-layers"),
         (("-ot", "exps=CUDA0"), "--n-gpu-layers"),
         (("-ot", "(=CPU"), "does not compile"),

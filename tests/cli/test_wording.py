@@ -14,20 +14,16 @@ from cli_runs import command_of
 from tiny_server import write_model
 
 import hotset
-from hotset.cli import wording
 from hotset.cli.main import SUBCOMMANDS
-from hotset.cli.wording import in_options, option_of
+from hotset.cli.wording import in_options, option_of, use_options
 from hotset.errors import HotsetError
+from hotset.load_parameters import LOAD_PARAMETERS
+from hotset.sampling_parameters import PARAMETERS
 from hotset.settings import LoadSettings
 
 SOURCES = Path(hotset.__file__).parent
-OWN_WORDS = {
-    "cli",
-    "server",
-    "report",
-}  # they speak to users of the command line, or describe a server's options
-OWN_FILES = {"report.py", "sampling_parameters.py"}  # tables for doctor; names of options
-WITHOUT_OPTION = {"max_batch", "cpu_experts", "progress"}  # of LoadSettings
+OWN_WORDS = {"cli", "server", "report"}  # for users of the command line and of a server
+OWN_FILES = {"report.py", "sampling_parameters.py", "load_parameters.py"}  # tables that name options
 COMMANDS = re.compile(r"(['`])(hotset|ray) .*?\1")  # another program's line, or one of hotset's
 
 
@@ -66,14 +62,17 @@ def test_messages_of_the_library_name_no_options() -> None:
 
 def test_names_in_backticks_have_options() -> None:
     names = {name for found in messages().values() for text in found for name in re.findall(r"`(\w+)`", text)}
+    parameters = {one.name for name in SUBCOMMANDS for one in command_of(name).params}
     assert names
-    assert {name for name in names if option_of(name) not in options()} == set()
+    assert names <= parameters
 
 
 def test_each_name_has_an_option() -> None:
-    settings = {name for name in LoadSettings.__dataclass_fields__ if name not in WITHOUT_OPTION}
-    known = {*settings, *wording._OTHERS, *wording._ALIKE, *wording._WORDS}
-    assert {name for name in known if option_of(name) not in options()} == set()
+    for table in (LOAD_PARAMETERS, PARAMETERS):
+        named = {one.name: option_of(one.name) for one in table.values() if one.option}
+        assert len(named) > 20
+        assert set(named.values()) <= options()
+    assert [*LOAD_PARAMETERS] == [name for name in LoadSettings.__dataclass_fields__ if name != "progress"]
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +83,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "named", "option"),
     [
-        ({"n_ctx": 10**12}, "lower n_ctx", "lower -c"),
-        ({"n_ctx": 0}, "n_ctx must be", "-c must be"),
-        ({"n_threads": 0}, "n_threads must be", "-t must be"),
+        ({"n_ctx": 10**12}, "lower n_ctx", "lower --ctx-size"),
+        ({"n_ctx": 0}, "n_ctx must be", "--ctx-size must be"),
+        ({"n_threads": 0}, "n_threads must be", "--threads must be"),
         ({"split": "rows"}, "split must be one of", "--split must be one of"),
-        ({"kv_type": "f64"}, "kv_type must be", "-ctk must be"),
+        ({"kv_type": "f64"}, "kv_type must be", "--cache-type must be"),
         ({"ram_budget": 1e-6}, "raise ram_budget", "raise --ram-budget"),
         ({"device": "cuda:99"}, "device='cpu'", "--device cpu"),
         ({"gpu_index": "m.index", "split": "layers"}, "`split`", "--split"),
@@ -113,6 +112,9 @@ def test_values_and_words_become_options() -> None:
     assert in_options(said) == (
         "leave --device out, use --device auto or --split layers, try --vram-budget 0.5, or --device cpu"
     )
+    use_options(command_of("quantize").params)
     assert in_options("insist with allow_requantize=True") == "insist with --allow-requantize"
+    use_options(())
+    assert in_options("insist with allow_requantize=True") == "insist with allow_requantize=True"
     for unchanged in ("the device is lost; leave it out", "a draft model", "There is no file 'device=auto'"):
         assert in_options(unchanged) == unchanged

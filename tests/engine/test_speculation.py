@@ -21,7 +21,7 @@ from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Acceptance, Draft, Speculator, StepTimes
 from hotset.errors import InvalidRequestError, StepCancelledError
-from hotset.settings import MOST_DRAFTED
+from hotset.load_parameters import MOST_DRAFTED
 from hotset.text.mask import TokenMask
 from hotset.text.thinking import ThinkingBudget, ThinkingMarks
 

@@ -24,8 +24,9 @@ from hotset.errors import ContextLengthError, FormatError, HotsetError, Unsuppor
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import quantize
+from hotset.load_parameters import KVType
 from hotset.model.config import config_from_gguf
-from hotset.model.cost import Cost, KVType
+from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.model.operations import Attention, PoolBlocks
 from hotset.placement import ram

@@ -23,8 +23,9 @@ ROOT = Path(hotset.__file__).parent
 ARCHITECTURE = DOCS / "contributing/architecture.md"
 # Modules and folders of src/hotset, the lowest layer first.
 LAYERS = (
-    ("errors", "units", "escaping", "sampling_parameters"),
+    ("errors", "units", "escaping"),
     ("files", "cores", "memory", "energy", "reporter", "parameters"),
+    ("sampling_parameters", "load_parameters"),
     ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity",), ("settings",),
     ("placement",), ("engine", "convert", "report"), ("outputs",), ("generation", "loader"),
     ("comparison",), ("api",), ("async_model",),

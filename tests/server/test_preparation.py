@@ -139,6 +139,6 @@ def test_a_grammar_that_is_too_slow_is_refused_by_its_limit(path: Path, monkeypa
         body = {"prompt": "x", "max_tokens": 1, "json_schema": json.loads(LONG_TO_COMPILE)}
         reply = await client.post("/v1/completions", json=body)
         assert reply.status_code == 400
-        assert "does not compile within 0.2 s of computing and 1024 MB" in reply.json()["error"]["message"]
+        assert "does not compile within 0.2 s of computing and 1024 MiB" in reply.json()["error"]["message"]
 
     run(path, work)

@@ -27,7 +27,7 @@ from hotset.loader.build import open_model
 from hotset.server.app import create_app
 from hotset.server.catalogue import Catalogue
 from hotset.server.listen import Server, bound_socket
-from hotset.server.model_settings import ModelsFile, duration
+from hotset.server.model_settings import ModelsFile, until_unloaded
 from hotset.server.models import Models
 from hotset.server.pulls import Pulls, full_name
 from hotset.server.settings import ServerSettings
@@ -550,13 +550,13 @@ def test_contradictory_settings_are_refused(folder: Path, tmp_path: Path) -> Non
 
 def test_durations() -> None:
     given = [0, "0", 5, "5", 1.5, "10m", "1h30m", "300ms", "24h", -1, "-1", "-1s", 1e300]
-    seconds = [duration(one) for one in given]
+    seconds = [until_unloaded(one) for one in given]
     inf = float("inf")
     assert seconds == [0, 0, 5, 5, 1.5, 600, 5400, 0.3, 86400, inf, inf, inf, inf]
     for wrong in ("", "m", "5 m", "1d", "nan", float("nan"), "1" * 40, "1m" * 100, "9" * 50_000, True):
         began = time.perf_counter()
         with pytest.raises(InvalidRequestError, match="keep_alive"):
-            duration(wrong)
+            until_unloaded(wrong)
         assert time.perf_counter() - began < 0.5, "a client's text is refused before it is searched"
 
 

@@ -50,7 +50,9 @@ def test_the_page_and_all_its_files_are_served(client: TestClient) -> None:
 def test_the_page_offers_parameters_of_the_table(client: TestClient) -> None:
     reply = client.get("/page/parameters.js")
     assert reply.headers["content-type"].startswith("text/javascript")
-    fields = {one["name"]: one for one in json.loads(reply.text.removeprefix("export const FIELDS = ")[:-2])}
+    tables = [json.loads(line.partition(" = ")[2].removesuffix(";")) for line in reply.text.splitlines()]
+    fields, loading = ({one["name"]: one for one in table} for table in tables)
+    assert loading["n_ctx"]["min"] == 1
     assert fields["top_k"] == {
         "name": "top_k", "label": "Top-k", "note": PARAMETERS["top_k"].summary, "whole": True,
         "min": -1, "max": None, "slider": [0, 200],

@@ -183,13 +183,13 @@ def test_a_table_has_a_cell_for_each_column(predicted: bool, measured: bool, rou
     names = [column.lstrip(">").replace("\n", " ") for column in columns]
     assert [len(row) for row in rows] == [len(names)] * 3
     first, last = (dict(zip(names, row, strict=True)) for row in (rows[0], rows[2]))
-    expected = {"layer": "0", "active": "25%", "FFN bytes": "2.0 kB", "FFN ms": "2.000", "attn. ms": "3.000"}
+    expected = {"layer": "0", "active": "25%", "FFN bytes": "2.0 KiB", "FFN ms": "2.000", "attn. ms": "3.000"}
     expected |= {"experts": "75%"} if routed else {}
     expected |= {"recall": "88%", "precise": "62%"} if measured else {}
     assert expected.items() <= first.items()
     assert {
         "layer": "all",
-        "FFN bytes": "4.0 kB",
+        "FFN bytes": "3.9 KiB",
         "FFN ms": "5.000",
         "attn. ms": "6.000",
     }.items() <= last.items()

@@ -403,7 +403,7 @@ def test_a_cut_that_lasts_keeps_the_part_for_the_next_run(
     monkeypatch.setattr(download_module.time, "sleep", lambda seconds: None)
     url = serve(hub)
     hub.cut_after["m.gguf"] = [700_000] + [0] * 20
-    with pytest.raises(DownloadError, match=r"700\.0 kB of 3\.0 MB.*again to continue"):
+    with pytest.raises(DownloadError, match=r"683\.6 KiB of 2\.9 MiB.*again to continue"):
         download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     assert (tmp_path / "m.gguf.part").stat().st_size == 700_000
     assert not (tmp_path / "m.gguf").exists()
@@ -1102,7 +1102,7 @@ def test_a_plan_needs_room_for_all_its_files(
     shards = {f"m-0000{i}-of-00002.gguf": DATA for i in (1, 2)}
     hub.repositories["owner/repo"] = shards
     monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: usage(5_000_000))
-    with pytest.raises(DownloadError, match=r"owner/repo needs 6\.0 MB, but .* has 5\.0 MB free"):
+    with pytest.raises(DownloadError, match=r"owner/repo needs 5\.7 MiB, but .* has 4\.8 MiB free"):
         fetch.pull("hf:owner/repo")
     assert hub.asked("resolve") == []
     put(home / "models" / "owner--repo" / "m-00001-of-00002.gguf.part", DATA[:1_500_000])
@@ -1131,12 +1131,12 @@ QUANTS = sized(
 @pytest.mark.parametrize(
     ("memory", "chosen", "reason"),
     [
-        (64, "m.Q8_0.gguf", "most precise of 7 models that fits in 64.0 GB"),
-        (9, "m-Q6_K-00001-of-00002.gguf", r"m\.Q8_0\.gguf \(7\.6 GB\) does not fit"),
+        (64, "m.Q8_0.gguf", "most precise of 7 models that fits in 59.6 GiB"),
+        (9, "m-Q6_K-00001-of-00002.gguf", r"m\.Q8_0\.gguf \(7\.1 GiB\) does not fit"),
         (6, "m.Q4_K_M.gguf", "does not fit"),
         (4, "m.Q2_K.gguf", "does not fit"),
         (3, "m.IQ2_XS.gguf", "does not fit"),
-        (2, "m.IQ2_XS.gguf", r"smallest of 7 models; it does not fit in 2\.0 GB"),
+        (2, "m.IQ2_XS.gguf", r"smallest of 7 models; it does not fit in 1\.9 GiB"),
     ],
 )
 def test_of_several_files_the_best_that_fits_is_chosen(memory: float, chosen: str, reason: str) -> None:

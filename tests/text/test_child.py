@@ -78,7 +78,7 @@ KINDS = {
             Cause.NOT_STARTED: r"that renders chat templates cannot be started \(/no/such/python: \w",
             Cause.NOT_READY: r"that renders chat templates ended as it started \(exit code 3\)",
             Cause.TIME: r"chat template runs for more than 0\.1 s and was ended",
-            Cause.MEMORY: "chat template takes more than 256 MB of memory and was ended",
+            Cause.MEMORY: "chat template takes more than 256 MiB of memory and was ended",
             Cause.DIED: r"chat template brought down the process that renders it \(exit code ",
         },
     ),
@@ -90,9 +90,9 @@ KINDS = {
         {
             Cause.NOT_STARTED: r"that tries a grammar .* cannot be started \(/no/such/python: \w",
             Cause.NOT_READY: r"that tries a grammar .* ended as it started \(exit code 3\)",
-            Cause.TIME: r"does not compile within 600 s of computing and 1024 MB",
-            Cause.MEMORY: "does not compile within 3 s of computing and 1024 MB",
-            Cause.DIED: "does not compile within 3 s of computing and 1024 MB",
+            Cause.TIME: r"does not compile within 600 s of computing and 1024 MiB",
+            Cause.MEMORY: "does not compile within 3 s of computing and 1024 MiB",
+            Cause.DIED: "does not compile within 3 s of computing and 1024 MiB",
         },
     ),
 }  # fmt: skip
@@ -153,7 +153,7 @@ def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(
     monkeypatch.setattr(subprocess, "Popen", unlimited)
     with kind.started(ChildLimits(seconds=600.0, longest=600.0, n_bytes=16 << 20)) as child:
         error = fault(child, kind.large, kind.expected)
-        assert (error.cause, error.detail) == (Cause.MEMORY, "16 MB")
+        assert (error.cause, error.detail) == (Cause.MEMORY, "16 MiB")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc shows the limits")

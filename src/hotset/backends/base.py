@@ -14,10 +14,11 @@ import numpy as np
 
 from hotset import _core
 from hotset.errors import InvalidRequestError
+from hotset.load_parameters import MOST_DRAFTED
 from hotset.offload.cache_stats import CacheStats
 
 PAGE_SIZE = 64  # tokens per KV block
-SAVED_TOKENS = 17  # the recurrent state can be saved after each of a sequence's last 17 tokens in a step
+SAVED_TOKENS = MOST_DRAFTED + 1  # the state can be saved after each of a sequence's last 17 tokens in a step
 LOGIT_GROUP = 64  # adjacent logits of a row, of which a backend may find the largest
 N_CANDIDATES = 128  # the largest logits of a row, which a backend may return instead of all
 

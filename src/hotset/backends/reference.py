@@ -29,7 +29,8 @@ from hotset.backends.embedding import encoded_rows
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
-from hotset.model.cost import KVFormat, KVType, check_cache, kv_formats
+from hotset.load_parameters import KVType
+from hotset.model.cost import KVFormat, check_cache, kv_formats
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     PARTS,

@@ -23,7 +23,7 @@ from hotset.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from hotset.formats.quants import GGMLType
-    from hotset.model.cost import KVType
+    from hotset.load_parameters import KVType
     from hotset.model.operations import Op
 
 # Words for the processor: its kernels, and the slow plain NumPy that the other backends are tested against.

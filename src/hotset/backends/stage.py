@@ -16,7 +16,7 @@ import numpy as np
 from hotset.backends.base import Backend, Batch, CacheMemory
 from hotset.formats.quants import GGMLType
 from hotset.formats.source import WeightSource
-from hotset.model.cost import KVType
+from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import Value
 from hotset.offload.cache_stats import CacheStats

@@ -32,20 +32,21 @@ def batch(
     ],
     model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
     alias: options.Alias = None,
-    parallel: options.Parallel = 16,
-    contexts: options.Contexts = 4,
-    ctx_size: options.ContextSize = None,
+    max_sequences: options.Parallel = 16,
+    n_seqs: options.Contexts = 4,
     ray: options.RayAddress = None,
     replicas: Annotated[
         int | None,
-        options.scale_option("--replicas", "Copies of the model; default: one a machine of --ray.", min=1),
+        options.scale_option(
+            "--replicas", "Copies of the model.", show_default="one a machine of --ray", min=1
+        ),
     ] = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
     """Answer a file of requests; after an interruption, run it again to continue."""
     check_installed()
-    settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
+    settings = loading.settings(max_sequences=max_sequences, n_seqs=n_seqs)
     if ray is not None:
         from hotset.scale.batch import batch_on_ray
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -34,6 +34,7 @@ from hotset.cli.default_model import default_model
 from hotset.cli.doctor import package_version
 from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
+from hotset.cli.values import one_of, some_of
 from hotset.energy import EnergyCounters
 from hotset.engine.counters import Counters
 from hotset.engine.driver import EngineThread
@@ -43,14 +44,15 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.step_sizes import measure_steps
 from hotset.escaping import LONGEST_CELL, escaped
 from hotset.formats.mapped import MappedFile
-from hotset.model.cost import KVType, kv_names
+from hotset.load_parameters import LOAD_PARAMETERS
+from hotset.model.cost import kv_names
 from hotset.offload.cache_stats import CacheStats
 from hotset.placement.machine import processor_name
 from hotset.report.bars import percent
 from hotset.report.disk import disk_dict, disk_line
 from hotset.report.speculation import speculation_dict, speculation_line
 from hotset.storage import resolve
-from hotset.units import human_count
+from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -74,13 +76,17 @@ _TextFile = Annotated[
         "-f",
         exists=True,
         dir_okay=False,
-        help="Depth and prompt are this text, and answers the likeliest tokens; default: random tokens.",
+        help="Text for depth and prompt, continued by the likeliest tokens.",
+        show_default="random tokens",
     ),
 ]
 _StepTokens = Annotated[
-    str | None, typer.Option("--step-tokens", help="Instead: what steps of so many tokens take; 1,2,4,8.")
+    str | None,
+    typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of so many tokens."),
 ]
-Format = Literal["md", "csv", "json", "jsonl"]
+_FORMATS = ("md", "csv", "json", "jsonl")
+_KV_TYPES = some_of(*LOAD_PARAMETERS["kv_type"].choices, listed=LOAD_PARAMETERS["kv_type"].listed)
+_FormatOption = Annotated[str, options.option("--format", "How results are printed.", kind=one_of(*_FORMATS))]
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
 
@@ -141,31 +147,36 @@ class Measurement:
 def bench(
     models: _Models = None,
     prompt: Annotated[
-        str, typer.Option("--n-prompt", help="Prompt sizes: 512 or 128,512; 0 for none.")
+        str, typer.Option("--n-prompt", metavar="N,...", help="Tokens of the prompt; 0: no test of prompts.")
     ] = "512",
     gen: Annotated[
-        str, typer.Option("--n-gen", help="Tokens to generate: 128 or 32,128; 0 for none.")
+        str,
+        typer.Option("--n-gen", metavar="N,...", help="Tokens to generate; 0: no test of generation."),
     ] = "128",
     both: Annotated[
         list[str] | None,
-        typer.Option("-pg", help="PP,TG: a prompt of PP tokens, then TG generated ones; repeatable."),
+        typer.Option(
+            "-pg", metavar="PP,TG", help="A prompt of PP tokens, then TG generated ones; repeatable."
+        ),
     ] = None,
-    depth: Annotated[str, typer.Option("--n-depth", help="Tokens in the KV cache before the test.")] = "0",
-    threads: Annotated[str, typer.Option("--threads", "-t", help="Threads; default: the usable cores.")] = "",
+    depth: Annotated[
+        str, typer.Option("--n-depth", metavar="N,...", help="Tokens in the KV cache before the test.")
+    ] = "0",
+    threads: Annotated[str, options.load_option("n_threads", min=None, metavar="N,...")] = "",
     repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Runs of each test.")] = 5,
     batch: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
     ] = 2048,
-    cache_type: Annotated[
-        str, typer.Option("--cache-type", "--cache-type-k", "-ctk", help="f16, q8_0, q4_0 or KEYS/VALUES.")
-    ] = "f16",
+    kv_type: Annotated[str, options.load_option("kv_type", "", usual="", kind=_KV_TYPES)] = "f16",
     file: _TextFile = None,
     step_tokens: _StepTokens = None,
     energy: Annotated[
         bool,
-        typer.Option("--energy", help="Joules per token too, where the processor's counters can be read."),
+        typer.Option(
+            "--energy", help="Also measure joules per token, if the processor's counters can be read."
+        ),
     ] = False,
-    format: Annotated[Format, typer.Option("--format", help="How results are printed.")] = "md",
+    format: _FormatOption = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     *,
     loading: options.BenchOptions,
@@ -174,7 +185,7 @@ def bench(
     format = "json" if json else format
     depths, names = _integers(depth, "--n-depth"), _names(models or [default_model()])
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
-    kv_types = _kv_types(cache_type)
+    kv_types = kv_type.split(",")
     if step_tokens is not None:
         refused = "--energy" if energy else "--speculate" if loading.asks_for_drafts else "MODEL"
         if refused != "MODEL" or len(names) > 1:
@@ -197,8 +208,8 @@ def bench(
     printer = _PRINTERS[format]()
     printer.shows_sparsity = len(paths) > 1
     counters = _energy_counters() if energy else None
-    for i, (path, n, kv_type) in enumerate(product(paths, n_threads, kv_types)):
-        with hotset.load(path, settings, n_threads=n, kv_type=kv_type) as loaded:
+    for i, (path, n, kv) in enumerate(product(paths, n_threads, kv_types)):
+        with hotset.load(path, settings, n_threads=n, kv_type=kv) as loaded:
             read = _bandwidth_reader(loaded, path, loaded.backend.n_threads or 1)
             if i % (len(n_threads) * len(kv_types)) == 0:
                 print_choice(loaded)
@@ -306,14 +317,6 @@ def _pair(text: str) -> tuple[int, int]:
     if len(numbers) != 2:
         raise typer.BadParameter(f"'{text}' is not PP,TG such as 512,128.", param_hint="-pg")
     return numbers[0], numbers[1]
-
-
-def _kv_types(text: str) -> list[KVType]:
-    known: dict[str, KVType] = {name: name for name in get_args(KVType) if name != "f32"}
-    for name in text.split(","):
-        if name not in known:
-            raise typer.BadParameter(f"'{name}' is none of {', '.join(known)}.", param_hint="-ctk")
-    return [known[name] for name in text.split(",")]
 
 
 def _mean_depth(test: Test) -> float:
@@ -646,11 +649,11 @@ class _Markdown:
         size, share = entry["model_size"], entry["bandwidth_share"]
         cells: tuple[str, ...] = (
             entry["model_type"],
-            f"{size / 2**20:.2f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB",
+            human_size(size),
             human_count(entry["model_n_params"]),
             entry["backends"],
             str(entry["n_threads"]),
-            options.kv_type(entry["type_k"], entry["type_v"]),
+            "/".join(dict.fromkeys((entry["type_k"], entry["type_v"]))),
             Test(entry["n_prompt"], entry["n_gen"], entry["n_depth"]).name,
             f"{entry['avg_ts']:.2f} ± {entry['stddev_ts']:.2f}",
             f"{100 * share:.0f}%" if share is not None else "",
@@ -723,4 +726,4 @@ class _Csv(_Json):
         pass
 
 
-_PRINTERS: dict[Format, Any] = {"md": _Markdown, "csv": _Csv, "json": _Json, "jsonl": _JsonLines}
+_PRINTERS: dict[str, Any] = dict(zip(_FORMATS, (_Markdown, _Csv, _Json, _JsonLines), strict=True))

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
+from hotset.cli.values import one_of, some_of
 from hotset.errors import HotsetError, install_command
-from hotset.model.thresholds import THRESHOLD_NAMES, ThresholdName
+from hotset.model.thresholds import THRESHOLD_NAMES
 from hotset.report.bars import percent
+from hotset.sparsity.thresholds import BaseMode
 from hotset.storage import resolve
 
 if TYPE_CHECKING:
     from hotset.training.thresholds import CalibratedThresholds
+
+
+_ONLY = "Only these thresholds, separated by commas."
+_Names = Annotated[str | None, options.option("--only", _ONLY, kind=some_of(*THRESHOLD_NAMES), usual="all")]
+_ADDED = "Mode that the thresholds are added to."
+_Mode = Annotated[
+    str | None, options.option("--mode", _ADDED, kind=one_of(*get_args(BaseMode)), usual="the model's")
+]
 
 
 def calibrate(
@@ -27,7 +37,7 @@ def calibrate(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="To this file; default: MODEL.thresholds.json beside it."),
+        typer.Option("--output", "-o", help="To this file.", show_default="MODEL.thresholds.json beside it"),
     ] = None,
     max_increase: Annotated[
         str | None,
@@ -41,20 +51,8 @@ def calibrate(
         str | None,
         typer.Option("--uniform", metavar="SHARE", help="Zero this share of values everywhere: no search."),
     ] = None,
-    only: Annotated[
-        str | None,
-        typer.Option(
-            "--only",
-            metavar="NAMES",
-            help="Thresholds of these alone: attn_in, attn_out, ffn_in, gate, down_in; several with commas.",
-        ),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            "--mode", help="Thresholds in addition to exact or predicted; default: the model's own mode."
-        ),
-    ] = None,
+    only: _Names = None,
+    mode: _Mode = None,
     n_tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to estimate losses from.")] = 4096,
     n_measured: Annotated[
         int, typer.Option("--measured", min=1, help="Held-out tokens of each measurement.")
@@ -63,7 +61,7 @@ def calibrate(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep what was computed, to go on with another target.")
     ] = False,
-    threads: options.Threads = None,
+    n_threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
     """Find activation thresholds, below which values count as zero, for a loss that you name."""
@@ -82,9 +80,10 @@ def calibrate(
         raise HotsetError(
             f"a calibration needs PyTorch; install it with: {install_command('train')}"
         ) from None
+    names = tuple(name for name in THRESHOLD_NAMES if only is None or name in only.split(","))
     settings = ThresholdSettings(
-        **targets, only=_names(only), mode=mode, n_ctx=n_ctx, n_tokens=n_tokens, n_measured=n_measured,
-        n_threads=threads,
+        **targets, only=names, mode=cast(BaseMode | None, mode), n_ctx=n_ctx, n_tokens=n_tokens,
+        n_measured=n_measured, n_threads=n_threads,
     )  # fmt: skip
     text = read_text(file, "-f")
     with ProgressBar() as bar:
@@ -97,19 +96,6 @@ def calibrate(
     for problem in found.problems:
         warn(f"{problem}.")
     say(f"Wrote {found.path}. Run with it: hotset run {model} --thresholds {found.path}")
-
-
-def _names(text: str | None) -> tuple[ThresholdName, ...]:
-    """Return the names of thresholds in the order of the file; all of them if none is given."""
-    if text is None:
-        return THRESHOLD_NAMES
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in THRESHOLD_NAMES:
-            raise typer.BadParameter(
-                f"'{name}' is none of {', '.join(THRESHOLD_NAMES)}.", param_hint="--only"
-            )
-    return tuple(name for name in THRESHOLD_NAMES if name in names)
 
 
 def _share(text: str | None, option: str, *, percent: bool) -> float | None:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import typer
 
 from hotset.backends.registry import CPU, REFERENCE
+from hotset.load_parameters import SparsityMode
 from hotset.model.predictor import PredictorKind
 from hotset.report.bars import percent
-from hotset.sparsity.modes import SparsityMode
 
 if TYPE_CHECKING:
     from hotset.api import Model

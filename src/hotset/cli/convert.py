@@ -22,16 +22,22 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     type: Annotated[
         str,
-        typer.Option(
-            "--type", help="Type of the matrices: f32, f16, bf16, q8_0, q4_0, ...; all: 'hotset quantize -h'."
+        options.option(
+            "--type",
+            "Type of the matrices, such as bf16, q8_0 or q4_0; 'hotset quantize -h' lists all.",
+            kind=options.TENSOR_TYPE,
         ),
     ] = "f16",
     tensor_type: Annotated[
         list[str] | None,
-        typer.Option("--tensor-type", metavar="PATTERN=TYPE", help="As in 'hotset quantize'; repeatable."),
+        typer.Option(
+            "--tensor-type",
+            metavar="PATTERN=TYPE",
+            help="Type of the matrices whose names match a pattern; repeatable.",
+        ),
     ] = None,
     powerinfer: Annotated[
-        bool, typer.Option("--powerinfer", help="Write PowerInfer's format; needs --predictors.")
+        bool, typer.Option("--powerinfer", help="Write PowerInfer's format; requires --predictors.")
     ] = False,
     predictors: Annotated[
         Path | None,
@@ -48,14 +54,13 @@ def convert(
             "--profile",
             exists=True,
             dir_okay=False,
-            help="From 'hotset sparse profile': hot neurons come first.",
+            help="File of 'hotset sparse profile': its hot neurons come first.",
         ),
     ] = None,
     activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF: config.json, tensors, tokenizer."""
-    options.check_type(type)
     if powerinfer and predictors is None:
         raise typer.BadParameter(
             "PowerInfer's format needs predictors: name their folder with --predictors, or make them with "

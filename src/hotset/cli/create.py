@@ -23,7 +23,7 @@ def create(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", dir_okay=False, help="The Modelfile; default: Modelfile."),
+        typer.Option("--file", "-f", dir_okay=False, help="The Modelfile.", show_default="Modelfile"),
     ] = None,
 ) -> None:
     """Make a model from another one, with a system message, parameters, a template or adapters."""

@@ -15,6 +15,7 @@ import hotset
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_input, read_text
 from hotset.cli.progress import ProgressBar
+from hotset.cli.values import one_of
 from hotset.engine.pooling import Pooling, pooling_of
 from hotset.files import check_target, replacing
 
@@ -38,7 +39,12 @@ def embed(
     file: TextsFile = None,
     pooling: Annotated[
         str | None,
-        typer.Option("--pooling", help="mean, cls, last, or none (a vector per token); default: the file's."),
+        options.option(
+            "--pooling",
+            "How the vectors of tokens become one; none: a vector per token.",
+            kind=one_of("mean", "cls", "last", "none"),
+            usual="the file's",
+        ),
     ] = None,
     dimensions: Annotated[
         int | None, typer.Option("--dimensions", min=1, help="Keep so many leading values of each vector.")
@@ -48,7 +54,6 @@ def embed(
         typer.Option("--output", "-o", dir_okay=False, help="Write the vectors to a file: .npy or .jsonl."),
     ] = None,
     json: options.Json = False,
-    n_ctx: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
@@ -60,7 +65,7 @@ def embed(
             raise typer.BadParameter(f"the name of the file ends in {formats}.", param_hint="-o")
     found = _texts(texts, file, "TEXT")
     vectors: list[np.ndarray] = []
-    with ProgressBar() as bar, _loaded(model, loading.settings(n_ctx=n_ctx), bar) as loaded:
+    with ProgressBar() as bar, _loaded(model, loading.settings(), bar) as loaded:
         chosen = pooling_of(loaded.gguf.metadata, pooling)
         for _, some in _in_pieces(found, bar):
             if chosen == "none":
@@ -92,13 +97,12 @@ def rerank(
         int | None, typer.Option("--top-n", min=1, help="Print only so many, the best ones.")
     ] = None,
     json: options.Json = False,
-    n_ctx: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
     """Rank documents by how well they answer a query, with a reranker model."""
     found = _texts(documents, file, "DOC")
-    with ProgressBar() as bar, _loaded(model, loading.settings(n_ctx=n_ctx), bar) as loaded:
+    with ProgressBar() as bar, _loaded(model, loading.settings(), bar) as loaded:
         scored = [
             replace(one, index=start + one.index)
             for start, some in _in_pieces(found, bar)

@@ -38,7 +38,8 @@ NumShots = Annotated[
         "--shots",
         "--num-fewshot",
         min=0,
-        help="So many answered examples before each question; default: 0, or what the task file says.",
+        help="So many answered examples before each question.",
+        show_default="0, or what the task file says",
     ),
 ]
 Examples = Annotated[
@@ -79,11 +80,10 @@ def evaluate(
     ] = SEED,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, help="Only so many questions, the first ones; default: all."),
+        typer.Option("--limit", min=1, help="Only so many questions, the first ones.", show_default="all"),
     ] = None,
     log_samples: LogSamples = None,
     json: options.Json = False,
-    n_ctx: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
@@ -102,7 +102,7 @@ def evaluate(
     if log_samples is not None:
         given = (path for path in (file, labels, examples, example_labels) if path)
         check_target(log_samples, [*given, *task.files])
-    settings = loading.settings(n_ctx=n_ctx)
+    settings = loading.settings()
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
         with hotset.load(path, settings, progress=bar) as loaded:

@@ -8,15 +8,15 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 MOST_SHOWN = 15
-# The options that -h prints for a command with more than MOST_SHOWN.
-SHOWN = frozenset((
-    "--model", "--prompt", "--file", "--system", "--session", "--json", "--n-predict", "--temp",
-    "--seed", "--ctx-size", "--threads", "--device", "--sparsity", "--vram-budget", "--ram-budget",
-    "--host", "--port", "--api-key", "--parallel", "--alias", "--keep-alive", "--max-memory",
-    "--models-file", "--output", "--format", "--n-prompt", "--n-gen", "--n-depth", "--repetitions",
-    "--energy", "--dimensions", "--pooling", "--top-n", "--chunks", "--tokens", "--limit",
-    "--batch-size", "--text", "--type", "--layers", "--gpu",
-))  # fmt: skip
+# The options that -h prints for a command with more than MOST_SHOWN, in this order.
+SHOWN = (
+    "--host", "--port", "--api-key", "--model", "--prompt", "--file", "--text", "--output", "--system",
+    "--session", "--n-predict", "--temp", "--seed", "--n-prompt", "--n-gen", "--n-depth", "--repetitions",
+    "--ctx-size", "--batch-size", "--threads", "--parallel", "--alias", "--keep-alive", "--max-memory",
+    "--models-file", "--dimensions", "--pooling", "--top-n", "--chunks", "--tokens", "--limit", "--type",
+    "--gpu", "--device", "--vram-budget", "--ram-budget", "--sparsity", "--layers", "--energy", "--format",
+    "--json",
+)  # fmt: skip
 _WORDS = {int: "N", float: "NUMBER", Path: "PATH"}
 
 
@@ -39,7 +39,7 @@ def format_options(command: Any, context: Any, formatter: Any, *, everything: bo
             _write(formatter, panel, (one for one in options if _panel(one) == panel))
         return
     own = [one for one in options if one.name != "help"]
-    shown = own if len(own) <= MOST_SHOWN else [one for one in own if SHOWN & set(one.opts)]
+    shown = own if len(own) <= MOST_SHOWN else [one for name in SHOWN for one in own if name in one.opts]
     _write(formatter, "Options", shown)
     if len(shown) < len(own):
         formatter.write_paragraph()
@@ -62,11 +62,16 @@ def _row(option: Any) -> tuple[str, str]:
     if option.secondary_opts:
         names += f" / {', '.join(option.secondary_opts)}"
     word = "" if option.is_flag else f" {option.metavar or value_word(option.type_descriptor.annotation)}"
-    text = " ".join((option.help or "").split())
+    default = shown_default(option)
+    return names + word, " ".join((option.help or "").split()) + (f" [default: {default}]" if default else "")
+
+
+def shown_default(option: Any) -> str:
+    """Return the default of an option as its help shows it; "" without one."""
+    if isinstance(option.show_default, str):
+        return option.show_default
     default = getattr(option.default, "value", option.default)
-    if default not in (None, False, True, "", ()) and not callable(default):
-        text += f" [default: {default}]"
-    return names + word, text
+    return "" if default in (None, False, True, "", ()) or callable(default) else str(default)
 
 
 def value_word(kind: Any) -> str:

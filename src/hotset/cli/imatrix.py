@@ -28,7 +28,7 @@ def imatrix(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write (GGUF).", dir_okay=False)],
     chunks: Annotated[
-        int | None, typer.Option("--chunks", min=1, help="How many chunks of -c tokens; default: all.")
+        int | None, typer.Option("--chunks", min=1, help="How many chunks of -c tokens.", show_default="all")
     ] = None,
     merge: Annotated[
         list[Path] | None,

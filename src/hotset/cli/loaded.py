@@ -13,7 +13,7 @@ from hotset.cli.client import URL, fetched, is_address, no_model_server, running
 from hotset.cli.console import print_json, print_table, say
 from hotset.units import human_size
 
-_Url = Annotated[str | None, typer.Option("--url", help=f"Address of the server; default: {URL}.")]
+_Url = Annotated[str | None, typer.Option("--url", help="Address of the server.", show_default=URL)]
 
 _MOST_BYTES = 1 << 63  # of a model
 

@@ -22,6 +22,7 @@ from hotset.cli.help import format_options, format_usage_and_text
 from hotset.cli.options import spread
 from hotset.cli.spellings import with_spellings
 from hotset.cli.values import take_no_value, take_plain_values
+from hotset.cli.wording import use_options
 from hotset.errors import FormatError, HotsetError, did_you_mean
 from hotset.escaping import escaped
 
@@ -92,6 +93,7 @@ class _Subcommand(TyperCommand):
         if _HELP_ALL in args:
             ctx.meta[_HELP_ALL] = True
             args = ["--help"]
+        use_options(self.params)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

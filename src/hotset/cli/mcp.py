@@ -13,7 +13,6 @@ from hotset.storage import resolve
 
 def mcp(
     model: options.OptionalModel = None,
-    ctx_size: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
@@ -24,7 +23,7 @@ def mcp(
     from hotset.cli import mcp_server
 
     gc.freeze()
-    settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
+    settings = loading.settings(max_sequences=1)
     name = model or default_model()
     with ProgressBar() as bar:
         path = resolve(name, progress=bar)

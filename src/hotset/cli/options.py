@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
 from hotset.backends.registry import device_words
 from hotset.cli.spellings import device_names
+from hotset.cli.values import SIZE, OptionType, one_of
+from hotset.load_parameters import LOAD_PARAMETERS
+from hotset.parameters import Parameter, size
 from hotset.sampling_parameters import FORM, OPTIONS, PARAMETERS
 
 if TYPE_CHECKING:
@@ -23,15 +26,45 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.settings import LoadSettings
 
-_ENGINE, _TEXT, _GPU = "Engine", "Input and output", "GPU"
+_TEXT = "Input and output"
 _LLAMA = "As llama.cpp has it"
-_SPECULATION = "Speculative decoding"
-_CACHE = "Prompt cache on disk"
 
 
-def _option(names: str, help: str, panel: str | None = None, **more: Any) -> typer.models.OptionInfo:
-    info: typer.models.OptionInfo = typer.Option(*names.split(), help=help, rich_help_panel=panel, **more)
+def option(
+    names: str,
+    help: str,
+    panel: str | None = None,
+    *,
+    kind: OptionType | None = None,
+    usual: str = "",
+    **more: Any,
+) -> typer.models.OptionInfo:
+    """Return an option. kind: the type of its value. usual: its default as the help shows it."""
+    if kind is not None:
+        more = {"parser": kind, "metavar": kind.word, "autocompletion": kind.complete} | more
+    more = {"help": help, "rich_help_panel": panel, "show_default": usual or True} | more
+    info: typer.models.OptionInfo = typer.Option(*names.split(), **more)
     return info
+
+
+def _usual(parameter: Parameter) -> str:
+    """Return the default of a parameter as the help shows it."""
+    if parameter.usual or isinstance(parameter.default, bool | tuple | None):
+        return parameter.usual
+    if parameter.kind is size:
+        return f"{parameter.default:g}G"
+    return parameter.default if isinstance(parameter.default, str) else f"{parameter.default:g}"
+
+
+def load_option(name: str, note: str = "", **more: Any) -> typer.models.OptionInfo:
+    """Return the option of a load setting. note: more sentences of help."""
+    one = LOAD_PARAMETERS[name]
+    kind = SIZE if one.kind is size else one_of(*one.choices, listed=one.listed) if one.choices else None
+    if one.kind is size and one.low == -1:
+        kind = OptionType("SIZE", lambda text: size("it", text, -1))
+    bounds = {"min": one.low, "max": one.high} if one.kind is int else {}
+    own = {"kind": kind, "usual": _usual(one), **bounds} | more
+    return option(one.option, one.summary + note, one.panel, **own)
 
 
 # A shell may evaluate a completion (typer's script for zsh does), and strangers can name files.
@@ -63,185 +96,85 @@ Models = Annotated[
     ),
 ]
 
-Json = Annotated[bool, _option("--json", "Print JSON.")]
+Json = Annotated[bool, option("--json", "Print JSON.")]
 
-Threads = Annotated[
-    int | None, _option("--threads -t", "Threads; default: the usable cores.", _ENGINE, min=1)
-]
-ContextSize = Annotated[
-    int | None,
-    _option(
-        "--ctx-size -c",
-        "Tokens of prompt and answer together; default: the model's own, if its cache fits in a quarter of "
-        "the free memory; on a GPU 4096 at most.",
-        _ENGINE,
-        min=1,
-    ),
-]
+
+def _layers_or_auto(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise typer.BadParameter(f"it must be auto or a whole number, not '{text}'.", param_hint="-ngl")
+    return int(text)
+
+
+Threads = Annotated[int | None, load_option("n_threads")]
+ContextSize = Annotated[int | None, load_option("n_ctx")]
+Activation = Annotated[str | None, load_option("activation")]
+Sparsity = Annotated[str | None, load_option("sparsity")]
+Predictor = Annotated[str | None, load_option("predictor")]
+_DEVICES = f" One of {', '.join(device_words())}; several: cuda:0,cuda:1; list prints those of this machine."
+DeviceNames = Annotated[str | None, load_option("device", _DEVICES, metavar="DEVICE")]
+_KINDS: dict[Any, Any] = {
+    bool: bool, int: int | None, float: float | None, Path: Path | None, size: float | None
+}  # fmt: skip
+_FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
+_LOAD_OPTIONS: dict[str, Any] = {
+    one.name: Annotated[_KINDS.get(one.kind, str | None), load_option(one.name)]
+    for one in LOAD_PARAMETERS.values()
+    if one.option
+} | {
+    "device": DeviceNames,
+    "n_gpu_layers": Annotated[
+        int | None, load_option("n_gpu_layers", kind=OptionType("N|auto", _layers_or_auto))
+    ],
+    "gpu_index": Annotated[Path | None, load_option("gpu_index", **_FILE)],
+    "profile": Annotated[Path | None, load_option("profile", dir_okay=False)],
+    "thresholds": Annotated[Path | None, load_option("thresholds", dir_okay=False)],
+    "draft": Annotated[str | None, load_option("draft", metavar="MODEL")],
+    "lookup": Annotated[Path | None, load_option("lookup", **_FILE)],
+    "lora": Annotated[list[str] | None, load_option("lora", metavar="FILE[:SCALE]")],
+    "chat_template": Annotated[str | None, load_option("chat_template", metavar="NAME|TEXT")],
+    "cache_dir": Annotated[Path | None, load_option("cache_dir", file_okay=False)],
+}  # fmt: skip
+"""Load setting → annotation of its option."""
+
+
+def _tensor_type(text: str) -> str:
+    from hotset.formats.requantize import target_of
+
+    target_of(text)
+    return text
+
+
+TENSOR_TYPE = OptionType("TYPE", _tensor_type)
 LONGEST = 512  # tokens of a sequence in an observation
 OBSERVED = 128  # tokens at a time: the values of their neurons, in all layers, are in memory
-SequenceSize = Annotated[int | None, _option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
-CacheType = Annotated[
-    str, _option("--cache-type --cache-type-k -ctk", "Type of the KV cache: f16, q8_0 or q4_0.", _ENGINE)
-]
-ValueType = Annotated[
-    str | None,
-    _option("--cache-type-v -ctv", "Type of the values, where it is not that of the keys.", _ENGINE),
-]
-Activation = Annotated[
-    str | None, _option("--activation", "Override the FFN's activation, such as relu.", _ENGINE)
-]
-Sparsity = Annotated[
-    str | None,
-    _option(
-        "--sparsity",
-        "dense, exact, predicted or threshold; default: the fastest that the file is made for.",
-        _ENGINE,
-    ),
-]
-Predictor = Annotated[
-    str | None, _option("--predictor", "mlp[:TYPE] or svd[:RANK[:TYPE]]; implies predicted.", _ENGINE)
-]
-ProfileFile = Annotated[
-    Path | None,
-    _option(
-        "--profile",
-        "From 'hotset sparse profile': its hot neurons are always computed.",
-        _ENGINE,
-        dir_okay=False,
-    ),
-]
-ThresholdsFile = Annotated[
-    Path | None,
-    _option(
-        "--thresholds",
-        "From 'hotset sparse calibrate'; default: the file beside the model.",
-        _ENGINE,
-        dir_okay=False,
-    ),
-]
-SparsePrompts = Annotated[
-    bool, _option("--sparse-prompts", "Apply thresholds to prompts too, not to answers alone.", _ENGINE)
-]
-
-Speculate = Annotated[
-    str | None,
-    _option("--speculate", "What drafts tokens: off (the default), ngram, draft, self or mtp.", _SPECULATION),
-]
-DraftModel = Annotated[
-    str | None,
-    _option(
-        "--draft", "A smaller model with the same vocabulary, that drafts.", _SPECULATION, metavar="MODEL"
-    ),
-]
-DraftMax = Annotated[
-    int, _option("--draft-max", "Tokens drafted at a time at most.", _SPECULATION, min=1, max=16)
-]
-LookupFile = Annotated[
-    Path | None,
-    _option("--lookup", "A text to look n-grams up in, too.", _SPECULATION, exists=True, dir_okay=False),
-]
-
-LoraFiles = Annotated[
-    list[str] | None,
-    _option(
-        "--lora",
-        "An adapter, FILE[:SCALE]: a GGUF file or a folder of PEFT's; repeatable.",
-        _ENGINE,
-        metavar="FILE[:SCALE]",
-    ),
-]
-
-CacheDir = Annotated[
-    Path | None,
-    _option(
-        "--cache-dir", "Keep the prompt cache in this directory, over restarts.", _CACHE, file_okay=False
-    ),
-]
-CacheDisk = Annotated[
-    str | None,
-    _option("--cache-disk", "Most bytes in that directory: 500M; default: 20G.", _CACHE, metavar="SIZE"),
-]
-ChatTemplateText = Annotated[
-    str | None,
-    _option(
-        "--chat-template",
-        "In place of the file's template: a name such as chatml, gemma or llama3, or a text in Jinja.",
-        _TEXT,
-        metavar="NAME|TEXT",
-    ),
-]
+SequenceSize = Annotated[int | None, option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
 ChatTemplateFile = Annotated[
     Path | None,
-    _option("--chat-template-file", "The same, from a file in Jinja.", _TEXT, exists=True, dir_okay=False),
+    option("--chat-template-file", "The same, from a file in Jinja.", _TEXT, exists=True, dir_okay=False),
 ]
 Session = Annotated[
     Path | None,
-    _option(
+    option(
         "--session",
-        "A file that keeps the conversation and its cache: go on with it, and write it at the end.",
-        _CACHE,
+        "File that keeps the conversation and its cache between runs.",
+        LOAD_PARAMETERS["cache_dir"].panel,
         dir_okay=False,
     ),
 ]
 
-DeviceNames = Annotated[
-    str | None,
-    _option(
-        "--device",
-        f"{', '.join(device_words())}; several: cuda:0,cuda:1; list prints those of this machine.",
-        _GPU,
-        metavar="DEVICE",
-    ),
-]
-VramBudget = Annotated[
-    float | None,
-    _option(
-        "--vram-budget", "GiB of each GPU to use, KV cache included; default, or -1: what is free.", _GPU
-    ),
-]
-GpuLayers = Annotated[
-    str | None,
-    _option(
-        "--n-gpu-layers -ngl",
-        "How many layers, the last ones, are on the GPU; default: auto.",
-        _GPU,
-    ),
-]
-GpuIndexFile = Annotated[
-    Path | None,
-    _option(
-        "--gpu-index", "A file that names the neurons to put on the GPU.", _GPU, exists=True, dir_okay=False
-    ),
-]
-ResetGpuIndex = Annotated[
-    bool, _option("--reset-gpu-index", "Plan the placement anew, even if there is one.", _GPU)
-]
-SplitOption = Annotated[
-    str,
-    _option(
-        "--split",
-        "What devices and CPU share: layers, neurons (or experts, of layers without room for all), or auto.",
-        _GPU,
-    ),
-]
-DisableGpuIndex = Annotated[bool, _option("--disable-gpu-index", "The same as --split layers.", _GPU)]
-RamBudget = Annotated[
-    float | None,
-    _option("--ram-budget", "GiB of memory in all; weights beyond it are read from disk as needed.", _ENGINE),
-]
-
 # Options of llama.cpp for which hotset has another option.
-CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "The CPU computes all experts.", _LLAMA, hidden=True)]
+CpuMoe = Annotated[bool, option("--cpu-moe -cmoe", "The CPU computes all experts.", _LLAMA, hidden=True)]
 NCpuMoe = Annotated[
     int | None,
-    _option(
+    option(
         "--n-cpu-moe -ncmoe", "The CPU computes as many experts as N layers have.", _LLAMA, min=0, hidden=True
     ),
 ]
 OverrideTensor = Annotated[
     list[str] | None,
-    _option(
+    option(
         "--override-tensor -ot",
         "PATTERN=CPU, such as exps=CPU: the same for the layers whose experts match.",
         _LLAMA,
@@ -251,19 +184,20 @@ OverrideTensor = Annotated[
 ]
 
 Alias = Annotated[
-    list[str] | None, _option("--alias -a", "What the model is called in requests; repeatable.", "Server")
+    list[str] | None, option("--alias -a", "What the model is called in requests; repeatable.", "Server")
 ]
-Parallel = Annotated[int, _option("--parallel -np", "Answers computed at the same time.", "Server", min=1)]
-Contexts = Annotated[int, _option("--contexts", "Size of the KV cache, in full contexts.", "Server", min=1)]
+Parallel = Annotated[int, load_option("max_sequences", usual="")]
+Contexts = Annotated[int, load_option("n_seqs", usual="")]
 
 
-def scale_option(names: str, help: str, **more: object) -> typer.models.OptionInfo:
+def scale_option(names: str, help: str, **more: Any) -> typer.models.OptionInfo:
     """Return an option about several machines."""
-    return _option(names, help, "Several machines (needs the extras serve and scale)", **more)
+    return option(names, help, "Several machines (needs the extras serve and scale)", **more)
 
 
 RayAddress = Annotated[
-    str | None, scale_option("--ray", "Address of a Ray cluster; auto: this machine's; default: start one.")
+    str | None,
+    scale_option("--ray", "Address of a Ray cluster; auto: this machine's.", show_default="start one"),
 ]
 Stages = Annotated[
     str | None, scale_option("--stages", "Split the model over machines: HOST:LAYERS,HOST:LAYERS or auto.")
@@ -271,40 +205,40 @@ Stages = Annotated[
 
 File = Annotated[
     Path | None,
-    _option(
+    option(
         "--file -f",
-        "Read the prompt, or what follows it, from a file; -: the standard input.",
+        "File with the prompt, or with a text that follows it; - is the standard input.",
         _TEXT,
         dir_okay=False,
     ),
 ]
-System = Annotated[str | None, _option("--system -sys", "System message of the chat template.", _TEXT)]
-Raw = Annotated[bool, _option("--raw", "Continue the prompt as it stands, without a chat template.", _TEXT)]
+System = Annotated[str | None, option("--system -sys", "System message of the chat template.", _TEXT)]
+Raw = Annotated[bool, option("--raw", "Continue the prompt without a chat template.", _TEXT)]
 ParseSpecial = Annotated[
     bool,
-    _option(
+    option(
         "--parse-special/--no-parse-special",
         "Without a chat template: read special tokens in the prompt as tokens.",
         _TEXT,
     ),
 ]
-JsonAnswer = Annotated[bool, _option("--json", "Print one JSON object: text, tokens, speeds.", _TEXT)]
+JsonAnswer = Annotated[bool, option("--json", "Print one JSON object: text, tokens, speeds.", _TEXT)]
 
-Stats = Annotated[bool, _option("--stats", "At the end, print what each layer computed and read.", _TEXT)]
+Stats = Annotated[bool, option("--stats", "At the end, print what each layer computed and read.", _TEXT)]
 
 
 def _sampling(name: str, note: str = "", **more: Any) -> typer.models.OptionInfo:
     """Return the option of a sampling parameter. note: how the option takes a value."""
     parameter = PARAMETERS[name]
-    has_default = parameter.kind is not None and parameter.default is not None
-    default = f" Default: {parameter.default:g}." if has_default else ""
-    return _option(parameter.option, f"{parameter.summary}{note}{default}", parameter.panel, **more)
+    return option(
+        parameter.option, parameter.summary + note, parameter.panel, usual=_usual(parameter), **more
+    )
 
 
 ReasoningBudget = Annotated[int | None, _sampling("reasoning_budget", metavar="N")]
 ReasoningBudgetMessage = Annotated[str | None, _sampling("reasoning_budget_message", metavar="TEXT")]
 _SAMPLING_OPTIONS: dict[str, Any] = {
-    one.name: Annotated[one.kind | None, _sampling(one.name)]
+    one.name: Annotated[_KINDS[one.kind], _sampling(one.name)]
     for one in PARAMETERS.values()
     if one.kind is not None and one.option
 } | {
@@ -326,7 +260,7 @@ _SAMPLING_OPTIONS: dict[str, Any] = {
 
 GrammarFile = Annotated[
     Path | None,
-    _option("--grammar-file", "The same, from a file.", FORM, exists=True, dir_okay=False),
+    option("--grammar-file", "The same, from a file.", FORM, exists=True, dir_okay=False),
 ]
 
 
@@ -337,135 +271,93 @@ GrammarFile = Annotated[
 class LoadOptions:
     """Options for loading a model: the base of all such groups."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # the fields of `_with`
+
     def fields(self) -> dict[str, Any]:
         """Return the fields of LoadSettings that these options set."""
-        return {}
+        values = {name: getattr(self, name, None) for name in LOAD_PARAMETERS}
+        given = {name: value for name, value in values.items() if value is not None}
+        return given | ({"device": device_names(given["device"])} if given.get("device") else {})
 
     def settings(self, **more: Any) -> LoadSettings:
         """Return the LoadSettings. more: fields that no option of this group sets."""
         from hotset.settings import LoadSettings
 
-        return LoadSettings(**self.fields(), **more)
+        return LoadSettings(**self.fields() | more)
 
 
-@dataclass(frozen=True, kw_only=True)
+_Group = TypeVar("_Group", bound=LoadOptions)
+
+
+def _with(*names: str) -> Callable[[type[_Group]], type[_Group]]:
+    """Return a decorator that makes a dataclass, with a field for the option of each of these settings."""
+
+    def decorate(group: type[_Group]) -> type[_Group]:
+        group.__annotations__ = {name: _LOAD_OPTIONS[name] for name in names} | group.__annotations__
+        for name in names:
+            setattr(group, name, False if LOAD_PARAMETERS[name].kind is bool else None)
+        return dataclass(frozen=True, kw_only=True)(group)
+
+    return decorate
+
+
+@_with("activation", "sparsity", "predictor", "profile", "thresholds", "sparse_prompts", "ram_budget")
 class SparsityOptions(LoadOptions):
     """Options for the computed neurons of a model, and for the memory that they take."""
 
-    activation: Activation = None
-    sparsity: Sparsity = None
-    predictor: Predictor = None
-    profile: ProfileFile = None
-    thresholds: ThresholdsFile = None
-    sparse_prompts: SparsePrompts = False
-    ram_budget: RamBudget = None
 
-    def fields(self) -> dict[str, Any]:
-        names = ("activation", "sparsity", "predictor", "profile", "thresholds", "sparse_prompts")
-        own = {name: getattr(self, name) for name in (*names, "ram_budget")}
-        return super().fields() | own
-
-
-@dataclass(frozen=True, kw_only=True)
+@_with("device", "vram_budget", "n_gpu_layers", "gpu_index", "reset_gpu_index", "split")
 class PlacementOptions(LoadOptions):
     """Options for the parts of a model on GPUs."""
 
-    device: DeviceNames = None
-    vram_budget: VramBudget = None
-    n_gpu_layers: GpuLayers = None
-    gpu_index: GpuIndexFile = None
-    reset_gpu_index: ResetGpuIndex = False
-    split: SplitOption = "auto"
-    disable_gpu_index: DisableGpuIndex = False
+
+@_with("kv_type")
+class CacheTypeOptions(LoadOptions):
+    """The types of keys and values in the KV cache."""
+
+    cache_type_v: Annotated[
+        str | None,
+        option(
+            "--cache-type-v -ctv", "Type of the values.", "Engine", usual="that of the keys",
+            kind=one_of(*LOAD_PARAMETERS["kv_type"].listed),
+        ),
+    ] = None  # fmt: skip
 
     def fields(self) -> dict[str, Any]:
-        layers: int | None = None
-        if self.n_gpu_layers not in (None, "auto"):
-            try:
-                layers = int(str(self.n_gpu_layers))
-            except ValueError:
-                layers = -1
-            if layers < 0:
-                raise typer.BadParameter(
-                    f"'{self.n_gpu_layers}' is neither a number nor auto.", param_hint="-ngl"
-                )
-        return super().fields() | {
-            "device": device_names(self.device) if self.device else None,
-            "vram_budget": self.vram_budget,
-            "n_gpu_layers": layers,
-            "gpu_index": self.gpu_index,
-            "split": "layers" if self.disable_gpu_index else self.split,
-            "reset_gpu_index": self.reset_gpu_index,
-        }
+        keys, values = self.kv_type or LOAD_PARAMETERS["kv_type"].default, self.cache_type_v
+        own = {} if values in (None, keys) else {"kv_type": f"{keys}/{values}"}
+        return super().fields() | own
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(PlacementOptions, SparsityOptions):
+@_with("n_ctx", "n_seqs", "max_batch", "n_threads")
+class PlanOptions(PlacementOptions, SparsityOptions, CacheTypeOptions):
     """Options for a plan: the computed neurons and their placement."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@_with("speculate", "draft", "draft_max", "lookup")
 class SpeculationOptions(LoadOptions):
     """Options for drafted tokens, of which a step verifies several."""
-
-    speculate: Speculate = None
-    draft: DraftModel = None
-    draft_max: DraftMax = 8
-    lookup: LookupFile = None
-
-    def fields(self) -> dict[str, Any]:
-        names = ("speculate", "draft", "draft_max", "lookup")
-        return super().fields() | {name: getattr(self, name) for name in names}
 
     @property
     def asks_for_drafts(self) -> bool:
         return bool(self.lookup or self.draft) or self.speculate not in (None, "off")
 
 
-@dataclass(frozen=True, kw_only=True)
+@_with("cache_dir", "cache_disk")
 class PromptCacheOptions(LoadOptions):
     """Options for the cache of finished answers on the disk."""
-
-    cache_dir: CacheDir = None
-    cache_disk: CacheDisk = None
-
-    def fields(self) -> dict[str, Any]:
-        size = {} if self.cache_disk is None else {"cache_disk": self.cache_disk}
-        return super().fields() | {"cache_dir": self.cache_dir} | size
 
     def check_cache_disk(self, folder: str = "--cache-dir", *, has_folder: bool = False) -> None:
         """Raise BadParameter for a size without a directory. folder: the options that name a directory."""
         if self.cache_disk is not None and self.cache_dir is None and not has_folder:
-            raise typer.BadParameter(
-                f"it is of a directory; name that by {folder}.", param_hint="--cache-disk"
-            )
+            raise typer.BadParameter(f"it requires {folder}.", param_hint="--cache-disk")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraOptions(LoadOptions):
-    """Options for the adapters of a model."""
-
-    lora: LoraFiles = None
-
-    def fields(self) -> dict[str, Any]:
-        return super().fields() | {"lora": self.lora}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions(SpeculationOptions, LoraOptions, PlacementOptions, SparsityOptions):
+@_with("lora")
+class BenchOptions(SpeculationOptions, PlacementOptions, SparsityOptions):
     """Options for loading a model, except the ones that a bench varies."""
-
-
-def kv_type(keys: str, values: str | None) -> str:
-    """Return the setting `kv_type`: one type for keys and values, or one for each. Raises BadParameter."""
-    from hotset.model.cost import KVType
-
-    known, one = "f16, q8_0 and q4_0", [name for name in get_args(KVType) if "/" not in name]
-    if keys not in one and (values is not None or set(keys.split("/")) - set(one)):
-        raise typer.BadParameter(f"'{keys}' is none of {known}.", param_hint="--cache-type")
-    if values is not None and values not in one:
-        raise typer.BadParameter(f"'{values}' is none of {known}.", param_hint="--cache-type-v")
-    return keys if values in (None, keys) else f"{keys}/{values}"
 
 
 _MOST_LAYERS = 1024  # layers for which a pattern is tested
@@ -493,13 +385,10 @@ def _layers_of(override: str) -> set[int]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(LoraOptions, SparsityOptions, PlacementOptions):
+@_with("n_threads", "lora")
+class ChunkOptions(CacheTypeOptions, SparsityOptions, PlacementOptions):
     """Options for loading a model, except the size of its context."""
 
-    threads: Threads = None
-    cache_type: CacheType = "f16"
-    cache_type_v: ValueType = None
     cpu_moe: CpuMoe = False
     n_cpu_moe: NCpuMoe = None
     override_tensor: OverrideTensor = None
@@ -516,34 +405,34 @@ class ModelOptions(LoraOptions, SparsityOptions, PlacementOptions):
         return layers if found == set(layers) else tuple(sorted(found))
 
     def fields(self) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            "n_threads": self.threads,
-            "kv_type": kv_type(self.cache_type, self.cache_type_v),
-        }
-        if layers := self._cpu_experts():
-            own["cpu_experts"] = layers
-        return super().fields() | own
+        layers = self._cpu_experts()
+        return super().fields() | ({"cpu_experts": layers} if layers else {})
 
 
-@dataclass(frozen=True, kw_only=True)
+@_with("n_ctx")
+class ModelOptions(ChunkOptions):
+    """How a model is loaded."""
+
+
+@_with("chat_template")
 class TemplateOptions(LoadOptions):
     """A chat template that replaces the template of the file."""
 
-    chat_template: ChatTemplateText = None
     chat_template_file: ChatTemplateFile = None
 
     def fields(self) -> dict[str, Any]:
         from hotset.files import read_small_text
         from hotset.text.chat import MAX_SOURCE_CHARS
 
-        template = self.chat_template
-        if self.chat_template_file is not None:
-            if template is not None:
-                raise typer.BadParameter(
-                    "it cannot be combined with --chat-template.", param_hint="--chat-template-file"
-                )
-            template = read_small_text(self.chat_template_file, MAX_SOURCE_CHARS)
-        return super().fields() | {"chat_template": template}
+        if self.chat_template_file is None:
+            return super().fields()
+        if self.chat_template is not None:
+            raise typer.BadParameter(
+                "it cannot be combined with --chat-template.", param_hint="--chat-template-file"
+            )
+        return super().fields() | {
+            "chat_template": read_small_text(self.chat_template_file, MAX_SOURCE_CHARS)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -675,17 +564,12 @@ class ObservationOptions(LoadOptions):
     """Options for running a model to observe its firing neurons, without the choice of a predictor."""
 
     n_ctx: SequenceSize = None
-    threads: Threads = None
+    n_threads: Threads = None
     activation: Activation = None
     device: DeviceNames = "cpu"
 
     def fields(self) -> dict[str, Any]:
-        own = {"n_ctx": self.n_ctx, "n_threads": self.threads, "activation": self.activation}
-        return own | {
-            "device": device_names(self.device or "cpu"),
-            "sparsity": "exact",
-            "max_batch": OBSERVED,
-        }
+        return super().fields() | {"sparsity": "exact", "max_batch": OBSERVED}
 
 
 def spread(subcommand: Callable[..., None]) -> Callable[..., None]:
@@ -714,14 +598,3 @@ def spread(subcommand: Callable[..., None]) -> Callable[..., None]:
     called.__annotations__ = {one.name: one.annotation for one in signature}
     called.__name__, called.__doc__ = subcommand.__name__, subcommand.__doc__
     return called
-
-
-def check_type(name: str) -> None:
-    """Raise BadParameter unless `name` is a --type of convert and quantize."""
-    from hotset.errors import InvalidRequestError
-    from hotset.formats.requantize import target_of
-
-    try:
-        target_of(name)
-    except InvalidRequestError as error:
-        raise typer.BadParameter(f"{error}.", param_hint="--type") from None

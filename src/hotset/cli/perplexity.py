@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,18 +41,19 @@ def perplexity(
     ] = None,
     n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=4, help="Tokens of a chunk.")] = 512,
     chunks: Annotated[
-        int | None, typer.Option("--chunks", min=1, help="How many chunks; default: all.")
+        int | None, typer.Option("--chunks", min=1, help="How many chunks.", show_default="all")
     ] = None,
     json: options.Json = False,
     *,
-    loading: options.ModelOptions,
+    loading: options.ChunkOptions,
 ) -> None:
     """Measure perplexity on a text: chunks of -c tokens, the second half of each scored."""
     text = read_text(file, "-f")
     thresholds = loading.thresholds
     if compare and loading.sparsity != "threshold" and says_threshold(compare):
-        loading = replace(loading, thresholds=None)  # another side has them
-    settings = loading.settings(n_ctx=n_ctx)
+        settings = loading.settings(n_ctx=n_ctx, thresholds=None)  # another side has them
+    else:
+        settings = loading.settings(n_ctx=n_ctx)
     sides = sides_of(model, settings, compare, thresholds) if compare else [Side(model, settings)]
     models: list[Model] = []
     with ProgressBar() as bar, ExitStack() as opened:

@@ -35,36 +35,35 @@ if TYPE_CHECKING:
     from hotset.placement.table import Placement
     from hotset.settings import LoadSettings
 
-_BATCH = 512  # tokens of a step, as in `hotset run`
-
 
 def plan(
     model: options.ModelName,
-    ctx_size: options.ContextSize = None,
-    contexts: options.Contexts = 1,
-    batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Most tokens of a step.")] = _BATCH,
-    cache_type: options.CacheType = "f16",
-    cache_type_v: options.ValueType = None,
-    threads: options.Threads = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Print a row for each layer too.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Also print a row for each layer.")] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", dir_okay=False, help="Write a GPU index that PowerInfer reads too."),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="NAME", help='Plan for this GPU, here or not: "RTX 4090".'),
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help='Plan for this GPU, such as "RTX 4090", which need not be in this machine.',
+        ),
     ] = None,
-    bandwidth: Annotated[
+    gpu_bandwidth: Annotated[
         float | None,
         typer.Option(
             "--gpu-bandwidth", metavar="GB/S", help="Plan for a GPU of this bandwidth, with --vram-budget."
         ),
     ] = None,
-    link: Annotated[
+    gpu_link: Annotated[
         float | None,
         typer.Option(
-            "--gpu-link", metavar="GB/S", help="Bandwidth of its PCIe link, one way; default: 31.5."
+            "--gpu-link",
+            metavar="GB/S",
+            help="Bandwidth of its PCIe link, one way.",
+            show_default=f"{DEFAULT_LINK:g}",
         ),
     ] = None,
     json: options.Json = False,
@@ -73,14 +72,11 @@ def plan(
 ) -> None:
     """Plan the placement of a model within a VRAM or RAM budget, without loading it."""
     with ProgressBar() as bar:
-        settings = loading.settings(
-            n_ctx=ctx_size, n_seqs=contexts, max_batch=batch, n_threads=threads,
-            kv_type=options.kv_type(cache_type, cache_type_v), progress=bar,
-        )  # fmt: skip
+        settings = loading.settings(progress=bar)
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))
-        planned, memory = _decide(path, settings, _card(settings, gpu, bandwidth, link))
+        planned, memory = _decide(path, settings, _card(settings, gpu, gpu_bandwidth, gpu_link))
     if planned is None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
@@ -124,13 +120,14 @@ def _card(
     if gpu is not None:
         card = find_card(gpu)
         return replace(card, bandwidth=bandwidth or card.bandwidth, link=link or card.link)
-    if settings.vram_budget in (None, -1):
+    memory = settings.vram_gib
+    if memory in (None, -1):
         raise typer.BadParameter(
             "say how much memory it has with --vram-budget.", param_hint="--gpu-bandwidth"
         )
-    assert settings.vram_budget is not None
+    assert memory is not None
     assert bandwidth is not None
-    return Card("GPU", settings.vram_budget, bandwidth, link or DEFAULT_LINK)
+    return Card("GPU", memory, bandwidth, link or DEFAULT_LINK)
 
 
 def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Placement | None, _Memory | None]:

@@ -45,7 +45,7 @@ def profile(
         typer.Option("--file", "-f", exists=True, dir_okay=False, help="Run this text through the model."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: beside the model.")
+        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="beside the model")
     ] = None,
     merge: Annotated[
         list[Path] | None, typer.Option("--merge", help="Add the counts of this profile; repeatable.")
@@ -55,7 +55,7 @@ def profile(
         Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
     ] = None,
     n_tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Most tokens of the text; default: all.")
+        int | None, typer.Option("--tokens", min=1, help="Most tokens of the text.", show_default="all")
     ] = None,
     ray: options.RayAddress = None,
     json: options.Json = False,
@@ -219,7 +219,7 @@ def reorder(
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", dir_okay=False, help="Its profile; default: the one beside it."),
+        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="the one beside it"),
     ] = None,
     bundle: Annotated[
         bool,

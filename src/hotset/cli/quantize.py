@@ -30,11 +30,13 @@ def quantize(
     ] = None,
     type: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--type",
-            help="Of the matrices: q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1, q4_0, iq4_xs, mxfp4, "
+            "Type of the matrices: q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1, q4_0, iq4_xs, mxfp4, "
             "q3_k_m, iq3_s, iq3_xxs, q2_k, iq2_m, iq2_xxs, iq1_m, tq2_0, tq1_0, f16, bf16, f32 and more "
-            "(docs/reference/gguf.md); default: q4_0, or, with --tensor-type, what they are.",
+            "(docs/reference/gguf.md).",
+            kind=options.TENSOR_TYPE,
+            usual="q4_0, or with --tensor-type that of the file",
         ),
     ] = None,
     tensor_type: Annotated[
@@ -55,12 +57,10 @@ def quantize(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print types and sizes; write nothing.")] = False,
-    threads: options.Threads = None,
+    n_threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
     """Quantise a GGUF file, plain or PowerInfer's."""
-    if type is not None:
-        options.check_type(type)
     path = resolve(source, download=False)
     if target is None and not dry_run:
         raise typer.BadParameter("name the file to write, or use --dry-run.", param_hint="OUT.gguf")
@@ -81,7 +81,7 @@ def quantize(
         with ProgressBar() as bar:
             requantize.quantize(
                 path, target, type, tensor_types=rules, allow_requantize=allow_requantize, imatrix=imatrix,
-                n_threads=threads, progress=bar,
+                n_threads=n_threads, progress=bar,
             )  # fmt: skip
         after = target.stat().st_size
     seconds = time.monotonic() - began

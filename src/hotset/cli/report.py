@@ -12,6 +12,7 @@ from hotset.cli import options
 from hotset.cli.console import print_json, read_text, say
 from hotset.cli.profile import loaded_exact, mean_share, sequences
 from hotset.cli.progress import ProgressBar
+from hotset.cli.values import one_of
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.loader.build import open_model
@@ -53,14 +54,17 @@ def report(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", dir_okay=False, help="Its profile; default: the one beside it."),
+        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="the one beside it"),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="The page to write; default: NAME.report.html."),
+        typer.Option(
+            "--output", "-o", dir_okay=False, help="The page to write.", show_default="NAME.report.html"
+        ),
     ] = None,
     images: Annotated[
-        list[str] | None, typer.Option("--images", help="Write the plots as png or svg too; repeatable.")
+        list[str] | None,
+        options.option("--images", "Write the plots as images too; repeatable.", kind=one_of("png", "svg")),
     ] = None,
     n_tokens: Annotated[int, typer.Option("--tokens", min=2, help="Most tokens of the text.")] = _TOKENS,
     json: options.Json = False,
@@ -68,7 +72,7 @@ def report(
     watching: options.ObservationOptions,
 ) -> None:
     """Draw which neurons fire and which experts are chosen, as one HTML page."""
-    kinds = _image_kinds(images)
+    kinds = list(dict.fromkeys(images or []))
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"{output} must end with .html.", param_hint="-o")
     drawn = not json or output is not None or bool(kinds)
@@ -105,14 +109,6 @@ def report(
         say(f"Wrote {place} ({human_size(place.stat().st_size)}).")
     if text is None:
         say("Without a text (-f) there is no overlap and no co-activation or drift in it.", dim=True)
-
-
-def _image_kinds(images: list[str] | None) -> list[str]:
-    kinds = list(dict.fromkeys(images or []))
-    for kind in kinds:
-        if kind not in ("png", "svg"):
-            raise typer.BadParameter(f"{kind} must be png or svg.", param_hint="--images")
-    return kinds
 
 
 def _open(

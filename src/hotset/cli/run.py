@@ -59,7 +59,6 @@ def run(
     parse_special: options.ParseSpecial = True,
     json: options.JsonAnswer = False,
     stats: options.Stats = False,
-    ctx_size: options.ContextSize = None,
     session: options.Session = None,
     *,
     loading: options.AnswerOptions,
@@ -71,7 +70,7 @@ def run(
     name, text = _arguments(model, prompt, prompt_option, file)
     params = sampling.params()
     loading.check_cache_disk()
-    settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
+    settings = loading.settings(max_sequences=1)
     if session is not None:
         check_session(session)
     interactive = text is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ from hotset.cli import options
 from hotset.cli.console import print_choice, print_memory, read_text, say
 from hotset.cli.default_model import default_model
 from hotset.cli.progress import ProgressBar
+from hotset.cli.values import DURATION, SIZE, TIME_OR_EVER, one_of
 from hotset.errors import HotsetError, install_command
 from hotset.escaping import clause
 from hotset.files import expanded
@@ -22,7 +23,7 @@ from hotset.loader.adapters import check_adapter
 from hotset.memory import free_memory
 from hotset.server.keys import read_keys
 from hotset.server.mcp.file import McpServer, read_servers
-from hotset.server.settings import ServerSettings
+from hotset.server.settings import LOG_FORMS, ServerSettings
 from hotset.storage import find_created, on_this_machine, resolve, store
 from hotset.units import human_size
 
@@ -39,7 +40,7 @@ _SHARE_OF_FREE = 0.9  # of the free memory, for models without a given limit
 
 
 def _option(names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names.split(), help=help, rich_help_panel="Server", **more)
+    return options.option(names, help, "Server", **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,9 @@ class ServerOptions:
     """Options for a server's address, its clients and their limits."""
 
     host: Annotated[str, _option("--host", "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _option("--port", "Port to listen on; 0: any free one.", min=0, max=65535)] = 8080
+    port: Annotated[int, _option("--port", "Port to listen on; 0 takes any free one.", min=0, max=65535)] = (
+        8080
+    )
     socket: Annotated[
         str | None, _option("--socket", "A Unix socket to listen on, in place of an address.", metavar="PATH")
     ] = None
@@ -74,15 +77,15 @@ class ServerOptions:
     allow_no_api_key: Annotated[
         bool, _option("--allow-no-api-key", "Serve other machines without a key.")
     ] = False
-    cors_origin: Annotated[
+    cors_origins: Annotated[
         list[str] | None,
         _option("--cors-origin", "Allow web pages of this origin; *: all; repeatable."),
     ] = None
-    allowed_host: Annotated[
+    allowed_hosts: Annotated[
         list[str] | None,
         _option("--allowed-host", "Allow this name in the Host header; *: any; repeatable."),
     ] = None
-    trusted_proxy: Annotated[
+    trusted_proxies: Annotated[
         list[str] | None,
         _option("--trusted-proxy", "Address of a proxy whose X-Forwarded-For is trusted; repeatable."),
     ] = None
@@ -93,12 +96,13 @@ class ServerOptions:
         int, _option("--max-queue", "Requests that may wait; more are refused (429).", min=0)
     ] = 64
     max_tokens: Annotated[
-        int | None, _option("--max-tokens", "Most tokens of an answer; default: the context.", min=1)
+        int | None, _option("--max-tokens", "Most tokens of an answer.", usual="the context", min=1)
     ] = None
     reasoning_budget: options.ReasoningBudget = None
     reasoning_budget_message: options.ReasoningBudgetMessage = None
-    timeout: Annotated[
-        float | None, _option("--timeout", "Most seconds that an answer takes; default: no limit.", min=0)
+    max_seconds: Annotated[
+        float | None,
+        _option("--timeout", "Longest time that an answer takes.", kind=DURATION, usual="no limit"),
     ] = None
     replicas: Annotated[
         int | None, options.scale_option("--replicas", "Copies of the model on the machines of --ray.", min=1)
@@ -108,23 +112,27 @@ class ServerOptions:
     ] = None
     max_memory: Annotated[
         float | None,
-        _option("--max-memory", "GiB of all loaded models together; default: 0.9 of free memory.", min=0),
+        _option(
+            "--max-memory", "Memory of all loaded models together.", kind=SIZE, usual="0.9 of free memory"
+        ),
     ] = None
     keep_alive: Annotated[
-        str | None,
+        float | None,
         _option(
-            "--keep-alive", "Idle models are unloaded after this; default: 5m; -1: never.", metavar="TIME"
+            "--keep-alive", "Unload idle models after this time; -1: never.", kind=TIME_OR_EVER, usual="5m"
         ),
     ] = None
     models_file: Annotated[
         Path | None,
-        _option("--models-file", "TOML with settings of each model.", exists=True, dir_okay=False),
+        _option("--models-file", "TOML file with the settings of each model.", exists=True, dir_okay=False),
     ] = None
     request_log: Annotated[
         str | None,
         _option("--request-log", "A line for each request, without its text; -: on stderr.", metavar="FILE"),
     ] = None
-    log_form: Annotated[str, _option("--log-form", "Format of these lines: json, text or short.")] = "json"
+    log_form: Annotated[str, _option("--log-form", "Format of these lines.", kind=one_of(*LOG_FORMS))] = (
+        "json"
+    )
     access_log: Annotated[
         bool,
         _option(
@@ -158,7 +166,9 @@ class ServerOptions:
         Path | None,
         _option("--mcp", "mcp.json: MCP servers whose tools the page offers.", exists=True, dir_okay=False),
     ] = None
-    grace: Annotated[float, _option("--grace", "Seconds that running answers get at shutdown.", min=0)] = 30.0
+    grace_seconds: Annotated[
+        float, _option("--grace", "Time that running answers get at shutdown.", kind=DURATION, usual="30s")
+    ] = 30.0
 
     @property
     def is_of_several(self) -> bool:
@@ -168,32 +178,19 @@ class ServerOptions:
     def settings(self) -> ServerSettings:
         if self.otlp_traces_endpoint is not None:
             check_installed(_OTEL_PARTS, "traces need", "serve,otel")
+        names = {one.name for one in fields(ServerSettings)} & {one.name for one in fields(self)}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        plain = {name: str(value) for name, value in given.items() if isinstance(value, Path)}
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return ServerSettings(
-            host=self.host,
-            port=self.port,
-            socket=self.socket,
-            tls_cert=None if self.tls_cert is None else str(self.tls_cert),
-            tls_key=None if self.tls_key is None else str(self.tls_key),
-            api_keys=self._keys(),
-            named_keys=() if self.keys_file is None else read_keys(self.keys_file),
-            allow_no_api_key=self.allow_no_api_key,
-            cors_origins=tuple(self.cors_origin or ()),
-            allowed_hosts=tuple(self.allowed_host or ()),
-            trusted_proxies=tuple(self.trusted_proxy or ()),
-            strict_requests=self.strict_requests,
-            max_queue=self.max_queue,
-            max_tokens=self.max_tokens,
-            max_seconds=self.timeout,
-            reasoning_budget=self.reasoning_budget,
-            reasoning_budget_message=self.reasoning_budget_message,
-            request_log=self.request_log or ("-" if self.access_log else None),
-            log_form="short" if self.request_log is None else self.log_form,
-            otlp_traces_endpoint=self.otlp_traces_endpoint,
-            slot_save_path=None if self.slot_save_path is None else str(self.slot_save_path),
-            lora_dir=None if self.lora_dir is None else str(self.lora_dir),
-            mcp_servers=self._mcp_servers(),
-            grace_seconds=self.grace,
-        )
+            **given | plain | lists | {
+                "api_keys": self._keys(),
+                "named_keys": () if self.keys_file is None else read_keys(self.keys_file),
+                "request_log": self.request_log or ("-" if self.access_log else None),
+                "log_form": "short" if self.request_log is None else self.log_form,
+                "mcp_servers": self._mcp_servers(),
+            }
+        )  # fmt: skip
 
     def _mcp_servers(self) -> tuple[McpServer, ...]:
         if self.mcp is None:
@@ -226,9 +223,8 @@ def serve(
         list[str] | None,
         _option("--alias -a", "Name of the model for clients; with several models NAME=MODEL; repeatable."),
     ] = None,
-    parallel: options.Parallel = 16,
-    contexts: options.Contexts = 4,
-    ctx_size: options.ContextSize = None,
+    max_sequences: options.Parallel = 16,
+    n_seqs: options.Contexts = 4,
     *,
     loading: options.AnswerOptions,
     scale: options.ScaleOptions,
@@ -237,7 +233,7 @@ def serve(
     """Serve a model over HTTP, or several: the APIs of OpenAI, Anthropic and Ollama."""
     check_installed()
     loading.check_cache_disk("--cache-dir or --slot-save-path", has_folder=server.slot_save_path is not None)
-    settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
+    settings = loading.settings(max_sequences=max_sequences, n_seqs=n_seqs)
     server_settings = server.settings()
     is_scaled = any(
         one is not None for one in (server.replicas, server.max_replicas, scale.stages, scale.ray)
@@ -333,7 +329,7 @@ def _serve_several(
 ) -> None:
     from hotset.server.catalogue import Catalogue, with_aliases
     from hotset.server.listen import listen
-    from hotset.server.model_settings import KEEP_ALIVE_SECONDS, ModelsFile, duration
+    from hotset.server.model_settings import KEEP_ALIVE_SECONDS, ModelsFile, until_unloaded
     from hotset.server.models import Models
 
     if settings.lora is not None:
@@ -354,7 +350,7 @@ def _serve_several(
     found.scan()
     found.check()
     memory = server.max_memory if server.max_memory is not None else file.max_memory
-    keep = duration(server.keep_alive) if server.keep_alive is not None else file.keep_alive
+    keep = until_unloaded(server.keep_alive) if server.keep_alive is not None else file.keep_alive
     budget = int(free_memory() * _SHARE_OF_FREE) if memory is None else int(memory * 2**30)
     say(f"{_count(len(found.models), 'model')}; memory limit for loaded models: {human_size(budget)}")
     models = Models(

@@ -17,6 +17,7 @@ from hotset.cli import options
 from hotset.cli.console import print_json, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.cli.spellings import device_names
+from hotset.cli.values import DURATION, one_of
 from hotset.convert.hf import convert_hf
 from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
@@ -47,32 +48,40 @@ class AdapterOptions:
     """Options for the trained adapters and the training."""
 
     activation: Annotated[
-        str, typer.Option("--activation", help="relu or drelu.", rich_help_panel=_TRAINING)
+        str,
+        options.option(
+            "--activation",
+            "Activation of the trained model.",
+            _TRAINING,
+            kind=one_of("relu", "drelu"),
+        ),
     ] = "relu"
     idle: Annotated[
         float, typer.Option("--idle", help="Share of neurons to be idle.", rich_help_panel=_TRAINING)
     ] = 0.72
     lora: Annotated[
         int | None,
-        typer.Option("--lora", help="Rank of low-rank adapters; default: full.", rich_help_panel=_TRAINING),
+        typer.Option(
+            "--lora", help="Rank of low-rank adapters.", show_default="full", rich_help_panel=_TRAINING
+        ),
     ] = None
     linear: Annotated[
         int | None,
         typer.Option(
             "--linear",
-            help="Neurons of a layer that may become a linear path, at most; default: an eighth.",
+            help="Neurons of a layer that may become a linear path, at most.",
+            show_default="an eighth",
             rich_help_panel=_TRAINING,
         ),
     ] = None
     tokens: Annotated[
         int, typer.Option("--tokens", help="Tokens to train on.", rich_help_panel=_TRAINING)
     ] = 1_000_000
-    hours: Annotated[
+    time: Annotated[
         float | None,
-        typer.Option(
-            "--hours", help="Train for so many hours, instead of --tokens.", rich_help_panel=_TRAINING
-        ),
+        options.option("--time", "Train for this time, instead of --tokens.", _TRAINING, kind=DURATION),
     ] = None
+    hours: Annotated[float | None, options.option("--hours", "--time in hours.", hidden=True)] = None
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", help="Tokens of a window.", rich_help_panel=_TRAINING)
     ] = 512
@@ -112,12 +121,12 @@ class AdapterOptions:
             lr = SparsifySettings.lr if self.lora else SparsifySettings.lr / _FULL_LR
         if self.lora:
             vector_lr = 2 * lr
-        linear = self.linear
+        hours, linear = self.hours if self.time is None else self.time / 3600, self.linear
         if linear is None:
             linear = n_ff // _LINEAR if self.activation == "relu" else 0
         return SparsifySettings(
             activation=self.activation, rank=self.lora or 0, linear=linear, idle=self.idle,
-            n_tokens=self.tokens, hours=self.hours, n_ctx=self.n_ctx, batch=self.batch, lr=lr,
+            n_tokens=self.tokens, hours=hours, n_ctx=self.n_ctx, batch=self.batch, lr=lr,
             vector_lr=vector_lr, labels=self.labels, scored=self.scored, guide=self.guide, seed=self.seed,
         )  # fmt: skip
 
@@ -154,7 +163,7 @@ class TextOptions:
     held_out: Annotated[
         Path | None,
         typer.Option(
-            "--held-out", help="Evaluate on this; default: the end of a text.", rich_help_panel=_TEXT
+            "--held-out", help="Evaluate on this.", show_default="the end of a text", rich_help_panel=_TEXT
         ),
     ] = None
 
@@ -166,14 +175,15 @@ def sparsify(
         Path | None, typer.Option("--adapters", help="Only merge these finished adapters.", dir_okay=False)
     ] = None,
     type: Annotated[
-        str, typer.Option("--type", help="Type of the matrices that change: q8_0, f16, f32.")
+        str,
+        options.option("--type", "Type of the matrices that change.", kind=one_of(*MERGED_TYPES)),
     ] = "q8_0",
     *,
     training: AdapterOptions,
     texts: TextOptions,
     work: Annotated[
         Path | None,
-        typer.Option("--work", help="Folder of the run; default: OUT.sparsify.", rich_help_panel=_RUN),
+        typer.Option("--work", help="Folder of the run.", show_default="OUT.sparsify", rich_help_panel=_RUN),
     ] = None,
     eval_every: Annotated[
         int, typer.Option("--eval-every", min=1, help="Steps between evaluations.", rich_help_panel=_RUN)
@@ -182,12 +192,10 @@ def sparsify(
         int, typer.Option("--save-every", min=1, help="Steps between checkpoints.", rich_help_panel=_RUN)
     ] = 25,
     device: options.DeviceNames = "auto",
-    threads: options.Threads = None,
+    n_threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
     """Turn a SiLU model into a ReLU one by distillation, or merge adapters that did."""
-    if type not in MERGED_TYPES:
-        raise typer.BadParameter(f"'{type}' is none of {', '.join(MERGED_TYPES)}.", param_hint="--type")
     check_target(target)
     folder = work or target.with_suffix(".sparsify")
     check_folder(folder)
@@ -197,7 +205,7 @@ def sparsify(
         path = _source(model, folder, stack)
         if adapters is None:
             run, is_first = _open(
-                path, folder, stack, training, texts, device_names(device or "auto"), threads
+                path, folder, stack, training, texts, device_names(device or "auto"), n_threads
             )
             last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"

@@ -13,31 +13,29 @@ from typing import Any, NamedTuple
 import typer
 
 from hotset.cli.console import say
+from hotset.load_parameters import LOAD_PARAMETERS
+from hotset.sampling_parameters import PARAMETERS
 
 # Option → its spellings in llama.cpp, Ollama and vLLM, for commands that have it.
 MEANT: Mapping[str, tuple[str, ...]] = {
-    "--device": ("-dev", "--backend"),
-    "--contexts": ("--parallel", "-np"),
-    "--ctx-size": ("--n-ctx", "--num-ctx", "--max-model-len"),
-    "--draft": ("-md", "--model-draft"),
+    one.flag: one.spellings
+    for one in (*LOAD_PARAMETERS.values(), *PARAMETERS.values())
+    if one.option and one.spellings
+} | {
     "--format": ("--output", "-o"),
-    "--json-schema": ("--schema",),
     "--n-depth": ("--depth", "-d"),
     "--n-gen": ("-n",),
-    "--n-gpu-layers": ("--ngl", "--num-gpu", "--gpu-layers"),
-    "--n-predict": ("--predict", "--max-tokens", "--max-new-tokens", "--num-predict"),
     "--n-prompt": ("-p",),
     "--raw": ("-no-cnv", "--no-conversation"),
     "--repetitions": ("-r",),
-    "--temp": ("--temperature",),
-    "--threads": ("--num-threads",),
     "--tokens": ("-n",),
-    "--top-nsigma": ("--top-n-sigma",),
-    "--typical": ("--typical-p",),
 }  # fmt: skip
 
 # Option → flags that set it to one of its values.
-FLAGS: Mapping[str, Mapping[str, str]] = {"--device": {"--no-gpu": "cpu", "--list-devices": "list"}}
+FLAGS: Mapping[str, Mapping[str, str]] = {
+    "--device": {"--no-gpu": "cpu", "--list-devices": "list"},
+    "--split": {"--disable-gpu-index": "layers"},
+}
 _DEVICES = {"none": "cpu", "metal": "mps", "mtl": "mps", "sycl": "xpu"}  # llama.cpp's words
 
 

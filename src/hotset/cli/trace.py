@@ -12,6 +12,7 @@ from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say
 from hotset.cli.profile import sequences
 from hotset.cli.progress import ProgressBar
+from hotset.cli.values import SIZE
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target
 from hotset.loader.build import open_model
@@ -35,7 +36,9 @@ def trace(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="File to write; default: beside the model."),
+        typer.Option(
+            "--output", "-o", dir_okay=False, help="File to write.", show_default="beside the model"
+        ),
     ] = None,
     replay: Annotated[
         Path | None,
@@ -45,10 +48,10 @@ def trace(
     ] = None,
     rows: Annotated[
         list[float] | None,
-        typer.Option("--rows", min=0.0, help="With --replay: caches of so many GiB; repeatable."),
+        options.option("--rows", "With --replay: caches of this size; repeatable.", kind=SIZE),
     ] = None,
     n_tokens: Annotated[
-        int | None, typer.Option("--tokens", min=2, help="Most tokens of the text; default: all.")
+        int | None, typer.Option("--tokens", min=2, help="Most tokens of the text.", show_default="all")
     ] = None,
     json: options.Json = False,
     sparsity: options.Sparsity = None,

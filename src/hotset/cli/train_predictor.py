@@ -12,6 +12,7 @@ from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
 from hotset.cli.spellings import device_names
+from hotset.cli.values import SIZE, one_of
 from hotset.errors import HotsetError, install_command
 from hotset.formats.quants import GGMLType
 from hotset.report.bars import percent
@@ -33,8 +34,11 @@ class TrainOptions:
 
     type: Annotated[
         str | None,
-        typer.Option(
-            "--type", help="Of the predictors: f16, q8_0, q4_0; default: q4_0 in a quantised model."
+        options.option(
+            "--type",
+            "Type of the predictors.",
+            kind=one_of(*TYPES),
+            usual="q4_0 in a quantised model",
         ),
     ] = None
     recall: Annotated[
@@ -51,9 +55,9 @@ class TrainOptions:
         float,
         typer.Option("--max-share", help="Largest size of all predictors together, in percent of the model."),
     ] = 10.0
-    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Disk for the pairs, such as 800M or 4G.")] = (
-        "2G"
-    )
+    max_bytes: Annotated[
+        float, options.option("--max-bytes", "Disk space for the pairs.", kind=SIZE, usual="2G")
+    ] = 2.0
     n_tokens: Annotated[int | None, typer.Option("--tokens", min=2, help="Most tokens of the text.")] = None
     n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")] = (
         512
@@ -62,7 +66,7 @@ class TrainOptions:
     learning_rate: Annotated[float, typer.Option("--lr", help="Learning rate of Adam.")] = 1e-2
     device: options.DeviceNames = "cpu"
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Layers side by side; default: one per core.")
+        int | None, typer.Option("--jobs", min=1, help="Layers side by side.", show_default="one per core")
     ] = None
 
     def settings(self) -> PredictorSettings:
@@ -76,7 +80,7 @@ class TrainOptions:
             max_increase=self.max_increase / 100,
             max_share=self.max_share / 100,
             type=GGMLType[self.type.upper()] if self.type else None,
-            max_bytes=_bytes(self.max_bytes),
+            max_bytes=int(self.max_bytes * 2**30),
             n_tokens=self.n_tokens,
             n_ctx=self.n_ctx,
             schedule=Schedule(epochs=self.epochs, learning_rate=self.learning_rate),
@@ -97,34 +101,30 @@ def train_predictor(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", help="Folder for model_<layer>.pt; default: MODEL.predictors beside the model."
+            "--dir", help="Folder for model_<layer>.pt.", show_default="MODEL.predictors beside the model"
         ),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option("--format", help="Format of OUTPUT: powerinfer or plain; default: by the model."),
+        options.option("--format", "Format of OUTPUT.", kind=one_of(*DIALECTS), usual="by the model"),
     ] = None,
     *,
     training: TrainOptions,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep pairs and checkpoints, to go on with other targets.")
     ] = False,
-    threads: options.Threads = None,
+    n_threads: options.Threads = None,
     activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:
     """Train predictors: one small network per layer that names the neurons that fire."""
-    if training.type not in (None, *TYPES):
-        raise typer.BadParameter(f"'{training.type}' is none of {', '.join(TYPES)}.", param_hint="--type")
-    if format is not None and format not in DIALECTS:
-        raise typer.BadParameter(f"'{format}' is none of {', '.join(DIALECTS)}.", param_hint="--format")
     try:
         from hotset.training.predictor import train_predictors
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise HotsetError(f"training needs PyTorch; install it with: {install_command('train')}") from None
-    settings = replace(training.settings(), n_threads=threads, keep=keep)
+    settings = replace(training.settings(), n_threads=n_threads, keep=keep)
     texts = [read_text(path, "-f") for path in file]
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
@@ -148,18 +148,6 @@ def train_predictor(
     say(f"Wrote model_0.pt to model_{len(trained.layers) - 1}.pt and config.json in {folder}.")
     if output is not None:
         say(f"Wrote {output} ({human_size(output.stat().st_size)}). Run it with: hotset run {output}")
-
-
-def _bytes(text: str) -> int:
-    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}.get(text[-1:].lower())
-    number = text[:-1] if scale else text
-    try:
-        n = int(float(number) * (scale or 1))
-    except ValueError:
-        n = 0
-    if n < 1:
-        raise typer.BadParameter(f"'{text}' is not a size such as 800M or 4G.", param_hint="--max-bytes")
-    return n
 
 
 def _print(trained: Trained) -> None:

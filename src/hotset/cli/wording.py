@@ -2,36 +2,25 @@
 
 The library names settings as in Python: bare names with an underscore (`n_ctx`), words such as `device`
 between backticks, and values as `device='auto'`. A message may begin with a name and "must" or "requires".
-Each of these names becomes its option.
+Each of these names becomes its option: one of the running subcommand, or of the tables of parameters.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
-from hotset.sampling_parameters import OPTIONS
+from hotset.load_parameters import LOAD_PARAMETERS
+from hotset.sampling_parameters import PARAMETERS
 
-# Settings whose options have a different name.
-_OTHERS = OPTIONS | {
-    "grace_seconds": "--grace", "kv_type": "-ctk", "max_seconds": "--timeout", "max_sequences": "-np",
-    "n_ctx": "-c", "n_gpu_layers": "-ngl", "n_seqs": "--contexts", "n_threads": "-t", "n_tokens": "-n",
-}  # fmt: skip
-# Further settings that messages name without backticks or with a value.
-_ALIKE = (
-    "allow_requantize", "cache_dir", "cache_disk", "chat_template", "draft_max", "gpu_bandwidth", "gpu_index",
-    "keep_alive", "log_form", "max_bytes", "max_ppl_increase", "max_queue", "max_share", "ram_budget",
-    "reset_gpu_index", "sparse_prompts", "tls_cert", "tls_key", "vram_budget",
-)  # fmt: skip
-_WORDS = (
-    "activation", "device", "draft", "idle", "jobs", "labels", "lookup", "lora", "predictor",
-    "profile", "scored", "sparsity", "speculate", "split", "thresholds", "uniform",
-)  # fmt: skip
-_UNDERSCORED = "|".join(name for name in (*_OTHERS, *_ALIKE) if "_" in name)
+_TABLES = {one.name: one.flag for one in (*PARAMETERS.values(), *LOAD_PARAMETERS.values()) if one.option}
+_of_subcommand: dict[str, str] = {}
 _NAMED = re.compile(
-    rf"(?<![\w./\\'`-])(?P<value_of>{_UNDERSCORED}|{'|'.join(_WORDS)})=(?P<value>'[^']*'|[\w.%]*[\w%])"
+    r"(?<![\w./\\'`-])(?P<value_of>[a-z][a-z0-9_]*)=(?P<value>'[^']*'|[\w.%]*[\w%])"
     r"|`(?P<word>[a-z][a-z0-9_]*)`"
-    rf"|(?<![\w./\\'-])(?P<name>{_UNDERSCORED})(?![\w/\\'-]|\.\w)"
-    rf"|^(?P<first>{'|'.join(_WORDS)})(?= (?:must|requires|cannot) )"
+    r"|(?<![\w./\\'-])(?P<name>[a-z][a-z0-9]*_[a-z0-9_]+)(?![\w/\\'-]|\.\w)"
+    r"|^(?P<first>[a-z]+)(?= (?:must|requires|cannot) )"
 )
 # Messages about a models file or a Modelfile, which use these names themselves.
 _OF_A_FILE = re.compile(
@@ -39,9 +28,15 @@ _OF_A_FILE = re.compile(
 )
 
 
-def option_of(name: str) -> str:
-    """Return the option for a setting or parameter of Python."""
-    return _OTHERS.get(name) or f"--{name.replace('_', '-')}"
+def use_options(parameters: Iterable[Any]) -> None:
+    """Name the options of this subcommand in messages. parameters: of the subcommand."""
+    _of_subcommand.clear()
+    _of_subcommand.update({one.name: one.opts[0] for one in parameters if one.param_type_name == "option"})
+
+
+def option_of(name: str) -> str | None:
+    """Return the option for a setting or parameter of Python, or None."""
+    return _of_subcommand.get(name) or _TABLES.get(name)
 
 
 def in_options(message: str) -> str:
@@ -50,7 +45,9 @@ def in_options(message: str) -> str:
 
 
 def _spelled(found: re.Match[str]) -> str:
-    if (name := found["value_of"]) is None:
-        return option_of(found["word"] or found["name"] or found["first"])
-    value = found["value"].strip("'")
-    return option_of(name) if value == "True" else f"{option_of(name)} {value}"
+    name = found["value_of"] or found["word"] or found["name"] or found["first"]
+    if (option := option_of(name)) is None:
+        return found[0]
+    if (value := found["value"]) is None or value == "True":
+        return option
+    return f"{option} {value.strip(chr(39))}"

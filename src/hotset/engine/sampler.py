@@ -23,8 +23,8 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import N_CANDIDATES
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
-from hotset.sampling_parameters import PARAMETERS, RULES, Parameter, ParameterFields
+from hotset.parameters import below_infinity, flag, shown, text, whole_number
+from hotset.sampling_parameters import PARAMETERS, RULES, ParameterFields
 from hotset.text.mask import TokenMask
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -104,16 +104,6 @@ _FIELDS = (ParameterFields.__doc__ or "").partition("\n\n")[2]
 _NUMBERS = [one for one in PARAMETERS.values() if one.kind is not None]
 
 
-def _number(parameter: Parameter, value: Any) -> float | int | None:
-    """Return a checked number. Raises InvalidRequestError."""
-    low, high, value = parameter.low, parameter.high, parameter.meant(value)
-    if value is None and parameter.default is None:
-        return None
-    if parameter.kind is int:
-        return whole_number(parameter.name, value, low or 0, high)
-    return real_number(
-        parameter.name, value, -math.inf if low is None else low, math.inf if high is None else high
-    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ class SamplingParams(ParameterFields):
 {_FIELDS}"""
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {one.name: _number(one, getattr(self, one.name)) for one in _NUMBERS} | {
+        checked: dict[str, Any] = {one.name: one.checked(getattr(self, one.name)) for one in _NUMBERS} | {
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "reasoning_budget_message": _budget_message(self.reasoning_budget_message),

@@ -26,7 +26,7 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Speculator
 from hotset.engine.states import StatePool
 from hotset.errors import OutOfMemoryError
-from hotset.settings import MOST_DRAFTED
+from hotset.load_parameters import MOST_DRAFTED
 
 if TYPE_CHECKING:
     from hotset.engine.prompt_cache import PromptCache

@@ -246,7 +246,7 @@ def _free(opened: Opened) -> float:
     from hotset.placement.planner import planner_of
 
     planner = planner_of(opened.devices[0])
-    return planner.free_for_model(opened.devices, opened.settings.vram_budget, opened.gguf.nbytes)
+    return planner.free_for_model(opened.devices, opened.settings.vram_gib, opened.gguf.nbytes)
 
 
 def _host_memory(decided: Decided) -> HostMemory:

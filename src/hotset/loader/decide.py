@@ -18,8 +18,9 @@ from hotset.engine.engine import ModelTraits, ThresholdedTokens
 from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
+from hotset.load_parameters import KVType
 from hotset.model.config import ModelConfig
-from hotset.model.cost import Cost, KVType, check_cache
+from hotset.model.cost import Cost, check_cache
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Attention
@@ -238,8 +239,8 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
     """
     if math.isinf(free):
         return None
-    if settings.ram_budget is not None:
-        limit = int(settings.ram_budget * 2**30) - reserved
+    if (budget := settings.ram_gib) is not None:
+        limit = int(budget * 2**30) - reserved
         if limit <= 0:
             raise OutOfMemoryError(
                 f"what drafts needs {human_size(reserved)} of the RAM budget, which leaves nothing for the "
@@ -352,8 +353,8 @@ def context(
         types: tuple[KVType, ...] = () if settings.asks_for_a_device else ("q8_0", "q8_0/q4_0", "q4_0")
         smaller = next((name for name in types if cost.kv_bytes_per_token(name) < kv_bytes), None)
         raise OutOfMemoryError(
-            f"a context of {asked} tokens needs a cache of {n_bytes / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; lower n_ctx" + (f", or use kv_type {smaller}" if smaller else "")
+            f"a context of {asked} tokens needs a cache of {human_size(n_bytes)} and "
+            f"{human_size(free)} are free; lower n_ctx" + (f", or use kv_type {smaller}" if smaller else "")
         )
     return asked
 

@@ -26,6 +26,7 @@ from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import expanded
 from hotset.formats.gguf import open_gguf
 from hotset.formats.lora import open_gguf_adapter
+from hotset.load_parameters import LOAD_PARAMETERS
 from hotset.parameters import shown
 from hotset.sampling_parameters import PARAMETERS
 from hotset.settings import LoadSettings
@@ -36,8 +37,9 @@ from hotset.text.chat import MAX_SOURCE_CHARS
 MAX_CHARS = 1 << 20  # of a Modelfile
 _ROLES = ("system", "user", "assistant")
 _INSTRUCTIONS = ("from", "system", "template", "parameter", "message", "adapter", "license")
-# The names of sampling parameters in a Modelfile.
+# The names of parameters in a Modelfile.
 _SAMPLING = {one.modelfile: one for one in PARAMETERS.values() if one.modelfile}
+_LOAD = {one.modelfile: one for one in LOAD_PARAMETERS.values() if one.modelfile}
 # Ollama's parameters for loading, which have no effect here.
 _LOADING = (
     "num_keep", "num_batch", "num_gpu", "num_gqa", "num_thread", "main_gpu", "numa", "low_vram", "f16_kv",
@@ -241,13 +243,13 @@ def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any]
     for name, values in parameters.items():
         if name == "stop":
             sampling["stop"] = list(values)
-        elif name == "num_ctx":
-            load["n_ctx"] = _number(name, values[-1], int)
+        elif name in _LOAD:
+            load[_LOAD[name].name] = _number(name, values[-1], int)
         elif name in _SAMPLING:
             parameter = _SAMPLING[name]
             sampling[parameter.name] = _number(name, values[-1], int if parameter.kind is int else float)
         elif name not in _LOADING:
-            known = ", ".join(sorted((*_SAMPLING, "num_ctx", "stop")))
+            known = ", ".join(sorted((*_SAMPLING, *_LOAD, "stop")))
             raise InvalidRequestError(f"there is no PARAMETER {shown(name)}; there are {known}")
     for name, least in ("max_tokens", 1), ("seed", 0):  # lower values mean no limit, and any seed
         if sampling.get(name, least) < least:
@@ -256,7 +258,7 @@ def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any]
         SamplingParams(**sampling)
         LoadSettings(**load)
     except HotsetError as error:
-        fields = {one.name: name for name, one in _SAMPLING.items()} | {"n_ctx": "num_ctx"}
+        fields = {one.name: name for name, one in (_SAMPLING | _LOAD).items()}
         field_name, _, rest = str(error).partition(" ")
         raise InvalidRequestError(f"PARAMETER {fields.get(field_name, field_name)} {rest}") from None
     return sampling, load

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import GGMLType
+from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Attention,
@@ -23,12 +24,6 @@ from hotset.model.operations import (
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
-
-# The storage of keys and values: one format for both, or keys/values. f32 is for comparisons and not
-# combined.
-KVType = Literal[
-    "f16", "q8_0", "q4_0", "f16/q8_0", "f16/q4_0", "q8_0/f16", "q8_0/q4_0", "q4_0/f16", "q4_0/q8_0", "f32"
-]
 
 
 class KVFormat(NamedTuple):

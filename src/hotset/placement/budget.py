@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
 from hotset.formats.quants import GGMLType
-from hotset.model.cost import Cost, KVType, kv_bytes
+from hotset.load_parameters import KVType
+from hotset.model.cost import Cost, kv_bytes
 from hotset.model.graph import Graph, thresholded_products
 from hotset.model.operations import (
     NO_LAYER,

@@ -56,7 +56,7 @@ def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
 def ram_lines(ram: RamPlan, n_ctx: int) -> list[str]:
     """Return sentences on the context, the reads of the disk, and the cost of streaming."""
     how = f"{'io_uring' if ram.disk.ring else 'threads'}, {ram.disk.depth} reads at a time"
-    rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
+    rates = ", ".join(f"{size >> 10} KiB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
     lines = [f"The context has {n_ctx} tokens.", f"The disk is read by {how}: {rates}."]
     if ram.streamed:
         lines.append(

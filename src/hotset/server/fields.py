@@ -16,8 +16,8 @@ from pydantic import Field
 
 from hotset.backends.adapters import MOST_ADAPTERS
 from hotset.engine.sampler import SamplingParams
-from hotset.parameters import shown
-from hotset.sampling_parameters import PARAMETERS, RULES, Parameter
+from hotset.parameters import Parameter, shown
+from hotset.sampling_parameters import PARAMETERS, RULES
 from hotset.server.answers import Thinking
 from hotset.server.errors import RequestError
 from hotset.server.rows import (

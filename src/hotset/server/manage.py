@@ -19,6 +19,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import StreamingResponse
 
 from hotset.errors import HotsetError
+from hotset.load_parameters import LOAD_PARAMETERS
 from hotset.loader.modelfile import MAX_CHARS, Modelfile, made_of
 from hotset.server import shapes
 from hotset.server.body import BodyRoute
@@ -130,7 +131,7 @@ class ModelBody(Body):
 class LoadModelBody(ModelBody):
     """A model to load. n_ctx: tokens of the context; by default the context of the settings."""
 
-    n_ctx: Annotated[Integer, Field(ge=1, le=1 << 30)] | None = None
+    n_ctx: Annotated[Integer, Field(ge=LOAD_PARAMETERS["n_ctx"].low, le=1 << 30)] | None = None
 
 
 class OllamaModelBody(Body):

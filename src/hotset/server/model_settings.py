@@ -1,6 +1,6 @@
 """Settings for loading and using each model of a server with several: the file of `--models-file`.
 
-max_memory = 12                 # GiB that loaded models have together
+max_memory = "12G"              # that loaded models have together; a number: GiB
 keep_alive = "10m"              # idle models are unloaded after that; -1: never
 
 [default]                       # of every model that says nothing else
@@ -18,7 +18,6 @@ sampling = { temperature = 0.2 }  # fields of SamplingParams, for requests that 
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -28,7 +27,8 @@ from typing import Any
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import HotsetError, InvalidRequestError, did_you_mean
 from hotset.files import read_small_text
-from hotset.parameters import flag, real_number, shown, text
+from hotset.load_parameters import LOAD_PARAMETERS
+from hotset.parameters import flag, seconds, shown, size, text
 from hotset.settings import LoadSettings
 from hotset.storage.aliases import check_alias
 from hotset.text.chat import MAX_SOURCE_CHARS
@@ -40,31 +40,16 @@ _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_last_n", "presence_penalty",
     "frequency_penalty", "max_tokens", "seed", "stop",
 )  # fmt: skip
-_LOADING = tuple(one.name for one in fields(LoadSettings) if one.name != "progress")
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_LOADING = tuple(LOAD_PARAMETERS)
 
 
-def duration(value: float | str) -> float:
+def until_unloaded(value: float | str) -> float:
     """Return the seconds of a `keep_alive` in Ollama's form: a number, or a text such as "10m" or "1h30m".
 
     A negative value, and one of more than ten years, gives inf. Raises InvalidRequestError.
     """
-    given: float | str = value
-    if isinstance(given, str):
-        sign, rest = (-1, given[1:]) if given.startswith("-") else (1, given)
-        parts = _DURATION.findall(rest) if len(rest) <= 64 else []  # its time is quadratic in the length
-        if rest.isascii() and rest.isdecimal() and len(rest) < 18:
-            given = sign * float(rest)
-        elif "".join(n + unit for n, unit in parts) == rest and parts:
-            given = sign * math.fsum(float(n) * _UNITS[unit] for n, unit in parts)
-    try:
-        seconds = real_number("keep_alive", given)
-    except InvalidRequestError:
-        raise InvalidRequestError(
-            f'keep_alive is a number of seconds, or a time such as "10m", not {shown(value)}'
-        ) from None
-    return seconds if 0 <= seconds <= _LONGEST_SECONDS else math.inf
+    found = seconds("keep_alive", value, -math.inf)
+    return found if 0 <= found <= _LONGEST_SECONDS else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +118,8 @@ class ModelsFile:
         }
         memory, keep = given.get("max_memory"), given.get("keep_alive")
         return cls(
-            max_memory=None if memory is None else real_number("max_memory", memory, 0),
-            keep_alive=None if keep is None else duration(keep),
+            max_memory=None if memory is None else size("max_memory", memory),
+            keep_alive=None if keep is None else until_unloaded(keep),
             default=default,
             models=models,
             folder=folder,
@@ -163,7 +148,7 @@ def _settings(given: Any, where: str, folder: Path) -> ModelSettings:
         model=None if model is None else text("model", model),
         aliases=tuple(check_alias(text("aliases", alias)) for alias in aliases),
         pinned=flag("pinned", table.get("pinned", False)),
-        keep_alive=None if keep is None else duration(keep),
+        keep_alive=None if keep is None else until_unloaded(keep),
         template=None if template is None else _template(folder / text("template", template)),
         load=load,
         sampling=sampling,

@@ -50,7 +50,7 @@ from hotset.server.metrics import (
     Metrics,
     engine_metrics,
 )
-from hotset.server.model_settings import KEEP_ALIVE_SECONDS, duration
+from hotset.server.model_settings import KEEP_ALIVE_SECONDS, until_unloaded
 from hotset.server.preparation import Preparation
 from hotset.server.service import ListedModel, Service
 from hotset.server.settings import ServerSettings
@@ -229,7 +229,7 @@ class Models:
 
     def keep(self, service: Service, keep_alive: float | str | None) -> None:
         if keep_alive is not None:
-            self._slots[service.name].keep_alive = duration(keep_alive)
+            self._slots[service.name].keep_alive = until_unloaded(keep_alive)
 
     def release(self, slot: Slot) -> None:
         """Release a model that a request has held."""
@@ -569,7 +569,7 @@ class Models:
             asyncio.run_coroutine_threadsafe(self._make_room(slot, n_bytes), loop).result()
 
         settings = replace(self._settings_of(slot), progress=LoadProgress(slot, loop, self._changed))
-        budget = settings.ram_budget
+        budget = settings.ram_gib
         if budget is not None:  # it limits the whole process, so add the memory of other models
             more = max(own_memory() - self._program, 0) / _GIB
             settings = replace(settings, ram_budget=budget + more)

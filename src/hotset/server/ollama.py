@@ -44,7 +44,7 @@ from hotset.server.errors import RequestError, UnreadableError
 from hotset.server.fields import NO_DEFAULTS, AnswerFields
 from hotset.server.logprobs import spelled
 from hotset.server.manage import may_manage
-from hotset.server.model_settings import duration
+from hotset.server.model_settings import until_unloaded
 from hotset.server.openai.embeddings import MAX_TEXTS
 from hotset.server.openai.schema import Logprobs, logprobs_of
 from hotset.server.replies import JsonReply, dumped
@@ -434,7 +434,7 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
     unloaded once it is idle, as after any request with this keep_alive.
     """
     keep_alive = body.given("keep_alive")
-    is_over = keep_alive is not None and duration(keep_alive) == 0
+    is_over = keep_alive is not None and until_unloaded(keep_alive) == 0
     reason = "load"
     name = body.model or ""
     if name and is_over and may_manage(http) and await _unloaded(http, name):

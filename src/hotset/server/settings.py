@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
-from hotset.parameters import flag, real_number, shown, text, whole_number
+from hotset.parameters import choice, flag, real_number, shown, text, whole_number
 from hotset.server.keys import NamedKey
 from hotset.server.mcp.file import McpServer
 
@@ -92,7 +92,7 @@ class ServerSettings:
                     raise InvalidRequestError(
                         f"one of the {name.replace('_', ' ')} is empty; give a value, or leave it out"
                     )
-        _check_form(self.log_form)
+        choice("log_form", self.log_form, LOG_FORMS)
         if self.otlp_traces_endpoint is not None:
             _check_collector(self.otlp_traces_endpoint)
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -159,11 +159,6 @@ class ServerSettings:
     def serves_any_address(self) -> bool:
         """Return whether it listens on every address of this machine, so that its names are not known."""
         return self.host in ("", "0.0.0.0", "::", "[::]")
-
-
-def _check_form(given: str) -> None:
-    if given not in LOG_FORMS:
-        raise InvalidRequestError(f"log_form must be {' or '.join(LOG_FORMS)}, not {shown(given)}")
 
 
 def _check_collector(given: str) -> None:

@@ -1,6 +1,6 @@
 """The page at `/` and its files in `page/`: plain HTML, CSS and JavaScript, served unchanged.
 
-`parameters.js` is made from the table of sampling parameters.
+`parameters.js` is made from the tables of parameters.
 
 The server reads the files once, when it starts, into a table: no path of a request reaches the disk. A policy
 allows only the page's own scripts and styles. It forbids scripts in the HTML or from elsewhere, HTML made of
@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import sha256
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from hotset.load_parameters import LOAD_PARAMETERS
+from hotset.parameters import Parameter
 from hotset.sampling_parameters import PARAMETERS
 
 router = APIRouter(include_in_schema=False)
@@ -81,15 +84,18 @@ def _files() -> dict[str, _File]:
 
 
 def _parameters() -> bytes:
-    """Return the page's parameters.js: the sampling parameters that the page offers."""
-    fields = [
-        {
-            "name": one.name, "label": one.label, "note": one.summary, "whole": one.kind is int,
-            "min": one.least, "max": one.high, "slider": one.slider,
-        }
-        for one in PARAMETERS.values() if one.label
-    ]  # fmt: skip
-    return f"export const FIELDS = {json.dumps(fields)};\n".encode()
+    """Return the page's parameters.js: the parameters of answers, and of loading, that the page offers."""
+    return "".join(
+        f"export const {name} = {json.dumps([_field(one) for one in table.values() if one.label])};\n"
+        for name, table in (("FIELDS", PARAMETERS), ("LOADING", LOAD_PARAMETERS))
+    ).encode()
+
+
+def _field(one: Parameter) -> dict[str, Any]:
+    return {
+        "name": one.name, "label": one.label, "note": one.summary, "whole": one.kind is int,
+        "min": one.least, "max": one.high, "slider": one.slider,
+    }  # fmt: skip
 
 
 @router.api_route("/", methods=["GET", "HEAD"])

@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
 from hotset.errors import InvalidRequestError
 from hotset.formats import channels, planes
 from hotset.formats.overlay import Overlay
+from hotset.load_parameters import LOAD_PARAMETERS, SparsityMode
 from hotset.model.decoder import describe
 from hotset.model.graph import thresholded_products
 from hotset.model.predictor import Predictor, PredictorKind
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 _SAMPLE_BYTES = 256  # of each expert, for a fingerprint
 
-SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
 Computes = Literal["memory", "budget", "device"]
 """Who reads the weights: the CPU, with all of them in memory; the CPU under a memory budget, without room for
 input-major copies; or a device, which cannot read layouts for the CPU."""
@@ -95,10 +95,7 @@ def asked_mode(
     thresholds: not None if the user names some. Raises InvalidRequestError for unknown or contradicting
     values.
     """
-    if mode is not None and mode not in get_args(SparsityMode):
-        raise InvalidRequestError(
-            f"the sparsity mode {mode!r} is unknown; it must be one of {', '.join(get_args(SparsityMode))}"
-        )
+    LOAD_PARAMETERS["sparsity"].checked(mode)
     spec = None if predictor is None else parse_predictor(predictor)
     if spec is not None and mode in ("dense", "exact"):
         raise InvalidRequestError(f"`predictor` requires sparsity='predicted', not '{mode}'")

@@ -69,7 +69,7 @@ class Entry:
 
 
 LISTED = Path(__file__).with_name("catalogue.json")
-_MEMORIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # GB of machines
+_MEMORIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # GiB of machines
 _QUANT = re.compile(r"(.+):((?:ud-)?i?q\d\w*|mxfp4\w*|b?f16|f32|tq\d_\d)", re.IGNORECASE)
 _HUBS = ("hf.co/", "huggingface.co/")
 
@@ -78,7 +78,7 @@ def _listed(one: dict[str, Any]) -> Entry:
     size, checked = one["size"], one["checked"]
     # The same estimate as store.fits: the file, its cache, and a tenth for the system.
     least = (size * 1.05 + 2**29) / 0.9
-    memory = next((f"{n} GB of memory" for n in _MEMORIES if n * 10**9 >= least), "much memory")
+    memory = next((f"{n} GiB of memory" for n in _MEMORIES if n * 2**30 >= least), "much memory")
     parts = (
         memory if size else "",
         f"licence {one['licence']}" if one["licence"] else "",
@@ -109,7 +109,7 @@ _KNOWN: tuple[Entry, ...] = (
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
         relu=False,
-        needs="1 GB of memory; licence apache-2.0",
+        needs="1 GiB of memory; licence apache-2.0",
         licence="apache-2.0",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel=Wheel(
@@ -124,7 +124,7 @@ _KNOWN: tuple[Entry, ...] = (
         "bamboo-7b-v0.1.Q4_0.gguf",
         int(4.26 * _GB),
         relu=True,
-        needs="8 GB of memory",
+        needs="8 GiB of memory",
     ),
     Entry(
         "prosparse-7b",
@@ -132,7 +132,7 @@ _KNOWN: tuple[Entry, ...] = (
         "prosparse-llama-2-7b.gguf",
         int(14.5 * _GB),
         relu=True,
-        needs="16 GB of memory; PowerInfer format",
+        needs="16 GiB of memory; PowerInfer format",
     ),
     Entry(
         "prosparse-13b",
@@ -140,7 +140,7 @@ _KNOWN: tuple[Entry, ...] = (
         "prosparse-llama-2-13b.gguf",
         int(27.6 * _GB),
         relu=True,
-        needs="32 GB of memory; PowerInfer format",
+        needs="32 GiB of memory; PowerInfer format",
     ),
     Entry(
         "relullama-7b",
@@ -148,7 +148,7 @@ _KNOWN: tuple[Entry, ...] = (
         "llama-7b-relu.powerinfer.gguf",
         int(15.1 * _GB),
         relu=True,
-        needs="16 GB of memory; PowerInfer format",
+        needs="16 GiB of memory; PowerInfer format",
     ),
     Entry(
         "relullama-13b",
@@ -156,7 +156,7 @@ _KNOWN: tuple[Entry, ...] = (
         "llama-13b-relu.powerinfer.gguf",
         int(28.3 * _GB),
         relu=True,
-        needs="32 GB of memory; PowerInfer format",
+        needs="32 GiB of memory; PowerInfer format",
     ),
     Entry(
         "relullama-70b",
@@ -164,7 +164,7 @@ _KNOWN: tuple[Entry, ...] = (
         "llama-70b-relu.q4.powerinfer.gguf",
         int(42.2 * _GB),
         relu=True,
-        needs="48 GB of memory; PowerInfer format",
+        needs="48 GiB of memory; PowerInfer format",
     ),
     Entry(
         "relufalcon-40b",
@@ -172,7 +172,7 @@ _KNOWN: tuple[Entry, ...] = (
         "falcon-40b-relu.q4.powerinfer.gguf",
         int(25.5 * _GB),
         relu=True,
-        needs="32 GB of memory; PowerInfer format; a Hugging Face account that accepted its conditions",
+        needs="32 GiB of memory; PowerInfer format; a Hugging Face account that accepted its conditions",
     ),
     Entry(
         "turbosparse-mistral-7b",
@@ -180,7 +180,7 @@ _KNOWN: tuple[Entry, ...] = (
         None,
         int(15.5 * _GB),
         relu=True,
-        needs="16 GB of memory; a checkpoint that must be converted",
+        needs="16 GiB of memory; a checkpoint that must be converted",
         reason=_CHECKPOINT,
     ),
     Entry(
@@ -189,7 +189,7 @@ _KNOWN: tuple[Entry, ...] = (
         "SmallThinker-4B-A0.6B-Instruct-qat.Q4_0.gguf",
         int(2.41 * _GB),
         relu=True,
-        needs="4 GB of memory; 4B parameters, 0.6B active per token (0.25 GB of experts)",
+        needs="4 GiB of memory; 4B parameters, 0.6B active per token (0.23 GiB of experts)",
     ),
     Entry(
         "smallthinker-21b",
@@ -197,7 +197,7 @@ _KNOWN: tuple[Entry, ...] = (
         None,
         int(12.2 * _GB),
         relu=True,
-        needs="16 GB of memory; 21B parameters, 3B active per token (1 GB of experts)",
+        needs="16 GiB of memory; 21B parameters, 3B active per token (0.93 GiB of experts)",
     ),
 )
 

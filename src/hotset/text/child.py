@@ -242,4 +242,4 @@ def _used(child: psutil.Process) -> tuple[float, int]:
 
 
 def _too_large(limits: ChildLimits) -> ChildError:
-    return ChildError(Cause.MEMORY, f"{limits.n_bytes >> 20} MB")
+    return ChildError(Cause.MEMORY, f"{limits.n_bytes >> 20} MiB")

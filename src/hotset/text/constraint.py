@@ -300,7 +300,7 @@ def _refused(kind: str, reason: str, name: str | None = None) -> InvalidRequestE
 def _too_much(kind: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"the {_NAMES[kind]} does not compile within {LIMITS.seconds:g} s of computing and "
-        f"{LIMITS.n_bytes >> 20} MB, or is nested too deep; simplify it"
+        f"{LIMITS.n_bytes >> 20} MiB, or is nested too deep; simplify it"
     )
 
 

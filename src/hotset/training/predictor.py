@@ -60,6 +60,7 @@ from hotset.training import pairs as pair_files
 from hotset.training import predictor_files, predictor_layer
 from hotset.training.pairs import LayerTaps, PairShards
 from hotset.training.predictor_layer import PredictorWeights, Quality, Schedule
+from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.formats.source import WeightSource
@@ -475,7 +476,7 @@ class _Training:
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self._say(
             f"{collected.n_train + collected.n_held_out} tokens, {collected.n_held_out} of them held out: "
-            f"{collected.n_bytes / 1e6:.0f} MB of pairs"
+            f"{human_size(collected.n_bytes)} of pairs"
             + (", which is all that max_bytes allows" if collected.limited else "")
         )
         self._n_steps = self.settings.schedule.n_steps(collected.n_train)

@@ -82,7 +82,7 @@ class ThresholdSettings:
     share: float | None = None
     uniform: float | None = None
     only: tuple[ThresholdName, ...] = THRESHOLD_NAMES
-    mode: str | None = None
+    mode: BaseMode | None = None
     n_ctx: int = 512
     n_tokens: int = 4096
     n_measured: int = 16384

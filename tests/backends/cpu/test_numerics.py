@@ -39,7 +39,8 @@ from hotset.backends.cpu.lowering import PLANES
 from hotset.backends.reference import ACTIVATIONS, hadamard, q4_0_stored, q8_0_stored, stored, xielu
 from hotset.formats.planes import decode
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, quantize
-from hotset.model.cost import KVType, kv_formats
+from hotset.load_parameters import KVType
+from hotset.model.cost import kv_formats
 from hotset.model.operations import XIELU
 
 F32 = int(GGMLType.F32)

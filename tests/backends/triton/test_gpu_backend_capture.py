@@ -346,7 +346,7 @@ def test_out_of_memory_gives_one_message(tmp_path: Path, monkeypatch: pytest.Mon
     np.testing.assert_array_equal(backend.step(batch([(tokens(9), 0, [0])])).logits, expected)
 
     monkeypatch.setattr("hotset.backends.triton.backend.free_bytes", lambda device: 100_000)
-    with pytest.raises(OutOfMemoryError, match=r"needs .* on cpu, .* and 100.0 kB are free; share it"):
+    with pytest.raises(OutOfMemoryError, match=r"needs .* on cpu, .* and 97.7 KiB are free; share it"):
         gpu(ready.weights, graph, needed=100_001)
 
 

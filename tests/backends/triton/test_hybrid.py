@@ -31,8 +31,8 @@ from hotset.errors import (  # noqa: E402
 )
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.load_parameters import KVType  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
-from hotset.model.cost import KVType  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
 # With quantised weights the CPU rounds activations to int8, in steps of 1/127 of the largest of 32. The

@@ -21,7 +21,7 @@ from hotset.backends.base import Backend
 from hotset.engine.engine import Engine
 from hotset.engine.speculation import Speculator
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.settings import MOST_DRAFTED
+from hotset.load_parameters import MOST_DRAFTED
 
 pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")

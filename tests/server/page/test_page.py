@@ -235,7 +235,7 @@ GREEDY = {"hotset.settings": json.dumps({"temperature": 0, "max_tokens": 24})}
 
 
 def decimal(size: float) -> str:
-    return f"{size / 1e3:.1f} kB"
+    return f"{size / 1024:.1f} KiB"
 
 
 def test_a_sparse_models_activity_is_shown(tmp_path: Path, opened: Any) -> None:
@@ -309,13 +309,13 @@ def test_the_map_is_brighter_or_darker_where_more_neurons_fire(server: FakeServe
         box = page.locator(".heat").bounding_box()
         page.mouse.move(box["x"] + left + column + 8, box["y"] + top + row + 11)
         assert message(page, "#readout") == (
-            "Token 2, “ t1”, layer 1: 50.0% of 200 neurons fired (100), 500.0 kB read."
+            "Token 2, “ t1”, layer 1: 50.0% of 200 neurons fired (100), 488.3 KiB read."
         )
         assert page.locator("#tape .chosen").inner_text().strip() == "t1"
         page.mouse.move(5, 5)
         assert "Point at a cell" in message(page, "#readout")
         page.locator("#tape span").nth(3).click()
-        assert message(page, "#readout") == "Token 4, “ t3”: 16.7% of all neurons fired, 2.0 of 4.0 MB read."
+        assert message(page, "#readout") == "Token 4, “ t3”: 16.7% of all neurons fired, 1.9 of 3.8 MiB read."
 
 
 def test_neurons_on_the_gpu_and_on_the_cpu(server: FakeServer, opened: Any) -> None:
@@ -330,7 +330,7 @@ def test_neurons_on_the_gpu_and_on_the_cpu(server: FakeServer, opened: Any) -> N
     page.keyboard.press("End")
     assert message(page, "#readout").endswith(
         "layer 0: 40.0% of 200 neurons fired (80), 30.0% hot on the GPU and 10.0% cold on the CPU, "
-        "400.0 kB read."
+        "390.6 KiB read."
     )
     drawn(page)
     x, y = 34 + 16 + 8, 34 + 2 * 22 + 11
@@ -366,7 +366,7 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
         page.locator(".speed").focus()
         page.keyboard.press("Home")
         assert re.fullmatch(
-            r"Token 2, “.+”: [\d.]+ ms, [\d.]+ kB read, [\d.]+ k?B of it keys and values\.",
+            r"Token 2, “.+”: [\d.]+ ms, [\d.]+ KiB read, [\d.]+ K?i?B of it keys and values\.",
             message(page, "#readout"),
         )
 
@@ -688,5 +688,5 @@ def test_dense_mode_of_a_model_that_could_be_sparse(server: FakeServer, opened: 
     page = opened(server.url)
     assert "dense mode reads their weights, too" in message(page, "#about-text")
     say(page, "hello")
-    assert message(page, "#summary").startswith("30% of neurons fired; 4.0 MB read per token")
+    assert message(page, "#summary").startswith("30% of neurons fired; 3.8 MiB read per token")
     assert page.locator("#amount").is_hidden()

@@ -41,9 +41,9 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     assert violations(page) == []
     rows = page.locator("#model-list li")
     cold = message(page, "#model-list li >> nth=0")
-    assert "not loaded · sparse: idle neurons are skipped · reserves 9.0 MB: " in cold
-    assert "weights 5.0 MB, cache 4.0 MB · context of 512 tokens" in cold
-    assert "loaded · 9.0 MB reserved: weights 5.0 MB, cache 4.0 MB · context of 4,096 tokens" in message(
+    assert "not loaded · sparse: idle neurons are skipped · reserves 8.6 MiB: " in cold
+    assert "weights 4.8 MiB, cache 3.8 MiB · context of 512 tokens" in cold
+    assert "loaded · 8.6 MiB reserved: weights 4.8 MiB, cache 3.8 MiB · context of 4,096 tokens" in message(
         page, "#model-list li >> nth=1"
     )
     n_asked = len(several.asked_props)
@@ -238,7 +238,9 @@ def test_a_model_of_the_catalogue_is_downloaded(several: FakeServer, opened: Any
     page.get_by_role("button", name="Download frost-1b").wait_for()
     page.fill("#catalogue-search", "ember")
     until(page, "document.querySelectorAll('#catalogue-list li').length === 1")
-    assert "sparse: idle neurons are skipped · 2.0 MB · 2 GB of memory" in message(page, "#catalogue-list li")
+    assert "sparse: idle neurons are skipped · 1.9 MiB · 2 GB of memory" in message(
+        page, "#catalogue-list li"
+    )
     page.get_by_role("button", name="Download ember-1b").click()
     until(page, "document.querySelector('#catalogue-list progress')?.value === 0.25")
     assert violations(page) == []

@@ -17,7 +17,7 @@ from hotset.backends.triton.arena import Arena
 from hotset.backends.triton.capture import MAX_CAPTURED
 from hotset.backends.triton.kernels import Kernels
 from hotset.backends.triton.plugin import check_cache
-from hotset.model.cost import KVType
+from hotset.load_parameters import KVType
 from hotset.model.operations import Attention
 
 OUTPUTS = MAX_CAPTURED  # most rows of logits that are copied to the host without a wait

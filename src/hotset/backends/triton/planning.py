@@ -55,8 +55,7 @@ def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> Place
     of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}
     rates = tuple(force_misses(measure(device, **of_cpu)) for device in devices)
     limits = [
-        limit_of(device, one.context, settings.vram_budget)
-        for device, one in zip(devices, rates, strict=True)
+        limit_of(device, one.context, settings.vram_gib) for device, one in zip(devices, rates, strict=True)
     ]
     return PlacementFacts(
         facts,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hotset.backends.registry import Capabilities
 from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import GGMLType as T
+from hotset.load_parameters import KVType
 from hotset.model import operations as ops
-from hotset.model.cost import KVType
 
 CAPABILITIES = Capabilities(
     title="a GPU through PyTorch",

@@ -37,7 +37,7 @@ from hotset.backends.vulkan.split import exchange_bytes
 from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
 from hotset.backends.vulkan.weights import TILE, tile_bytes
 from hotset.formats.quants import GGMLType
-from hotset.model.cost import KVType
+from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     NO_LAYER,

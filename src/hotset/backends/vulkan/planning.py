@@ -31,8 +31,9 @@ from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
 from hotset.errors import OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
+from hotset.load_parameters import KVType
 from hotset.memory import free_memory
-from hotset.model.cost import KVType, kv_bytes
+from hotset.model.cost import kv_bytes
 from hotset.model.decoder import describe_nextn
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -196,7 +197,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
         if not settings.is_auto or not is_split:
             layer, what = next(iter(missing.items()))
             raise refused(f"blk.{layer}", what, or_auto=is_split)
-    limits = [limit_of(name, info, settings.vram_budget) for name, info in zip(names, infos, strict=True)]
+    limits = [limit_of(name, info, settings.vram_gib) for name, info in zip(names, infos, strict=True)]
     rates = tuple(rates_beside(info, settings.n_threads, settings.progress) for info in infos)
     n_layers = settings.layers_on_devices(len(model.layers))
     is_apart = (

@@ -35,7 +35,7 @@ from hotset.backends.vulkan.split import (
 from hotset.backends.vulkan.weights import FLOATS, MatrixPart, VulkanMatrix, VulkanWeights
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
-from hotset.model.cost import KVType
+from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Activate,

@@ -155,7 +155,7 @@ export class Activity {
     return parts;
   }
 
-  /** Return a summary in one line: 31% fired · 5.2 of 14.6 MB read per token · 58 tok/s. */
+  /** Return a summary in one line: 31% fired · 5.2 of 14.6 MiB read per token · 58 tok/s. */
   line() {
     const parts = [];
     if (this.isSparse) parts.push(`${percent(this.mean("share"))} fired`);

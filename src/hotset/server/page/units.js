@@ -1,14 +1,14 @@
 // Formats numbers like units.py.
 
-const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
+const SIZES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 
-/** 98.4 MB, 4.3 GB. */
+/** 98.4 MiB, 4.3 GiB. */
 export function size(bytes) {
   for (const [unit, scale] of SIZES) if (bytes >= scale) return `${(bytes / scale).toFixed(1)} ${unit}`;
   return `${bytes.toFixed(0)} B`;
 }
 
-/** 1.3 of 4.1 GB; the unit once if both have the same. */
+/** 1.3 of 4.1 GiB; the unit once if both have the same. */
 export function sizeOf(part, whole) {
   const [number, unit] = size(part).split(" ");
   const second = size(whole);
